@@ -27,6 +27,7 @@ from pdx.wire.messages import (
     Models,
     NodeStatus,
     Outcome,
+    Recode,
     Refused,
     Selection,
     Status,
@@ -35,7 +36,7 @@ from pdx.wire.messages import (
     decode_to_node,
     encode,
 )
-from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, num_shards
+from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, form_text, num_shards
 
 _T = TypeVar("_T")
 
@@ -79,6 +80,8 @@ class LocalNodes:
     def ask(self, verb: Verb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
         if prompt is not None:
             verb = msgspec.structs.replace(verb, what=self._selected(prompt)[0])
+        if isinstance(verb, Recode) and prompt is not None and not prompt.request:
+            verb = self._with_new_keys(verb, prompt)
         return self._each(instances, lambda connection: self._call(connection, verb, None))
 
     def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> Lookup:
@@ -132,7 +135,16 @@ class LocalNodes:
             return Selection(request=prompt.request), sizes.pop() if len(sizes) == 1 else 0
         alike = chosen(models, prompt.model)
         tokens = prompt.tokens if prompt.tokens is not None else tokens_of(prompt.text or "", alike)
-        return Selection(chunk_keys(alike[0], tokens, prompt.salt), num_shards(alike[0])), chunk_tokens(alike[0])
+        keys = chunk_keys(alike[0], tokens, prompt.salt, prompt.codec)
+        return Selection(keys, num_shards(alike[0])), chunk_tokens(alike[0])
+
+    def _with_new_keys(self, verb: Recode, prompt: Prompt) -> Recode:
+        """Of a lossy codec: its form, and the keys that the chunks have then."""
+        form = form_text(chosen(self._models(), prompt.model)[0], verb.codec)
+        if not form:
+            return verb
+        lossy = msgspec.structs.replace(prompt, codec=verb.codec)
+        return msgspec.structs.replace(verb, codec=form, new_keys=self._selected(lossy)[0].keys)
 
     def _models(self) -> list[Model]:
         """Of the nodes that answer: the others' own verbs say what is the matter with them."""

@@ -17,7 +17,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Whose chunks: exactly one of `tokens`, `text` and `request`, a part of a request's id.
 
     `model`: whose chunks, where engines of several models are attached: an engine's name or URL, or how its layout or
-    its model begins. `salt`: the requests' `cache_salt`; it is shown nowhere.
+    its model begins. `salt`: the requests' `cache_salt`; it is shown nowhere. `codec`: the lossy one that the requests
+    ask for, whose chunks have other keys than those of exact requests; empty: none.
     """
 
     tokens: Sequence[int] | None = None
@@ -25,6 +26,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     request: str = ""
     model: str = ""
     salt: str = ""
+    codec: str = ""
 
     def __post_init__(self) -> None:
         given = (self.tokens is not None) + (self.text is not None) + bool(self.request)

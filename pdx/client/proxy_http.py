@@ -135,7 +135,7 @@ def _what(prompt: Prompt) -> _Object:
     if prompt.request:
         return {"request": prompt.request}
     said: _Object = {"text": prompt.text} if prompt.tokens is None else {"tokens": list(prompt.tokens)}
-    return {**said, "model": prompt.model, "salt": prompt.salt}
+    return {**said, "model": prompt.model, "salt": prompt.salt, "codec": prompt.codec}
 
 
 def _route(verb: Verb, instances: Sequence[str]) -> tuple[str, _Object]:

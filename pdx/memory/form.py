@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import msgspec
@@ -23,6 +24,9 @@ _FORM = re.compile(r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}")
 _MAX_PAGE_BYTES = 1 << 31
 _DTYPES: dict[str, Elements] = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _HALVES = "CPU_ATTN"  # vLLM's backend that has all keys of a head in front of all its values, packed or not
+
+
+APART = "\0pdx\0"  # before and behind the form of a request that is kept apart, in its cache salt
 
 
 class Form(msgspec.Struct, frozen=True):
@@ -93,6 +97,25 @@ def form_of(layout: KvLayout, codec: str) -> Form:
         f"{codec} needs to know where in a page a head lies: the order {layout.order!r} of the backend "
         f"{layout.backend!r} {f'packed for {layout.isa} ' if layout.isa else ''}does not say that"
     )
+
+
+def form_of_shape(shape: Mapping[str, str], codec: str) -> Form:
+    """The same, of a layout whose fields are told as text (`KvLayout.described`).
+
+    :raises LayoutError: see `form_of`; or fields of the layout are missing.
+    """
+    names = KvLayout.__struct_fields__
+    try:
+        layout = msgspec.convert({name: shape[name] for name in names if name in shape}, KvLayout, strict=False)
+    except msgspec.ValidationError as error:
+        raise LayoutError(f"{codec} needs to know the layout of the chunks, and this is none: {error}") from error
+    return form_of(layout, codec)
+
+
+def apart_salt(form: str, salt: str) -> str:
+    """The cache salt of a request whose chunks are kept in this form: no client's salt is the same, but for one that
+    begins so, too, which engines therefore keep apart with an empty form."""
+    return f"{APART}{form}{APART}{salt}" if form or salt.startswith(APART) else salt
 
 
 def lossy_fingerprint(fingerprint: bytes, form: str) -> bytes:

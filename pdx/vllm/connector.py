@@ -34,12 +34,11 @@ from pdx.engine.plan import StepPlan, WorkerNews
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
+from pdx.memory.form import apart_salt
 from pdx.vllm.facts import facts_of
 from pdx.vllm.identity import attention_backend, check_no_state, layout_of, model_identity, naming_of
 from pdx.vllm.releases import check_nested
 from pdx.vllm.step import step_record
-
-_APART = "\0pdx\0"  # before and behind the form of a request that is kept apart, in its cache salt
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -241,11 +240,11 @@ def keep_apart(request: Any, form: str) -> bool:
     say the same. False: vLLM has hashed its blocks for good.
     """
     salt = request.cache_salt or ""
-    if not form and not salt.startswith(_APART):
+    if (apart := apart_salt(form, salt)) == salt:
         return True
     if not hasattr(request, "update_block_hashes"):
         return False
-    request.cache_salt = f"{_APART}{form}{_APART}{salt}"
+    request.cache_salt = apart
     request.block_hashes.clear()
     request.update_block_hashes()
     return True

@@ -20,7 +20,7 @@ from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Bytes, Slot
 from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
-from pdx.wire.hints import MAX_VERDICTS, Hints, Seconds, Verdict
+from pdx.wire.hints import MAX_VERDICTS, FormText, Hints, Seconds, Verdict
 
 _T = TypeVar("_T")
 
@@ -392,14 +392,15 @@ class PinIn(Message, frozen=True):
 
 
 class Recode(Message, frozen=True):
-    """Store chunks of a tier by another codec; "none": as they are. The answer is a `JobStatus`.
+    """Store chunks of a tier by another codec: "none" (as they are), "lossless", or with a loss, by the text of a
+    `pdx.memory.form.Form`. The answer is a `JobStatus`.
 
     `new_keys`: of a lossy codec, under which keys they are found from then on, one for each key.
     """
 
     what: Selection
     tier: Name
-    codec: CodecName
+    codec: FormText
     new_keys: Keys = []
     dry_run: bool = False
 

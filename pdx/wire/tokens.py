@@ -13,8 +13,10 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
+from typing import get_args
 
-from pdx.errors import SelectionError
+from pdx.errors import LayoutError, SelectionError
+from pdx.memory.form import LossyName, apart_salt, form_of_shape, lossy_fingerprint
 from pdx.memory.keys import chunk_key
 from pdx.wire.messages import MAX_KEYS, Model
 
@@ -42,22 +44,37 @@ def num_shards(model: Model) -> int:
     return _number(model, "num_shards")
 
 
-def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+def form_text(model: Model, codec: str) -> str:
+    """How the chunks of requests that ask for this lossy codec are stored below memory; empty: as all others are.
+
+    :raises SelectionError: the engine's layout has no such codec.
+    """
+    if codec not in get_args(LossyName):
+        return ""
+    try:
+        return str(form_of_shape(model.shape, codec))
+    except LayoutError as error:
+        raise SelectionError(f"engine {model.engine!r}: {error}") from error
+
+
+def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "", codec: str = "") -> list[bytes]:
     """The keys of the full chunks of the prompt `tokens`, as the engine of `model` makes them; `salt`: the requests'
-    `cache_salt`.
+    `cache_salt`, `codec`: that they ask for.
 
     :raises SelectionError: the tokens fill no chunk or are none of this model's, or only the engine can make its keys.
     """
     per_chunk, per_block = chunk_tokens(model), _number(model, "block_tokens")
     _check(model, tokens, per_chunk)
     hashed, root = _hash_of(model), _root(model)
-    extra = _first_extra(model, salt)
+    form = form_text(model, codec)
+    fingerprint = lossy_fingerprint(model.layout, form) if form else model.layout
+    extra = _first_extra(model, apart_salt(form, salt))
     keys = []
     for end in range(per_chunk, len(tokens) + 1, per_chunk):
         for start in range(end - per_chunk, end, per_block):
             root = hashed(root, tuple(tokens[start : start + per_block]), extra)
             extra = None
-        keys.append(chunk_key(model.layout, root))
+        keys.append(chunk_key(fingerprint, root))
     return keys
 
 

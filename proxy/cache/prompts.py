@@ -12,8 +12,8 @@ from msgspec import Meta
 from pdx.errors import SelectionError
 from pdx.memory.keys import KEY_BYTES
 from pdx.proxy.cache.instances import Instances
-from pdx.wire.messages import MAX_KEYS, Model, Name, Selection, ShardCount
-from pdx.wire.tokens import chunk_keys, chunk_tokens, num_shards
+from pdx.wire.messages import MAX_KEYS, CodecName, Model, Name, Selection, ShardCount
+from pdx.wire.tokens import chunk_keys, chunk_tokens, form_text, num_shards
 
 _MAX_TOKENS = 1 << 24
 HexKeys = Annotated[
@@ -29,7 +29,8 @@ class What(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     model: Name = ""  # of the three above: whose chunks, where engines of several models are there …
-    salt: str = ""  # … and the requests' `cache_salt`
+    salt: str = ""  # … the requests' `cache_salt` …
+    codec: CodecName = ""  # … and the lossy codec that they ask for
     keys: HexKeys | None = None
     shards: ShardCount = 1  # of each of `keys`
     request: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -70,8 +71,17 @@ class Prompts:
         models = self._instances.model(what.model)
         tokens = what.tokens if what.tokens is not None else await self._tokens(what, models)
         # In a thread: a million tokens take a second, in which clients would wait.
-        keys = await asyncio.to_thread(chunk_keys, models[0], tokens, what.salt)
+        keys = await asyncio.to_thread(chunk_keys, models[0], tokens, what.salt, what.codec)
         return Chosen(Selection(keys, num_shards(models[0])), chunk_tokens(models[0]))
+
+    def form(self, what: What, codec: str) -> str:
+        """The form of the chunks of requests that ask for this codec, where it loses something, and tokens say of which
+        model; else nothing.
+
+        :raises SelectionError: the model has no such codec.
+        """
+        is_prompt = what.request is None and what.keys is None
+        return form_text(self._instances.model(what.model)[0], codec) if is_prompt else ""
 
     async def _tokens(self, what: What, models: list[Model]) -> list[int]:
         body: dict[str, Any] = {"prompt": what.text} if what.text is not None else {"messages": what.messages}

@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from pdx.errors import ConfigError, NodeUnavailable, PdxError, SelectionError, VerbRefused
 from pdx.proxy.cache.bodies import (
     AdviseBody,
@@ -237,7 +239,9 @@ class Verbs:
         what = await self._selection(body)
         place = self._instances.tier(body.at, "at")
         new_keys = [bytes.fromhex(key) for key in body.new_keys or ()]
-        verb = Recode(what, place.tier, body.method, new_keys, body.dry_run)
+        if form := self._prompts.form(body, body.method):
+            new_keys = (await self._selection(msgspec.structs.replace(body, codec=body.method))).keys
+        verb = Recode(what, place.tier, form or body.method, new_keys, body.dry_run)
         return await self._one(place.instances[0], verb, body.wait_s)
 
     async def decompress(self, body: RecodeBody) -> Json:

@@ -12,13 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
 from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
-from pdx.node.control.moves import Mover
+from pdx.node.control.moves import ANSWER_S, Mover
 from pdx.node.control.places import GPU, Place, Places
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
@@ -29,6 +29,8 @@ from pdx.store.copy import Copy, CopyState
 from pdx.store.disk.scrub import scrub
 from pdx.store.disk.tier import DiskTier
 from pdx.store.lifecycle import State
+from pdx.store.recoding import check
+from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
@@ -432,7 +434,61 @@ class Controls:
     # ---- jobs -------------------------------------------------------------------------------
 
     def _recode(self, ask: Recode) -> JobStatus:
-        raise NodeError(f"codec {ask.codec!r} is not known to this node")
+        keys, shards = self._selected(ask.what)
+        place = self.places.at(ask.tier)
+        if not isinstance(place.tier, DiskTier | RemoteTier):
+            raise NodeError(f"{place.name} holds chunks as engines read them: move them to a disk or store, and then")
+        new_keys = ask.new_keys or keys
+        if len(new_keys) != len(keys):
+            raise ProtocolError(f"{len(new_keys)} new keys for {len(keys)} chunks")
+        pairs = list(zip(keys, new_keys, strict=True))
+        try:
+            check(pairs, ask.codec)
+        except PdxError as error:
+            raise NodeError(f"codec {ask.codec!r}: {error}") from error
+        if not self.places.seeks(place, keys, shards):
+            pairs = [(old, new) for old, new in pairs if self.places.held(place, old, shards) is not None]
+        if not pairs:
+            raise ChunkMissing(f"none of {len(keys)} chunks is in {place.name}")
+        held = [held for old, _ in pairs if (held := self.places.held(place, old, shards)) is not None]
+        nbytes = sum(each.nbytes for each in held) * shards
+        what = f"store {len(pairs)} of {len(keys)} chunks in {place.name} by {ask.codec}"
+        busy = list(dict.fromkeys([*(old for old, _ in pairs), *(new for _, new in pairs)]))
+        job = Job("recode", what, busy, len(pairs) * shards, nbytes)
+        if ask.dry_run:
+            self.jobs.check(job.keys)
+            return JobStatus("", "recode", "planned", job.chunks, 0, nbytes, what=printable(what, 1000))
+        return self.jobs.start(job, self._recoding(job, place, pairs, ask.codec, shards))
+
+    def _recoding(self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int) -> Steps:
+        keys = [old for old, _ in pairs]
+        asked_at = self._clock()
+        while self.places.seeks(place, keys, shards) and self._clock() - asked_at < ANSWER_S:
+            yield
+        nbytes = {key: held.nbytes * shards for key in keys if (held := self.places.held(place, key, shards))}
+        errors: list[TierError] = []
+
+        def on_chunk(key: bytes, error: TierError | None) -> None:
+            if error is None:
+                job.did(shards, nbytes.get(key, 0))
+            else:
+                errors.append(error)
+
+        tier = place.tier
+        recoding = (
+            tier.recode(pairs, codec, shards, on_chunk)
+            if isinstance(tier, RemoteTier)
+            else cast("DiskTier", tier).recode(pairs, codec, on_chunk)
+        )
+        try:
+            while not recoding.is_over:
+                yield
+        finally:
+            if not recoding.is_over:
+                recoding.cancel()
+        if errors:
+            done = f"{job.chunks_done} of {job.chunks} chunks are stored by {codec}, the others as they were"
+            raise NodeError(f"{place.name}: {errors[0]} ({len(errors)} chunks); {done}")
 
     def _verify(self, ask: Verify) -> JobStatus:
         place = self.places.at(ask.tier)

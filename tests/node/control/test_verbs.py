@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import signal
 
@@ -216,12 +217,54 @@ def test_an_engine_that_was_reset_names_its_chunks_otherwise_and_is_listed_as_be
     assert wire.ask(List()).models == [Kept(f"0123abcd ({'e' * 16})", 8, 8 * CHUNK_BYTES)]
 
 
-def test_a_codec_that_is_not_known(bed):
+def test_chunks_on_a_disk_are_compressed_and_back(bed):
+    node, engine, wire = bed
+    contents = {key(number): bytes([number]) * CHUNK_BYTES for number in range(8)}
+    engine.save(contents)
+    what = Selection(list(contents))
+    assert over(wire, wire.ask(Move(what, "host", "disk"))).state == "done"
+    before = node.status().tiers[0].used_bytes
+    planned = wire.ask(Recode(what, "disk", "lossless", dry_run=True))
+    assert (planned.state, planned.chunks) == ("planned", 8)
+    status = over(wire, wire.ask(Recode(what, "disk", "lossless")))
+    assert (status.state, status.chunks_done, status.bytes_done) == ("done", 8, 8 * CHUNK_BYTES)
+    assert node.status().tiers[0].used_bytes < before / 2
+    assert engine.look(list(contents)) == list(contents.values())
+    wire.ask(Clear(what, "host"))
+    assert over(wire, wire.ask(Recode(what, "disk", "none"))).state == "done"
+    assert node.status().tiers[0].used_bytes == before
+    assert engine.look(list(contents)) == list(contents.values())
+
+
+def test_what_cannot_be_compressed_is_refused(bed):
     _, engine, wire = bed
     contents = contents_of(0)
     engine.save(contents)
-    refused = wire.ask(Recode(Selection(list(contents)), "disk", "zip9"))
-    assert "zip9" in refused.text
+    what = Selection(list(contents))
+    assert "as engines read them" in wire.ask(Recode(what, "host", "lossless")).text
+    assert "zip9" in wire.ask(Recode(what, "disk", "zip9")).text
+    assert wire.refused(Recode(what, "disk", "lossless")) == "ChunkMissing"
+    form = "fp8:fp32:1x1x1x1x1024"
+    assert "has another key" in wire.ask(Recode(what, "disk", form)).text
+    assert wire.refused(Recode(what, "disk", form, [key(999)])) == "ProtocolError"
+
+
+def test_a_lossy_codec_gives_chunks_other_keys(bed):
+    """Of float32: 64 KiB in four slices of a page of 4,096 elements each."""
+    _, engine, wire = bed
+    values = {number: array.array("f", [number + at / 64 for at in range(CHUNK_BYTES // 4)]) for number in range(4)}
+    contents = {key(number): values[number].tobytes() for number in values}
+    engine.save(contents)
+    what, lossy = Selection(list(contents)), [key(1000 + number) for number in values]
+    assert over(wire, wire.ask(Move(what, "host", "disk"))).state == "done"
+    status = over(wire, wire.ask(Recode(what, "disk", "int8:fp32:1x1x1x1x4096", lossy)))
+    assert (status.state, status.why, status.chunks_done) == ("done", "", 4)
+    assert wire.ask(Find(what)).hits == 0
+    for number, found in zip(values, engine.look(lossy), strict=True):
+        decoded = array.array("f", found)
+        assert decoded != values[number]
+        worst = max(abs(one - other) for one, other in zip(decoded, values[number], strict=True))
+        assert worst <= max(values[number]) / 127
 
 
 def test_chunks_move_to_a_gpu_are_pinned_there_and_come_back(place):
