@@ -73,11 +73,11 @@ class Mover:
             while True:
                 while len(under_way) < BATCHES and (batch := next(left, None)) is not None:
                     under_way.append(self._batch(job, batch[0], batch[1], shards, target, node, keeps=keeps))
+                if not under_way:
+                    return
                 for steps in list(under_way):
                     if next(steps, steps) is steps:  # it has ended
                         under_way.remove(steps)
-                if not under_way:
-                    return
                 yield
         finally:
             for steps in under_way:

@@ -18,7 +18,7 @@ from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolErr
 from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
-from pdx.node.control.moves import Mover
+from pdx.node.control.moves import BATCH_KEYS, Mover
 from pdx.node.control.places import GPU, Place, Places
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
@@ -64,7 +64,7 @@ _T = TypeVar("_T")
 
 STEP_KEYS = 256  # that a job drops between two messages of the control loop
 MAX_EVICTED = 2048  # chunks, by one message
-MAX_SETTLING = 1024  # questions of peers whose copies are under way
+MAX_SETTLING = 1 << 14  # chunks that are stored for peers, or of which no peer has asked what became
 
 
 class Controls:
@@ -113,7 +113,7 @@ class Controls:
             counters=counters,
             clock=clock,
         )
-        self._settling: dict[tuple[str, tuple[bytes, ...]], list[Copy]] = {}  # what peers have pushed here
+        self._settling: dict[tuple[str, bytes], Copy] = {}  # of what peers have pushed here, by tier and key
         peers.on_settle = self._settle
         self._handlers: dict[type[Verb], Callable[[Any], Outcome]] = {
             Find: self._find,
@@ -234,8 +234,8 @@ class Controls:
         sources = [self.places.at(ask.source)] if ask.source else [p for p in self.places.all if p != target]
         if target in sources:
             raise ProtocolError(f"{ask.source} is moved to itself: name another tier to move to")
-        if isinstance(target, Place) and target.name == GPU and target != self.places.first and not self._homes(shards):
-            raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
+        if isinstance(target, Place):
+            self._check_homes(target, shards)
         places, nbytes = self._whence(sources, keys, shards)
         found = [(key, places[key]) for key in keys if key in places]
         whence, where = ask.source or "any tier", f"{node or self._name}/{tier}"
@@ -280,6 +280,10 @@ class Controls:
         if any(is_named(key) or any(chunk.is_named for chunk in self._store.of(key)) for key in keys):
             raise NodeError("chunks that a client has named are not moved to where other nodes find them")
 
+    def _check_homes(self, place: Place, shards: int) -> None:
+        if place.name == GPU and place != self.places.first and not self._homes(shards):
+            raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
+
     def _homes(self, shards: int) -> tuple[int, ...]:
         """The arenas on GPUs of the workers of an engine that has so many."""
         for session in self._sessions:
@@ -290,8 +294,14 @@ class Controls:
         return tuple(gpu.arenas) * shards if gpu is not None and len(gpu.arenas) == 1 else ()
 
     def _settle(self, ask: Settle) -> Found:
-        """What a peer has pushed here is to be in this tier."""
+        """What a peer has pushed here is to be in this tier.
+
+        :raises NodeError: refused.
+        """
+        if len(ask.keys) > BATCH_KEYS:
+            raise NodeError(f"a peer may ask for {BATCH_KEYS} chunks to be stored at a time, not {len(ask.keys)}")
         place = self.places.at(ask.tier) if ask.tier else self.places.first
+        self._check_homes(place, ask.shards)
         first = self.places.first
         count = self.places.leading(place, ask.keys, ask.shards)
         if place.tier is not None and place.tier.is_shared:
@@ -305,26 +315,31 @@ class Controls:
         return Found(len(ask.keys), count, {place.name: count})
 
     def _settle_in(self, place: Place, ask: Settle) -> None:
-        """Copy there what is here of it; once for each question, however often it is asked.
+        """Copy there what is here of it; each chunk once, however often and by however many it is asked.
 
-        :raises NodeError: the tier does not take it.
+        :raises NodeError: the tier does not take it, or too much is under way.
         """
-        name = place.name, tuple(ask.keys)
-        first = self.places.first
-        missing = [key for key in ask.keys if self.places.held(place, key, ask.shards) is None]
-        wanted = [key for key in missing if self.places.chunks(first, key, ask.shards)]
-        copies = self._settling.pop(name, None)
+        there = self.places.found(place, ask.keys, ask.shards)
+        failed, wanted = 0, []
+        for key in ask.keys:
+            copy = self._settling.get((place.name, key))
+            if copy is not None and copy.state is not CopyState.OVER:
+                continue
+            self._settling.pop((place.name, key), None)
+            if key in there or not self.places.chunks(self.places.first, key, ask.shards):
+                continue
+            failed += copy is not None and not copy.is_complete
+            wanted.append(key)
+        if failed:
+            raise NodeError(f"{self._name}/{place.name} did not take {failed} of {len(ask.keys)} chunks")
         if not wanted:
             return
-        if copies is None or (all(copy.state is CopyState.OVER for copy in copies) and not all(map(_is_done, copies))):
-            if copies is not None:
-                raise NodeError(f"{self._name}/{place.name} did not take {len(wanted)} of {len(ask.keys)} chunks")
-            copies = self._mover.take_away(place, wanted, ask.shards)
-        elif all(copy.state is CopyState.OVER for copy in copies):
-            copies = self._mover.take_away(place, wanted, ask.shards)
-        self._settling[name] = copies
-        while len(self._settling) > MAX_SETTLING:
-            del self._settling[next(iter(self._settling))]
+        if len(self._settling) + len(wanted) > MAX_SETTLING:  # of some nobody asks any more
+            self._settling = {name: copy for name, copy in self._settling.items() if copy.state is not CopyState.OVER}
+        if len(self._settling) + len(wanted) > MAX_SETTLING:
+            raise NodeError(f"{len(self._settling)} chunks are being stored for peers already")
+        for copy in self._mover.take_away(place, wanted, ask.shards):
+            self._settling.update(((place.name, key), copy) for key in copy.keys)
 
     # ---- dropping ---------------------------------------------------------------------------
 
@@ -463,10 +478,6 @@ def _model(name: str, layout: bytes) -> str:
     if not layout:
         return "not known: from a tier below, a peer, or a client"
     return printable(name or f"layout {layout.hex()}", 255)
-
-
-def _is_done(copy: Copy) -> bool:
-    return copy.is_complete
 
 
 def _verifying(job: Job, root: Path, *, remove: bool) -> Steps:

@@ -159,3 +159,15 @@ def test_more_than_a_peer_has_room_for_is_moved_there_piece_by_piece(pair):
     assert (status.state, status.chunks_done, status.why) == ("done", 160, "")
     assert wires["b"].ask(Find(what)).tiers["disk"] == 160
     assert wires["a"].ask(Find(what)).tiers["host"] == 0
+
+
+def test_a_move_whose_batches_all_end_at_once_goes_on(bed):
+    _, engine, wire = bed
+    contents = contents_of(1, 1000, 4096)  # four batches, of which three are under way at a time
+    what = Selection(list(contents))
+    engine.save(contents)
+    assert over(wire, wire.ask(Move(what, "host", "disk", keeps=True))).state == "done"
+    status = over(wire, wire.ask(Move(what, "disk", "host")))
+    assert (status.state, status.chunks_done) == ("done", 1000)
+    assert wire.ask(Find(what)).tiers == {"host": 1000, "disk": 0}
+    assert wire.ask(Find(Selection(what.keys[-1:]))).tiers == {"host": 1, "disk": 0}
