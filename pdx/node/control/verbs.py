@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
+from pdx.errors import ArenaFull, ChunkMissing, JobConflict, NodeError, PdxError, ProtocolError, TierError
 from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
@@ -114,6 +114,7 @@ class Controls:
             clock=clock,
         )
         self._settling: dict[tuple[str, bytes], Copy] = {}  # of what peers have pushed here, by tier and key
+        self._verified: set[Path] = set()  # folders that threads read
         peers.on_settle = self._settle
         self._handlers: dict[type[Verb], Callable[[Any], Outcome]] = {
             Find: self._find,
@@ -271,8 +272,9 @@ class Controls:
         return places, nbytes
 
     def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int) -> None:
+        pinning = {place.name for place in self.places.all if place.tier is not None or self._store.pinned_bytes}
         for key, place in found:
-            if self.places.is_pinned(place, key, shards):
+            if place.name in pinning and self.places.is_pinned(place, key, shards):
                 raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, or keep it there (--keep)")
 
     def _check_unnamed(self, keys: Sequence[bytes]) -> None:
@@ -458,8 +460,10 @@ class Controls:
         chunks = place.tier.num_chunks
         if ask.dry_run:
             return JobStatus("", "verify", "planned", chunks, what=what)
+        if root in self._verified:  # also where a cancelled one waits for a disk that does not answer
+            raise JobConflict(f"the files of {place.name} are being read already: wait until that is over")
         job = Job("verify", what, (), chunks, 0)
-        return self.jobs.start(job, _verifying(job, root, remove=ask.remove))
+        return self.jobs.start(job, _verifying(job, root, self._verified, remove=ask.remove))
 
     def _jobs(self, ask: Jobs) -> JobStatus | JobList:
         return self.jobs.status(ask.job) if ask.job else JobList(self.jobs.all()[:MAX_LISTED])
@@ -480,8 +484,8 @@ def _model(name: str, layout: bytes) -> str:
     return printable(name or f"layout {layout.hex()}", 255)
 
 
-def _verifying(job: Job, root: Path, *, remove: bool) -> Steps:
-    """Have a thread read all files; what it tells comes by a queue."""
+def _verifying(job: Job, root: Path, verified: set[Path], *, remove: bool) -> Steps:
+    """Have a thread read all files; what it tells comes by a queue. `verified` has the folder until the thread ends."""
     told: queue.SimpleQueue[PdxError | str | None] = queue.SimpleQueue()  # None: one file more
     is_over = threading.Event()
 
@@ -499,7 +503,10 @@ def _verifying(job: Job, root: Path, *, remove: bool) -> Steps:
             told.put(error)
         except Exception as error:  # noqa: BLE001 - the thread's root
             told.put(NodeError(f"{type(error).__name__}: {error}"))
+        finally:
+            verified.discard(root)
 
+    verified.add(root)
     thread = threading.Thread(target=run, name="pdx-verify", daemon=True)
     thread.start()
     try:

@@ -75,9 +75,11 @@ def test_what_peers_ask_for_and_leave_is_bounded(service, monkeypatch):
         settled(service, keys)
         assert len(service.controls._settling) <= 16
         wait_until(lambda: turn(service) or not len(service.copies), what="they are stored")
+    for first in (200, 208):
+        settled(service, put(service, range(first, first + 8)))
+    keys = put(service, range(216, 224))
     with pytest.raises(NodeError, match="being stored for peers already"):
-        for first in range(200, 300, 8):
-            settled(service, put(service, range(first, first + 8)))
+        settled(service, keys)
 
 
 def test_a_peer_may_not_ask_for_too_much_at_a_time(service):
