@@ -232,8 +232,14 @@ class Controls:
         node = "" if ask.node == self._name else ask.node
         tier = ask.target or self.places.first.name
         target = tier if node else self.places.at(tier)
-        sources = [self.places.at(ask.source)] if ask.source else [p for p in self.places.all if p != target]
-        if target in sources:
+        sources = [self.places.at(ask.source)] if ask.source else self.places.all
+        # A shared tier of the same name at another node is the same store: what left it here would be gone there.
+        same = [
+            p for p in sources if p == target or (node and p.name == tier and p.tier is not None and p.tier.is_shared)
+        ]
+        if not ask.source:
+            sources = [place for place in sources if place not in same]
+        elif same:
             raise ProtocolError(f"{ask.source} is moved to itself: name another tier to move to")
         if isinstance(target, Place):
             self._check_homes(target, shards)
@@ -246,7 +252,7 @@ class Controls:
             raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
         if not ask.keeps:
             self._check_unpinned(found, shards)
-        if not isinstance(target, Place) or (target.tier is not None and target.tier.is_shared):
+        if not isinstance(target, Place) or _is_shared(target):
             self._check_unnamed([key for key, _ in found])
         verb = "copy" if ask.keeps else "move"
         what = f"{verb} {len(found)} of {len(keys)} chunks from {whence} to {where}"
@@ -306,8 +312,10 @@ class Controls:
         self._check_homes(place, ask.shards)
         first = self.places.first
         count = self.places.leading(place, ask.keys, ask.shards)
-        if place.tier is not None and place.tier.is_shared:
+        if _is_shared(place):
             self._check_unnamed(ask.keys)
+        if self.places.seeks(place, ask.keys, ask.shards):  # others may have stored there what is not known here yet
+            return Found(len(ask.keys), count, {place.name: count})
         if place != first:
             self._settle_in(place, ask)
             for key in self.places.having(place, ask.keys, ask.shards):
@@ -475,6 +483,10 @@ class Controls:
 def _steps(things: Sequence[_T]) -> Iterator[Sequence[_T]]:
     """So many of them as a job looks at between two messages."""
     return (things[at : at + STEP_KEYS] for at in range(0, len(things), STEP_KEYS))
+
+
+def _is_shared(place: Place) -> bool:
+    return place.tier is not None and place.tier.is_shared
 
 
 def _model(name: str, layout: bytes) -> str:

@@ -199,3 +199,32 @@ def test_a_disk_is_read_by_one_verify_at_a_time_and_jobs_do_not_keep_others_from
     for number in numbers[:-1]:
         if isinstance(answers[number], JobStatus):
             assert over(wire, answers[number]).state == "done"
+
+
+def test_what_is_in_a_shared_store_is_not_moved_to_it_by_way_of_another_node(pair):
+    """It would be there already, and then be dropped at its source, which is the same store."""
+    _, engine, wires, _ = pair
+    contents = contents_of(7, 4)
+    engine.save(contents)
+    what = Selection(list(contents))
+    over(wires["a"], wires["a"].ask(Move(what, "host", "remote")))
+    for source in ("remote", ""):
+        answer = wires["a"].ask(Move(what, source, "remote", "b"))
+        if isinstance(answer, JobStatus):
+            over(wires["a"], answer)
+        assert engine.look(list(contents)) == list(contents.values())
+        over(wires["a"], wires["a"].ask(Move(what, "host", "remote")))
+        assert isinstance(answer, Refused)
+    wires["a"].ask(Clear(what))
+
+
+def test_what_a_shared_store_has_already_another_node_says_to_have_there(pair):
+    _, engine, wires, _ = pair
+    contents = contents_of(8, 4)
+    engine.save(contents)
+    what = Selection(list(contents))
+    over(wires["a"], wires["a"].ask(Move(what, "host", "remote", keeps=True)))
+    status = over(wires["a"], wires["a"].ask(Move(what, "host", "remote", "b")))
+    assert (status.state, status.chunks_done, status.why) == ("done", 4, "")
+    assert engine.look(list(contents)) == list(contents.values())
+    wires["a"].ask(Clear(what))

@@ -26,7 +26,7 @@ def test_many_jobs_share_what_one_turn_of_the_loop_may_take():
         before = now[0]
         table.turn()
         assert now[0] - before <= 1.25 * module.TURN_S
-    assert set(steps.values()) <= {4}
+    assert max(steps.values()) - min(steps.values()) <= 1
     assert len(steps) == module.MAX_RUNNING
     table.close()
     assert not len(table)
