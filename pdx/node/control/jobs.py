@@ -26,6 +26,7 @@ Steps = Generator[None, None, None]
 MAX_RUNNING = 64
 MAX_REMEMBERED = 256  # jobs that are over
 LOOK_S = 0.02  # between two looks at jobs that wait for something that does not wake the control loop
+TURN_S = 0.01  # of one turn of the control loop is for all jobs together, but for the end of a step
 STALLED_S = 30.0  # a job that has done nothing for so long has failed
 
 
@@ -90,22 +91,22 @@ class JobTable:
         return LOOK_S if self._running else float("inf")
 
     def check(self, keys: Sequence[bytes]) -> None:
-        """:raises JobConflict: another job works on one of these chunks. :raises NodeError: too many jobs run."""
+        """:raises JobConflict: another job works on one of these chunks."""
         busy = next((self._of_key[key] for key in keys if key in self._of_key), None)
         if busy is not None:
             raise JobConflict(
                 f"job {busy.name} ({busy.what}) works on one of these chunks: wait for it, or cancel it "
                 f"(pdx cache cancel {busy.name})"
             )
-        if len(self._running) >= MAX_RUNNING:
-            raise NodeError(f"{MAX_RUNNING} jobs run on this node already; wait for one, or cancel one")
 
     def start(self, job: Job, steps: Steps) -> JobStatus:
         """Run a job from now on.
 
-        :raises JobConflict, NodeError: see `check`.
+        :raises JobConflict: see `check`. :raises NodeError: too many jobs run.
         """
         self.check(job.keys)
+        if len(self._running) >= MAX_RUNNING:
+            raise NodeError(f"{MAX_RUNNING} jobs run on this node already; wait for one, or cancel one")
         self._count += 1
         job.name, job.steps = f"{self._epoch}-{self._count}", steps
         job.begun_at = job.moved_at = self._clock()
@@ -116,9 +117,15 @@ class JobTable:
         return job.status(self._clock())
 
     def turn(self) -> None:
-        """Go on with all jobs; to be called after each turn of the control loop."""
+        """Go on with the jobs, as many as there is time for; to be called after each turn of the control loop."""
+        until = self._clock() + TURN_S
         for job in list(self._running):
             self._step(job)
+            if job.state == "running":  # the others come first next time
+                self._running.remove(job)
+                self._running.append(job)
+            if self._clock() >= until:
+                break
 
     def _step(self, job: Job) -> None:
         before = job.chunks_done, job.bytes_done

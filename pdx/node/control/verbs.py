@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
+from pdx.errors import ArenaFull, ChunkMissing, JobConflict, NodeError, PdxError, ProtocolError, TierError
 from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
-from pdx.node.control.moves import ANSWER_S, Mover
+from pdx.node.control.moves import ANSWER_S, BATCH_KEYS, Mover
 from pdx.node.control.places import GPU, Place, Places
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
@@ -66,7 +66,7 @@ _T = TypeVar("_T")
 
 STEP_KEYS = 256  # that a job drops between two messages of the control loop
 MAX_EVICTED = 2048  # chunks, by one message
-MAX_SETTLING = 1024  # questions of peers whose copies are under way
+MAX_SETTLING = 1 << 14  # chunks that are stored for peers, or of which no peer has asked what became
 
 
 class Controls:
@@ -115,7 +115,8 @@ class Controls:
             counters=counters,
             clock=clock,
         )
-        self._settling: dict[tuple[str, tuple[bytes, ...]], list[Copy]] = {}  # what peers have pushed here
+        self._settling: dict[tuple[str, bytes], Copy] = {}  # of what peers have pushed here, by tier and key
+        self._verified: set[Path] = set()  # folders that threads read
         peers.on_settle = self._settle
         self._handlers: dict[type[Verb], Callable[[Any], Outcome]] = {
             Find: self._find,
@@ -233,11 +234,17 @@ class Controls:
         node = "" if ask.node == self._name else ask.node
         tier = ask.target or self.places.first.name
         target = tier if node else self.places.at(tier)
-        sources = [self.places.at(ask.source)] if ask.source else [p for p in self.places.all if p != target]
-        if target in sources:
+        sources = [self.places.at(ask.source)] if ask.source else self.places.all
+        # A shared tier of the same name at another node is the same store: what left it here would be gone there.
+        same = [
+            p for p in sources if p == target or (node and p.name == tier and p.tier is not None and p.tier.is_shared)
+        ]
+        if not ask.source:
+            sources = [place for place in sources if place not in same]
+        elif same:
             raise ProtocolError(f"{ask.source} is moved to itself: name another tier to move to")
-        if isinstance(target, Place) and target.name == GPU and target != self.places.first and not self._homes(shards):
-            raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
+        if isinstance(target, Place):
+            self._check_homes(target, shards)
         places, nbytes = self._whence(sources, keys, shards)
         found = [(key, places[key]) for key in keys if key in places]
         whence, where = ask.source or "any tier", f"{node or self._name}/{tier}"
@@ -247,7 +254,7 @@ class Controls:
             raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
         if not ask.keeps:
             self._check_unpinned(found, shards)
-        if not isinstance(target, Place) or (target.tier is not None and target.tier.is_shared):
+        if not isinstance(target, Place) or _is_shared(target):
             self._check_unnamed([key for key, _ in found])
         verb = "copy" if ask.keeps else "move"
         what = f"{verb} {len(found)} of {len(keys)} chunks from {whence} to {where}"
@@ -273,14 +280,19 @@ class Controls:
         return places, nbytes
 
     def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int) -> None:
+        pinning = {place.name for place in self.places.all if place.tier is not None or self._store.pinned_bytes}
         for key, place in found:
-            if self.places.is_pinned(place, key, shards):
+            if place.name in pinning and self.places.is_pinned(place, key, shards):
                 raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, or keep it there (--keep)")
 
     def _check_unnamed(self, keys: Sequence[bytes]) -> None:
         """A name says nothing of the bytes, which may be others at another node, or later."""
         if any(is_named(key) or any(chunk.is_named for chunk in self._store.of(key)) for key in keys):
             raise NodeError("chunks that a client has named are not moved to where other nodes find them")
+
+    def _check_homes(self, place: Place, shards: int) -> None:
+        if place.name == GPU and place != self.places.first and not self._homes(shards):
+            raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
 
     def _homes(self, shards: int) -> tuple[int, ...]:
         """The arenas on GPUs of the workers of an engine that has so many."""
@@ -292,12 +304,20 @@ class Controls:
         return tuple(gpu.arenas) * shards if gpu is not None and len(gpu.arenas) == 1 else ()
 
     def _settle(self, ask: Settle) -> Found:
-        """What a peer has pushed here is to be in this tier."""
+        """What a peer has pushed here is to be in this tier.
+
+        :raises NodeError: refused.
+        """
+        if len(ask.keys) > BATCH_KEYS:
+            raise NodeError(f"a peer may ask for {BATCH_KEYS} chunks to be stored at a time, not {len(ask.keys)}")
         place = self.places.at(ask.tier) if ask.tier else self.places.first
+        self._check_homes(place, ask.shards)
         first = self.places.first
         count = self.places.leading(place, ask.keys, ask.shards)
-        if place.tier is not None and place.tier.is_shared:
+        if _is_shared(place):
             self._check_unnamed(ask.keys)
+        if self.places.seeks(place, ask.keys, ask.shards):  # others may have stored there what is not known here yet
+            return Found(len(ask.keys), count, {place.name: count})
         if place != first:
             self._settle_in(place, ask)
             for key in self.places.having(place, ask.keys, ask.shards):
@@ -307,26 +327,31 @@ class Controls:
         return Found(len(ask.keys), count, {place.name: count})
 
     def _settle_in(self, place: Place, ask: Settle) -> None:
-        """Copy there what is here of it; once for each question, however often it is asked.
+        """Copy there what is here of it; each chunk once, however often and by however many it is asked.
 
-        :raises NodeError: the tier does not take it.
+        :raises NodeError: the tier does not take it, or too much is under way.
         """
-        name = place.name, tuple(ask.keys)
-        first = self.places.first
-        missing = [key for key in ask.keys if self.places.held(place, key, ask.shards) is None]
-        wanted = [key for key in missing if self.places.chunks(first, key, ask.shards)]
-        copies = self._settling.pop(name, None)
+        there = self.places.found(place, ask.keys, ask.shards)
+        failed, wanted = 0, []
+        for key in ask.keys:
+            copy = self._settling.get((place.name, key))
+            if copy is not None and copy.state is not CopyState.OVER:
+                continue
+            self._settling.pop((place.name, key), None)
+            if key in there or not self.places.chunks(self.places.first, key, ask.shards):
+                continue
+            failed += copy is not None and not copy.is_complete
+            wanted.append(key)
+        if failed:
+            raise NodeError(f"{self._name}/{place.name} did not take {failed} of {len(ask.keys)} chunks")
         if not wanted:
             return
-        if copies is None or (all(copy.state is CopyState.OVER for copy in copies) and not all(map(_is_done, copies))):
-            if copies is not None:
-                raise NodeError(f"{self._name}/{place.name} did not take {len(wanted)} of {len(ask.keys)} chunks")
-            copies = self._mover.take_away(place, wanted, ask.shards)
-        elif all(copy.state is CopyState.OVER for copy in copies):
-            copies = self._mover.take_away(place, wanted, ask.shards)
-        self._settling[name] = copies
-        while len(self._settling) > MAX_SETTLING:
-            del self._settling[next(iter(self._settling))]
+        if len(self._settling) + len(wanted) > MAX_SETTLING:  # of some nobody asks any more
+            self._settling = {name: copy for name, copy in self._settling.items() if copy.state is not CopyState.OVER}
+        if len(self._settling) + len(wanted) > MAX_SETTLING:
+            raise NodeError(f"{len(self._settling)} chunks are being stored for peers already")
+        for copy in self._mover.take_away(place, wanted, ask.shards):
+            self._settling.update(((place.name, key), copy) for key in copy.keys)
 
     # ---- dropping ---------------------------------------------------------------------------
 
@@ -499,8 +524,10 @@ class Controls:
         chunks = place.tier.num_chunks
         if ask.dry_run:
             return JobStatus("", "verify", "planned", chunks, what=what)
+        if root in self._verified:  # also where a cancelled one waits for a disk that does not answer
+            raise JobConflict(f"the files of {place.name} are being read already: wait until that is over")
         job = Job("verify", what, (), chunks, 0)
-        return self.jobs.start(job, _verifying(job, root, remove=ask.remove))
+        return self.jobs.start(job, _verifying(job, root, self._verified, remove=ask.remove))
 
     def _jobs(self, ask: Jobs) -> JobStatus | JobList:
         return self.jobs.status(ask.job) if ask.job else JobList(self.jobs.all()[:MAX_LISTED])
@@ -514,6 +541,10 @@ def _steps(things: Sequence[_T]) -> Iterator[Sequence[_T]]:
     return (things[at : at + STEP_KEYS] for at in range(0, len(things), STEP_KEYS))
 
 
+def _is_shared(place: Place) -> bool:
+    return place.tier is not None and place.tier.is_shared
+
+
 def _model(name: str, layout: bytes) -> str:
     """What a model is called, as far as it is known whose layout this is."""
     if not layout:
@@ -521,12 +552,8 @@ def _model(name: str, layout: bytes) -> str:
     return printable(name or f"layout {layout.hex()}", 255)
 
 
-def _is_done(copy: Copy) -> bool:
-    return copy.is_complete
-
-
-def _verifying(job: Job, root: Path, *, remove: bool) -> Steps:
-    """Have a thread read all files; what it tells comes by a queue."""
+def _verifying(job: Job, root: Path, verified: set[Path], *, remove: bool) -> Steps:
+    """Have a thread read all files; what it tells comes by a queue. `verified` has the folder until the thread ends."""
     told: queue.SimpleQueue[PdxError | str | None] = queue.SimpleQueue()  # None: one file more
     is_over = threading.Event()
 
@@ -544,7 +571,10 @@ def _verifying(job: Job, root: Path, *, remove: bool) -> Steps:
             told.put(error)
         except Exception as error:  # noqa: BLE001 - the thread's root
             told.put(NodeError(f"{type(error).__name__}: {error}"))
+        finally:
+            verified.discard(root)
 
+    verified.add(root)
     thread = threading.Thread(target=run, name="pdx-verify", daemon=True)
     thread.start()
     try:

@@ -103,6 +103,7 @@ class Peers:
         self._clock = clock
         self._is_open = False
         self._questions = itertools.count(FIRST_QUESTION)
+        self._asked: OrderedDict[int, str] = OrderedDict()  # by the number of a question: the peer that is to answer it
         self.answered: OrderedDict[int, Found | Refused] = OrderedDict()  # by the number of the question
         self.on_settle: Callable[[Settle], Found] = _settles_nothing  # what a `Settle` of a peer does
         self._warm_up_at = 0.0
@@ -192,6 +193,9 @@ class Peers:
         if peer.state is not ConnectionState.READY:
             return 0
         number = next(self._questions)
+        self._asked[number] = name
+        while len(self._asked) > MAX_ANSWERED:
+            self._asked.popitem(last=False)
         peer.send(question, number)
         return number
 
@@ -201,8 +205,13 @@ class Peers:
         except NodeError as error:
             peer.send(Refused.of(error), about)
 
-    def _note(self, about: int, answer: Found | Refused) -> None:
-        """A peer has answered a question."""
+    def _note(self, peer: PeerConnection, about: int, answer: Found | Refused) -> None:
+        """A peer has answered a question; what nobody asked it is dropped: chunks are given up for what a peer says."""
+        if self._asked.get(about) != peer.name:
+            text = "%s answers what it was not asked"
+            counted(log, self._counters, "answers_dropped", text, peer.name)
+            return
+        del self._asked[about]
         self.answered[about] = answer
         while len(self.answered) > MAX_ANSWERED:
             self.answered.popitem(last=False)
@@ -313,7 +322,7 @@ class Peers:
             case Admitted():
                 self._copies.granted(peer.name, about, Grant(body.granted, body.granted_slots))
             case Found() | Refused() if about >= FIRST_QUESTION:
-                self._note(about, body)
+                self._note(peer, about, body)
             case Settle():
                 self._settle(peer, body, about)
             case Refused():

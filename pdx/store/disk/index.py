@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -15,7 +16,8 @@ class FileIndex:
     """Owned by the control loop. Each call costs what it names."""
 
     def __init__(self) -> None:
-        self._files: OrderedDict[bytes, tuple[ChunkFile, ...]] = OrderedDict()  # by key; the last used is at the end
+        self._files: OrderedDict[bytes, tuple[ChunkFile, ...]] = OrderedDict()  # by key; the last used is at the end …
+        self._pinned: dict[bytes, tuple[ChunkFile, ...]] = {}  # … and those that stay, which no search looks at
         self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
         self.pins: Counter[bytes] = Counter()  # keys that stay, and how often they were pinned
         self.pinned_bytes = 0  # of the cap, of these
@@ -23,11 +25,11 @@ class FileIndex:
         self.num_files = 0  # each shard counted
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._files
+        return key in self._files or key in self._pinned
 
     def of(self, key: bytes) -> Sequence[ChunkFile]:
         """The files of a chunk, one for each shard that is there."""
-        return self._files.get(key, ())
+        return self._files.get(key) or self._pinned.get(key, ())
 
     def has(self, key: bytes, shard: int) -> bool:
         """Whether there is a file of this shard."""
@@ -35,7 +37,7 @@ class FileIndex:
 
     def held(self, key: bytes, shards: int) -> Held | None:
         """What there is of a chunk, if all shards are there and alike."""
-        files = self._files.get(key)
+        files = self.of(key)
         if not files:
             return None
         sizes = {(file.nbytes, file.layers) for file in files}
@@ -45,11 +47,11 @@ class FileIndex:
 
     def keys(self) -> list[bytes]:
         """Of all chunks, in no order: a walk through a million by their order would stop the control loop."""
-        return list(dict.keys(self._files))
+        return [*dict.keys(self._files), *self._pinned]
 
     def last_used(self) -> Iterator[ChunkFile]:
-        """All files, those that were used last first."""
-        for files in reversed(self._files.values()):
+        """All files, those that were used last first, and then those with pins."""
+        for files in itertools.chain(reversed(self._files.values()), self._pinned.values()):
             yield from files
 
     def pin(self, key: bytes, change: int) -> None:
@@ -59,9 +61,11 @@ class FileIndex:
             self.pins[key] = was + change
         else:
             del self.pins[key]
-        self.pinned_bytes += _bytes(self.of(key)) * ((self.pins[key] > 0) - (was > 0))
-        if not self.pins[key]:
-            del self.pins[key]
+        self.pinned_bytes += _bytes(self.of(key)) * ((key in self.pins) - (was > 0))
+        if key in self.pins and key in self._files:
+            self._pinned[key] = self._files.pop(key)
+        elif key not in self.pins and key in self._pinned:
+            self._files[key] = self._pinned.pop(key)  # it counts as used now
 
     # ---- use --------------------------------------------------------------------------------
 
@@ -86,11 +90,7 @@ class FileIndex:
         have been among them, but for requests that find their chunks in memory (`is_used`): these count as used now."""
         files: list[ChunkFile] = []
         spared: list[bytes] = []
-        pinned: list[bytes] = []
         for key, of_key in self._files.items() if nbytes > 0 or count > 0 else ():
-            if key in self.pins:
-                pinned.append(key)
-                continue
             if len(spared) < MAX_SPARED and is_used(key):
                 spared.append(key)
                 continue
@@ -98,8 +98,6 @@ class FileIndex:
             nbytes, count = nbytes - _bytes(of_key), count - len(of_key)
             if nbytes <= 0 and count <= 0:
                 break
-        for key in pinned:  # the next search does not come upon them again
-            self._files.move_to_end(key)
         used: list[ChunkFile] = []
         for key in spared:
             of_key = self._files[key]
@@ -115,16 +113,22 @@ class FileIndex:
 
     def add(self, file: ChunkFile) -> None:
         """There is this file; it counts as not used for longest."""
-        self._files[file.key] = *self.of(file.key), file
-        self._files.move_to_end(file.key, last=False)
-        self.pinned_bytes += file.charge * (file.key in self.pins)
+        if file.key in self.pins:
+            self._pinned[file.key] = *self.of(file.key), file
+            self.pinned_bytes += file.charge
+        else:
+            self._files[file.key] = *self.of(file.key), file
+            self._files.move_to_end(file.key, last=False)
         self.num_files += 1
         self.nbytes += file.charge
 
     def replace(self, old: ChunkFile, new: ChunkFile) -> None:
         """The same chunk of the same shard is in another file from now on."""
-        self._files[old.key] = tuple(new if file == old else file for file in self.of(old.key))
+        is_pinned = old.key in self._pinned
+        of_key = tuple(new if file == old else file for file in self.of(old.key))
+        (self._pinned if is_pinned else self._files)[old.key] = of_key
         self.nbytes += new.charge - old.charge
+        self.pinned_bytes += (new.charge - old.charge) * is_pinned
 
     def remove(self, files: Sequence[ChunkFile]) -> None:
         """These cannot be found any more: all files of their chunks."""
@@ -132,6 +136,7 @@ class FileIndex:
             if file.key in self.pins:
                 self.pin(file.key, -self.pins[file.key])
             self._files.pop(file.key, None)
+            self._pinned.pop(file.key, None)
             self._hits.pop(file.key, None)
         self.num_files -= len(files)
         self.nbytes -= _bytes(files)

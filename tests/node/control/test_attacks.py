@@ -13,7 +13,7 @@ from remote_bed import made
 
 from pdx.memory.keys import named_key
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Clear, Fill, Find, Jobs, JobStatus, Move, PinIn, Refused, Selection
+from pdx.wire.messages import Admit, Clear, EndJob, Fill, Find, Jobs, JobStatus, Move, PinIn, Refused, Selection, Verify
 
 
 @pytest.fixture
@@ -159,3 +159,72 @@ def test_more_than_a_peer_has_room_for_is_moved_there_piece_by_piece(pair):
     assert (status.state, status.chunks_done, status.why) == ("done", 160, "")
     assert wires["b"].ask(Find(what)).tiers["disk"] == 160
     assert wires["a"].ask(Find(what)).tiers["host"] == 0
+
+
+def test_a_move_whose_batches_all_end_at_once_goes_on(bed):
+    _, engine, wire = bed
+    contents = contents_of(1, 1000, 4096)  # four batches, of which three are under way at a time
+    what = Selection(list(contents))
+    engine.save(contents)
+    assert over(wire, wire.ask(Move(what, "host", "disk", keeps=True))).state == "done"
+    status = over(wire, wire.ask(Move(what, "disk", "host")))
+    assert (status.state, status.chunks_done) == ("done", 1000)
+    assert wire.ask(Find(what)).tiers == {"host": 1000, "disk": 0}
+    assert wire.ask(Find(Selection(what.keys[-1:]))).tiers == {"host": 1, "disk": 0}
+
+
+def test_a_disk_is_read_by_one_verify_at_a_time_and_jobs_do_not_keep_others_from_what_is_done_at_once(bed):
+    node, engine, wire = bed
+    contents = contents_of(1, 1000, 4096)
+    engine.save(contents)
+    what = Selection(list(contents))
+    over(wire, wire.ask(Move(what, "host", "disk", keeps=True)))
+    numbers = [wire.tell(Verify("disk"), reply=True) for _ in range(100)]
+    answers = dict(wire.answer() for _ in numbers)
+    assert isinstance(answers[numbers[0]], JobStatus)
+    assert {each.error for each in answers.values() if isinstance(each, Refused)} == {"JobConflict"}
+    wire.ask(EndJob(answers[numbers[0]].job))
+
+    def is_free():
+        answer = wire.ask(Verify("disk"))
+        return isinstance(answer, JobStatus) and over(wire, answer)
+
+    wait_until(is_free, what="the thread of the first has ended")
+    others = contents_of(2, 65, 4096)
+    engine.save(others)
+    numbers = [wire.tell(Move(Selection([one]), "host", "disk"), reply=True) for one in others]
+    numbers.append(wire.tell(Clear(what, "host"), reply=True))
+    answers = dict(wire.answer() for _ in numbers)
+    assert answers[numbers[-1]].chunks == 1000
+    for number in numbers[:-1]:
+        if isinstance(answers[number], JobStatus):
+            assert over(wire, answers[number]).state == "done"
+
+
+def test_what_is_in_a_shared_store_is_not_moved_to_it_by_way_of_another_node(pair):
+    """It would be there already, and then be dropped at its source, which is the same store."""
+    _, engine, wires, _ = pair
+    contents = contents_of(7, 4)
+    engine.save(contents)
+    what = Selection(list(contents))
+    over(wires["a"], wires["a"].ask(Move(what, "host", "remote")))
+    for source in ("remote", ""):
+        answer = wires["a"].ask(Move(what, source, "remote", "b"))
+        if isinstance(answer, JobStatus):
+            over(wires["a"], answer)
+        assert engine.look(list(contents)) == list(contents.values())
+        over(wires["a"], wires["a"].ask(Move(what, "host", "remote")))
+        assert isinstance(answer, Refused)
+    wires["a"].ask(Clear(what))
+
+
+def test_what_a_shared_store_has_already_another_node_says_to_have_there(pair):
+    _, engine, wires, _ = pair
+    contents = contents_of(8, 4)
+    engine.save(contents)
+    what = Selection(list(contents))
+    over(wires["a"], wires["a"].ask(Move(what, "host", "remote", keeps=True)))
+    status = over(wires["a"], wires["a"].ask(Move(what, "host", "remote", "b")))
+    assert (status.state, status.chunks_done, status.why) == ("done", 4, "")
+    assert engine.look(list(contents)) == list(contents.values())
+    wires["a"].ask(Clear(what))

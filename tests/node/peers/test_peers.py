@@ -17,7 +17,7 @@ from pdx.store.copy import Priority
 from pdx.store.paying import UNKNOWN
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import Admit, Push
+from pdx.wire.messages import Admit, Found, Push, Settle
 
 TRANSFER = "transfer-0123456789"
 
@@ -186,3 +186,29 @@ def test_what_waits_for_a_peer_that_is_turned_down_waits_no_longer(stage):
     peers.greeted(stage.peer, ["tcp"])
     why = "no channel works at a: tcp: closed; see `pdx doctor` there"
     assert told == [why, ("b", why)]
+
+
+def test_an_answer_counts_only_from_the_peer_that_was_asked_and_once(stage):
+    """What a peer says to have is dropped here: nobody else may say so for it."""
+    peers, other = stage.peers, FakeSession(2, "c")
+    stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: None
+    peers.connections = SimpleNamespace(dial=lambda name: stage.peer)
+    number = peers.ask("b", Settle([key(0)], 1, "disk"))
+    for about in range(number, number + 2 * module.MAX_ANSWERED):
+        peers.message(other, Found(1, 1, {}), about)
+    assert not peers.answered
+    peers.message(stage.peer, Found(1, 1, {}), number)
+    assert peers.answered.pop(number) == Found(1, 1, {})
+    peers.message(stage.peer, Found(1, 1, {}), number)
+    assert not peers.answered
+    assert stage.counters["answers_dropped"] == 2 * module.MAX_ANSWERED + 1
+
+
+def test_questions_that_nobody_answers_are_forgotten(stage):
+    peers = stage.peers
+    stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: None
+    peers.connections = SimpleNamespace(dial=lambda name: stage.peer)
+    numbers = [peers.ask("b", Settle([key(0)], 1, "disk")) for _ in range(2 * module.MAX_ANSWERED)]
+    assert len(peers._asked) == module.MAX_ANSWERED
+    peers.message(stage.peer, Found(1, 1, {}), numbers[0])
+    assert not peers.answered

@@ -1,0 +1,88 @@
+"""`Settle`, as often as a peer may say it, in a node without sockets."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from raw_engine import CHUNK_BYTES, LAYERS, key
+
+from pdx.config import NodeConfig
+from pdx.errors import NodeError
+from pdx.memory.arena import Arena
+from pdx.node.control import verbs as module
+from pdx.node.control.moves import BATCH_KEYS
+from pdx.node.service import Service
+from pdx.store.chunk import NODE
+from pdx.store.store import Claim
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Settle
+
+
+@pytest.fixture
+def service(place):
+    """A node with a disk."""
+    with Arena.create(place / "arena", 17 << 20) as arena:
+        config = NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=16 << 20, disks=[str(place / "disk")])
+        made = Service(config, [arena], 1)
+        made.peers.turn = list
+        made.open_tiers()
+        yield made
+        made.tiers.close()
+        made.sessions.close()
+        made.peers.close()
+
+
+def turn(service):
+    service.peers.mailbox.deliver()
+    service.turn()
+
+
+def put(service, numbers):
+    """Sealed chunks."""
+    claim = Claim(keys=[key(n) for n in numbers], nbytes=CHUNK_BYTES, layers=LAYERS, owner=NODE, writers=[NODE])
+    _, slots, _ = service.store.reserve(claim)
+    service.store.seal(service.store.fill(slots, 0, LAYERS, NODE))
+    return list(claim.keys)
+
+
+def settled(service, keys):
+    """How many the disk has, once it has all or will not."""
+    return service.peers.on_settle(Settle(keys, 1, "disk")).hits
+
+
+def test_however_often_it_is_asked_each_chunk_is_copied_once(service, monkeypatch):
+    wait_until(lambda: turn(service) or service.tiers.below[0][0].is_counted, what="it is counted")
+    keys = put(service, range(64))
+    before = len(service.copies)
+    for seed in range(200):
+        some = random.Random(seed).sample(keys, len(keys))
+        service.peers.on_settle(Settle(some, 1, "disk"))
+    assert sum(len(copy.keys) for copy in service.copies.of("disk")) == 64
+    assert len(service.copies) - before <= 64
+    assert len(service.controls._settling) == 64
+    wait_until(lambda: turn(service) or settled(service, keys) == 64, what="they are stored")
+    settled(service, keys)
+    assert not service.controls._settling
+    assert not any(service.store.of(key) for key in keys)
+
+
+def test_what_peers_ask_for_and_leave_is_bounded(service, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SETTLING", 16)
+    wait_until(lambda: turn(service) or service.tiers.below[0][0].is_counted, what="it is counted")
+    for first in range(0, 160, 8):
+        keys = put(service, range(first, first + 8))
+        settled(service, keys)
+        assert len(service.controls._settling) <= 16
+        wait_until(lambda: turn(service) or not len(service.copies), what="they are stored")
+    for first in (200, 208):
+        settled(service, put(service, range(first, first + 8)))
+    keys = put(service, range(216, 224))
+    with pytest.raises(NodeError, match="being stored for peers already"):
+        settled(service, keys)
+
+
+def test_a_peer_may_not_ask_for_too_much_at_a_time(service):
+    keys = [key(number) for number in range(BATCH_KEYS + 1)]
+    with pytest.raises(NodeError, match="at a time"):
+        service.peers.on_settle(Settle(keys, 1, "disk"))
