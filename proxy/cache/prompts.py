@@ -80,8 +80,9 @@ class Prompts:
 
         :raises SelectionError: the model has no such codec.
         """
-        is_prompt = what.request is None and what.keys is None
-        return form_text(self._instances.model(what.model)[0], codec) if is_prompt else ""
+        if what.request is not None or what.keys is not None:
+            return ""
+        return form_text(self._instances.model(what.model)[0], codec)
 
     async def _tokens(self, what: What, models: list[Model]) -> list[int]:
         body: dict[str, Any] = {"prompt": what.text} if what.text is not None else {"messages": what.messages}
