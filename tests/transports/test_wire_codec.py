@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -16,7 +17,17 @@ from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.transports.channel import Piece
 from pdx.transports.streams import coded
-from pdx.transports.streams.frames import pack_body, pack_greeting, pack_write
+from pdx.transports.streams.frames import (
+    GREETING_BYTES,
+    HEAD_BYTES,
+    OK,
+    Ack,
+    pack_ack,
+    pack_answer,
+    pack_body,
+    pack_greeting,
+    pack_write,
+)
 from pdx.transports.tcp import Address, TcpRegion
 
 
@@ -117,3 +128,37 @@ def test_who_sends_what_nobody_offered_to_decode_is_cut_off() -> None:
             while stream.recv(1000):
                 pass
         assert theirs.region.listen().faults["frame"] == 1
+
+
+def test_a_reader_that_acknowledges_what_was_not_sent_is_not_believed() -> None:
+    """Else the writer's memory would be given to others while it is read."""
+    with Stage(EncodingTcp) as stage, socket.create_server(("127.0.0.1", 0)) as server:
+        ours, theirs = stage.side(32 * MIB), stage.side(32 * MIB)
+        token, remote = theirs.session((0, 32 * MIB))
+        detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2], decodes=True))
+        streams: list[socket.socket] = []
+
+        def hasty() -> None:
+            for _ in range(EncodingTcp.streams):
+                stream, _ = server.accept()
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                streams.append(stream)
+                stream.recv(GREETING_BYTES, socket.MSG_WAITALL)
+                stream.sendall(pack_answer(OK))
+
+        thread = threading.Thread(target=hasty)
+        thread.start()
+        channel = ours.connect(msgspec.structs.replace(remote, detail=detail))
+        thread.join()
+        try:
+            transfer = channel.write([Piece(0, 0, 32 * MIB)], b"n")
+            for stream in streams:
+                stream.settimeout(1)
+                with contextlib.suppress(TimeoutError):
+                    if stream.recv(HEAD_BYTES, socket.MSG_WAITALL):
+                        stream.sendall(pack_ack(Ack(0, OK)))
+                        break
+            assert stage.finish([transfer]) == ["ChannelBroken"]
+        finally:
+            for stream in streams:
+                stream.close()
