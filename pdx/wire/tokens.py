@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pdx.errors import LayoutError, SelectionError
 from pdx.memory.form import apart_salt, form_of_shape, lossy_fingerprint
 from pdx.memory.keys import chunk_key
-from pdx.wire.messages import MAX_KEYS, Model
+from pdx.wire.base import MAX_KEYS
+from pdx.wire.verbs import Model
 
 # (hash of the block before, its tokens, what else is in it) -> its hash
 _Extra = tuple[object, ...] | None

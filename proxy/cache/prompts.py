@@ -12,8 +12,9 @@ from msgspec import Meta
 from pdx.errors import SelectionError
 from pdx.memory.keys import KEY_BYTES
 from pdx.proxy.cache.instances import Instances
-from pdx.wire.messages import MAX_KEYS, CodecName, Model, Name, Selection, ShardCount
+from pdx.wire.base import MAX_KEYS, Name, ShardCount
 from pdx.wire.tokens import chunk_keys, chunk_tokens, form_text, num_shards
+from pdx.wire.verbs import CodecName, Model, Selection
 
 _MAX_TOKENS = 1 << 24
 HexKeys = Annotated[

@@ -27,8 +27,9 @@ from pdx.errors import ConfigError, LayoutError, ProtocolError
 from pdx.memory.form import apart_salt, form_of, lossy_fingerprint
 from pdx.memory.keys import chunk_key
 from pdx.memory.layout import KvLayout
-from pdx.wire.messages import EngineFacts, Model
+from pdx.wire.messages import EngineFacts
 from pdx.wire.tokens import chunk_keys
+from pdx.wire.verbs import Model
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

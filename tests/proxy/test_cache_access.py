@@ -22,7 +22,7 @@ from pdx.proxy.cache.access import Token
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
 from pdx.security.token_file import load
-from pdx.wire.messages import JobStatus
+from pdx.wire.verbs import JobStatus
 
 RUNNING = JobStatus("3f-7", "move", "running", 4)
 SAID = {"keys": [KEY]}

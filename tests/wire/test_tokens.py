@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from pdx.errors import SelectionError
 from pdx.memory.keys import chunk_key
-from pdx.wire.messages import MAX_KEYS, Model
+from pdx.wire.base import MAX_KEYS
 from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, num_shards
+from pdx.wire.verbs import Model
 
 LAYOUT = b"l" * 16
 SHAPE = {
