@@ -36,7 +36,7 @@ from pdx.config import runtime_folder
 from pdx.errors import PdxError
 from pdx.testing import tiny_llama
 from pdx.testing.waiting import came_true
-from pdx.wire.messages import NodeStatus, PeerStatus
+from pdx.wire.status import NodeStatus, PeerStatus
 
 FOLDER = SCRATCH
 FLAGS = ("--served-model-name", workload.MODEL, "--dtype", "float32", "--max-model-len", "6000", "--enforce-eager")

@@ -26,7 +26,8 @@ from pdx.client.connection import Connection
 from pdx.memory.keys import named_key
 from pdx.store.disk.workers import THREADS
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import VERSION, EndJob, Find, Found, Hello, Jobs, JobStatus, Move, Selection
+from pdx.wire.messages import VERSION, Hello
+from pdx.wire.verbs import EndJob, Find, Found, Jobs, JobStatus, Move, Selection
 
 CHUNKS, CHUNK_BYTES = 128, 8 << 20
 TOTAL_BYTES = CHUNKS * CHUNK_BYTES

@@ -11,7 +11,7 @@ from pdx.bench.sim.clock import Clock
 from pdx.errors import PdxError, TransferAborted
 from pdx.store.copy import Copy
 from pdx.store.tier import Grant, Held, Job, Tier
-from pdx.wire.messages import TierStatus
+from pdx.wire.status import TierStatus
 
 INFLIGHT_CHUNKS = 32
 

@@ -23,7 +23,8 @@ from pdx.config import private_folder
 from pdx.memory.keys import named_key
 from pdx.store.chunk_format import header_bytes
 from pdx.store.disk.chunk_file import ChunkFile, disk_bytes, path_of
-from pdx.wire.messages import COUNTING, NodeStatus, Ping
+from pdx.wire.messages import Ping
+from pdx.wire.status import COUNTING, NodeStatus
 
 CHUNK_BYTES, LAYERS = 4096, 1
 ARENA_BYTES = 4 << 20

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from pdx.client.api import connect
 from pdx.errors import PdxError
-from pdx.wire.messages import COUNTING, NodeStatus
+from pdx.wire.status import COUNTING, NodeStatus
 
 ATTACH_S = 60.0
 PAUSE_S = 0.25

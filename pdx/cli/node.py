@@ -24,7 +24,8 @@ from pdx.client.connection import Connection
 from pdx.config import NodeConfig, NodeOptions, default_node, default_proxy, parse, socket_path
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
 from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
-from pdx.wire.messages import VERSION, AttachedStatus, Hello, NodeStatus, Status
+from pdx.wire.messages import VERSION, Hello, Status
+from pdx.wire.status import AttachedStatus, NodeStatus
 
 TIMEOUT_S = 30.0
 ANSWER_S = 5.0

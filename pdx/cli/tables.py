@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdx.telemetry.faults import printable
-from pdx.wire.messages import NodeStatus, TierStatus
+from pdx.wire.status import NodeStatus, TierStatus
 
 _MAX_ESCAPE = 10  # characters for one: \U and eight digits
 

@@ -36,7 +36,6 @@ from pdx.wire.messages import (
     Explained,
     Fill,
     Hello,
-    NodeStatus,
     Pin,
     Push,
     Release,
@@ -47,6 +46,7 @@ from pdx.wire.messages import (
     decode_to_node,
     encode,
 )
+from pdx.wire.status import NodeStatus
 
 if TYPE_CHECKING:
     import torch

@@ -18,26 +18,22 @@ from pdx.client.proxy_http import ThroughProxy
 from pdx.client.reach import Reach, error_of
 from pdx.config import default_node
 from pdx.errors import ProtocolError, SelectionError
-from pdx.wire.messages import (
+from pdx.wire.messages import Explained, Outcome, Refused, Verb, Why
+from pdx.wire.verbs import (
     Clear,
     Effect,
     EndJob,
     Evict,
-    Explained,
     JobList,
     Jobs,
     JobStatus,
     List,
     Listing,
     Move,
-    Outcome,
     PinIn,
     Recode,
-    Refused,
     Selection,
-    Verb,
     Verify,
-    Why,
 )
 
 _T = TypeVar("_T")

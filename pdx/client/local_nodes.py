@@ -16,27 +16,10 @@ from pdx.client.prompt import Health, Lookup, Prompt
 from pdx.client.reach import named
 from pdx.client.tokenizer import tokens_of
 from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, SelectionError
-from pdx.wire.messages import (
-    VERSION,
-    Answer,
-    Find,
-    Found,
-    Hello,
-    Model,
-    ModelList,
-    Models,
-    NodeStatus,
-    Outcome,
-    Recode,
-    Refused,
-    Selection,
-    Status,
-    ToNode,
-    Verb,
-    decode_to_node,
-    encode,
-)
+from pdx.wire.messages import VERSION, Answer, Hello, Outcome, Refused, Status, ToNode, Verb, decode_to_node, encode
+from pdx.wire.status import NodeStatus
 from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, form_text, num_shards
+from pdx.wire.verbs import Find, Found, Model, ModelList, Models, Recode, Selection
 
 _T = TypeVar("_T")
 

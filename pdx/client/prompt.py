@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from pdx.errors import JobUnknown, SelectionError
-from pdx.wire.messages import JobId, JobStatus, NodeStatus
+from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import JobId, JobStatus
 
 ALL = "*"  # in place of a node's name
 

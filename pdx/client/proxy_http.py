@@ -16,23 +16,9 @@ from pdx.client.http_call import call
 from pdx.client.prompt import ALL, Health, Lookup, Place, Prompt
 from pdx.client.reach import error_of
 from pdx.errors import ConfigError, ProtocolError, ProxyError
-from pdx.wire.messages import (
-    Clear,
-    EndJob,
-    Evict,
-    Jobs,
-    JobStatus,
-    List,
-    Move,
-    NodeStatus,
-    Outcome,
-    PinIn,
-    Recode,
-    Refused,
-    Verb,
-    Verify,
-    Why,
-)
+from pdx.wire.messages import Outcome, Refused, Verb, Why
+from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import Clear, EndJob, Evict, Jobs, JobStatus, List, Move, PinIn, Recode, Verify
 
 _Object = dict[str, Any]
 _OUTCOMES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Outcome)}

@@ -10,7 +10,7 @@ import msgspec
 
 from pdx.client.http_call import HttpAnswer, call
 from pdx.errors import SelectionError
-from pdx.wire.messages import Model
+from pdx.wire.verbs import Model
 
 _T = TypeVar("_T")
 

@@ -16,8 +16,8 @@ from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
+from pdx.wire.base import TransferId
 from pdx.wire.hints import VERSION, Envelope, Hints, Verdict, parse, worst
-from pdx.wire.messages import TransferId
 
 NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roster, never an address
 

@@ -20,7 +20,8 @@ from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS, Admit, Admitted, Cancel, Expect, Mark, Release
+from pdx.wire.base import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS
+from pdx.wire.messages import Admit, Admitted, Cancel, Expect, Mark, Release
 
 ASK_S = 0.002
 IDLE_S = 0.01  # an engine that asks more often takes time from others' prefill, where they share cores or caches

@@ -30,8 +30,9 @@ from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults, counted
+from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import Verdict
-from pdx.wire.messages import MAX_SLOTS, Admit, Admitted, Answer, Refused
+from pdx.wire.messages import Admit, Admitted, Answer, Refused
 
 log = logging.getLogger("pdx.node")
 

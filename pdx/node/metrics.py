@@ -24,7 +24,7 @@ from pdx.errors import ConfigError
 from pdx.node.peers.connection import ConnectionState
 from pdx.security.address import check_listen
 from pdx.store.tier import Tally
-from pdx.wire.messages import NodeStatus, PeerStatus, TierStatus
+from pdx.wire.status import NodeStatus, PeerStatus, TierStatus
 
 log = logging.getLogger("pdx.node")
 

@@ -17,7 +17,8 @@ from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.host import host_id
-from pdx.wire.messages import VERSION, ArenaStatus, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
+from pdx.wire.messages import VERSION, EngineReport, MarkReport, NodeReport
+from pdx.wire.status import ArenaStatus, AttachedStatus, NodeStatus
 
 MAX_MARKS = 4096
 

@@ -39,8 +39,8 @@ from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults, counted
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
+from pdx.wire.base import MAX_SLOTS
 from pdx.wire.messages import (
-    MAX_SLOTS,
     RIGHTS,
     VERSION,
     Abort,

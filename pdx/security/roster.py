@@ -32,24 +32,9 @@ from msgspec import Meta
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address
 from pdx.security.curve_keys import check_key
-from pdx.wire.messages import (
-    Advise,
-    Clear,
-    EndJob,
-    Evict,
-    Find,
-    Jobs,
-    List,
-    Message,
-    Models,
-    Move,
-    PeerEntry,
-    PinIn,
-    Recode,
-    Status,
-    Verify,
-    Why,
-)
+from pdx.wire.base import Message
+from pdx.wire.messages import Advise, PeerEntry, Status, Why
+from pdx.wire.verbs import Clear, EndJob, Evict, Find, Jobs, List, Models, Move, PinIn, Recode, Verify
 
 log = logging.getLogger(__name__)
 

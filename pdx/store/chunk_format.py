@@ -29,7 +29,7 @@ from pdx.memory.layout import slice_span
 from pdx.memory.slot import Bytes
 from pdx.store.codecs.codec import codec_of, decode_slice, encode_slice
 from pdx.store.tier import Part
-from pdx.wire.messages import MAX_LAYERS, Key, LayerCount, Shard
+from pdx.wire.base import MAX_LAYERS, Key, LayerCount, Shard
 
 MAGIC = b"PDXCHUNK"
 PLAIN, ENCODED = 3, 4  # versions

@@ -21,7 +21,7 @@ from pdx.store.history import History
 
 if TYPE_CHECKING:
     from pdx.store.copy import Copy
-    from pdx.wire.messages import TierStatus
+    from pdx.wire.status import TierStatus
 
 
 class Part(msgspec.Struct, frozen=True):

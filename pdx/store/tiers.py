@@ -29,7 +29,7 @@ from pdx.store.siblings import Siblings
 from pdx.store.store import Store
 from pdx.store.storing import DROPPED, Storing
 from pdx.store.tier import Held, Tier
-from pdx.wire.messages import TierStatus
+from pdx.wire.status import TierStatus
 
 ANSWER_SHARE = 0.1  # of the time of computing may pass until a tier has said whether it has something
 SOME = 64  # keys that a tier is asked for at once

@@ -20,51 +20,63 @@ from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Bytes, Slot
 from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
-from pdx.wire.hints import MAX_VERDICTS, FormText, Hints, Seconds, Verdict
+from pdx.wire.base import (
+    DIGEST_BYTES,
+    MAX_BLOCKS,
+    MAX_KEYS,
+    MAX_LAYERS,
+    MAX_REASONS,
+    MAX_RUN_KEYS,
+    MAX_RUNS,
+    MAX_SCHEMES,
+    BlockNames,
+    Count,
+    FieldName,
+    GpuId,
+    HostId,
+    Keys,
+    LayerCount,
+    Layout,
+    Layouts,
+    Message,
+    Name,
+    Number,
+    PublicKey,
+    Schemes,
+    Shard,
+    ShardCount,
+    Slots,
+    Stamp,
+    TransferId,
+    Verdicts,
+)
+from pdx.wire.hints import Hints, Seconds
+from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import (
+    Clear,
+    Effect,
+    EndJob,
+    Evict,
+    Find,
+    Found,
+    JobList,
+    Jobs,
+    JobStatus,
+    List,
+    Listing,
+    ModelList,
+    Models,
+    Move,
+    PinIn,
+    Recode,
+    Settle,
+    Verify,
+)
 
 _T = TypeVar("_T")
 
 VERSION = 6
 MAX_FRAME_BYTES = 4 << 20
-MAX_BLOCKS = 1 << 16  # of a prompt whose blocks are told
-MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
-MAX_SHARDS = 1_024
-MAX_NAME = 256  # characters
-MAX_REASONS = 64  # for the chunks of one request
-MAX_LAYERS = 4_096
-MAX_SLOTS = MAX_KEYS * 8  # in one answer
-MAX_RUN_KEYS = 4096  # of one tier, in one frame of changes …
-MAX_RUNS = 256  # … and runs in it
-
-Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-BlockNames = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_BLOCKS)]
-Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
-TransferId = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-zA-Z_-]+\Z")]
-Name = Annotated[str, Meta(max_length=MAX_NAME)]
-Count = Annotated[int, Meta(ge=0, le=1 << 32)]
-Stamp = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # CLOCK_MONOTONIC of the sender's host, nanoseconds
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-GpuId = Annotated[str, Meta(max_length=64)]  # UUID, the same for every process of a host; empty: host memory
-PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
-ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
-Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
-Layout = Annotated[bytes, Meta(max_length=KEY_BYTES)]  # fingerprint of a KV layout; empty: of none
-FieldName = Annotated[str, Meta(pattern=r"^[a-z_]{2,32}\Z")]
-LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
-MAX_SCHEMES = 32
-DIGEST_BYTES = 8  # xxh3 of 64 bits, as `pdx.memory.digest` writes it
-
-Schemes = Annotated[list[SchemeName], Meta(max_length=MAX_SCHEMES)]
-HostId = Annotated[str, Meta(max_length=64)]  # equal exactly on one running kernel
-Layouts = Annotated[list[Layout], Meta(max_length=1024)]
-Verdicts = Annotated[list[Verdict], Meta(max_length=MAX_VERDICTS)]
-
-
-class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Base of all message bodies: a tagged msgpack array."""
-
-
-Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
 
 
 class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
@@ -332,131 +344,6 @@ class Why(Message, frozen=True):
     request: Name = ""
 
 
-# ---- from a controller to a node ----------------------------------------------------------------
-
-JobId = Annotated[str, Meta(max_length=64, pattern=r"^([0-9a-f]+-[0-9]+)?\Z")]  # the node's epoch, and a number
-CodecName = Annotated[str, Meta(max_length=16, pattern=r"^[a-z0-9]*\Z")]
-MAX_LISTED = 1_000
-MAX_MODELS = 256
-
-
-class Selection(msgspec.Struct, array_like=True, frozen=True):
-    """Which chunks a verb is about: these `keys`, in each of so many shards; or, where there are none, those that the
-    last request asked for whose name contains `request`."""
-
-    keys: Keys = []
-    shards: ShardCount = 1
-    request: Name = ""
-
-
-class Find(Message, frozen=True):
-    """Ask where chunks are: a `Found`."""
-
-    what: Selection
-
-
-class Move(Message, frozen=True):
-    """Copy chunks from the tier `source` of this node, any that has them where it is empty, to the tier `target` of the
-    node `node` (empty: this one), and drop them at the source unless it `keeps` them. The answer is a `JobStatus`.
-
-    A chunk is dropped only when the target has said that it has it. A chunk that is there already is not copied again.
-    `dry_run`: here as in all verbs, nothing is done, and the answer says what would be.
-    """
-
-    what: Selection
-    source: Name
-    target: Name
-    node: Name = ""
-    keeps: bool = False
-    dry_run: bool = False
-
-
-class Clear(Message, frozen=True):
-    """Forget chunks in a tier (empty: in all of this node), pinned or not; the last lease of those that are read frees
-    them. The answer is an `Effect`. `everything`: all that the tier has, whatever `what` says; the answer is a
-    `JobStatus`."""
-
-    what: Selection
-    tier: Name = ""
-    everything: bool = False
-    dry_run: bool = False
-
-
-class PinIn(Message, frozen=True):
-    """Pin chunks in one tier (empty: the first that has them all), or unpin them there. The answer is an `Effect`."""
-
-    what: Selection
-    tier: Name = ""
-    pinned: bool = True
-    dry_run: bool = False
-
-
-class Recode(Message, frozen=True):
-    """Store chunks of a tier by another codec: "none" (as they are), "lossless", or with a loss, by the text of a
-    `pdx.memory.form.Form`. The answer is a `JobStatus`.
-
-    `new_keys`: of a lossy codec, under which keys they are found from then on, one for each key.
-    """
-
-    what: Selection
-    tier: Name
-    codec: FormText
-    new_keys: Keys = []
-    dry_run: bool = False
-
-
-class Evict(Message, frozen=True):
-    """Evict from an arena (empty: the first) up to `nbytes` of what has a lower priority than `below`, in the order of
-    its policy. The answer is an `Effect`."""
-
-    below: Annotated[int, Meta(ge=1, le=10)]
-    nbytes: Bytes
-    tier: Name = ""
-    dry_run: bool = False
-
-
-class Verify(Message, frozen=True):
-    """Read all chunks of a tier that is a disk, and compare their digests. The answer is a `JobStatus`."""
-
-    tier: Name
-    remove: bool = False
-    dry_run: bool = False
-
-
-class List(Message, frozen=True):
-    """Ask what memory holds, by model and by session: a `Listing`. `session`, `model`: only those whose name contains
-    this."""
-
-    session: Name = ""
-    model: Name = ""
-
-
-class Jobs(Message, frozen=True):
-    """Ask how a job is doing (a `JobStatus`); without a name, how all are that the node knows of (a `JobList`)."""
-
-    job: JobId = ""
-
-
-class EndJob(Message, frozen=True):
-    """Cancel a job: what it has moved stays moved, nothing more is. The answer is its `JobStatus`."""
-
-    job: JobId
-
-
-class Settle(Message, frozen=True):
-    """From a peer, of chunks that it has pushed here: store them in this tier of the node's, and let memory be free of
-    those that no request has found here; an empty name: they stay in memory. The answer is a `Found`, at once: it is
-    asked again until the tier has them."""
-
-    keys: Keys
-    shards: ShardCount = 1
-    tier: Name = ""
-
-
-class Models(Message, frozen=True):
-    """Ask how the engines here name the chunks of a prompt: a `ModelList`."""
-
-
 # ---- from a node to an attached process ---------------------------------------------------------
 
 
@@ -569,187 +456,6 @@ class Explained(Message, frozen=True):
 
     requests: Annotated[list[Explanation], Meta(max_length=32)]
     remembered: Count
-
-
-class Found(Message, frozen=True):
-    """By tier, how many leading ones of the chunks it has; `hits`: how many leading ones some tier has; `chunks`: how
-    many were asked for. `asking`: tiers that are being asked and have not answered; ask again. `nbytes`: of a chunk of
-    one shard, 0: not known."""
-
-    chunks: Count
-    hits: Count
-    tiers: Annotated[dict[Name, Count], Meta(max_length=256)]
-    pinned: Annotated[dict[Name, Count], Meta(max_length=256)] = {}  # leading ones that are pinned there
-    asking: Annotated[list[Name], Meta(max_length=64)] = []
-    nbytes: Bytes = 0
-
-
-class Kept(msgspec.Struct, array_like=True, frozen=True):
-    """Of a tier, a model or a session: so many chunks of one shard."""
-
-    name: Name
-    chunks: Count
-    nbytes: Bytes
-
-
-class Effect(Message, frozen=True):
-    """What a verb did, or would do, in each tier."""
-
-    tiers: Annotated[list[Kept], Meta(max_length=256)]
-    dry_run: bool = False
-
-    @property
-    def chunks(self) -> int:
-        """In the tier where they were most."""
-        return max((of_tier.chunks for of_tier in self.tiers), default=0)
-
-
-class JobStatus(Message, frozen=True):
-    """One job of a node, or (`job` empty) what it would be. `state` "failed" and `why` go together; a job that was
-    cancelled, or has failed, says how much it has done before that."""
-
-    job: JobId
-    verb: Annotated[str, Meta(max_length=16)]
-    state: Literal["planned", "running", "done", "failed", "cancelled"]
-    chunks: Count  # of one shard each: all there are to do …
-    chunks_done: Count = 0  # … and those that are done, or were done before
-    nbytes: Bytes = 0
-    bytes_done: Bytes = 0
-    age_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
-    seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0  # that it has taken so far, or took
-    what: Annotated[str, Meta(max_length=1024)] = ""  # in words: from where to where
-    why: Annotated[str, Meta(max_length=1024)] = ""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more comes of it."""
-        return self.state not in ("running", "planned")
-
-
-class JobList(Message, frozen=True):
-    """The newest first."""
-
-    jobs: Annotated[list[JobStatus], Meta(max_length=MAX_LISTED)]
-
-
-class Listing(Message, frozen=True):
-    """What memory holds, the largest first; `more`: models and sessions that are left out."""
-
-    models: Annotated[list[Kept], Meta(max_length=MAX_LISTED)]
-    sessions: Annotated[list[Kept], Meta(max_length=MAX_LISTED)]
-    more: Count = 0
-
-
-class Model(msgspec.Struct, array_like=True, frozen=True):
-    """How one engine names the chunks of a prompt: see `pdx.wire.tokens`."""
-
-    engine: Name
-    url: Name  # where it serves HTTP, empty: nowhere
-    layout: Layout  # what its keys are made with
-    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)]
-
-
-class ModelList(Message, frozen=True):
-    """The engines that are attached and have told the shape of their chunks."""
-
-    models: Annotated[list[Model], Meta(max_length=MAX_MODELS)]
-
-
-class AttachedStatus(msgspec.Struct, frozen=True):
-    """One attached process, as `pdx node --status` shows it."""
-
-    pid: int
-    kind: str
-    name: str
-    engine: str
-    shard: int
-    role: str
-    url: str
-    running: int
-    silent_s: float
-    unshared: str = ""  # with which engine of its model it cannot share chunks, and why
-    facts: dict[str, int | bool] = {}  # `EngineFacts` by name; empty: it has told none
-
-
-class PeerStatus(msgspec.Struct, frozen=True):
-    """One peer: the connection to it, and what goes over it."""
-
-    name: str
-    address: str
-    state: str  # of the connection to it
-    channel: str  # scheme in use, empty: none yet
-    rates: dict[str, float]  # measured by the probe, GB/s by scheme
-    pushes: int  # to it, under way
-    landing: int  # from it, under way
-    sent_bytes: int
-    landed_bytes: int
-    why: str  # it is not ready
-
-
-class ArenaStatus(msgspec.Struct, frozen=True):
-    """One arena of the node."""
-
-    gpu: str  # UUID of the GPU that it is on; empty: host memory
-    total_bytes: int
-    free_bytes: int
-
-
-COUNTING = "counting the files"  # the state of a disk whose index is not complete yet
-
-
-class TierStatus(msgspec.Struct, frozen=True):
-    """One tier below the arenas. `used_bytes` count what is being written and removed, too; 0: not known, as of a store
-    that others use as well. `state`: "ok", or what is the matter; `is_up`: it answers all the same.
-
-    What follows is counted since the node started, for this tier alone. Chunks are those of one shard, but for `hits`,
-    `misses` and `dropped`, which count keys.
-    """
-
-    name: str
-    place: str
-    chunks: int = 0
-    used_bytes: int = 0
-    limit_bytes: int = 0
-    state: str = "ok"
-    copies: int = 0  # under way, or waiting for their turn
-    load_gb_s: float = 0.0  # as last measured; 0: not yet
-    store_gb_s: float = 0.0
-    is_up: bool = True
-    hits: int = 0  # chunks that a request found, for the first time since they came from here
-    misses: int = 0  # first chunks that a request lacked, or got from a tier below this one
-    loads: int = 0  # chunks that were read …
-    stores: int = 0  # … and written
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-    dropped: int = 0  # chunks that were not stored: the tier did not keep up, or took none
-    errors: int = 0  # calls that failed, and what was not the chunk that it should be
-    read_bytes: int = 0  # for the loaded bytes: fewer where chunks are encoded …
-    written_bytes: int = 0  # … and for the stored ones
-
-
-class NodeStatus(Message, frozen=True):
-    """Everything `pdx node --status` shows."""
-
-    name: Name
-    epoch: Number
-    pid: Count
-    uptime_s: float
-    arena_bytes: int
-    free_bytes: int
-    chunks: dict[str, int]  # by state
-    chunk_bytes: dict[str, int]  # by state
-    leases: int
-    pins: int
-    transfers: int
-    attached: list[AttachedStatus]
-    counters: dict[str, int]
-    listen: str = ""
-    peers: list[PeerStatus] = []
-    gpu: str = ""  # UUID of the GPU that the arena is on; empty: host memory
-    mapped: int = 0  # blocks of device memory that the node's process has mapped, its own included
-    arenas: list[ArenaStatus] = []  # the first is the one that peers write to
-    pinned_bytes: int = 0  # of chunks with a pin: never evicted, whatever became of the process that pinned them
-    tiers: list[TierStatus] = []  # below the arenas, the fastest first
 
 
 _Keep = Release | Renew | Pin | Delete

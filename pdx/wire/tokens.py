@@ -2,7 +2,7 @@
 
 An engine whose shape (`Model.shape`) has a `root` hashes blocks as vLLM does: SHA-256 over the hash of the block before
 it, its tokens, and the cache salt if it is the first; of the bytes that pickle or, by `sha256_cbor`, CBOR makes of
-these. The first block is chained to the root. Nothing is ever unpickled.
+these. The first block is chained to the root. Those bytes are written here, and never read: pickle itself is not used.
 
 What a prompt has beside its tokens and its salt, an adapter, images or embeddings, is in no key that is made here: the
 chunks of such a prompt are named by its request (`Selection.request`).
@@ -11,19 +11,19 @@ chunks of such a prompt are named by its request (`Selection.request`).
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Sequence
-from typing import get_args
 
 from pdx.errors import LayoutError, SelectionError
-from pdx.memory.form import LossyName, apart_salt, form_of_shape, lossy_fingerprint
+from pdx.memory.form import apart_salt, form_of_shape, lossy_fingerprint
 from pdx.memory.keys import chunk_key
-from pdx.wire.messages import MAX_KEYS, Model
+from pdx.wire.base import MAX_KEYS
+from pdx.wire.verbs import Model
 
 # (hash of the block before, its tokens, what else is in it) -> its hash
 _Extra = tuple[object, ...] | None
 _Hash = Callable[[bytes, tuple[int, ...], _Extra], bytes]
 _WIDTHS = ((24, 1), (25, 2), (26, 4), (27, 8))  # in CBOR, of numbers above 23: what says so, and bytes
+_FRAME_BYTES = 1 << 16  # pickle begins another frame behind so many
 _LEAST = 4  # characters of a name's beginning
 _MOST_LISTED = 8
 
@@ -49,7 +49,7 @@ def form_text(model: Model, codec: str) -> str:
 
     :raises SelectionError: the engine's layout has no such codec.
     """
-    if codec not in get_args(LossyName):
+    if codec in ("", "none", "lossless"):
         return ""
     try:
         return str(form_of_shape(model.shape, codec))
@@ -91,7 +91,7 @@ def _number(model: Model, field: str) -> int:
 def _check(model: Model, tokens: Sequence[int], per_chunk: int) -> None:
     told = model.shape.get("vocabulary", "")
     vocabulary = int(told) if told.isdecimal() else 0
-    limit = vocabulary or 1 << 31
+    limit = min(vocabulary or 1 << 31, 1 << 31)
     for at, token in enumerate(tokens):
         if type(token) is not int:  # neither a bool, which is hashed otherwise, nor a number of another library
             raise SelectionError(f"token {at} is {token!r:.50}: ids of tokens are whole numbers")
@@ -140,7 +140,35 @@ def _hash_of(model: Model) -> _Hash:
 
 
 def _by_pickle(parent: bytes, tokens: tuple[int, ...], extra: _Extra) -> bytes:
-    return hashlib.sha256(pickle.dumps((parent, tokens, extra), protocol=pickle.HIGHEST_PROTOCOL)).digest()
+    body = _opcodes((parent, tokens, extra))
+    if len(body) >= _FRAME_BYTES:
+        raise SelectionError(f"a block's {len(tokens)} tokens and salt are too long to be hashed here: name a request")
+    # Protocol 5, the highest of every Python from 3.8 on; one frame; and its end.
+    return hashlib.sha256(b"\x80\x05\x95" + (len(body) + 1).to_bytes(8, "little") + body + b".").digest()
+
+
+def _opcodes(value: object) -> bytes:
+    """What pickle writes for a value of those that are in the hash of a block, none of which it meets twice."""
+    match value:
+        case None:
+            return b"N"
+        case int() if 0 <= value < 1 << 31:
+            mark, width = (b"K", 1) if value < 1 << 8 else (b"M", 2) if value < 1 << 16 else (b"J", 4)
+            return mark + value.to_bytes(width, "little")
+        case bytes():
+            return _sized(b"C", b"B", value)
+        case str():
+            return _sized(b"\x8c", b"X", value.encode())
+        case tuple() if value:
+            items = b"".join(map(_opcodes, value))
+            few = {1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value))
+            return (items + few if few else b"(" + items + b"t") + b"\x94"
+    raise TypeError(f"{value!r:.50} is in no hash of a block")
+
+
+def _sized(short: bytes, long: bytes, data: bytes) -> bytes:
+    head = short + bytes([len(data)]) if len(data) < 1 << 8 else long + len(data).to_bytes(4, "little")
+    return head + data + b"\x94"
 
 
 def _by_cbor(parent: bytes, tokens: tuple[int, ...], extra: _Extra) -> bytes:

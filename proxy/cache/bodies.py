@@ -10,7 +10,8 @@ from msgspec import Meta
 from pdx.memory.slot import Bytes
 from pdx.proxy.cache.prompts import HexKeys, What
 from pdx.proxy.engines import MAX_NODES
-from pdx.wire.messages import CodecName, Name
+from pdx.wire.base import Name
+from pdx.wire.verbs import CodecName
 
 WAIT_S = 5.0
 WaitSeconds = Annotated[float, Meta(ge=0.05, le=60.0)]

@@ -8,8 +8,9 @@ import msgspec
 
 from pdx.errors import NodeUnavailable, SelectionError
 from pdx.proxy.engines import MAX_NODES
-from pdx.wire.messages import EngineReport, Model, NodeReport
+from pdx.wire.messages import EngineReport, NodeReport
 from pdx.wire.tokens import chosen
+from pdx.wire.verbs import Model
 
 FORGET_S = 3600.0  # a node without a roster that was silent for so long is forgotten
 _NAMED = 16  # names in an error's text …

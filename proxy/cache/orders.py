@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 from pdx.errors import NodeUnavailable, ProtocolError
 from pdx.telemetry.faults import Faults, printable
-from pdx.wire.messages import (
-    Advise,
-    Advised,
+from pdx.wire.base import Message
+from pdx.wire.messages import Advise, Advised, Explained, Order, Outcome, Refused, Reply, Status, Verb, Why
+from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import (
     Clear,
     Effect,
     EndJob,
     Evict,
-    Explained,
     Find,
     Found,
     JobList,
@@ -25,21 +25,12 @@ from pdx.wire.messages import (
     JobStatus,
     List,
     Listing,
-    Message,
     ModelList,
     Models,
     Move,
-    NodeStatus,
-    Order,
-    Outcome,
     PinIn,
     Recode,
-    Refused,
-    Reply,
-    Status,
-    Verb,
     Verify,
-    Why,
 )
 
 AT_A_TIME = 32  # of one node; it can leave 64 answers unread by the proxy, reports included

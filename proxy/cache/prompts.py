@@ -12,8 +12,9 @@ from msgspec import Meta
 from pdx.errors import SelectionError
 from pdx.memory.keys import KEY_BYTES
 from pdx.proxy.cache.instances import Instances
-from pdx.wire.messages import MAX_KEYS, CodecName, Model, Name, Selection, ShardCount
+from pdx.wire.base import MAX_KEYS, Name, ShardCount
 from pdx.wire.tokens import chunk_keys, chunk_tokens, form_text, num_shards
+from pdx.wire.verbs import CodecName, Model, Selection
 
 _MAX_TOKENS = 1 << 24
 HexKeys = Annotated[
@@ -80,8 +81,9 @@ class Prompts:
 
         :raises SelectionError: the model has no such codec.
         """
-        is_prompt = what.request is None and what.keys is None
-        return form_text(self._instances.model(what.model)[0], codec) if is_prompt else ""
+        if what.request is not None or what.keys is not None:
+            return ""
+        return form_text(self._instances.model(what.model)[0], codec)
 
     async def _tokens(self, what: What, models: list[Model]) -> list[int]:
         body: dict[str, Any] = {"prompt": what.text} if what.text is not None else {"messages": what.messages}

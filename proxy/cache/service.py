@@ -25,7 +25,8 @@ from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
 from pdx.security.address import base_url
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import Model, NodeReport, PeerEntry, Reply
+from pdx.wire.messages import NodeReport, PeerEntry, Reply
+from pdx.wire.verbs import Model
 
 _TOKENIZE_S = 30.0
 _ALL_BODIES = 8  # times the largest body: what bodies of verbs may hold together

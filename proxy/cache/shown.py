@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from pdx.errors import JobUnknown
-from pdx.wire.messages import JobId, JobStatus, Message
+from pdx.wire.base import Message
+from pdx.wire.verbs import JobId, JobStatus
 
 _MAX_JOB = 1024  # characters
 

@@ -35,9 +35,8 @@ from pdx.proxy.cache.shown import shown, split_job
 from pdx.proxy.hints import advice
 from pdx.security.address import address_host
 from pdx.wire.hints import Verdict
-from pdx.wire.messages import (
-    Advise,
-    Advised,
+from pdx.wire.messages import Advise, Advised, Outcome, Refused, Status, Verb, Why
+from pdx.wire.verbs import (
     Clear,
     EndJob,
     Evict,
@@ -47,15 +46,10 @@ from pdx.wire.messages import (
     List,
     ModelList,
     Move,
-    Outcome,
     PinIn,
     Recode,
-    Refused,
     Selection,
-    Status,
-    Verb,
     Verify,
-    Why,
 )
 
 _AGAIN_S = 0.02  # until a node is asked again whose tiers had not answered, then twice as long each time …

@@ -7,7 +7,7 @@ from node_harness import MIB
 from rich.console import Console
 
 from pdx.cli.counting import follow
-from pdx.wire.messages import COUNTING, TierStatus
+from pdx.wire.status import COUNTING, TierStatus
 
 
 def test_each_disk_has_a_line_until_its_files_are_counted(start_node):

@@ -21,7 +21,7 @@ from pdx.cli.main import main
 from pdx.cli.tables import view
 from pdx.config import NodeConfig
 from pdx.testing.fake_cuda import fake_cuda
-from pdx.wire.messages import NodeStatus
+from pdx.wire.status import NodeStatus
 
 
 @pytest.fixture(autouse=True)

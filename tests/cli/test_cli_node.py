@@ -21,7 +21,7 @@ from pdx.cli.tables import duration, size, view
 from pdx.client.api import connect
 from pdx.config import NodeOptions
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
-from pdx.wire.messages import AttachedStatus, NodeStatus, PeerStatus, TierStatus
+from pdx.wire.status import AttachedStatus, NodeStatus, PeerStatus, TierStatus
 
 
 def pdx(*arguments: str):

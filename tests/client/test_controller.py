@@ -26,8 +26,8 @@ from pdx.errors import (
     TierUnknown,
 )
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Effect, Kept
 from pdx.wire.tokens import chunk_keys
+from pdx.wire.verbs import Effect, Kept
 
 
 @pytest.fixture(scope="module")

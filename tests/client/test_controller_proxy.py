@@ -32,7 +32,7 @@ from pdx.errors import (
     TierUnknown,
 )
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Effect, Kept
+from pdx.wire.verbs import Effect, Kept
 
 TOKEN = secrets.token_hex(16)
 

@@ -24,10 +24,12 @@ from hypothesis import strategies as st
 from pdx.engine.plan import WorkerNews
 from pdx.engine.request import parse_params
 from pdx.errors import ConfigError, LayoutError, ProtocolError
+from pdx.memory.form import apart_salt, form_of, lossy_fingerprint
 from pdx.memory.keys import chunk_key
 from pdx.memory.layout import KvLayout
-from pdx.wire.messages import EngineFacts, Model
+from pdx.wire.messages import EngineFacts
 from pdx.wire.tokens import chunk_keys
+from pdx.wire.verbs import Model
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -780,6 +782,38 @@ def test_who_knows_the_tokens_makes_the_keys_that_the_engine_makes(
     assert chunk_keys(model, tokens, salt or "") == [
         chunk_key(b"l" * 16, bytes(hashed)) for hashed in hashes[PER_CHUNK - 1 :: PER_CHUNK]
     ]
+
+
+@given(st.lists(st.integers(0, 300), min_size=12, max_size=40), SALTS, st.sampled_from(["fp8", "int8"]))
+def test_the_keys_of_a_request_with_a_lossy_codec_are_made_without_the_engine(
+    tokens: list[int], salt: str | None, codec: str
+) -> None:
+    layout = KvLayout(
+        model="m",
+        dtype="torch.bfloat16 as auto",
+        num_layers=2,
+        num_heads=2,
+        head_dim=8,
+        block_tokens=BLOCK_TOKENS,
+        page_bytes=BLOCK_TOKENS * 2 * 8 * 2 * 2,
+        chunk_tokens=BLOCK_TOKENS * PER_CHUNK,
+        order="LBHNC",
+        backend="CPU_ATTN",
+        isa="",
+        num_shards=1,
+        hashing="sha256",
+    )
+    form = str(form_of(layout, codec))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("PYTHONHASHSEED", raising=False)
+        cache = SimpleNamespace(prefix_caching_hash_algo="sha256")
+        naming = naming_of(SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(get_vocab_size=lambda: 0)))
+        hashes = theirs(tokens, apart_salt(form, salt or ""), "sha256")
+    model = Model("e", "", layout.fingerprint(), {**layout.described(), **naming})
+    fingerprint = lossy_fingerprint(layout.fingerprint(), form)
+    found = chunk_keys(model, tokens, salt or "", codec)
+    assert found == [chunk_key(fingerprint, bytes(hashed)) for hashed in hashes[PER_CHUNK - 1 :: PER_CHUNK]]
+    assert not set(found) & set(chunk_keys(model, tokens, salt or ""))
 
 
 def test_what_comes_before_is_part_of_a_tails_hash() -> None:

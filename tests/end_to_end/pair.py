@@ -20,7 +20,7 @@ from pdx.cli.ports import free_ports
 from pdx.config import NodeConfig
 from pdx.node.start import start
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import NodeStatus
+from pdx.wire.status import NodeStatus
 
 ENGINE_FLAGS = [
     "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", "4096", "--dtype", "float32",

@@ -23,7 +23,7 @@ import pdx
 from pdx.cli.ports import free_ports
 from pdx.errors import NodeError
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import NodeStatus
+from pdx.wire.status import NodeStatus
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

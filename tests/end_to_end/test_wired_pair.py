@@ -21,7 +21,7 @@ from test_pair_answers import computed_prompt_tokens, essence
 from test_pair_faults import wait_prefilling
 
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import PeerStatus
+from pdx.wire.status import PeerStatus
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

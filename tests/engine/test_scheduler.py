@@ -20,7 +20,8 @@ from pdx.errors import LayoutError
 from pdx.memory.keys import chunk_key
 from pdx.testing.waiting import wait_until
 from pdx.vllm.step import step_record
-from pdx.wire.messages import Delete, Models
+from pdx.wire.messages import Delete
+from pdx.wire.verbs import Models
 
 TRANSFER = {"transfer_id": "reset-" + "r" * 20}
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from plain_memory import PlainMemory
 
 from pdx.memory.digest import digests
-from pdx.wire.messages import DIGEST_BYTES
+from pdx.wire.base import DIGEST_BYTES
 
 
 def test_one_digest_after_the_other():

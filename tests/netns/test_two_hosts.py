@@ -19,7 +19,7 @@ import pdx
 from pdx.cli.main import main
 from pdx.config import NodeConfig
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import NodeStatus, PeerStatus
+from pdx.wire.status import NodeStatus, PeerStatus
 
 pytestmark = pytest.mark.timeout(180)
 

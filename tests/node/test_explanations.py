@@ -13,22 +13,8 @@ from pdx.node import begun, explanations
 from pdx.node.service import Service
 from pdx.store import history
 from pdx.store.tier import Grant, Held, Tier
-from pdx.wire.messages import (
-    MAX_NAME,
-    MAX_REASONS,
-    VERSION,
-    Abort,
-    Admit,
-    Bye,
-    Delete,
-    Explained,
-    Fill,
-    Hello,
-    Hints,
-    Pin,
-    Release,
-    Why,
-)
+from pdx.wire.base import MAX_NAME, MAX_REASONS
+from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Explained, Fill, Hello, Hints, Pin, Release, Why
 
 CHUNKS = 256  # as many as the smallest arena has
 LAYOUT = b"layout"

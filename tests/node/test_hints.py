@@ -13,8 +13,9 @@ from pdx.errors import ArenaFull, ChunkMissing, ProtocolError
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import Service
 from pdx.store.tier import Grant, Held, Tier
+from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import Hints, tenant
-from pdx.wire.messages import MAX_SLOTS, VERSION, Abort, Admit, Advise, Bye, Delete, Fill, Hello, Pin, Release
+from pdx.wire.messages import VERSION, Abort, Admit, Advise, Bye, Delete, Fill, Hello, Pin, Release
 
 CHUNKS = 256  # as many as the smallest arena has
 A, B = tenant("a"), tenant("b")

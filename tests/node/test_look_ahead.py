@@ -12,7 +12,8 @@ from pdx.node import look_ahead
 from pdx.node.service import Service
 from pdx.store.copy import Priority
 from pdx.store.tier import Grant, Held, Tier
-from pdx.wire.messages import MAX_SLOTS, VERSION, Admit, Bye, Expect, Fill, Hello, Hints
+from pdx.wire.base import MAX_SLOTS
+from pdx.wire.messages import VERSION, Admit, Bye, Expect, Fill, Hello, Hints
 
 CHUNKS = 256  # as many as the smallest arena has
 HALF = CHUNKS // 2

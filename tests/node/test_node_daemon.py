@@ -38,7 +38,6 @@ from pdx.wire.messages import (
     Fill,
     Hello,
     Mark,
-    NodeStatus,
     Pin,
     Ping,
     Push,
@@ -51,6 +50,7 @@ from pdx.wire.messages import (
     Why,
     encode,
 )
+from pdx.wire.status import NodeStatus
 
 
 @pytest.fixture

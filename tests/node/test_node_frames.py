@@ -9,8 +9,8 @@ from node_harness import MIB, Wire, attached, oversized
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
 from pdx.testing.waiting import wait_until
+from pdx.wire.base import MAX_KEYS
 from pdx.wire.messages import (
-    MAX_KEYS,
     Abort,
     Admit,
     Admitted,

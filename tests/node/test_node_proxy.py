@@ -19,22 +19,20 @@ from pdx.wire.messages import (
     Arriving,
     Bye,
     Cancel,
-    Clear,
     Delete,
     EngineFacts,
     Fill,
-    Find,
     Hints,
     Mark,
     Order,
     Ping,
     Prefilled,
     Reply,
-    Selection,
     Status,
     decode_to_proxy,
     encode,
 )
+from pdx.wire.verbs import Clear, Find, Selection
 
 TRANSFER = "transfer-0123456789"
 OTHER_TRANSFER, THIRD_TRANSFER = "other-" + TRANSFER, "third-" + TRANSFER

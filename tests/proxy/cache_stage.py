@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager, suppress
 from proxy_harness import cluster, within
 
 from pdx.wire import messages
-from pdx.wire.messages import EngineReport, Found, NodeReport, Order, Refused, Reply
+from pdx.wire.messages import EngineReport, NodeReport, Order, Refused, Reply
+from pdx.wire.verbs import Found
 
 TOKEN = secrets.token_hex(16)
 LAYOUT = b"l" * 16

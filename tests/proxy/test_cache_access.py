@@ -22,13 +22,13 @@ from pdx.proxy.cache.access import Token
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
 from pdx.security.token_file import load
-from pdx.wire.messages import JobStatus
+from pdx.wire.verbs import JobStatus
 
 RUNNING = JobStatus("3f-7", "move", "running", 4)
 SAID = {"keys": [KEY]}
 
 
-@pytest.mark.parametrize("token", ["", "x" * 32, TOKEN[:-1], TOKEN + "x", "é" * 16])
+@pytest.mark.parametrize("token", ["", "x" * 32, TOKEN[:-1], TOKEN + "x", "é" * 16], ids=range(5))
 def test_without_the_token_nothing_is_told_and_nothing_done(tmp_path, token, caplog):
     async def main():
         async with stage(tmp_path, "a") as made:

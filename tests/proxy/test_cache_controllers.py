@@ -24,11 +24,7 @@ from pdx.telemetry.faults import Faults
 from pdx.wire import messages
 from pdx.wire.messages import (
     Bye,
-    Clear,
-    Effect,
     Explained,
-    Find,
-    Found,
     Hello,
     Kind,
     NodeReport,
@@ -38,9 +34,9 @@ from pdx.wire.messages import (
     Ping,
     Refused,
     Reply,
-    Selection,
     Welcome,
 )
+from pdx.wire.verbs import Clear, Effect, Find, Found, Selection
 
 FIND = Find(Selection([bytes.fromhex(KEY)]))
 CLEAR = Clear(Selection([bytes.fromhex(KEY)]), "host")

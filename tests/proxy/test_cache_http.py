@@ -10,14 +10,13 @@ from proxy_harness import run, until
 
 from pdx.proxy.hints import digest
 from pdx.wire.hints import Hints, Verdict, tenant
-from pdx.wire.messages import (
-    Advise,
-    Advised,
+from pdx.wire.messages import Advise, Advised, Explained, Why
+from pdx.wire.tokens import chunk_keys
+from pdx.wire.verbs import (
     Clear,
     Effect,
     EndJob,
     Evict,
-    Explained,
     Find,
     Found,
     JobList,
@@ -32,9 +31,7 @@ from pdx.wire.messages import (
     Recode,
     Selection,
     Verify,
-    Why,
 )
-from pdx.wire.tokens import chunk_keys
 
 KEYS = Selection([bytes.fromhex(KEY)], 2)
 SAID = {"keys": [KEY], "shards": 2}

@@ -14,7 +14,8 @@ from pdx.proxy.cache import instances as instances_module
 from pdx.proxy.cache.instances import FORGET_S, Instances
 from pdx.proxy.cache.orders import Orders
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import VERSION, EngineReport, JobStatus, MarkReport, NodeReport, Reply, Verify
+from pdx.wire.messages import VERSION, EngineReport, MarkReport, NodeReport, Reply
+from pdx.wire.verbs import JobStatus, Verify
 
 SILENT_S = 5.0
 

@@ -21,8 +21,8 @@ from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Model
 from pdx.wire.tokens import chunk_keys
+from pdx.wire.verbs import Model
 
 NUM, PER_CHUNK = 6, int(SHAPE["chunk_tokens"])
 LAYOUT = b"l" * 16

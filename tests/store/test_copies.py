@@ -12,7 +12,8 @@ from pdx.memory.slot import Slot
 from pdx.store.copy import MAX_SLICES
 from pdx.store.tier import Tier
 from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES
-from pdx.wire.messages import DIGEST_BYTES, MAX_LAYERS, Landed, Release, Slices, encode
+from pdx.wire.base import DIGEST_BYTES, MAX_LAYERS
+from pdx.wire.messages import Landed, Release, Slices, encode
 
 TRANSFER = "transfer-0123456789"
 KIB = 1 << 10

@@ -13,8 +13,9 @@ from peers_harness import Cluster
 from raw_engine import CHUNK_BYTES, Engine
 
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Hints, Model
+from pdx.wire.messages import Hints
 from pdx.wire.tokens import chunk_keys
+from pdx.wire.verbs import Model
 
 NODES = ("alpha", "beta")
 BLOCK, CHUNK = 4, 16  # tokens

@@ -26,7 +26,6 @@ from pdx.wire.messages import (
     Ask,
     Bye,
     Hello,
-    NodeStatus,
     Refused,
     Status,
     ToNode,
@@ -34,6 +33,7 @@ from pdx.wire.messages import (
     decode_from_node,
     encode,
 )
+from pdx.wire.status import NodeStatus
 
 MIB = 1 << 20
 _PUPPET = Path(__file__).with_name("node_puppet.py")

@@ -18,9 +18,9 @@ from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.wire import messages
+from pdx.wire.base import MAX_KEYS
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
-    MAX_KEYS,
     Admit,
     Cancel,
     Fill,

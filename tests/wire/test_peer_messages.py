@@ -15,11 +15,9 @@ from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.transports.channel import MAX_DETAIL_BYTES, MAX_NOTIFY_BYTES, TOKEN_BYTES, RemoteRegion
+from pdx.wire.base import DIGEST_BYTES, MAX_KEYS, MAX_SCHEMES
 from pdx.wire.messages import (
-    DIGEST_BYTES,
     MAX_FRAME_BYTES,
-    MAX_KEYS,
-    MAX_SCHEMES,
     VERSION,
     Admit,
     Admitted,

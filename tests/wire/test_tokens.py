@@ -1,13 +1,17 @@
 """Keys made of tokens: what is pinned, and what is refused; `tests/connector` holds them against vLLM's own hashes."""
 
 import hashlib
+import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdx.errors import SelectionError
 from pdx.memory.keys import chunk_key
-from pdx.wire.messages import MAX_KEYS, Model
+from pdx.wire.base import MAX_KEYS
 from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, num_shards
+from pdx.wire.verbs import Model
 
 LAYOUT = b"l" * 16
 SHAPE = {
@@ -36,6 +40,35 @@ def test_a_salt_stands_alone_in_releases_that_have_no_tag_for_it():
     first = hashed(f"83 5820 {'00' * 32} 82 01 02 81 62 c3a9")
     second = hashed(f"83 5820 {first.hex()} 82 03 04 f6")
     assert chunk_keys(model(salt_tag=""), [1, 2, 3, 4], "é") == [chunk_key(LAYOUT, second)]
+
+
+@given(
+    st.binary(min_size=1, max_size=128),
+    st.lists(st.one_of(st.integers(0, 300), st.integers(0, (1 << 31) - 1)), min_size=1, max_size=600),
+    st.one_of(st.text(min_size=2), st.text(min_size=2, max_size=9).map(lambda text: 300 * text)),
+    st.sampled_from(["", "cache_salt"]),
+)
+def test_a_hash_by_pickle_is_of_the_bytes_that_pickle_writes(root, tokens, salt, tag):
+    size = str(len(tokens))
+    for text in ("", salt):
+        made = chunk_keys(
+            model(
+                hashing="sha256", root=root.hex(), block_tokens=size, chunk_tokens=size, salt_tag=tag, vocabulary=None
+            ),
+            tokens,
+            text,
+        )
+        own = text.encode().decode()  # two texts, as engines have them: pickle writes one that it meets again otherwise
+        extra = (((tag, own),) if tag else (own,)) if text else None
+        written = pickle.dumps((root, tuple(tokens), extra), protocol=pickle.HIGHEST_PROTOCOL)
+        assert made == [chunk_key(LAYOUT, hashlib.sha256(written).digest())]
+
+
+def test_what_pickle_would_write_in_several_frames_is_refused():
+    told = model(hashing="sha256", block_tokens="4", vocabulary=None)
+    assert chunk_keys(told, [1, 2, 3, 4], "s" * 65_000)
+    with pytest.raises(SelectionError, match="too long to be hashed here: name a request"):
+        chunk_keys(told, [1, 2, 3, 4], "s" * 65_536)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from pdx.cli.tables import duration, size, table
 from pdx.client.prompt import ALL, Job, Place
 from pdx.errors import PdxError, SelectionError
 from pdx.telemetry.faults import printable
-from pdx.wire.messages import Effect, Kept, Refused
+from pdx.wire.messages import Refused
+from pdx.wire.verbs import Effect, Kept
 
 _T = TypeVar("_T")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from pdx.cli.options import option
 from pdx.client.prompt import Prompt
@@ -46,6 +47,12 @@ _WHOSE = (
     option("--text", metavar="TEXT", help="The prompt, which an engine makes tokens of."),
     option("--file", type=_FILE, metavar="FILE", help="A JSON list of ids, or the prompt as text."),
     option("--request", default="", metavar="ID", help="A part of the id of a request whose prompt it is."),
+    option(
+        "--codec",
+        default="",
+        metavar="NAME",
+        help="Of requests that ask for this lossy codec, fp8 or int8: other keys.",
+    ),
     option("--model", default="", metavar="NAME", help="An engine's name or URL, or how its model begins."),
     option(
         "--salt-file", type=_FILE, metavar="FILE", help=f"Holds the requests' cache_salt. [default: ${SALT}, else none]"
@@ -89,7 +96,14 @@ def controller(
 
 
 def prompt(
-    ids: str, text: str | None, file: Path | None, request: str, model: str, salt_file: Path | None, **_: Any
+    ids: str,
+    text: str | None,
+    file: Path | None,
+    request: str,
+    model: str,
+    salt_file: Path | None,
+    codec: str = "",
+    **_: Any,
 ) -> Prompt:
     """The prompt that the options name.
 
@@ -113,10 +127,10 @@ def prompt(
     if request:
         return Prompt(request=request, model=model)
     if file is not None:
-        return _of_file(file, model, salt)
+        return msgspec.structs.replace(_of_file(file, model, salt), codec=codec)
     if text is not None:
-        return Prompt(text=text, model=model, salt=salt)
-    return Prompt(tokens=_ids(ids), model=model, salt=salt)
+        return Prompt(text=text, model=model, salt=salt, codec=codec)
+    return Prompt(tokens=_ids(ids), model=model, salt=salt, codec=codec)
 
 
 def _ids(text: str) -> list[int]:

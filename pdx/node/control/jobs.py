@@ -17,7 +17,7 @@ import msgspec
 
 from pdx.errors import JobConflict, JobUnknown, NodeError, PdxError
 from pdx.telemetry.faults import printable
-from pdx.wire.messages import JobStatus
+from pdx.wire.verbs import JobStatus
 
 log = logging.getLogger("pdx.node")
 

@@ -17,7 +17,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
 from pdx.store.tiers import Tiers
-from pdx.wire.messages import Kept
+from pdx.wire.verbs import Kept
 
 HOST, GPU = "host", "gpu"
 SOME = 64  # keys that a tier is asked for at once

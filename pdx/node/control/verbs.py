@@ -34,9 +34,10 @@ from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
-from pdx.wire.messages import (
+from pdx.wire.base import MAX_SLOTS
+from pdx.wire.messages import Outcome, Verb
+from pdx.wire.verbs import (
     MAX_LISTED,
-    MAX_SLOTS,
     Clear,
     Effect,
     EndJob,
@@ -53,12 +54,10 @@ from pdx.wire.messages import (
     ModelList,
     Models,
     Move,
-    Outcome,
     PinIn,
     Recode,
     Selection,
     Settle,
-    Verb,
     Verify,
 )
 

@@ -44,16 +44,15 @@ from pdx.wire.messages import (
     Cancel,
     Chosen,
     Done,
-    Found,
     PeerBody,
     PeerEntry,
-    PeerStatus,
     Push,
     Refused,
     Release,
-    Settle,
     Welcome,
 )
+from pdx.wire.status import PeerStatus
+from pdx.wire.verbs import Found, Settle
 
 log = logging.getLogger("pdx.node")
 

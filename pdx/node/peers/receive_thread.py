@@ -13,7 +13,8 @@ from pdx.memory.digest import Readable, digests
 from pdx.memory.layout import slice_span
 from pdx.node.peers.mailbox import Mailbox
 from pdx.transports.channel import Listener, Notification
-from pdx.wire.messages import DIGEST_BYTES, Landed, Slices, decode_landed
+from pdx.wire.base import DIGEST_BYTES
+from pdx.wire.messages import Landed, Slices, decode_landed
 
 log = logging.getLogger("pdx.node")
 

@@ -37,8 +37,9 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import counted
+from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import Hints
-from pdx.wire.messages import MAX_SLOTS, Admit, Admitted, Release, Slices
+from pdx.wire.messages import Admit, Admitted, Release, Slices
 
 log = logging.getLogger("pdx.node")
 

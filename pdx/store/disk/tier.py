@@ -45,7 +45,7 @@ from pdx.store.disk.workers import Task, Workers, file_of
 from pdx.store.recoding import OnChunk, Pair, Recoding
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import COUNTING, TierStatus
+from pdx.wire.status import COUNTING, TierStatus
 
 log = logging.getLogger("pdx.node")
 

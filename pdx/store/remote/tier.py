@@ -46,7 +46,8 @@ from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.recoder import recode
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import MAX_LAYERS, TierStatus
+from pdx.wire.base import MAX_LAYERS
+from pdx.wire.status import TierStatus
 
 log = logging.getLogger("pdx.node")
 

@@ -13,7 +13,8 @@ from remote_bed import made
 
 from pdx.memory.keys import named_key
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Clear, EndJob, Fill, Find, Jobs, JobStatus, Move, PinIn, Refused, Selection, Verify
+from pdx.wire.messages import Admit, Fill, Refused
+from pdx.wire.verbs import Clear, EndJob, Find, Jobs, JobStatus, Move, PinIn, Selection, Verify
 
 
 @pytest.fixture

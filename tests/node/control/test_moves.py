@@ -12,19 +12,8 @@ from raw_engine import CHUNK_BYTES, Engine, key
 from remote_bed import made
 
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import (
-    Clear,
-    EndJob,
-    Find,
-    Found,
-    Jobs,
-    JobStatus,
-    Move,
-    PinIn,
-    Refused,
-    Selection,
-    Settle,
-)
+from pdx.wire.messages import Refused
+from pdx.wire.verbs import Clear, EndJob, Find, Found, Jobs, JobStatus, Move, PinIn, Selection, Settle
 
 NUM = 12
 

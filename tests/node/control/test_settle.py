@@ -16,7 +16,7 @@ from pdx.node.service import Service
 from pdx.store.chunk import NODE
 from pdx.store.store import Claim
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Settle
+from pdx.wire.verbs import Settle
 
 
 @pytest.fixture

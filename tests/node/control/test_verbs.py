@@ -13,25 +13,21 @@ from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 
 from pdx.config import NodeConfig
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import (
-    Admit,
+from pdx.wire.messages import Admit, Fill, Hints, Ping, Release
+from pdx.wire.verbs import (
     Clear,
     Effect,
     Evict,
-    Fill,
     Find,
     Found,
-    Hints,
     Jobs,
     JobStatus,
     Kept,
     List,
     Models,
     Move,
-    Ping,
     PinIn,
     Recode,
-    Release,
     Selection,
     Verify,
 )

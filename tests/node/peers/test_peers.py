@@ -17,7 +17,8 @@ from pdx.store.copy import Priority
 from pdx.store.paying import UNKNOWN
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import Admit, Found, Push, Settle
+from pdx.wire.messages import Admit, Push
+from pdx.wire.verbs import Found, Settle
 
 TRANSFER = "transfer-0123456789"
 

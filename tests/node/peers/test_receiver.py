@@ -11,7 +11,8 @@ from pdx.node.peers.receive_thread import Verdict
 from pdx.node.peers.receiver import Receiver
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
-from pdx.wire.messages import MAX_SLOTS, Release, Slices
+from pdx.wire.base import MAX_SLOTS
+from pdx.wire.messages import Release, Slices
 
 TRANSFER = "transfer-0123456789"
 

@@ -1,0 +1,104 @@
+"""What a node tells of itself to whoever looks after it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdx.wire.base import Count, Message, Name, Number
+
+
+class AttachedStatus(msgspec.Struct, frozen=True):
+    """One attached process, as `pdx node --status` shows it."""
+
+    pid: int
+    kind: str
+    name: str
+    engine: str
+    shard: int
+    role: str
+    url: str
+    running: int
+    silent_s: float
+    unshared: str = ""  # with which engine of its model it cannot share chunks, and why
+    facts: dict[str, int | bool] = {}  # `EngineFacts` by name; empty: it has told none
+
+
+class PeerStatus(msgspec.Struct, frozen=True):
+    """One peer: the connection to it, and what goes over it."""
+
+    name: str
+    address: str
+    state: str  # of the connection to it
+    channel: str  # scheme in use, empty: none yet
+    rates: dict[str, float]  # measured by the probe, GB/s by scheme
+    pushes: int  # to it, under way
+    landing: int  # from it, under way
+    sent_bytes: int
+    landed_bytes: int
+    why: str  # it is not ready
+
+
+class ArenaStatus(msgspec.Struct, frozen=True):
+    """One arena of the node."""
+
+    gpu: str  # UUID of the GPU that it is on; empty: host memory
+    total_bytes: int
+    free_bytes: int
+
+
+COUNTING = "counting the files"  # the state of a disk whose index is not complete yet
+
+
+class TierStatus(msgspec.Struct, frozen=True):
+    """One tier below the arenas. `used_bytes` count what is being written and removed, too; 0: not known, as of a store
+    that others use as well. `state`: "ok", or what is the matter; `is_up`: it answers all the same.
+
+    What follows is counted since the node started, for this tier alone. Chunks are those of one shard, but for `hits`,
+    `misses` and `dropped`, which count keys.
+    """
+
+    name: str
+    place: str
+    chunks: int = 0
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    state: str = "ok"
+    copies: int = 0  # under way, or waiting for their turn
+    load_gb_s: float = 0.0  # as last measured; 0: not yet
+    store_gb_s: float = 0.0
+    is_up: bool = True
+    hits: int = 0  # chunks that a request found, for the first time since they came from here
+    misses: int = 0  # first chunks that a request lacked, or got from a tier below this one
+    loads: int = 0  # chunks that were read …
+    stores: int = 0  # … and written
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    dropped: int = 0  # chunks that were not stored: the tier did not keep up, or took none
+    errors: int = 0  # calls that failed, and what was not the chunk that it should be
+    read_bytes: int = 0  # for the loaded bytes: fewer where chunks are encoded …
+    written_bytes: int = 0  # … and for the stored ones
+
+
+class NodeStatus(Message, frozen=True):
+    """Everything `pdx node --status` shows."""
+
+    name: Name
+    epoch: Number
+    pid: Count
+    uptime_s: float
+    arena_bytes: int
+    free_bytes: int
+    chunks: dict[str, int]  # by state
+    chunk_bytes: dict[str, int]  # by state
+    leases: int
+    pins: int
+    transfers: int
+    attached: list[AttachedStatus]
+    counters: dict[str, int]
+    listen: str = ""
+    peers: list[PeerStatus] = []
+    gpu: str = ""  # UUID of the GPU that the arena is on; empty: host memory
+    mapped: int = 0  # blocks of device memory that the node's process has mapped, its own included
+    arenas: list[ArenaStatus] = []  # the first is the one that peers write to
+    pinned_bytes: int = 0  # of chunks with a pin: never evicted, whatever became of the process that pinned them
+    tiers: list[TierStatus] = []  # below the arenas, the fastest first
