@@ -64,7 +64,7 @@ SYSTEMS = {
     "pdx-cuda_ipc": Look("#7B5FC4", "-.", "X"),
     "pdx-both": Look("#56B4E9", "--", "*"),
     "pdx-both-128": Look("#1F6F8B", "--", "h"),
-    "pdx-central": Look("#0072B2", "--", "D"),
+    "pdx-central": Look("#004F7A", "--", "D"),
     "pdx-central-turn": Look("#7FB6D9", ":", "D"),
     "nixl": Look("#D55E00", "--", "o"),
     "nixl-yield": Look("#F0A070", ":", "o"),
@@ -76,7 +76,7 @@ SYSTEMS = {
     "lmcache-128": Look("#B8920B", "-.", "p"),
     "lmcache-central": Look("#A0522D", "-.", "<"),
     "lmcache-central-128": Look("#CD7F32", "-.", ">"),
-    "own-cache": Look("#009E73", ":", "s"),
+    "own-cache": Look("#3F7F5F", ":", "s"),
     "plain": Look("#6E6E6E", ":", "X"),
     "recompute": Look("#222222", ":", "v"),
 }

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from pdx.errors import LayoutError, SelectionError
-from pdx.memory.form import apart_salt, form_of_shape, lossy_fingerprint
+from pdx.memory.form import LossyName, apart_salt, form_of_shape, lossy_fingerprint
 from pdx.memory.keys import chunk_key
 from pdx.wire.base import MAX_KEYS
 from pdx.wire.verbs import Model
@@ -51,6 +52,8 @@ def form_text(model: Model, codec: str) -> str:
     """
     if codec in ("", "none", "lossless"):
         return ""
+    if codec not in get_args(LossyName):
+        raise SelectionError(f"there is no codec {codec!r:.40}: there are none, lossless, fp8 and int8")
     try:
         return str(form_of_shape(model.shape, codec))
     except LayoutError as error:

@@ -199,7 +199,12 @@ def test_what_is_wrong_is_named(two, cache):
         (lambda: cache.check_finish("alpha:1-1"), JobUnknown, "of another life of this node"),
         (lambda: cache.check_finish("yesterday"), JobUnknown, "is no job's name, which is NODE:EPOCH-NUMBER"),
         (lambda: cache.cancel("gamma:1-1"), SelectionError, "no node 'gamma'"),
-        (lambda: cache.compress(tokens, "alpha", "host", "zip9"), NodeError, "zip9"),
+        (
+            lambda: cache.compress(tokens, "alpha", "disk", "zip9"),
+            SelectionError,
+            "no codec 'zip9': there are none, lossless",
+        ),
+        (lambda: cache.compress(tokens, "alpha", "host", "lossless"), NodeError, "as engines read them"),
         (lambda: Prompt(), SelectionError, "by one of tokens, a text, and a part"),
         (lambda: Prompt(tokens=tokens, request="r"), SelectionError, "by one of tokens, a text, and a part"),
     ):

@@ -25,11 +25,14 @@ from pdx.security import descriptors
 from pdx.telemetry.faults import Faults
 from pdx.testing.waiting import wait_until
 from pdx.wire.burst import BURST_S
+from pdx.wire.hints import Hints
 from pdx.wire.messages import (
+    RIGHTS,
     VERSION,
     Abort,
     Admit,
     Admitted,
+    Advise,
     Bye,
     Cancel,
     Delete,
@@ -51,6 +54,7 @@ from pdx.wire.messages import (
     encode,
 )
 from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import Jobs
 
 
 @pytest.fixture
@@ -305,11 +309,27 @@ ASKS = [
     Mark("t" * 16, "prefill_end", 1),
     Status(),
     Why(),
+    Advise(Hints("s", ttl_s=1.0)),
 ]
 
 
 def test_there_is_a_case_for_each_message(daemon):
-    assert {type(ask) for ask in ASKS} | {Bye} == set(daemon.service._handlers)
+    of_controllers = RIGHTS["controller"] - RIGHTS["client"]
+    assert {type(ask) for ask in ASKS} | {Bye} | of_controllers == set(daemon.service._handlers)
+
+
+def test_an_exception_in_a_verb_ends_its_controllers_session_and_nothing_else(daemon, wire, other, monkeypatch):
+    wire.tell(Hello(VERSION, os.getpid(), "controller"), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Welcome)
+    with monkeypatch.context() as patched:
+        patched.setitem(daemon.service.controls._handlers, Jobs, fail)
+        wire.tell(Jobs(), reply=True)
+        assert "internal error" in turn_until_answered(daemon, wire).text
+    wire.tell(Jobs(), reply=True)
+    assert "internal error" in turn_until_answered(daemon, wire).text, "the session is over"
+    assert is_served(daemon, other)
+    wire.tell(Bye(), reply=True)
+    turn_until_answered(daemon, wire)
 
 
 @pytest.mark.parametrize("ask", ASKS, ids=lambda ask: type(ask).__name__)
