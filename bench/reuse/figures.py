@@ -132,7 +132,7 @@ def _at_targets(result: Result, workload: str) -> Iterator[Figure]:
                 yield plain(f"{name}: {system}", statistics.median(values), "requests/s", f"{least}{_spread(values)}")
             for ours in OURS:
                 for other in reach:
-                    if ours in reach and other not in OURS and other != ours:
+                    if ours in reach and _is_rival(ours, other):
                         per_s = [{at: one.per_s for at, one in reach[which].items()} for which in (ours, other)]
                         yield from _ratio(f"{name}: {ours} / {other}", *per_s)
 
@@ -150,7 +150,7 @@ def _times(result: Result, workload: str) -> Iterator[Figure]:
                     yield plain(f"{head}: {name} p{share}", statistics.median(values), "ms", _spread(values))
     for ours in OURS:
         for other in systems_of(result):
-            if other not in OURS:
+            if _is_rival(ours, other):
                 ratios = [
                     _by_repeat(result, each, workload, BURST, lambda p: p.requests_per_s) for each in (ours, other)
                 ]
@@ -223,6 +223,14 @@ def known_tokens(result: Result, point: Point) -> float:
     # What a session asked before; its last answer may just be on its way to what keeps it.
     before = {(each.session, each.turn + 1): each.prompt_tokens for each in point.asked}
     return sum(before.get((each.session, each.turn), 0) // block * block for each in point.asked)
+
+
+def _is_rival(ours: str, other: str) -> bool:
+    """Whether the two are compared: systems with a store for all hosts with each other, and the others with others;
+    all with those at both ends of what there can be."""
+    if other in OURS:
+        return False
+    return other in (ORACLE, BEST_OWN) or ("central" in ours) == ("central" in other)
 
 
 def _is(point: Point, system: str, workload: str, load: str) -> bool:

@@ -50,6 +50,8 @@ def draw(result: Result, path: Path) -> Path | None:
 
 
 def _curves(axes: Any, result: Result, systems: list[str], workload: str, share: float) -> None:
+    from matplotlib.ticker import LogLocator
+
     labels = []
     lowest, highest = [], []
     for system in systems:
@@ -67,9 +69,10 @@ def _curves(axes: Any, result: Result, systems: list[str], workload: str, share:
                 labels.append((system, look.colour))
     axes.set_xlim(left=0)
     axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         set_formatter(lambda value, _: f"{value:,g}")
-    axes.tick_params(axis="y", which="minor", labelsize=7)
+    axes.tick_params(axis="y", which="minor", labelsize=style.SMALL_PT)
     axes.grid(axis="both", color=style.FAINT, linewidth=0.6)
     axes.set_xlabel("answered requests per second", fontsize=style.SMALL_PT, labelpad=1)
     axes.set_ylabel("ms", fontsize=style.SMALL_PT)

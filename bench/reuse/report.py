@@ -58,7 +58,7 @@ def write(result: Result, folder: Path) -> list[Path]:
         f"in {folder}: {', '.join([RESULT, f'{BENCH}.json', *(path.name for path in pictures)])}", markup=False
     )
     title = "reuse under load" + ("" if result.is_complete else ", interrupted")
-    (folder / f"{BENCH}.json").write_text(as_text(BENCH, title, found, details, {}))
+    (folder / f"{BENCH}.json").write_text(as_text(BENCH, title, found, details, result.machine))
     return pictures
 
 

@@ -86,6 +86,7 @@ def run(plan: Plan) -> int:
             with undisturbed():
                 fleet.close()
         progress.stop()
+        result.machine = machine()  # its load is that of the end
         with contextlib.suppress(KeyboardInterrupt), undisturbed():
             report.write(result, plan.out)
     is_wrong = any(asked.is_same is False for point in result.points for asked in point.asked)

@@ -82,6 +82,19 @@ def test_requests_at_equal_ttft_and_their_ratio_within_a_repeat():
     assert found["documents, recompute, load 1: ITL p50"].value == pytest.approx(20.0)
 
 
+def test_systems_with_a_store_for_all_hosts_are_compared_with_each_other():
+    systems = ("recompute", "pdx-both", "pdx-central", "lmcache-128", "lmcache-central-128")
+    found = named(figures(result([point(system, BURST, [100.0]) for system in systems])))
+    head = "documents, all at once: answered per second, "
+    ratios = {name.removeprefix(head) for name in found if name.startswith(head)}
+    assert ratios == {
+        "pdx-both / recompute",
+        "pdx-both / lmcache-128",
+        "pdx-central / recompute",
+        "pdx-central / lmcache-central-128",
+    }
+
+
 def test_without_an_engine_that_computes_the_first_system_is_the_reference():
     points = [point("pdx-both", FIRST, [100.0]), point("lmcache", FIRST, [300.0]), point("lmcache", BURST, [150.0])]
     assert targets_ms(result(points), DOCUMENTS, 0) == [(2.0, 200.0)]
