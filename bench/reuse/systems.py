@@ -145,6 +145,12 @@ class PdxCentralAtTurn(PdxCentral):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes, "central-turn", "the same, each load at its request's turn")
+        self._like = PdxCentral(sizes)
+
+    def commands(self, bed: Bed) -> list[str]:
+        nodes = BLIND.split(";")[1].strip()
+        how = f"as below, but its nodes with {nodes!r} and its engines with {AT_ITS_TURN.split(';')[1].strip()!r}"
+        return [f"# {how} (pdx.bench.store.queueing)", *self._like.commands(bed)]
 
     def store_command(self, bed: Bed, ports: Ports) -> Command:
         command = super().store_command(bed, ports)
