@@ -80,6 +80,7 @@ def test_what_is_encoded_on_the_disk_is_told_and_comes_back(start_node, disk):
     alike = bytes(byte for each in data for byte in (each, 63))
     with connect(node.address, timeout_s=30) as client:
         put(client, "alike", alike)
+    wait_until(lambda: node.status().counters.get("disk_stored", 0) == 1, what="it is on the disk")
     fill(node.address, NAMES[:1])
     wait_until(lambda: node.status().tiers[0].stores == 2, what="both are on the disk")
     tier = node.status().tiers[0]

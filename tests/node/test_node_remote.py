@@ -59,7 +59,9 @@ def test_what_one_node_has_stored_another_serves(start, engine, redis):
     assert counters(second)["remote_loaded"] == 40
     assert counters(second).get("remote_stored", 0) == 0, "what was loaded is not stored again"
     first.close()
-    third = engine(start(remote=redis.url))
+    alone = start(remote=redis.url)
+    wait_until(lambda: alone.status().tiers[0].state == "ok", what="it answers")
+    third = engine(alone)
     assert third.look(list(contents)) == list(contents.values()), "it needs no node but its own"
 
 
