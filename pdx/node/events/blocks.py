@@ -111,17 +111,16 @@ class Blocks:
     def _told(self, keys: Iterable[bytes], tier: str) -> list[KvEvent]:
         """These are in a tier: those that follow one another in one event."""
         events: list[KvEvent] = []
-        before, last = b"", BlockStored([], None, [], 0)
+        before, block_tokens = b"", 0
+        run: list[Hash] = []  # of the last event
         for key in keys:
             known = self._known[key]
             if not known.blocks:
                 continue
-            hashes = self._hashes(known.blocks)
-            if known.parent == before and known.block_tokens == last.block_size:
-                last.block_hashes = [*last.block_hashes, *hashes]
-            else:
-                last = BlockStored(hashes, self._parent(known), [], known.block_tokens, medium=tier)
-                events.append(last)
+            if not events or known.parent != before or known.block_tokens != block_tokens:
+                run, block_tokens = [], known.block_tokens
+                events.append(BlockStored(run, self._parent(known), [], block_tokens, medium=tier))
+            run += self._hashes(known.blocks)
             before = key
         return events
 

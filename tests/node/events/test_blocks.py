@@ -1,0 +1,55 @@
+"""From changes by chunk to events by block: what it costs, whatever the prompts are."""
+
+import os
+import time
+
+from pdx.memory.slot import Slot
+from pdx.node.events.blocks import Blocks
+from pdx.node.events.log import Change
+from pdx.store.chunk import Chunk
+from pdx.wire.kv_events import BlockStored
+
+BLOCKS = 4  # of a chunk
+
+
+def chunk(blocks, parent=b""):
+    return Chunk(os.urandom(16), 0, Slot(0, 0, 1), 1, blocks=blocks, parent=parent, block_tokens=16)
+
+
+def stored(chunks):
+    return Change("host", True, [each.key for each in chunks], chunks)
+
+
+def seconds_each(count, make):
+    """Processor time for each of `count`, the best of three: `make` gives what is measured."""
+    times = []
+    for _ in range(3):
+        measured = make(count)
+        start = time.thread_time()
+        measured()
+        times.append((time.thread_time() - start) / count)
+    return min(times)
+
+
+def test_a_long_prompt_costs_no_more_for_each_chunk_than_a_short_one():
+    def come(count):
+        blocks, chunks = Blocks(), []
+        for _ in range(count):
+            chunks.append(chunk(os.urandom(16 * BLOCKS), chunks[-1].key if chunks else b""))
+
+        def measured():
+            (event,) = blocks.apply([stored(chunks)])
+            assert isinstance(event, BlockStored)
+            assert len(event.block_hashes) == BLOCKS * count
+
+        return measured
+
+    assert seconds_each(16_384, come) < 4 * seconds_each(512, come)
+
+
+def test_a_first_chunk_of_which_nothing_else_is_known_is_told_of():
+    first = Chunk(os.urandom(16), 0, Slot(0, 0, 1), 1, blocks=os.urandom(16 * BLOCKS))
+    events = Blocks().apply([stored([first])])
+    assert [(len(event.block_hashes), event.parent_block_hash, event.block_size) for event in events] == [
+        (BLOCKS, None, 0)
+    ]
