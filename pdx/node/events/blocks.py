@@ -2,21 +2,22 @@
 
 A chunk is told of when its blocks' names are known. A block may be in several chunks, as in the end of one prompt and
 in a whole chunk of a longer one: it is gone when the last of them is. Such chunks begin with the same block, because a
-block's name covers all that leads up to it; so a look at the chunks with the same first block is enough. (Not where
-engines of one model have chunks of different lengths: then a block is told as gone though a chunk of the other length
-has it, which costs a router a hit.)
+block's name covers all that leads up to it; so a look at the neighbours of a chunk in the order of names is enough.
+(Not where engines of one model have chunks of different lengths: then a block is told as gone though a chunk of the
+other length has it, which costs a router a hit.)
 """
 
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from pdx.memory.keys import KEY_BYTES
-from pdx.node.events.log import Change, Named
-from pdx.store.siblings import common
+from pdx.node.events.log import Change
+from pdx.store.siblings import Siblings
 from pdx.wire.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 
 PIECE_KEYS = 1024
@@ -39,7 +40,7 @@ class Blocks:
         self._as_bytes = as_bytes
         self._known: dict[bytes, _Known] = {}
         self._bits: dict[str, int] = {}  # by tier
-        self._firsts: dict[bytes, tuple[bytes, ...]] = {}  # keys by the name of their first block
+        self._in_tier: defaultdict[int, Siblings] = defaultdict(Siblings)  # by its bit: the keys that have names
 
     def __len__(self) -> int:
         return len(self._known)
@@ -48,12 +49,13 @@ class Blocks:
         """What was told is void, but for the names of blocks: all that is there is told anew, until `end`."""
         for known in self._known.values():
             known.tiers = 0
+        self._in_tier.clear()
 
     def end(self) -> None:
         """It has been told: what was not is nowhere."""
         for key, known in list(self._known.items()):
             if not known.tiers:
-                self._forget(key, known)
+                del self._known[key]
 
     def apply(self, changes: Iterable[Change]) -> list[KvEvent]:
         """Take these in; what they are by block."""
@@ -73,7 +75,7 @@ class Blocks:
         for named in change.named:
             known = self._known.setdefault(named.key, _Known())
             if not known.blocks:
-                self._name(known, named)
+                known.parent, known.blocks, known.block_tokens = named.parent, named.blocks, named.block_tokens
                 late[named.key] = known.tiers & ~bit
         for key in change.keys:
             self._known.setdefault(key, _Known()).tiers |= bit
@@ -82,34 +84,23 @@ class Blocks:
             events += self._told([key for key, tiers in late.items() if tiers & other], tier)
         return events
 
-    def _name(self, known: _Known, named: Named) -> None:
-        known.parent, known.blocks, known.block_tokens = named.parent, named.blocks, named.block_tokens
-        first = named.blocks[:KEY_BYTES]
-        self._firsts[first] = *self._firsts.get(first, ()), named.key
-
     def _removed(self, key: bytes, bit: int) -> Sequence[Hash]:
         known = self._known.get(key)
         if known is None or not known.tiers & bit:
             return ()
         known.tiers &= ~bit
-        others = [other for other in self._firsts.get(known.blocks[:KEY_BYTES], ()) if other != key]
         if not known.tiers:
-            self._forget(key, known)
-        left = 0
-        for other in others:
-            if self._known[other].tiers & bit:
-                left = max(left, common(self._known[other].blocks, known.blocks))
+            del self._known[key]
+        if not known.blocks:
+            return ()
+        here = self._in_tier[bit]
+        here.discard(key)
+        left = next((count for _, count in here.like(b"", known.blocks)), 0)
         return self._hashes(known.blocks[left * KEY_BYTES :])
 
-    def _forget(self, key: bytes, known: _Known) -> None:
-        del self._known[key]
-        first = known.blocks[:KEY_BYTES]
-        others = tuple(other for other in self._firsts.pop(first, ()) if other != key)
-        if others:
-            self._firsts[first] = others
-
     def _told(self, keys: Iterable[bytes], tier: str) -> list[KvEvent]:
-        """These are in a tier: those that follow one another in one event."""
+        """These are in a tier, and found there from now on: those that follow one another in one event."""
+        here = self._in_tier[self._bits[tier]]
         events: list[KvEvent] = []
         before, block_tokens = b"", 0
         run: list[Hash] = []  # of the last event
@@ -122,6 +113,8 @@ class Blocks:
                 events.append(BlockStored(run, self._parent(known), [], block_tokens, medium=tier))
             run += self._hashes(known.blocks)
             before = key
+            if key not in here:
+                here.add(b"", known.blocks, key)
         return events
 
     def _parent(self, known: _Known) -> Hash | None:

@@ -31,6 +31,25 @@ def seconds_each(count, make):
     return min(times)
 
 
+def test_chunks_that_begin_alike_cost_no_more_when_they_are_many():
+    """As all first chunks of conversations do that have the same system prompt."""
+
+    def come_and_go(count):
+        blocks, first = Blocks(), os.urandom(16)
+        chunks = [chunk(first + os.urandom(16 * (BLOCKS - 1))) for _ in range(count)]
+
+        def measured():
+            for each in chunks:
+                blocks.apply([stored([each])])
+            for each in chunks:
+                (removed,) = blocks.apply([Change("host", False, [each.key])])
+                assert len(removed.block_hashes) == BLOCKS - (each is not chunks[-1])
+
+        return measured
+
+    assert seconds_each(2000, come_and_go) < 4 * seconds_each(125, come_and_go)
+
+
 def test_a_long_prompt_costs_no_more_for_each_chunk_than_a_short_one():
     def come(count):
         blocks, chunks = Blocks(), []
