@@ -24,7 +24,8 @@ from pdx.store.tier import Tier
 from pdx.store.tiers import Tiers
 
 HOST = "host"
-RING_KEYS = 1 << 17  # in the batches that are kept: about 10 MB
+RING_KEYS = 1 << 17  # in the batches that are kept: about 10 MB …
+RING_BATCHES = 4096  # … and so many of them: to tell of all at once takes 5 ms of the control loop
 PIECE_KEYS = 4096  # of a snapshot at a time: a millisecond of the control loop
 FIRST_SHIFT = 20  # of the seconds since 1970 in the first number
 
@@ -170,7 +171,7 @@ class EventLog:
         count = batch.count
         self._kept += count
         self._counters["events"] += count
-        while self._kept > self._ring_keys and len(self._ring) > 1:
+        while (self._kept > self._ring_keys and len(self._ring) > 1) or len(self._ring) > RING_BATCHES:
             self._kept -= self._ring.popleft().count
         return batch
 
