@@ -204,6 +204,16 @@ def test_what_was_expected_before_now_has_lost_its_place(bed):
     assert bed.there(range(8)) == []
 
 
+def test_what_was_expected_loses_its_place_in_several_looks_where_it_is_much(bed, monkeypatch):
+    monkeypatch.setattr("pdx.store.policies.expected.MAX_PAST", 3)
+    bed.request(range(8), Hints("", reuse_s=60.0))
+    levels = []
+    for seconds in (61, 1, 1):
+        bed.wait(seconds)
+        levels.append(sum(chunk.level for key in keys(range(8)) for chunk in bed.service.store.of(key)))
+    assert levels == [5, 2, 0]
+
+
 def test_priority_comes_before_expectation(bed):
     bed.request(range(4), Hints("", priority=1))
     bed.request(range(10, 14), Hints("", reuse_s=10.0))
@@ -299,6 +309,20 @@ def test_so_many_chunks_may_have_an_end(bed, monkeypatch):
     assert outcomes(bed.request(range(8), Hints("", ttl_s=60.0))) == {"ttl_s": "clipped"}
     bed.wait(61)
     assert len(bed.there(range(8))) == 2
+
+
+def test_many_ends_at_one_time_are_spread_over_several_looks(bed, monkeypatch):
+    monkeypatch.setattr("pdx.store.hints.ends.MAX_TAKEN", 3)
+    bed.request(range(8), Hints("", ttl_s=60.0))
+    bed.wait(61)
+    assert len(bed.there(range(8))) == 5
+    bed.request(bed.there(range(8))[:1])  # which has an end no more
+    bed.request(bed.there(range(8))[-1:], Hints("", ttl_s=60.0))
+    bed.wait(1)
+    assert len(bed.there(range(8))) == 2
+    bed.wait(61)
+    assert len(bed.there(range(8))) == 1
+    assert len(bed.service.hinting.ends) == 0
 
 
 # ---- leases --------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable
 
 from pdx.store.deadlines import Deadlines
 
 MAX_ENDS = 1 << 17  # keys that have an end
+MAX_TAKEN = 2048  # at one time: to forget them takes 25 ms of the control loop
 
 
 class Ends:
@@ -19,6 +22,7 @@ class Ends:
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}
         self._deadlines: Deadlines[bytes] = Deadlines()
+        self._over: deque[bytes] = deque()  # their time is over, unless they were used since; to be taken
 
     def __len__(self) -> int:
         return len(self._until)
@@ -61,8 +65,12 @@ class Ends:
             self._move(key, self._until.get(key), until)
 
     def take(self, now: float) -> list[bytes]:
-        """Those whose time is over; they are forgotten here."""
-        keys = self._deadlines.take(now)
-        for key in keys:
-            del self._until[key]
+        """Those whose time is over, or some of them; they are forgotten here."""
+        self._over += self._deadlines.take(now)
+        keys: list[bytes] = []
+        while self._over and len(keys) < MAX_TAKEN:
+            key = self._over.popleft()
+            if self._until.get(key, math.inf) <= now:
+                del self._until[key]
+                keys.append(key)
         return keys

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from pdx.store.chunk import Chunk
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.ranks import Ranks
+
+MAX_PAST = 4096  # at one time: to move them takes 15 ms of the control loop
 
 
 class Expected(EvictionPolicy):
@@ -35,8 +38,9 @@ class Expected(EvictionPolicy):
         return self._ranks.within(start)
 
     def past(self, now: float) -> list[Chunk]:
-        """Those that were expected by now."""
-        return [chunk for chunk in self._ranks.between((_first(now), -1, 0), None) if chunk.expected_at <= now]
+        """Those that were expected by now, or some of them."""
+        past = (chunk for chunk in self._ranks.between((_first(now), -1, 0), None) if chunk.expected_at <= now)
+        return list(itertools.islice(past, MAX_PAST))
 
 
 def _first(at: float) -> int:
