@@ -28,6 +28,9 @@ from pdx.wire.messages import Admit, Expect
 SHARE = 0.5  # of the first arena, for what the queue wants
 MAX_REQUESTS = 4096  # of all queues together
 MAX_KEYS = 1 << 17
+SESSIONS_SHARE = (
+    0.5  # of these three: above it no more is heeded of what sessions may want, so that queues have the rest
+)
 MAX_SESSIONS = 4096  # whose last request is remembered
 MAX_LOOKS = 8192  # at chunks, for one list of sessions
 ARRIVAL_S = 30.0  # a request that the proxy has told of comes by then
@@ -169,7 +172,9 @@ class LookAhead:
 
     def _add(self, session: int, request: Name, wanted: Wanted, until: float = math.inf) -> bool:
         name = session, request
-        full = len(self._expected) >= MAX_REQUESTS or self._keys + len(wanted.keys) > MAX_KEYS
+        share = SESSIONS_SHARE if session == NODE else 1.0  # a request that waits is surer than one that may come
+        full = len(self._expected) >= share * MAX_REQUESTS or self._keys + len(wanted.keys) > share * MAX_KEYS
+        full = full or (session == NODE and self._nbytes >= share * self._most_bytes)
         if full or name in self._expected:
             self._counters["expected_too_many"] += full
             return False
@@ -217,13 +222,17 @@ class LookAhead:
 
     def turn(self) -> None:
         """Load what the first requests of the queue want, as many as there is room for."""
-        most = int(self._store.pools[0].total_bytes * SHARE)
-        while self._due and self._nbytes < most:
+        while self._due and self._nbytes < self._most_bytes:
             expected = self._by_number.get(heapq.heappop(self._due))
             if expected is not None:
                 self._nbytes -= expected.nbytes
-                self._look_up(expected, most - self._nbytes)
+                self._look_up(expected, self._most_bytes - self._nbytes)
                 self._nbytes += expected.nbytes
+
+    @property
+    def _most_bytes(self) -> int:
+        """Of what is looked up."""
+        return int(self._store.pools[0].total_bytes * SHARE)
 
     def _look_up(self, expected: Expected, room_bytes: int) -> None:
         wanted = expected.wanted

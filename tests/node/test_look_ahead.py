@@ -407,3 +407,31 @@ def test_sessions_that_came_last_are_remembered(service, session, monkeypatch):
 
     assert [name for name in "acdf" if is_known(name)] == []
     assert is_known("b")
+
+
+def prefetch(service, name, numbers):
+    heeded = service.look_ahead.prefetch((b"tenant", name), look_ahead.Wanted(keys(numbers), 1, (), is_named=False))
+    service.turn()
+    return heeded
+
+
+def test_what_sessions_may_want_leaves_the_queues_of_engines_half_of_the_places(service, session, monkeypatch):
+    monkeypatch.setattr(look_ahead, "MAX_REQUESTS", 8)
+    monkeypatch.setattr(look_ahead, "MAX_KEYS", 40)
+    assert [prefetch(service, f"s{number}", [number]) for number in range(6)] == [1, 1, 1, 1, 0, 0]
+    assert [expect(service, session, f"r{number}", [100 + number]) for number in range(5)] == [1, 1, 1, 1, 0]
+    for number in range(4):
+        expect(service, session, f"r{number}", [])
+    assert expect(service, session, "long", range(100, 136)) == 1
+    asks(service, session, range(1), "s0")
+    assert not prefetch(service, "s9", [9]), "the queue has more than half of the keys"
+
+
+def test_what_sessions_may_want_leaves_the_queues_of_engines_half_of_the_room(service, session):
+    service.below.keys = set(keys(range(10 * CHUNKS)))
+    size = HALF // 4
+    heeded = [prefetch(service, f"s{number}", range(number * size, (number + 1) * size)) for number in range(4)]
+    assert heeded == [True, True, False, False]
+    load(service)
+    assert expect(service, session, "r", range(HALF, HALF + size)) == 1
+    assert load(service) == list(range(HALF, HALF + size))
