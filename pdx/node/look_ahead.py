@@ -10,6 +10,7 @@ section 3.3: of the queue as many requests are looked at as there is room for.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
 from collections import Counter, OrderedDict
@@ -88,6 +89,7 @@ class LookAhead:
         self._clock = clock
         self._last: OrderedDict[Of, Wanted] = OrderedDict()  # the one that came last at the end
         self._last_keys = 0  # of all of them
+        self._users: dict[bytes, Counter[bytes]] = {}  # by tenant, how many of them used a key
         self._arrivals: Deadlines[Name] = Deadlines()  # sessions of which a request is to come
 
     def __len__(self) -> int:
@@ -121,13 +123,10 @@ class LookAhead:
 
     def shared(self, keys: Sequence[bytes], session: Of) -> int:
         """How many leading ones of these the last request of another session of the same tenant used, too."""
-        most = 0
-        for other, wanted in self._last.items():
-            if other == session or other[0] != session[0]:
-                continue
-            while most < min(len(keys), len(wanted.keys)) and wanted.keys[most] == keys[most]:
-                most += 1  # names are chained: where one differs, so do all behind it
-        return most
+        last = self._last.get(session)
+        own = Counter(last.keys) if last is not None else Counter[bytes]()
+        users = self._users.get(session[0], own)
+        return sum(1 for _ in itertools.takewhile(lambda key: users[key] > own[key], keys))
 
     def arriving(self, session: Of) -> None:
         """A request of this session is on its way, as the proxy says."""
@@ -156,14 +155,26 @@ class LookAhead:
         """A request of a session (`ask.hints`) asks for what it needs; the next one will need that, too."""
         name = ask.hints.salt, ask.hints.session
         self._end(NODE, name, is_over=False)
-        known = self._last.pop(name, None)
-        self._last_keys -= len(known.keys) if known is not None else 0
+        if name in self._last:
+            self._forget(name)
         if len(ask.keys) > MAX_KEYS:
             return
         self._last[name] = Wanted.of(session, ask, arenas)
         self._last_keys += len(ask.keys)
+        self._users.setdefault(name[0], Counter()).update(ask.keys)
         while len(self._last) > MAX_SESSIONS or self._last_keys > MAX_KEYS:
-            self._last_keys -= len(self._last.popitem(last=False)[1].keys)
+            self._forget(next(iter(self._last)))
+
+    def _forget(self, name: Of) -> None:
+        keys = self._last.pop(name).keys
+        self._last_keys -= len(keys)
+        users = self._users[name[0]]
+        for key in keys:
+            users[key] -= 1
+            if not users[key]:
+                del users[key]
+        if not users:
+            del self._users[name[0]]
 
     def tick(self) -> None:
         """Give up what has not come in time."""

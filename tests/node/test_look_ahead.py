@@ -1,6 +1,7 @@
 """Requests in a queue: what they want is loaded ahead and evicted last. The service with a fake tier below."""
 
 import os
+import time
 from collections import Counter
 
 import pytest
@@ -435,3 +436,39 @@ def test_what_sessions_may_want_leaves_the_queues_of_engines_half_of_the_room(se
     load(service)
     assert expect(service, session, "r", range(HALF, HALF + size)) == 1
     assert load(service) == list(range(HALF, HALF + size))
+
+
+def test_what_sessions_share_is_found_without_a_look_at_each_session(service, session):
+    def seconds(count):
+        for number in range(count):
+            service.look_ahead.came(session, Admit(keys([0, 1, 10 + number]), hints=Hints(f"s{number}")), ())
+        times = []
+        for _ in range(5):
+            start = time.thread_time()
+            for number in range(20):
+                assert service.look_ahead.shared(keys([0, 1, 10 + number]), (b"", f"s{number}")) == 2
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    few = seconds(20)
+    assert seconds(look_ahead.MAX_SESSIONS) < 8 * few
+
+
+def test_what_is_shared_is_shared_no_more_when_the_other_session_is_forgotten(service, session, monkeypatch):
+    monkeypatch.setattr(look_ahead, "MAX_SESSIONS", 2)
+
+    def came(name, numbers, salt=b""):
+        service.look_ahead.came(session, Admit(keys(numbers), hints=Hints(name, salt=salt)), ())
+
+    came("a", [0, 1, 1])
+    assert service.look_ahead.shared(keys([0, 1]), (b"", "a")) == 0
+    assert service.look_ahead.shared(keys([0, 1, 2]), (b"", "other")) == 2
+    assert service.look_ahead.shared(keys([0]), (b"tenant", "other")) == 0
+    came("b", [0])
+    assert service.look_ahead.shared(keys([0, 1]), (b"", "a")) == 1
+    came("b", [9])
+    assert service.look_ahead.shared(keys([0, 1]), (b"", "a")) == 0
+    came("c", [9], b"tenant")
+    assert service.look_ahead.shared(keys([0, 1]), (b"", "other")) == 0
+    came("d", [5], b"tenant")
+    assert service.look_ahead._users == {b"tenant": {**dict.fromkeys(keys([9, 5]), 1)}}
