@@ -14,8 +14,8 @@ from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import Service
 from pdx.store.tier import Grant, Held, Tier
 from pdx.wire.base import MAX_SLOTS
-from pdx.wire.hints import Hints, tenant
-from pdx.wire.messages import VERSION, Abort, Admit, Advise, Bye, Delete, Fill, Hello, Pin, Release
+from pdx.wire.hints import OWN, Hints, tenant
+from pdx.wire.messages import VERSION, Abort, Admit, Advise, Bye, Delete, Expect, Fill, Hello, Pin, Release
 
 CHUNKS = 256  # as many as the smallest arena has
 A, B = tenant("a"), tenant("b")
@@ -559,6 +559,19 @@ def test_what_somebody_reads_is_demoted_when_nobody_does(bed):
     bed.ask(Release(lease))
     bed.settle()
     assert bed.there(range(4)) == []
+
+
+def test_what_a_request_in_a_queue_waits_for_stays_until_it_waits_no_more(bed):
+    bed.request(range(4), Hints("s"))
+    bed.ask(Expect("q", keys(range(4))))
+    assert outcomes(bed.advise(Hints("s", demote=[OWN])))["demote"] == "accepted"
+    bed.settle()
+    bed.wait(100)
+    assert bed.there(range(4)) == [0, 1, 2, 3]
+    bed.ask(Expect("q", []))
+    bed.settle()
+    assert bed.there(range(4)) == []
+    assert bed.below.keys == set(keys(range(4)))
 
 
 def test_what_another_request_uses_meanwhile_stays(bed):

@@ -29,7 +29,8 @@ class _Demoted(msgspec.Struct):
 class Demotions:
     """Each key is stored in the tier below first, and then leaves memory. Owned by the control loop.
 
-    One that is found by another request meanwhile stays. One that the tier below does not get in time stays, too.
+    One that is found by another request meanwhile stays, and one that a request in a queue wants stays as long as that
+    waits. One that the tier below does not get in time stays, too.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Demotions:
             return True  # evicted, or deleted
         if any(chunk.is_kept for chunk in chunks):
             return False
-        if not all(chunk.is_evictable for chunk in chunks):  # who writes or reads it takes its time
+        is_wanted = key in self._store.wanted
+        if is_wanted or not all(chunk.is_evictable for chunk in chunks):  # who waits for, writes or reads it takes time
             demoted.until = self._clock() + self._within_s
             return False
         below = self.below(chunks[0])
