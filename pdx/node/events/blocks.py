@@ -40,7 +40,8 @@ class Blocks:
         self._as_bytes = as_bytes
         self._known: dict[bytes, _Known] = {}
         self._bits: dict[str, int] = {}  # by tier
-        self._in_tier: defaultdict[int, Siblings] = defaultdict(Siblings)  # by its bit: the keys that have names
+        # By a tier's bit and the name of a first block: the key there that begins so, or several keys.
+        self._alike: defaultdict[int, dict[bytes, bytes | Siblings]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -49,12 +50,12 @@ class Blocks:
         """What was told is void, but for the names of blocks: all that is there is told anew, until `end`."""
         for known in self._known.values():
             known.tiers = 0
-        self._in_tier.clear()
+        self._alike.clear()
 
     def end(self) -> None:
         """It has been told: what was not is nowhere."""
-        for key, known in list(self._known.items()):
-            if not known.tiers:
+        for key in list(self._known):
+            if not self._known[key].tiers:
                 del self._known[key]
 
     def apply(self, changes: Iterable[Change]) -> list[KvEvent]:
@@ -93,14 +94,31 @@ class Blocks:
             del self._known[key]
         if not known.blocks:
             return ()
-        here = self._in_tier[bit]
-        here.discard(key)
-        left = next((count for _, count in here.like(b"", known.blocks)), 0)
+        alike, first, left = self._alike[bit], known.blocks[:KEY_BYTES], 0
+        others = alike[first]
+        if isinstance(others, Siblings):
+            others.discard(key)
+            left = next((count for _, count in others.like(b"", known.blocks)), 0)
+        if not left:
+            del alike[first]
         return self._hashes(known.blocks[left * KEY_BYTES :])
 
+    def _note(self, alike: dict[bytes, bytes | Siblings], key: bytes, blocks: bytes) -> None:
+        """It is in the tier. Idempotent."""
+        first = blocks[:KEY_BYTES]
+        others = alike.setdefault(first, key)
+        if isinstance(others, bytes):
+            if others == key:
+                return  # as nearly always
+            alone, others = others, Siblings()
+            others.add(b"", self._known[alone].blocks, alone)
+            alike[first] = others
+        if key not in others:
+            others.add(b"", blocks, key)
+
     def _told(self, keys: Iterable[bytes], tier: str) -> list[KvEvent]:
-        """These are in a tier, and found there from now on: those that follow one another in one event."""
-        here = self._in_tier[self._bits[tier]]
+        """These are in a tier, which is noted: those that follow one another in one event."""
+        alike = self._alike[self._bits[tier]]
         events: list[KvEvent] = []
         before, block_tokens = b"", 0
         run: list[Hash] = []  # of the last event
@@ -113,8 +131,7 @@ class Blocks:
                 events.append(BlockStored(run, self._parent(known), [], block_tokens, medium=tier))
             run += self._hashes(known.blocks)
             before = key
-            if key not in here:
-                here.add(b"", known.blocks, key)
+            self._note(alike, key, known.blocks)
         return events
 
     def _parent(self, known: _Known) -> Hash | None:
