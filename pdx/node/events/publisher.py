@@ -16,8 +16,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
+from functools import cache
 
 import zmq
 
@@ -231,19 +232,20 @@ class Publisher:
     def _hear_replays(self) -> None:
         if self._router is None or not self._is_whole:
             return  # who asks now would not get all
+        whole = cache(self._whole)  # who asks at once gets one answer
         with contextlib.suppress(zmq.Again):
             while True:
                 client, *rest = self._router.recv_multipart(zmq.NOBLOCK)
                 if len(rest) == 2 and not rest[0] and len(rest[1]) == SEQ_BYTES:
                     self._replays.pop(client, None)  # he has given up the one before
                     if len(self._replays) < MAX_REPLAYS:
-                        frames = self._answer(int.from_bytes(rest[1], "big"))
+                        frames = self._answer(int.from_bytes(rest[1], "big"), whole)
                         self._replays[client] = (frames, next(frames), time.monotonic())
 
-    def _answer(self, start: int) -> Iterator[list[bytes]]:
-        """All messages from number `start` on."""
+    def _answer(self, start: int, whole: Callable[[], bytes]) -> Iterator[list[bytes]]:
+        """All messages from number `start` on. `whole`: what is there now."""
         if start <= self._seq and not (self._kept and self._kept[0][0] <= start):
-            yield [self._topic, self._seq.to_bytes(SEQ_BYTES, "big"), self._whole()]
+            yield [self._topic, self._seq.to_bytes(SEQ_BYTES, "big"), whole()]
             self.snapshots += 1
         elif start <= self._seq:
             for seq, payload in list(self._kept):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pdx.client.events import Subscriber
 from pdx.errors import ConfigError
+from pdx.node.events.log import Batch, Change
 from pdx.node.events.publisher import Publisher
 from pdx.testing.waiting import wait_until
 from pdx.wire.kv_events import END_SEQ
@@ -228,6 +229,48 @@ def test_nothing_is_encoded_while_nobody_subscribes(stage):
     stage.turn()
     wait_until(lambda: stage.publisher._seq == stage.bed.log.seq)
     assert (stage.publisher.published, len(stage.publisher._kept)) == (0, 0)
+
+
+class Asked:
+    """A socket at which so many ask at once."""
+
+    def __init__(self, count):
+        self.frames = [[bytes([number]), b"", (1).to_bytes(8, "big")] for number in range(count)]
+
+    def recv_multipart(self, flags):
+        if not self.frames:
+            raise zmq.Again
+        return self.frames.pop()
+
+
+def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
+    stage = stage()
+    stage.put(0, 1)
+    stage.turn()
+    publisher, made = stage.publisher, []
+    wait_until(lambda: publisher._is_whole and publisher._seq == stage.bed.log.seq, what="it is taken in")
+    publisher.close()  # the test is its thread from here on
+    whole = publisher._blocks.everything
+
+    def counted():
+        made.append(1)
+        return whole()
+
+    publisher._blocks.everything = counted
+
+    def ask(count):
+        publisher._router = Asked(count)
+        publisher._hear_replays()
+        payloads = {frame[2] for _, frame, _ in publisher._replays.values()}
+        return len(publisher._replays), payloads, len(made)
+
+    count, before, times = ask(20)
+    assert (count, len(before), times) == (20, 1, 1)
+    publisher._replays.clear()
+    publisher._take(Batch(publisher._seq + 1, 0.0, [Change("host", False, [key(0)])]))
+    count, after, times = ask(1)
+    assert (count, len(after), times) == (1, 1, 2)
+    assert after != before
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:5557", "tcp://*:5557", "ipc://relative", "udp://127.0.0.1:1"])
