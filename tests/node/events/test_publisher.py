@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from pdx.client.events import Subscriber
 from pdx.errors import ConfigError
+from pdx.memory.slot import Slot
 from pdx.node.events.log import Batch, Change
 from pdx.node.events.publisher import Publisher
+from pdx.store.chunk import Chunk
 from pdx.testing.waiting import wait_until
 from pdx.wire.kv_events import END_SEQ
 
@@ -229,6 +231,27 @@ def test_nothing_is_encoded_while_nobody_subscribes(stage):
     stage.turn()
     wait_until(lambda: stage.publisher._seq == stage.bed.log.seq)
     assert (stage.publisher.published, len(stage.publisher._kept)) == (0, 0)
+
+
+def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage):
+    stage = stage(max_kept=1)
+    with zmq.Context() as context, context.socket(zmq.SUB) as unread:
+        unread.setsockopt(zmq.RCVHWM, 1)
+        unread.setsockopt(zmq.SUBSCRIBE, b"")
+        unread.connect(stage.address)
+        wait_until(lambda: stage.publisher._subscribed, what="it subscribes")
+        chunks = [Chunk(key(number), 0, Slot(0, 0, 1), 1, blocks=names(number) * 1000) for number in range(8)]
+        change = Change("host", True, [chunk.key for chunk in chunks], chunks)
+        sent = 2500
+        for number in range(1, sent + 1):
+            stage.publisher.put(Batch(stage.bed.log.seq + number, 0.0, [change]))
+            if number % 100 == 0:
+                wait_until(lambda: not stage.publisher._queue, what="they are published")
+        count = 0
+        while unread.poll(1000):
+            unread.recv_multipart()
+            count += 1
+    assert count < 1400
 
 
 class Asked:
