@@ -157,11 +157,13 @@ class Hinting:
         known = [key for key in wanted.keys if key not in target.new and self._store.of(key)]
         if not target.is_request:
             known = [chunks[0].key for chunks in self._runs(hints, wanted)]
-        ended, others = self.ends.set(target.new, known, self._clock() + hints.ttl_s)
-        if not others:
+        ended, others, excess = self.ends.set(target.new, known, self._clock() + hints.ttl_s)
+        whys = ["requests that set no end have used them, too"] if others else []
+        whys += ["too many chunks have an end"] if excess else []
+        if not whys:
             return ("accepted", "", "") if ended else ("refused", "none of its chunks is here", "")
-        text = f"{others} of {ended + others} chunks stay: requests that set no end have used them, too"
-        return "clipped" if ended else "refused", text, ""
+        stay = others + excess
+        return "clipped" if ended else "refused", f"{stay} of {ended + stay} chunks stay: {'; '.join(whys)}", ""
 
     def _lease(self, hints: Hints, target: Target) -> Outcome:
         leases, wanted = self._store.tenant_leases, target.wanted

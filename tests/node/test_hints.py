@@ -306,7 +306,15 @@ def test_a_look_is_no_use(bed):
 
 def test_so_many_chunks_may_have_an_end(bed, monkeypatch):
     monkeypatch.setattr("pdx.store.hints.ends.MAX_ENDS", 6)
-    assert outcomes(bed.request(range(8), Hints("", ttl_s=60.0))) == {"ttl_s": "clipped"}
+    verdicts = bed.request(range(8), Hints("", ttl_s=60.0))
+    assert outcomes(verdicts) == {"ttl_s": "clipped"}
+    assert verdicts["ttl_s"][2] == "2 of 8 chunks stay: too many chunks have an end"
+    bed.request(range(20, 24))
+    assert bed.request(range(20, 26), Hints("", ttl_s=60.0))["ttl_s"] == (
+        "refused",
+        "",
+        "6 of 6 chunks stay: requests that set no end have used them, too; too many chunks have an end",
+    )
     bed.wait(61)
     assert len(bed.there(range(8))) == 2
 

@@ -27,22 +27,26 @@ class Ends:
     def __len__(self) -> int:
         return len(self._until)
 
-    def set(self, new: Iterable[bytes], known: Iterable[bytes], until: float) -> tuple[int, int]:
+    def set(self, new: Iterable[bytes], known: Iterable[bytes], until: float) -> tuple[int, int, int]:
         """A request that ends so uses these: `new` ones are nobody else's, `known` ones may have no end.
 
-        :returns: how many have an end now, and how many do not.
+        :returns: how many have an end now, how many do not because others use them, and how many because there is no
+            place.
         """
-        ended = others = 0
+        ended = others = excess = 0
         for keys, are_new in ((new, True), (known, False)):
             for key in keys:
                 was = self._until.get(key)
-                if was is None and not (are_new and len(self._until) < MAX_ENDS):
+                if was is None and not are_new:
                     others += 1
+                    continue
+                if was is None and len(self._until) >= MAX_ENDS:
+                    excess += 1
                     continue
                 ended += 1
                 if was is None or until > was:
                     self._move(key, was, until)
-        return ended, others
+        return ended, others, excess
 
     def _move(self, key: bytes, was: float | None, until: float) -> None:
         if was is not None:

@@ -1,0 +1,416 @@
+"""What a node publishes, over real sockets: to our subscriber, and to a reader like vLLM's own."""
+
+import itertools
+import random
+import struct
+
+import msgspec
+import pytest
+import zmq
+from events_bed import EventsBed, key, names
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdx.client.events import Subscriber
+from pdx.errors import ConfigError
+from pdx.memory.slot import Slot
+from pdx.node.events.log import Batch, Change
+from pdx.node.events.publisher import Publisher
+from pdx.store.chunk import Chunk
+from pdx.testing.waiting import wait_until
+from pdx.wire.kv_events import END_SEQ
+
+SHORT = 100  # from here on, keys of ends of prompts: the first block of the chunk of so much less
+
+
+def blocks_of(number):
+    return names(2 * number, 2 * number + 1) if number < SHORT else names(2 * (number - SHORT))
+
+
+def as_ints(blocks):
+    return struct.unpack(">" + "8xQ" * (len(blocks) // 16), blocks)
+
+
+class Stage:
+    """A bed whose events are published; the test is its control loop."""
+
+    def __init__(self, folder, *, replay=True, slots=6, **settings):
+        self.folder = folder
+        self.bed = EventsBed(folder, slots=slots)
+        self.settings = settings
+        self.address = f"ipc://{folder}/events.sock"
+        self.replay = f"ipc://{folder}/replay.sock" if replay else ""
+        self.start()
+
+    def start(self):
+        self.publisher = Publisher(self.bed.log, address=self.address, replay=self.replay, **self.settings)
+        self.turn()
+
+    def turn(self):
+        batch = self.bed.log.turn()
+        if batch is not None:
+            self.publisher.put(batch)
+        self.publisher.turn()
+
+    def blocks(self):
+        """Hash -> tiers, as it should be known."""
+        found = {}
+        records = list(self.publisher._blocks._known.items())  # it may not know names of what memory has no more …
+        known = {each for each, record in records if record.blocks} | set(self.bed.store.index.whole)  # … but of this
+        for each, tiers in self.bed.truth().items():
+            if each in known:
+                for block in as_ints(blocks_of(struct.unpack(">H", each[:2])[0])):
+                    found.setdefault(block, set()).update(tiers)
+        return found
+
+    def put(self, *numbers):
+        for number in numbers:
+            parent = key((number % SHORT) - 1) if number % SHORT else b"root"
+            blocks = blocks_of(number)
+            self.bed.put(key(number), blocks=blocks, chunk_blocks=len(blocks) // 16, parent=parent, block_tokens=16)
+
+    def close(self):
+        self.publisher.close()
+        self.bed.close()
+
+    def settle(self, subscriber, what="the subscriber knows what is there"):
+        """Until the subscriber has caught up."""
+
+        def is_right():
+            self.turn()
+            subscriber.poll(0.01)
+            return subscriber.is_complete and subscriber.index.as_dict() == self.blocks()
+
+        wait_until(is_right, what=what, timeout_s=30.0)
+
+
+@pytest.fixture
+def stage(place):
+    stages = []
+
+    def make(**settings):
+        stages.append(Stage(place, **settings))
+        return stages[-1]
+
+    yield make
+    for each in stages:
+        each.close()
+
+
+def step(stage, rng):
+    number = rng.randrange(8) + SHORT * (rng.random() < 0.3)
+    bed = stage.bed
+    tier = rng.choice([bed.disk, bed.remote])
+    match rng.randrange(6):
+        case 0 | 1 | 2:
+            stage.put(number)
+        case 3:
+            bed.store.delete([key(number)])
+        case 4 if key(number) in bed.store.index.whole:
+            tier.put(key(number))
+        case 5:
+            tier.drop(key(number))
+
+
+class Lossy(Subscriber):
+    """Loses some of what comes, gets some twice, and some later."""
+
+    def __init__(self, *arguments, rng, loss, check_s=0.05, **settings):
+        super().__init__(*arguments, check_s=check_s, **settings)
+        self.rng, self.loss, self.late = rng, loss, []
+
+    def _live(self, seq, payload):
+        for each in self._mangled((seq, payload)):
+            super()._live(*each)
+
+    def _replayed(self, seq, payload):
+        if self.rng.random() >= self.loss:
+            super()._replayed(seq, payload)
+
+    def _mangled(self, message):
+        if self.loss and self.rng.random() < 0.1:
+            self.late.append(message)
+            return []
+        if self.rng.random() < self.loss:
+            return []
+        found = [message] * (1 + (self.loss > 0 and self.rng.random() < 0.1))
+        if self.late and self.rng.random() < 0.3:
+            found.append(self.late.pop(0))
+        return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 1 << 30), loss=st.sampled_from([0.01, 0.3]))
+def test_a_subscriber_that_loses_events_ends_with_the_right_index(tmp_path_factory, seed, loss):
+    rng = random.Random(seed)
+    folder = tmp_path_factory.mktemp("stage")
+    folder.chmod(0o700)
+    stage = Stage(folder, max_kept=rng.choice([3, 1000]), max_queued=rng.choice([2, 1000]))
+    try:
+        for _ in range(rng.randrange(10)):
+            step(stage, rng)
+            stage.turn()
+        with Lossy(stage.address, stage.replay, rng=rng, loss=loss) as subscriber:
+            for _ in range(80):
+                step(stage, rng)
+                if rng.random() < 0.7:
+                    stage.turn()
+                subscriber.poll(rng.choice([0.0, 0.01]))  # now and then it has caught up
+                if rng.random() < 0.02:  # the node starts again
+                    stage.publisher.close()
+                    stage.bed.log.seq += 1 << 20
+                    stage.start()
+            stage.settle(subscriber)
+    finally:
+        stage.close()
+
+
+def test_who_comes_late_knows_what_was_there(stage):
+    stage = stage()
+    stage.put(0, 1)
+    stage.turn()
+    stage.bed.disk.put(key(1))
+    with Subscriber(stage.address, stage.replay) as subscriber:
+        stage.settle(subscriber)
+        assert subscriber.leading(as_ints(blocks_of(0) + blocks_of(1))) == {"host": 4}
+        assert subscriber.leading(as_ints(blocks_of(1) + blocks_of(0))) == {"host": 4, "disk": 2}
+        wait_until(lambda: stage.publisher.snapshots)
+
+
+def test_a_block_of_two_chunks_is_removed_with_the_second(stage):
+    stage = stage()
+    with Subscriber(stage.address, stage.replay) as subscriber:
+        stage.put(3)
+        stage.bed.put(key(SHORT + 3), blocks=blocks_of(SHORT + 3), chunk_blocks=1, parent=b"other")
+        stage.settle(subscriber)
+        stage.bed.store.delete([key(3)])
+        stage.settle(subscriber)
+        assert subscriber.index.tiers(as_ints(blocks_of(3))[0]) == {"host"}
+        stage.bed.store.delete([key(SHORT + 3)])
+        stage.settle(subscriber)
+        assert len(subscriber.index) == 0
+
+
+def test_chunks_without_names_are_told_of_when_they_get_them(stage):
+    stage = stage()
+    with Subscriber(stage.address, stage.replay) as subscriber:
+        stage.bed.put(key(1))
+        stage.bed.disk.put(key(1))
+        stage.turn()
+        stage.put(2)
+        wait_until(lambda: stage.turn() or subscriber.poll(0.01) and len(subscriber.index) == 2)
+        stage.bed.store.name(stage.bed.store.of(key(1)), key(0), blocks_of(1), 16)
+        stage.settle(subscriber)
+        assert subscriber.index.tiers(as_ints(blocks_of(1))[0]) == {"host", "disk"}
+
+
+def test_hashes_may_be_bytes(stage):
+    stage = stage(as_bytes=True)
+    with Subscriber(stage.address, stage.replay) as subscriber:
+        stage.put(5)
+        wait_until(lambda: stage.turn() or subscriber.poll(0.01) and subscriber.index.tiers(names(10)) == {"host"})
+
+
+def test_a_subscriber_without_a_place_to_ask_says_what_it_lacks(stage):
+    stage = stage()
+    with Subscriber(stage.address) as subscriber:
+        wait_until(lambda: stage.publisher._subscribed)
+        stage.put(0)
+        stage.turn()
+        wait_until(lambda: subscriber.poll(0.01) and len(subscriber.index) == 2)
+        stage.bed.log.seq += 3
+        stage.put(1)
+        stage.turn()
+        wait_until(lambda: subscriber.poll(0.01) and len(subscriber.index) == 4)
+        assert (subscriber.counters["lost"], subscriber.is_complete) == (3, False)
+
+
+def test_nothing_is_encoded_while_nobody_subscribes(stage):
+    stage = stage()
+    stage.put(0, 1, 2)
+    stage.turn()
+    wait_until(lambda: stage.publisher._seq == stage.bed.log.seq)
+    assert (stage.publisher.published, len(stage.publisher._kept)) == (0, 0)
+
+
+def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage):
+    stage = stage(max_kept=1)
+    with zmq.Context() as context, context.socket(zmq.SUB) as unread:
+        unread.setsockopt(zmq.RCVHWM, 1)
+        unread.setsockopt(zmq.SUBSCRIBE, b"")
+        unread.connect(stage.address)
+        wait_until(lambda: stage.publisher._subscribed, what="it subscribes")
+        chunks = [Chunk(key(number), 0, Slot(0, 0, 1), 1, blocks=names(number) * 1000) for number in range(8)]
+        change = Change("host", True, [chunk.key for chunk in chunks], chunks)
+        sent = 2500
+        for number in range(1, sent + 1):
+            stage.publisher.put(Batch(stage.bed.log.seq + number, 0.0, [change]))
+            if number % 100 == 0:
+                wait_until(lambda: not stage.publisher._queue, what="they are published")
+        count = 0
+        while unread.poll(1000):
+            unread.recv_multipart()
+            count += 1
+    assert count < 1400
+
+
+class Asked:
+    """A socket at which so many ask at once."""
+
+    def __init__(self, count):
+        self.frames = [[bytes([number]), b"", (1).to_bytes(8, "big")] for number in range(count)]
+
+    def recv_multipart(self, flags):
+        if not self.frames:
+            raise zmq.Again
+        return self.frames.pop()
+
+
+def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
+    stage = stage()
+    stage.put(0, 1)
+    stage.turn()
+    publisher, made = stage.publisher, []
+    wait_until(lambda: publisher._is_whole and publisher._seq == stage.bed.log.seq, what="it is taken in")
+    publisher.close()  # the test is its thread from here on
+    whole = publisher._blocks.everything
+
+    def counted():
+        made.append(1)
+        return whole()
+
+    publisher._blocks.everything = counted
+
+    def ask(count):
+        publisher._router = Asked(count)
+        publisher._hear_replays()
+        payloads = {frame[2] for _, frame, _ in publisher._replays.values()}
+        return len(publisher._replays), payloads, len(made)
+
+    count, before, times = ask(20)
+    assert (count, len(before), times) == (20, 1, 1)
+    publisher._replays.clear()
+    publisher._take(Batch(publisher._seq + 1, 0.0, [Change("host", False, [key(0)])]))
+    count, after, times = ask(1)
+    assert (count, len(after), times) == (1, 1, 2)
+    assert after != before
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:5557", "tcp://*:5557", "ipc://relative", "udp://127.0.0.1:1"])
+def test_nobody_beyond_this_host_is_told_without_keys(place, address):
+    bed = EventsBed(place)
+    for settings_ in ({"address": address}, {"address": f"ipc://{place}/e.sock", "replay": address}):
+        with pytest.raises(ConfigError, match="--events"):
+            Publisher(bed.log, **settings_)
+    assert bed.store.index.changed_keys is None
+    bed.close()
+
+
+# ---- readers that are not ours ------------------------------------------------------------------
+
+
+class PlainReader:
+    """The logic of vLLM's example: a gap is asked for, and what is answered taken in, then the message behind it."""
+
+    def __init__(self, stage, decoder):
+        self.context = zmq.Context()
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.connect(stage.address)
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, "")
+        self.replay = self.context.socket(zmq.DEALER)
+        self.replay.connect(stage.replay)
+        self.decoder = decoder
+        self.last_seq = -1
+        self.where = {}
+
+    def take(self, payload):
+        for event in self.decoder.decode(payload).events:
+            match type(event).__name__:
+                case "AllBlocksCleared":
+                    self.where.clear()
+                case "BlockStored":
+                    for block in event.block_hashes:
+                        self.where.setdefault(block, set()).add(event.medium)
+                case "BlockRemoved":
+                    for block in event.block_hashes:
+                        self.where.get(block, set()).discard(event.medium)
+
+    def heard(self, *, loses=False):
+        if not self.sub.poll(10):
+            return False
+        _, seq_bytes, payload = self.sub.recv_multipart()
+        if loses:
+            return True
+        seq = int.from_bytes(seq_bytes, "big")
+        if self.last_seq >= 0 and seq > self.last_seq + 1:
+            self.replay.send_multipart([b"", (self.last_seq + 1).to_bytes(8, "big")])
+            while self.replay.poll(5000):
+                _, _, replay_seq, replayed = self.replay.recv_multipart()
+                if not replayed:
+                    assert replay_seq == END_SEQ
+                    break
+                if int.from_bytes(replay_seq, "big") > self.last_seq:
+                    self.take(replayed)
+                    self.last_seq = int.from_bytes(replay_seq, "big")
+        self.take(payload)
+        self.last_seq = max(seq, self.last_seq)
+        return True
+
+    def known(self):
+        return {block: tiers for block, tiers in self.where.items() if tiers}
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("kept", [2, 1000])
+def test_vllms_own_decoder_and_the_logic_of_its_example_read_our_stream(stage, kept):
+    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    stage = stage(max_kept=kept)
+    reader = PlainReader(stage, msgspec.msgpack.Decoder(type=kv_events.KVEventBatch))
+    try:
+        wait_until(lambda: stage.publisher._subscribed)
+        rng = random.Random(7)
+        for _ in range(200):
+            step(stage, rng)
+            stage.turn()
+            reader.heard(loses=rng.random() < 0.2)
+        for number in range(3):  # the last one is not lost
+            stage.bed.disk.put(key(number))
+            stage.put(number)
+            stage.turn()
+        wait_until(lambda: not reader.heard() and reader.known() == stage.blocks())
+    finally:
+        reader.close()
+
+
+def test_our_subscriber_reads_vllms_own_publisher(place):
+    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    address, replay = f"ipc://{place}/vllm.sock", f"ipc://{place}/vllm-replay.sock"
+    publisher = kv_events.ZmqEventPublisher(0, address, replay, topic="kv-events", buffer_steps=100)
+    rng, where, times = random.Random(3), {}, itertools.count(1.0)
+    try:
+
+        def publish(count):
+            for _ in range(count):
+                blocks = [rng.randrange(50) for _ in range(3)]
+                if rng.random() < 0.6:
+                    event = kv_events.BlockStored(blocks, None, [1, 2], 16, None, "GPU", None)
+                    for block in blocks:
+                        where.setdefault(block, set()).add("GPU")
+                else:
+                    event = kv_events.BlockRemoved(blocks, "GPU")
+                    for block in blocks:
+                        where.pop(block, None)
+                publisher.publish(kv_events.KVEventBatch(ts=next(times), events=[event]))
+
+        publish(20)
+        with Lossy(address, replay, topic="kv-events", rng=rng, loss=0.1, check_s=1.0) as subscriber:
+            publish(60)
+            wait_until(lambda: subscriber.poll(0.01) and subscriber.index.as_dict() == where)
+            assert subscriber.is_complete
+    finally:
+        publisher.shutdown()
+        publisher._ctx.destroy(linger=0)
+        for left in place.glob("*.sock"):
+            left.unlink()
