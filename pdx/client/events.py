@@ -42,6 +42,7 @@ log = logging.getLogger("pdx")
 MAX_PENDING = 10_000  # batches that wait until those before them have come
 HOLES = 3  # answers that begin with the same hole: the publisher has not kept more
 _BURST = 1000  # messages taken at a time
+_END = int.from_bytes(END_SEQ, "big")  # no batch has this number: there is none behind it to ask for
 
 
 class BlockIndex:
@@ -125,6 +126,9 @@ class Tracker:
 
     def live(self, seq: int, payload: bytes) -> None:
         """A batch was published."""
+        if seq == _END:
+            self._malformed(f"a batch has the number {seq}")
+            return
         batch = self._decode(payload)
         if self.last is not None and seq <= self.last:
             if batch.ts <= self._last_ts:
@@ -210,11 +214,14 @@ class Tracker:
         try:
             return decode_batch(payload)
         except ProtocolError as error:
-            if not self.counters["malformed"]:
-                log.warning("%s; further ones are counted as malformed", error)
-            self.counters["malformed"] += 1
+            self._malformed(str(error))
             self._is_complete = False
             return EventBatch(self._last_ts, [])
+
+    def _malformed(self, what: str) -> None:
+        if not self.counters["malformed"]:
+            log.warning("%s; further ones are counted as malformed", what)
+        self.counters["malformed"] += 1
 
 
 class Subscriber:

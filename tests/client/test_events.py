@@ -74,6 +74,17 @@ def test_a_lower_number_at_a_later_time_is_another_life():
     assert (known(tracker), tracker.is_complete) == ({7}, True)
 
 
+def test_a_number_that_no_batch_has_ends_nobody():
+    last = (1 << 64) - 1  # it stands for the end of an answer
+    tracker = Tracker(can_ask=True)
+    tracker.replayed(last - 1, everything(10.0, 1))
+    tracker.answered()
+    tracker.live(last, stored(11.0, 2))
+    tracker.ask()
+    assert tracker.asking == last
+    assert (known(tracker), tracker.counters["malformed"]) == ({1}, 1)
+
+
 def test_what_a_publisher_has_not_kept_is_said_to_be_missing():
     tracker = Tracker(can_ask=True)
     for _ in range(HOLES):
