@@ -261,6 +261,8 @@ class Publisher:
             pieces.append(encode_events(events))
             count += len(events)
             time.sleep(0)
+            if self._is_closing:  # nobody gets it any more
+                break
         return encode_whole(time.time(), pieces, count)
 
     def _go_on(self, client: bytes) -> None:

@@ -233,6 +233,22 @@ def test_nothing_is_encoded_while_nobody_subscribes(stage):
     assert (stage.publisher.published, len(stage.publisher._kept)) == (0, 0)
 
 
+def test_a_publisher_ends_while_it_encodes_what_is_there(stage):
+    stage = stage()
+    publisher, pieces = stage.publisher, []
+    publisher._blocks.everything = lambda: iter(lambda: pieces.append(1) or [], None)
+    with Subscriber(stage.address, stage.replay) as subscriber:
+
+        def is_encoding():
+            stage.turn()
+            subscriber.poll(0.01)
+            return pieces
+
+        wait_until(is_encoding, what="it is asked for all that is there")
+        publisher.close()
+    assert not publisher._thread.is_alive()
+
+
 def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage):
     stage = stage(max_kept=1)
     with zmq.Context() as context, context.socket(zmq.SUB) as unread:
