@@ -276,7 +276,7 @@ class RemoteTier(Tier):
         heads = self._backend.heads(names, HEAD_BYTES)
         more = [at for at, found in enumerate(heads) if found is not None and whole_header(found.head) > HEAD_BYTES]
         if more:
-            again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS))
+            again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS, is_encoded=True))
             for at, found in zip(more, again, strict=True):
                 heads[at] = found
         return [_held(found, name) for found, name in zip(heads, names, strict=True)]
