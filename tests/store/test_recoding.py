@@ -403,3 +403,22 @@ def test_objects_are_written_anew(store, tmp_path):
         assert f"v3/{key(2).hex()}-0" in store.names()
     finally:
         bed.close()
+
+
+def test_what_no_arena_of_this_node_could_take_is_not_decoded(store, tmp_path):
+    """An encoded object of a few bytes may stand for any number of them."""
+    large, small = (
+        RemoteBed(tmp_path / name, store.url, slot_bytes=nbytes, codec=LOSSLESS, content=lambda *each: bytes(each[2]))
+        for name, nbytes in (("large", 64 * MIB), ("small", MIB))
+    )
+    try:
+        assert large.opened().store(1) is None
+        assert len(store.raw(f"v3/{key(1).hex()}-0")) < MIB
+        handle = small.opened().tier.recode([(key(1), key(1))], NONE, 1)
+        while not handle.is_over:
+            small.turn()
+        assert handle.failed == {"too_large": 1}
+        assert len(store.raw(f"v3/{key(1).hex()}-0")) < MIB
+    finally:
+        large.close()
+        small.close()

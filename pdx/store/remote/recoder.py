@@ -27,9 +27,12 @@ from pdx.store.tier import Part
 Name = Callable[[bytes, int], str]  # of a key and a shard
 
 
-def recode(backend: Backend, pair: Pair, shards: int, codec: str, name: Name, is_over: Over) -> None:
+def recode(
+    backend: Backend, pair: Pair, shards: int, codec: str, name: Name, is_over: Over, *, most_bytes: int
+) -> None:
     """Store all shards of a chunk in another form. Each object is replaced at once. Where the key changes, the old ones
-    are removed when all of the new are there; if one cannot be written, the new ones are.
+    are removed when all of the new are there; if one cannot be written, the new ones are. `most_bytes`: of a chunk of
+    one shard that this node could load.
 
     :raises TierError: the chunk is not there, not good, or not to be stored so, or the store failed.
     """
@@ -38,7 +41,7 @@ def recode(backend: Backend, pair: Pair, shards: int, codec: str, name: Name, is
     try:
         for shard in range(shards):
             end_if(is_over)
-            whole = _anew(backend, name(old, shard), (new, shard), codec, is_over)
+            whole = _anew(backend, name(old, shard), (new, shard), codec, is_over, most_bytes)
             if whole is not None:
                 end_if(is_over)
                 backend.write(name(new, shard), whole)
@@ -52,12 +55,16 @@ def recode(backend: Backend, pair: Pair, shards: int, codec: str, name: Name, is
         backend.remove([name(old, shard) for shard in range(shards)])
 
 
-def _anew(backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_over: Over) -> bytes | None:
+def _anew(
+    backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_over: Over, most_bytes: int
+) -> bytes | None:
     """The object in its new form; None: it has that form."""
     whole = backend.read(name)
     if whole is None:
         raise TierError(f"{name} is not there", "missing")
     header = parsed(whole[: max(whole_header(whole), 0)], len(whole), name)
+    if header.nbytes > most_bytes:
+        raise TierError(f"{name} has {header.nbytes} bytes, more than any arena of this node", "too_large")
     if (header.codec if isinstance(header, EncodedHeader) else NONE) == codec and header.key == to[0]:
         return None
     data = whole[header.start :]

@@ -384,9 +384,11 @@ class RemoteTier(Tier):
         """
         check(pairs, codec)
         stopped: set[Recoding] = set()
+        most_bytes = max(arena.nbytes for arena in self._arenas)
 
         def begin(pair: Pair, own: Recoding) -> None:
-            call = partial(recode, self._backend, pair, shards, codec, _name, lambda: own in stopped or self._is_over)
+            is_over = lambda: own in stopped or self._is_over  # noqa: E731
+            call = partial(recode, self._backend, pair, shards, codec, _name, is_over, most_bytes=most_bytes)
             self._submit(self._writers, call, partial(self._recoded, pair, own))
 
         recoding = Recoding(pairs, begin, stopped.add, on_chunk)
