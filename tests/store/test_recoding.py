@@ -390,7 +390,11 @@ def test_objects_are_written_anew(store, tmp_path):
             assert bed.load(number) is None
         assert recoded([1], NONE).done == 1
         assert len(store.raw(f"v3/{key(1).hex()}-0")) == before[f"v3/{key(1).hex()}-0"]
+        bed.tier.changed = {}
         assert recoded([3], str(FORM), to=100).done == 1
+        assert set(bed.tier.changed) == {key(3), key(103)}
+        assert not bed.tier.holds(key(3)), "this node has removed it"
+        assert bed.tier.holds(key(103), 2), "and written that"
         assert bed.sought([3], 2) == 0
         assert bed.sought([103], 2) == 1
         copy = bed.start("load", 103, 1, at=1)
