@@ -7,18 +7,7 @@ from collections.abc import Callable
 
 from pdx.errors import TierError
 from pdx.memory.slot import Slot
-from pdx.store.chunk_format import (
-    EncodedHeader,
-    Over,
-    compare,
-    decode,
-    encode,
-    encoded,
-    end_if,
-    header_bytes,
-    parsed,
-    whole_header,
-)
+from pdx.store.chunk_format import EncodedHeader, Over, compare, decode, end_if, packed, parsed, whole_header
 from pdx.store.codecs.codec import NONE
 from pdx.store.recoding import Pair
 from pdx.store.remote.backend import Backend
@@ -62,7 +51,7 @@ def _anew(
     whole = backend.read(name)
     if whole is None:
         raise TierError(f"{name} is not there", "missing")
-    header = parsed(whole[: max(whole_header(whole), 0)], len(whole), name)
+    header = parsed(whole[: whole_header(whole)], len(whole), name)
     if header.nbytes > most_bytes:
         raise TierError(f"{name} has {header.nbytes} bytes, more than any arena of this node", "too_large")
     if (header.codec if isinstance(header, EncodedHeader) else NONE) == codec and header.key == to[0]:
@@ -75,9 +64,4 @@ def _anew(
         raw = data
         compare(header, raw, name, is_over)
     part = Part(*to, header.layers, 0, header.layers, Slot(0, header.nbytes, 0))
-    kept = encoded(part, raw, codec, is_over) if codec != NONE else None
-    if kept is not None:
-        return b"".join((kept.head, kept.data))
-    head = bytearray(header_bytes(header.layers))
-    encode(part, raw, memoryview(head), is_over)
-    return b"".join((head, raw))
+    return packed(part, raw, codec, is_over)[0]

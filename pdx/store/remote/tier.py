@@ -33,9 +33,8 @@ from pdx.store.chunk_format import (
     Header,
     compare,
     decode,
-    encode,
-    encoded,
     header_bytes,
+    packed,
     parsed,
     whole_header,
 )
@@ -484,13 +483,7 @@ class RemoteTier(Tier):
         try:
             arena.check(part.slot)
             with arena.read(part.slot.offset, part.slot.nbytes) as data:  # ends here, whatever keeps an error
-                kept = encoded(part, data, codec, lambda: work.is_cancelled) if codec != NONE else None
-                if kept is not None:
-                    whole, work.job.coded_bytes = b"".join((kept.head, kept.data)), kept.nbytes
-                else:
-                    head = bytearray(header_bytes(part.layers))
-                    encode(part, data, memoryview(head), lambda: work.is_cancelled)
-                    whole = b"".join((head, data))
+                whole, work.job.coded_bytes = packed(part, data, codec, lambda: work.is_cancelled)
             arena.check(part.slot)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{name} is not stored: {error}", "stale") from error
