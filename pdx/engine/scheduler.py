@@ -55,7 +55,6 @@ class SchedulerHalf:
         """
         self._layout = layout
         self._keep_apart = keep_apart
-        self._forms: dict[str, str] = {}  # by lossy codec, what a node calls it for this layout
         self._fingerprint = layout.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, layout, hasher)
         self._requests: dict[str, TrackedRequest] = {}
@@ -126,11 +125,11 @@ class SchedulerHalf:
         codec = envelope.hints.codec
         wants = codec not in (None, "none")
         form, why = "", ""
-        try:
-            if wants and codec is not None:
-                form = self._forms.setdefault(codec, str(form_of(self._layout, codec)))
-        except LayoutError as error:
-            why = str(error)
+        if codec is not None and wants:
+            try:
+                form = str(form_of(self._layout, codec))
+            except LayoutError as error:
+                why = str(error)
         if not self._keep_apart(request, form if is_new else "") or (form and not is_new):
             form, why = "", "the engine's own cache would give its blocks to requests that are exact"
         if codec is None:

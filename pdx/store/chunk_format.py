@@ -27,7 +27,7 @@ from pdx.errors import CodecError, TierError
 from pdx.memory.arena import GRANULE_BYTES, round_up
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Bytes
-from pdx.store.codecs.codec import codec_of, decode_slice, encode_slice
+from pdx.store.codecs.codec import NONE, codec_of, decode_slice, encode_slice
 from pdx.store.tier import Part
 from pdx.wire.base import MAX_LAYERS, Key, LayerCount, Shard
 
@@ -150,6 +150,20 @@ def encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Kept | N
     header = EncodedHeader(part.key, part.shard, nbytes, layers, bytes(digests), codec, bytes(sizes))
     _write_header(ENCODED, header, head)
     return Kept(head, body[: round_up(used)], used)
+
+
+def packed(part: Part, data: memoryview, codec: str, is_over: Over) -> tuple[bytes, int]:
+    """A whole chunk, whose bytes are `data`, with its header: by the codec where it then takes less. And its bytes
+    behind the header, if they are encoded; else 0.
+
+    :raises TierError: the codec is not for such chunks; `is_over`.
+    """
+    kept = encoded(part, data, codec, is_over) if codec != NONE else None
+    if kept is not None:
+        return b"".join((kept.head, kept.data)), kept.nbytes
+    head = bytearray(header_bytes(part.layers))
+    encode(part, data, memoryview(head), is_over)
+    return b"".join((head, data)), 0
 
 
 def decode(header: EncodedHeader, data: memoryview, into: memoryview, path: object, is_over: Over) -> None:

@@ -5,7 +5,8 @@ slot, it goes alone: with slots of one size that is all. Otherwise the chunks be
 it (the end of a prompt lies behind its beginning, and goes first), then those behind it, until one more slot fits or
 both ways are barred by what must stay; then nothing of that goes. What is on a higher level than it bars the way, too:
 the end of a prompt, which nearly always is too short for a chunk, would take any chunk with it, just used or not. When
-that one's turn comes, it may take the end with it.
+that one's turn comes, it may take the end with it. Where such bars are met again and again, the turn passes to the next
+level: else a search among the ends would never come to the chunks.
 
 Given up: neighbours of its level, or below, go out of their turn, though chunks whose turn it is might lie together
 elsewhere.
@@ -23,6 +24,7 @@ from pdx.store.chunk import Chunk
 from pdx.store.index import Index
 
 LOOKS = 1024  # chunks looked at in one search beyond those that it must look at
+BARS = 64  # by chunks of higher levels, before a search leaves a level
 
 
 class Window(msgspec.Struct):
@@ -48,6 +50,7 @@ class Clearing:
         self._size = size
         self._wanted = wanted
         self._looks = LOOKS + 8 * wanted + size // GRANULE_BYTES
+        self._bars = 0  # met on this level, by what is on a higher one
         self._ends: dict[int, int] = {}  # start of a cleared window -> its end
         self._starts: dict[int, int] = {}  # end -> start
         self.victims: dict[Chunk, None] = {}  # in the order in which they go
@@ -59,19 +62,23 @@ class Clearing:
         """Whether everything that is wanted would fit."""
         return self.slots >= self._wanted
 
-    def search(self, first_to_go: Iterable[Chunk]) -> None:
-        """Choose victims until all slots fit. Nothing may change meanwhile."""
-        for chunk in first_to_go:
+    def search(self, levels: Iterable[Iterable[Chunk]]) -> None:
+        """Choose victims until all slots fit: of each level those that go first. Nothing may change meanwhile."""
+        for first_to_go in levels:
+            self._bars = 0
+            for chunk in first_to_go:
+                if self._looks <= 0 or self._bars >= BARS:
+                    self.stopped_at = self.stopped_at or chunk
+                    break
+                self._looks -= 1
+                if chunk not in self.victims:
+                    self._take(chunk)
+                if self.is_enough:  # before the next one is asked for: a policy moves on by what was asked
+                    self.stopped_at = None
+                    return
             if self._looks <= 0:
-                self.stopped_at = chunk
                 break
-            self._looks -= 1
-            if chunk not in self.victims:
-                self._take(chunk)
-            if self.is_enough:  # before the next one is asked for: a policy moves on by what was asked
-                return
-        if not self.is_enough:
-            self._join_all()
+        self._join_all()
 
     def _take(self, chunk: Chunk) -> None:
         """This chunk goes, with what lies beside it where that is needed for one slot more; or it stays."""
@@ -148,7 +155,10 @@ class Clearing:
             self._looks -= 1
             offset = window.end if is_barred else self._allocator.before(window.start)
             chunk = slots.get(offset) if offset is not None else None
-            if chunk is None or not chunk.is_evictable or chunk.level > level:
+            if chunk is not None and not (chunk.is_evictable and chunk.level <= level):
+                self._bars += chunk.is_evictable
+                chunk = None
+            if chunk is None:
                 if is_barred:
                     return False
                 is_barred = True

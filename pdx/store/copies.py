@@ -541,13 +541,14 @@ class Copies:
 
 
 def alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[bytes, list[Chunk]]]]:
-    """Runs of chunks that one copy can name: of one size and layer count, but for a tail at the end."""
+    """Runs of chunks that one copy can name: of one size, layer count and form, but for the size of a tail at the
+    end."""
     run: list[tuple[bytes, list[Chunk]]] = []
     for key, chunks in found:
-        chunk = chunks[0]
-        same = run and (chunk.slot.nbytes, chunk.layers) == (run[0][1][0].slot.nbytes, run[0][1][0].layers)
-        ends = run and run[-1][1][0].tail
-        if run and (ends or not (same or (chunk.tail and chunk.layers == run[0][1][0].layers))):
+        chunk, first = chunks[0], run[0][1][0] if run else chunks[0]
+        is_alike = (chunk.layers, chunk.hints.form) == (first.layers, first.hints.form)
+        has_size = chunk.tail or chunk.slot.nbytes == first.slot.nbytes
+        if run and (run[-1][1][0].tail or not (is_alike and has_size)):
             yield run
             run = []
         run.append((key, chunks))

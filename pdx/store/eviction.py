@@ -136,11 +136,15 @@ class EvictionOrder:
             self.hold(chunk)
             self.insert(chunk)
 
-    def victims(self, start: Chunk | None = None) -> Iterator[Chunk]:
-        """The chunks in the order in which they should go, from `start` where that may be evicted.
+    def victims(self) -> Iterator[Chunk]:
+        """The chunks in the order in which they should go.
 
         Nothing may be inserted, held or removed meanwhile.
         """
+        return itertools.chain.from_iterable(self.levels())
+
+    def levels(self, start: Chunk | None = None) -> Iterator[Iterator[Chunk]]:
+        """The same, level by level, from `start` where that may be evicted."""
         if start is None or start not in self:
             found = (self._levels[level].victims(None) for level in self._sorted)
         else:
@@ -149,7 +153,7 @@ class EvictionOrder:
                 for level in self._sorted
                 if level >= start.level
             )
-        return (chunk for chunk in itertools.chain.from_iterable(found) if chunk.is_in_order)
+        return ((chunk for chunk in of_level if chunk.is_in_order) for of_level in found)
 
     def peek(self) -> Iterator[Chunk]:
         """About the order in which they would go now, also those that keep their place in it; looking changes nothing.

@@ -92,7 +92,7 @@ class SlotPool:
         """Evict, so that `count` slots of `nbytes` more fit, with `partial` some of them; nothing if they would not."""
         size = round_up(nbytes)
         clearing = Clearing(self._allocator, self._index, self._number, size, count)
-        clearing.search(self.order.victims(self._stopped_at.get(size)))
+        clearing.search(self.order.levels(self._stopped_at.get(size)))
         self._stopped_at = {size: clearing.stopped_at} if clearing.stopped_at is not None else {}
         victims = list(clearing.victims) if partial or clearing.is_enough else []
         self._counters["evicted"] += len(victims)

@@ -26,6 +26,7 @@ from pdx.store.tiers import Tiers
 from pdx.telemetry import trace
 from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
+from pdx.wire.hints import Hints
 
 LAYERS = 4
 SLICE = GRANULE_BYTES // LAYERS
@@ -211,6 +212,17 @@ def test_another_gpu_gets_it_too(stage):
     assert stage.may_come([0, 1], (2,))
     stage.settle()
     assert [stage.hits([0, 1], arenas) for arenas in ((), (1,), (2,))] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("numbers", [[0, 1], [1, 0]])
+def test_what_is_copied_with_others_keeps_its_own_form(stage, numbers):
+    """Else exact chunks would be stored with a loss below the first arena, or the other way round."""
+    lossy = stage.reserve([0], hints=Hints("", form="int8:bf16:1x1x1x2x8"))
+    slots = {0: lossy, 1: stage.reserve([1])}
+    stage.fill([slot for number in numbers for slot in slots[number]])
+    stage.settle()
+    copied = [chunks[0] for chunks in stage.store.find([key(number) for number in range(2)], 1)]
+    assert [chunk.hints.form for chunk in copied] == ["int8:bf16:1x1x1x2x8", ""]
 
 
 def test_the_shards_of_an_engine_lie_on_its_gpus(stage):

@@ -326,6 +326,18 @@ def test_what_was_forgotten_does_not_add_up(arena, monkeypatch):
     assert len(policy._ages[NEW].worths) == STEPS
 
 
+def test_each_shard_of_what_was_evicted_is_remembered(arena):
+    store = Store(arena, policy=by_name.find("gittins"))
+    for number in range(50):
+        put(store, [number], writers=[SESSION, SESSION])
+    (policy,) = store.pools[0].order._levels.values()
+    assert len(policy._ghosts) == 4 * ROOM, "as many as there may be"
+    put(store, [49 - ROOM], writers=[SESSION, SESSION])
+    assert [chunk.rank[0] for chunk in store.of(name(49 - ROOM))] == [FOUND, FOUND]
+    looked_at = sum(sum(ages._alive.values()) for ages in policy._ages)
+    assert looked_at == (len(policy._ghosts) + ROOM) * GRANULE_BYTES
+
+
 # ---- TTL ------------------------------------------------------------------------------------
 
 

@@ -390,7 +390,11 @@ def test_objects_are_written_anew(store, tmp_path):
             assert bed.load(number) is None
         assert recoded([1], NONE).done == 1
         assert len(store.raw(f"v3/{key(1).hex()}-0")) == before[f"v3/{key(1).hex()}-0"]
+        bed.tier.changed = {}
         assert recoded([3], str(FORM), to=100).done == 1
+        assert set(bed.tier.changed) == {key(3), key(103)}
+        assert not bed.tier.holds(key(3)), "this node has removed it"
+        assert bed.tier.holds(key(103), 2), "and written that"
         assert bed.sought([3], 2) == 0
         assert bed.sought([103], 2) == 1
         copy = bed.start("load", 103, 1, at=1)
@@ -403,3 +407,22 @@ def test_objects_are_written_anew(store, tmp_path):
         assert f"v3/{key(2).hex()}-0" in store.names()
     finally:
         bed.close()
+
+
+def test_what_no_arena_of_this_node_could_take_is_not_decoded(store, tmp_path):
+    """An encoded object of a few bytes may stand for any number of them."""
+    large, small = (
+        RemoteBed(tmp_path / name, store.url, slot_bytes=nbytes, codec=LOSSLESS, content=lambda *each: bytes(each[2]))
+        for name, nbytes in (("large", 64 * MIB), ("small", MIB))
+    )
+    try:
+        assert large.opened().store(1) is None
+        assert len(store.raw(f"v3/{key(1).hex()}-0")) < MIB
+        handle = small.opened().tier.recode([(key(1), key(1))], NONE, 1)
+        while not handle.is_over:
+            small.turn()
+        assert handle.failed == {"too_large": 1}
+        assert len(store.raw(f"v3/{key(1).hex()}-0")) < MIB
+    finally:
+        large.close()
+        small.close()

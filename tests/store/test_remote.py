@@ -62,7 +62,7 @@ def test_what_is_loaded_is_what_was_stored(bed, numbers, nbytes, layers):
     assert (bed.counters["remote_stored"], bed.counters["remote_loaded"]) == (1, 1)
 
 
-@pytest.mark.parametrize(("nbytes", "layers"), [(32 << 10, 4), (70_001, 3), (1 << 20, 200)])
+@pytest.mark.parametrize(("nbytes", "layers"), [(32 << 10, 4), (70_001, 3), (1 << 20, 200), (2 << 20, 4096)])
 def test_nodes_with_different_codecs_read_each_others_chunks(make, server, numbers, nbytes, layers):
     settings = {"slot_bytes": nbytes, "content": alike}
     one, other = make(codec="lossless", **settings), make(**settings)

@@ -8,6 +8,7 @@ import pytest
 from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.slot import Slot
+from pdx.store.clearing import LOOKS
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 
@@ -154,6 +155,18 @@ def test_a_chunk_takes_the_end_beside_it_with_it_in_its_turn(store):
     store.touch([chunks[0] for chunks in store.find(keys("bc"), 1)])
     put(store, "x", granules=3)
     assert there(store, "abcef") == "bcf"
+
+
+def test_chunks_find_room_however_many_ends_lie_between_them(tmp_path, clock):
+    """None of the ends is room for a chunk, and those who search for one look at a bounded number."""
+    count = LOOKS // 2
+    with Arena.create(tmp_path / "large", 3 * count * GRANULE_BYTES) as arena:
+        store = Store(arena, clock)
+        for number in range(2 * count):  # the last ones in the place of the first
+            (found,) = store.reserve(claim([b"c%d" % number], granules=2))[1]
+            seal(store, [found])
+            assert put_end(store, b"e%d" % number, chr(1000 + number))
+        assert store.counters["reserve_full"] == 0
 
 
 @pytest.mark.parametrize("transfer", [None, "transfer"])

@@ -117,14 +117,15 @@ class Gittins(EvictionPolicy):
         self._now = 0
         self._look_each = max(1, int(total_bytes * LOOK))
         self._look_at = self._look_each
-        self._ghosts: OrderedDict[bytes, tuple[int, int, int]] = OrderedDict()  # key -> kind, since when, bytes
+        # key and shard -> kind, since when, bytes
+        self._ghosts: OrderedDict[tuple[bytes, int], tuple[int, int, int]] = OrderedDict()
         self._ghost_bytes = 0
         self._most_ghost_bytes = total_bytes * GHOSTS
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
         """See `EvictionPolicy.insert`. What was found becomes the newest when its last reader is done."""
         if chunk.rank is None:
-            ghost = self._ghosts.pop(chunk.key, None)
+            ghost = self._ghosts.pop((chunk.key, chunk.shard), None)
             if ghost is not None:
                 kind, since, nbytes = ghost
                 self._ghost_bytes -= nbytes
@@ -152,7 +153,7 @@ class Gittins(EvictionPolicy):
                 self._found(chunk)
                 self._place(chunk, FOUND, None)
             kind, since, _ = chunk.rank
-            self._ghosts[chunk.key] = kind, since, chunk.room_bytes
+            self._ghosts[chunk.key, chunk.shard] = kind, since, chunk.room_bytes
             self._ghost_bytes += chunk.room_bytes
             while self._ghost_bytes > self._most_ghost_bytes or len(self._ghosts) > MAX_GHOSTS:
                 kind, since, nbytes = self._ghosts.popitem(last=False)[1]

@@ -7,18 +7,7 @@ from collections.abc import Callable
 
 from pdx.errors import TierError
 from pdx.memory.slot import Slot
-from pdx.store.chunk_format import (
-    EncodedHeader,
-    Over,
-    compare,
-    decode,
-    encode,
-    encoded,
-    end_if,
-    header_bytes,
-    parsed,
-    whole_header,
-)
+from pdx.store.chunk_format import EncodedHeader, Over, compare, decode, end_if, packed, parsed, whole_header
 from pdx.store.codecs.codec import NONE
 from pdx.store.recoding import Pair
 from pdx.store.remote.backend import Backend
@@ -27,9 +16,12 @@ from pdx.store.tier import Part
 Name = Callable[[bytes, int], str]  # of a key and a shard
 
 
-def recode(backend: Backend, pair: Pair, shards: int, codec: str, name: Name, is_over: Over) -> None:
+def recode(
+    backend: Backend, pair: Pair, shards: int, codec: str, name: Name, is_over: Over, *, most_bytes: int
+) -> None:
     """Store all shards of a chunk in another form. Each object is replaced at once. Where the key changes, the old ones
-    are removed when all of the new are there; if one cannot be written, the new ones are.
+    are removed when all of the new are there; if one cannot be written, the new ones are. `most_bytes`: of a chunk of
+    one shard that this node could load.
 
     :raises TierError: the chunk is not there, not good, or not to be stored so, or the store failed.
     """
@@ -38,7 +30,7 @@ def recode(backend: Backend, pair: Pair, shards: int, codec: str, name: Name, is
     try:
         for shard in range(shards):
             end_if(is_over)
-            whole = _anew(backend, name(old, shard), (new, shard), codec, is_over)
+            whole = _anew(backend, name(old, shard), (new, shard), codec, is_over, most_bytes)
             if whole is not None:
                 end_if(is_over)
                 backend.write(name(new, shard), whole)
@@ -52,12 +44,16 @@ def recode(backend: Backend, pair: Pair, shards: int, codec: str, name: Name, is
         backend.remove([name(old, shard) for shard in range(shards)])
 
 
-def _anew(backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_over: Over) -> bytes | None:
+def _anew(
+    backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_over: Over, most_bytes: int
+) -> bytes | None:
     """The object in its new form; None: it has that form."""
     whole = backend.read(name)
     if whole is None:
         raise TierError(f"{name} is not there", "missing")
-    header = parsed(whole[: max(whole_header(whole), 0)], len(whole), name)
+    header = parsed(whole[: whole_header(whole)], len(whole), name)
+    if header.nbytes > most_bytes:
+        raise TierError(f"{name} has {header.nbytes} bytes, more than any arena of this node", "too_large")
     if (header.codec if isinstance(header, EncodedHeader) else NONE) == codec and header.key == to[0]:
         return None
     data = whole[header.start :]
@@ -68,9 +64,4 @@ def _anew(backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_ove
         raw = data
         compare(header, raw, name, is_over)
     part = Part(*to, header.layers, 0, header.layers, Slot(0, header.nbytes, 0))
-    kept = encoded(part, raw, codec, is_over) if codec != NONE else None
-    if kept is not None:
-        return b"".join((kept.head, kept.data))
-    head = bytearray(header_bytes(header.layers))
-    encode(part, raw, memoryview(head), is_over)
-    return b"".join((head, raw))
+    return packed(part, raw, codec, is_over)[0]

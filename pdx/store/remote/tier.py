@@ -33,9 +33,8 @@ from pdx.store.chunk_format import (
     Header,
     compare,
     decode,
-    encode,
-    encoded,
     header_bytes,
+    packed,
     parsed,
     whole_header,
 )
@@ -276,7 +275,7 @@ class RemoteTier(Tier):
         heads = self._backend.heads(names, HEAD_BYTES)
         more = [at for at, found in enumerate(heads) if found is not None and whole_header(found.head) > HEAD_BYTES]
         if more:
-            again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS))
+            again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS, is_encoded=True))
             for at, found in zip(more, again, strict=True):
                 heads[at] = found
         return [_held(found, name) for found, name in zip(heads, names, strict=True)]
@@ -384,23 +383,30 @@ class RemoteTier(Tier):
         """
         check(pairs, codec)
         stopped: set[Recoding] = set()
+        most_bytes = max(arena.nbytes for arena in self._arenas)
 
         def begin(pair: Pair, own: Recoding) -> None:
-            call = partial(recode, self._backend, pair, shards, codec, _name, lambda: own in stopped or self._is_over)
-            self._submit(self._writers, call, partial(self._recoded, pair, own))
+            is_over = lambda: own in stopped or self._is_over  # noqa: E731
+            call = partial(recode, self._backend, pair, shards, codec, _name, is_over, most_bytes=most_bytes)
+            self._submit(self._writers, call, partial(self._recoded, pair, shards, own))
 
         recoding = Recoding(pairs, begin, stopped.add, on_chunk)
         recoding.go_on()
         return recoding
 
-    def _recoded(self, pair: Pair, recoding: Recoding, future: Future[None]) -> None:
+    def _recoded(self, pair: Pair, shards: int, recoding: Recoding, future: Future[None]) -> None:
         error = _error(future)
         self._went(error)
         if error is not None and error.kind != "cancelled":
             self._warn(error, "the chunk is as it was")
         for key in pair:
             self._known.pop(key, None)
-        recoding.ended(pair[0], error)
+        old, new = pair
+        if error is None:
+            self._put.pop(old, None)
+            self._have_put(new, (1 << shards) - 1)
+            self.note([old])
+        recoding.ended(old, error)
 
     def _remove(self, names: Sequence[str]) -> None:
         """On a thread."""
@@ -412,6 +418,14 @@ class RemoteTier(Tier):
         self._went(error)
         if error is not None and error.kind != "cancelled":
             self._warn(error, "what was deleted is there still")
+
+    def _have_put(self, key: bytes, bits: int) -> None:
+        """This node has stored these shards there."""
+        self._put[key] = self._put.get(key, 0) | bits
+        self._put.move_to_end(key)
+        self.note([key])
+        if len(self._put) > MAX_KNOWN:
+            self.note([self._put.popitem(last=False)[0]])
 
     def _over(self, work: _Work, future: Future[None], *, is_load: bool) -> None:
         of_copy = self._under_way[work.job.number]
@@ -436,11 +450,7 @@ class RemoteTier(Tier):
             self._know(key, self._known[key].shards, None)
         elif not is_load and error is None:  # of which other shards are there nobody knows
             self._known.pop(key, None)
-            self._put[key] = self._put.get(key, 0) | 1 << work.part.shard
-            self._put.move_to_end(key)
-            self.note([key])
-            if len(self._put) > MAX_KNOWN:
-                self.note([self._put.popitem(last=False)[0]])
+            self._have_put(key, 1 << work.part.shard)
         self._on_done(self.name, work.job, error)
 
     def close(self) -> None:
@@ -473,13 +483,7 @@ class RemoteTier(Tier):
         try:
             arena.check(part.slot)
             with arena.read(part.slot.offset, part.slot.nbytes) as data:  # ends here, whatever keeps an error
-                kept = encoded(part, data, codec, lambda: work.is_cancelled) if codec != NONE else None
-                if kept is not None:
-                    whole, work.job.coded_bytes = b"".join((kept.head, kept.data)), kept.nbytes
-                else:
-                    head = bytearray(header_bytes(part.layers))
-                    encode(part, data, memoryview(head), lambda: work.is_cancelled)
-                    whole = b"".join((head, data))
+                whole, work.job.coded_bytes = packed(part, data, codec, lambda: work.is_cancelled)
             arena.check(part.slot)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{name} is not stored: {error}", "stale") from error
