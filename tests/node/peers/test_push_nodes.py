@@ -123,6 +123,7 @@ def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(clust
     cluster = cluster_of("ab", channels=[channel])
     with an_engine_at_a(cluster) as (worker, scheduler, keys, hits):
         assert hits(keys[0]) == 1, "how fast it is was not known"
+        wait_until(lambda: not cluster.peer("a", "b").landing, what="b has said that all was written, so it is known")
         worker.ask(Ping(chunk_s=1e-9))
         assert hits(keys[1]) == 0
         assert cluster.counter("a", "fetches_not_worth") == 1
