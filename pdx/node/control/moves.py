@@ -116,8 +116,7 @@ class Mover:
         copies: list[Copy] = []
         passing: list[bytes] = []  # through the first arena
         try:
-            while self._places.seeks(source, keys, shards) and self._clock() - job.moved_at < ANSWER_S:
-                yield
+            yield from self.until_known(source, keys, shards)
             there = self._there(target, keys, shards)
             wanted = [key for key in self._places.having(source, keys, shards) if key not in there]
             if source is not first and target is not first:
@@ -131,8 +130,7 @@ class Mover:
                 yield from self._until_over(copies)
             confirmed: Sequence[bytes]
             if isinstance(target, Place):
-                while self._places.seeks(target, keys, shards) and self._clock() - job.moved_at < ANSWER_S:
-                    yield
+                yield from self.until_known(target, keys, shards)
                 confirmed = self._places.having(target, keys, shards)
             else:
                 confirmed = yield from self._settled(node, target, wanted, shards, copies)
@@ -146,6 +144,12 @@ class Mover:
     def _there(self, target: Place | str, keys: Sequence[bytes], shards: int) -> set[bytes]:
         """Those that the target has already, as far as is known without asking."""
         return set(self._places.having(target, keys, shards)) if isinstance(target, Place) else set()
+
+    def until_known(self, place: Place, keys: Sequence[bytes], shards: int) -> Steps:
+        """Wait until a tier has said which of these it has, if it has to be asked; it has ANSWER_S for that."""
+        until = self._clock() + ANSWER_S
+        while self._places.seeks(place, keys, shards) and self._clock() < until:
+            yield
 
     @staticmethod
     def _until_over(copies: Sequence[Copy]) -> Steps:

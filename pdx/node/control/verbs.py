@@ -18,7 +18,7 @@ from pdx.errors import ArenaFull, ChunkMissing, JobConflict, NodeError, PdxError
 from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
-from pdx.node.control.moves import ANSWER_S, BATCH_KEYS, Mover
+from pdx.node.control.moves import BATCH_KEYS, Mover
 from pdx.node.control.places import GPU, Place, Places
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
@@ -100,7 +100,6 @@ class Controls:
         self._look_ahead = look_ahead
         self._pin_share = pin_share
         self._counters = counters
-        self._clock = clock
         self.places = Places(store, tiers, gpus)
         self.jobs = JobTable(epoch, clock)
         self._mover = Mover(
@@ -486,9 +485,7 @@ class Controls:
 
     def _recoding(self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int) -> Steps:
         keys = [old for old, _ in pairs]
-        asked_at = self._clock()
-        while self.places.seeks(place, keys, shards) and self._clock() - asked_at < ANSWER_S:
-            yield
+        yield from self._mover.until_known(place, keys, shards)
         nbytes = {key: held.nbytes * shards for key in keys if (held := self.places.held(place, key, shards))}
         errors: list[TierError] = []
 

@@ -1,0 +1,154 @@
+"""Moves from and to tiers that take their time, or lack some of what was asked for, in a node without sockets."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from raw_engine import CHUNK_BYTES, LAYERS, key
+
+from pdx.config import NodeConfig
+from pdx.errors import ChunkMissing
+from pdx.memory.arena import Arena
+from pdx.node.service import Service
+from pdx.store.chunk import NODE
+from pdx.store.copies import Copies
+from pdx.store.remote.backend import Backend, Found
+from pdx.store.remote.tier import RemoteTier
+from pdx.store.store import Claim
+from pdx.testing.waiting import wait_until
+from pdx.wire import verbs
+from pdx.wire.verbs import Clear, Find, Jobs, Move, Selection
+
+
+class Shelf(Backend):
+    """A remote store that is a dictionary. A write waits for a permit, and a question until it may be answered."""
+
+    place = "shelf://"
+
+    def __init__(self):
+        self.kept = {}
+        self.permits = threading.Semaphore(1000)
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def ping(self):
+        pass
+
+    def heads(self, names, nbytes):
+        self.answers.wait(30)
+        kept = [self.kept.get(name) for name in names]
+        return [None if data is None else Found(memoryview(data[:nbytes]), len(data)) for data in kept]
+
+    def read(self, name):
+        data = self.kept.get(name)
+        return None if data is None else memoryview(data)
+
+    def write(self, name, data):
+        self.permits.acquire(timeout=30)
+        self.kept[name] = bytes(data)
+
+    def remove(self, names):
+        for name in names:
+            self.kept.pop(name, None)
+
+    def close(self):
+        pass
+
+
+class Bed:
+    """A node with a disk and a `shelf`. Its time is `now`."""
+
+    def __init__(self, place, arena):
+        self.now = 100.0
+        self.shelf = Shelf()
+        config = NodeConfig(
+            address=f"ipc://{place}/node.sock",
+            arena_bytes=16 << 20,
+            disks=[str(place / "disk")],
+            store="write-back",
+            store_window=1e-9,
+            push_s=1e6,
+        )
+        self.service = service = Service(config, [arena], 1, lambda: self.now)
+        service.peers.turn = list
+        service.open_tiers()
+        self.remote = RemoteTier(
+            self.shelf,
+            on_found=service.tiers.found.extend,
+            arenas=[arena],
+            post=service.peers.mailbox.post,
+            on_done=service.copies.done,
+            counters=service.counters,
+            clock=lambda: self.now,
+        )
+        service.tiers.below.append([self.remote])
+        self.until(lambda: self.remote.status().is_up and service.tiers.below[0][0].is_counted, "the tiers are up")
+
+    def turn(self):
+        self.service.peers.mailbox.deliver()
+        self.service.turn()
+
+    def until(self, is_so, what):
+        wait_until(lambda: self.turn() or is_so(), what=what)
+
+    def put(self, first, count):
+        claim = Claim(
+            keys=[key(number) for number in range(first, first + count)],
+            nbytes=CHUNK_BYTES,
+            layers=LAYERS,
+            owner=NODE,
+            writers=[NODE],
+        )
+        _, slots, _ = self.service.store.reserve(claim)
+        self.service.store.seal(self.service.store.fill(slots, 0, LAYERS, NODE))
+        return list(claim.keys)
+
+    def over(self, status):
+        self.until(lambda: self.service.control(Jobs(status.job)).is_over, "the job is over")
+        return self.service.control(Jobs(status.job))
+
+    def move(self, keys, source, target):
+        return self.over(self.service.control(Move(Selection(keys), source, target)))
+
+    def put_away(self, first, count):
+        """Chunks that the shelf alone has, and nobody knows of that."""
+        keys = self.put(first, count)
+        assert self.move(keys, "host", "remote").state == "done"
+        self.now += 60.0
+        return keys
+
+    def found(self, keys):
+        """By tier, of each of the keys whether it is there."""
+        found = {}
+        for one in keys:
+            ask = Find(Selection([one]))
+            self.until(lambda ask=ask: not self.service.control(ask).asking, "all tiers have answered")
+            for tier, count in self.service.control(ask).tiers.items():
+                found.setdefault(tier, []).append(count)
+        return found
+
+
+@pytest.fixture
+def bed(place):
+    with Arena.create(place / "arena", 17 << 20) as arena:
+        made = Bed(place, arena)
+        yield made
+        made.shelf.answers.set()
+        made.shelf.permits.release(1000)
+        made.service.controls.close()
+        made.service.tiers.close()
+        made.service.sessions.close()
+        made.service.peers.close()
+
+
+def test_a_store_that_takes_longer_for_a_batch_than_for_an_answer_is_asked_what_it_has(bed):
+    keys = bed.put(1, 4)
+    bed.shelf.permits = threading.Semaphore(0)
+    status = bed.service.control(Move(Selection(keys), "host", "remote"))
+    bed.until(lambda: bed.service.copies.in_flight("remote"), "they are being stored")
+    bed.now += 12.0
+    bed.shelf.permits.release(1000)
+    status = bed.over(status)
+    assert (status.state, status.chunks_done, status.why) == ("done", 4, "")
+    assert bed.found(keys) == {"host": [0] * 4, "disk": [0] * 4, "remote": [1] * 4}
