@@ -31,7 +31,7 @@ STALLED_S = 30.0  # a job that has done nothing for so long has failed
 
 
 class Job(msgspec.Struct, eq=False):
-    """One job. Who runs it counts `chunks_done` and `bytes_done`."""
+    """One job. Who runs it counts `chunks_done` and `bytes_done`, and moves `moved_at` while it gets on with the next."""
 
     verb: str
     what: str
@@ -44,7 +44,7 @@ class Job(msgspec.Struct, eq=False):
     state: Literal["running", "done", "failed", "cancelled"] = "running"
     why: str = ""
     begun_at: float = 0.0
-    moved_at: float = 0.0  # when it was last seen to have done something …
+    moved_at: float = 0.0  # when it was last seen to have done something, or to get on …
     seen: tuple[int, int] = (0, 0)  # … which it had done by then: chunks and bytes
     ended_at: float = 0.0
     steps: Steps | None = None

@@ -123,17 +123,17 @@ class Mover:
                 passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
             if source != first:
                 copies += self._bring(source, wanted, shards)
-                yield from self._until_over(copies)
+                yield from self._until_over(job, copies)
                 wanted = self._places.having(first, wanted, shards)
             if wanted and isinstance(target, Place) and target != first:
                 copies += self.take_away(target, wanted, shards)
-                yield from self._until_over(copies)
+                yield from self._until_over(job, copies)
             confirmed: Sequence[bytes]
             if isinstance(target, Place):
                 yield from self.until_known(target, keys, shards)
                 confirmed = self._places.having(target, keys, shards)
             else:
-                confirmed = yield from self._settled(node, target, wanted, shards, copies)
+                confirmed = yield from self._settled(job, node, target, wanted, shards, copies)
             self._leave(job, source, confirmed, shards, keeps=keeps)
             if len(confirmed) < len(keys):
                 self._fail(job, source, [key for key in keys if key not in set(confirmed)], target, node, shards)
@@ -151,9 +151,11 @@ class Mover:
         while self._places.seeks(place, keys, shards) and self._clock() < until:
             yield
 
-    @staticmethod
-    def _until_over(copies: Sequence[Copy]) -> Steps:
+    def _until_over(self, job: Job, copies: Sequence[Copy]) -> Steps:
+        copied = -1
         while any(copy.state is not CopyState.OVER for copy in copies):
+            if copied != (copied := sum(copy.copied_bytes for copy in copies)):
+                job.moved_at = self._clock()
             yield
 
     def _bring(self, source: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
@@ -207,7 +209,7 @@ class Mover:
         return [copy for copy in self._copies.of(tier.name) if copy not in before]
 
     def _settled(
-        self, node: str, tier: str, keys: Sequence[bytes], shards: int, copies: list[Copy]
+        self, job: Job, node: str, tier: str, keys: Sequence[bytes], shards: int, copies: list[Copy]
     ) -> Generator[None, None, Sequence[bytes]]:
         """Push these to a peer, and have it store them; returns the leading ones, which it says to have.
 
@@ -221,11 +223,12 @@ class Mover:
                 pushed = count
                 start = partial(self._push, node, keys[count:], shards)
                 copies += self._started(self._peers.tiers.tier(node), start)
-                yield from self._until_over(copies)
+                yield from self._until_over(job, copies)
                 again_at = self._clock() + PUSH_AGAIN_S
             before, asked_at = count, self._clock()
             count = yield from self._asked(node, keys, shards, tier)
-            until = self._clock() + SETTLE_S if count > before else until
+            job.moved_at = self._clock()  # it answers; how long it may do so without anything more is `until`
+            until = job.moved_at + SETTLE_S if count > before else until
             while count < len(keys) and self._clock() - asked_at < ASK_S:
                 yield
         return keys[:count]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 from raw_engine import CHUNK_BYTES, LAYERS, key
 
 from pdx.config import NodeConfig
-from pdx.errors import ChunkMissing
 from pdx.memory.arena import Arena
+from pdx.node.control.jobs import STALLED_S
 from pdx.node.service import Service
 from pdx.store.chunk import NODE
-from pdx.store.copies import Copies
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Claim
 from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
-from pdx.wire.verbs import Clear, Find, Jobs, Move, Selection
+from pdx.wire.verbs import Find, Jobs, Move, Selection
 
 
 class Shelf(Backend):
@@ -152,3 +153,45 @@ def test_a_store_that_takes_longer_for_a_batch_than_for_an_answer_is_asked_what_
     status = bed.over(status)
     assert (status.state, status.chunks_done, status.why) == ("done", 4, "")
     assert bed.found(keys) == {"host": [0] * 4, "disk": [0] * 4, "remote": [1] * 4}
+
+
+def test_a_batch_of_which_a_chunk_is_stored_now_and_then_goes_on(bed):
+    """Each within the time in which something has to move, and all of them in twice that."""
+    keys = bed.put(1, 4)
+    bed.shelf.permits = threading.Semaphore(0)
+    status = bed.service.control(Move(Selection(keys), "host", "remote"))
+    for count in range(4):
+        bed.until(lambda: bed.service.copies.in_flight("remote"), "they are being stored")
+        bed.now += 0.6 * STALLED_S
+        bed.shelf.permits.release()
+        bed.until(lambda count=count: bed.service.counters["remote_stored"] == count + 1, "one is stored")
+        bed.turn()
+    assert (bed.over(status).state, bed.over(status).chunks_done) == ("done", 4)
+
+
+def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
+    """What is moved there comes from a disk, so that the job has begun before the peer is asked."""
+    keys = bed.put(1, 4)
+    assert bed.move(keys, "host", "disk").state == "done"
+    peers = bed.service.peers
+    numbers = itertools.count(1)
+
+    def ask(node, question):
+        number = next(numbers)
+        peers.answered[number] = verbs.Found(len(question.keys), 0, {})
+        return number
+
+    monkeypatch.setattr(peers, "ask", ask)
+    monkeypatch.setattr(peers, "push", lambda *_: 0)
+    monkeypatch.setattr(peers, "tiers", SimpleNamespace(tier=lambda node: bed.remote), raising=False)
+    job = bed.service.control(Move(Selection(keys), "disk", "disk", "b")).job
+
+    def is_over():
+        bed.now += 0.05
+        return bed.service.control(Jobs(job)).is_over
+
+    bed.until(is_over, "the job is over")
+    status = bed.service.control(Jobs(job))
+    assert status.state == "failed"
+    assert "b/disk did not take 4 chunks" in status.why
+    assert bed.found(keys)["disk"] == [1] * 4
