@@ -31,15 +31,16 @@ STALLED_S = 30.0  # a job that has done nothing for so long has failed
 
 
 class Job(msgspec.Struct, eq=False):
-    """One job. Who runs it counts `chunks_done` and `bytes_done`, and moves `moved_at` while it gets on with the next."""
+    """One job. Who runs it counts `chunks_done` and `bytes_done`, and moves `moved_at` while a chunk gets on."""
 
     verb: str
     what: str
     keys: Sequence[bytes]  # that no other job may work on meanwhile
-    chunks: int  # of one shard each, to be done
+    chunks: int  # of one shard each, to be done; fewer when those are told of that are `lacking`
     nbytes: int
     chunks_done: int = 0
     bytes_done: int = 0
+    lacking: int = 0  # keys that a store might have had, and has not
     name: str = ""
     state: Literal["running", "done", "failed", "cancelled"] = "running"
     why: str = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from functools import partial
 
 from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError
@@ -20,7 +20,7 @@ from pdx.node.peers.peers import Peers
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, CopyState, Priority
 from pdx.store.store import Store
-from pdx.store.tier import Tier
+from pdx.store.tier import Held, Tier
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
 from pdx.wire.messages import Refused
@@ -75,6 +75,8 @@ class Mover:
                 while len(under_way) < BATCHES and (batch := next(left, None)) is not None:
                     under_way.append(self._batch(job, batch[0], batch[1], shards, target, node, keeps=keeps))
                 if not under_way:
+                    if job.lacking == len(keys):
+                        raise ChunkMissing(f"none of {len(keys)} chunks is in {keys[0][1].name}")
                     return
                 for steps in list(under_way):
                     if next(steps, steps) is steps:  # it has ended
@@ -116,9 +118,11 @@ class Mover:
         copies: list[Copy] = []
         passing: list[bytes] = []  # through the first arena
         try:
-            yield from self.until_known(source, keys, shards)
             there = self._there(target, keys, shards)
-            wanted = [key for key in self._places.having(source, keys, shards) if key not in there]
+            present = yield from self.present(job, source, keys, shards, but=there)
+            wanted = [key for key in present if key not in there]
+            if source.is_shared:
+                keys = [key for key in keys if key in there or key in present]
             if source is not first and target is not first:
                 passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
             if source != first:
@@ -130,7 +134,7 @@ class Mover:
                 yield from self._until_over(job, copies)
             confirmed: Sequence[bytes]
             if isinstance(target, Place):
-                yield from self.until_known(target, keys, shards)
+                yield from self._until_known(target, keys, shards)
                 confirmed = self._places.having(target, keys, shards)
             else:
                 confirmed = yield from self._settled(job, node, target, wanted, shards, copies)
@@ -145,11 +149,31 @@ class Mover:
         """Those that the target has already, as far as is known without asking."""
         return set(self._places.having(target, keys, shards)) if isinstance(target, Place) else set()
 
-    def until_known(self, place: Place, keys: Sequence[bytes], shards: int) -> Steps:
+    def _until_known(self, place: Place, keys: Sequence[bytes], shards: int) -> Steps:
         """Wait until a tier has said which of these it has, if it has to be asked; it has ANSWER_S for that."""
         until = self._clock() + ANSWER_S
-        while self._places.seeks(place, keys, shards) and self._clock() < until:
+        while self._places.seeks_any(place, keys, shards) and self._clock() < until:
             yield
+
+    def present(
+        self, job: Job, place: Place, keys: Sequence[bytes], shards: int, *, but: Container[bytes] = ()
+    ) -> Generator[None, None, dict[bytes, Held]]:
+        """What a tier has of these. Where that had to be asked, the rest, `but` some, is left out of the job.
+
+        :raises NodeError: it has not said what it has.
+        """
+        yield from self._until_known(place, keys, shards)
+        found = self._places.found(place, keys, shards)
+        if place.tier is not None and place.is_shared:
+            lacking = [key for key in keys if key not in found and key not in but]
+            why = next((why for key in lacking if (why := place.tier.why_not(key))), "")
+            if why:
+                raise NodeError(f"{place.name} {why}")
+            if lacking:
+                job.lacking += len(lacking)
+                job.chunks -= len(lacking) * shards
+                job.why = f"{job.lacking} chunks were not in {place.name}"
+        return found
 
     def _until_over(self, job: Job, copies: Sequence[Copy]) -> Steps:
         copied = -1

@@ -234,16 +234,14 @@ class Controls:
         target = tier if node else self.places.at(tier)
         sources = [self.places.at(ask.source)] if ask.source else self.places.all
         # A shared tier of the same name at another node is the same store: what left it here would be gone there.
-        same = [
-            p for p in sources if p == target or (node and p.name == tier and p.tier is not None and p.tier.is_shared)
-        ]
+        same = [p for p in sources if p == target or (node and p.name == tier and p.is_shared)]
         if not ask.source:
             sources = [place for place in sources if place not in same]
         elif same:
             raise ProtocolError(f"{ask.source} is moved to itself: name another tier to move to")
         if isinstance(target, Place):
             self._check_homes(target, shards)
-        places, nbytes = self._whence(sources, keys, shards)
+        places, nbytes = self._whence(sources, keys, shards, is_named=bool(ask.source))
         found = [(key, places[key]) for key in keys if key in places]
         whence, where = ask.source or "any tier", f"{node or self._name}/{tier}"
         if not found:
@@ -252,7 +250,7 @@ class Controls:
             raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
         if not ask.keeps:
             self._check_unpinned(found, shards)
-        if not isinstance(target, Place) or _is_shared(target):
+        if not isinstance(target, Place) or target.is_shared:
             self._check_unnamed([key for key, _ in found])
         verb = "copy" if ask.keeps else "move"
         what = f"{verb} {len(found)} of {len(keys)} chunks from {whence} to {where}"
@@ -263,8 +261,11 @@ class Controls:
         steps = self._mover.steps(job, found, shards, target, node, keeps=ask.keeps)
         return self.jobs.start(job, steps)
 
-    def _whence(self, sources: Sequence[Place], keys: Sequence[bytes], shards: int) -> tuple[dict[bytes, Place], int]:
-        """Of each key the first of these that may have it, and the bytes that are known to be there."""
+    def _whence(
+        self, sources: Sequence[Place], keys: Sequence[bytes], shards: int, *, is_named: bool
+    ) -> tuple[dict[bytes, Place], int]:
+        """Of each key the first of these that may have it, and the bytes that are known to be there. Unless the source
+        `is_named`, nobody is asked for what memory has."""
         places: dict[bytes, Place] = {}
         nbytes = 0
         for place in sources:
@@ -272,9 +273,9 @@ class Controls:
             found = self.places.found(place, left, shards)
             places.update(dict.fromkeys(found, place))
             nbytes += sum(held.nbytes for held in found.values()) * shards
-            if place.tier is not None and place.tier.is_shared:  # it has to be asked for what memory has not
-                unknown = (key for key in left if key not in found and not self._store.of(key))
-                places.update((key, place) for key in unknown if not place.tier.why_not(key))
+            if place.may_have_more:
+                unknown = [key for key in left if key not in found and (is_named or not self._store.of(key))]
+                places.update(dict.fromkeys(unknown, place))
         return places, nbytes
 
     def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int) -> None:
@@ -312,7 +313,7 @@ class Controls:
         self._check_homes(place, ask.shards)
         first = self.places.first
         count = self.places.leading(place, ask.keys, ask.shards)
-        if _is_shared(place):
+        if place.is_shared:
             self._check_unnamed(ask.keys)
         if self.places.seeks(place, ask.keys, ask.shards):  # others may have stored there what is not known here yet
             return Found(len(ask.keys), count, {place.name: count})
@@ -372,7 +373,7 @@ class Controls:
         return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
 
     def _clear_all(self, places: Sequence[Place], *, dry_run: bool) -> JobStatus:
-        shared = next((place.name for place in places if place.tier is not None and place.tier.is_shared), "")
+        shared = next((place.name for place in places if place.is_shared), "")
         if shared and len(places) == 1:
             raise NodeError(f"{shared} is shared with other nodes: clear it by tokens, or where it runs")
         own = [place for place in places if place.name != shared]
@@ -469,12 +470,12 @@ class Controls:
             check(pairs, ask.codec)
         except PdxError as error:
             raise NodeError(f"codec {ask.codec!r}: {error}") from error
-        if not self.places.seeks(place, keys, shards):
-            pairs = [(old, new) for old, new in pairs if self.places.held(place, old, shards) is not None]
+        found = self.places.found(place, keys, shards)
+        if not self.places.seeks_any(place, keys, shards):
+            pairs = [(old, new) for old, new in pairs if old in found]
         if not pairs:
             raise ChunkMissing(f"none of {len(keys)} chunks is in {place.name}")
-        held = [held for old, _ in pairs if (held := self.places.held(place, old, shards)) is not None]
-        nbytes = sum(each.nbytes for each in held) * shards
+        nbytes = sum(each.nbytes for each in found.values()) * shards
         what = f"store {len(pairs)} of {len(keys)} chunks in {place.name} by {ask.codec}"
         busy = list(dict.fromkeys([*(old for old, _ in pairs), *(new for _, new in pairs)]))
         job = Job("recode", what, busy, len(pairs) * shards, nbytes)
@@ -484,14 +485,16 @@ class Controls:
         return self.jobs.start(job, self._recoding(job, place, pairs, ask.codec, shards))
 
     def _recoding(self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int) -> Steps:
-        keys = [old for old, _ in pairs]
-        yield from self._mover.until_known(place, keys, shards)
-        nbytes = {key: held.nbytes * shards for key in keys if (held := self.places.held(place, key, shards))}
+        found = yield from self._mover.present(job, place, [old for old, _ in pairs], shards)
+        if job.lacking == len(pairs):
+            raise ChunkMissing(f"none of {len(pairs)} chunks is in {place.name}")
+        if place.is_shared:
+            pairs = [(old, new) for old, new in pairs if old in found]
         errors: list[TierError] = []
 
         def on_chunk(key: bytes, error: TierError | None) -> None:
             if error is None:
-                job.did(shards, nbytes.get(key, 0))
+                job.did(shards, found[key].nbytes * shards if key in found else 0)
             else:
                 errors.append(error)
 
@@ -535,10 +538,6 @@ class Controls:
 def _steps(things: Sequence[_T]) -> Iterator[Sequence[_T]]:
     """So many of them as a job looks at between two messages."""
     return (things[at : at + STEP_KEYS] for at in range(0, len(things), STEP_KEYS))
-
-
-def _is_shared(place: Place) -> bool:
-    return place.tier is not None and place.tier.is_shared
 
 
 def _model(name: str, layout: bytes) -> str:

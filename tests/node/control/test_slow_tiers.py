@@ -195,3 +195,45 @@ def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
     assert status.state == "failed"
     assert "b/disk did not take 4 chunks" in status.why
     assert bed.found(keys)["disk"] == [1] * 4
+
+
+def test_what_a_store_is_being_asked_for_can_be_moved_from_there(bed):
+    keys = bed.put_away(1, 4)
+    bed.shelf.answers.clear()
+    assert bed.service.control(Find(Selection(keys))).asking == ["remote"]
+    status = bed.service.control(Move(Selection(keys), "remote", "host"))
+    bed.shelf.answers.set()
+    status = bed.over(status)
+    assert (status.state, status.chunks_done) == ("done", 4)
+    assert bed.found(keys) == {"host": [1] * 4, "disk": [0] * 4, "remote": [0] * 4}
+
+
+def test_what_memory_has_as_well_can_be_moved_from_a_store(bed):
+    keys = bed.put_away(1, 4)
+    bed.put(1, 4)
+    status = bed.move(keys, "remote", "disk")
+    assert (status.state, status.chunks_done) == ("done", 4)
+    assert bed.found(keys) == {"host": [1] * 4, "disk": [1] * 4, "remote": [0] * 4}
+
+
+def test_what_no_tier_has_does_not_keep_the_rest_from_being_moved(bed):
+    """A store that has to be asked may have it, until it has answered."""
+    keys, nowhere = bed.put(1, 6), [key(number) for number in range(100, 106)]
+    status = bed.move([*keys, *nowhere], "", "disk")
+    assert (status.state, status.chunks, status.chunks_done) == ("done", 6, 6)
+    assert status.why == "6 chunks were not in remote"
+    assert bed.found(keys)["disk"] == [1] * 6
+
+
+def test_what_a_store_lacks_does_not_hide_what_is_behind_it(bed):
+    keys = bed.put_away(1, 8)
+    bed.shelf.remove([name for name in bed.shelf.kept if keys[3].hex() in name])
+    status = bed.move(keys, "remote", "host")
+    assert (status.state, status.chunks, status.chunks_done) == ("done", 7, 7)
+    assert bed.found(keys)["host"] == [1, 1, 1, 0, 1, 1, 1, 1]
+
+
+def test_a_store_that_has_nothing_of_it_is_said_to_have_nothing(bed):
+    status = bed.move([key(number) for number in range(4)], "remote", "host")
+    assert (status.state, status.chunks_done) == ("failed", 0)
+    assert status.why == "none of 4 chunks is in remote"
