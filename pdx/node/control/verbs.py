@@ -249,7 +249,7 @@ class Controls:
             others = f"; {', '.join(there)} has some" if there else "; no tier of this node has any"
             raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
         if not ask.keeps:
-            self._check_unpinned(found, shards)
+            self._check_unpinned(found, shards, "or keep it there (--keep)")
         if not isinstance(target, Place) or target.is_shared:
             self._check_unnamed([key for key, _ in found])
         verb = "copy" if ask.keeps else "move"
@@ -278,11 +278,11 @@ class Controls:
                 places.update(dict.fromkeys(unknown, place))
         return places, nbytes
 
-    def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int) -> None:
+    def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int, instead: str) -> None:
         pinning = {place.name for place in self.places.all if place.tier is not None or self._store.pinned_bytes}
         for key, place in found:
             if place.name in pinning and self.places.is_pinned(place, key, shards):
-                raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, or keep it there (--keep)")
+                raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, {instead}")
 
     def _check_unnamed(self, keys: Sequence[bytes]) -> None:
         """A name says nothing of the bytes, which may be others at another node, or later."""
@@ -465,11 +465,16 @@ class Controls:
         new_keys = ask.new_keys or keys
         if len(new_keys) != len(keys):
             raise ProtocolError(f"{len(new_keys)} new keys for {len(keys)} chunks")
+        is_renamed = new_keys != keys
+        if is_renamed and len({*keys, *new_keys}) < 2 * len(keys):
+            raise ProtocolError("a new key is that of two chunks, or of one that it would replace")
         pairs = list(zip(keys, new_keys, strict=True))
         try:
             check(pairs, ask.codec)
         except PdxError as error:
             raise NodeError(f"codec {ask.codec!r}: {error}") from error
+        if is_renamed:
+            self._check_unpinned([(key, place) for key in keys], shards, "or store it by a codec without loss")
         found = self.places.found(place, keys, shards)
         if not self.places.seeks_any(place, keys, shards):
             pairs = [(old, new) for old, new in pairs if old in found]
