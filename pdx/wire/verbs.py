@@ -15,6 +15,7 @@ JobId = Annotated[str, Meta(max_length=64, pattern=r"^([0-9a-f]+-[0-9]+)?\Z")]  
 CodecName = Annotated[str, Meta(max_length=16, pattern=r"^[a-z0-9]*\Z")]
 MAX_LISTED = 1_000
 MAX_MODELS = 256
+MAX_EVICTED = 2048  # chunks, by one message
 
 
 class Selection(msgspec.Struct, array_like=True, frozen=True):
@@ -84,7 +85,7 @@ class Recode(Message, frozen=True):
 
 class Evict(Message, frozen=True):
     """Evict from an arena (empty: the first) up to `nbytes` of what has a lower priority than `below`, in the order of
-    its policy. The answer is an `Effect`."""
+    its policy. The answer is an `Effect`; where it has MAX_EVICTED chunks there may be more: ask again."""
 
     below: Annotated[int, Meta(ge=1, le=10)]
     nbytes: Bytes

@@ -26,8 +26,9 @@ from pdx.errors import (
     TierUnknown,
 )
 from pdx.testing.waiting import wait_until
+from pdx.wire.hints import Hints
 from pdx.wire.tokens import chunk_keys
-from pdx.wire.verbs import Effect, Kept
+from pdx.wire.verbs import MAX_EVICTED, Effect, Kept
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,19 @@ def test_move_says_what_it_would_do_and_does_it(two, cache):
     assert done.name in [job.name for job in cache.jobs()["alpha"]]
     with pytest.raises(SelectionError, match="only planned"):
         cache.check_finish(planned)
+
+
+def test_evict_asks_until_a_node_has_evicted_what_it_was_asked_for(two, cache):
+    """A node evicts so many chunks at a time, for the others that wait for it."""
+    small, some = 4 << 10, MAX_EVICTED // 2
+    (cleared,) = cache.clear(None, "beta", "host", everything=True).values()
+    assert cache.wait(cleared).status.state == "done"
+    contents = {number.to_bytes(16, "big"): b"." * small for number in range(1, 1 + 3 * some)}
+    two.engines["beta"].save(contents, hints=Hints("", priority=1))
+    assert cache.evict(2, 2 * some * small + 1, "beta")["beta"].tiers == [
+        Kept("host", most := 2 * some + 1, most * small)
+    ]
+    assert cache.evict(2, 1 << 40, "*")["beta"].tiers == [Kept("host", some - 1, (some - 1) * small)]
 
 
 def test_clear_pin_and_evict(two, cache):

@@ -37,6 +37,7 @@ from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.messages import Outcome, Verb
 from pdx.wire.verbs import (
+    MAX_EVICTED,
     MAX_LISTED,
     Clear,
     Effect,
@@ -64,7 +65,6 @@ from pdx.wire.verbs import (
 _T = TypeVar("_T")
 
 STEP_KEYS = 256  # that a job drops between two messages of the control loop
-MAX_EVICTED = 2048  # chunks, by one message
 MAX_SETTLING = 1 << 14  # chunks that are stored for peers, or of which no peer has asked what became
 
 
