@@ -422,18 +422,16 @@ class Controls:
 
     def _pin(self, ask: PinIn) -> Effect:
         keys, shards = self._selected(ask.what)
-        if ask.tier:
-            place = self.places.at(ask.tier)
-        else:
-            having = (place for place in self.places.all if len(self.places.having(place, keys, shards)) == len(keys))
-            place = next(having, self.places.first)
-        there = self.places.having(place, keys, shards)
-        if len(there) < len(keys):
-            raise ChunkMissing(
-                f"{len(keys) - len(there)} of {len(keys)} chunks are not in {place.name}: move them there first"
-            )
+        places = [self.places.at(ask.tier)] if ask.tier else self.places.all
+        each = ((place, self.places.found(place, keys, shards)) for place in places)
+        having = next(((place, found) for place, found in each if len(found) == len(keys)), None)
+        if having is None:
+            place = places[0] if ask.tier else self.places.first
+            lacking = len(keys) - len(self.places.having(place, keys, shards))
+            raise ChunkMissing(f"{lacking} of {len(keys)} chunks are not in {place.name}: move them there first")
+        place, found = having
         if place.tier is not None:
-            nbytes = sum(held.nbytes for held in self.places.found(place, keys, shards).values()) * shards
+            nbytes = sum(held.nbytes for held in found.values()) * shards
             if not ask.dry_run:
                 place.tier.pin(keys, pinned=ask.pinned, share=self._pin_share)
             return Effect([Kept(place.name, len(keys) * shards, nbytes)], ask.dry_run)
