@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -64,7 +64,7 @@ from pdx.wire.verbs import (
 
 _T = TypeVar("_T")
 
-STEP_KEYS = 256  # that a job drops between two messages of the control loop
+STEP_KEYS = 256  # that a job drops, or begins to recode, between two messages of the control loop
 MAX_SETTLING = 1 << 14  # chunks that are stored for peers, or of which no peer has asked what became
 
 
@@ -488,9 +488,20 @@ class Controls:
         return self.jobs.start(job, self._recoding(job, place, pairs, ask.codec, shards))
 
     def _recoding(self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int) -> Steps:
-        found = yield from self._mover.present(job, place, [old for old, _ in pairs], shards)
+        errors: list[TierError] = []
+        for some in _steps(pairs):
+            errors += yield from self._recoding_some(job, place, some, codec, shards)
         if job.lacking == len(pairs):
             raise ChunkMissing(f"none of {len(pairs)} chunks is in {place.name}")
+        if errors:
+            done = f"{job.chunks_done} of {job.chunks} chunks are stored by {codec}, the others as they were"
+            raise NodeError(f"{place.name}: {errors[0]} ({len(errors)} chunks); {done}")
+
+    def _recoding_some(
+        self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int
+    ) -> Generator[None, None, list[TierError]]:
+        """What has failed of these."""
+        found = yield from self._mover.present(job, place, [old for old, _ in pairs], shards)
         if place.is_shared:
             pairs = [(old, new) for old, new in pairs if old in found]
         errors: list[TierError] = []
@@ -513,9 +524,7 @@ class Controls:
         finally:
             if not recoding.is_over:
                 recoding.cancel()
-        if errors:
-            done = f"{job.chunks_done} of {job.chunks} chunks are stored by {codec}, the others as they were"
-            raise NodeError(f"{place.name}: {errors[0]} ({len(errors)} chunks); {done}")
+        return errors
 
     def _verify(self, ask: Verify) -> JobStatus:
         place = self.places.at(ask.tier)

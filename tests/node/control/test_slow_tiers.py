@@ -12,14 +12,16 @@ from raw_engine import CHUNK_BYTES, LAYERS, key
 from pdx.config import NodeConfig
 from pdx.memory.arena import Arena
 from pdx.node.control.jobs import STALLED_S
+from pdx.node.control.verbs import STEP_KEYS
 from pdx.node.service import Service
 from pdx.store.chunk import NODE
+from pdx.store.disk.tier import DiskTier
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Claim
 from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
-from pdx.wire.verbs import Find, Jobs, Move, Selection
+from pdx.wire.verbs import Find, Jobs, Move, Recode, Selection
 
 
 class Shelf(Backend):
@@ -93,10 +95,10 @@ class Bed:
     def until(self, is_so, what):
         wait_until(lambda: self.turn() or is_so(), what=what)
 
-    def put(self, first, count):
+    def put(self, first, count, nbytes=CHUNK_BYTES):
         claim = Claim(
             keys=[key(number) for number in range(first, first + count)],
-            nbytes=CHUNK_BYTES,
+            nbytes=nbytes,
             layers=LAYERS,
             owner=NODE,
             writers=[NODE],
@@ -237,3 +239,19 @@ def test_a_store_that_has_nothing_of_it_is_said_to_have_nothing(bed):
     status = bed.move([key(number) for number in range(4)], "remote", "host")
     assert (status.state, status.chunks_done) == ("failed", 0)
     assert status.why == "none of 4 chunks is in remote"
+
+
+def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):
+    """Messages wait for what is looked at between two of them."""
+    keys = bed.put(1, 3 * STEP_KEYS // 2, 4096)
+    assert bed.move(keys, "host", "disk").state == "done"
+    begun, recode = [], DiskTier.recode
+
+    def counted(tier, pairs, *args):
+        begun.append(len(pairs))
+        return recode(tier, pairs, *args)
+
+    monkeypatch.setattr(DiskTier, "recode", counted)
+    status = bed.over(bed.service.control(Recode(Selection(keys), "disk", "lossless")))
+    assert (status.state, status.chunks_done) == ("done", len(keys))
+    assert begun == [STEP_KEYS, STEP_KEYS // 2]
