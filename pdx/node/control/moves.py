@@ -298,7 +298,7 @@ class Mover:
         first = self._places.first
         for key in keys:
             chunks = self._places.chunks(first, key, shards)
-            if chunks and not any(chunk.is_found or chunk.pins for chunk in chunks):
+            if chunks and not any(chunk.is_found or chunk.is_kept for chunk in chunks):
                 self._places.drop(first, [key], shards, why="moved")
 
     def _fail(

@@ -321,7 +321,7 @@ class Controls:
             self._settle_in(place, ask)
             for key in self.places.having(place, ask.keys, ask.shards):
                 chunks = self.places.chunks(first, key, ask.shards)
-                if chunks and not any(chunk.is_found or chunk.pins or chunk.leases for chunk in chunks):
+                if chunks and not any(chunk.is_found or chunk.is_kept or chunk.leases for chunk in chunks):
                     self.places.drop(first, [key], ask.shards, why="moved")
         return Found(len(ask.keys), count, {place.name: count})
 
