@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from functools import partial
 
+import msgspec
+
 from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError
 from pdx.node.control.jobs import Job, Steps
 from pdx.node.control.places import Place, Places
@@ -34,6 +36,16 @@ ASK_S = 0.01  # between two questions to a peer
 ANSWER_S = 5.0  # that a remote store has to say what it has
 PUSH_AGAIN_S = 1.0  # what a peer does not have so long after it was pushed is pushed again
 SETTLE_S = 30.0  # that a peer has to store a batch
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """One move: of a job, to a tier of this node, or to the tier of that name of the peer `node`."""
+
+    job: Job
+    shards: int
+    target: Place | str
+    node: str
+    keeps: bool
 
 
 class Mover:
@@ -64,16 +76,15 @@ class Mover:
         self._counters = counters
         self._clock = clock
 
-    def steps(
-        self, job: Job, keys: Sequence[tuple[bytes, Place]], shards: int, target: Place | str, node: str, *, keeps: bool
-    ) -> Steps:
-        """Move these, each from its place, to a tier of this node, or to the tier of that name of a peer."""
-        left = self._batches(keys, shards)
+    def steps(self, errand: Errand, keys: Sequence[tuple[bytes, Place]]) -> Steps:
+        """Move these, each from its place."""
+        job = errand.job
+        left = self._batches(keys, errand.shards)
         under_way: list[Steps] = []
         try:
             while True:
                 while len(under_way) < BATCHES and (batch := next(left, None)) is not None:
-                    under_way.append(self._batch(job, batch[0], batch[1], shards, target, node, keeps=keeps))
+                    under_way.append(self._batch(errand, *batch))
                 if not under_way:
                     if job.lacking == len(keys):
                         raise ChunkMissing(f"none of {len(keys)} chunks is in {keys[0][1].name}")
@@ -103,17 +114,8 @@ class Mover:
             if batch:
                 yield place, batch
 
-    def _batch(
-        self,
-        job: Job,
-        source: Place,
-        keys: Sequence[bytes],
-        shards: int,
-        target: Place | str,
-        node: str,
-        *,
-        keeps: bool,
-    ) -> Steps:
+    def _batch(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> Steps:
+        job, shards, target = errand.job, errand.shards, errand.target
         first = self._places.first
         copies: list[Copy] = []
         passing: list[bytes] = []  # through the first arena
@@ -123,7 +125,7 @@ class Mover:
             wanted = [key for key in present if key not in there]
             if source.is_shared:
                 keys = [key for key in keys if key in there or key in present]
-            if source is not first and target is not first:
+            if first not in (source, target):
                 passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
             if source != first:
                 copies += self._bring(source, wanted, shards)
@@ -137,10 +139,10 @@ class Mover:
                 yield from self._until_known(target, keys, shards)
                 confirmed = self._places.having(target, keys, shards)
             else:
-                confirmed = yield from self._settled(job, node, target, wanted, shards, copies)
-            self._leave(job, source, confirmed, shards, keeps=keeps)
+                confirmed = yield from self._settled(errand, target, wanted, copies)
+            self._leave(errand, source, confirmed)
             if len(confirmed) < len(keys):
-                self._fail(job, source, [key for key in keys if key not in set(confirmed)], target, node, shards)
+                self._fail(errand, source, [key for key in keys if key not in set(confirmed)])
         finally:
             self._copies.give_up([copy for copy in copies if copy.state is not CopyState.OVER])
             self._pass(passing, shards)
@@ -196,8 +198,7 @@ class Mover:
         """Copy these from the first arena to another tier of this node."""
         if target.tier is None:
             return self._between(keys, self._places.first, self._homes(shards), shards)
-        start = partial(self._store_in, keys=keys, shards=shards, arenas=(), to=())
-        return self._started(target.tier, start)
+        return self._stored(target.tier, keys, shards)
 
     def _between(self, keys: Sequence[bytes], source: Place, to: Sequence[int], shards: int) -> list[Copy]:
         """Copy these from arenas to arenas; to the first one if `to` is empty."""
@@ -209,67 +210,59 @@ class Mover:
         alike = itertools.groupby(lying, key=lambda each: tuple(chunk.slot.arena for chunk in each[1]))
         for arenas, run in alike:
             some = [key for key, chunks in run if chunks]
-            start = partial(self._store_in, keys=some, shards=shards, arenas=arenas, to=to or (0,) * shards)
-            copies += self._started(tier, start)
+            copies += self._stored(tier, some, shards, arenas=arenas, to=to or (0,) * shards)
         return copies
 
-    def _store_in(
-        self,
-        tier: Tier,
-        deadline: float,
-        *,
-        keys: Sequence[bytes],
-        shards: int,
-        arenas: Sequence[int],
-        to: Sequence[int],
-    ) -> None:
-        priority = Priority.REBALANCE
-        self._copies.store(tier, keys, shards, arenas=arenas, to=to, priority=priority, deadline=deadline)
+    def _stored(
+        self, tier: Tier, keys: Sequence[bytes], shards: int, *, arenas: Sequence[int] = (), to: Sequence[int] = ()
+    ) -> list[Copy]:
+        store = partial(self._copies.store, tier, keys, shards, arenas=arenas, to=to, priority=Priority.REBALANCE)
+        return self._started(tier, partial(store, deadline=self._clock() + self._copy_s))
 
-    def _started(self, tier: Tier, start: Callable[[Tier, float], None]) -> list[Copy]:
+    def _started(self, tier: Tier, start: Callable[[], object]) -> list[Copy]:
         """The copies to a tier that `start` begins."""
         before = set(self._copies.of(tier.name))
-        start(tier, self._clock() + self._copy_s)
+        start()
         return [copy for copy in self._copies.of(tier.name) if copy not in before]
 
     def _settled(
-        self, job: Job, node: str, tier: str, keys: Sequence[bytes], shards: int, copies: list[Copy]
+        self, errand: Errand, tier: str, keys: Sequence[bytes], copies: list[Copy]
     ) -> Generator[None, None, Sequence[bytes]]:
         """Push these to a peer, and have it store them; returns the leading ones, which it says to have.
 
         :raises NodeError: the peer cannot be reached, or will not.
         """
-        count = yield from self._asked(node, keys, shards, tier)
+        job, node, question = errand.job, errand.node, Settle(list(keys), errand.shards, tier)
+        count = yield from self._asked(node, question)
         pushed, again_at = -1, 0.0  # how many it had when what it lacked was pushed last
         until = self._clock() + SETTLE_S
         while count < len(keys) and self._clock() < until:
             if count > pushed or self._clock() >= again_at:  # it has not had room for all, or has evicted some
                 pushed = count
-                start = partial(self._push, node, keys[count:], shards)
+                start = partial(self._push, node, keys[count:], errand.shards)
                 copies += self._started(self._peers.tiers.tier(node), start)
                 yield from self._until_over(job, copies)
                 again_at = self._clock() + PUSH_AGAIN_S
             before, asked_at = count, self._clock()
-            count = yield from self._asked(node, keys, shards, tier)
+            count = yield from self._asked(node, question)
             job.moved_at = self._clock()  # it answers; how long it may do so without anything more is `until`
             until = job.moved_at + SETTLE_S if count > before else until
             while count < len(keys) and self._clock() - asked_at < ASK_S:
                 yield
         return keys[:count]
 
-    def _push(self, node: str, keys: Sequence[bytes], shards: int, _tier: Tier, _deadline: float) -> None:
+    def _push(self, node: str, keys: Sequence[bytes], shards: int) -> None:
         try:
             self._peers.push(node, keys, shards, None, b"")
         except (PeerError, ConfigError) as error:
             raise NodeError(f"node {node!r:.80} cannot be reached: {error}") from error
 
-    def _asked(self, node: str, keys: Sequence[bytes], shards: int, tier: str) -> Generator[None, None, int]:
-        """How many leading ones of these the tier of a peer has now.
+    def _asked(self, node: str, question: Settle) -> Generator[None, None, int]:
+        """How many leading ones of these chunks the tier of a peer has now.
 
         :raises NodeError: it will not, or does not answer.
         """
         until = self._clock() + ANSWER_S
-        question = Settle(list(keys), shards, tier)
         number = 0
         try:
             while True:
@@ -285,13 +278,14 @@ class Mover:
             raise NodeError(f"node {node!r:.80} says: {printable(answer.text)}")
         return answer.hits
 
-    def _leave(self, job: Job, source: Place, keys: Sequence[bytes], shards: int, *, keeps: bool) -> None:
+    def _leave(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> None:
         """The target has these: they leave the source."""
+        shards = errand.shards
         sizes = [held.nbytes for held in self._places.found(source, keys, shards).values()]
-        if not keeps:
+        if not errand.keeps:
             free = [key for key in keys if not self._places.is_pinned(source, key, shards)]  # it may be since it began
             self._places.drop(source, free, shards, why="moved")
-        job.did(len(keys) * shards, sum(sizes) * shards)
+        errand.job.did(len(keys) * shards, sum(sizes) * shards)
 
     def _pass(self, keys: Sequence[bytes], shards: int) -> None:
         """These were in the first arena only on their way."""
@@ -301,13 +295,12 @@ class Mover:
             if chunks and not any(chunk.is_found or chunk.is_kept for chunk in chunks):
                 self._places.drop(first, [key], shards, why="moved")
 
-    def _fail(
-        self, job: Job, source: Place, keys: Sequence[bytes], target: Place | str, node: str, shards: int
-    ) -> None:
+    def _fail(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> None:
         """:raises ChunkMissing: these are gone. :raises NodeError: they could not be stored."""
-        gone = [key for key in keys if self._places.held(source, key, shards) is None]
+        job, target = errand.job, errand.target
+        gone = [key for key in keys if self._places.held(source, key, errand.shards) is None]
         self._counters["moves_failed"] += 1
-        where = f"{node}/{target}" if isinstance(target, str) else target.name
+        where = f"{errand.node}/{target}" if isinstance(target, str) else target.name
         done = f"{job.chunks_done} of {job.chunks} chunks were moved, the others are where they were"
         if len(gone) == len(keys):
             raise ChunkMissing(f"{len(keys)} chunks have left {source.name} meanwhile; {done}")

@@ -18,7 +18,7 @@ from pdx.errors import ArenaFull, ChunkMissing, JobConflict, NodeError, PdxError
 from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
-from pdx.node.control.moves import BATCH_KEYS, Mover
+from pdx.node.control.moves import BATCH_KEYS, Errand, Mover
 from pdx.node.control.places import GPU, Place, Places
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
@@ -258,8 +258,7 @@ class Controls:
         if ask.dry_run:
             self.jobs.check(job.keys)
             return JobStatus("", "move", "planned", job.chunks, 0, nbytes, what=printable(what, 1000))
-        steps = self._mover.steps(job, found, shards, target, node, keeps=ask.keeps)
-        return self.jobs.start(job, steps)
+        return self.jobs.start(job, self._mover.steps(Errand(job, shards, target, node, ask.keeps), found))
 
     def _whence(
         self, sources: Sequence[Place], keys: Sequence[bytes], shards: int, *, is_named: bool
