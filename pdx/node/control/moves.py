@@ -115,16 +115,24 @@ class Mover:
                 yield place, batch
 
     def _batch(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> Steps:
+        there = self._there(errand.target, keys, errand.shards)
+        present = yield from self.present(errand.job, source, keys, errand.shards, but=there)
+        if not source.is_shared:
+            yield from self._run(errand, source, keys)
+            return
+        left = [(key, source) for key in keys if key in there or key in present]
+        for _, some in self._batches(left, errand.shards):  # how large they are is known now
+            yield from self._run(errand, source, some)
+
+    def _run(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> Steps:
         job, shards, target = errand.job, errand.shards, errand.target
         first = self._places.first
         copies: list[Copy] = []
         passing: list[bytes] = []  # through the first arena
         try:
+            yield from self._until_known(source, keys, shards)
             there = self._there(target, keys, shards)
-            present = yield from self.present(job, source, keys, shards, but=there)
-            wanted = [key for key in present if key not in there]
-            if source.is_shared:
-                keys = [key for key in keys if key in there or key in present]
+            wanted = [key for key in self._places.having(source, keys, shards) if key not in there]
             if first not in (source, target):
                 passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
             if source != first:

@@ -114,9 +114,9 @@ class Bed:
     def move(self, keys, source, target):
         return self.over(self.service.control(Move(Selection(keys), source, target)))
 
-    def put_away(self, first, count):
+    def put_away(self, first, count, nbytes=CHUNK_BYTES):
         """Chunks that the shelf alone has, and nobody knows of that."""
-        keys = self.put(first, count)
+        keys = self.put(first, count, nbytes)
         assert self.move(keys, "host", "remote").state == "done"
         self.now += 60.0
         return keys
@@ -233,6 +233,14 @@ def test_what_a_store_lacks_does_not_hide_what_is_behind_it(bed):
     status = bed.move(keys, "remote", "host")
     assert (status.state, status.chunks, status.chunks_done) == ("done", 7, 7)
     assert bed.found(keys)["host"] == [1, 1, 1, 0, 1, 1, 1, 1]
+
+
+def test_more_than_the_arena_holds_is_moved_from_a_store(bed):
+    """How large its chunks are is known only when it has said what it has."""
+    keys = [each for first in range(1, 100, 25) for each in bed.put_away(first, 25, 256 << 10)]
+    status = bed.move(keys, "remote", "disk")
+    assert (status.state, status.chunks_done, status.why) == ("done", 100, "")
+    assert bed.found(keys)["disk"] == [1] * 100
 
 
 def test_a_store_that_has_nothing_of_it_is_said_to_have_nothing(bed):
