@@ -31,7 +31,7 @@ from pdx.wire.verbs import Settle
 BATCH_BYTES = 64 << 20
 BATCH_SHARE = 0.125  # of the first arena, at most, may be held by a batch
 BATCH_KEYS = 256
-BATCHES = 3  # under way at a time: while one is written the next is read
+BATCHES = 3  # of a job, under way at a time: while one is written the next is read; of all jobs those that need room
 ASK_S = 0.01  # between two questions to a peer
 ANSWER_S = 5.0  # that a remote store has to say what it has
 PUSH_AGAIN_S = 1.0  # what a peer does not have so long after it was pushed is pushed again
@@ -75,6 +75,7 @@ class Mover:
         self._copy_s = copy_s
         self._counters = counters
         self._clock = clock
+        self._crossing = 0  # batches that have room in the first arena, or are about to
 
     def steps(self, errand: Errand, keys: Sequence[tuple[bytes, Place]]) -> Steps:
         """Move these, each from its place."""
@@ -129,13 +130,18 @@ class Mover:
         first = self._places.first
         copies: list[Copy] = []
         passing: list[bytes] = []  # through the first arena
+        crosses = source != first
+        while crosses and self._crossing >= BATCHES:
+            job.moved_at = self._clock()  # it waits for other jobs, and not for what it is to move
+            yield
+        self._crossing += crosses
         try:
             yield from self._until_known(source, keys, shards)
             there = self._there(target, keys, shards)
             wanted = [key for key in self._places.having(source, keys, shards) if key not in there]
             if first not in (source, target):
                 passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
-            if source != first:
+            if crosses:
                 copies += self._bring(source, wanted, shards)
                 yield from self._until_over(job, copies)
                 wanted = self._places.having(first, wanted, shards)
@@ -152,6 +158,7 @@ class Mover:
             if len(confirmed) < len(keys):
                 self._fail(errand, source, [key for key in keys if key not in set(confirmed)])
         finally:
+            self._crossing -= crosses
             self._copies.give_up([copy for copy in copies if copy.state is not CopyState.OVER])
             self._pass(passing, shards)
 

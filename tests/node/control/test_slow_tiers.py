@@ -243,6 +243,23 @@ def test_more_than_the_arena_holds_is_moved_from_a_store(bed):
     assert bed.found(keys)["disk"] == [1] * 100
 
 
+def test_moves_at_the_same_time_wait_for_room_in_the_arena(bed):
+    """All of them need it on the way, and three times as much as there is."""
+    kept = []
+    for first in range(1, 200, 32):
+        kept.append(bed.put(first, 24, 256 << 10))
+        assert bed.move(kept[-1], "host", "disk").state == "done"
+    bed.shelf.permits = threading.Semaphore(0)
+    jobs = [bed.service.control(Move(Selection(keys), "disk", "remote")) for keys in kept]
+    for count in range(1, 49):
+        bed.now += 1.0
+        bed.shelf.permits.release()
+        bed.until(lambda count=count: bed.service.counters["remote_stored"] == count, "another one is stored")
+    bed.shelf.permits.release(1000)
+    over = [bed.over(job) for job in jobs]
+    assert [(status.state, status.chunks_done, status.why) for status in over] == [("done", 24, "")] * len(kept)
+
+
 def test_a_store_that_has_nothing_of_it_is_said_to_have_nothing(bed):
     status = bed.move([key(number) for number in range(4)], "remote", "host")
     assert (status.state, status.chunks_done) == ("failed", 0)
