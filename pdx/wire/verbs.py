@@ -172,13 +172,13 @@ class Effect(Message, frozen=True):
 
 
 class JobStatus(Message, frozen=True):
-    """One job of a node, or (`job` empty) what it would be. `state` "failed" and `why` go together; a job that was
-    cancelled, or has failed, says how much it has done before that."""
+    """One job of a node, or (`job` empty) what it would be. `state` "failed" and `why` go together; `why` of one
+    that is done is what it has found. One that was cancelled, or has failed, says how much it has done before that."""
 
     job: JobId
     verb: Annotated[str, Meta(max_length=16)]
     state: Literal["planned", "running", "done", "failed", "cancelled"]
-    chunks: Count  # of one shard each: all there are to do …
+    chunks: Count  # of one shard each: all there are to do, without those that a store turned out to lack …
     chunks_done: Count = 0  # … and those that are done, or were done before
     nbytes: Bytes = 0
     bytes_done: Bytes = 0
