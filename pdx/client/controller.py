@@ -20,6 +20,7 @@ from pdx.config import default_node
 from pdx.errors import ProtocolError, SelectionError
 from pdx.wire.messages import Explained, Outcome, Refused, Verb, Why
 from pdx.wire.verbs import (
+    MAX_EVICTED,
     Clear,
     Effect,
     EndJob,
@@ -27,6 +28,7 @@ from pdx.wire.verbs import (
     JobList,
     Jobs,
     JobStatus,
+    Kept,
     List,
     Listing,
     Move,
@@ -164,8 +166,25 @@ class Controller:
     def evict(
         self, below: int, nbytes: int, instance: str = "", tier: str = "", *, dry_run: bool = False
     ) -> dict[str, Effect | Refused]:
-        """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena."""
-        return self._each(Evict(below, nbytes, tier, dry_run), instance, Effect)
+        """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena. A plan counts no more than
+        MAX_EVICTED chunks."""
+        done = self._each(Evict(below, nbytes, tier, dry_run), instance, Effect)
+        return (
+            done if dry_run else {name: self._evicted(name, below, nbytes, tier, each) for name, each in done.items()}
+        )
+
+    def _evicted(self, name: str, below: int, nbytes: int, tier: str, first: Effect | Refused) -> Effect | Refused:
+        """What came of it at one node, which evicts so many chunks at a time."""
+        if isinstance(first, Refused):
+            return first
+        (kept,) = (last,) = first.tiers
+        while last.chunks == MAX_EVICTED and kept.nbytes < nbytes:
+            more = self._each(Evict(below, nbytes - kept.nbytes, tier), name, Effect)[name]
+            if isinstance(more, Refused):
+                break
+            (last,) = more.tiers
+            kept = Kept(kept.name, kept.chunks + last.chunks, kept.nbytes + last.nbytes)
+        return Effect([kept])
 
     def verify(self, instance: str, tier: str, *, remove: bool = False, dry_run: bool = False) -> Job:
         """Read all chunks of a disk and compare their digests; `remove`: those that are not what they were."""

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
@@ -16,6 +16,7 @@ from pdx.client.prompt import Health, Lookup, Prompt
 from pdx.client.reach import named
 from pdx.client.tokenizer import tokens_of
 from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, SelectionError
+from pdx.memory.form import LossyName
 from pdx.wire.messages import VERSION, Answer, Hello, Outcome, Refused, Status, ToNode, Verb, decode_to_node, encode
 from pdx.wire.status import NodeStatus
 from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, form_text, num_shards
@@ -62,13 +63,17 @@ class LocalNodes:
 
     def ask(self, verb: Verb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
         if prompt is not None:
-            verb = msgspec.structs.replace(verb, what=self._selected(prompt)[0])
-        if isinstance(verb, Recode) and prompt is not None and not prompt.request:
-            verb = self._with_new_keys(verb, prompt)
+            prompt, models = self._read(prompt)
+            verb = msgspec.structs.replace(verb, what=_selection(prompt, models))
+            if isinstance(verb, Recode):
+                verb = _with_new_keys(verb, prompt, models)
         return self._each(instances, lambda connection: self._call(connection, verb, None))
 
     def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> Lookup:
-        selection, per_chunk = self._selected(prompt)
+        prompt, models = self._read(prompt)
+        selection = _selection(prompt, models)
+        sizes = {chunk_tokens(model) for model in models if model.shape.get("chunk_tokens")}
+        per_chunk = sizes.pop() if len(sizes) == 1 else 0  # 0: not known
         until = time.monotonic() + wait_s
         found = self._each(instances, lambda connection: self._found(connection, Find(selection), until))
         tiers, hits, pinned, asking, errors = {}, {}, {}, {}, {}
@@ -110,24 +115,16 @@ class LocalNodes:
                 found[name] = Health(None, str(error))
         return found
 
-    def _selected(self, prompt: Prompt) -> tuple[Selection, int]:
-        """The chunks, and how many tokens each has; 0: not known."""
+    def _read(self, prompt: Prompt) -> tuple[Prompt, list[Model]]:
+        """The prompt, as tokens where it is a text, and the engines that make keys of these; of a request: all there
+        are."""
         models = self._models()
         if prompt.request:
-            sizes = {chunk_tokens(model) for model in models if model.shape.get("chunk_tokens")}
-            return Selection(request=prompt.request), sizes.pop() if len(sizes) == 1 else 0
-        alike = chosen(models, prompt.model)
-        tokens = prompt.tokens if prompt.tokens is not None else tokens_of(prompt.text or "", alike)
-        keys = chunk_keys(alike[0], tokens, prompt.salt, prompt.codec)
-        return Selection(keys, num_shards(alike[0])), chunk_tokens(alike[0])
-
-    def _with_new_keys(self, verb: Recode, prompt: Prompt) -> Recode:
-        """Of a lossy codec: its form, and the keys that the chunks have then."""
-        form = form_text(chosen(self._models(), prompt.model)[0], verb.codec)
-        if not form:
-            return verb
-        lossy = msgspec.structs.replace(prompt, codec=verb.codec)
-        return msgspec.structs.replace(verb, codec=form, new_keys=self._selected(lossy)[0].keys)
+            return prompt, models
+        models = chosen(models, prompt.model)
+        if prompt.text is not None:
+            prompt = msgspec.structs.replace(prompt, text=None, tokens=tokens_of(prompt.text, models))
+        return prompt, models
 
     def _models(self) -> list[Model]:
         """Of the nodes that answer: the others' own verbs say what is the matter with them."""
@@ -167,6 +164,28 @@ class LocalNodes:
         if kind is not None and not isinstance(answer, kind):
             raise ProtocolError(f"the node answers {type(answer).__name__} to {type(ask).__name__}")
         return answer  # type: ignore[return-value]
+
+
+def _selection(prompt: Prompt, models: Sequence[Model]) -> Selection:
+    if prompt.request:
+        return Selection(request=prompt.request)
+    return Selection(chunk_keys(models[0], prompt.tokens or (), prompt.salt, prompt.codec), num_shards(models[0]))
+
+
+def _with_new_keys(verb: Recode, prompt: Prompt, models: Sequence[Model]) -> Recode:
+    """Of a lossy codec: its form, and the keys that the chunks have then."""
+    if prompt.request:
+        if verb.codec in get_args(LossyName):
+            raise SelectionError(
+                f"chunks that are stored by {verb.codec} get other keys, which no request's id tells: name tokens or a "
+                f"text"
+            )
+        return verb
+    form = form_text(models[0], verb.codec)
+    if not form:
+        return verb
+    lossy = msgspec.structs.replace(prompt, codec=verb.codec)
+    return msgspec.structs.replace(verb, codec=form, new_keys=_selection(lossy, models).keys)
 
 
 def _scaled(counts: dict[str, int], per_chunk: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ JobId = Annotated[str, Meta(max_length=64, pattern=r"^([0-9a-f]+-[0-9]+)?\Z")]  
 CodecName = Annotated[str, Meta(max_length=16, pattern=r"^[a-z0-9]*\Z")]
 MAX_LISTED = 1_000
 MAX_MODELS = 256
+MAX_EVICTED = 2048  # chunks, by one message
 
 
 class Selection(msgspec.Struct, array_like=True, frozen=True):
@@ -84,7 +85,7 @@ class Recode(Message, frozen=True):
 
 class Evict(Message, frozen=True):
     """Evict from an arena (empty: the first) up to `nbytes` of what has a lower priority than `below`, in the order of
-    its policy. The answer is an `Effect`."""
+    its policy. The answer is an `Effect`; where it has MAX_EVICTED chunks there may be more: ask again."""
 
     below: Annotated[int, Meta(ge=1, le=10)]
     nbytes: Bytes
@@ -171,13 +172,13 @@ class Effect(Message, frozen=True):
 
 
 class JobStatus(Message, frozen=True):
-    """One job of a node, or (`job` empty) what it would be. `state` "failed" and `why` go together; a job that was
-    cancelled, or has failed, says how much it has done before that."""
+    """One job of a node, or (`job` empty) what it would be. `state` "failed" and `why` go together; `why` of one
+    that is done is what it has found. One that was cancelled, or has failed, says how much it has done before that."""
 
     job: JobId
     verb: Annotated[str, Meta(max_length=16)]
     state: Literal["planned", "running", "done", "failed", "cancelled"]
-    chunks: Count  # of one shard each: all there are to do …
+    chunks: Count  # of one shard each: all there are to do, without those that a store turned out to lack …
     chunks_done: Count = 0  # … and those that are done, or were done before
     nbytes: Bytes = 0
     bytes_done: Bytes = 0

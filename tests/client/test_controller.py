@@ -26,8 +26,9 @@ from pdx.errors import (
     TierUnknown,
 )
 from pdx.testing.waiting import wait_until
+from pdx.wire.hints import Hints
 from pdx.wire.tokens import chunk_keys
-from pdx.wire.verbs import Effect, Kept
+from pdx.wire.verbs import MAX_EVICTED, Effect, Kept
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,19 @@ def test_move_says_what_it_would_do_and_does_it(two, cache):
     assert done.name in [job.name for job in cache.jobs()["alpha"]]
     with pytest.raises(SelectionError, match="only planned"):
         cache.check_finish(planned)
+
+
+def test_evict_asks_until_a_node_has_evicted_what_it_was_asked_for(two, cache):
+    """A node evicts so many chunks at a time, for the others that wait for it."""
+    small, some = 4 << 10, MAX_EVICTED // 2
+    (cleared,) = cache.clear(None, "beta", "host", everything=True).values()
+    assert cache.wait(cleared).status.state == "done"
+    contents = {number.to_bytes(16, "big"): b"." * small for number in range(1, 1 + 3 * some)}
+    two.engines["beta"].save(contents, hints=Hints("", priority=1))
+    assert cache.evict(2, 2 * some * small + 1, "beta")["beta"].tiers == [
+        Kept("host", most := 2 * some + 1, most * small)
+    ]
+    assert cache.evict(2, 1 << 40, "*")["beta"].tiers == [Kept("host", some - 1, (some - 1) * small)]
 
 
 def test_clear_pin_and_evict(two, cache):
@@ -288,6 +302,7 @@ class FakeEngine(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.status = 200
+        self.asked: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -299,6 +314,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(self.path)
         tokens = [ord(letter) for letter in asked["prompt"]]
         self._answer({"count": len(tokens), "tokens": tokens} if asked["model"] == "served" else {})
 
@@ -338,5 +354,27 @@ def test_a_text_is_made_tokens_of_by_the_engine_itself(node, served):
             served.socket.close()
             with pytest.raises(SelectionError, match="makes no tokens of a text: .*refused"):
                 cache.lookup(text)
+    finally:
+        engine.close()
+
+
+# A page of 4 tokens with 2 heads of 8 elements in bfloat16, keys and values.
+LOSSY_SHAPE = {
+    **SHAPE, "dtype": "bfloat16", "num_layers": "4", "num_heads": "2", "head_dim": "8", "page_bytes": "256",
+    "order": "LBHNC", "backend": "FLASH_ATTN", "isa": "",
+}  # fmt: skip
+
+
+def test_to_compress_a_text_with_a_loss_its_tokens_are_asked_for_once(node, served):
+    """The chunks have other keys afterwards, of the same tokens."""
+    text = "the quick brown fox jumps over the lazy dog"
+    engine = Engine(node.address, layout=LAYOUT, shape=LOSSY_SHAPE, url=served.url)
+    try:
+        with Controller(node.address) as cache:
+            with pytest.raises(NodeError, match="as engines read them"):
+                cache.compress(text, cache.instances[0], "host", "int8")
+            assert served.asked == ["/tokenize"]
+            with pytest.raises(SelectionError, match="get other keys.*: name tokens or a text"):
+                cache.compress(Prompt(request="any"), cache.instances[0], "host", "int8")
     finally:
         engine.close()

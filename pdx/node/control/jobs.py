@@ -31,20 +31,22 @@ STALLED_S = 30.0  # a job that has done nothing for so long has failed
 
 
 class Job(msgspec.Struct, eq=False):
-    """One job. Who runs it counts `chunks_done` and `bytes_done`."""
+    """One job. Who runs it counts `chunks_done` and `bytes_done`, and moves `moved_at` while a chunk gets on."""
 
     verb: str
     what: str
     keys: Sequence[bytes]  # that no other job may work on meanwhile
-    chunks: int  # of one shard each, to be done
+    chunks: int  # of one shard each, to be done; fewer when those are told of that are `lacking`
     nbytes: int
     chunks_done: int = 0
     bytes_done: int = 0
+    lacking: int = 0  # keys that a store might have had, and has not
     name: str = ""
     state: Literal["running", "done", "failed", "cancelled"] = "running"
     why: str = ""
     begun_at: float = 0.0
-    moved_at: float = 0.0  # when it last did something
+    moved_at: float = 0.0  # when it was last seen to have done something, or to get on …
+    seen: tuple[int, int] = (0, 0)  # … which it had done by then: chunks and bytes
     ended_at: float = 0.0
     steps: Steps | None = None
 
@@ -128,7 +130,6 @@ class JobTable:
                 break
 
     def _step(self, job: Job) -> None:
-        before = job.chunks_done, job.bytes_done
         try:
             assert job.steps is not None
             next(job.steps)
@@ -140,9 +141,9 @@ class JobTable:
             log.exception("job %s failed", job.name)
             self._end(job, "failed", f"{type(error).__name__}: see the node's log")
         else:
-            now = self._clock()
-            if before != (job.chunks_done, job.bytes_done):
-                job.moved_at = now
+            now, done = self._clock(), (job.chunks_done, job.bytes_done)
+            if done != job.seen:  # in this step, or before it: tiers tell of what is done when it is
+                job.seen, job.moved_at = done, now
             elif now - job.moved_at > STALLED_S:
                 job.steps.close()
                 self._end(job, "failed", f"nothing has moved for {STALLED_S:g} s")

@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from functools import partial
+
+import msgspec
 
 from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError
 from pdx.node.control.jobs import Job, Steps
@@ -20,7 +22,7 @@ from pdx.node.peers.peers import Peers
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, CopyState, Priority
 from pdx.store.store import Store
-from pdx.store.tier import Tier
+from pdx.store.tier import Held, Tier
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
 from pdx.wire.messages import Refused
@@ -29,11 +31,21 @@ from pdx.wire.verbs import Settle
 BATCH_BYTES = 64 << 20
 BATCH_SHARE = 0.125  # of the first arena, at most, may be held by a batch
 BATCH_KEYS = 256
-BATCHES = 3  # under way at a time: while one is written the next is read
+BATCHES = 3  # of a job, under way at a time: while one is written the next is read; of all jobs those that need room
 ASK_S = 0.01  # between two questions to a peer
 ANSWER_S = 5.0  # that a remote store has to say what it has
 PUSH_AGAIN_S = 1.0  # what a peer does not have so long after it was pushed is pushed again
 SETTLE_S = 30.0  # that a peer has to store a batch
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """One move: of a job, to a tier of this node, or to the tier of that name of the peer `node`."""
+
+    job: Job
+    shards: int
+    target: Place | str
+    node: str
+    keeps: bool
 
 
 class Mover:
@@ -63,18 +75,20 @@ class Mover:
         self._copy_s = copy_s
         self._counters = counters
         self._clock = clock
+        self._crossing = 0  # batches that have room in the first arena, or are about to
 
-    def steps(
-        self, job: Job, keys: Sequence[tuple[bytes, Place]], shards: int, target: Place | str, node: str, *, keeps: bool
-    ) -> Steps:
-        """Move these, each from its place, to a tier of this node, or to the tier of that name of a peer."""
-        left = self._batches(keys, shards)
+    def steps(self, errand: Errand, keys: Sequence[tuple[bytes, Place]]) -> Steps:
+        """Move these, each from its place."""
+        job = errand.job
+        left = self._batches(keys, errand.shards)
         under_way: list[Steps] = []
         try:
             while True:
                 while len(under_way) < BATCHES and (batch := next(left, None)) is not None:
-                    under_way.append(self._batch(job, batch[0], batch[1], shards, target, node, keeps=keeps))
+                    under_way.append(self._batch(errand, *batch))
                 if not under_way:
+                    if job.lacking == len(keys):
+                        raise ChunkMissing(f"none of {len(keys)} chunks is in {keys[0][1].name}")
                     return
                 for steps in list(under_way):
                     if next(steps, steps) is steps:  # it has ended
@@ -101,45 +115,50 @@ class Mover:
             if batch:
                 yield place, batch
 
-    def _batch(
-        self,
-        job: Job,
-        source: Place,
-        keys: Sequence[bytes],
-        shards: int,
-        target: Place | str,
-        node: str,
-        *,
-        keeps: bool,
-    ) -> Steps:
+    def _batch(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> Steps:
+        there = self._there(errand.target, keys, errand.shards)
+        present = yield from self.present(errand.job, source, keys, errand.shards, but=there)
+        if not source.is_shared:
+            yield from self._run(errand, source, keys)
+            return
+        left = [(key, source) for key in keys if key in there or key in present]
+        for _, some in self._batches(left, errand.shards):  # how large they are is known now
+            yield from self._run(errand, source, some)
+
+    def _run(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> Steps:
+        job, shards, target = errand.job, errand.shards, errand.target
         first = self._places.first
         copies: list[Copy] = []
         passing: list[bytes] = []  # through the first arena
+        crosses = source != first
+        while crosses and self._crossing >= BATCHES:
+            job.moved_at = self._clock()  # it waits for other jobs, and not for what it is to move
+            yield
+        self._crossing += crosses
         try:
-            while self._places.seeks(source, keys, shards) and self._clock() - job.moved_at < ANSWER_S:
-                yield
+            yield from self._until_known(source, keys, shards)
             there = self._there(target, keys, shards)
             wanted = [key for key in self._places.having(source, keys, shards) if key not in there]
-            if source is not first and target is not first:
+            if first not in (source, target):
                 passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
-            if source != first:
+            if crosses:
                 copies += self._bring(source, wanted, shards)
-                yield from self._until_over(copies)
+                yield from self._until_over(job, copies)
                 wanted = self._places.having(first, wanted, shards)
             if wanted and isinstance(target, Place) and target != first:
                 copies += self.take_away(target, wanted, shards)
-                yield from self._until_over(copies)
+                yield from self._until_over(job, copies)
             confirmed: Sequence[bytes]
             if isinstance(target, Place):
-                while self._places.seeks(target, keys, shards) and self._clock() - job.moved_at < ANSWER_S:
-                    yield
+                yield from self._until_known(target, keys, shards)
                 confirmed = self._places.having(target, keys, shards)
             else:
-                confirmed = yield from self._settled(node, target, wanted, shards, copies)
-            self._leave(job, source, confirmed, shards, keeps=keeps)
+                confirmed = yield from self._settled(errand, target, wanted, copies)
+            self._leave(errand, source, confirmed)
             if len(confirmed) < len(keys):
-                self._fail(job, source, [key for key in keys if key not in set(confirmed)], target, node, shards)
+                self._fail(errand, source, [key for key in keys if key not in set(confirmed)])
         finally:
+            self._crossing -= crosses
             self._copies.give_up([copy for copy in copies if copy.state is not CopyState.OVER])
             self._pass(passing, shards)
 
@@ -147,9 +166,37 @@ class Mover:
         """Those that the target has already, as far as is known without asking."""
         return set(self._places.having(target, keys, shards)) if isinstance(target, Place) else set()
 
-    @staticmethod
-    def _until_over(copies: Sequence[Copy]) -> Steps:
+    def _until_known(self, place: Place, keys: Sequence[bytes], shards: int) -> Steps:
+        """Wait until a tier has said which of these it has, if it has to be asked; it has ANSWER_S for that."""
+        until = self._clock() + ANSWER_S
+        while self._places.seeks_any(place, keys, shards) and self._clock() < until:
+            yield
+
+    def present(
+        self, job: Job, place: Place, keys: Sequence[bytes], shards: int, *, but: Container[bytes] = ()
+    ) -> Generator[None, None, dict[bytes, Held]]:
+        """What a tier has of these. Where that had to be asked, the rest, `but` some, is left out of the job.
+
+        :raises NodeError: it has not said what it has.
+        """
+        yield from self._until_known(place, keys, shards)
+        found = self._places.found(place, keys, shards)
+        if place.tier is not None and place.is_shared:
+            lacking = [key for key in keys if key not in found and key not in but]
+            why = next((why for key in lacking if (why := place.tier.why_not(key))), "")
+            if why:
+                raise NodeError(f"{place.name} {why}")
+            if lacking:
+                job.lacking += len(lacking)
+                job.chunks -= len(lacking) * shards
+                job.why = f"{job.lacking} chunks were not in {place.name}"
+        return found
+
+    def _until_over(self, job: Job, copies: Sequence[Copy]) -> Steps:
+        copied = -1
         while any(copy.state is not CopyState.OVER for copy in copies):
+            if copied != (copied := sum(copy.copied_bytes for copy in copies)):
+                job.moved_at = self._clock()
             yield
 
     def _bring(self, source: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
@@ -166,8 +213,7 @@ class Mover:
         """Copy these from the first arena to another tier of this node."""
         if target.tier is None:
             return self._between(keys, self._places.first, self._homes(shards), shards)
-        start = partial(self._store_in, keys=keys, shards=shards, arenas=(), to=())
-        return self._started(target.tier, start)
+        return self._stored(target.tier, keys, shards)
 
     def _between(self, keys: Sequence[bytes], source: Place, to: Sequence[int], shards: int) -> list[Copy]:
         """Copy these from arenas to arenas; to the first one if `to` is empty."""
@@ -179,66 +225,59 @@ class Mover:
         alike = itertools.groupby(lying, key=lambda each: tuple(chunk.slot.arena for chunk in each[1]))
         for arenas, run in alike:
             some = [key for key, chunks in run if chunks]
-            start = partial(self._store_in, keys=some, shards=shards, arenas=arenas, to=to or (0,) * shards)
-            copies += self._started(tier, start)
+            copies += self._stored(tier, some, shards, arenas=arenas, to=to or (0,) * shards)
         return copies
 
-    def _store_in(
-        self,
-        tier: Tier,
-        deadline: float,
-        *,
-        keys: Sequence[bytes],
-        shards: int,
-        arenas: Sequence[int],
-        to: Sequence[int],
-    ) -> None:
-        priority = Priority.REBALANCE
-        self._copies.store(tier, keys, shards, arenas=arenas, to=to, priority=priority, deadline=deadline)
+    def _stored(
+        self, tier: Tier, keys: Sequence[bytes], shards: int, *, arenas: Sequence[int] = (), to: Sequence[int] = ()
+    ) -> list[Copy]:
+        store = partial(self._copies.store, tier, keys, shards, arenas=arenas, to=to, priority=Priority.REBALANCE)
+        return self._started(tier, partial(store, deadline=self._clock() + self._copy_s))
 
-    def _started(self, tier: Tier, start: Callable[[Tier, float], None]) -> list[Copy]:
+    def _started(self, tier: Tier, start: Callable[[], object]) -> list[Copy]:
         """The copies to a tier that `start` begins."""
         before = set(self._copies.of(tier.name))
-        start(tier, self._clock() + self._copy_s)
+        start()
         return [copy for copy in self._copies.of(tier.name) if copy not in before]
 
     def _settled(
-        self, node: str, tier: str, keys: Sequence[bytes], shards: int, copies: list[Copy]
+        self, errand: Errand, tier: str, keys: Sequence[bytes], copies: list[Copy]
     ) -> Generator[None, None, Sequence[bytes]]:
         """Push these to a peer, and have it store them; returns the leading ones, which it says to have.
 
         :raises NodeError: the peer cannot be reached, or will not.
         """
-        count = yield from self._asked(node, keys, shards, tier)
+        job, node, question = errand.job, errand.node, Settle(list(keys), errand.shards, tier)
+        count = yield from self._asked(node, question)
         pushed, again_at = -1, 0.0  # how many it had when what it lacked was pushed last
         until = self._clock() + SETTLE_S
         while count < len(keys) and self._clock() < until:
             if count > pushed or self._clock() >= again_at:  # it has not had room for all, or has evicted some
                 pushed = count
-                start = partial(self._push, node, keys[count:], shards)
+                start = partial(self._push, node, keys[count:], errand.shards)
                 copies += self._started(self._peers.tiers.tier(node), start)
-                yield from self._until_over(copies)
+                yield from self._until_over(job, copies)
                 again_at = self._clock() + PUSH_AGAIN_S
             before, asked_at = count, self._clock()
-            count = yield from self._asked(node, keys, shards, tier)
-            until = self._clock() + SETTLE_S if count > before else until
+            count = yield from self._asked(node, question)
+            job.moved_at = self._clock()  # it answers; how long it may do so without anything more is `until`
+            until = job.moved_at + SETTLE_S if count > before else until
             while count < len(keys) and self._clock() - asked_at < ASK_S:
                 yield
         return keys[:count]
 
-    def _push(self, node: str, keys: Sequence[bytes], shards: int, _tier: Tier, _deadline: float) -> None:
+    def _push(self, node: str, keys: Sequence[bytes], shards: int) -> None:
         try:
             self._peers.push(node, keys, shards, None, b"")
         except (PeerError, ConfigError) as error:
             raise NodeError(f"node {node!r:.80} cannot be reached: {error}") from error
 
-    def _asked(self, node: str, keys: Sequence[bytes], shards: int, tier: str) -> Generator[None, None, int]:
-        """How many leading ones of these the tier of a peer has now.
+    def _asked(self, node: str, question: Settle) -> Generator[None, None, int]:
+        """How many leading ones of these chunks the tier of a peer has now.
 
         :raises NodeError: it will not, or does not answer.
         """
         until = self._clock() + ANSWER_S
-        question = Settle(list(keys), shards, tier)
         number = 0
         try:
             while True:
@@ -254,29 +293,29 @@ class Mover:
             raise NodeError(f"node {node!r:.80} says: {printable(answer.text)}")
         return answer.hits
 
-    def _leave(self, job: Job, source: Place, keys: Sequence[bytes], shards: int, *, keeps: bool) -> None:
+    def _leave(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> None:
         """The target has these: they leave the source."""
+        shards = errand.shards
         sizes = [held.nbytes for held in self._places.found(source, keys, shards).values()]
-        if not keeps:
+        if not errand.keeps:
             free = [key for key in keys if not self._places.is_pinned(source, key, shards)]  # it may be since it began
             self._places.drop(source, free, shards, why="moved")
-        job.did(len(keys) * shards, sum(sizes) * shards)
+        errand.job.did(len(keys) * shards, sum(sizes) * shards)
 
     def _pass(self, keys: Sequence[bytes], shards: int) -> None:
         """These were in the first arena only on their way."""
         first = self._places.first
         for key in keys:
             chunks = self._places.chunks(first, key, shards)
-            if chunks and not any(chunk.is_found or chunk.pins for chunk in chunks):
+            if chunks and not any(chunk.is_found or chunk.is_kept for chunk in chunks):
                 self._places.drop(first, [key], shards, why="moved")
 
-    def _fail(
-        self, job: Job, source: Place, keys: Sequence[bytes], target: Place | str, node: str, shards: int
-    ) -> None:
+    def _fail(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> None:
         """:raises ChunkMissing: these are gone. :raises NodeError: they could not be stored."""
-        gone = [key for key in keys if self._places.held(source, key, shards) is None]
+        job, target = errand.job, errand.target
+        gone = [key for key in keys if self._places.held(source, key, errand.shards) is None]
         self._counters["moves_failed"] += 1
-        where = f"{node}/{target}" if isinstance(target, str) else target.name
+        where = f"{errand.node}/{target}" if isinstance(target, str) else target.name
         done = f"{job.chunks_done} of {job.chunks} chunks were moved, the others are where they were"
         if len(gone) == len(keys):
             raise ChunkMissing(f"{len(keys)} chunks have left {source.name} meanwhile; {done}")

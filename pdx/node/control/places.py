@@ -21,6 +21,7 @@ from pdx.wire.verbs import Kept
 
 HOST, GPU = "host", "gpu"
 SOME = 64  # keys that a tier is asked for at once
+ASKED = 256  # keys in one question to a tier that has to ask for them elsewhere
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -29,6 +30,17 @@ class Place(msgspec.Struct, frozen=True):
     name: str
     arenas: frozenset[int] = frozenset()
     tier: Tier | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other nodes have it as well."""
+        return self.tier is not None and self.tier.is_shared
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether it may have what is not known here, and answers."""
+        status = self.tier.status() if self.tier is not None and self.tier.is_shared else None
+        return status is not None and status.is_up
 
 
 class Places:
@@ -128,6 +140,13 @@ class Places:
             return False
         known = len(place.tier.find(keys, shards))
         return known < len(keys) and place.tier.seeks(keys[known:], shards)
+
+    def seeks_any(self, place: Place, keys: Sequence[bytes], shards: int) -> bool:
+        """The same of keys behind such as it lacks, too."""
+        if place.tier is None or not place.tier.is_shared:
+            return False
+        found, tier = self.found(place, keys, shards), place.tier
+        return any(tier.seeks(keys[at : at + ASKED], shards) for at, key in enumerate(keys) if key not in found)
 
     # ---- dropping ---------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,7 +18,7 @@ from pdx.errors import ArenaFull, ChunkMissing, JobConflict, NodeError, PdxError
 from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
-from pdx.node.control.moves import ANSWER_S, BATCH_KEYS, Mover
+from pdx.node.control.moves import BATCH_KEYS, Errand, Mover
 from pdx.node.control.places import GPU, Place, Places
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
@@ -37,6 +37,7 @@ from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.messages import Outcome, Verb
 from pdx.wire.verbs import (
+    MAX_EVICTED,
     MAX_LISTED,
     Clear,
     Effect,
@@ -63,8 +64,7 @@ from pdx.wire.verbs import (
 
 _T = TypeVar("_T")
 
-STEP_KEYS = 256  # that a job drops between two messages of the control loop
-MAX_EVICTED = 2048  # chunks, by one message
+STEP_KEYS = 256  # that a job drops, or begins to recode, between two messages of the control loop
 MAX_SETTLING = 1 << 14  # chunks that are stored for peers, or of which no peer has asked what became
 
 
@@ -100,7 +100,6 @@ class Controls:
         self._look_ahead = look_ahead
         self._pin_share = pin_share
         self._counters = counters
-        self._clock = clock
         self.places = Places(store, tiers, gpus)
         self.jobs = JobTable(epoch, clock)
         self._mover = Mover(
@@ -235,16 +234,14 @@ class Controls:
         target = tier if node else self.places.at(tier)
         sources = [self.places.at(ask.source)] if ask.source else self.places.all
         # A shared tier of the same name at another node is the same store: what left it here would be gone there.
-        same = [
-            p for p in sources if p == target or (node and p.name == tier and p.tier is not None and p.tier.is_shared)
-        ]
+        same = [p for p in sources if p == target or (node and p.name == tier and p.is_shared)]
         if not ask.source:
             sources = [place for place in sources if place not in same]
         elif same:
             raise ProtocolError(f"{ask.source} is moved to itself: name another tier to move to")
         if isinstance(target, Place):
             self._check_homes(target, shards)
-        places, nbytes = self._whence(sources, keys, shards)
+        places, nbytes = self._whence(sources, keys, shards, is_named=bool(ask.source))
         found = [(key, places[key]) for key in keys if key in places]
         whence, where = ask.source or "any tier", f"{node or self._name}/{tier}"
         if not found:
@@ -252,8 +249,8 @@ class Controls:
             others = f"; {', '.join(there)} has some" if there else "; no tier of this node has any"
             raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
         if not ask.keeps:
-            self._check_unpinned(found, shards)
-        if not isinstance(target, Place) or _is_shared(target):
+            self._check_unpinned(found, shards, "or keep it there (--keep)")
+        if not isinstance(target, Place) or target.is_shared:
             self._check_unnamed([key for key, _ in found])
         verb = "copy" if ask.keeps else "move"
         what = f"{verb} {len(found)} of {len(keys)} chunks from {whence} to {where}"
@@ -261,11 +258,13 @@ class Controls:
         if ask.dry_run:
             self.jobs.check(job.keys)
             return JobStatus("", "move", "planned", job.chunks, 0, nbytes, what=printable(what, 1000))
-        steps = self._mover.steps(job, found, shards, target, node, keeps=ask.keeps)
-        return self.jobs.start(job, steps)
+        return self.jobs.start(job, self._mover.steps(Errand(job, shards, target, node, ask.keeps), found))
 
-    def _whence(self, sources: Sequence[Place], keys: Sequence[bytes], shards: int) -> tuple[dict[bytes, Place], int]:
-        """Of each key the first of these that may have it, and the bytes that are known to be there."""
+    def _whence(
+        self, sources: Sequence[Place], keys: Sequence[bytes], shards: int, *, is_named: bool
+    ) -> tuple[dict[bytes, Place], int]:
+        """Of each key the first of these that may have it, and the bytes that are known to be there. Unless the source
+        `is_named`, nobody is asked for what memory has."""
         places: dict[bytes, Place] = {}
         nbytes = 0
         for place in sources:
@@ -273,16 +272,16 @@ class Controls:
             found = self.places.found(place, left, shards)
             places.update(dict.fromkeys(found, place))
             nbytes += sum(held.nbytes for held in found.values()) * shards
-            if place.tier is not None and place.tier.is_shared:  # it has to be asked for what memory has not
-                unknown = (key for key in left if key not in found and not self._store.of(key))
-                places.update((key, place) for key in unknown if not place.tier.why_not(key))
+            if place.may_have_more:
+                unknown = [key for key in left if key not in found and (is_named or not self._store.of(key))]
+                places.update(dict.fromkeys(unknown, place))
         return places, nbytes
 
-    def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int) -> None:
+    def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int, instead: str) -> None:
         pinning = {place.name for place in self.places.all if place.tier is not None or self._store.pinned_bytes}
         for key, place in found:
             if place.name in pinning and self.places.is_pinned(place, key, shards):
-                raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, or keep it there (--keep)")
+                raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, {instead}")
 
     def _check_unnamed(self, keys: Sequence[bytes]) -> None:
         """A name says nothing of the bytes, which may be others at another node, or later."""
@@ -313,7 +312,7 @@ class Controls:
         self._check_homes(place, ask.shards)
         first = self.places.first
         count = self.places.leading(place, ask.keys, ask.shards)
-        if _is_shared(place):
+        if place.is_shared:
             self._check_unnamed(ask.keys)
         if self.places.seeks(place, ask.keys, ask.shards):  # others may have stored there what is not known here yet
             return Found(len(ask.keys), count, {place.name: count})
@@ -321,7 +320,7 @@ class Controls:
             self._settle_in(place, ask)
             for key in self.places.having(place, ask.keys, ask.shards):
                 chunks = self.places.chunks(first, key, ask.shards)
-                if chunks and not any(chunk.is_found or chunk.pins or chunk.leases for chunk in chunks):
+                if chunks and not any(chunk.is_found or chunk.is_kept or chunk.leases for chunk in chunks):
                     self.places.drop(first, [key], ask.shards, why="moved")
         return Found(len(ask.keys), count, {place.name: count})
 
@@ -373,7 +372,7 @@ class Controls:
         return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
 
     def _clear_all(self, places: Sequence[Place], *, dry_run: bool) -> JobStatus:
-        shared = next((place.name for place in places if place.tier is not None and place.tier.is_shared), "")
+        shared = next((place.name for place in places if place.is_shared), "")
         if shared and len(places) == 1:
             raise NodeError(f"{shared} is shared with other nodes: clear it by tokens, or where it runs")
         own = [place for place in places if place.name != shared]
@@ -422,18 +421,16 @@ class Controls:
 
     def _pin(self, ask: PinIn) -> Effect:
         keys, shards = self._selected(ask.what)
-        if ask.tier:
-            place = self.places.at(ask.tier)
-        else:
-            having = (place for place in self.places.all if len(self.places.having(place, keys, shards)) == len(keys))
-            place = next(having, self.places.first)
-        there = self.places.having(place, keys, shards)
-        if len(there) < len(keys):
-            raise ChunkMissing(
-                f"{len(keys) - len(there)} of {len(keys)} chunks are not in {place.name}: move them there first"
-            )
+        places = [self.places.at(ask.tier)] if ask.tier else self.places.all
+        each = ((place, self.places.found(place, keys, shards)) for place in places)
+        having = next(((place, found) for place, found in each if len(found) == len(keys)), None)
+        if having is None:
+            place = places[0] if ask.tier else self.places.first
+            lacking = len(keys) - len(self.places.having(place, keys, shards))
+            raise ChunkMissing(f"{lacking} of {len(keys)} chunks are not in {place.name}: move them there first")
+        place, found = having
         if place.tier is not None:
-            nbytes = sum(held.nbytes for held in self.places.found(place, keys, shards).values()) * shards
+            nbytes = sum(held.nbytes for held in found.values()) * shards
             if not ask.dry_run:
                 place.tier.pin(keys, pinned=ask.pinned, share=self._pin_share)
             return Effect([Kept(place.name, len(keys) * shards, nbytes)], ask.dry_run)
@@ -465,17 +462,22 @@ class Controls:
         new_keys = ask.new_keys or keys
         if len(new_keys) != len(keys):
             raise ProtocolError(f"{len(new_keys)} new keys for {len(keys)} chunks")
+        is_renamed = new_keys != keys
+        if is_renamed and len({*keys, *new_keys}) < 2 * len(keys):
+            raise ProtocolError("a new key is that of two chunks, or of one that it would replace")
         pairs = list(zip(keys, new_keys, strict=True))
         try:
             check(pairs, ask.codec)
         except PdxError as error:
             raise NodeError(f"codec {ask.codec!r}: {error}") from error
-        if not self.places.seeks(place, keys, shards):
-            pairs = [(old, new) for old, new in pairs if self.places.held(place, old, shards) is not None]
+        if is_renamed:
+            self._check_unpinned([(key, place) for key in keys], shards, "or store it by a codec without loss")
+        found = self.places.found(place, keys, shards)
+        if not self.places.seeks_any(place, keys, shards):
+            pairs = [(old, new) for old, new in pairs if old in found]
         if not pairs:
             raise ChunkMissing(f"none of {len(keys)} chunks is in {place.name}")
-        held = [held for old, _ in pairs if (held := self.places.held(place, old, shards)) is not None]
-        nbytes = sum(each.nbytes for each in held) * shards
+        nbytes = sum(each.nbytes for each in found.values()) * shards
         what = f"store {len(pairs)} of {len(keys)} chunks in {place.name} by {ask.codec}"
         busy = list(dict.fromkeys([*(old for old, _ in pairs), *(new for _, new in pairs)]))
         job = Job("recode", what, busy, len(pairs) * shards, nbytes)
@@ -485,16 +487,27 @@ class Controls:
         return self.jobs.start(job, self._recoding(job, place, pairs, ask.codec, shards))
 
     def _recoding(self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int) -> Steps:
-        keys = [old for old, _ in pairs]
-        asked_at = self._clock()
-        while self.places.seeks(place, keys, shards) and self._clock() - asked_at < ANSWER_S:
-            yield
-        nbytes = {key: held.nbytes * shards for key in keys if (held := self.places.held(place, key, shards))}
+        errors: list[TierError] = []
+        for some in _steps(pairs):
+            errors += yield from self._recoding_some(job, place, some, codec, shards)
+        if job.lacking == len(pairs):
+            raise ChunkMissing(f"none of {len(pairs)} chunks is in {place.name}")
+        if errors:
+            done = f"{job.chunks_done} of {job.chunks} chunks are stored by {codec}, the others as they were"
+            raise NodeError(f"{place.name}: {errors[0]} ({len(errors)} chunks); {done}")
+
+    def _recoding_some(
+        self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int
+    ) -> Generator[None, None, list[TierError]]:
+        """What has failed of these."""
+        found = yield from self._mover.present(job, place, [old for old, _ in pairs], shards)
+        if place.is_shared:
+            pairs = [(old, new) for old, new in pairs if old in found]
         errors: list[TierError] = []
 
         def on_chunk(key: bytes, error: TierError | None) -> None:
             if error is None:
-                job.did(shards, nbytes.get(key, 0))
+                job.did(shards, found[key].nbytes * shards if key in found else 0)
             else:
                 errors.append(error)
 
@@ -510,9 +523,7 @@ class Controls:
         finally:
             if not recoding.is_over:
                 recoding.cancel()
-        if errors:
-            done = f"{job.chunks_done} of {job.chunks} chunks are stored by {codec}, the others as they were"
-            raise NodeError(f"{place.name}: {errors[0]} ({len(errors)} chunks); {done}")
+        return errors
 
     def _verify(self, ask: Verify) -> JobStatus:
         place = self.places.at(ask.tier)
@@ -538,10 +549,6 @@ class Controls:
 def _steps(things: Sequence[_T]) -> Iterator[Sequence[_T]]:
     """So many of them as a job looks at between two messages."""
     return (things[at : at + STEP_KEYS] for at in range(0, len(things), STEP_KEYS))
-
-
-def _is_shared(place: Place) -> bool:
-    return place.tier is not None and place.tier.is_shared
 
 
 def _model(name: str, layout: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from pdx.node.control import jobs as module
@@ -31,3 +32,37 @@ def test_many_jobs_share_what_one_turn_of_the_loop_may_take():
     table.close()
     assert not len(table)
     assert not table._of_key
+
+
+def test_what_is_done_between_two_steps_counts_as_well():
+    """A tier tells of a chunk when it is done, which is seldom within a step of the job."""
+    now = [0.0]
+    table = JobTable(1, lambda: now[0])
+    job = Job("recode", "many chunks", [b"k"], 10, 10)
+
+    def wait():
+        while job.chunks_done < job.chunks:
+            yield
+
+    name = table.start(job, wait()).job
+    for _ in range(9):
+        now[0] += module.STALLED_S / 2
+        job.did(1, 1)
+        table.turn()
+        assert table.status(name).state == "running"
+    job.did(1, 1)
+    table.turn()
+    assert table.status(name).state == "done"
+
+
+def test_a_job_of_which_nothing_is_done_fails():
+    now = [0.0]
+    table = JobTable(1, lambda: now[0])
+    job = Job("move", "one chunk", [b"k"], 1, 1)
+    name = table.start(job, (None for _ in itertools.count())).job
+    now[0] += module.STALLED_S
+    table.turn()
+    assert table.status(name).state == "running"
+    now[0] += 0.1
+    table.turn()
+    assert (table.status(name).state, table.status(name).why) == ("failed", "nothing has moved for 30 s")

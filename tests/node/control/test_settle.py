@@ -14,6 +14,7 @@ from pdx.node.control import verbs as module
 from pdx.node.control.moves import BATCH_KEYS
 from pdx.node.service import Service
 from pdx.store.chunk import NODE
+from pdx.store.hints.tenant_leases import TenantLeases
 from pdx.store.store import Claim
 from pdx.testing.waiting import wait_until
 from pdx.wire.verbs import Settle
@@ -65,6 +66,16 @@ def test_however_often_it_is_asked_each_chunk_is_copied_once(service, monkeypatc
     settled(service, keys)
     assert not service.controls._settling
     assert not any(service.store.of(key) for key in keys)
+
+
+def test_what_a_tenant_has_leased_stays_in_memory(service):
+    wait_until(lambda: turn(service) or service.tiers.below[0][0].is_counted, what="it is counted")
+    keys = put(service, range(8))
+    leases = TenantLeases(service.store.pools, service.store.index, share=1.0, kept_share=1.0)
+    assert leases.lease(b"tenant", [service.store.of(one) for one in keys[:4]], 1e9) == 4
+    wait_until(lambda: turn(service) or settled(service, keys) == 8, what="they are stored")
+    settled(service, keys)
+    assert [bool(service.store.of(one)) for one in keys] == [True] * 4 + [False] * 4
 
 
 def test_what_peers_ask_for_and_leave_is_bounded(service, monkeypatch):

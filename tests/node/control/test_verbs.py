@@ -263,6 +263,34 @@ def test_a_lossy_codec_gives_chunks_other_keys(bed):
         assert worst <= max(values[number]) / 127
 
 
+def test_a_pinned_chunk_keeps_its_key(bed):
+    """What is stored with a loss has another one, and the chunk that was pinned would be gone."""
+    _, engine, wire = bed
+    contents = contents_of(0)
+    engine.save(contents)
+    what, lossy = Selection(list(contents)), [key(1000 + number) for number in range(8)]
+    assert over(wire, wire.ask(Move(what, "host", "disk"))).state == "done"
+    assert wire.ask(PinIn(what, "disk")).chunks == 8
+    for is_plan in (True, False):
+        refused = wire.ask(Recode(what, "disk", "int8:fp32:1x1x1x1x4096", lossy, is_plan))
+        assert "is pinned in disk: unpin it" in refused.text
+    assert wire.ask(Find(what)).pinned == {"disk": 8}
+    assert over(wire, wire.ask(Recode(what, "disk", "lossless"))).state == "done"
+    assert wire.ask(Find(what)).pinned == {"disk": 8}
+
+
+def test_new_keys_are_each_once_and_none_of_the_old(bed):
+    """Of two chunks that a store kept under one key one would be lost."""
+    _, engine, wire = bed
+    contents = contents_of(0)
+    engine.save(contents)
+    what, form = Selection(list(contents)), "int8:fp32:1x1x1x1x4096"
+    assert over(wire, wire.ask(Move(what, "host", "disk"))).state == "done"
+    assert wire.refused(Recode(what, "disk", form, [key(1000)] * 8)) == "ProtocolError"
+    assert wire.refused(Recode(what, "disk", form, [key(number) for number in range(1, 9)])) == "ProtocolError"
+    assert wire.ask(Find(what)).tiers["disk"] == 8
+
+
 def test_chunks_move_to_a_gpu_are_pinned_there_and_come_back(place):
     """The driver is a fake; host memory of another process stands for the GPU's."""
     config = NodeConfig(

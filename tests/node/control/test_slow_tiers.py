@@ -1,0 +1,282 @@
+"""Moves from and to tiers that take their time, or lack some of what was asked for, in a node without sockets."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from types import SimpleNamespace
+
+import pytest
+from raw_engine import CHUNK_BYTES, LAYERS, key
+
+from pdx.config import NodeConfig
+from pdx.memory.arena import Arena
+from pdx.node.control.jobs import STALLED_S
+from pdx.node.control.verbs import STEP_KEYS
+from pdx.node.service import Service
+from pdx.store.chunk import NODE
+from pdx.store.disk.tier import DiskTier
+from pdx.store.remote.backend import Backend, Found
+from pdx.store.remote.tier import RemoteTier
+from pdx.store.store import Claim
+from pdx.testing.waiting import wait_until
+from pdx.wire import verbs
+from pdx.wire.verbs import Find, Jobs, Move, Recode, Selection
+
+
+class Shelf(Backend):
+    """A remote store that is a dictionary. A write waits for a permit, and a question until it may be answered."""
+
+    place = "shelf://"
+
+    def __init__(self):
+        self.kept = {}
+        self.permits = threading.Semaphore(1000)
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def ping(self):
+        pass
+
+    def heads(self, names, nbytes):
+        self.answers.wait(30)
+        kept = [self.kept.get(name) for name in names]
+        return [None if data is None else Found(memoryview(data[:nbytes]), len(data)) for data in kept]
+
+    def read(self, name):
+        data = self.kept.get(name)
+        return None if data is None else memoryview(data)
+
+    def write(self, name, data):
+        self.permits.acquire(timeout=30)
+        self.kept[name] = bytes(data)
+
+    def remove(self, names):
+        for name in names:
+            self.kept.pop(name, None)
+
+    def close(self):
+        pass
+
+
+class Bed:
+    """A node with a disk and a `shelf`. Its time is `now`."""
+
+    def __init__(self, place, arena):
+        self.now = 100.0
+        self.shelf = Shelf()
+        config = NodeConfig(
+            address=f"ipc://{place}/node.sock",
+            arena_bytes=16 << 20,
+            disks=[str(place / "disk")],
+            store="write-back",
+            store_window=1e-9,
+            push_s=1e6,
+        )
+        self.service = service = Service(config, [arena], 1, lambda: self.now)
+        service.peers.turn = list
+        service.open_tiers()
+        self.remote = RemoteTier(
+            self.shelf,
+            on_found=service.tiers.found.extend,
+            arenas=[arena],
+            post=service.peers.mailbox.post,
+            on_done=service.copies.done,
+            counters=service.counters,
+            clock=lambda: self.now,
+        )
+        service.tiers.below.append([self.remote])
+        self.until(lambda: self.remote.status().is_up and service.tiers.below[0][0].is_counted, "the tiers are up")
+
+    def turn(self):
+        self.service.peers.mailbox.deliver()
+        self.service.turn()
+
+    def until(self, is_so, what):
+        wait_until(lambda: self.turn() or is_so(), what=what)
+
+    def put(self, first, count, nbytes=CHUNK_BYTES):
+        claim = Claim(
+            keys=[key(number) for number in range(first, first + count)],
+            nbytes=nbytes,
+            layers=LAYERS,
+            owner=NODE,
+            writers=[NODE],
+        )
+        _, slots, _ = self.service.store.reserve(claim)
+        self.service.store.seal(self.service.store.fill(slots, 0, LAYERS, NODE))
+        return list(claim.keys)
+
+    def over(self, status):
+        self.until(lambda: self.service.control(Jobs(status.job)).is_over, "the job is over")
+        return self.service.control(Jobs(status.job))
+
+    def move(self, keys, source, target):
+        return self.over(self.service.control(Move(Selection(keys), source, target)))
+
+    def put_away(self, first, count, nbytes=CHUNK_BYTES):
+        """Chunks that the shelf alone has, and nobody knows of that."""
+        keys = self.put(first, count, nbytes)
+        assert self.move(keys, "host", "remote").state == "done"
+        self.now += 60.0
+        return keys
+
+    def found(self, keys):
+        """By tier, of each of the keys whether it is there."""
+        found = {}
+        for one in keys:
+            ask = Find(Selection([one]))
+            self.until(lambda ask=ask: not self.service.control(ask).asking, "all tiers have answered")
+            for tier, count in self.service.control(ask).tiers.items():
+                found.setdefault(tier, []).append(count)
+        return found
+
+
+@pytest.fixture
+def bed(place):
+    with Arena.create(place / "arena", 17 << 20) as arena:
+        made = Bed(place, arena)
+        yield made
+        made.shelf.answers.set()
+        made.shelf.permits.release(1000)
+        made.service.controls.close()
+        made.service.tiers.close()
+        made.service.sessions.close()
+        made.service.peers.close()
+
+
+def test_a_store_that_takes_longer_for_a_batch_than_for_an_answer_is_asked_what_it_has(bed):
+    keys = bed.put(1, 4)
+    bed.shelf.permits = threading.Semaphore(0)
+    status = bed.service.control(Move(Selection(keys), "host", "remote"))
+    bed.until(lambda: bed.service.copies.in_flight("remote"), "they are being stored")
+    bed.now += 12.0
+    bed.shelf.permits.release(1000)
+    status = bed.over(status)
+    assert (status.state, status.chunks_done, status.why) == ("done", 4, "")
+    assert bed.found(keys) == {"host": [0] * 4, "disk": [0] * 4, "remote": [1] * 4}
+
+
+def test_a_batch_of_which_a_chunk_is_stored_now_and_then_goes_on(bed):
+    """Each within the time in which something has to move, and all of them in twice that."""
+    keys = bed.put(1, 4)
+    bed.shelf.permits = threading.Semaphore(0)
+    status = bed.service.control(Move(Selection(keys), "host", "remote"))
+    for count in range(4):
+        bed.until(lambda: bed.service.copies.in_flight("remote"), "they are being stored")
+        bed.now += 0.6 * STALLED_S
+        bed.shelf.permits.release()
+        bed.until(lambda count=count: bed.service.counters["remote_stored"] == count + 1, "one is stored")
+        bed.turn()
+    assert (bed.over(status).state, bed.over(status).chunks_done) == ("done", 4)
+
+
+def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
+    """What is moved there comes from a disk, so that the job has begun before the peer is asked."""
+    keys = bed.put(1, 4)
+    assert bed.move(keys, "host", "disk").state == "done"
+    peers = bed.service.peers
+    numbers = itertools.count(1)
+
+    def ask(node, question):
+        number = next(numbers)
+        peers.answered[number] = verbs.Found(len(question.keys), 0, {})
+        return number
+
+    monkeypatch.setattr(peers, "ask", ask)
+    monkeypatch.setattr(peers, "push", lambda *_: 0)
+    monkeypatch.setattr(peers, "tiers", SimpleNamespace(tier=lambda node: bed.remote), raising=False)
+    job = bed.service.control(Move(Selection(keys), "disk", "disk", "b")).job
+
+    def is_over():
+        bed.now += 0.05
+        return bed.service.control(Jobs(job)).is_over
+
+    bed.until(is_over, "the job is over")
+    status = bed.service.control(Jobs(job))
+    assert status.state == "failed"
+    assert "b/disk did not take 4 chunks" in status.why
+    assert bed.found(keys)["disk"] == [1] * 4
+
+
+def test_what_a_store_is_being_asked_for_can_be_moved_from_there(bed):
+    keys = bed.put_away(1, 4)
+    bed.shelf.answers.clear()
+    assert bed.service.control(Find(Selection(keys))).asking == ["remote"]
+    status = bed.service.control(Move(Selection(keys), "remote", "host"))
+    bed.shelf.answers.set()
+    status = bed.over(status)
+    assert (status.state, status.chunks_done) == ("done", 4)
+    assert bed.found(keys) == {"host": [1] * 4, "disk": [0] * 4, "remote": [0] * 4}
+
+
+def test_what_memory_has_as_well_can_be_moved_from_a_store(bed):
+    keys = bed.put_away(1, 4)
+    bed.put(1, 4)
+    status = bed.move(keys, "remote", "disk")
+    assert (status.state, status.chunks_done) == ("done", 4)
+    assert bed.found(keys) == {"host": [1] * 4, "disk": [1] * 4, "remote": [0] * 4}
+
+
+def test_what_no_tier_has_does_not_keep_the_rest_from_being_moved(bed):
+    """A store that has to be asked may have it, until it has answered."""
+    keys, nowhere = bed.put(1, 6), [key(number) for number in range(100, 106)]
+    status = bed.move([*keys, *nowhere], "", "disk")
+    assert (status.state, status.chunks, status.chunks_done) == ("done", 6, 6)
+    assert status.why == "6 chunks were not in remote"
+    assert bed.found(keys)["disk"] == [1] * 6
+
+
+def test_what_a_store_lacks_does_not_hide_what_is_behind_it(bed):
+    keys = bed.put_away(1, 8)
+    bed.shelf.remove([name for name in bed.shelf.kept if keys[3].hex() in name])
+    status = bed.move(keys, "remote", "host")
+    assert (status.state, status.chunks, status.chunks_done) == ("done", 7, 7)
+    assert bed.found(keys)["host"] == [1, 1, 1, 0, 1, 1, 1, 1]
+
+
+def test_more_than_the_arena_holds_is_moved_from_a_store(bed):
+    """How large its chunks are is known only when it has said what it has."""
+    keys = [each for first in range(1, 100, 25) for each in bed.put_away(first, 25, 256 << 10)]
+    status = bed.move(keys, "remote", "disk")
+    assert (status.state, status.chunks_done, status.why) == ("done", 100, "")
+    assert bed.found(keys)["disk"] == [1] * 100
+
+
+def test_moves_at_the_same_time_wait_for_room_in_the_arena(bed):
+    """All of them need it on the way, and three times as much as there is."""
+    kept = []
+    for first in range(1, 200, 32):
+        kept.append(bed.put(first, 24, 256 << 10))
+        assert bed.move(kept[-1], "host", "disk").state == "done"
+    bed.shelf.permits = threading.Semaphore(0)
+    jobs = [bed.service.control(Move(Selection(keys), "disk", "remote")) for keys in kept]
+    for count in range(1, 49):
+        bed.now += 1.0
+        bed.shelf.permits.release()
+        bed.until(lambda count=count: bed.service.counters["remote_stored"] == count, "another one is stored")
+    bed.shelf.permits.release(1000)
+    over = [bed.over(job) for job in jobs]
+    assert [(status.state, status.chunks_done, status.why) for status in over] == [("done", 24, "")] * len(kept)
+
+
+def test_a_store_that_has_nothing_of_it_is_said_to_have_nothing(bed):
+    status = bed.move([key(number) for number in range(4)], "remote", "host")
+    assert (status.state, status.chunks_done) == ("failed", 0)
+    assert status.why == "none of 4 chunks is in remote"
+
+
+def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):
+    """Messages wait for what is looked at between two of them."""
+    keys = bed.put(1, 3 * STEP_KEYS // 2, 4096)
+    assert bed.move(keys, "host", "disk").state == "done"
+    begun, recode = [], DiskTier.recode
+
+    def counted(tier, pairs, *args):
+        begun.append(len(pairs))
+        return recode(tier, pairs, *args)
+
+    monkeypatch.setattr(DiskTier, "recode", counted)
+    status = bed.over(bed.service.control(Recode(Selection(keys), "disk", "lossless")))
+    assert (status.state, status.chunks_done) == ("done", len(keys))
+    assert begun == [STEP_KEYS, STEP_KEYS // 2]
