@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pdx.telemetry.faults import printable
+from pdx.wire.base import MAX_NAME
 from pdx.wire.hints import Verdict
 from pdx.wire.messages import Explained, Explanation
 
@@ -39,7 +40,9 @@ class Explainer:
 
     async def verdicts(self, request: str) -> list[Verdict]:
         """What became of its hints: of all engines of the node that answers first. Empty: none answers."""
-        found = [] if self._is_full(request) else await self._explanations(request)
+        if self._is_full(request) or not _is_told(request):
+            return []
+        found = await self._explanations(request)
         return [verdict for told in found for verdict in told.verdicts]
 
     def _is_full(self, request: str) -> bool:
@@ -56,6 +59,11 @@ class Explainer:
             return []
         finally:
             del self._asked[request]
+
+
+def _is_told(request: str) -> bool:
+    """Whether a message can say this name of a client's; an empty one would stand for all requests."""
+    return 0 < len(request) <= MAX_NAME and not any("\ud800" <= one <= "\udfff" for one in request)
 
 
 def summary(told: Explanation) -> str:
