@@ -8,8 +8,9 @@ from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
-from pdx.proxy.chunk_index import ChunkIndex
+from pdx.proxy.chunk_index import KEY_BYTES, ChunkIndex
 from pdx.telemetry.faults import Faults, printable
+from pdx.wire.base import MAX_RUN_KEYS
 from pdx.wire.messages import Changes, Follow
 
 ACKNOWLEDGE = 4  # frames at a time
@@ -84,10 +85,17 @@ class Following:
             self._ask_again(stream)
             self._ask(node, stream)
             return
+        num_keys = sum(len(run.keys) for run in changes.runs) // KEY_BYTES
+        if num_keys > MAX_RUN_KEYS:
+            self._refuse(node, stream, f"it tells {num_keys} keys in one frame, which has {MAX_RUN_KEYS}")
+            return
         stream.frame, stream.telling = changes.frame, changes.telling
         if changes.first:
             self.index.drop(node)
             stream.is_whole = False
+            if not self.index.may_begin(node):
+                self._refuse(node, stream, "it begins anew faster than what it told before is forgotten")
+                return
         before = self.index.is_complete
         for run in changes.runs:
             (self.index.add if run.is_stored else self.index.remove)(node, run.tier, run.keys)
@@ -111,6 +119,13 @@ class Following:
                 del self._streams[node]
                 self.index.drop(node)
         self.index.sweep()
+
+    def _refuse(self, node: str, stream: _Stream, why: str) -> None:
+        """What it tells is not taken in; with its next report it is asked anew, for everything."""
+        self._counters["chunk_changes_missed"] += 1
+        self._faults.warn(f"chunk index {node}", printable(f"the index of chunks lacks those of node {node!r}: {why}"))
+        stream.is_whole = False
+        self._ask_again(stream)
 
     def _ask_again(self, stream: _Stream) -> None:
         """From what is known on; where that is not all of it, from the beginning."""
