@@ -41,7 +41,6 @@ class _Controller:
     def __init__(self, route: bytes, key: str) -> None:
         self.route = route
         self.key = key
-        self.under_way = 0
 
 
 class Controllers:
@@ -57,6 +56,7 @@ class Controllers:
         self._faults = faults
         self._epoch = secrets.randbits(62)
         self._attached: OrderedDict[bytes, _Controller] = OrderedDict()  # by route
+        self._under_way: Counter[bytes] = Counter()  # orders by route, also of those that said hello again since
         self._peers = PeerList([])
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -116,9 +116,9 @@ class Controllers:
         right = RIGHTS_TO[type(order.verb)]
         if rights.may is not None and right not in rights.may:
             raise PeerRefused(f"the roster does not let controller {rights.name!r} say {right!r}")
-        if controller.under_way >= AT_A_TIME:
+        if self._under_way[controller.route] >= AT_A_TIME:
             raise Exhausted("orders", f"{AT_A_TIME} verbs of this controller are under way")
-        controller.under_way += 1
+        self._under_way[controller.route] += 1
         task = asyncio.create_task(self._relay(controller, order))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -128,7 +128,9 @@ class Controllers:
             with self._faults.contain("an order of a controller"):
                 self._tell(controller, Reply(order.number, await self._outcome(order)))
         finally:
-            controller.under_way -= 1
+            self._under_way[controller.route] -= 1
+            if not self._under_way[controller.route]:
+                del self._under_way[controller.route]
 
     async def _outcome(self, order: Order) -> Outcome:
         try:

@@ -354,6 +354,36 @@ def test_what_one_controller_has_under_way_is_bounded(tmp_path, monkeypatch):
     run(main)
 
 
+@pytest.mark.parametrize("says_bye", [False, True])
+def test_who_says_hello_again_has_no_more_under_way(tmp_path, monkeypatch, says_bye):
+    monkeypatch.setattr(controllers_module, "AT_A_TIME", 3)
+
+    async def main():
+        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
+            node = made.connect("one")
+            await node.report()
+            await until(lambda: made.reports)
+            ops = made.connect("ops")
+            for _ in range(4):
+                if says_bye:
+                    await ops.say(Bye())
+                await ops.say(Hello(messages.VERSION, 1, "controller", "ops"))
+                for number in range(3):
+                    await ops.say(Order(number, FIND, "one"))
+            refused = []
+            while len(refused) < 9:
+                if isinstance(reply := await ops.hear(), Reply):
+                    refused.append(reply.outcome.error)
+            assert refused == ["Exhausted"] * 9
+            for _ in range(3):
+                await answering(node, Found(1, 1, {}))
+            await until(lambda: not made.controllers._under_way)
+            await ops.say(Order(1, FIND, "one"))
+            await answering(node, Found(1, 1, {}))
+
+    run(main)
+
+
 def test_a_controller_that_has_gone_costs_nothing(tmp_path):
     async def main():
         async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
