@@ -106,6 +106,7 @@ class Control:
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
         self._peer_socket: PeerSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._soon: asyncio.Handle | None = None  # `_serve` is put off until the others had their turn
         self._undo = contextlib.ExitStack()
 
     def __repr__(self) -> str:
@@ -144,6 +145,9 @@ class Control:
 
     def _forget(self) -> None:
         self._peer_socket = None
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
         self._peers.clear()
         self._routes.clear()
 
@@ -265,9 +269,18 @@ class Control:
             self._loop.remove_reader(self._peer_socket.fd)
 
     def _serve_soon(self) -> None:
-        """ZMQ tells the loop of incoming messages once; using the socket in any way can use up that news."""
-        if self._peer_socket is not None and self._loop is not None and self._peer_socket.is_waited_for:
-            self._loop.call_soon(self._serve)
+        """ZMQ tells the loop of incoming messages once; using the socket in any way can use up that news.
+
+        Once: what is taken in is answered, and each answer uses the socket.
+        """
+        if self._soon is not None or self._peer_socket is None or self._loop is None:
+            return
+        if self._peer_socket.is_waited_for:
+            self._soon = self._loop.call_soon(self._serve_put_off)
+
+    def _serve_put_off(self) -> None:
+        self._soon = None
+        self._serve()
 
     def _serve(self) -> None:
         """Take in what is there, but not so much at once that requests wait."""

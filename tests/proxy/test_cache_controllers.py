@@ -384,6 +384,36 @@ def test_who_says_hello_again_has_no_more_under_way(tmp_path, monkeypatch, says_
     run(main)
 
 
+@pytest.mark.parametrize("message", [Hello(messages.VERSION, 1, "controller", "ops"), Order(1, FIND, "nobody"), Ping()])
+def test_a_flood_of_a_controllers_messages_is_taken_in_bursts_between_which_others_have_their_turn(tmp_path, message):
+    async def main():
+        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
+            ops = made.connect("ops")
+            await ops.attach()
+            taken, bursts = 0, [0]
+            take, serve = made.control._take, made.control._serve
+
+            def take_one(arrival):
+                nonlocal taken
+                taken += 1
+                take(arrival)
+
+            def serve_some():
+                bursts[-1] += 1
+                serve()
+
+            made.control._take, made.control._serve = take_one, serve_some
+            for _ in range(1000):
+                await ops.say(message)
+            async with asyncio.timeout(30):
+                while taken < 1000:
+                    bursts.append(0)
+                    await asyncio.sleep(0)
+            assert max(bursts) <= 3, "one for each socket that the loop looks at, and one that was put off"
+
+    run(main)
+
+
 def test_a_controller_that_has_gone_costs_nothing(tmp_path):
     async def main():
         async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
