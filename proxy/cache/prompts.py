@@ -51,6 +51,9 @@ class Prompts:
         """`tokenize` has that engine make tokens of the body of a request for its /tokenize."""
         self._instances = instances
         self._tokenize = tokenize
+        self._turn = asyncio.Semaphore(
+            1
+        )  # to make keys: it is Python, so that more threads would only hold up the loop
 
     async def choose(self, what: What) -> Chosen:
         """:raises SelectionError: it is not said, or said twice, or it names no chunk.
@@ -72,7 +75,8 @@ class Prompts:
         models = self._instances.model(what.model)
         tokens = what.tokens if what.tokens is not None else await self._tokens(what, models)
         # In a thread: a million tokens take a second, in which clients would wait.
-        keys = await asyncio.to_thread(chunk_keys, models[0], tokens, what.salt, what.codec)
+        async with self._turn:
+            keys = await asyncio.to_thread(chunk_keys, models[0], tokens, what.salt, what.codec)
         return Chosen(Selection(keys, num_shards(models[0])), chunk_tokens(models[0]))
 
     def form(self, what: What, codec: str) -> str:
