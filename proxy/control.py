@@ -194,7 +194,7 @@ class Control:
 
         One that does not read what it is told loses it.
         """
-        if self._peer_socket is None or self._rights(key) is None:
+        if self._peer_socket is None or self.rights(key) is None:
             return False
         problem = self._peer_socket.post(route, messages.encode(message))
         if problem and problem != GONE:
@@ -202,7 +202,7 @@ class Control:
         self._serve_soon()
         return problem != GONE
 
-    def _rights(self, key: str) -> Rights | None:
+    def rights(self, key: str) -> Rights | None:
         """Of whoever was let in with this key; None: it is no controller's (any more)."""
         if self._own_keys is None:
             return Rights("this user", None)  # by the kernel's word, or nobody connects
@@ -361,7 +361,7 @@ class Control:
             self._on_explained(answer)
 
     def _take_of_controller(self, arrival: Arrival, message: FromController) -> None:
-        rights = self._rights(arrival.key)
+        rights = self.rights(arrival.key)
         if rights is None:
             self._drop(
                 "not_a_controller", arrival.key, f"a {type(message).__name__} came with the key of no controller"

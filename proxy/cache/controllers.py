@@ -113,9 +113,7 @@ class Controllers:
         """:raises PdxError: it is not relayed."""
         if controller is None:
             raise PeerRefused("say hello first")
-        right = RIGHTS_TO[type(order.verb)]
-        if rights.may is not None and right not in rights.may:
-            raise PeerRefused(f"the roster does not let controller {rights.name!r} say {right!r}")
+        _check(rights, order)
         if self._under_way[controller.route] >= AT_A_TIME:
             raise Exhausted("orders", f"{AT_A_TIME} verbs of this controller are under way")
         self._under_way[controller.route] += 1
@@ -126,15 +124,26 @@ class Controllers:
     async def _relay(self, controller: _Controller, order: Order) -> None:
         try:
             with self._faults.contain("an order of a controller"):
-                self._tell(controller, Reply(order.number, await self._outcome(order)))
+                self._tell(controller, Reply(order.number, await self._outcome(controller.key, order)))
         finally:
             self._under_way[controller.route] -= 1
             if not self._under_way[controller.route]:
                 del self._under_way[controller.route]
 
-    async def _outcome(self, order: Order) -> Outcome:
+    async def _outcome(self, key: str, order: Order) -> Outcome:
         try:
             self._instances.check_heard(self._instances.get(order.node))
-            return await self._orders.ask(order.node, order.verb, WAIT_S)
+            return await self._orders.ask(
+                order.node, order.verb, WAIT_S, check=lambda: _check(self._control.rights(key), order)
+            )
         except PdxError as error:
             return Refused.of(error)
+
+
+def _check(rights: Rights | None, order: Order) -> None:
+    """:raises PeerRefused: they do not let it be said."""
+    if rights is None:
+        raise PeerRefused("the roster has no such controller any more")
+    right = RIGHTS_TO[type(order.verb)]
+    if rights.may is not None and right not in rights.may:
+        raise PeerRefused(f"the roster does not let controller {rights.name!r} say {right!r}")

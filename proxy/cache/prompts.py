@@ -51,9 +51,7 @@ class Prompts:
         """`tokenize` has that engine make tokens of the body of a request for its /tokenize."""
         self._instances = instances
         self._tokenize = tokenize
-        self._turn = asyncio.Semaphore(
-            1
-        )  # to make keys: it is Python, so that more threads would only hold up the loop
+        self._turn = asyncio.Semaphore(1)  # to make keys: more threads of Python would only hold up the loop
 
     async def choose(self, what: What) -> Chosen:
         """:raises SelectionError: it is not said, or said twice, or it names no chunk.

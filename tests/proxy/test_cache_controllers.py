@@ -13,6 +13,7 @@ from proxy_harness import Node, run, until, within
 from pdx.errors import NodeUnavailable
 from pdx.proxy import control as control_module
 from pdx.proxy.cache import controllers as controllers_module
+from pdx.proxy.cache import orders as orders_module
 from pdx.proxy.cache.controllers import Controllers
 from pdx.proxy.cache.instances import Instances
 from pdx.proxy.cache.orders import ANSWERS, Orders
@@ -250,6 +251,31 @@ def test_a_key_that_was_taken_from_the_roster_is_worth_nothing(members):
             made.controllers.send_peers([PeerEntry("one", "tcp://10.0.0.1:1")])
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(ops.socket.recv(), 0.1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("left", [None, ["health"]])
+def test_what_waits_for_its_turn_when_a_right_is_taken_away_is_not_done(members, monkeypatch, left):
+    monkeypatch.setattr(orders_module, "AT_A_TIME", 1)
+    pairs, files, write = members
+
+    async def main():
+        async with stage(**files) as made:
+            node = made.connect("one", pairs["one"], pairs["proxy"].public)
+            await node.report()
+            await until(lambda: made.reports)
+            ops = made.connect("ops", pairs["ops"], pairs["proxy"].public)
+            await ops.attach()
+            for number in range(2):
+                await ops.say(Order(number, FIND if number == 0 else CLEAR, "one"))
+            await until(lambda: len(made.controllers._tasks) == 2 and len(made.orders) == 1)
+            write("one", *(["ops"] if left else []), **({"may": left} if left else {}))
+            await answering(node, Found(1, 1, {}))
+            await until(lambda: not made.controllers._tasks)
+            asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
+            assert isinstance((await answering(node, Found(1, 1, {}))).verb, Find), "nothing came before"
+            await asked
 
     run(main)
 
