@@ -128,14 +128,14 @@ class Following:
         self._ask_again(stream)
 
     def _ask_again(self, stream: _Stream) -> None:
-        """From what is known on; where that is not all of it, from the beginning."""
         stream.number, stream.frame, stream.acknowledged = _draw(), 0, 0
-        if not stream.is_whole:
-            stream.epoch = stream.seq = 0
 
     def _ask(self, node: str, stream: _Stream) -> None:
+        """From what is known on; where that is not all of it, from the beginning: the node may have forgotten how much
+        of that it has told."""
         stream.acknowledged = stream.frame
-        self._send(node, Follow(stream.number, stream.epoch, stream.seq, stream.frame))
+        epoch, seq = (stream.epoch, stream.seq) if stream.is_whole else (0, 0)
+        self._send(node, Follow(stream.number, epoch, seq, stream.frame))
 
 
 def _draw() -> int:

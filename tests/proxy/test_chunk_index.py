@@ -8,7 +8,7 @@ from events_bed import EventsBed, key, random_step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.node.events.follower import WINDOW, Follower
+from pdx.node.events.follower import MAX_REPEATS, WINDOW, Follower
 from pdx.proxy import chunk_index
 from pdx.proxy.chunk_index import ANY, OTHERS, ChunkIndex
 from pdx.proxy.following import Following
@@ -222,6 +222,27 @@ def test_a_proxy_that_does_not_read_is_sent_a_few_frames(line):
         line.bed.log.turn()
         line.follower.turn()
     assert len(sent) <= WINDOW
+
+
+def test_a_node_of_whose_first_telling_a_part_was_lost_begins_anew(line):
+    for number in range(10_000):
+        line.bed.disk.put(number.to_bytes(16, "big"))
+    line.bed.log.turn()
+    line.following.heard("n", 1)
+    line.follower.asked(decode_from_proxy(line.to_node.pop()))
+    line.follower.turn()
+    line.following.took("n", decode_to_proxy(line.to_proxy.pop(0)))
+    assert 0 < len(line.index) < 10_000
+    line.to_proxy.clear()
+    for _ in range(MAX_REPEATS):
+        line.following.heard("n", 1)
+        line.follower.asked(decode_from_proxy(line.to_node.pop()))
+    line.settle()
+    assert len(line.index) == 10_000
+    assert line.following.is_complete
+    line.bed.disk.put(key(1))
+    line.settle()
+    assert len(line.index) == 10_001
 
 
 def test_a_node_in_a_new_life_is_asked_for_everything(line):
