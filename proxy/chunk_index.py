@@ -56,6 +56,13 @@ class ChunkIndex:
         """Whether everything that the nodes have told is known."""
         return all(node.has_all for node in self._nodes.values())
 
+    @property
+    def lacking(self) -> list[str]:
+        """Nodes of which something was left out, once there is room again: half of the limit, or few keys would be
+        reason enough to have them all told again."""
+        has_room = self.num_keys <= self._limit // 2
+        return [name for name, node in self._nodes.items() if not node.has_all] if has_room else []
+
     # ---- what nodes tell --------------------------------------------------------------------
 
     def add(self, node: str, tier: str, keys: bytes) -> None:

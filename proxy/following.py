@@ -112,13 +112,18 @@ class Following:
             self._ask(node, stream)
 
     def look(self, members: Container[str] | None) -> None:
-        """Forget nodes that are silent, or no `members` any more; to be called a few times a second."""
+        """Forget nodes that are silent, or no `members` any more; to be called a few times a second. What was left
+        out of others for lack of room is asked for with their next reports, when there is some."""
         oldest = self._clock() - self._timeout_s
         for node, stream in list(self._streams.items()):
             if stream.seen_at < oldest or not (members is None or node in members):
                 del self._streams[node]
                 self.index.drop(node)
         self.index.sweep()
+        for node in self.index.lacking:
+            if (stream := self._streams[node]).is_whole:  # else it is telling, or is going to
+                stream.is_whole = False
+                self._ask_again(stream)
 
     def _refuse(self, node: str, stream: _Stream, why: str) -> None:
         """What it tells is not taken in; with its next report it is asked anew, for everything."""

@@ -318,6 +318,31 @@ def test_a_frame_of_more_keys_than_a_frame_has_is_not_taken_in(line, caplog):
     assert line.known() == {key(7): {"disk"}}
 
 
+def test_when_a_node_that_filled_the_index_is_gone_the_others_are_known_whole_again(line):
+    line.index._limit = 20
+    line.following.heard("others", 1)
+    line.index.add("others", "host", b"".join(KEYS[20:35]))
+    line.following._streams["others"].is_whole = True
+    for number in range(10):
+        line.bed.disk.put(key(number))
+    line.settle()
+    assert not line.following.is_complete
+    for _ in range(300):
+        line.following.look({"n", "others"})
+    line.settle()
+    assert len(line.known()) == 5, "there is no room: it is not told again"
+    for _ in range(300):
+        line.following.look({"n"})
+    line.settle()
+    assert line.following.is_complete
+    assert line.known() == {key(number): {"disk"} for number in range(10)}
+    told = line.counters["chunk_changes"]
+    for _ in range(300):
+        line.following.look({"n"})
+    line.settle()
+    assert line.counters["chunk_changes"] == told
+
+
 def test_over_the_limit_there_is_one_warning(line, caplog):
     line.index._limit = 5
     for number in range(20):
