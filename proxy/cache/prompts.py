@@ -89,6 +89,8 @@ class Prompts:
 
     async def _tokens(self, what: What, models: list[Model]) -> list[int]:
         body: dict[str, Any] = {"prompt": what.text} if what.text is not None else {"messages": what.messages}
-        return await self._tokenize(
-            next((model for model in models if model.url), models[0]), msgspec.json.encode(body)
-        )
+        try:
+            written = msgspec.json.encode(body)
+        except RecursionError as error:
+            raise SelectionError("the messages are nested too deeply") from error
+        return await self._tokenize(next((model for model in models if model.url), models[0]), written)

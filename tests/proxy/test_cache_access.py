@@ -356,6 +356,23 @@ def test_large_bodies_that_came_together_are_decoded_one_in_a_turn_of_the_loop(t
     run(main)
 
 
+def test_a_conversation_of_any_depth_is_no_internal_error(tmp_path):
+    """What is just not too deep to be read may be too deep to be written."""
+
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            await made.nodes["a"].report(("engine", "http://127.0.0.1:1"))
+            await until(lambda: made.made.proxy._cache._instances.models())
+            found = set()
+            for depth in range(900, 1000):
+                raw = b'{"messages": [{"content": ' + b"[" * depth + b"]" * depth + b"}]}"
+                found.add((await made.post("lookup", raw=raw))[0])
+            assert found == {400, 503}
+            assert made.counters["internal_errors"] == 0
+
+    run(main)
+
+
 def test_keys_of_prompts_are_made_one_prompt_after_the_other(tmp_path, monkeypatch):
     making, most, together = 0, 0, threading.Event()
 
