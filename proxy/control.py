@@ -172,9 +172,10 @@ class Control:
 
     def follow(self, node: str, ask: Follow) -> None:
         """Ask this node for its changes; `on_changes` hears of them."""
-        self._tell(ask, [node])
+        route = self._routes.get(node)
+        self._send(messages.encode(ask), [] if route is None else [route])
 
-    def _tell(self, message: Arriving | Cancel | Follow | Prefilled, nodes: Collection[str]) -> None:
+    def _tell(self, message: Arriving | Cancel | Prefilled, nodes: Collection[str]) -> None:
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
         self._send(messages.encode(message), told)
 
