@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-KEY_BYTES = 16
+from pdx.memory.keys import KEY_BYTES
+
 TIERS = 16  # of one node that are told apart; what is in further ones is in OTHERS
 OTHERS = "others"
 ANY = "any"  # in an answer: whichever tier of the node

@@ -8,7 +8,8 @@ from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
-from pdx.proxy.chunk_index import KEY_BYTES, ChunkIndex
+from pdx.memory.keys import KEY_BYTES
+from pdx.proxy.chunk_index import ChunkIndex
 from pdx.telemetry.faults import Faults, printable
 from pdx.wire.base import MAX_RUN_KEYS
 from pdx.wire.messages import Changes, Follow

@@ -20,6 +20,7 @@ _MAX_TOKENS = 1 << 24
 HexKeys = Annotated[
     list[Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}\Z")]], Meta(min_length=1, max_length=MAX_KEYS)
 ]
+_FIVE = ("tokens", "text", "messages", "keys", "request")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
@@ -35,6 +36,11 @@ class What(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     keys: HexKeys | None = None
     shards: ShardCount = 1  # of each of `keys`
     request: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+    @property
+    def said(self) -> list[str]:
+        """By which of the five it says which chunks; only one counts."""
+        return [name for name in _FIVE if getattr(self, name) is not None]
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -58,13 +64,8 @@ class Prompts:
 
         :raises NoEngine: a text, and no engine makes tokens of it.
         """
-        given = {
-            name: value
-            for name in ("tokens", "text", "messages", "keys", "request")
-            if (value := getattr(what, name)) is not None
-        }
-        if len(given) != 1:
-            said = " and ".join(given) or "nothing"
+        if len(what.said) != 1:
+            said = " and ".join(what.said) or "nothing"
             raise SelectionError(f"say which chunks by one of tokens, text, messages, keys and request, not by {said}")
         if what.request is not None:
             return Chosen(Selection(request=what.request), 0)
