@@ -13,6 +13,7 @@ from pdx.wire.messages import Explained, Explanation
 
 WHY_S = 0.1  # that an answer may wait for what nodes say
 MAX_ASKED = 256  # requests that wait for that at a time
+_MAX_TOLD = 2000  # characters of up to 4 bytes: clients and proxies take about 8,000 bytes of a header
 HEADER = "X-PDX-Why"
 
 
@@ -36,7 +37,7 @@ class Explainer:
         if self._is_full(request):
             return "too many ask"
         found = await self._explanations(request)
-        return "; ".join(map(summary, found)) or "no node knows this request"
+        return printable("; ".join(map(summary, found)), _MAX_TOLD) or "no node knows this request"
 
     async def verdicts(self, request: str) -> list[Verdict]:
         """What became of its hints: of all engines of the node that answers first. Empty: none answers."""
