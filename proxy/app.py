@@ -252,9 +252,8 @@ class Proxy:
         if believed is not None:
             self._timelines.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
             self._note_detached(self._engines.report(believed), f"node {report.node!r} says so")
-
-        if believed is not None and self._following is not None:
-            self._following.heard(report.node, report.epoch)
+            if self._following is not None:
+                self._following.heard(report.node, report.epoch)
 
     def _take_changes(self, node: str, changes: Changes) -> None:
         if self._following is not None:

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-KEY_BYTES = 16
+from pdx.memory.keys import KEY_BYTES
+
 TIERS = 16  # of one node that are told apart; what is in further ones is in OTHERS
 OTHERS = "others"
 ANY = "any"  # in an answer: whichever tier of the node
 MAX_SHARED = 1 << 16  # numbers that are kept to be the same object
+MAX_LEAVING = 4  # times that a node was dropped and its bits are not swept out; until then it may not begin anew
 SWEEP_S = 0.003  # at a time, to forget what only nodes had that are gone
 
 
@@ -37,7 +39,7 @@ class ChunkIndex:
         self._places: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._shared: dict[int, int] = {}
         self._nodes: dict[str, _Node] = {}
-        self._names: dict[int, str] = {}  # of nodes, by their first bit
+        self._names: dict[int, str] = {}  # of nodes, by their first bit, until it is free
         self._live = 0  # the bits of all places
         self._firsts = 0  # … and the first bit of each node
         self._free: list[int] = []  # first bits that no entry has any more
@@ -54,6 +56,13 @@ class ChunkIndex:
     def is_complete(self) -> bool:
         """Whether everything that the nodes have told is known."""
         return all(node.has_all for node in self._nodes.values())
+
+    @property
+    def lacking(self) -> list[str]:
+        """Nodes of which something was left out, once there is room again: half of the limit, or few keys would be
+        reason enough to have them all told again."""
+        has_room = self.num_keys <= self._limit // 2
+        return [name for name, node in self._nodes.items() if not node.has_all] if has_room else []
 
     # ---- what nodes tell --------------------------------------------------------------------
 
@@ -106,8 +115,17 @@ class ChunkIndex:
             return
         self._live &= ~(((1 << TIERS) - 1) << known.first_bit)
         self._firsts &= ~(1 << known.first_bit)
-        del self._names[known.first_bit]
         self._dead.append(known.first_bit)
+
+    def may_begin(self, node: str) -> bool:
+        """Whether a node that was dropped may tell what it has: else one that is dropped again and again would make all
+        numbers longer. Where it may not yet, this sweeps, as `sweep` does."""
+        if self._num_leaving(node) >= MAX_LEAVING:
+            self.sweep()
+        return self._num_leaving(node) < MAX_LEAVING
+
+    def _num_leaving(self, node: str) -> int:
+        return sum(self._names[first] == node for first in (*self._dead, *self._sweeping))
 
     def _bit(self, node: str, tier: str) -> int:
         known = self._nodes.get(node)
@@ -148,6 +166,8 @@ class ChunkIndex:
             if time.perf_counter() > until:
                 break
         if self._sweep_at == len(self._places):
+            for first in self._sweeping:
+                del self._names[first]
             self._free += self._sweeping
             self._sweeping = []
 

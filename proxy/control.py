@@ -106,6 +106,7 @@ class Control:
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
         self._peer_socket: PeerSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._soon: asyncio.Handle | None = None  # `_serve` is put off until the others had their turn
         self._undo = contextlib.ExitStack()
 
     def __repr__(self) -> str:
@@ -144,6 +145,9 @@ class Control:
 
     def _forget(self) -> None:
         self._peer_socket = None
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
         self._peers.clear()
         self._routes.clear()
 
@@ -168,9 +172,10 @@ class Control:
 
     def follow(self, node: str, ask: Follow) -> None:
         """Ask this node for its changes; `on_changes` hears of them."""
-        self._tell(ask, [node])
+        route = self._routes.get(node)
+        self._send(messages.encode(ask), [] if route is None else [route])
 
-    def _tell(self, message: Arriving | Cancel | Follow | Prefilled, nodes: Collection[str]) -> None:
+    def _tell(self, message: Arriving | Cancel | Prefilled, nodes: Collection[str]) -> None:
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
         self._send(messages.encode(message), told)
 
@@ -190,7 +195,7 @@ class Control:
 
         One that does not read what it is told loses it.
         """
-        if self._peer_socket is None or self._rights(key) is None:
+        if self._peer_socket is None or self.rights(key) is None:
             return False
         problem = self._peer_socket.post(route, messages.encode(message))
         if problem and problem != GONE:
@@ -198,7 +203,7 @@ class Control:
         self._serve_soon()
         return problem != GONE
 
-    def _rights(self, key: str) -> Rights | None:
+    def rights(self, key: str) -> Rights | None:
         """Of whoever was let in with this key; None: it is no controller's (any more)."""
         if self._own_keys is None:
             return Rights("this user", None)  # by the kernel's word, or nobody connects
@@ -265,9 +270,18 @@ class Control:
             self._loop.remove_reader(self._peer_socket.fd)
 
     def _serve_soon(self) -> None:
-        """ZMQ tells the loop of incoming messages once; using the socket in any way can use up that news."""
-        if self._peer_socket is not None and self._loop is not None and self._peer_socket.is_waited_for:
-            self._loop.call_soon(self._serve)
+        """ZMQ tells the loop of incoming messages once; using the socket in any way can use up that news.
+
+        Once: what is taken in is answered, and each answer uses the socket.
+        """
+        if self._soon is not None or self._peer_socket is None or self._loop is None:
+            return
+        if self._peer_socket.is_waited_for:
+            self._soon = self._loop.call_soon(self._serve_put_off)
+
+    def _serve_put_off(self) -> None:
+        self._soon = None
+        self._serve()
 
     def _serve(self) -> None:
         """Take in what is there, but not so much at once that requests wait."""
@@ -348,7 +362,7 @@ class Control:
             self._on_explained(answer)
 
     def _take_of_controller(self, arrival: Arrival, message: FromController) -> None:
-        rights = self._rights(arrival.key)
+        rights = self.rights(arrival.key)
         if rights is None:
             self._drop(
                 "not_a_controller", arrival.key, f"a {type(message).__name__} came with the key of no controller"

@@ -8,8 +8,10 @@ from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
+from pdx.memory.keys import KEY_BYTES
 from pdx.proxy.chunk_index import ChunkIndex
 from pdx.telemetry.faults import Faults, printable
+from pdx.wire.base import MAX_RUN_KEYS
 from pdx.wire.messages import Changes, Follow
 
 ACKNOWLEDGE = 4  # frames at a time
@@ -84,10 +86,17 @@ class Following:
             self._ask_again(stream)
             self._ask(node, stream)
             return
+        num_keys = sum(len(run.keys) for run in changes.runs) // KEY_BYTES
+        if num_keys > MAX_RUN_KEYS:
+            self._refuse(node, stream, f"it tells {num_keys} keys in one frame, which has {MAX_RUN_KEYS}")
+            return
         stream.frame, stream.telling = changes.frame, changes.telling
         if changes.first:
             self.index.drop(node)
             stream.is_whole = False
+            if not self.index.may_begin(node):
+                self._refuse(node, stream, "it begins anew faster than what it told before is forgotten")
+                return
         before = self.index.is_complete
         for run in changes.runs:
             (self.index.add if run.is_stored else self.index.remove)(node, run.tier, run.keys)
@@ -104,23 +113,35 @@ class Following:
             self._ask(node, stream)
 
     def look(self, members: Container[str] | None) -> None:
-        """Forget nodes that are silent, or no `members` any more; to be called a few times a second."""
+        """Forget nodes that are silent, or no `members` any more; to be called a few times a second. What was left
+        out of others for lack of room is asked for with their next reports, when there is some."""
         oldest = self._clock() - self._timeout_s
         for node, stream in list(self._streams.items()):
             if stream.seen_at < oldest or not (members is None or node in members):
                 del self._streams[node]
                 self.index.drop(node)
         self.index.sweep()
+        for node in self.index.lacking:
+            if (stream := self._streams[node]).is_whole:  # else it is telling, or is going to
+                stream.is_whole = False
+                self._ask_again(stream)
+
+    def _refuse(self, node: str, stream: _Stream, why: str) -> None:
+        """What it tells is not taken in; with its next report it is asked anew, for everything."""
+        self._counters["chunk_changes_missed"] += 1
+        self._faults.warn(f"chunk index {node}", printable(f"the index of chunks lacks those of node {node!r}: {why}"))
+        stream.is_whole = False
+        self._ask_again(stream)
 
     def _ask_again(self, stream: _Stream) -> None:
-        """From what is known on; where that is not all of it, from the beginning."""
         stream.number, stream.frame, stream.acknowledged = _draw(), 0, 0
-        if not stream.is_whole:
-            stream.epoch = stream.seq = 0
 
     def _ask(self, node: str, stream: _Stream) -> None:
+        """From what is known on; where that is not all of it, from the beginning: the node may have forgotten how much
+        of that it has told."""
         stream.acknowledged = stream.frame
-        self._send(node, Follow(stream.number, stream.epoch, stream.seq, stream.frame))
+        epoch, seq = (stream.epoch, stream.seq) if stream.is_whole else (0, 0)
+        self._send(node, Follow(stream.number, epoch, seq, stream.frame))
 
 
 def _draw() -> int:

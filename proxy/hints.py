@@ -27,7 +27,7 @@ _NOT_READ: list[Any] = []  # no envelope, which is refused as a whole
 
 def digest(session: str) -> str:
     """What nodes and engines call the session: of one length, and not what a client may have put into its name."""
-    return hashlib.blake2b(session.encode(errors="surrogateescape"), digest_size=16).hexdigest() if session else ""
+    return hashlib.blake2b(session.encode(errors="surrogatepass"), digest_size=16).hexdigest() if session else ""
 
 
 def take(body: Body, session: str) -> tuple[Body, Envelope]:

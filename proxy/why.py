@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from pdx.telemetry.faults import printable
+from pdx.wire.base import MAX_NAME
 from pdx.wire.hints import Verdict
 from pdx.wire.messages import Explained, Explanation
 
 WHY_S = 0.1  # that an answer may wait for what nodes say
 MAX_ASKED = 256  # requests that wait for that at a time
+_MAX_TOLD = 2000  # characters of up to 4 bytes: clients and proxies take about 8,000 bytes of a header
 HEADER = "X-PDX-Why"
 
 
@@ -35,11 +37,13 @@ class Explainer:
         if self._is_full(request):
             return "too many ask"
         found = await self._explanations(request)
-        return "; ".join(map(summary, found)) or "no node knows this request"
+        return printable("; ".join(map(summary, found)), _MAX_TOLD) or "no node knows this request"
 
     async def verdicts(self, request: str) -> list[Verdict]:
         """What became of its hints: of all engines of the node that answers first. Empty: none answers."""
-        found = [] if self._is_full(request) else await self._explanations(request)
+        if self._is_full(request) or not _is_told(request):
+            return []
+        found = await self._explanations(request)
         return [verdict for told in found for verdict in told.verdicts]
 
     def _is_full(self, request: str) -> bool:
@@ -56,6 +60,11 @@ class Explainer:
             return []
         finally:
             del self._asked[request]
+
+
+def _is_told(request: str) -> bool:
+    """Whether a message can say this name of a client's; an empty one would stand for all requests."""
+    return 0 < len(request) <= MAX_NAME and not any("\ud800" <= one <= "\udfff" for one in request)
 
 
 def summary(told: Explanation) -> str:

@@ -176,7 +176,7 @@ def parse(envelope: Any, salt: str | None = None) -> Envelope:
             continue
         try:
             values[name] = msgspec.convert(envelope[name], _TYPES[name])
-        except (msgspec.ValidationError, RecursionError) as error:
+        except (msgspec.ValidationError, UnicodeEncodeError, RecursionError) as error:
             refused.append(Verdict(name, "refused", _shown(str(error), 200)))
     for name in ("prefetch", "demote"):
         if isinstance(values.get(name), bool):

@@ -41,7 +41,6 @@ class _Controller:
     def __init__(self, route: bytes, key: str) -> None:
         self.route = route
         self.key = key
-        self.under_way = 0
 
 
 class Controllers:
@@ -57,6 +56,7 @@ class Controllers:
         self._faults = faults
         self._epoch = secrets.randbits(62)
         self._attached: OrderedDict[bytes, _Controller] = OrderedDict()  # by route
+        self._under_way: Counter[bytes] = Counter()  # orders by route, also of those that said hello again since
         self._peers = PeerList([])
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -113,12 +113,10 @@ class Controllers:
         """:raises PdxError: it is not relayed."""
         if controller is None:
             raise PeerRefused("say hello first")
-        right = RIGHTS_TO[type(order.verb)]
-        if rights.may is not None and right not in rights.may:
-            raise PeerRefused(f"the roster does not let controller {rights.name!r} say {right!r}")
-        if controller.under_way >= AT_A_TIME:
+        _check(rights, order)
+        if self._under_way[controller.route] >= AT_A_TIME:
             raise Exhausted("orders", f"{AT_A_TIME} verbs of this controller are under way")
-        controller.under_way += 1
+        self._under_way[controller.route] += 1
         task = asyncio.create_task(self._relay(controller, order))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -126,13 +124,26 @@ class Controllers:
     async def _relay(self, controller: _Controller, order: Order) -> None:
         try:
             with self._faults.contain("an order of a controller"):
-                self._tell(controller, Reply(order.number, await self._outcome(order)))
+                self._tell(controller, Reply(order.number, await self._outcome(controller.key, order)))
         finally:
-            controller.under_way -= 1
+            self._under_way[controller.route] -= 1
+            if not self._under_way[controller.route]:
+                del self._under_way[controller.route]
 
-    async def _outcome(self, order: Order) -> Outcome:
+    async def _outcome(self, key: str, order: Order) -> Outcome:
         try:
             self._instances.check_heard(self._instances.get(order.node))
-            return await self._orders.ask(order.node, order.verb, WAIT_S)
+            return await self._orders.ask(
+                order.node, order.verb, WAIT_S, check=lambda: _check(self._control.rights(key), order)
+            )
         except PdxError as error:
             return Refused.of(error)
+
+
+def _check(rights: Rights | None, order: Order) -> None:
+    """:raises PeerRefused: they do not let it be said."""
+    if rights is None:
+        raise PeerRefused("the roster has no such controller any more")
+    right = RIGHTS_TO[type(order.verb)]
+    if rights.may is not None and right not in rights.may:
+        raise PeerRefused(f"the roster does not let controller {rights.name!r} say {right!r}")

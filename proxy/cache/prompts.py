@@ -20,6 +20,7 @@ _MAX_TOKENS = 1 << 24
 HexKeys = Annotated[
     list[Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}\Z")]], Meta(min_length=1, max_length=MAX_KEYS)
 ]
+_FIVE = ("tokens", "text", "messages", "keys", "request")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
@@ -36,6 +37,11 @@ class What(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     shards: ShardCount = 1  # of each of `keys`
     request: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
+    @property
+    def said(self) -> list[str]:
+        """By which of the five it says which chunks; only one counts."""
+        return [name for name in _FIVE if getattr(self, name) is not None]
+
 
 class Chosen(msgspec.Struct, frozen=True):
     """The chunks; each stands for `chunk_tokens` tokens, 0: not known."""
@@ -51,19 +57,15 @@ class Prompts:
         """`tokenize` has that engine make tokens of the body of a request for its /tokenize."""
         self._instances = instances
         self._tokenize = tokenize
+        self._turn = asyncio.Semaphore(1)  # to make keys: more threads of Python would only hold up the loop
 
     async def choose(self, what: What) -> Chosen:
         """:raises SelectionError: it is not said, or said twice, or it names no chunk.
 
         :raises NoEngine: a text, and no engine makes tokens of it.
         """
-        given = {
-            name: value
-            for name in ("tokens", "text", "messages", "keys", "request")
-            if (value := getattr(what, name)) is not None
-        }
-        if len(given) != 1:
-            said = " and ".join(given) or "nothing"
+        if len(what.said) != 1:
+            said = " and ".join(what.said) or "nothing"
             raise SelectionError(f"say which chunks by one of tokens, text, messages, keys and request, not by {said}")
         if what.request is not None:
             return Chosen(Selection(request=what.request), 0)
@@ -72,7 +74,8 @@ class Prompts:
         models = self._instances.model(what.model)
         tokens = what.tokens if what.tokens is not None else await self._tokens(what, models)
         # In a thread: a million tokens take a second, in which clients would wait.
-        keys = await asyncio.to_thread(chunk_keys, models[0], tokens, what.salt, what.codec)
+        async with self._turn:
+            keys = await asyncio.to_thread(chunk_keys, models[0], tokens, what.salt, what.codec)
         return Chosen(Selection(keys, num_shards(models[0])), chunk_tokens(models[0]))
 
     def form(self, what: What, codec: str) -> str:
@@ -87,6 +90,8 @@ class Prompts:
 
     async def _tokens(self, what: What, models: list[Model]) -> list[int]:
         body: dict[str, Any] = {"prompt": what.text} if what.text is not None else {"messages": what.messages}
-        return await self._tokenize(
-            next((model for model in models if model.url), models[0]), msgspec.json.encode(body)
-        )
+        try:
+            written = msgspec.json.encode(body)
+        except RecursionError as error:
+            raise SelectionError("the messages are nested too deeply") from error
+        return await self._tokenize(next((model for model in models if model.url), models[0]), written)

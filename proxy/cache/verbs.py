@@ -30,8 +30,9 @@ from pdx.proxy.cache.bodies import (
 )
 from pdx.proxy.cache.instances import Instance, Instances, Place, model_of
 from pdx.proxy.cache.orders import Orders
-from pdx.proxy.cache.prompts import Prompts, What
+from pdx.proxy.cache.prompts import Prompts
 from pdx.proxy.cache.shown import shown, split_job
+from pdx.proxy.chunk_index import ANY
 from pdx.proxy.hints import advice
 from pdx.security.address import address_host
 from pdx.wire.hints import Verdict
@@ -54,7 +55,6 @@ from pdx.wire.verbs import (
 
 _AGAIN_S = 0.02  # until a node is asked again whose tiers had not answered, then twice as long each time …
 _MOST_AGAIN_S = 0.5  # … up to this
-ANY_TIER = "any"  # of an index: leading keys that one tier or another has
 Index = Callable[[Sequence[bytes]], tuple[Mapping[str, Mapping[str, int]], bool]]
 Json = dict[str, Any]
 
@@ -99,7 +99,7 @@ class Verbs:
                         answer["errors"][name] = {"type": NodeUnavailable.__name__, "message": text}
                         continue
                     tiers = _scaled(found.get(name, {}), unit)
-                    answer["hits"][name] = tiers.pop(ANY_TIER, 0)
+                    answer["hits"][name] = tiers.pop(ANY, 0)
                     answer["instances"][name] = tiers
                 return {**answer, "source": "index"}
         asked = {name: self._found(each, chosen.selection, body.wait_s) for name, each in nodes.items()}
@@ -194,7 +194,7 @@ class Verbs:
 
     async def clear(self, body: ClearBody) -> Json:
         """Forget chunks."""
-        what = Selection() if body.everything and _says_nothing(body) else await self._selection(body)
+        what = Selection() if body.everything and not body.said else await self._selection(body)
         place = self._instances.place(body.at)
         return await self._at(place, Clear(what, place.tier, body.everything, body.dry_run), body.wait_s)
 
@@ -312,11 +312,6 @@ def _entries(entries: Json) -> Json:
 
 def _scaled(counts: Mapping[str, int], unit: int) -> dict[str, int]:
     return {tier: count * unit for tier, count in counts.items()}
-
-
-def _says_nothing(body: What) -> bool:
-    said = (body.tokens, body.text, body.messages, body.keys, body.request)
-    return all(each is None for each in said)
 
 
 def _address(instance: Instance) -> Json:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
+import threading
 from collections import Counter
 
 import aiohttp
@@ -17,7 +19,7 @@ from proxy_process import proxy_process
 from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
-from pdx.proxy.cache import access, routes
+from pdx.proxy.cache import access, prompts, routes
 from pdx.proxy.cache.access import Token
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
@@ -313,6 +315,83 @@ def test_a_thousand_verbs_at_once_are_answered(tmp_path):
             assert len({order.number for order in node.orders}) == 1000
             assert 1 < most <= 32
             assert made.made.proxy._cache._orders._turns == {}
+
+    run(main)
+
+
+def test_large_bodies_that_came_together_are_decoded_one_in_a_turn_of_the_loop(tmp_path, monkeypatch):
+    decoded, turns, came = [], 0, []
+    decode, together = routes._decoded, asyncio.Event()
+
+    def decode_one(*said):
+        decoded.append(turns)
+        return decode(*said)
+
+    @contextlib.asynccontextmanager
+    async def body(_intake, request):
+        raw = await request.read()
+        came.append(raw)
+        await together.wait()
+        yield raw
+
+    monkeypatch.setattr(routes, "_decoded", decode_one)
+    monkeypatch.setattr(routes.Intake, "body", body)
+
+    async def main():
+        nonlocal turns
+        together.set()
+        async with stage(tmp_path, "a") as made:
+            together.clear()
+            came.clear()
+            asked = [asyncio.create_task(made.post("lookup", {"keys": [KEY] * 10_000})) for _ in range(5)]
+            await until(lambda: len(came) == 5)
+            decoded.clear()
+            together.set()
+            while len(decoded) < 5:
+                turns += 1
+                await asyncio.sleep(0)
+            await asyncio.gather(*asked)
+            assert len(set(decoded)) == 5
+
+    run(main)
+
+
+def test_a_conversation_of_any_depth_is_no_internal_error(tmp_path):
+    """What is just not too deep to be read may be too deep to be written."""
+
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            await made.nodes["a"].report(("engine", "http://127.0.0.1:1"))
+            await until(lambda: made.made.proxy._cache._instances.models())
+            found = set()
+            for depth in range(900, 1000):
+                raw = b'{"messages": [{"content": ' + b"[" * depth + b"]" * depth + b"}]}"
+                found.add((await made.post("lookup", raw=raw))[0])
+            assert found == {400, 503}
+            assert made.counters["internal_errors"] == 0
+
+    run(main)
+
+
+def test_keys_of_prompts_are_made_one_prompt_after_the_other(tmp_path, monkeypatch):
+    making, most, together = 0, 0, threading.Event()
+
+    def make(*_):
+        nonlocal making, most
+        making += 1
+        most = max(most, making)
+        together.wait(0.2)
+        making -= 1
+        return [bytes.fromhex(KEY)]
+
+    monkeypatch.setattr(prompts, "chunk_keys", make)
+
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            await made.nodes["a"].report(("engine", "http://127.0.0.1:1"))
+            await until(lambda: made.made.proxy._cache._instances.models())
+            await asyncio.gather(*(made.ok("lookup", tokens=[1] * 32) for _ in range(4)))
+            assert most == 1
 
     run(main)
 

@@ -13,6 +13,7 @@ from proxy_harness import Node, run, until, within
 from pdx.errors import NodeUnavailable
 from pdx.proxy import control as control_module
 from pdx.proxy.cache import controllers as controllers_module
+from pdx.proxy.cache import orders as orders_module
 from pdx.proxy.cache.controllers import Controllers
 from pdx.proxy.cache.instances import Instances
 from pdx.proxy.cache.orders import ANSWERS, Orders
@@ -254,6 +255,31 @@ def test_a_key_that_was_taken_from_the_roster_is_worth_nothing(members):
     run(main)
 
 
+@pytest.mark.parametrize("left", [None, ["health"]])
+def test_what_waits_for_its_turn_when_a_right_is_taken_away_is_not_done(members, monkeypatch, left):
+    monkeypatch.setattr(orders_module, "AT_A_TIME", 1)
+    pairs, files, write = members
+
+    async def main():
+        async with stage(**files) as made:
+            node = made.connect("one", pairs["one"], pairs["proxy"].public)
+            await node.report()
+            await until(lambda: made.reports)
+            ops = made.connect("ops", pairs["ops"], pairs["proxy"].public)
+            await ops.attach()
+            for number in range(2):
+                await ops.say(Order(number, FIND if number == 0 else CLEAR, "one"))
+            await until(lambda: len(made.controllers._tasks) == 2 and len(made.orders) == 1)
+            write("one", *(["ops"] if left else []), **({"may": left} if left else {}))
+            await answering(node, Found(1, 1, {}))
+            await until(lambda: not made.controllers._tasks)
+            asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
+            assert isinstance((await answering(node, Found(1, 1, {}))).verb, Find), "nothing came before"
+            await asked
+
+    run(main)
+
+
 def test_it_says_only_what_the_roster_lets_it_say(members):
     pairs, files, write = members
     write("one", "ops", may=["lookup"])
@@ -350,6 +376,66 @@ def test_what_one_controller_has_under_way_is_bounded(tmp_path, monkeypatch):
     async def answer_all(node, count):
         for _ in range(count):
             await answering(node, Found(1, 1, {}))
+
+    run(main)
+
+
+@pytest.mark.parametrize("says_bye", [False, True])
+def test_who_says_hello_again_has_no_more_under_way(tmp_path, monkeypatch, says_bye):
+    monkeypatch.setattr(controllers_module, "AT_A_TIME", 3)
+
+    async def main():
+        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
+            node = made.connect("one")
+            await node.report()
+            await until(lambda: made.reports)
+            ops = made.connect("ops")
+            for _ in range(4):
+                if says_bye:
+                    await ops.say(Bye())
+                await ops.say(Hello(messages.VERSION, 1, "controller", "ops"))
+                for number in range(3):
+                    await ops.say(Order(number, FIND, "one"))
+            refused = []
+            while len(refused) < 9:
+                if isinstance(reply := await ops.hear(), Reply):
+                    refused.append(reply.outcome.error)
+            assert refused == ["Exhausted"] * 9
+            for _ in range(3):
+                await answering(node, Found(1, 1, {}))
+            await until(lambda: not made.controllers._under_way)
+            await ops.say(Order(1, FIND, "one"))
+            await answering(node, Found(1, 1, {}))
+
+    run(main)
+
+
+@pytest.mark.parametrize("message", [Hello(messages.VERSION, 1, "controller", "ops"), Order(1, FIND, "nobody"), Ping()])
+def test_a_flood_of_a_controllers_messages_is_taken_in_bursts_between_which_others_have_their_turn(tmp_path, message):
+    async def main():
+        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
+            ops = made.connect("ops")
+            await ops.attach()
+            taken, bursts = 0, [0]
+            take, serve = made.control._take, made.control._serve
+
+            def take_one(arrival):
+                nonlocal taken
+                taken += 1
+                take(arrival)
+
+            def serve_some():
+                bursts[-1] += 1
+                serve()
+
+            made.control._take, made.control._serve = take_one, serve_some
+            for _ in range(1000):
+                await ops.say(message)
+            async with asyncio.timeout(30):
+                while taken < 1000:
+                    bursts.append(0)
+                    await asyncio.sleep(0)
+            assert max(bursts) <= 3, "one for each socket that the loop looks at, and one that was put off"
 
     run(main)
 

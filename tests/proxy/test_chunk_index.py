@@ -8,12 +8,13 @@ from events_bed import EventsBed, key, random_step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.node.events.follower import WINDOW, Follower
+from pdx.node.events.follower import MAX_REPEATS, WINDOW, Follower
 from pdx.proxy import chunk_index
 from pdx.proxy.chunk_index import ANY, OTHERS, ChunkIndex
 from pdx.proxy.following import Following
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import decode_from_proxy, decode_to_proxy, encode
+from pdx.wire.base import MAX_RUN_KEYS
+from pdx.wire.messages import Changes, Run, decode_from_proxy, decode_to_proxy, encode
 
 KEYS = [key(number) for number in range(40)]
 
@@ -223,6 +224,27 @@ def test_a_proxy_that_does_not_read_is_sent_a_few_frames(line):
     assert len(sent) <= WINDOW
 
 
+def test_a_node_of_whose_first_telling_a_part_was_lost_begins_anew(line):
+    for number in range(10_000):
+        line.bed.disk.put(number.to_bytes(16, "big"))
+    line.bed.log.turn()
+    line.following.heard("n", 1)
+    line.follower.asked(decode_from_proxy(line.to_node.pop()))
+    line.follower.turn()
+    line.following.took("n", decode_to_proxy(line.to_proxy.pop(0)))
+    assert 0 < len(line.index) < 10_000
+    line.to_proxy.clear()
+    for _ in range(MAX_REPEATS):
+        line.following.heard("n", 1)
+        line.follower.asked(decode_from_proxy(line.to_node.pop()))
+    line.settle()
+    assert len(line.index) == 10_000
+    assert line.following.is_complete
+    line.bed.disk.put(key(1))
+    line.settle()
+    assert len(line.index) == 10_001
+
+
 def test_a_node_in_a_new_life_is_asked_for_everything(line):
     line.bed.disk.put(key(1))
     line.settle()
@@ -259,6 +281,66 @@ def test_a_large_change_goes_in_frames_of_bounded_size(line):
     assert len(line.index) == 10_000
     assert len(frames) >= 3
     assert max(frames) < 70_000
+
+
+def test_a_node_that_begins_anew_without_end_does_not_make_the_index_wider(line, caplog, monkeypatch):
+    """Each time it is another place until the last one was swept out, and all numbers get longer."""
+    monkeypatch.setattr(chunk_index, "SWEEP_S", 0.0)
+    line.following.heard("others", 1)
+    line.index.add("others", "host", key(1))
+    for frame in range(1, 200):
+        line.following.heard("n", 1)
+        ask = decode_from_proxy(line.to_node[-1])
+        number = ask.frame + 1
+        runs = [Run("disk", True, key(frame))]
+        line.following.took("n", Changes(ask.stream, 1, number, 1, frame, runs, first=True, whole=True))
+    assert line.index._num_firsts <= chunk_index.MAX_LEAVING + 2
+    assert line.index.lookup([key(1)])["others"] == {ANY: 1, "host": 1}
+    assert sum("begins anew" in record.message for record in caplog.records) == 1
+    for _ in range(2 * 256):
+        line.following.look(None)
+    line.bed.disk.put(key(7))
+    line.settle()
+    assert line.known() == {key(7): {"disk"}}
+
+
+def test_a_frame_of_more_keys_than_a_frame_has_is_not_taken_in(line, caplog):
+    line.settle()
+    stream = line.following._streams["n"]
+    runs = [Run(f"disk {at}", True, at.to_bytes(16, "big") * MAX_RUN_KEYS) for at in range(2)]
+    changes = Changes(stream.number, stream.telling, stream.frame + 1, 1, 1, runs)
+    line.following.took("n", decode_to_proxy(encode(changes)))
+    assert len(line.index) == 0
+    assert not line.following.is_complete
+    assert sum("keys in one frame" in record.message for record in caplog.records) == 1
+    line.bed.disk.put(key(7))
+    line.settle()
+    assert line.known() == {key(7): {"disk"}}
+
+
+def test_when_a_node_that_filled_the_index_is_gone_the_others_are_known_whole_again(line):
+    line.index._limit = 20
+    line.following.heard("others", 1)
+    line.index.add("others", "host", b"".join(KEYS[20:35]))
+    line.following._streams["others"].is_whole = True
+    for number in range(10):
+        line.bed.disk.put(key(number))
+    line.settle()
+    assert not line.following.is_complete
+    for _ in range(300):
+        line.following.look({"n", "others"})
+    line.settle()
+    assert len(line.known()) == 5, "there is no room: it is not told again"
+    for _ in range(300):
+        line.following.look({"n"})
+    line.settle()
+    assert line.following.is_complete
+    assert line.known() == {key(number): {"disk"} for number in range(10)}
+    told = line.counters["chunk_changes"]
+    for _ in range(300):
+        line.following.look({"n"})
+    line.settle()
+    assert line.counters["chunk_changes"] == told
 
 
 def test_over_the_limit_there_is_one_warning(line, caplog):

@@ -20,7 +20,7 @@ from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.security.peer_socket import PeerSocket
 from pdx.wire import messages
-from pdx.wire.messages import MarkReport
+from pdx.wire.messages import Follow, MarkReport
 
 TRANSFER = "x" * 32
 REPORT = messages.encode(
@@ -150,6 +150,24 @@ def test_a_cancel_goes_to_the_nodes_of_its_transfer(tmp_path):
             for node in nodes:
                 node.close()
             control.close()
+
+    run(main)
+
+
+def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name():
+    """Else a node without a name has all others begin anew, again and again."""
+
+    async def main():
+        async with cluster() as made:
+            nameless = made.other_node()
+            nameless.name = ""
+            await nameless.report()
+            await made.metric_reaches(2, "pdx_proxy_reports_total")
+            made.proxy._control.follow("", Follow(1))
+            made.proxy._control.follow("node", Follow(2))
+            made.proxy._control.follow("nobody", Follow(3))
+            assert (await nameless._next(Follow)).stream == 1
+            assert (await made.node._next(Follow)).stream == 2
 
     run(main)
 

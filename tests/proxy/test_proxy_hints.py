@@ -143,6 +143,48 @@ def test_what_is_deep_large_or_no_number_is_refused(raw):
     assert {verdict.outcome for verdict in envelope.answer([])} == {"refused"}
 
 
+@pytest.mark.parametrize(
+    ("field", "stream"),
+    [
+        *((field, stream) for field in ("session", "prefetch", "codec") for stream in (False, True)),
+        ("request_id", False),  # an engine's stream says it as well, and cannot
+    ],
+)
+def test_half_a_character_costs_its_request_nothing(field, stream):
+    """Python's reader of JSON makes texts of it that have no bytes."""
+
+    async def main():
+        async with cluster() as made:
+            said = {"version": 1, "color": "red"}
+            asks = {**BODY, "stream": stream, "pdx_hints": said}
+            (asks if field == "request_id" else said)[field] = ["\ud800"] if field == "prefetch" else "\ud800"
+            node = asyncio.create_task(answer(made.node)) if field != "request_id" else None
+            status, headers, told = await made.post(COMPLETIONS, asks)
+            assert status == 200
+            assert 'color=refused;why="version 1 has no such field"' in headers["X-PDX-Hints"]
+            assert b"choices" in told
+            assert not made.proxy.counters["internal_errors"]
+            if node is not None:
+                await node
+
+    run(main)
+
+
+@pytest.mark.parametrize("request_id", ["", "r" * 257])
+def test_of_a_request_without_a_name_that_nodes_know_none_is_asked(request_id):
+    async def main():
+        async with cluster() as made:
+            asks = {**BODY, "pdx_hints": {"version": 1, "priority": 4}, "request_id": request_id}
+            _, headers, _ = await made.post(COMPLETIONS, asks)
+            assert headers["X-PDX-Hints"] == f"priority={NOTHING}"
+            asks["request_id"] = "named"
+            tell = asyncio.create_task(made.post(COMPLETIONS, asks))
+            assert await answer(made.node, Verdict("priority", "accepted")) == "named"
+            assert (await tell)[1]["X-PDX-Hints"] == "priority=accepted"
+
+    run(main)
+
+
 def test_what_clients_may_ask_for_is_clipped():
     async def main():
         async with cluster(client_priority=3) as made:

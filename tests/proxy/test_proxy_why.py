@@ -50,6 +50,22 @@ def test_a_client_that_asks_is_told_in_a_header(stream):
     run(main)
 
 
+def test_a_node_that_tells_without_end_makes_no_header_that_clients_refuse():
+    """aiohttp's own client takes 8,190 bytes."""
+
+    async def main():
+        async with cluster() as made:
+            reasons = [Reason(0, 1, True, chr(0x4E00 + kind) * 16, "") for kind in range(64)]
+            told = [Explanation("cmpl-abc-0", f"e{at}", 0.0, 0.0, 8, 5, reasons) for at in range(32)]
+            node = asyncio.create_task(answer(made.node, *told))
+            status, headers, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
+            await node
+            assert status == 200
+            assert len(headers["X-PDX-Why"].encode()) < 8190
+
+    run(main)
+
+
 def test_names_of_others_are_not_told():
     told = why.summary(explained("decoder", "cmpl-abc-0"))
     assert "secret" not in told
