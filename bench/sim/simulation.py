@@ -125,6 +125,10 @@ def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda coun
     if blocks < max(256, longest):
         size = max(256, longest) * block_bytes(case, trace) / 1e9
         raise ConfigError(f"--host: {blocks} blocks are too few to simulate a node; give at least {size:.3g}GB")
+    if case.warm_up >= len(trace.requests):
+        raise ConfigError(
+            f"--warm-up: of {len(trace.requests)} requests {case.warm_up} are not to be counted, and so none would be"
+        )
     future = Future(trace.requests) if case.policy == BELADY else None
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:

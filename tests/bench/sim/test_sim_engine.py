@@ -134,6 +134,11 @@ def test_too_little_memory_is_refused_with_what_would_do():
         simulate(of(request(range(20))), case(blocks=100))
 
 
+def test_where_no_request_would_count_it_is_refused():
+    with pytest.raises(ConfigError, match="--warm-up: of 2 requests 2 are not to be counted"):
+        simulate(of(request(range(20)), request(range(20))), case(warm_up=2))
+
+
 def test_a_pipe_carries_in_turn_and_latencies_run_beside_each_other():
     pipe = Pipe(100.0, 0.5)
     assert pipe.carry(100, 0.0) == (0.0, 1.5)
