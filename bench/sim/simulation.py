@@ -339,11 +339,11 @@ class _Run:
 
     def _host_use(self, hits: Counter[str], now: dict[str, float], seconds: float) -> TierUse:
         case, scale = self._case, block_bytes(self._case, self._trace)
-        store = self._node.service.store
         loaded = now["engine blocks"] * scale
-        most = min(case.host_bytes, store.counters["sealed"] * scale)
         busy = loaded / case.settings.host_bytes_s / case.engines / seconds
-        return TierUse(HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), most, busy)
+        return TierUse(
+            HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), self._node.most_blocks * scale, busy
+        )
 
     def _dollars(self, seconds: float) -> float:
         """GPUs and all room, for as long as it took."""

@@ -115,6 +115,14 @@ def test_ttl_is_of_virtual_time():
     assert simulate(trace, case(policy="ttl:60")).hit_share == pytest.approx(2 / 3)
 
 
+def test_the_most_that_memory_had_at_a_time_is_less_than_all_that_came():
+    trace = of(*(request(range(at * 100, at * 100 + 20), at_s=10.0 * at) for at in range(10)))
+    (host,) = simulate(trace, case(policy="ttl:15")).tiers
+    assert (host.stored_bytes, host.most_bytes) == (200 * BLOCK_BYTES, 40 * BLOCK_BYTES)
+    (host,) = simulate(trace, case(blocks=256)).tiers
+    assert host.most_bytes == 200 * BLOCK_BYTES
+
+
 def test_what_comes_first_is_not_counted():
     trace = of(request(range(20)), *(request(range(20), at_s=10.0 * at) for at in range(1, 5)))
     result = simulate(trace, case(warm_up=1))
