@@ -275,7 +275,7 @@ class _Run:
             found[f"{tier.name} loads"] = tier.tally.loads * scale
             found[f"{tier.name} stores"] = tier.tally.stores * scale
             found[f"{tier.name} removed"] = tier.removed
-            found[f"{tier.name} busy"] = max(tier.loads.busy_s, tier.stores.busy_s)
+            found[f"{tier.name} busy"] = max(pipe.busy_by(self._clock.now) for pipe in (tier.loads, tier.stores))
         return found
 
     def result(self) -> Result:

@@ -123,6 +123,12 @@ def test_the_most_that_memory_had_at_a_time_is_less_than_all_that_came():
     assert host.most_bytes == 200 * BLOCK_BYTES
 
 
+def test_a_disk_is_never_busier_than_all_the_time():
+    """It has more to store than it can: what it has still to do when the last request is over is not of that time."""
+    busy = simulate(some(60), case(devices=[disk(1000, gb_s=0.05)])).tiers[1].busy_share
+    assert 0.9 < busy <= 1.0
+
+
 def test_what_comes_first_is_not_counted():
     trace = of(request(range(20)), *(request(range(20), at_s=10.0 * at) for at in range(1, 5)))
     result = simulate(trace, case(warm_up=1))
