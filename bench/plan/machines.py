@@ -93,6 +93,11 @@ def speeds_of(gpu: Gpu, assumed: Assumptions, tp: int, weight_bytes: float) -> S
     )
 
 
+def host_bytes_s(gpu: Gpu, assumed: Assumptions, tp: int) -> float:
+    """Between host memory and an engine of `tp` such GPUs, all of them together."""
+    return gpu.host_gb_s * 1e9 * assumed.link_share * tp
+
+
 INF = float("inf")
 
 

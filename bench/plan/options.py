@@ -9,7 +9,7 @@ import msgspec
 
 from pdx.bench.plan.check import control_s
 from pdx.bench.plan.fit import Calibration, calibrate, choose_system, load_result, points, shapes_measured
-from pdx.bench.plan.machines import INF, Assumptions, Engine, Gpu, find_gpu, speeds_of
+from pdx.bench.plan.machines import INF, Assumptions, Engine, Gpu, find_gpu, host_bytes_s, speeds_of
 from pdx.bench.plan.model import Case
 from pdx.bench.plan.shapes import Shapes, find_model
 from pdx.bench.plan.units import parse_count, parse_rate, parse_time, show_bytes, show_rate
@@ -169,7 +169,7 @@ def _tp(options: Options, shapes: Shapes, gpu: Gpu, assumed: Assumptions, work: 
 def _link(options: Options, gpu: Gpu, assumed: Assumptions, tp: int) -> Link:
     """Host arenas: pages cross PCIe before and after the wire; the slower of the two is what a pipeline has."""
     wire = parse_rate(options.link) * assumed.link_share * tp
-    host = gpu.host_gb_s * 1e9 * assumed.link_share * tp
+    host = host_bytes_s(gpu, assumed, tp)
     on_gpu = gpu.memory_gb_s * 1e9 * assumed.mbu * tp / 2  # read and written
     is_host = options.arena == "host"
     return Link(

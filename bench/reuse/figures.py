@@ -19,6 +19,7 @@ ORACLE = "recompute"  # the system whose answers are right, and with which all a
 OURS = ("pdx-both", "pdx-central")
 BEST_OWN = "own-cache"
 PERCENTILES = (50, 90)
+BOTH_HELD = "of the highest loads: both held the target"
 NEARLY = 0.9  # of what could be found
 
 
@@ -115,26 +116,50 @@ def repeats_of(result: Result) -> list[int]:
 
 
 def _at_targets(result: Result, workload: str) -> Iterator[Figure]:
-    """Requests per second at equal TTFT, and ours over everybody's."""
+    """Requests per second at equal TTFT, and ours over everybody's. Repeats in which a target was missed are counted in
+    the notes: the others alone look better than all."""
     for index, times in enumerate(result.settings["targets"]):
         for share in PERCENTILES:
             name = f"{workload}, TTFT p{share} within {times:g} × computing alone"
-            reach: dict[str, dict[int, Reached]] = {}
+            reach: dict[str, dict[int, Reached | None]] = {}
             for system in systems_of(result):
                 for repeat in repeats_of(result):
                     targets = targets_ms(result, workload, repeat)
                     points = curve(result, system, workload, repeat, share)
-                    if targets and points and (got := reached(points, targets[index][1])) is not None:
-                        reach.setdefault(system, {})[repeat] = got
+                    if targets and points:
+                        reach.setdefault(system, {})[repeat] = reached(points, targets[index][1])
             for system, each in reach.items():
-                least = "at least: " if any(one.is_least for one in each.values()) else ""
-                values = [one.per_s for one in each.values()]
-                yield plain(f"{name}: {system}", statistics.median(values), "requests/s", f"{least}{_spread(values)}")
+                met = [one for one in each.values() if one is not None]
+                values = [one.per_s for one in met]
+                least = "at least: " if any(one.is_least for one in met) else ""
+                notes = [f"{least}{_spread(values)}"] if met else []
+                if len(met) < len(each):
+                    notes.append(f"not even at the lowest load in {len(each) - len(met)} of {len(each)} repeats")
+                yield plain(f"{name}: {system}", statistics.median(values or [0.0]), "requests/s", "; ".join(notes))
             for ours in OURS:
                 for other in reach:
                     if ours in reach and _is_rival(ours, other):
-                        per_s = [{at: one.per_s for at, one in reach[which].items()} for which in (ours, other)]
-                        yield from _ratio(f"{name}: {ours} / {other}", *per_s)
+                        yield from _reach_ratio(f"{name}: {ours} / {other}", ours, reach[ours], other, reach[other])
+
+
+def _reach_ratio(
+    name: str, ours: str, above: dict[int, Reached | None], other: str, below: dict[int, Reached | None]
+) -> Iterator[Figure]:
+    """Of the repeats in which both met the target. One that held it at the highest load may reach more."""
+    pairs = {at: (above[at], below[at]) for at in sorted(above.keys() & below.keys())}
+    met = {at: (one, two) for at, (one, two) in pairs.items() if one is not None and two is not None}
+    is_least = any(one.is_least for one, _ in met.values()), any(two.is_least for _, two in met.values())
+    bound = {(True, False): "at least", (False, True): "at most", (True, True): BOTH_HELD}.get(is_least)
+    notes = [bound] if bound else []
+    for side, system in enumerate((ours, other)):
+        if missed := sum(pair[side] is None for pair in pairs.values()):
+            notes.append(f"without {missed} repeats in which {system} missed the target")
+    yield from _ratio(
+        name,
+        {at: one.per_s for at, (one, _) in met.items()},
+        {at: two.per_s for at, (_, two) in met.items()},
+        notes=notes,
+    )
 
 
 def _times(result: Result, workload: str) -> Iterator[Figure]:
@@ -241,10 +266,14 @@ def _by_repeat(result: Result, system: str, workload: str, load: str, of: Callab
     return {point.repeat: of(point) for point in result.points if _is(point, system, workload, load)}
 
 
-def _ratio(name: str, above: dict[int, float], below: dict[int, float]) -> Iterator[Figure]:
+def _ratio(
+    name: str, above: dict[int, float], below: dict[int, float], *, notes: Sequence[str] = ()
+) -> Iterator[Figure]:
     ratios = [above[repeat] / below[repeat] for repeat in sorted(above.keys() & below.keys())]
     if ratios:
-        yield plain(name, statistics.median(ratios), "×", f"median of {len(ratios)}; {_spread(ratios)}")
+        yield plain(
+            name, statistics.median(ratios), "×", "; ".join((f"median of {len(ratios)}", _spread(ratios), *notes))
+        )
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -7,15 +7,15 @@ filled: what the asked engine finds there, another host has computed.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import sys
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from pdx.bench.store.queueing import AT_ITS_TURN, BLIND
+from pdx.bench.store.queueing import AT_ITS_TURN, BLIND, AtItsTurn
 from pdx.bench.systems.baselines import LMCache, Needs, Offloading, Plain, Ports
 from pdx.bench.systems.pdx import PdxAlone, PdxWith
 from pdx.bench.systems.system import Bed, Command, Running, Servers, System
@@ -110,28 +110,32 @@ class CentralRunning(Running):
         return redis_counts(self._port)["total_net_input_bytes"]
 
 
-class PdxCentral(PdxWith):
-    """Two engines, each with a node that has little memory, and one Redis."""
+class WithRedis(Plain):
+    """Two engines, each beside something that keeps KV in little memory, and one Redis for both.
+
+    What keeps KV is the next base of whoever derives from this.
+    """
 
     engines = 2
+    _central: Central
+    _arena: int  # bytes, of what keeps KV
 
-    def __init__(self, sizes: Sizes, name: str = "central", title: str = "two engines and nodes, one Redis") -> None:
-        super().__init__(name, f"{title} behind {sizes.gbit:g} Gb/s", {})
-        self.name = f"pdx-{name}"
-        self.title = self.title.replace("one engine and its node, ", "")
-        self._central = Central(sizes.gbit)
-        self._arena = sizes.arena_of_many
+    @abstractmethod
+    def way(self, ports: Ports) -> tuple[str, ...]:
+        """Options of what keeps KV: its way to the Redis."""
 
     def why_not(self) -> str:
         return super().why_not() or self._central.why_not()
 
     def store_command(self, bed: Bed, ports: Ports) -> Command:
         command = super().store_command(replace(bed, arena=_mib(self._arena)), ports)
-        return replace(command, options=(*command.options, "--remote", f"redis://127.0.0.1:{ports.line}"))
+        assert command is not None
+        return replace(command, options=(*command.options, *self.way(ports)))
 
     def stores(self, bed: Bed, ports: Ports) -> list[Command]:
-        first = replace(self.store_command(bed, _other(ports)), name="first-node")
-        return [*self._central.commands(bed, ports), first, self.store_command(bed, ports)]
+        own = self.store_command(bed, ports)
+        first = replace(self.store_command(bed, _other(ports)), name=f"first-{own.name}")
+        return [*self._central.commands(bed, ports), first, own]
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
         return _two_engines(bed, super().engine_commands(bed, _other(ports)), super().engine_commands(bed, ports))
@@ -140,7 +144,20 @@ class PdxCentral(PdxWith):
         return CentralRunning(servers, engines, ports.store)
 
 
-class PdxCentralAtTurn(PdxCentral):
+class PdxCentral(WithRedis, PdxWith):
+    """Two engines, each with a node that has little memory, and one Redis."""
+
+    def __init__(self, sizes: Sizes, name: str = "central", title: str = "two engines and nodes, one Redis") -> None:
+        super().__init__(name, f"{title} behind {sizes.gbit:g} Gb/s", {})
+        self.name = f"pdx-{name}"
+        self.title = self.title.replace("one engine and its node, ", "")
+        self._central, self._arena = Central(sizes.gbit), sizes.arena_of_many
+
+    def way(self, ports: Ports) -> tuple[str, ...]:
+        return "--remote", f"redis://127.0.0.1:{ports.line}"
+
+
+class PdxCentralAtTurn(AtItsTurn, PdxCentral):
     """The same without any load before a request's turn: neither the node nor the engine looks ahead in the queue."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -152,49 +169,18 @@ class PdxCentralAtTurn(PdxCentral):
         how = f"as below, but its nodes with {nodes!r} and its engines with {AT_ITS_TURN.split(';')[1].strip()!r}"
         return [f"# {how} (pdx.bench.store.queueing)", *self._like.commands(bed)]
 
-    def store_command(self, bed: Bed, ports: Ports) -> Command:
-        command = super().store_command(bed, ports)
-        return replace(command, program=(sys.executable, "-P", "-c", BLIND, *command.program[4:]))
 
-    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        folder = bed.logs / self.name / "site"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "sitecustomize.py").write_text(AT_ITS_TURN)
-        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        return [
-            replace(command, env={**command.env, "PYTHONPATH": path}) for command in super().engine_commands(bed, ports)
-        ]
-
-
-class LMCacheCentral(LMCache):
+class LMCacheCentral(WithRedis, LMCache):
     """Two engines, each with an LMCache server that has little memory, and one Redis by LMCache's own adapter."""
-
-    engines = 2
 
     def __init__(self, sizes: Sizes, chunk_tokens: int | None) -> None:
         super().__init__(chunk_tokens)
         self.name = self.name.replace("lmcache", "lmcache-central")
         self.title = f"{self.title}, two engines and servers, one Redis behind {sizes.gbit:g} Gb/s"
-        self._central = Central(sizes.gbit)
-        self._arena = sizes.arena_of_many
+        self._central, self._arena = Central(sizes.gbit), sizes.arena_of_many
 
-    def why_not(self) -> str:
-        return super().why_not() or self._central.why_not()
-
-    def store_command(self, bed: Bed, ports: Ports) -> Command:
-        command = super().store_command(replace(bed, arena=_mib(self._arena)), ports)
-        adapter = json.dumps({"type": "resp", "host": "127.0.0.1", "port": ports.line})
-        return replace(command, options=(*command.options, "--l2-adapter", adapter))
-
-    def stores(self, bed: Bed, ports: Ports) -> list[Command]:
-        first = replace(self.store_command(bed, _other(ports)), name="first-store")
-        return [*self._central.commands(bed, ports), first, self.store_command(bed, ports)]
-
-    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        return _two_engines(bed, super().engine_commands(bed, _other(ports)), super().engine_commands(bed, ports))
-
-    def running(self, servers: Servers, engines: Sequence[Command], proxy: Command | None, ports: Ports) -> Running:
-        return CentralRunning(servers, engines, ports.store)
+    def way(self, ports: Ports) -> tuple[str, ...]:
+        return "--l2-adapter", json.dumps({"type": "resp", "host": "127.0.0.1", "port": ports.line})
 
 
 def contenders(sizes: Sizes) -> dict[str, System]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -208,6 +209,8 @@ def _sizes(text: str) -> list[tuple[float, bool]]:
     for value in values.split(","):
         try:
             found.append((float(value[:-1]), True) if value.endswith("x") else (float(parse_bytes(value)), False))
+            if not math.isfinite(found[-1][0]):
+                raise ValueError(value)
         except ValueError as error:
             raise ConfigError(f"--sweep: {value!r} is neither a size nor a share; write 64GB or 0.25x") from error
         if not found[-1][0] > 0:

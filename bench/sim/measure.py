@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from pdx.bench.harness.report import RESULTS, Figure, at_least, at_most, plain
-from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, speeds_of
+from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, host_bytes_s, speeds_of
 from pdx.bench.plan.shapes import find_model
 from pdx.bench.sim.engine import Settings
 from pdx.bench.sim.published import BY_CAPACITY, CACHED_ATTENTION, MOST_POINTS, POLICIES, TABLE, WAYS
@@ -27,8 +27,9 @@ from pdx.bench.sim.replay import hit_share
 from pdx.bench.sim.requests import Trace, read
 from pdx.bench.sim.sessions import Conversations, generate
 from pdx.bench.sim.simulation import Case, Result, simulate
-from pdx.bench.sim.sweep import by_room, by_ttl
+from pdx.bench.sim.sweep import by_room, by_ttl, demand_bytes
 from pdx.bench.sim.tier import Device
+from pdx.engine.scheduler import EARLY
 
 QUEUE = 8
 GAP = 0.4
@@ -49,6 +50,10 @@ def _disk(room_bytes: float, load_gb_s: float, store_gb_s: float) -> Device:
 def _engine(model: str, gpu: str, tp: int) -> Engine:
     shapes = find_model(model)
     return Engine(shapes, speeds_of(find_gpu(gpu), Assumptions(), tp, shapes.weight_bytes), tp)
+
+
+def _host_bytes_s(gpu: str, tp: int) -> float:
+    return host_bytes_s(find_gpu(gpu), Assumptions(), tp)
 
 
 def _percent(share: float) -> float:
@@ -94,7 +99,7 @@ def _in_time(trace: Trace, blocks: int, policy: str, *, looks_ahead: bool, disk_
     model = _engine("llama-3.1-8b", "h100", 1)
     case = Case(
         model=model,
-        settings=Settings(batch=64, host_bytes_s=51.2e9, looks_ahead=looks_ahead, early=0),
+        settings=Settings(batch=64, host_bytes_s=_host_bytes_s("h100", 1), looks_ahead=looks_ahead, early=0),
         host_bytes=int(blocks * trace.block_tokens * model.kv_token_bytes) + 1,
         devices=[_disk(disk_bytes, 7, 5)] if disk_bytes else [],
         policy=policy,
@@ -144,14 +149,14 @@ def paper() -> Part:
     trace = generate(Conversations(sessions=PAPER_SESSIONS))
     rows: list[dict[str, Any]] = []
     for label, policy, looks_ahead, early in (
-        ("scheduler-aware", "lru", True, 8),
+        ("scheduler-aware", "lru", True, EARLY),
         ("lru", "lru", False, 0),
         ("fifo", "fifo", False, 0),
     ):
         case = Case(
             model=_engine("llama-13b", "a100", 2),
             engines=2,
-            settings=Settings(batch=24, host_bytes_s=51.2e9, looks_ahead=looks_ahead, early=early),
+            settings=Settings(batch=24, host_bytes_s=_host_bytes_s("a100", 2), looks_ahead=looks_ahead, early=early),
             host_bytes=128_000_000_000,
             devices=[_disk(PAPER_DISK_BYTES, 5, 5)],
             policy=policy,
@@ -190,7 +195,7 @@ def planning() -> Part:
     """Hit rates by capacity and by time to live, of the same conversations."""
     trace = generate(Conversations(sessions=PAPER_SESSIONS))
     token_bytes = _engine("llama-13b", "a100", 2).kv_token_bytes
-    demand = trace.sessions * trace.window * token_bytes / (trace.seconds / 3600)
+    demand = demand_bytes(trace, token_bytes)
     rooms = by_room(trace, token_bytes, [ratio * demand for ratio in RATIOS], ["lru"])
     kept = by_ttl(trace, token_bytes, TTLS)
     figures = [

@@ -67,6 +67,7 @@ class SimulatedNode:
         self._worker = self._attach("worker")
         self._late: dict[int, Callable[[Admitted], None]] = {}
         self._tick_at = 0.0
+        self.most_blocks = 0  # that memory had at a time
         self.is_touched = False  # whether a turn would change something now
 
     def _tier(self, device: Device, scale: float) -> ModelledTier:
@@ -144,6 +145,8 @@ class SimulatedNode:
         self.is_touched = False
         self._tick()
         self.service.turn()
+        store = self.service.store
+        self.most_blocks = max(self.most_blocks, (store.total_bytes - store.free_bytes) // GRANULE_BYTES)
         for _, number, answer in self.service.admissions.late_answers():
             if isinstance(answer, Admitted):
                 self.is_touched = True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, speeds_of
+from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, host_bytes_s, speeds_of
 from pdx.bench.plan.shapes import find_model
 from pdx.bench.plan.units import parse_count, parse_rate, parse_time
 from pdx.bench.sim.engine import Settings
@@ -111,7 +111,7 @@ def case_of(options: Options) -> Case:
         engines=options.engines,
         settings=Settings(
             batch=options.batch,
-            host_bytes_s=gpu.host_gb_s * 1e9 * assumed.link_share * options.tp,
+            host_bytes_s=host_bytes_s(gpu, assumed, options.tp),
             looks_ahead=options.look_ahead,
             early=options.early,
         ),

@@ -48,6 +48,7 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
     """See `hit_share`."""
     future = Future(trace.requests) if policy == BELADY else None
     clock = Clock()
+    blocks = min(blocks, trace.distinct_blocks())  # more room is of no use, and a file has an end
     maker = by_name.find(policy, clock) if future is None else lambda _: Belady(future)
     spare = max(len(request.keys) for request in trace.requests) if way == AFTER else 0
     with tempfile.TemporaryDirectory() as folder, sparse_arena(Path(folder) / "arena", blocks + spare) as arena:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,7 +75,7 @@ def read(path: Path) -> Trace:
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             requests = [_request(json.loads(line)) for line in lines if line.strip()]
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path} is no trace in Mooncake's form: {type(error).__name__}: {error}") from error
@@ -83,8 +85,13 @@ def read(path: Path) -> Trace:
 
 
 def _request(record: dict[str, object]) -> Request:
-    times = float(str(record["timestamp"])), int(str(record["input_length"])), int(str(record["output_length"]))
+    at_ms = float(str(record["timestamp"]))
+    tokens, output = int(str(record["input_length"])), int(str(record["output_length"]))
     ids = record["hash_ids"]
-    if not isinstance(ids, list) or times[1] < 1 or len(set(ids)) != len(ids):
-        raise ValueError("each request has at least a token, and a list of different numbers as hash_ids")
-    return Request(times[0] / 1e3, times[1], times[2], [number.to_bytes(16, "big") for number in ids])
+    if not math.isfinite(at_ms):
+        raise ValueError(f"each request has a time, and {at_ms} is none")
+    if tokens < 1 or output < 0:
+        raise ValueError("each request has at least a token, and no answer has fewer than none")
+    if not isinstance(ids, list) or any(type(each) is not int for each in ids) or len(set(ids)) != len(ids):
+        raise ValueError("each request has a list of different numbers as hash_ids")
+    return Request(at_ms / 1e3, tokens, output, [number.to_bytes(16, "big") for number in ids])

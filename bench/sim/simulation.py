@@ -125,6 +125,10 @@ def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda coun
     if blocks < max(256, longest):
         size = max(256, longest) * block_bytes(case, trace) / 1e9
         raise ConfigError(f"--host: {blocks} blocks are too few to simulate a node; give at least {size:.3g}GB")
+    if case.warm_up >= len(trace.requests):
+        raise ConfigError(
+            f"--warm-up: of {len(trace.requests)} requests {case.warm_up} are not to be counted, and so none would be"
+        )
     future = Future(trace.requests) if case.policy == BELADY else None
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -271,7 +275,7 @@ class _Run:
             found[f"{tier.name} loads"] = tier.tally.loads * scale
             found[f"{tier.name} stores"] = tier.tally.stores * scale
             found[f"{tier.name} removed"] = tier.removed
-            found[f"{tier.name} busy"] = max(tier.loads.busy_s, tier.stores.busy_s)
+            found[f"{tier.name} busy"] = max(pipe.busy_by(self._clock.now) for pipe in (tier.loads, tier.stores))
         return found
 
     def result(self) -> Result:
@@ -335,11 +339,11 @@ class _Run:
 
     def _host_use(self, hits: Counter[str], now: dict[str, float], seconds: float) -> TierUse:
         case, scale = self._case, block_bytes(self._case, self._trace)
-        store = self._node.service.store
         loaded = now["engine blocks"] * scale
-        most = min(case.host_bytes, store.counters["sealed"] * scale)
         busy = loaded / case.settings.host_bytes_s / case.engines / seconds
-        return TierUse(HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), most, busy)
+        return TierUse(
+            HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), self._node.most_blocks * scale, busy
+        )
 
     def _dollars(self, seconds: float) -> float:
         """GPUs and all room, for as long as it took."""

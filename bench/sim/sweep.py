@@ -61,7 +61,7 @@ def by_ttl(
     found = []
     for ttl in ttls:
         policy = f"ttl:{ttl:g}"
-        kept = replay(trace, policy, trace.distinct_blocks() + 1)
+        kept = replay(trace, policy, trace.distinct_blocks())
         room = kept.most_blocks * token_bytes * trace.block_tokens
         found.append(_point(trace, token_bytes, policy, kept.hit_share, room, ttl))
         told()

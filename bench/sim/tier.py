@@ -31,7 +31,7 @@ class Pipe:
     """Carries jobs in turn; their latencies run beside each other."""
 
     def __init__(self, bytes_s: float, latency_s: float) -> None:
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # with what it has taken in
         self._bytes_s = bytes_s
         self._latency_s = latency_s
         self._free_at = 0.0
@@ -42,6 +42,10 @@ class Pipe:
         self._free_at = start + taken_s
         self.busy_s += taken_s
         return start, self._free_at + self._latency_s
+
+    def busy_by(self, now: float) -> float:
+        """For how long it has moved bytes by now."""
+        return self.busy_s - max(0.0, self._free_at - now)
 
 
 class ModelledTier(Tier):

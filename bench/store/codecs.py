@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import math
 import secrets
-import socket
 import statistics
 import tempfile
 import threading
@@ -35,6 +34,7 @@ from torch.nn import functional
 
 from pdx.bench.harness.report import RESULTS, ROOT, Figure, at_most, console, plain, publish, show_rows
 from pdx.bench.reference.model import EPSILON, Batch, Model, PagedKv, Shapes
+from pdx.bench.systems.line import Relay
 from pdx.memory.form import Form
 from pdx.store.codecs.codec import LOSSLESS, codec_of, decode_slice, encode_slice
 from pdx.testing.tiny_llama import make_model
@@ -313,51 +313,6 @@ def losses(model: str, kv: str, codecs: Sequence[str], runs: Sequence[Run]) -> l
 # ---- wire -----------------------------------------------------------------------------------
 
 
-class Line:
-    """A relay to a port of this host that passes on so many bytes a second at most, each way."""
-
-    def __init__(self, to: int, bytes_s: float) -> None:
-        self._to, self._bytes_s = to, bytes_s
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self._lock, self._free_at = threading.Lock(), 0.0
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                ours, _ = self._server.accept()
-                theirs = socket.create_connection(("127.0.0.1", self._to))
-                self._sockets += [ours, theirs]
-                for source, to in ((ours, theirs), (theirs, ours)):
-                    self._threads.append(threading.Thread(target=self._relay, args=(source, to), daemon=True))
-                    self._threads[-1].start()
-
-    def _relay(self, source: socket.socket, to: socket.socket) -> None:
-        buffer = memoryview(bytearray(1 << 18))
-        with contextlib.suppress(OSError):
-            while count := source.recv_into(buffer):
-                with self._lock:  # both streams of a channel share the line
-                    now = time.monotonic()
-                    self._free_at = max(self._free_at, now - 0.002) + count / self._bytes_s
-                    wait_s = self._free_at - now
-                if wait_s > 0:
-                    time.sleep(wait_s)
-                to.sendall(buffer[:count])
-
-    def close(self) -> None:
-        """End all connections."""
-        for each in [self._server, *self._sockets]:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for each in [self._server, *self._sockets]:
-            each.close()
-
-
 @contextlib.contextmanager
 def wire(codec: str, nbytes: int) -> Iterator[tuple[Channel, Listener, Memory, Memory, threading.Event]]:
     """A channel over a line of 1 Gb/s between two regions of so many bytes."""
@@ -369,7 +324,7 @@ def wire(codec: str, nbytes: int) -> Iterator[tuple[Channel, Listener, Memory, M
     remote = reader.listen().invite(token)
     reader.listen().grant(token, 0, nbytes)
     address = msgspec.msgpack.decode(remote.detail, type=Address)
-    line = Line(address.port, WIRE_BYTES_S)
+    line = Relay(address.port, rate=WIRE_BYTES_S, both_ways=True)
     near = msgspec.msgpack.encode(msgspec.structs.replace(address, port=line.port))
     try:
         yield writer.connect(msgspec.structs.replace(remote, detail=near)), reader.listen(), ours, theirs, wake

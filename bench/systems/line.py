@@ -45,11 +45,22 @@ class Relay:
         with contextlib.suppress(OSError):  # it is closed
             while True:
                 client, _ = self._listener.accept()
-                self._sockets.append(client)
-                server = socket.create_connection(("127.0.0.1", self._to))
-                self._sockets.append(server)
-                for pair, is_back in (((client, server), False), ((server, client), True)):
-                    self._start(self._pass, *pair, is_back)
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._to))
+                except OSError:  # the next one may find it
+                    client.close()
+                    continue
+                self._sockets = [each for each in (*self._sockets, client, server) if each.fileno() >= 0]
+                self._threads = [each for each in self._threads if each.is_alive()]
+                self._start(self._carry, client, server)
+
+    def _carry(self, client: socket.socket, server: socket.socket) -> None:
+        """One connection, to its end."""
+        with client, server:
+            there = threading.Thread(target=self._pass, args=(client, server, False), daemon=True)
+            there.start()
+            self._pass(server, client, True)
+            there.join()
 
     def _pass(self, source: socket.socket, to: socket.socket, is_back: bool) -> None:
         buffer = memoryview(bytearray(PIECE_BYTES))

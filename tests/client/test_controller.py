@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from cache_bed import CHUNK, LAYOUT, MODEL, NODES, SHAPE, bed, prompt
+from http_server import answering
 from node_harness import attached
 from raw_engine import CHUNK_BYTES, Engine
 
@@ -332,12 +332,9 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def served() -> Iterator[FakeEngine]:
     """An engine's HTTP server, in this process."""
-    with FakeEngine() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    server = FakeEngine()
+    with answering(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_text_is_made_tokens_of_by_the_engine_itself(node, served):

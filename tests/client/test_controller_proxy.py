@@ -8,12 +8,12 @@ import os
 import secrets
 import subprocess
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from cache_bed import CHUNK, NODES, bed, prompt
 from click.testing import CliRunner
+from http_server import answering
 from raw_engine import CHUNK_BYTES
 
 from pdx.cli.main import main
@@ -209,12 +209,9 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def odd():
     """A server that is no proxy."""
-    with Odd() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    server = Odd()
+    with answering(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def job(**fields):

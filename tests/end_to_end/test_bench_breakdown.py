@@ -1,10 +1,10 @@
 """`pdx bench breakdown` on real engines: every request divided into parts, answers compared, pictures drawn."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+from cli_process import status_of
 from tiny import make_tiny
 
 from pdx.bench.breakdown import records
@@ -27,7 +27,7 @@ def test_breakdown_of_real_requests(tmp_path):
     command += ["--tokens", str(TOKENS), "--concurrency", f"1,{TOGETHER}", "--output-tokens", str(OUTPUT)]
     command += ["--systems", "pdx,plain", "--max-engines", "2", "--rounds", "1", "--warmups", "1", "--no-overhead"]
     command += ["--out", str(out), "--", "--dtype", "float32"]
-    status, said = _run(command)
+    status, said = status_of(command, LIMIT_S, END_S)
     assert status == 0, said
     result = records.load(out / "result.json")
     assert result.is_complete
@@ -58,21 +58,6 @@ def test_breakdown_of_real_requests(tmp_path):
     assert figures[f"{TOKENS} tokens: pdx: prefill's end until the decoder may run, by its timeline"] > 0
     for name in ("breakdown.png", "ttft-cdf.png", "itl-cdf.png", "concurrency.png", f"timeline-pdx-{TOKENS}.png"):
         assert (out / name).stat().st_size > 10_000
-
-
-def _run(command):
-    """Its exit status and its last words. It is not killed, or its engines would run beside the next test's."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _, said = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            try:
-                _, said = process.communicate(timeout=END_S)
-            finally:
-                process.kill()
-            return f"not over within {LIMIT_S} s", said[-4000:]
-    return process.returncode, said[-4000:]
 
 
 def _check_parts(request):

@@ -1,10 +1,10 @@
 """`pdx bench reuse` on a real engine and its node: documents come back from the node, and its own counters say so."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+from cli_process import status_of
 
 from pdx.bench.reuse import records
 from pdx.bench.reuse.records import BURST, FIRST
@@ -26,7 +26,7 @@ def test_documents_come_back_from_the_node(tmp_path, monkeypatch):
     command += ["--systems", "pdx-both", "--workloads", "documents", "--documents", str(DOCUMENTS), "--repeats", "1"]
     command += ["--tokens", str(TOKENS), "--question-tokens", "8", "--rounds", "1", "--output-tokens", "4"]
     command += ["--rates", "inf", "--max-engines", "1", "--", "--dtype", "float32"]
-    status, said = _run(command)
+    status, said = status_of(command, LIMIT_S, END_S)
     assert status == 0, said
     result = records.load(out / "result.json")
     assert (result.is_complete, result.not_run) == (True, {})
@@ -41,18 +41,3 @@ def test_documents_come_back_from_the_node(tmp_path, monkeypatch):
     figures = {each["name"]: each["value"] for each in json.loads((out / "reuse.json").read_text())["figures"]}
     assert figures["loads whose tokens were found where they should be"] == 1.0
     assert (out / "reuse.png").stat().st_size > 10_000
-
-
-def _run(command):
-    """Its exit status and its last words. It is not killed, or its engine would run beside the next test's."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _, said = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            try:
-                _, said = process.communicate(timeout=END_S)
-            finally:
-                process.kill()
-            return f"not over within {LIMIT_S} s", said[-4000:]
-    return process.returncode, said[-4000:]

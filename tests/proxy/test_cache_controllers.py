@@ -140,6 +140,13 @@ def members(tmp_path):
     return pairs, {"keys": str(secret), "roster": str(roster)}, write
 
 
+async def reporting(made, pairs):
+    """The node, which has said how it is."""
+    node = made.connect("one", pairs["one"], pairs["proxy"].public)
+    await node.report()
+    return node
+
+
 async def answering(node, outcome):
     """The node carries out one order."""
     while not isinstance(message := messages.decode_from_proxy(await within(node.socket.recv())), Order):
@@ -153,8 +160,7 @@ def test_a_controller_with_its_key_hears_of_the_nodes_and_says_verbs(members):
 
     async def main():
         async with stage(**files) as made:
-            node = made.connect("one", pairs["one"], pairs["proxy"].public)
-            await node.report()
+            node = await reporting(made, pairs)
             await until(lambda: made.reports)
             ops = made.connect("ops", pairs["ops"], pairs["proxy"].public)
             assert await ops.attach() == []
@@ -195,8 +201,7 @@ def test_a_nodes_key_may_say_no_verbs(members):
 
     async def main():
         async with stage(**files) as made:
-            node = made.connect("one", pairs["one"], pairs["proxy"].public)
-            await node.report()
+            node = await reporting(made, pairs)
             for message in (Hello(messages.VERSION, 1, "controller"), Order(1, CLEAR, "one"), Bye()):
                 await node.say(message)
             await until(lambda: made.drops == ["not_a_controller"] * 3)
@@ -213,8 +218,7 @@ def test_an_answer_with_another_key_than_the_nodes_is_none(members):
 
     async def main():
         async with stage(**files) as made:
-            node = made.connect("one", pairs["one"], pairs["proxy"].public)
-            await node.report()
+            await reporting(made, pairs)
             await until(lambda: made.reports)
             (route,) = made.control._peers
             asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
@@ -236,8 +240,7 @@ def test_a_key_that_was_taken_from_the_roster_is_worth_nothing(members):
 
     async def main():
         async with stage(**files) as made:
-            node = made.connect("one", pairs["one"], pairs["proxy"].public)
-            await node.report()
+            node = await reporting(made, pairs)
             await until(lambda: made.reports)
             ops = made.connect("ops", pairs["ops"], pairs["proxy"].public)
             await ops.attach()
@@ -286,8 +289,7 @@ def test_it_says_only_what_the_roster_lets_it_say(members):
 
     async def main():
         async with stage(**files) as made:
-            node = made.connect("one", pairs["one"], pairs["proxy"].public)
-            await node.report()
+            node = await reporting(made, pairs)
             await until(lambda: made.reports)
             ops = made.connect("ops", pairs["ops"], pairs["proxy"].public)
             await ops.attach()

@@ -12,15 +12,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 from cache_stage import SHAPE
-from node_harness import MIB
-from peers_harness import Cluster
+from peers_harness import disk_pair
 from proxy_harness import run, within
 from raw_engine import CHUNK_BYTES, Engine
 
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
-from pdx.testing.waiting import wait_until
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import Model
 
@@ -34,12 +32,8 @@ def pair():
     """Two nodes with a disk each, and an engine at each that tells how it names chunks."""
     with tempfile.TemporaryDirectory(prefix="pdxc") as name:
         folder = Path(name)
-        of_one = {node: {"disks": [str(folder / f"disk-{node}")]} for node in "ab"}
         control = f"ipc://{folder}/proxy/p.sock"
-        settings = {"proxy": control, "store": "write-back", "store_window": 1e-9, "arena_bytes": 16 * MIB}
-        with Cluster(folder, "ab", of_one=of_one, **settings) as cluster:
-            cluster.start("a", "b")
-            wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
+        with disk_pair(folder, proxy=control) as cluster:
             engines = {node: Engine(cluster.address(node), layout=LAYOUT, shape=ONE_SHARD) for node in "ab"}
             yield cluster, engines, control, folder
             for engine in engines.values():

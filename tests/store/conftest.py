@@ -1,20 +1,17 @@
 """What the tests of remote stores share."""
 
+import itertools
+
 import pytest
+from disk_bed import closing_all
 from remote_bed import Bed, made
 
 
 @pytest.fixture
 def beds(tmp_path):
-    beds = []
-
-    def make(url, **settings):
-        beds.append(Bed(tmp_path / f"bed{len(beds)}", url, **settings))
-        return beds[-1]
-
-    yield make
-    for bed in beds:
-        bed.close()
+    folders = (tmp_path / f"bed{number}" for number in itertools.count())
+    with closing_all(lambda url, **settings: Bed(next(folders), url, **settings)) as make:
+        yield make
 
 
 @pytest.fixture

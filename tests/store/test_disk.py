@@ -1,6 +1,7 @@
 """The disk tier against a model, and its rules one by one. The folders are real; threads are the tier's own."""
 
 import errno
+import functools
 import os
 import random
 import tempfile
@@ -10,7 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from disk_bed import MIB, Bed, content, is_root, key, small_disk
+from disk_bed import MIB, Bed, closing_all, content, is_root, key, small_disk
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -26,15 +27,8 @@ CHARGE = 40_960  # of the cap, for a chunk of 32 KiB: a header, the bytes, and p
 
 @pytest.fixture
 def make(tmp_path):
-    beds = []
-
-    def make_bed(**given):
-        beds.append(Bed(tmp_path, **given))
-        return beds[-1]
-
-    yield make_bed
-    for bed in beds:
-        bed.close()
+    with closing_all(functools.partial(Bed, tmp_path)) as make_bed:
+        yield make_bed
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -9,7 +10,7 @@ import threading
 
 import pytest
 from disk_bed import KV_BYTES as CHUNK_BYTES
-from disk_bed import MIB, KvBed, key
+from disk_bed import MIB, KvBed, closing_all, key
 
 from pdx.errors import TierError
 from pdx.store import chunk_format
@@ -21,16 +22,9 @@ from pdx.store.disk.scrub import num_files, scrub
 
 @pytest.fixture
 def make(tmp_path):
-    beds = []
-
-    def make_bed(**given):
-        settings = {"slot_bytes": CHUNK_BYTES, "limit_bytes": 16 * MIB, "codec": LOSSLESS} | given
-        beds.append(KvBed(tmp_path, **settings))
-        return beds[-1]
-
-    yield make_bed
-    for bed in beds:
-        bed.close()
+    settings = {"slot_bytes": CHUNK_BYTES, "limit_bytes": 16 * MIB, "codec": LOSSLESS}
+    with closing_all(functools.partial(KvBed, tmp_path, **settings)) as make_bed:
+        yield make_bed
 
 
 @pytest.fixture

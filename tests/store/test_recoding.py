@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import threading
 
 import pytest
-from disk_bed import KV_BYTES, MIB, KvBed, key, kv
+from disk_bed import KV_BYTES, MIB, KvBed, closing_all, key, kv
 from remote_bed import Bed as RemoteBed
 from remote_bed import made
 
@@ -30,15 +31,8 @@ def lossy(data: bytes) -> bytes:
 
 @pytest.fixture
 def make(tmp_path):
-    beds = []
-
-    def make_bed(**given):
-        beds.append(KvBed(tmp_path, **({"slot_bytes": KV_BYTES, "limit_bytes": 16 * MIB} | given)))
-        return beds[-1]
-
-    yield make_bed
-    for bed in beds:
-        bed.close()
+    with closing_all(functools.partial(KvBed, tmp_path, slot_bytes=KV_BYTES, limit_bytes=16 * MIB)) as make_bed:
+        yield make_bed
 
 
 @pytest.fixture

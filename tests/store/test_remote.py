@@ -1,8 +1,10 @@
 """The remote tier over real stores: Redis, a cluster of Redis, and SeaweedFS by its S3 interface."""
 
+import itertools
 import random
 
 import pytest
+from disk_bed import closing_all
 from remote_bed import Bed, key, made
 
 from pdx.store.remote.tier import MAX_SOUGHT, NOT_THERE_S, THERE_S
@@ -36,15 +38,9 @@ def numbers():
 
 @pytest.fixture
 def make(server, tmp_path):
-    beds = []
-
-    def make_bed(**settings):
-        beds.append(Bed(tmp_path / str(len(beds)), server.url, **settings).opened())
-        return beds[-1]
-
-    yield make_bed
-    for bed in beds:
-        bed.close()
+    folders = (tmp_path / str(number) for number in itertools.count())
+    with closing_all(lambda **settings: Bed(next(folders), server.url, **settings).opened()) as make_bed:
+        yield make_bed
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from http_server import answering
 from remote_bed import made, opened
 
 from pdx.errors import TierError
@@ -110,15 +111,12 @@ def object_store(monkeypatch):
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, "x")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own) as server:
-        server.daemon_threads = False
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own)
+    server.daemon_threads = False
+    with answering(server):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
         yield Own
         Own.is_over.set()
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize(("busy_share", "tries"), [(0.0, 2), (0.9, 1)])

@@ -2,10 +2,10 @@
 
 import http.server
 import os
-import threading
 from datetime import datetime, timedelta
 
 import pytest
+from http_server import answering
 from remote_bed import Cluster, Redis, SeaweedFs, certificate, key, made, opened, signed, until, why_not
 
 from pdx.errors import ConfigError
@@ -130,15 +130,12 @@ def object_store(monkeypatch):
     class Own(ObjectStore):
         tokens = set()
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own) as server:
-        server.daemon_threads = False
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own)
+    server.daemon_threads = False
+    with answering(server):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("AWS_REGION", "x")
         yield Own
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,22 @@ def content(number, shard, nbytes):
     return random.Random(number << 8 | shard).randbytes(nbytes)
 
 
+@contextmanager
+def closing_all(make):
+    """`make`; whatever it has made is closed in the end."""
+    made = []
+
+    def make_one(*args, **settings):
+        made.append(make(*args, **settings))
+        return made[-1]
+
+    try:
+        yield make_one
+    finally:
+        for each in made:
+            each.close()
+
+
 class Bed:
     """`arena` has `slots` slots of `slot_bytes`, by number; `now` is the tier's clock."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pdx.config import NodeConfig
 from pdx.errors import PdxError
 from pdx.testing.waiting import wait_until
 from pdx.transports.registry import find
+from pdx.wire.status import COUNTING
 
 ARENA = 16 * MIB
 
@@ -121,3 +123,15 @@ def pattern(seed: int, nbytes: int) -> bytes:
     """Bytes that differ at every place and from those of other seeds."""
     word = (seed * 2_654_435_761 % (1 << 32)).to_bytes(4, "little")
     return b"".join((n.to_bytes(4, "little") + word) for n in range(-(-nbytes // 8)))[:nbytes]
+
+
+@contextlib.contextmanager
+def disk_pair(place: Path, *, of_one: dict[str, dict[str, Any]] | None = None, **settings: Any) -> Iterator[Cluster]:
+    """Nodes `a` and `b` with a disk each, which store what they are told to; they know each other, and tiers are up."""
+    own = {name: {"disks": [str(place / f"disk-{name}")], **(of_one or {}).get(name, {})} for name in "ab"}
+    with Cluster(place, "ab", of_one=own, store="write-back", store_window=1e-9, **settings) as cluster:
+        cluster.start("a", "b")
+        tiers = lambda: [tier for name in "ab" for tier in cluster[name].status().tiers]  # noqa: E731
+        wait_until(lambda: all(tier.is_up and tier.state != COUNTING for tier in tiers()), what="tiers are up")
+        wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
+        yield cluster

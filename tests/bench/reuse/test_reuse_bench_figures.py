@@ -115,6 +115,38 @@ def test_a_target_that_nobody_missed_says_at_least():
     )
 
 
+def test_a_ratio_of_what_is_at_least_says_what_it_is():
+    """1 and 2 requests/s against 0.5 and 1, of which one side or both held the target at the highest load."""
+    name, notes = "documents, TTFT p50 within 2 × computing alone: pdx-both / recompute", []
+    for ours_ms, theirs_ms in ((150.0, 400.0), (400.0, 150.0), (150.0, 150.0), (400.0, 400.0)):
+        points = [point("recompute", FIRST, [100.0])]
+        for system, per_s, ms in (("pdx-both", 1.0, ours_ms), ("recompute", 0.5, theirs_ms)):
+            points += [point(system, "1", [100.0], per_s=per_s, rate=1.0), point(system, BURST, [ms], per_s=2 * per_s)]
+        notes.append(named(figures(result(points)))[name].note.partition("; ")[2].partition("; ")[2])
+    assert notes == ["at least", "at most", "of the highest loads: both held the target", ""]
+
+
+def test_a_repeat_in_which_a_target_was_missed_is_told():
+    """A median of the others alone would be too good."""
+    points = []
+    for repeat, ours_ms in ((0, 150.0), (1, 900.0), (2, 900.0)):
+        points += [
+            point("recompute", FIRST, [100.0], repeat=repeat),
+            point("recompute", BURST, [150.0], repeat=repeat),
+            point("pdx-both", BURST, [ours_ms], per_s=2.0, repeat=repeat),
+            point("plain", BURST, [900.0], per_s=2.0, repeat=repeat),
+        ]
+    found = named(figures(result(points)))
+    head = "documents, TTFT p50 within 2 × computing alone: "
+    assert found[f"{head}pdx-both"].note.endswith("; not even at the lowest load in 2 of 3 repeats")
+    assert found[f"{head}recompute"].note == "at least: 1.00 to 1.00"
+    assert found[f"{head}pdx-both / recompute"].note.endswith("; without 2 repeats in which pdx-both missed the target")
+    assert (found[f"{head}plain"].value, found[f"{head}plain"].note) == (
+        0.0,
+        "not even at the lowest load in 3 of 3 repeats",
+    )
+
+
 def test_tokens_time_and_bytes_of_a_request():
     found = Found(100.0, 300.0, 600.0)
     points = [point("pdx-both", BURST, [1.0, 1.0], found=found)]

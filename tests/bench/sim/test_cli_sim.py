@@ -91,6 +91,13 @@ def test_sweeps_and_their_pictures(tmp_path):
     assert "hit rate by time to live" in sim(*SMALL, "--ttl-sweep", "1s").output
 
 
+def test_room_for_more_than_there_is_is_room_for_all(trace):
+    (point,) = json.loads(sim(trace, "--sweep", "host=1000000000x", "--json").stdout)
+    assert point["of_possible"] == 1.0
+    (row,) = json.loads(sim(trace, "--apart", "--host", "1000000TB", "--json").stdout)
+    assert row["hit_share"] == point["hit_share"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -101,6 +108,8 @@ def test_sweeps_and_their_pictures(tmp_path):
         ((*SMALL, "--sweep", "disk=1GB"), "host=16GB,64GB"),
         ((*SMALL, "--sweep", "host=ax"), "neither a size nor a share"),
         ((*SMALL, "--sweep", "host=0x"), "no room at all"),
+        ((*SMALL, "--sweep", "host=infx"), "neither a size nor a share"),
+        ((*SMALL, "--warm-up", "100000"), "--warm-up: of"),
         ((*SMALL, "--host", "1GB"), "are too few to simulate a node"),
         ((*SMALL, "--tp", "1", "--model", "llama-65b"), "larger --tp"),
         ((*SMALL, "--gpu", "abacus"), "'abacus' is none of"),

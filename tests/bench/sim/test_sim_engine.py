@@ -115,6 +115,20 @@ def test_ttl_is_of_virtual_time():
     assert simulate(trace, case(policy="ttl:60")).hit_share == pytest.approx(2 / 3)
 
 
+def test_the_most_that_memory_had_at_a_time_is_less_than_all_that_came():
+    trace = of(*(request(range(at * 100, at * 100 + 20), at_s=10.0 * at) for at in range(10)))
+    (host,) = simulate(trace, case(policy="ttl:15")).tiers
+    assert (host.stored_bytes, host.most_bytes) == (200 * BLOCK_BYTES, 40 * BLOCK_BYTES)
+    (host,) = simulate(trace, case(blocks=256)).tiers
+    assert host.most_bytes == 200 * BLOCK_BYTES
+
+
+def test_a_disk_is_never_busier_than_all_the_time():
+    """It has more to store than it can: what it has still to do when the last request is over is not of that time."""
+    busy = simulate(some(60), case(devices=[disk(1000, gb_s=0.05)])).tiers[1].busy_share
+    assert 0.9 < busy <= 1.0
+
+
 def test_what_comes_first_is_not_counted():
     trace = of(request(range(20)), *(request(range(20), at_s=10.0 * at) for at in range(1, 5)))
     result = simulate(trace, case(warm_up=1))
@@ -132,6 +146,11 @@ def test_cost_is_of_gpus_and_room_for_as_long_as_it_took():
 def test_too_little_memory_is_refused_with_what_would_do():
     with pytest.raises(ConfigError, match=r"--host: 100 blocks are too few .* at least 2.15GB"):
         simulate(of(request(range(20))), case(blocks=100))
+
+
+def test_where_no_request_would_count_it_is_refused():
+    with pytest.raises(ConfigError, match="--warm-up: of 2 requests 2 are not to be counted"):
+        simulate(of(request(range(20)), request(range(20))), case(warm_up=2))
 
 
 def test_a_pipe_carries_in_turn_and_latencies_run_beside_each_other():

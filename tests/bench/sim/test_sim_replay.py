@@ -100,6 +100,11 @@ def test_answers_are_kept_too():
         (['{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}'], "at least a token"),
         (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1, 1]}'], "different numbers"),
         (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [-1]}'], "OverflowError"),
+        (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ["a"]}'], "different numbers"),
+        (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1.5]}'], "different numbers"),
+        (['{"timestamp": 0, "input_length": 9, "output_length": -1, "hash_ids": [1]}'], "at least a token"),
+        (['{"timestamp": Infinity, "input_length": 9, "output_length": 1, "hash_ids": [1]}'], "a time"),
+        (['{"timestamp": NaN, "input_length": 9, "output_length": 1, "hash_ids": [1]}'], "a time"),
         ([], "has no requests"),
     ],
 )
@@ -107,6 +112,15 @@ def test_what_is_no_trace_is_refused(tmp_path, lines, said):
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=said):
+        read(path)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:10] + b"\xff" + data[11:]])
+def test_a_file_that_is_cut_or_damaged_is_refused(tmp_path, damage):
+    path = tmp_path / "a_trace.jsonl.gz"
+    line = b'{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n'
+    path.write_bytes(damage(gzip.compress(line * 9)))
+    with pytest.raises(ConfigError, match="cannot be read"):
         read(path)
 
 

@@ -1,10 +1,10 @@
 """Emptying an engine's prefix cache: asked once, asked again while blocks are in use, and what a refusal says."""
 
-import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from http_server import answering
 
 from pdx.bench.systems.engine_metrics import CacheNotReset, reset
 
@@ -27,14 +27,8 @@ def engine(*answers):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with answering(server):
         yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 DONE, BUSY = (200, b'{"success":true}'), (200, b'{"success":false}')

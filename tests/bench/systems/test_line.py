@@ -1,5 +1,7 @@
 """The slow line to a store: what comes through is whole, and never faster than the line."""
 
+import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -19,7 +21,13 @@ MB = 1_000_000
 @pytest.fixture
 def echo():
     """The port of a server that sends back what it gets."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with echoing() as port:
+        yield port
+
+
+@contextlib.contextmanager
+def echoing(port=0):
+    with socket.create_server(("127.0.0.1", port)) as listener:
 
         def serve():
             while True:
@@ -60,6 +68,31 @@ def test_what_comes_back_takes_its_time(echo, both_ways):
         assert came == data
         assert seconds >= 0.99 * len(data) / (10 * MB)
         assert relay.passed_bytes == len(data)
+    finally:
+        relay.close()
+
+
+def test_a_connection_that_the_server_refuses_ends_that_one_alone():
+    """Redis is started again, say."""
+    (port,) = free_ports(1)
+    relay = Relay(port)
+    try:
+        with socket.create_connection(("127.0.0.1", relay.port), 60) as refused, contextlib.suppress(ConnectionError):
+            assert refused.recv(1) == b""
+        with echoing(port):
+            assert send(relay.port, b"again")[0] == b"again"
+    finally:
+        relay.close()
+
+
+def test_what_is_over_keeps_nothing(echo):
+    relay = Relay(echo)
+    try:
+        send(relay.port, b"first")
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(50):
+            send(relay.port, b"data")
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) < before + 10)
     finally:
         relay.close()
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import redis
 from node_harness import MIB, Wire, attached
-from peers_harness import Cluster, put
+from peers_harness import disk_pair, put
 from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 from remote_bed import made
 
@@ -35,15 +35,8 @@ def pair(tmp_path_factory):
     folder.chmod(0o700)
     server = made("redis", folder / "redis").start()
     try:
-        of_one = {name: {"disks": [str(folder / f"disk-{name}")]} for name in "ab"}
-        of_one["b"]["arena_bytes"] = 4 * MIB
-        of_one["a"]["arena_bytes"] = 64 * MIB
-        settings = {"remote": server.url, "store": "write-back", "store_window": 1e-9}
-        with Cluster(folder, "ab", of_one=of_one, **settings) as cluster:
-            cluster.start("a", "b")
-            for name in "ab":
-                wait_until(lambda name=name: all(t.is_up for t in cluster[name].status().tiers), what="tiers are up")
-            wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
+        of_one = {"a": {"arena_bytes": 64 * MIB}, "b": {"arena_bytes": 4 * MIB}}
+        with disk_pair(folder, of_one=of_one, remote=server.url) as cluster:
             engine = Engine(cluster.address("a"))
             wires = {name: attached(cluster.address(name), kind="controller") for name in "ab"}
             yield cluster, engine, wires, server

@@ -7,7 +7,7 @@ import os
 
 import pytest
 from node_harness import MIB, attached
-from peers_harness import Cluster
+from peers_harness import disk_pair
 from raw_engine import CHUNK_BYTES, Engine, key
 from remote_bed import made
 
@@ -29,13 +29,7 @@ def pair(tmp_path_factory):
     folder.chmod(0o700)
     server = made("redis", folder / "redis").start()
     try:
-        of_one = {name: {"disks": [str(folder / f"disk-{name}")]} for name in "ab"}
-        settings = {"remote": server.url, "store": "write-back", "store_window": 1e-9, "arena_bytes": 16 * MIB}
-        with Cluster(folder, "ab", of_one=of_one, **settings) as cluster:
-            cluster.start("a", "b")
-            for name in "ab":
-                wait_until(lambda name=name: all(t.is_up for t in cluster[name].status().tiers), what="tiers are up")
-            wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
+        with disk_pair(folder, remote=server.url) as cluster:
             engines = {name: Engine(cluster.address(name)) for name in "ab"}
             wires = {name: attached(cluster.address(name), kind="controller") for name in "ab"}
             yield cluster, engines, wires
@@ -243,14 +237,7 @@ def test_a_job_that_is_cancelled_leaves_every_chunk_somewhere(start_node, place)
 @pytest.mark.parametrize("dies", ["a", "b"])
 def test_a_node_that_dies_meanwhile_loses_nothing(place, dies):
     """Sealed chunks in memory die with their node; all else is at the one or the other."""
-    of_one = {name: {"disks": [str(place / f"disk-{name}")]} for name in "ab"}
-    settings = {"arena_bytes": 32 * MIB, "store": "write-back", "store_window": 1e-9, "peer_timeout_s": 5.0}
-    with Cluster(place, "ab", of_one=of_one, **settings) as cluster:
-        cluster.start("a", "b")
-        wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
-        for name in "ab":
-            is_up = lambda name=name: cluster[name].status().tiers[0].state != "counting the files"  # noqa: E731
-            wait_until(is_up, what="the disks are counted")
+    with disk_pair(place, arena_bytes=32 * MIB, peer_timeout_s=5.0) as cluster:
         engine, wire = Engine(cluster.address("a")), attached(cluster.address("a"), kind="controller")
         contents = contents_of(1, 60, 256 << 10)
         what = Selection(list(contents))
