@@ -379,10 +379,13 @@ class Controls:
         chunks = [(place, self._store.chunks(place.arenas)) for place in own if place.tier is None]
         files = [(place, place.tier.keys()) for place in own if place.tier is not None]
         count = sum(len(of_place) for _, of_place in chunks) + sum(len(keys) for _, keys in files)
+        statuses = [status for place in own if place.tier is not None and (status := place.tier.status()) is not None]
+        nbytes = sum(chunk.slot.nbytes for _, of_place in chunks for chunk in of_place)
+        nbytes += sum(status.used_bytes for status in statuses)
         what = f"clear {', '.join(place.name for place in own)}"
         if dry_run:
-            return JobStatus("", "clear", "planned", count, what=what)
-        job = Job("clear", what, (), count, 0)
+            return JobStatus("", "clear", "planned", count, 0, nbytes, what=what)
+        job = Job("clear", what, (), count, nbytes)
         return self.jobs.start(job, self._clearing(job, chunks, files))
 
     def _clearing(

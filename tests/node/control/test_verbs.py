@@ -85,7 +85,8 @@ def test_clear_drops_chunks_in_one_tier_or_in_all(bed):
 def test_clear_of_everything_is_a_job(bed):
     node, engine, wire = bed
     engine.save(contents_of(0, 100, 16 << 10))
-    assert wire.ask(Clear(Selection(), everything=True, dry_run=True)).chunks == 100
+    planned = wire.ask(Clear(Selection(), everything=True, dry_run=True))
+    assert (planned.chunks, planned.nbytes) == (100, 100 * (16 << 10))
     status = over(wire, wire.ask(Clear(Selection(), everything=True)))
     assert (status.state, status.chunks_done) == ("done", 100)
     assert node.status().chunks == {}
