@@ -21,13 +21,11 @@ from pathlib import Path
 
 from pdx.bench.harness.nodes import ATTACH_S, TO, node_pair
 from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
-from pdx.client.api import Node
 from pdx.client.connection import Connection
-from pdx.memory.keys import named_key
 from pdx.store.disk.workers import THREADS
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import VERSION, Hello
-from pdx.wire.verbs import EndJob, Find, Found, Jobs, JobStatus, Move, Selection
+from pdx.wire.messages import VERSION, Admit, Admitted, Done, Fill, Hello, Kind, Push
+from pdx.wire.verbs import Clear, EndJob, Find, Found, Jobs, JobStatus, Move, Selection
 
 CHUNKS, CHUNK_BYTES = 128, 8 << 20
 TOTAL_BYTES = CHUNKS * CHUNK_BYTES
@@ -36,37 +34,51 @@ GOAL, CANCEL_S = 0.9, 1.0
 LAYERS = 32
 
 
-class Bed:
-    """Two nodes, of which the first has chunks."""
+class Engine:
+    """Both halves of an engine at a node: names of clients stay with their node, and are not moved to another."""
 
-    def __init__(self, a: Node, b: Node) -> None:
-        self.a, self.b = a, b
-        self._number = 0
+    def __init__(self, address: str) -> None:
+        self._scheduler, self._worker = (_attached(address, kind) for kind in ("scheduler", "worker"))
 
-    def fresh(self) -> list[str]:
-        """New chunks in the first node's memory, by name."""
-        self._number += 1
-        names = [f"{self._number} {index}" for index in range(CHUNKS)]
+    def fresh(self) -> list[bytes]:
+        """New chunks in the node's memory, by key."""
+        keys = [os.urandom(16) for _ in range(CHUNKS)]
         data = os.urandom(CHUNK_BYTES)
-        for name in names:
-            with self.a.reserve(name, CHUNK_BYTES, parts=LAYERS) as chunk:
-                chunk.view[:] = data
-                chunk.seal()
-        return names
+        granted = self._scheduler.call(Admit(keys, CHUNK_BYTES, LAYERS), ATTACH_S)
+        assert isinstance(granted, Admitted)
+        for slot in granted.granted_slots:
+            self._worker.arena.view(slot)[:] = data
+        filled = self._worker.call(Fill(granted.granted_slots, layers=LAYERS, seal=True), ATTACH_S)
+        assert filled == Done(CHUNKS), filled
+        return keys
+
+    def push(self, keys: Sequence[bytes]) -> None:
+        self._scheduler.call(Push(list(keys), TO), ATTACH_S)
+
+    def close(self) -> None:
+        for half in (self._scheduler, self._worker):
+            half.close()
+
+
+def _attached(address: str, kind: Kind) -> Connection:
+    connection = Connection(address, Hello(VERSION, os.getpid(), kind, name="bench", engine="bench"))
+    connection.attach(ATTACH_S)
+    return connection
 
 
 class Controller:
     """Says verbs to one node."""
 
     def __init__(self, address: str) -> None:
-        self.connection = Connection(address, Hello(VERSION, os.getpid(), "controller", name="bench"))
-        self.connection.attach(ATTACH_S)
+        self.connection = _attached(address, "controller")
 
-    def start(self, names: Sequence[str], source: str, target: str, node: str = "") -> JobStatus:
-        what = Selection([named_key(name) for name in names])
-        answer = self.connection.call(Move(what, source, target, node), ATTACH_S)
+    def start(self, keys: Sequence[bytes], source: str, target: str, node: str = "") -> JobStatus:
+        answer = self.connection.call(Move(Selection(list(keys)), source, target, node), ATTACH_S)
         assert isinstance(answer, JobStatus), answer
         return answer
+
+    def clear(self, keys: Sequence[bytes]) -> None:
+        self.connection.call(Clear(Selection(list(keys))), ATTACH_S)
 
     def job(self, name: str) -> JobStatus:
         answer = self.connection.call(Jobs(name), ATTACH_S)
@@ -76,12 +88,12 @@ class Controller:
     def has_done(self, name: str, chunks: int) -> bool:
         return self.job(name).chunks_done >= chunks
 
-    def move(self, names: Sequence[str], source: str, target: str, node: str = "") -> float:
+    def move(self, keys: Sequence[bytes], source: str, target: str, node: str = "") -> float:
         """Seconds, by the node's own clock."""
-        job = self.start(names, source, target, node).job
+        job = self.start(keys, source, target, node).job
         wait_until(lambda: self.job(job).is_over, "the move is over", 120.0, pause_s=0.02)
         status = self.job(job)
-        assert (status.state, status.chunks_done) == ("done", len(names)), status
+        assert (status.state, status.chunks_done) == ("done", len(keys)), status
         return status.seconds
 
     def cancel(self, job: str) -> JobStatus:
@@ -89,8 +101,8 @@ class Controller:
         assert isinstance(answer, JobStatus)
         return answer
 
-    def found(self, names: Sequence[str]) -> Found:
-        answer = self.connection.call(Find(Selection([named_key(name) for name in names])), ATTACH_S)
+    def found(self, keys: Sequence[bytes]) -> Found:
+        answer = self.connection.call(Find(Selection(list(keys))), ATTACH_S)
         assert isinstance(answer, Found)
         return answer
 
@@ -128,11 +140,11 @@ def _aligned(nbytes: int) -> memoryview:
     return memoryview(memory)
 
 
-def pushed(bed: Bed, names: Sequence[str]) -> float:
+def pushed(engine: Engine, there: Controller, keys: Sequence[bytes]) -> float:
     """A plain push, until the other node has sealed all."""
     started_at = time.perf_counter()
-    bed.a.push(*names, to=TO)
-    wait_until(lambda: bed.b.lookup(list(names)) == CHUNKS, "all have come", 120.0, pause_s=0.005)
+    engine.push(keys)
+    wait_until(lambda: there.found(keys).hits == CHUNKS, "all have come", 120.0, pause_s=0.005)
     return time.perf_counter() - started_at
 
 
@@ -142,35 +154,36 @@ def measure(folder: Path) -> list[Figure]:
     quiet: list[float] = []
     settings = {"disks": [str(folder / "disk")], "store": "write-back", "store_window": 1e-9, "pin_share": 1.0}
     with node_pair("tcp", TOTAL_BYTES + (512 << 20), of_first=settings, peer_share=1.0) as (a, b):
-        bed = Bed(a, b)
-        controller = Controller(a.address)
+        engine, controller, there = Engine(a.address), Controller(a.address), Controller(b.address)
         raw = Raw(folder / "raw")
         wait_until(lambda: a.status().tiers[0].state != "counting the files", "the disk is counted")
         try:
             for number in range(ROUNDS + 1):
                 kept = times if number else {}  # the first round warms up
-                names = bed.fresh()
+                keys = engine.fresh()
                 kept.setdefault("raw write", []).append(raw.write())
-                kept.setdefault("host to disk", []).append(controller.move(names, "host", "disk"))
+                kept.setdefault("host to disk", []).append(controller.move(keys, "host", "disk"))
                 kept.setdefault("raw read", []).append(raw.read())
-                kept.setdefault("disk to host", []).append(controller.move(names, "disk", "host"))
-                kept.setdefault("push", []).append(pushed(bed, names))
-                b.delete(*names)
-                kept.setdefault("to the other node", []).append(controller.move(names, "host", "host", TO))
-                b.delete(*names)
-                names = bed.fresh()
-                job = controller.start(names, "host", "disk").job
+                kept.setdefault("disk to host", []).append(controller.move(keys, "disk", "host"))
+                kept.setdefault("push", []).append(pushed(engine, there, keys))
+                there.clear(keys)
+                kept.setdefault("to the other node", []).append(controller.move(keys, "host", "host", TO))
+                there.clear(keys)
+                keys = engine.fresh()
+                job = controller.start(keys, "host", "disk").job
                 wait_until(partial(controller.has_done, job, 8), "it is under way", pause_s=0.002)
                 started_at = time.perf_counter()
                 assert controller.cancel(job).state == "cancelled"
                 cancels.append(time.perf_counter() - started_at)
                 wait_until(lambda: not a.status().tiers[0].copies, "nothing is under way", pause_s=0.002)
                 quiet.append(time.perf_counter() - started_at)
-                there = [controller.found([name]).tiers for name in names]
-                assert all(sum(each.values()) for each in there), "a chunk is lost"
-                a.delete(*names)
+                places = [controller.found([key]).tiers for key in keys]
+                assert all(sum(each.values()) for each in places), "a chunk is lost"
+                controller.clear(keys)
         finally:
-            controller.connection.close()
+            engine.close()
+            for one in (controller, there):
+                one.connection.close()
     found = []
     for name, reference in (("host to disk", "raw write"), ("disk to host", "raw read"), ("to the other node", "push")):
         ratios = (theirs / ours for ours, theirs in zip(times[name], times[reference], strict=True))

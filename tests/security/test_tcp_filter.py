@@ -288,9 +288,8 @@ def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, mo
     wait_until(lambda: bed.counters["internal_errors"] == len(failed))
     if part == "_watch":  # it had been passed on
         bed.accept()
-    if part != "_grow_up":
-        assert bed.filter._count == 0
-        assert not bed.filter._connections
+    if part != "_grow_up":  # the client's side is closed before ZMQ's is forgotten
+        wait_until(lambda: bed.filter._count == 0 and not bed.filter._connections)
     again = bed.dial()
     again.sendall(GREETING)
     assert read(bed.accept(), 10) == GREETING
