@@ -65,6 +65,7 @@ SYSTEMS = {
     "pdx-both": Look("#56B4E9", "--", "*"),
     "pdx-both-128": Look("#1F6F8B", "--", "h"),
     "pdx-central": Look("#004F7A", "--", "D"),
+    "pdx-central-128": Look("#00324F", "--", "d"),
     "pdx-central-turn": Look("#7FB6D9", ":", "D"),
     "nixl": Look("#D55E00", "--", "o"),
     "nixl-yield": Look("#F0A070", ":", "o"),

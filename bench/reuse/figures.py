@@ -16,7 +16,7 @@ from pdx.bench.reuse.systems import SOURCES, Source
 from pdx.bench.reuse.workload import titled
 
 ORACLE = "recompute"  # the system whose answers are right, and with which all are compared, if it is asked
-OURS = ("pdx-both", "pdx-central")
+OURS = ("pdx-both", "pdx-both-128", "pdx-central", "pdx-central-128")
 BEST_OWN = "own-cache"
 PERCENTILES = (50, 90)
 BOTH_HELD = "of the highest loads: both held the target"

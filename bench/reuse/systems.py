@@ -14,9 +14,11 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from pdx.bench.store.queueing import AT_ITS_TURN, BLIND, AtItsTurn
 from pdx.bench.systems.baselines import LMCache, Needs, Offloading, Plain, Ports
+from pdx.bench.systems.names import SYSTEMS
 from pdx.bench.systems.pdx import PdxAlone, PdxWith
 from pdx.bench.systems.system import Bed, Command, Running, Servers, System
 from pdx.config import parse_bytes
@@ -147,8 +149,14 @@ class WithRedis(Plain):
 class PdxCentral(WithRedis, PdxWith):
     """Two engines, each with a node that has little memory, and one Redis."""
 
-    def __init__(self, sizes: Sizes, name: str = "central", title: str = "two engines and nodes, one Redis") -> None:
-        super().__init__(name, f"{title} behind {sizes.gbit:g} Gb/s", {})
+    def __init__(
+        self,
+        sizes: Sizes,
+        name: str = "central",
+        title: str = "two engines and nodes, one Redis",
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(name, f"{title} behind {sizes.gbit:g} Gb/s", settings or {})
         self.name = f"pdx-{name}"
         self.title = self.title.replace("one engine and its node, ", "")
         self._central, self._arena = Central(sizes.gbit), sizes.arena_of_many
@@ -190,7 +198,11 @@ def contenders(sizes: Sizes) -> dict[str, System]:
         Plain(),
         OwnCache(sizes.own),
         PdxAlone(),
+        SYSTEMS["pdx-both-128"],
         PdxCentral(sizes),
+        PdxCentral(
+            sizes, "central-128", "two engines and nodes, chunks of 128 tokens, one Redis", {"chunk_tokens": 128}
+        ),
         PdxCentralAtTurn(sizes),
         Offloading("offloading", "OffloadingConnector", Needs()),
         Offloading("simple-offload", "SimpleCPUOffloadConnector", Needs()),

@@ -83,7 +83,7 @@ def test_requests_at_equal_ttft_and_their_ratio_within_a_repeat():
 
 
 def test_systems_with_a_store_for_all_hosts_are_compared_with_each_other():
-    systems = ("recompute", "pdx-both", "pdx-central", "lmcache-128", "lmcache-central-128")
+    systems = ("recompute", "pdx-both", "pdx-central", "pdx-central-128", "lmcache-128", "lmcache-central-128")
     found = named(figures(result([point(system, BURST, [100.0]) for system in systems])))
     head = "documents, all at once: answered per second, "
     ratios = {name.removeprefix(head) for name in found if name.startswith(head)}
@@ -92,6 +92,8 @@ def test_systems_with_a_store_for_all_hosts_are_compared_with_each_other():
         "pdx-both / lmcache-128",
         "pdx-central / recompute",
         "pdx-central / lmcache-central-128",
+        "pdx-central-128 / recompute",
+        "pdx-central-128 / lmcache-central-128",
     }
 
 

