@@ -101,6 +101,24 @@ def test_what_does_not_shrink_stays_as_it_is(bed, monkeypatch):
     assert bed.load(1) is None
 
 
+def test_a_chunk_that_was_pinned_since_it_was_asked_is_not_replaced_with_a_loss(bed):
+    for number in (1, 2, 3):
+        assert bed.store(number)
+    told, pairs = {}, [(key(number), key(number + 100)) for number in (1, 2, 3)]
+    bed.tier.pin([key(2)], pinned=True, share=1.0)  # before it is begun …
+    handle = bed.tier.recode(pairs, str(FORM), told.__setitem__)
+    bed.tier.pin([key(3)], pinned=True, share=1.0)  # … and after
+    until_over(bed, handle)
+    bed.tier.pin([key(2), key(3)], pinned=False, share=1.0)
+    assert {number: error and error.kind for number, error in told.items()} == {
+        key(1): None,
+        key(2): "pinned",
+        key(3): "pinned",
+    }
+    assert [bed.has(number) for number in (1, 2, 3, 101, 102, 103)] == [False, True, True, True, False, False]
+    account_is_true(bed)
+
+
 def test_with_a_loss_a_chunk_has_another_key_and_the_old_one_goes(bed):
     for shard in range(2):
         assert bed.store(1, shard, shards=2)

@@ -72,6 +72,8 @@ class Recoder:
             return recoding.ended(old, TierError(f"chunk {old.hex()[:8]} is not there", "missing"))
         if self._is_busy(old) or self._is_busy(new) or (old != new and new in self._index):
             return recoding.ended(old, TierError(f"chunk {new.hex()[:8]} is being written or there already", "busy"))
+        if old != new and old in self._index.pins:
+            return recoding.ended(old, _pinned(old))
         chunk = _Chunk(pair, recoding, len(files))
         for file in files:
             slot = Slot(0, file.nbytes, 0)
@@ -93,6 +95,8 @@ class Recoder:
         if old != new:
             if chunk.error is None and old not in self._index:
                 chunk.error = TierError(f"chunk {old.hex()[:8]} was removed meanwhile", "missing")
+            elif chunk.error is None and old in self._index.pins:
+                chunk.error = _pinned(old)
             self._remove(list(self._index.of(old if chunk.error is None else new)))
         chunk.recoding.ended(old, chunk.error)
 
@@ -100,3 +104,7 @@ class Recoder:
         for task, chunk in self._chunks.items():
             if chunk.recoding is recoding:
                 task.is_cancelled = True
+
+
+def _pinned(key: bytes) -> TierError:
+    return TierError(f"chunk {key.hex()[:8]} was pinned meanwhile", "pinned")
