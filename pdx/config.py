@@ -162,6 +162,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     events_replay: EventsAddress = ""  # … and where who has missed some asks for them
     events_topic: Annotated[str, Meta(max_length=256)] = ""  # of what is published
     events_hashes: HashForm = "int"  # how blocks are named there, see pdx.wire.kv_events
+    events_open: bool = False  # readers on other hosts need no keys
     report_s: PositiveSeconds = 1.0
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
@@ -222,6 +223,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     events_replay: EventsAddress = ""
     events_topic: Annotated[str, Meta(max_length=256)] = ""
     events_hashes: HashForm = "int"
+    events_open: bool = False
 
     def settings(self) -> dict[str, Any]:
         """The settings of `NodeConfig` that say the same. The first arena is the host's, where it has one.
@@ -258,6 +260,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "events_replay": self.events_replay,
             "events_topic": self.events_topic,
             "events_hashes": self.events_hashes,
+            "events_open": self.events_open,
         }
         if self.events_replay and not self.events:
             raise ConfigError("--events-replay answers who has missed what --events publishes; name that, too")

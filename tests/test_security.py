@@ -127,12 +127,13 @@ def test_every_place_that_listens_is_known():
     binds = {where.partition(":")[0] for where, node in nodes(ast.Attribute) if node.attr in ("bind", "server_bind")}
     assert {path for path in binds if not path.startswith("transports/")} == {
         "pdx/node/metrics.py",  # tests/node/test_node_metrics.py
-        # Sends to whoever subscribes, and reads topics and numbers: with --events, on this host alone.
-        "pdx/node/events/publisher.py",  # tests/node/events/test_publisher.py
+        # Sends to whoever subscribes, and reads topics and numbers: with --events; beyond this host to who has a key.
+        "pdx/node/events/sockets.py",  # tests/node/events/test_publisher.py
         "pdx/cuda/handover.py",  # tests/cuda/test_gpu_handover.py
         "pdx/security/accept_queue.py",  # tests/node/test_process_socket.py
         "pdx/security/tcp_filter.py",  # tests/security/test_tcp_filter.py
         "pdx/security/peer_socket.py",
+        "pdx/security/gate.py",  # inside one process: tests/node/peers/test_connections_trust.py
         "proxy/server.py",  # the admin socket: tests/proxy/test_proxy_clients.py
         "pdx/cli/ports.py",  # it does not listen: it only keeps ports that are free
     }

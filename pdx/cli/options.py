@@ -210,6 +210,11 @@ _OF_NODES = (
         type=click.Choice(get_args(HashForm)),
         help="How --events names blocks: by 64 bits of the engine's hash, vLLM's default, or by 16 bytes.",
     ),
+    option(
+        "--events-open",
+        is_flag=True,
+        help="Readers of --events on other hosts need no keys: whoever gets there learns which blocks are where.",
+    ),
 )
 
 
@@ -236,6 +241,10 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
     """The command line that gives `node_options` these values."""
     flags: list[str] = []
     for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}" if name != "gpus" else "--gpu"
+        if isinstance(value, bool):
+            flags += [flag] * value
+            continue
         for each in value if isinstance(value, list) else [] if value == "" else [value]:
-            flags += [f"--{name.replace('_', '-')}" if name != "gpus" else "--gpu", str(each)]
+            flags += [flag, str(each)]
     return flags

@@ -27,6 +27,7 @@ from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
 from pdx.node.events.follower import Follower
 from pdx.node.events.publisher import Publisher
+from pdx.node.events.sockets import Readers
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
 from pdx.node.process_socket import Delivery, ProcessSocket
@@ -152,12 +153,17 @@ class Daemon:
                 )
             self._publisher: Publisher | None = None
             if config.events:
+                connections = self._peers.connections
                 self._publisher = Publisher(
                     self.service.events,
                     address=config.events,
                     replay=config.events_replay,
                     topic=config.events_topic,
                     as_bytes=config.events_hashes == "bytes",
+                    readers=Readers(
+                        connections.own_keys, connections.event_keys, config.events_open, config.peer_timeout_s
+                    ),
+                    counters=self.service.counters,
                 )
                 undo.callback(self._publisher.close)
             self._proxy: ProxyLine | None = None

@@ -8,33 +8,25 @@ worth nothing from then on.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 import zmq
-from zmq.utils import z85
 
 from pdx.config import private_folder, socket_path
 from pdx.errors import ConfigError, PdxError, ProtocolError
 from pdx.security.accept_queue import AcceptQueue
 from pdx.security.address import tcp_endpoint
 from pdx.security.curve_keys import KeyPair
+from pdx.security.gate import Gate
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.security.tcp_filter import TcpFilter
 from pdx.wire.messages import MAX_FRAME_BYTES
 
-log = logging.getLogger(__name__)
-
 GONE = "its connection is gone"
 HIGH_WATER = 1024  # messages a peer may leave unread
-_BACKLOG = 4  # what the filter has passed on and ZMQ not taken yet is not counted among the descriptors in use
-_ZAP = "inproc://zeromq.zap.01"  # ZMQ asks there
-_DOMAIN = b"pdx"  # of ZAP
-_BURST = 64  # questions answered at a time
-_MAX_WARNED = 1024  # keys; more are counted only
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -65,9 +57,6 @@ class PeerSocket:
         :raises ConfigError: the address cannot be had.
         :raises PdxError: another process owns the path of a Unix socket: what `taken` makes.
         """
-        self._admits = admits
-        self._counters = counters
-        self._warned: set[str] = set()
         with contextlib.ExitStack() as undo:
             if listen.startswith("ipc://"):
                 path = socket_path(listen)
@@ -77,19 +66,16 @@ class PeerSocket:
             self._filter = self._new_filter(listen, timeout_s, counters) if listen.startswith("tcp://") else None
             if self._filter is not None:
                 undo.callback(self._filter.close)
-            self._zap: zmq.Socket[bytes] | None = None
+            self._gate: Gate | None = None
             if own is not None:
-                self._zap = undo.enter_context(context.socket(zmq.REP))
-                self._zap.setsockopt(zmq.LINGER, 0)
-                self._zap.bind(_ZAP)
+                newcomers = self._filter.newcomers if self._filter is not None else tuple
+                self._gate = Gate(context, own, admits=admits, counters=counters, newcomers=newcomers)
+                undo.callback(self._gate.close)
             self._router = undo.enter_context(context.socket(zmq.ROUTER))
             limit(self._router, timeout_s)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer is gone, or does not read
-            if own is not None:
-                own.show(self._router)
-                self._router.setsockopt(zmq.CURVE_SERVER, 1)
-                self._router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-                self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            if self._gate is not None:
+                self._gate.guard(self._router)
             self._queue: AcceptQueue | None = None
             if listen.startswith("ipc://"):
                 for user in (os.getuid(), 0):  # by the kernel's word, whatever the folder's mode has become
@@ -97,18 +83,22 @@ class PeerSocket:
                 self._queue = undo.enter_context(
                     contextlib.closing(AcceptQueue(socket_path(listen), self._router, counters))
                 )
-            else:
-                self._bind(listen)
+            elif self._filter is not None:
+                try:
+                    self._filter.bind(self._router)
+                except zmq.ZMQError as error:
+                    raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
             self.address = self._filter.address if self._filter is not None else listen
             self._undo = undo.pop_all()
 
     def __repr__(self) -> str:
-        return f"<PeerSocket at {self.address}{', behind keys' if self._zap else ''}>"
+        return f"<PeerSocket at {self.address}{', behind keys' if self._gate else ''}>"
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Those to be polled, while it is open."""
-        return [socket for socket in (self._router, self._zap) if socket is not None and not socket.closed]
+        both = (self._router, self._gate.socket if self._gate is not None else None)
+        return [socket for socket in both if socket is not None and not socket.closed]
 
     @property
     def is_waited_for(self) -> bool:
@@ -126,30 +116,10 @@ class PeerSocket:
 
     def answer_zap(self, socket: object) -> bool:
         """Let in, or not, who waits before the keys; False: this is not the socket at which ZMQ asks."""
-        if self._zap is None or socket is not self._zap:
+        if self._gate is None or socket is not self._gate.socket:
             return False
-        with contextlib.suppress(zmq.Again):
-            for _ in range(_BURST):
-                question = self._zap.recv_multipart(zmq.NOBLOCK)
-                self._zap.send_multipart(self._answer(question), zmq.NOBLOCK)
+        self._gate.answer()
         return True
-
-    def _answer(self, question: list[bytes]) -> list[bytes]:
-        # version, request, domain, address, identity, mechanism, credentials; only ZMQ itself can reach this socket
-        version, request, domain, address, _, mechanism, *credentials = question
-        who = mechanism.decode("ascii", "replace")
-        if domain == _DOMAIN and mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
-            who = z85.encode(credentials[0]).decode("ascii")
-            if self._admits(who):
-                return [version, request, b"200", b"OK", who.encode(), b""]
-        self._counters["peers_denied"] += 1
-        if who not in self._warned and len(self._warned) < _MAX_WARNED:
-            self._warned.add(who)
-            known = self._filter.newcomers()[:4] if self._filter is not None else []
-            where = " or ".join(known) or address.decode("ascii", "replace")
-            log.warning("%s at %s is not in the roster and was not let in", who, where)
-        # 300: for now. After 400 ZMQ would never try again, though tomorrow the roster may have that key.
-        return [version, request, b"300", b"not in the roster", b"", b""]
 
     def receive(self) -> Arrival | None:
         """What came next, None if nothing did.
@@ -162,7 +132,7 @@ class PeerSocket:
             return None
         if len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames instead of one")
-        return Arrival(route.bytes, frames[0].bytes, str(frames[0].get("User-Id")) if self._zap is not None else "")
+        return Arrival(route.bytes, frames[0].bytes, str(frames[0].get("User-Id")) if self._gate is not None else "")
 
     def post(self, route: bytes, frame: bytes) -> str:
         """Send without waiting; what was wrong, empty if nothing."""
@@ -188,18 +158,6 @@ class PeerSocket:
             return TcpFilter(host, port, young_s=timeout_s, counters=counters)
         except OSError as error:
             raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
-
-    def _bind(self, listen: str) -> None:
-        assert self._filter is not None
-        mask = os.umask(0o177)
-        try:
-            self._router.setsockopt(zmq.BACKLOG, _BACKLOG)
-            self._router.bind(self._filter.inner)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
-        finally:
-            os.umask(mask)
-        self._filter.start()
 
 
 def limit(socket: zmq.Socket[bytes], timeout_s: float) -> None:

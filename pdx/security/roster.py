@@ -11,7 +11,7 @@
 
     [controllers.ops]                   # may say verbs at the proxy, and nothing that a node says
     key = "..."
-    may = ["lookup", "health"]          # may be left out: all of `RIGHTS_TO`
+    may = ["lookup", "health"]          # may be left out: all of `RIGHTS`
 
 Where there is a file, it decides. Without one, names come from the proxy, but only addresses of this host are
 believed. An address from anywhere else, above all from a request, is never dialled. No sockets here.
@@ -57,6 +57,8 @@ RIGHTS_TO: Mapping[type[Message], str] = {
     Why: "why",
     Advise: "advise",
 }
+EVENTS = "events"  # the right to hear which blocks came to nodes and went, and to say nothing
+RIGHTS = (*RIGHTS_TO.values(), EVENTS)
 _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNED = 4096
 
@@ -73,7 +75,7 @@ class ControllerEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One controller in the file."""
 
     key: Annotated[str, Meta(max_length=40)]
-    may: Annotated[tuple[Annotated[str, Meta(max_length=32)], ...], Meta(max_length=64)] = tuple(RIGHTS_TO.values())
+    may: Annotated[tuple[Annotated[str, Meta(max_length=32)], ...], Meta(max_length=64)] = RIGHTS
 
 
 class RosterFile(msgspec.Struct, frozen=True):
@@ -141,9 +143,8 @@ def _controller(value: object, where: str) -> ControllerEntry:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
     check_key(entry.key, where)
-    known = list(RIGHTS_TO.values())
-    if unknown := [right for right in entry.may if right not in known]:
-        raise ConfigError(f"{where}: there is no verb {unknown[0]!r} in may; there are {', '.join(known)}")
+    if unknown := [right for right in entry.may if right not in RIGHTS]:
+        raise ConfigError(f"{where}: there is no verb {unknown[0]!r} in may; there are {', '.join(RIGHTS)}")
     return entry
 
 
@@ -164,7 +165,7 @@ def _entry(value: object, where: str, has_keys: bool) -> RosterEntry:
 
 
 class Roster:
-    """The nodes that may be dialled and let in. One thread."""
+    """The nodes that may be dialled and let in. One thread; `listeners` may be read by any."""
 
     def __init__(self, path: str, *, has_keys: bool) -> None:
         """`path` may be empty: no file, so the proxy's word counts (see `believe`).
@@ -180,6 +181,7 @@ class Roster:
         self._by_key: dict[str, str] = {}
         self._controllers: dict[str, str] = {}  # names by key
         self._nodes: dict[str, RosterEntry] = {}  # of the file; without one, as the proxy told
+        self.listeners: frozenset[str] = frozenset()  # keys of nodes, and of controllers that may hear events
         self._warned: set[str] = set()
         if path:
             self._stamp = self._stamped()
@@ -292,6 +294,9 @@ class Roster:
         self._nodes = file.nodes
         self._by_key = {entry.key: name for name, entry in file.nodes.items() if entry.key}
         self._controllers = {entry.key: name for name, entry in file.controllers.items()}
+        self.listeners = frozenset(
+            (*self._by_key, *(entry.key for entry in file.controllers.values() if EVENTS in entry.may))
+        )
 
     def _stamped(self) -> tuple[int, ...]:
         try:

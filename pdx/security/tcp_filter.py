@@ -18,6 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import zmq
+
 from pdx.security import descriptors
 from pdx.telemetry.faults import Faults
 
@@ -31,6 +33,7 @@ LINGER_S = 0.5  # what ZMQ sends while it ends has so long to leave
 _GREETING_BYTES = 10
 _PIECE_BYTES = 1 << 16
 _BACKLOG = 1024  # a flood waits here, and honest peers among it: who finds no place waits for seconds
+_ZMQ_BACKLOG = 4  # what was passed on and ZMQ not taken yet is not counted among the descriptors in use
 _ROUND_S = 0.1
 _BATCH = 16  # connections taken at once
 _PACE_S = 0.01  # before the next ones
@@ -119,6 +122,7 @@ class TcpFilter:
         self._rests_until: float | None = None  # no connection is taken before
         self._target = -1
         self._is_closing = False
+        self._drops = False
         self._has_unbound = threading.Event()  # nobody listens any more
         self._folder = tempfile.TemporaryDirectory(prefix="pdx-tcp-filter-")
         self.inner = f"ipc://{self._folder.name}/zmq"  # to be bound before `start`
@@ -137,6 +141,19 @@ class TcpFilter:
         self.address = f"tcp://[{bound[0]}]:{bound[1]}" if ":" in host else f"tcp://{bound[0]}:{bound[1]}"
         self._thread = threading.Thread(target=self._run, name="pdx-tcp-filter")
 
+    def bind(self, taker: zmq.Socket[bytes]) -> None:
+        """Have a ZMQ socket take what is passed on, and `start`.
+
+        :raises zmq.ZMQError: it cannot be bound.
+        """
+        mask = os.umask(0o177)
+        try:
+            taker.setsockopt(zmq.BACKLOG, _ZMQ_BACKLOG)
+            taker.bind(self.inner)
+        finally:
+            os.umask(mask)
+        self.start()
+
     def start(self) -> None:
         """Take connections. What is bound at `inner` has no name any more from now on: nobody else finds it."""
         self._target = os.open(self.inner.removeprefix("ipc://"), os.O_PATH | os.O_CLOEXEC)
@@ -144,6 +161,12 @@ class TcpFilter:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._epoll.register(self._listener, select.EPOLLIN)
         self._thread.start()
+
+    def drop(self) -> None:
+        """End all connections; who may come in dials again. Any thread."""
+        self._drops = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
 
     def newcomers(self) -> list[str]:
         """The addresses of connections of which nothing is known yet. Any thread."""
@@ -198,6 +221,11 @@ class TcpFilter:
                 elif connection is not None:
                     self._serve(connection)
             if part.has_failed and connection is not None and self._connections.get(fd) is connection:
+                self._end(connection)
+        if self._drops:
+            self._drops = False
+            os.eventfd_read(self._wake)
+            for connection in set(self._connections.values()):
                 self._end(connection)
         now = self._clock()
         if self._rests_until is not None and now >= self._rests_until and not self._is_closing:

@@ -209,6 +209,7 @@ def of_up(run, monkeypatch, *options):
             {"events": "tcp://127.0.0.1:5557", "events_replay": "ipc:///run/x/r.sock", "events_topic": "kv"},
         ),
         (["--events", "ipc:///run/x/e.sock", "--events-hashes", "bytes"], {"events_hashes": "bytes"}),
+        (["--events", "tcp://10.0.0.1:5557", "--events-open"], {"events_open": True}),
         (["--pin-share", "0.25", "--salt-quota", "0.5"], {"pin_share": 0.25, "salt_quota": 0.5}),
     ],
 )

@@ -262,11 +262,15 @@ def test_controllers_have_keys_and_rights_of_their_own(tmp_path):
     assert roster.name_of(KEYS[1]) is None, "and a controller no node"
     assert roster.names == ["a"]
     name, entry = roster.controller_of(KEYS[1])
-    assert (name, set(entry.may)) == ("ops", set(RIGHTS_TO.values()))
+    assert (name, set(entry.may)) == ("ops", {*RIGHTS_TO.values(), "events"})
     assert roster.controller_of(KEYS[2])[1].may == ("lookup",)
+    assert roster.listeners == {KEYS[0], KEYS[1]}
     file.write_text(text)
     assert roster.refresh()
     assert roster.controller_of(KEYS[2]) is None
+    file.write_text(text.replace("nodes.a", "nodes.b") + 'may = ["lookup"]\n')
+    assert roster.refresh()
+    assert roster.listeners == {KEYS[0]}
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,16 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from functools import cache
 
 import zmq
 
-from pdx.config import private_folder, socket_path
-from pdx.errors import ConfigError
 from pdx.node.events.blocks import Blocks
 from pdx.node.events.log import Batch, Change, EventLog
-from pdx.security.address import check_listen, needs_ipv6
-from pdx.security.socket_lock import owned, remove_socket
+from pdx.node.events.sockets import EventSockets, Readers
 from pdx.wire.kv_events import (
     END_SEQ,
     SEQ_BYTES,
@@ -45,8 +42,6 @@ MAX_KEPT_BYTES = 64 << 20  # … and their bytes
 MAX_QUEUED = 4096  # batches that the thread has not taken; then it begins anew with what is there
 MAX_REPLAYS = 64  # under way
 REPLAY_S = 10.0  # a replay that nobody reads ends
-HIGH_WATER = 1000  # messages that a subscriber may leave unread: of a minute …
-REPLAY_HIGH_WATER = 64  # … and of a replay
 _PIECES_AHEAD = 4
 _SOON_MS, _LATER_MS = 5, 1000
 _JOIN_S = 5.0
@@ -70,12 +65,15 @@ class Publisher:
         replay: str = "",
         topic: str = "",
         as_bytes: bool = False,
+        readers: Readers | None = None,
+        counters: Counter[str] | None = None,
         max_kept: int = MAX_KEPT,
         max_queued: int = MAX_QUEUED,
     ) -> None:
-        """`replay`: where what was missed is asked for; empty: nowhere.
+        """`replay`: where what was missed is asked for; empty: nowhere. `readers`: on other hosts; None: nobody.
+        `counters` has who was not let in.
 
-        :raises ConfigError: an address is none, or cannot be had.
+        :raises ConfigError: an address is none, or cannot be had, or is beyond this host, where there are no keys.
         """
         self.published = self.replayed = self.snapshots = 0  # batches, batches, and answers; the thread's
         self._events = events
@@ -93,17 +91,12 @@ class Publisher:
         with contextlib.ExitStack() as undo:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake)
-            context: zmq.Context[zmq.Socket[bytes]] = undo.enter_context(zmq.Context())
-            self._pub = undo.enter_context(context.socket(zmq.XPUB))
-            self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER)
-            self.address = _bind(self._pub, address, "--events", undo)
-            self._router: zmq.Socket[bytes] | None = None
-            self.replay = ""
-            if replay:
-                self._router = undo.enter_context(context.socket(zmq.ROUTER))
-                self._router.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER)
-                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self.replay = _bind(self._router, replay, "--events-replay", undo)
+            self._sockets = EventSockets(
+                address, replay, readers or Readers(), Counter() if counters is None else counters
+            )
+            undo.callback(self._sockets.close)
+            self._pub, self._router = self._sockets.pub, self._sockets.router
+            self.address, self.replay = self._sockets.address, self._sockets.replay
             self._undo = undo.pop_all()
         events.follow(self, names=True)
         self._seq = events.seq
@@ -162,9 +155,8 @@ class Publisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        poller.register(self._pub, zmq.POLLIN)
-        if self._router is not None:
-            poller.register(self._router, zmq.POLLIN)
+        for socket in self._sockets.all:
+            poller.register(socket, zmq.POLLIN)
         while not self._is_closing:
             try:
                 poller.poll(_SOON_MS if self._replays else _LATER_MS)
@@ -176,6 +168,7 @@ class Publisher:
     def _once(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+        self._sockets.heed()
         with contextlib.suppress(zmq.Again):
             while True:
                 self._note_subscription(self._pub.recv(zmq.NOBLOCK))
@@ -280,28 +273,3 @@ class Publisher:
                 del self._replays[client]
         except (StopIteration, zmq.ZMQError):  # it is over, or nobody is there any more
             del self._replays[client]
-
-
-def _bind(socket: zmq.Socket[bytes], address: str, option: str, undo: contextlib.ExitStack) -> str:
-    """Where it listens then."""
-    try:
-        check_listen(address, has_keys=False)
-    except ConfigError as error:
-        raise ConfigError(f"{option} {error}") from error
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
-    socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # what comes in are topics and numbers
-    if address.startswith("ipc://"):
-        path = socket_path(address)
-        private_folder(path.parent)
-        undo.enter_context(owned(path, lambda owner: ConfigError(f"{option} {address}: process {owner} listens there")))
-        remove_socket(path)
-        undo.callback(path.unlink, missing_ok=True)
-    mask = os.umask(0o177)
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"{option} {address}: {error}") from error
-    finally:
-        os.umask(mask)
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

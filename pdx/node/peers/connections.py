@@ -137,6 +137,15 @@ class Connections:
         """This node's, empty without CURVE."""
         return self._own.public if self._own is not None else ""
 
+    @property
+    def own_keys(self) -> KeyPair | None:
+        """This node's, to be proved at other sockets, too."""
+        return self._own
+
+    def event_keys(self) -> frozenset[str]:
+        """Public keys with which the roster lets somebody hear of this node's chunks now. Any thread."""
+        return self._roster.listeners
+
     def check_self(self, name: str) -> None:
         """Compare this node, of that name, with its own entry in the roster; what may be wrong is warned about.
 

@@ -1,8 +1,11 @@
 """What a node publishes, over real sockets: to our subscriber, and to a reader like vLLM's own."""
 
+import contextlib
 import itertools
 import random
+import socket
 import struct
+from collections import Counter
 
 import msgspec
 import pytest
@@ -16,6 +19,10 @@ from pdx.errors import ConfigError
 from pdx.memory.slot import Slot
 from pdx.node.events.log import Batch, Change
 from pdx.node.events.publisher import Publisher
+from pdx.node.events.sockets import Readers
+from pdx.security.address import tcp_endpoint
+from pdx.security.curve_keys import KeyPair
+from pdx.security.tcp_filter import MAX_YOUNG_OF_ADDRESS
 from pdx.store.chunk import Chunk
 from pdx.testing.waiting import wait_until
 from pdx.wire.kv_events import END_SEQ
@@ -34,12 +41,12 @@ def as_ints(blocks):
 class Stage:
     """A bed whose events are published; the test is its control loop."""
 
-    def __init__(self, folder, *, replay=True, slots=6, **settings):
+    def __init__(self, folder, *, replay=True, slots=6, ip="", **settings):
         self.folder = folder
         self.bed = EventsBed(folder, slots=slots)
         self.settings = settings
-        self.address = f"ipc://{folder}/events.sock"
-        self.replay = f"ipc://{folder}/replay.sock" if replay else ""
+        self.address = f"tcp://{ip}:0" if ip else f"ipc://{folder}/events.sock"
+        self.replay = (f"tcp://{ip}:0" if ip else f"ipc://{folder}/replay.sock") if replay else ""
         self.start()
 
     def start(self):
@@ -95,6 +102,17 @@ def stage(place):
     yield make
     for each in stages:
         each.close()
+
+
+@pytest.fixture
+def own_ip():
+    """An address of this machine that others may reach, too."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError as error:
+            pytest.skip(f"this machine has loopback alone: {error}")
+        return probe.getsockname()[0]
 
 
 def step(stage, rng):
@@ -320,6 +338,56 @@ def test_nobody_beyond_this_host_is_told_without_keys(place, address):
             Publisher(bed.log, **settings_)
     assert bed.store.index.changed_keys is None
     bed.close()
+
+
+def test_beyond_this_host_readers_need_a_key_that_the_roster_lets_in(stage, own_ip, tmp_path):
+    files = {name: str(KeyPair.make().save(tmp_path, name)[0]) for name in ("node", "reader", "other")}
+    own, reader, other = (KeyPair.load(file) for file in files.values())
+    let_in, counters = [frozenset({reader.public, other.public})], Counter()
+    made = stage(ip=own_ip, readers=Readers(own, lambda: let_in[0], handshake_s=5.0), counters=counters)
+    where = (made.publisher.address, made.publisher.replay)
+    assert own_ip in where[0]
+    made.put(0, 1)
+    keys = {"server_key": own.public, "check_s": 0.2}
+    with (
+        Subscriber(*where, keys=files["reader"], **keys) as good,
+        Subscriber(*where, keys=files["other"], **keys) as removed,
+        Subscriber(*where, check_s=0.2) as stranger,
+    ):
+        made.settle(good)
+        made.settle(removed)
+        let_in[0] = frozenset({reader.public})
+        wait_until(lambda: counters["peers_denied"], what="who was taken out dials again, in vain")
+        made.put(2)
+        made.settle(good, "who is still in has missed nothing")
+        before = removed.seq
+        made.put(3)
+        made.settle(good)
+        for each in (removed, stranger):
+            while each.poll(0.0):
+                pass
+        assert removed.seq == before
+        assert stranger.seq is None
+
+
+def test_readers_need_no_key_where_that_was_said(stage, own_ip):
+    made = stage(ip=own_ip, readers=Readers(is_open=True))
+    with Subscriber(made.publisher.address, made.publisher.replay, check_s=0.2) as subscriber:
+        made.put(0, 1)
+        made.settle(subscriber)
+
+
+def test_a_flood_of_connections_does_not_keep_readers_out(stage):
+    """Nor uses up the node's descriptors: each takes one until it has to speak ZMQ, and few may be so young."""
+    made = stage(ip="127.0.0.1", counters=(counters := Counter()))
+    where = tcp_endpoint(made.publisher.address)
+    with contextlib.ExitStack() as flood:
+        for _ in range(200):
+            flood.enter_context(contextlib.closing(socket.create_connection(where)))
+        with Subscriber(made.publisher.address, made.publisher.replay, check_s=0.2) as subscriber:
+            made.put(0, 1)
+            made.settle(subscriber)
+        wait_until(lambda: counters["strangers_dropped"] >= 200 - MAX_YOUNG_OF_ADDRESS)
 
 
 # ---- readers that are not ours ------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""Who may come in at the sockets of a ZMQ context that are behind CURVE keys: the answers to ZMQ's ZAP questions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils import z85
+
+from pdx.security.curve_keys import KeyPair
+
+log = logging.getLogger(__name__)
+
+_ZAP = "inproc://zeromq.zap.01"  # ZMQ asks there
+_DOMAIN = b"pdx"  # of ZAP
+_BURST = 64  # questions answered at a time
+_MAX_WARNED = 1024  # keys; more are counted only
+
+
+class Gate:
+    """One to a context, because ZMQ asks at one place in it. Open from construction to `close`; one thread.
+
+    A key that is admitted comes with every message as its User-Id.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        own: KeyPair,
+        *,
+        admits: Callable[[str], bool],
+        counters: Counter[str],
+        newcomers: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`own` is what the sockets prove. `admits`: whether a public key may come in. Refusals are counted as
+        `peers_denied`. `newcomers`: who is at the port just now, where ZMQ does not see that itself."""
+        self._own = own
+        self._admits = admits
+        self._counters = counters
+        self._newcomers = newcomers
+        self._warned: set[str] = set()
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP)
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Before it binds: whoever connects to this socket has to have a key that is admitted."""
+        self._own.show(socket)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def answer(self) -> None:
+        """Let in, or not, who waits."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_BURST):
+                question = self.socket.recv_multipart(zmq.NOBLOCK)
+                self.socket.send_multipart(self._answer(question), zmq.NOBLOCK)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        # version, request, domain, address, identity, mechanism, credentials; only ZMQ itself can reach this socket
+        version, request, domain, address, _, mechanism, *credentials = question
+        who = mechanism.decode("ascii", "replace")
+        if domain == _DOMAIN and mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
+            who = z85.encode(credentials[0]).decode("ascii")
+            if self._admits(who):
+                return [version, request, b"200", b"OK", who.encode(), b""]
+        self._counters["peers_denied"] += 1
+        if who not in self._warned and len(self._warned) < _MAX_WARNED:
+            self._warned.add(who)
+            where = " or ".join(self._newcomers()[:4]) or address.decode("ascii", "replace")
+            log.warning("%s at %s is not in the roster and was not let in", who, where)
+        # 300: for now. After 400 ZMQ would never try again, though tomorrow the roster may have that key.
+        return [version, request, b"300", b"not in the roster", b"", b""]
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.socket.close()
