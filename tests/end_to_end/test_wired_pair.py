@@ -133,10 +133,9 @@ def test_a_prefix_that_the_decoders_node_has_is_not_sent_again(wired: Wired) -> 
 def test_a_second_turn_pulls_the_decoders_chunks_back_to_the_prefiller(wired: Wired) -> None:
     """Where busy engines have all cores, the node may grant room for generated chunks too late: other prompts are
     asked then."""
-    pair, seeds = wired.pair, itertools.count(712_000, 10)
+    pair, rounds = wired.pair, []
 
-    def is_pulled() -> bool:
-        seed = next(seeds)
+    def is_pulled(seed: int) -> bool:
         first = text(seed, 1000)
         answer = wired.post(*completion(first, max_tokens=1400))["choices"][0]["text"][:400]
         pair.wait_at_rest()
@@ -146,15 +145,15 @@ def test_a_second_turn_pulls_the_decoders_chunks_back_to_the_prefiller(wired: Wi
         request = completion(first + answer + text(seed + 1, 50))
         second = wired.post(*request)
         assert essence(second) == essence(wired.decoder_alone(*request))
+        computed = computed_prompt_tokens(pair.prefill) - computed
+        hits = pair.prefill.metric("vllm:external_prefix_cache_hits_total") - hits
+        landed = wired.peer("prefill").landed_bytes - landed
+        rounds.append((computed, hits, landed, pair.status("prefill").counters))
         # Of 1,450 tokens 1,280 are in whole chunks; the prefiller has computed 1,000 of them before, the decoder the
         # rest.
-        return (
-            computed_prompt_tokens(pair.prefill) - computed <= 1450 - 1280
-            and pair.prefill.metric("vllm:external_prefix_cache_hits_total") - hits >= 256
-            and wired.peer("prefill").landed_bytes > landed
-        )
+        return computed <= 1450 - 1280 and hits >= 256 and landed > 0
 
-    wait_until(is_pulled, timeout_s=120, what="the decoder's chunks are pulled back")
+    assert any(is_pulled(seed) for seed in range(712_000, 712_080, 10)), rounds
     pair.wait_at_rest()
 
 
