@@ -199,7 +199,7 @@ def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_t
         store.kill()
 
 
-TEAMS = [f"team {number}" for number in range(5)]
+TEAMS = [f"team {number}" for number in range(12)]
 
 
 def ask_second_turn(server: Server, host: Host, expected: dict[str, Any], salt: str) -> tuple[int, int]:
