@@ -80,7 +80,8 @@ class Tiers:
         self._clock = clock
         self._named = Siblings()  # chunks that were stored, or loaded, and may still be in a tier
         self._chunk_bytes = 0  # of all shards of the last chunk that was found below
-        self._probed_at: dict[str, float] = {}  # by tier
+        self._probed_at: dict[str, float] = {}  # by tier: when a chunk was loaded to see how fast it is …
+        self._waited_at: dict[str, float] = {}  # … and when its answer was waited for, so that there is one to load
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -249,12 +250,15 @@ class Tiers:
     def _patience(self, tier: Tier, key: bytes, count: int, computing: Computing) -> float:
         """For how long to wait until a tier has said whether it has this key and those behind it, `count` in all.
 
-        Most prompts are new, so that this wait is in vain; and what is found must be worth its load.
+        Most prompts are new, so that this wait is in vain; and what is found must be worth its load. Where that was not
+        so, one request waits now and then: of what nobody has waited for, nothing is known that could be loaded to see
+        whether the tier is faster now (`_probe`).
         """
         if not computing.is_known:
             return math.inf
         computing_s = computing.seconds(count)
-        if self._load_takes(tier, count * self._chunk_bytes) > computing_s:
+        is_worth_it = self._load_takes(tier, count * self._chunk_bytes) <= computing_s
+        if not self._is_due(self._waited_at, tier, always=is_worth_it):
             return 0.0
         most_s = ANSWER_SHARE * computing_s
         return max(0.0, most_s - tier.asked_s(key)) if tier.answer_s <= most_s else 0.0
@@ -287,12 +291,18 @@ class Tiers:
         is_named: bool,
     ) -> None:
         """Load one chunk for which nobody waits, now and then: else nobody would learn that the tier is faster now."""
-        now, name = self._clock(), found[1].name
-        if now - self._probed_at.get(name, -math.inf) >= paying.PROBE_S:
-            self._probed_at[name] = now
+        if self._is_due(self._probed_at, found[1]):
             with self._holding(hits, shards, arenas):
-                deadline, who = now + self._load_s, "a look how fast the tier is"
+                deadline, who = self._clock() + self._load_s, "a look how fast the tier is"
                 self._load([found], shards, Priority.PREFETCH, deadline, is_named, who)
+
+    def _is_due(self, done_at: dict[str, float], tier: Tier, *, always: bool = False) -> bool:
+        """Whether what is done with a tier now and then, or `always`, is to be done now; then it is noted as done."""
+        now = self._clock()
+        is_due = always or now - done_at.get(tier.name, -math.inf) >= paying.PROBE_S
+        if is_due:
+            done_at[tier.name] = now
+        return is_due
 
     def _load(
         self,

@@ -182,14 +182,25 @@ def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_t
         host_with_disk.wait_saving(first)
         other_host.wait_saving(second)
         path, body = CASES["length-1000"]
-        for team in TEAMS:
+
+        def compute(team: str) -> None:
+            stored = host_with_disk.status().counters.get("remote_stored", 0)
             answer = post(first.url, path, {**body, "cache_salt": team})
             assert essence(answer) == essence(expected["length-1000"])
-        wait_until(
-            lambda: host_with_disk.status().counters.get("remote_stored", 0) >= 3 * len(TEAMS),
-            timeout_s=30,
-            what="all is stored",
-        )
+            wait_until(
+                lambda: host_with_disk.status().counters.get("remote_stored", 0) >= stored + 3,
+                timeout_s=30,
+                what="all is stored",
+            )
+
+        def serves(team: str) -> bool:
+            compute(team)
+            return ask_second_turn(second, other_host, expected, team) == (768, 3)
+
+        # A store that was slow once, because a core was away, is looked at again after ten seconds.
+        assert any(serves(f"early team {number}") for number in range(40)), other_host.status().counters
+        for team in TEAMS:
+            compute(team)
         first.stop()
         assert ask_second_turn(second, other_host, expected, "another tenant") == (0, 0)
         # Where a store's answer takes longer than a tenth of the computing, the prompt is computed: a core may be away.
@@ -199,7 +210,7 @@ def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_t
         store.kill()
 
 
-TEAMS = [f"team {number}" for number in range(12)]
+TEAMS = [f"team {number}" for number in range(5)]
 
 
 def ask_second_turn(server: Server, host: Host, expected: dict[str, Any], salt: str) -> tuple[int, int]:

@@ -237,6 +237,24 @@ def test_an_answer_of_a_tier_whose_loads_do_not_pay_is_not_waited_for(stage):
     stage.tiers.below.pop()
 
 
+def test_a_tier_whose_loads_did_not_pay_once_is_waited_for_again_now_and_then(stage):
+    """Else nobody would learn that it is faster, where every prompt is asked for once: what it has is not known in
+    time, so that there is nothing that could be loaded for nobody."""
+    measured(stage, 100)
+    far = Asked(0.0, 0.0)
+    stage.copies.rate("far").moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    stage.tiers.below.append([far])
+    assert ask(stage, [0, 1], chunk_s=0.05) == pytest.approx(tiers.ANSWER_SHARE * 2 * 0.05)
+    stage.now += paying.PROBE_S - 0.01
+    assert not ask(stage, [2, 3], chunk_s=0.05), "one request in so long"
+    stage.now += 0.02
+    assert ask(stage, [4, 5], chunk_s=0.05)
+    stage.copies.rate("far").moved(GRANULE_BYTES, 10**12, 10**12 + 10 * MS)
+    assert ask(stage, [6, 7], chunk_s=0.05), "it is faster"
+    assert ask(stage, [8, 9], chunk_s=0.05)
+    stage.tiers.below.pop()
+
+
 def test_many_keys_on_several_disks_cost_in_proportion_to_them(stage):
     """The tier is asked for a few at a time, however many are left."""
     looked = []
