@@ -216,7 +216,9 @@ class TcpFilter:
         for fd, _ in self._epoll.poll(wait_s):
             connection = self._connections.get(fd)
             with self._faults.contain("a connection to the TCP port for peers") as part:
-                if fd == self._listener.fileno():
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                elif fd == self._listener.fileno():
                     self._accept()
                 elif connection is not None:
                     self._serve(connection)
@@ -224,7 +226,6 @@ class TcpFilter:
                 self._end(connection)
         if self._drops:
             self._drops = False
-            os.eventfd_read(self._wake)
             for connection in set(self._connections.values()):
                 self._end(connection)
         now = self._clock()

@@ -295,6 +295,29 @@ def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, mo
     assert read(bed.accept(), 10) == GREETING
 
 
+def test_all_are_dropped_on_demand_and_may_come_again(bed, monkeypatch):
+    """Also where the thread looks after it was told so and before it is woken, and comes to rest afterwards."""
+    young = bed.dial()
+    outer, inner = bed.passed()
+    write, real, rounds = os.eventfd_write, bed.filter._epoll, []
+
+    def poll(timeout):
+        rounds.append(real.poll(timeout))
+        return rounds[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "eventfd_write", lambda *_: wait_until(lambda: is_closed(outer)) and write(*_))
+        bed.filter.drop()
+        wait_until(lambda: is_closed(young) and not bed.filter._connections)
+        assert bed.filter._count == 0
+        patch.setattr(bed.filter, "_epoll", types.SimpleNamespace(poll=poll, modify=real.modify))
+        wait_until(lambda: len(rounds) > 3)
+    assert [] in rounds, "it does not turn without end"
+    again = bed.dial()
+    again.sendall(GREETING)
+    assert read(bed.accept(), 10) == GREETING
+
+
 def test_a_port_that_is_taken_is_an_error_and_leaves_nothing(bed):
     port = int(bed.filter.address.rpartition(":")[2])
     with pytest.raises(OSError, match="in use"):
