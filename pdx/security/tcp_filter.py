@@ -41,20 +41,27 @@ _QUIET_S = 60.0
 
 
 class _Flow:
-    """One direction of a connection: what was read from `source` and not yet taken by `sink`."""
+    """One direction of a connection: what was read from `source` and not yet taken by `sink`. `most_bytes`: it may have
+    so many in all; 0: any number."""
 
-    def __init__(self, source: socket.socket, sink: socket.socket) -> None:
+    def __init__(self, source: socket.socket, sink: socket.socket, most_bytes: int = 0) -> None:
+        self.most_bytes = most_bytes
         self.source = source
         self.sink = sink
         self.pending = b""
+        self.nbytes = 0  # that were read
         self.has_ended = False
 
     def move(self) -> bool:
         """Pass on what is there; False: this direction is over."""
         try:
             if not self.pending and not self.has_ended:
-                self.pending = self.source.recv(_PIECE_BYTES)
+                room = self.most_bytes - self.nbytes if self.most_bytes else _PIECE_BYTES
+                self.pending = self.source.recv(min(room + 1, _PIECE_BYTES))
                 self.has_ended = not self.pending
+                self.nbytes += len(self.pending)
+                if self.is_too_much:
+                    return False
             if self.pending:
                 self.pending = self.pending[self.sink.send(self.pending) :]
         except (BlockingIOError, InterruptedError):
@@ -62,6 +69,11 @@ class _Flow:
         except OSError:
             return False
         return bool(self.pending) or not self.has_ended
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether more was read than there may be."""
+        return 0 < self.most_bytes < self.nbytes
 
 
 class _Connection:
@@ -75,11 +87,12 @@ class _Connection:
         self.inner: socket.socket | None = None
         self.flows: tuple[_Flow, ...] = ()
 
-    def begin(self, inner: socket.socket) -> None:
-        """Pass it on."""
+    def begin(self, inner: socket.socket, most_bytes: int) -> None:
+        """Pass it on, so many bytes from outside at most."""
         self.inner = inner
-        self.flows = (_Flow(self.outer, inner), _Flow(inner, self.outer))
+        self.flows = (_Flow(self.outer, inner, most_bytes), _Flow(inner, self.outer))
         self.flows[0].pending = self.greeting
+        self.flows[0].nbytes = len(self.greeting)
 
     def wanted(self, end: socket.socket) -> int:
         """The events of one end that matter now."""
@@ -100,13 +113,16 @@ class TcpFilter:
         *,
         young_s: float,
         counters: Counter[str],
+        most_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`young_s`: ZMQ closes what has not finished its handshake by then; port 0 is any free one.
+        """`young_s`: ZMQ closes what has not finished its handshake by then; port 0 is any free one. `most_bytes`: what
+        one connection may send in all, where those outside are to listen; 0: whatever it likes.
 
         :raises OSError: the address cannot be had.
         """
         self._young_s = young_s
+        self._most_bytes = most_bytes
         self._counters = counters
         self._faults = Faults(counters)
         self._clock = clock
@@ -295,8 +311,10 @@ class TcpFilter:
             return
         if all([flow.move() for flow in connection.flows]):
             self._watch(connection)
-        else:
-            self._end(connection)
+            return
+        if connection.flows[0].is_too_much:
+            self._refuse(connection.address, f"it has sent more than {self._most_bytes} bytes")
+        self._end(connection)
 
     def _greeted(self, connection: _Connection) -> bool:
         """Whether it has begun as ZMQ does; if so it is passed on."""
@@ -323,7 +341,7 @@ class TcpFilter:
             self._refuse(connection.address, str(error))
             self._end(connection)
             return False
-        connection.begin(inner)
+        connection.begin(inner, self._most_bytes)
         self._connections[inner.fileno()] = connection
         return True
 

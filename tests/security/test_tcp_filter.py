@@ -295,6 +295,21 @@ def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, mo
     assert read(bed.accept(), 10) == GREETING
 
 
+def test_who_says_more_than_a_reader_has_to_say_is_closed(bed):
+    bed.filter._most_bytes = 100
+    talker, inner = bed.passed()
+    reader, other = bed.passed()
+    talker.sendall(b"x" * 90)
+    assert read(inner, 90) == b"x" * 90, "with the greeting these are as many as it may"
+    other.sendall(b"y" * 5000)
+    assert read(reader, 5000) == b"y" * 5000, "what it is told does not count"
+    talker.sendall(b"x")
+    wait_until(lambda: is_closed(talker) and is_closed(inner))
+    assert bed.counters["strangers_dropped"] == 1
+    reader.sendall(b"z")
+    assert read(other, 1) == b"z"
+
+
 def test_all_are_dropped_on_demand_and_may_come_again(bed, monkeypatch):
     """Also where the thread looks after it was told so and before it is woken, and comes to rest afterwards."""
     young = bed.dial()

@@ -43,6 +43,7 @@ MAX_QUEUED = 4096  # batches that the thread has not taken; then it begins anew 
 MAX_REPLAYS = 64  # under way
 REPLAY_S = 10.0  # a replay that nobody reads ends
 _PIECES_AHEAD = 4
+_BURST = 64  # of what came in, at a time
 _SOON_MS, _LATER_MS = 5, 1000
 _JOIN_S = 5.0
 
@@ -170,7 +171,7 @@ class Publisher:
             os.eventfd_read(self._wake)
         self._sockets.heed()
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_BURST):
                 self._note_subscription(self._pub.recv(zmq.NOBLOCK))
         while self._queue:
             self._take(self._queue.popleft())
@@ -227,7 +228,7 @@ class Publisher:
             return  # who asks now would not get all
         whole = cache(self._whole)  # who asks at once gets one answer
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_BURST):
                 client, *rest = self._router.recv_multipart(zmq.NOBLOCK)
                 if len(rest) == 2 and not rest[0] and len(rest[1]) == SEQ_BYTES:
                     self._replays.pop(client, None)  # he has given up the one before

@@ -24,7 +24,9 @@ from pdx.security.tcp_filter import TcpFilter
 
 HIGH_WATER = 1000  # messages that a subscriber may leave unread: of a minute …
 REPLAY_HIGH_WATER = 64  # … and of a replay
-_MAX_BYTES = 1024  # what comes in are topics and numbers
+_MAX_BYTES = 1024  # of what comes in: topics and numbers …
+# … and of all that one connection sends: ZMQ keeps each topic, in thirty times its bytes and without any bound.
+_MOST_BYTES, _REPLAY_MOST_BYTES = 8 << 10, 64 << 10
 
 
 class Readers(msgspec.Struct, frozen=True):
@@ -53,18 +55,20 @@ class EventSockets:
             context: zmq.Context[zmq.Socket[bytes]] = undo.enter_context(zmq.Context())
             self._gate: Gate | None = None
             if readers.own is not None and not readers.is_open:
-                self._gate = Gate(context, readers.own, admits=self._admits, counters=counters)
+                self._gate = Gate(
+                    context, readers.own, admits=self._admits, counters=counters, newcomers=self._newcomers
+                )
                 undo.callback(self._gate.close)
             self.pub = undo.enter_context(context.socket(zmq.XPUB))
             self.pub.setsockopt(zmq.SNDHWM, HIGH_WATER)
-            self.address = self._bind(self.pub, address, "--events", undo)
+            self.address = self._bind(self.pub, address, "--events", _MOST_BYTES, undo)
             self.router: zmq.Socket[bytes] | None = None
             self.replay = ""
             if replay:
                 self.router = undo.enter_context(context.socket(zmq.ROUTER))
                 self.router.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER)
                 self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self.replay = self._bind(self.router, replay, "--events-replay", undo)
+                self.replay = self._bind(self.router, replay, "--events-replay", _REPLAY_MOST_BYTES, undo)
             self._undo = undo.pop_all()
 
     @property
@@ -89,27 +93,37 @@ class EventSockets:
     def _admits(self, key: str) -> bool:
         return key in self._readers.listeners()
 
+    def _newcomers(self) -> list[str]:
+        return sorted({address for each in self._filters for address in each.newcomers()})
+
     def close(self) -> None:
         """Idempotent."""
         self._undo.close()
 
-    def _bind(self, socket: zmq.Socket[bytes], address: str, option: str, undo: contextlib.ExitStack) -> str:
-        """Where it listens then."""
+    def _bind(
+        self, socket: zmq.Socket[bytes], address: str, option: str, most_bytes: int, undo: contextlib.ExitStack
+    ) -> str:
+        """Where it listens then. `most_bytes`: what a connection to a port may send in all."""
         for number, value in (
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, _MAX_BYTES),
             (zmq.HANDSHAKE_IVL, max(1, round(self._readers.handshake_s * 1000))),
         ):
             socket.setsockopt(number, value)
-        has_keys, is_open = self._gate is not None, self._readers.is_open
         try:
-            check_listen(address, has_keys=has_keys or is_open)
+            check_listen(address, has_keys=True)
         except ConfigError as error:
-            raise ConfigError(f"{option} {error}; --events-open does without") from error
+            raise ConfigError(f"{option} {error}") from error
+        is_beyond = not is_loopback(address_host(address))
+        if is_beyond and self._gate is None and not self._readers.is_open:
+            raise ConfigError(
+                f"{option} {address!r} is beyond this host, where readers need keys: give the node --keys and --roster "
+                "(see `pdx keygen`), or let whoever gets there read (--events-open)"
+            )
         try:
             if address.startswith("ipc://"):
                 return self._bind_path(socket, address, option, undo)
-            return self._bind_port(socket, address, undo)
+            return self._bind_port(socket, address, most_bytes, undo, is_beyond=is_beyond)
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(f"{option} {address}: {error}") from error
 
@@ -126,10 +140,17 @@ class EventSockets:
             os.umask(mask)
         return address
 
-    def _bind_port(self, socket: zmq.Socket[bytes], address: str, undo: contextlib.ExitStack) -> str:
-        in_front = TcpFilter(*tcp_endpoint(address), young_s=self._readers.handshake_s, counters=self._counters)
+    def _bind_port(
+        self, socket: zmq.Socket[bytes], address: str, most_bytes: int, undo: contextlib.ExitStack, *, is_beyond: bool
+    ) -> str:
+        in_front = TcpFilter(
+            *tcp_endpoint(address),
+            young_s=self._readers.handshake_s,
+            counters=self._counters,
+            most_bytes=most_bytes,
+        )
         undo.callback(in_front.close)
-        if self._gate is not None and not is_loopback(address_host(address)):
+        if self._gate is not None and is_beyond:
             self._gate.guard(socket)
             self._filters.append(in_front)
         in_front.bind(socket)

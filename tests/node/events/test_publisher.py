@@ -340,7 +340,30 @@ def test_nobody_beyond_this_host_is_told_without_keys(place, address):
     bed.close()
 
 
-def test_beyond_this_host_readers_need_a_key_that_the_roster_lets_in(stage, own_ip, tmp_path):
+def test_only_where_it_helps_a_refused_address_names_the_option_that_does_without_keys(place):
+    bed = EventsBed(place)
+    for address, helps in (("tcp://10.0.0.1:5557", True), ("tcp://*:5557", False), ("udp://127.0.0.1:1", False)):
+        with pytest.raises(ConfigError) as refused:
+            Publisher(bed.log, address=address)
+        assert ("--events-open" in str(refused.value)) is helps
+    bed.close()
+
+
+def test_who_subscribes_to_ever_more_topics_is_cut_off(stage):
+    """ZMQ keeps each of them: 500 MB a second were taken by one stranger."""
+    made = stage(ip="127.0.0.1", counters=(counters := Counter()))
+    with zmq.Context() as context, context.socket(zmq.SUB) as talker:
+        talker.setsockopt(zmq.LINGER, 0)
+        talker.connect(made.publisher.address)
+        for number in range(100):
+            talker.setsockopt(zmq.SUBSCRIBE, number.to_bytes(900, "big"))
+        wait_until(lambda: counters["strangers_dropped"])
+        with Subscriber(made.publisher.address, made.publisher.replay, check_s=0.2) as subscriber:
+            made.put(0, 1)
+            made.settle(subscriber)
+
+
+def test_beyond_this_host_readers_need_a_key_that_the_roster_lets_in(stage, own_ip, tmp_path, caplog):
     files = {name: str(KeyPair.make().save(tmp_path, name)[0]) for name in ("node", "reader", "other")}
     own, reader, other = (KeyPair.load(file) for file in files.values())
     let_in, counters = [frozenset({reader.public, other.public})], Counter()
@@ -368,6 +391,7 @@ def test_beyond_this_host_readers_need_a_key_that_the_roster_lets_in(stage, own_
                 pass
         assert removed.seq == before
         assert stranger.seq is None
+    assert f"{other.public} at {own_ip} is not in the roster" in caplog.text
 
 
 def test_readers_need_no_key_where_that_was_said(stage, own_ip):
