@@ -106,25 +106,6 @@ def test_a_chunk_that_a_request_named_twice_is_one(bed):
     assert (status.state, status.chunks_done) == ("done", 2)
 
 
-@pytest.mark.parametrize("source", ["host", "disk"])
-def test_what_is_pinned_while_it_is_moved_stays_where_it_is_pinned(bed, source):
-    _, engine, wire = bed
-    contents = contents_of(1, 64)
-    what = Selection(list(contents))
-    engine.save(contents)
-    if source == "disk":
-        over(wire, wire.ask(Move(what, "host", "disk")))
-    target = {"host": "disk", "disk": "host"}[source]
-    # Sent at once, the second is read while the job of the first still runs.
-    numbers = [wire.tell(Move(what, source, target), reply=True), wire.tell(PinIn(what, source), reply=True)]
-    answers = dict(wire.answer() for _ in numbers)
-    job, pinned = (answers[number] for number in numbers)
-    assert pinned.chunks == 64
-    assert over(wire, job).state == "done"
-    assert wire.ask(Find(what)).tiers == {"host": 64, "disk": 64}
-    assert wire.ask(Find(what)).pinned == {source: 64}
-
-
 def test_what_a_client_has_named_reaches_no_store_that_nodes_share(pair):
     cluster, _, wires, server = pair
     put(cluster["a"], "one", os.urandom(CHUNK_BYTES))

@@ -21,7 +21,7 @@ from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Claim
 from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
-from pdx.wire.verbs import Find, Jobs, Move, Recode, Selection
+from pdx.wire.verbs import Find, Jobs, Move, PinIn, Recode, Selection
 
 
 class Shelf(Backend):
@@ -169,6 +169,24 @@ def test_a_batch_of_which_a_chunk_is_stored_now_and_then_goes_on(bed):
         bed.until(lambda count=count: bed.service.counters["remote_stored"] == count + 1, "one is stored")
         bed.turn()
     assert (bed.over(status).state, bed.over(status).chunks_done) == ("done", 4)
+
+
+@pytest.mark.parametrize("source", ["host", "disk"])
+def test_what_is_pinned_while_it_is_moved_stays_where_it_is_pinned(bed, source):
+    keys = bed.put(1, 64)
+    what = Selection(keys)
+    if source == "disk":
+        assert bed.move(keys, "host", "disk").state == "done"
+    target = {"host": "disk", "disk": "host"}[source]
+    job = bed.service.control(Move(what, source, target))
+    assert not job.is_over
+    pinned = bed.service.control(
+        PinIn(what, source)
+    )  # the same turn of the control loop reads it: the job has just begun
+    assert pinned.chunks == 64
+    assert bed.over(job).state == "done"
+    assert bed.service.control(Find(what)).tiers == {"host": 64, "disk": 64, "remote": 0}
+    assert bed.service.control(Find(what)).pinned == {source: 64}
 
 
 def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
