@@ -158,25 +158,6 @@ def test_a_pinned_chunk_is_not_moved_away(pair):
     assert run(wires["a"], Move(what, "host", "disk")).state == "done"
 
 
-def test_two_moves_of_one_chunk_are_one_and_an_error_that_names_it(pair):
-    _, _, wires = pair
-    contents = contents_of(53)
-    put(pair, "a/host", contents)
-    first, *_ = contents
-    # Sent at once, the second is read while the job of the first still runs.
-    numbers = [
-        wires["a"].tell(Move(Selection(list(contents)), "host", "disk"), reply=True),
-        wires["a"].tell(Move(Selection([first]), "host", "remote"), reply=True),
-    ]
-    answers = dict(wires["a"].answer() for _ in numbers)
-    job, refused = (answers[number] for number in numbers)
-    assert job.state == "running"
-    assert refused.error == "JobConflict"
-    assert job.job in refused.text
-    wait_until(lambda: wires["a"].ask(Jobs(job.job)).is_over, what="the first is over")
-    assert found(wires["a"], contents) == {"host": 0, "disk": NUM, "remote": 0}
-
-
 def test_jobs_of_yesterday_and_such_that_never_were(pair):
     _, _, wires = pair
     for name, why in (("abc-1", "another life"), (f"{_epoch(wires['a'])}-99999", "never was one")):

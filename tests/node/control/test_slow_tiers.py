@@ -10,6 +10,7 @@ import pytest
 from raw_engine import CHUNK_BYTES, LAYERS, key
 
 from pdx.config import NodeConfig
+from pdx.errors import JobConflict
 from pdx.memory.arena import Arena
 from pdx.node.control.jobs import STALLED_S
 from pdx.node.control.verbs import STEP_KEYS
@@ -187,6 +188,16 @@ def test_what_is_pinned_while_it_is_moved_stays_where_it_is_pinned(bed, source):
     assert bed.over(job).state == "done"
     assert bed.service.control(Find(what)).tiers == {"host": 64, "disk": 64, "remote": 0}
     assert bed.service.control(Find(what)).pinned == {source: 64}
+
+
+def test_two_moves_of_one_chunk_are_one_and_an_error_that_names_it(bed):
+    keys = bed.put(1, 16)
+    job = bed.service.control(Move(Selection(keys), "host", "disk"))
+    assert job.state == "running"
+    with pytest.raises(JobConflict, match=job.job):
+        bed.service.control(Move(Selection(keys[:1]), "host", "remote"))
+    assert bed.over(job).state == "done"
+    assert bed.found(keys) == {"host": [0] * 16, "disk": [1] * 16, "remote": [0] * 16}
 
 
 def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
