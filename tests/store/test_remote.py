@@ -3,11 +3,12 @@
 import itertools
 import random
 
+import psutil
 import pytest
 from disk_bed import closing_all
-from remote_bed import Bed, key, made
+from remote_bed import Bed, SeaweedFs, key, made
 
-from pdx.store.remote.tier import MAX_SOUGHT, NOT_THERE_S, THERE_S
+from pdx.store.remote.tier import MAX_SOUGHT, NOT_THERE_S, THERE_S, THREADS
 from pdx.testing.waiting import wait_until
 
 KINDS = ["redis", "cluster", "s3"]
@@ -88,6 +89,26 @@ def test_damage_of_an_encoded_chunk_is_found(make, server, numbers, at):
 def alike(number, shard, nbytes):
     """Elements of two bytes, of which one is the same in all of them."""
     return bytes(byte & 3 if at % 2 else byte for at, byte in enumerate(random.Random(number).randbytes(nbytes)))
+
+
+def test_first_loads_find_connections_open(server, make, numbers):
+    """What a connection takes to be made would count as what the store takes, by which loads pay or do not."""
+    if isinstance(server, SeaweedFs):
+        pytest.skip("its client opens them as it likes")
+    connected = [connections(member) for member in members(server)]
+    make()
+    for member, before in zip(members(server), connected, strict=True):
+        assert connections(member) - before >= THREADS
+
+
+def members(server):
+    return getattr(server, "members", [server])
+
+
+def connections(server):
+    """That this process has to a server."""
+    own = psutil.Process().net_connections("tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.raddr.port == server.port for each in own)
 
 
 def test_another_node_finds_what_one_has_stored(make, numbers):

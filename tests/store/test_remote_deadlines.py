@@ -55,7 +55,7 @@ def test_a_name_with_several_addresses_has_one_deadline(monkeypatch, silent, sch
     backend = opened(f"{scheme}://store.test:{silent}", timeout_s=DEADLINE_S)
     started_at = time.monotonic()
     with pytest.raises(TierError) as raised:
-        backend.ping()
+        backend.connect(1)
     backend.close()
     assert raised.value.kind == "timeout"
     assert time.monotonic() - started_at < DEADLINE_S * ADDRESSES / 2, "not one for each address"

@@ -68,8 +68,8 @@ class Backend(ABC):
     batch = 64  # names in one call of `heads`
 
     @abstractmethod
-    def ping(self) -> None:
-        """Whether it answers, and lets us in."""
+    def connect(self, count: int) -> None:
+        """Whether it answers, and lets us in. So many calls at once then find a connection open."""
 
     @abstractmethod
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:

@@ -162,9 +162,15 @@ class RedisBackend(Backend):
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
-    def ping(self) -> None:
-        """See `Backend.ping`."""
+    def connect(self, count: int) -> None:
+        """See `Backend.connect`."""
         with self._call(self._timeout_s) as client:  # nobody waits for it
+            if isinstance(client, RedisCluster):
+                for each in client.get_primaries():  # type: ignore[no-untyped-call]
+                    with contextlib.suppress(redis.RedisError, OSError):  # a replica may take its place
+                        _open(client.get_redis_connection(each), count)
+            else:
+                _open(client, count)
             client.ping()
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
@@ -230,6 +236,14 @@ class RedisBackend(Backend):
             raise TierError(f"{self.place}: {str(error) or type(error).__name__}", kind) from error
         finally:
             del _this.ends_at
+
+
+def _open(client: redis.Redis, count: int) -> None:
+    """So many connections of it are open, none of them in use."""
+    pool = client.connection_pool
+    with contextlib.ExitStack() as taken:
+        for _ in range(count):
+            taken.callback(pool.release, pool.get_connection())
 
 
 def _is_of_type(error: Exception) -> bool:

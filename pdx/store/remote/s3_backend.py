@@ -73,8 +73,11 @@ class S3Backend(Backend):
             raise ConfigError(f"{settings.url}: {error}") from error
         self._pool = futures.ThreadPoolExecutor(self.batch, "pdx-s3")
 
-    def ping(self) -> None:
-        """See `Backend.ping`."""
+    def connect(self, count: int) -> None:
+        """See `Backend.connect`. The client opens a connection for each request that is under way."""
+        list(self._pool.map(lambda _: self._first(), range(count)))
+
+    def _first(self) -> None:
         with self._call("reads") as store:  # nobody waits for it
             next(iter(obstore.list(store, chunk_size=1)), None)
 
