@@ -4,6 +4,8 @@ Two nodes on this host, 128 chunks of 8 MiB. From memory to disk and back agains
 many threads as the tier has; from memory to the other node's memory against a plain push of the same chunks, which is
 all that the channel does. In turns, each with bytes of its own. Then moves that are cancelled on the way: until the
 answer, and until nothing of them is under way. Ratios are of rates. The last line is JSON.
+
+Where `/dev/shm` gives huge pages (`mount -o remount,huge=advise /dev/shm`), the result is kept as `moves-huge`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from pdx.bench.harness.nodes import ATTACH_S, TO, node_pair
 from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
+from pdx.cli.machine import MOUNTS, SHMEM_HUGE_PAGES, huge_pages
 from pdx.client.connection import Connection
 from pdx.store.disk.workers import THREADS
 from pdx.testing.waiting import wait_until
@@ -218,7 +221,9 @@ def measure(folder: Path) -> list[Figure]:
 def main(folder: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         figures = measure(Path(name))
-    publish("moves", f"a controller's moves of {TOTAL_BYTES >> 30} GiB, median of {ROUNDS}", figures, {})
+    pages = huge_pages(MOUNTS, SHMEM_HUGE_PAGES)
+    title = f"a controller's moves of {TOTAL_BYTES >> 30} GiB, median of {ROUNDS}; huge pages: {pages.found}"
+    publish("moves" if pages.finding else "moves-huge", title, figures, facts={"huge_pages": pages.found})
 
 
 if __name__ == "__main__":

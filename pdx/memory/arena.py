@@ -56,7 +56,7 @@ def _populate(address: int, nbytes: int, owner: object) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     start, end = -(-address // GRANULE_BYTES) * GRANULE_BYTES, (address + nbytes) // GRANULE_BYTES * GRANULE_BYTES
-    madvise(start, end - start, mmap.MADV_HUGEPAGE)  # a hint; shared memory usually refuses it
+    madvise(start, end - start, mmap.MADV_HUGEPAGE)  # a hint; shared memory refuses it unless its mount allows it
     for piece in range(start, end, _POPULATE_BYTES):
         if madvise(piece, min(_POPULATE_BYTES, end - piece), _MADV_POPULATE_WRITE):
             return
@@ -251,10 +251,9 @@ class Arena:
 def _allocate_huge(fd: int, nbytes: int, total: int) -> None:
     """Have the kernel allocate the data of a new file in huge pages, where it gives some when it is asked.
 
-    That is so where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise`. What is left is the caller's
-    to allocate.
+    That is so where the file system is mounted with `huge=advise`. What is left is the caller's to allocate.
 
-    A copy between such memory and a GPU, or a copy by a CPU, has fewer pages to look up.
+    A copy between such memory and a GPU, a disk that reads into it, or a copy by a CPU has fewer pages to look up.
     """
     os.ftruncate(fd, total)
     with mmap.mmap(fd, nbytes) as data:

@@ -239,22 +239,34 @@ def test_rdma_devices_and_their_ports(tmp_path):
     assert (none.is_ok, none.finding) == (True, FindingName.RDMA_NONE)
 
 
+NEVER = "always within_size advise [never] deny force\n"
+ADVISE = "always within_size [advise] never deny force\n"
+PLAIN = "tmpfs /dev/shm tmpfs rw,relatime,size=100k 0 0\n"
+ASKED = "tmpfs /dev/shm tmpfs rw,relatime,size=100k,huge=advise 0 0\n"
+
+
 @pytest.mark.parametrize(
-    ("setting", "said", "finding"),
+    ("mounts", "setting", "said", "finding"),
     [
-        ("always within_size [advise] never deny force\n", "is advise", None),
-        ("[always] within_size advise never deny force\n", "is always", None),
-        ("always within_size advise [never] deny force\n", "is never", FindingName.HUGE_PAGES_NONE),
-        ("always within_size advise never [deny] force\n", "is deny", FindingName.HUGE_PAGES_NONE),
-        ("", "is unreadable", FindingName.HUGE_PAGES_NONE),
-        (None, "is missing", FindingName.HUGE_PAGES_NONE),
+        (ASKED, NEVER, "(/dev/shm has huge=advise)", None),
+        (ASKED.replace("advise", "within_size"), NEVER, "(/dev/shm has huge=within_size)", None),
+        (PLAIN + ASKED, NEVER, "(/dev/shm has huge=advise)", None),
+        (ASKED, None, "(/dev/shm has huge=advise)", None),
+        (PLAIN, NEVER.replace("[never]", "never").replace("force", "[force]"), "(shmem_enabled is force)", None),
+        (ASKED.replace("advise", "never"), NEVER, "(/dev/shm has huge=never)", FindingName.HUGE_PAGES_NONE),
+        (ASKED + PLAIN, NEVER, "(/dev/shm has huge=never)", FindingName.HUGE_PAGES_NONE),
+        (ASKED.replace("/shm", "/other"), NEVER, "(/dev/shm has huge=never)", FindingName.HUGE_PAGES_NONE),
+        (PLAIN, ADVISE, "never)", FindingName.HUGE_PAGES_NONE),
+        (ASKED, NEVER.replace("[never] deny", "never [deny]"), "is deny)", FindingName.HUGE_PAGES_NONE),
+        ("", "", "(/dev/shm has huge=never)", FindingName.HUGE_PAGES_NONE),
     ],
 )
-def test_whether_arenas_get_huge_pages_is_said(tmp_path, setting, said, finding):
-    path = tmp_path / "shmem_enabled"
+def test_whether_arenas_get_huge_pages_is_said(tmp_path, mounts, setting, said, finding):
+    """The mount says so: `shmem_enabled` is for shared memory that has none."""
+    (tmp_path / "mounts").write_text(mounts)
     if setting is not None:
-        path.write_text(setting)
-    fact = huge_pages(path)
+        (tmp_path / "shmem_enabled").write_text(setting)
+    fact = huge_pages(tmp_path / "mounts", tmp_path / "shmem_enabled")
     assert said in fact.found
     assert (fact.is_ok, fact.finding) == (True, finding)
 

@@ -2,6 +2,9 @@
 
 import mmap
 import os
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +59,20 @@ def test_what_is_asked_for_is_huge_pages_and_all_of_them_now(monkeypatch, tmp_pa
     with Arena.create(tmp_path / "arena", 4 * MIB):
         assert advice[0] == (4 * MIB, mmap.MADV_HUGEPAGE)
         assert {what for _, what in advice[1:]} == {module._MADV_POPULATE_WRITE}
+
+
+def test_a_real_file_system_that_gives_huge_pages_gives_them_to_arenas(tmp_path):
+    """As `/dev/shm` does that is mounted with this option (`pdx doctor` says whether it is)."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "huge=advise,size=16M", "none", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"nothing may be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        with Arena.create(tmp_path / "arena", 8 * MIB) as arena:
+            arena.populate_in_background().join()
+            about = Path("/proc/self/smaps").read_text().partition(str(arena.path))[2]
+            [huge_kb] = re.search(r"ShmemPmdMapped: +(\d+) kB", about).groups()
+            assert int(huge_kb) == 8 << 10
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
