@@ -55,6 +55,18 @@ def test_a_store_that_is_down_is_not_asked_all_the_time(beds):
     assert bed.counters["remote_unreachable"] == 2
 
 
+def test_a_store_that_takes_few_connections_is_used_by_those(beds, tmp_path):
+    server = Redis(tmp_path / "server", "--maxclients", "2")
+    try:
+        server.start()
+        bed = beds(server.url).opened()
+        assert bed.store(1) is None
+        assert bed.sought([1]) == 1
+        assert bed.load(1) is None
+    finally:
+        server.kill()
+
+
 def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     bed = beds(redis.url, timeout_s=1.0, lookup_s=0.5).opened()
     assert [bed.store(number) for number in range(4)] == [None] * 4

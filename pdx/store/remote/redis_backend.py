@@ -165,13 +165,14 @@ class RedisBackend(Backend):
     def connect(self, count: int) -> None:
         """See `Backend.connect`."""
         with self._call(self._timeout_s) as client:  # nobody waits for it
-            if isinstance(client, RedisCluster):
-                for each in client.get_primaries():  # type: ignore[no-untyped-call]
-                    with contextlib.suppress(redis.RedisError, OSError):  # a replica may take its place
-                        _open(client.get_redis_connection(each), count)
-            else:
-                _open(client, count)
             client.ping()
+            servers = [client]
+            if isinstance(client, RedisCluster):
+                found = client.get_primaries()  # type: ignore[no-untyped-call]
+                servers = [client.get_redis_connection(each) for each in found]
+            for each in servers:  # it answers: who takes no more connections, or is just being replaced, is no reason
+                with contextlib.suppress(redis.RedisError, OSError):
+                    _open(each, count)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
         """See `Backend.heads`."""
