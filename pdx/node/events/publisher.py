@@ -86,6 +86,7 @@ class Publisher:
         self._replays: dict[bytes, tuple[Iterator[list[bytes]], list[bytes], float]] = {}
         self._max_queued = max_queued
         self._queue: deque[Batch | list[Change] | _Feed] = deque()
+        self._is_asleep = False  # the thread looks for nothing until it is woken
         self._is_whole = False
         self._feed: Iterator[list[Change]] | None = None
         self._is_closing = False
@@ -112,7 +113,7 @@ class Publisher:
         if len(self._queue) >= self._max_queued:
             self._begin_anew()
         self._queue.append(batch)
-        self._ring()
+        self._wake_up()
 
     def turn(self) -> None:
         """After each turn of the control loop: hand over a piece of what was there when it began."""
@@ -121,14 +122,20 @@ class Publisher:
             if piece is None:
                 self._feed = None
             self._queue.append(_Feed.WHOLE if piece is None else piece)
-            self._ring()
+            self._wake_up()
 
     def _begin_anew(self) -> None:
         self._queue.clear()
         self._queue.append(_Feed.BEGINS)
         self._feed = self._events.snapshot()
 
+    def _wake_up(self) -> None:
+        """Where the thread sleeps: a system call lets it have the interpreter, which the loop then has to wait for."""
+        if self._is_asleep:
+            self._ring()
+
     def _ring(self) -> None:
+        self._is_asleep = False
         os.eventfd_write(self._wake, 1)
 
     @property
@@ -158,26 +165,32 @@ class Publisher:
         poller.register(self._wake, zmq.POLLIN)
         for socket in self._sockets.all:
             poller.register(socket, zmq.POLLIN)
+        is_busy = False
         while not self._is_closing:
             try:
-                poller.poll(_SOON_MS if self._replays else _LATER_MS)
-                self._once()
+                self._is_asleep = not is_busy  # more comes soon where some has come, and is looked for without a call
+                poller.poll(_SOON_MS if is_busy or self._replays else 0 if self._queue else _LATER_MS)
+                self._is_asleep = False
+                is_busy = self._once()
             except Exception:
                 log.exception("events: the publisher failed; it goes on")
                 time.sleep(0.1)
 
-    def _once(self) -> None:
+    def _once(self) -> bool:
+        """Whether there was a batch."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         self._sockets.heed()
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
                 self._note_subscription(self._pub.recv(zmq.NOBLOCK))
+        is_busy = bool(self._queue)
         while self._queue:
             self._take(self._queue.popleft())
         self._hear_replays()
         for client in list(self._replays):
             self._go_on(client)
+        return is_busy
 
     def _note_subscription(self, frame: bytes) -> None:
         topic = frame[1:]

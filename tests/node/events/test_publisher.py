@@ -2,9 +2,12 @@
 
 import contextlib
 import itertools
+import os
 import random
 import socket
 import struct
+import threading
+import time
 from collections import Counter
 
 import msgspec
@@ -363,6 +366,42 @@ def test_who_subscribes_to_ever_more_topics_is_cut_off(stage):
             made.settle(subscriber)
 
 
+def test_the_control_loop_wakes_a_thread_that_sleeps_and_no_other(stage, monkeypatch):
+    """Each system call lets the thread have the interpreter, which the loop then has to wait for."""
+    calls = []
+    real = os.eventfd_write
+    monkeypatch.setattr(os, "eventfd_write", lambda fd, count: calls.append(fd) or real(fd, count))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: None)
+        patch.setattr(threading.Thread, "join", lambda *arguments: None)
+        mine = stage()
+        assert not calls, "the thread looks before it sleeps"
+        mine.publisher._is_asleep = True
+        for number in range(3):
+            mine.put(number)
+            mine.turn()
+        assert len(calls) == 1
+        assert len(mine.publisher._queue) >= 3
+        mine.publisher.close()
+
+
+def test_what_is_put_while_the_thread_falls_asleep_is_published_at_once(stage):
+    """However the two take turns: nothing waits for the next second."""
+    mine = stage()
+    with Subscriber(mine.address, mine.replay) as subscriber:
+        mine.settle(subscriber)
+        slow = 0
+        for number in range(60):
+            if number % 2:
+                wait_until(lambda: mine.publisher._is_asleep, pause_s=0.0005, what="it has nothing to do")
+            mine.put(number % SHORT)
+            started_at = time.monotonic()
+            mine.turn()
+            wait_until(lambda: mine.publisher._seq == mine.bed.log.seq, pause_s=0.0005, what="it is published")
+            slow += time.monotonic() - started_at > 0.5
+        assert slow < 10, "a core may be away"
+
+
 def test_beyond_this_host_readers_need_a_key_that_the_roster_lets_in(stage, own_ip, tmp_path, caplog):
     files = {name: str(KeyPair.make().save(tmp_path, name)[0]) for name in ("node", "reader", "other")}
     own, reader, other = (KeyPair.load(file) for file in files.values())
@@ -515,8 +554,12 @@ def test_our_subscriber_reads_vllms_own_publisher(place):
         publish(20)
         with Lossy(address, replay, topic="kv-events", rng=rng, loss=0.1, check_s=1.0) as subscriber:
             publish(60)
-            wait_until(lambda: subscriber.poll(0.01) and subscriber.index.as_dict() == where)
-            assert subscriber.is_complete
+
+            def is_right():
+                subscriber.poll(0.01)
+                return subscriber.is_complete and subscriber.index.as_dict() == where
+
+            wait_until(is_right, what="the subscriber knows what is there")
     finally:
         publisher.shutdown()
         publisher._ctx.destroy(linger=0)
