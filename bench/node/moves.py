@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pdx.bench.harness.nodes import ATTACH_S, TO, node_pair
 from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
-from pdx.cli.machine import MOUNTS, SHMEM_HUGE_PAGES, huge_pages
+from pdx.cli.machine import huge_pages
 from pdx.client.connection import Connection
 from pdx.store.disk.workers import THREADS
 from pdx.testing.waiting import wait_until
@@ -221,7 +221,7 @@ def measure(folder: Path) -> list[Figure]:
 def main(folder: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         figures = measure(Path(name))
-    pages = huge_pages(MOUNTS, SHMEM_HUGE_PAGES)
+    pages = huge_pages()
     title = f"a controller's moves of {TOTAL_BYTES >> 30} GiB, median of {ROUNDS}; huge pages: {pages.found}"
     publish("moves" if pages.finding else "moves-huge", title, figures, facts={"huge_pages": pages.found})
 

@@ -16,8 +16,8 @@ import msgspec
 from pdx.cli.tables import size
 
 SHM = Path("/dev/shm")
-MOUNTS = Path("/proc/self/mounts")
-SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MOUNTS = Path("/proc/self/mounts")
+_SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 DEFAULT_ARENA_BYTES = 4 << 30
 FEW_FILES = 4096
 _CAP_IPC_LOCK = 14
@@ -76,7 +76,7 @@ def facts(ucx: Sequence[str], environ: Mapping[str, str]) -> list[Fact]:
     devices = rdma_devices(Path("/sys/class/infiniband"))
     return [
         shared_memory(),
-        huge_pages(MOUNTS, SHMEM_HUGE_PAGES),
+        huge_pages(),
         memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _may_lock(), has_rdma=bool(devices)),
         files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         rdma(devices, _verbs()),
@@ -96,24 +96,29 @@ def shared_memory() -> Fact:
     return Fact("/dev/shm", found, False, fix, FindingName.SHM_SMALL)
 
 
-def huge_pages(mounts: Path, setting: Path) -> Fact:
+def huge_pages(mounts: Path = _MOUNTS, setting: Path = _SHMEM_HUGE_PAGES) -> Fact:
     """Whether the kernel gives arenas in host memory huge pages, which a node asks for.
 
     The mount's option `huge` says so. `setting` is of shared memory that has no mount, unless it is `force` or `deny`,
     which all of it follows (Documentation/admin-guide/mm/transhuge.rst of Linux, "Hugepages in tmpfs/shmem").
     """
-    lines = [line.split() for line in mounts.read_text().splitlines()]
+    lines = [line.split() for line in _text(mounts).splitlines()]
     options = [found for _, place, _, found, *_ in lines if place == str(SHM)]  # the last one hides the others
     named = [each.removeprefix("huge=") for each in ",".join(options[-1:]).split(",") if each.startswith("huge=")]
     chosen = named[0] if named else "never"
-    try:
-        over = setting.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        over = "never"  # this kernel has none
+    over = _text(setting).partition("[")[2].partition("]")[0]
     why = f"shmem_enabled is {over}" if over in ("force", "deny") else f"{SHM} has huge={chosen}"
     if over != "deny" and (over == "force" or chosen != "never"):
         return Fact("huge pages", f"for arenas in host memory ({why})")
     return Fact("huge pages", f"none for arenas in host memory ({why})", finding=FindingName.HUGE_PAGES_NONE)
+
+
+def _text(path: Path) -> str:
+    """Empty: this kernel has no such file."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def memlock(limit: int, may_lock: bool, *, has_rdma: bool) -> Fact:

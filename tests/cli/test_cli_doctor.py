@@ -259,11 +259,13 @@ ASKED = "tmpfs /dev/shm tmpfs rw,relatime,size=100k,huge=advise 0 0\n"
         (PLAIN, ADVISE, "never)", FindingName.HUGE_PAGES_NONE),
         (ASKED, NEVER.replace("[never] deny", "never [deny]"), "is deny)", FindingName.HUGE_PAGES_NONE),
         ("", "", "(/dev/shm has huge=never)", FindingName.HUGE_PAGES_NONE),
+        (None, None, "(/dev/shm has huge=never)", FindingName.HUGE_PAGES_NONE),
     ],
 )
 def test_whether_arenas_get_huge_pages_is_said(tmp_path, mounts, setting, said, finding):
     """The mount says so: `shmem_enabled` is for shared memory that has none."""
-    (tmp_path / "mounts").write_text(mounts)
+    if mounts is not None:
+        (tmp_path / "mounts").write_text(mounts)
     if setting is not None:
         (tmp_path / "shmem_enabled").write_text(setting)
     fact = huge_pages(tmp_path / "mounts", tmp_path / "shmem_enabled")

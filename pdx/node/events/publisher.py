@@ -132,11 +132,8 @@ class Publisher:
     def _wake_up(self) -> None:
         """Where the thread sleeps: a system call lets it have the interpreter, which the loop then has to wait for."""
         if self._is_asleep:
-            self._ring()
-
-    def _ring(self) -> None:
-        self._is_asleep = False
-        os.eventfd_write(self._wake, 1)
+            self._is_asleep = False
+            os.eventfd_write(self._wake, 1)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -154,7 +151,7 @@ class Publisher:
             return
         self._is_closing = True
         self._events.leave(self)
-        self._ring()
+        os.eventfd_write(self._wake, 1)
         self._thread.join(_JOIN_S)
         self._undo.close()
 
@@ -169,7 +166,7 @@ class Publisher:
         while not self._is_closing:
             try:
                 self._is_asleep = not is_busy  # more comes soon where some has come, and is looked for without a call
-                poller.poll(_SOON_MS if is_busy or self._replays else 0 if self._queue else _LATER_MS)
+                poller.poll(_SOON_MS if is_busy or self._queue or self._replays else _LATER_MS)
                 self._is_asleep = False
                 is_busy = self._once()
             except Exception:
