@@ -177,8 +177,9 @@ def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_t
     folder.chmod(0o700)
     other_host = Host(folder)
     try:
-        first = host_with_disk.serve("first", model, remote=store.url, cores="0")
-        second = other_host.serve("second", model, remote=store.url, cores="1")
+        patient = {"remote": store.url, "remote_timeout": 20.0, "remote_lookup_timeout": 20.0}  # a core may be away
+        first = host_with_disk.serve("first", model, cores="0", **patient)
+        second = other_host.serve("second", model, cores="1", **patient)
         host_with_disk.wait_saving(first)
         other_host.wait_saving(second)
         stored = itertools.count(host_with_disk.sealed() + 3, 3)
