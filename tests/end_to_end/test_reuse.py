@@ -182,41 +182,22 @@ def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_t
         second = other_host.serve("second", model, cores="1", **patient)
         host_with_disk.wait_saving(first)
         other_host.wait_saving(second)
-        stored = itertools.count(host_with_disk.sealed() + 3, 3)
-        path, body = CASES["length-1000"]
-
-        def compute(team: str) -> None:
-            answer = post(first.url, path, {**body, "cache_salt": team})
-            assert essence(answer) == essence(expected["length-1000"])
-            whole = next(stored)
-            wait_until(
-                lambda: host_with_disk.status().counters.get("remote_stored", 0) == whole,
-                timeout_s=30,
-                what="its three chunks, and all before them, are in the store",
-            )
-
-        def serves(team: str) -> bool:
-            compute(team)
-            return ask_second_turn(second, other_host, expected, team) == (768, 3)
-
-        # Until this engine has computed something, no load is compared with computing.
-        assert serves("one team")
-        # From here on a load that does not pay is computed, and a core may be away: then the store is looked at again
-        # after ten seconds.
-        served = (team for team in (f"early team {number}" for number in range(40)) if serves(team))
-        assert len(list(itertools.islice(served, 3))) == 3, other_host.status().counters
-        for team in TEAMS:
-            compute(team)
+        before, (path, body) = host_with_disk.sealed(), CASES["length-1000"]
+        answer = post(first.url, path, {**body, "cache_salt": "one team"})
+        assert essence(answer) == essence(expected["length-1000"])
+        wait_until(
+            lambda: host_with_disk.status().counters.get("remote_stored", 0) == before + 3,
+            timeout_s=30,
+            what="its three chunks, and what was there, are in the store",
+        )
         first.stop()
+        # Until this engine has computed something, no load is compared with computing: whether one pays, and whether
+        # the store answers in time, is a matter of which cores are free (tests/store/test_paying_loads.py has that).
+        assert ask_second_turn(second, other_host, expected, "one team") == (768, 3)
         assert ask_second_turn(second, other_host, expected, "another tenant") == (0, 0)
-        # Where a store's answer takes longer than a tenth of the computing, the prompt is computed: a core may be away.
-        assert any(ask_second_turn(second, other_host, expected, team) == (768, 3) for team in TEAMS)
     finally:
         other_host.close()
         store.kill()
-
-
-TEAMS = [f"team {number}" for number in range(5)]
 
 
 def ask_second_turn(server: Server, host: Host, expected: dict[str, Any], salt: str) -> tuple[int, int]:
