@@ -108,6 +108,7 @@ class Tracker:
         self._is_complete = False
         self._last_ts = 0.0
         self._pending: dict[int, EventBatch] = {}
+        self._waited = -1  # last number of those that waited when that was asked for
         self._answered: int | None = None  # last number of the answer that is coming
         self._is_spoilt = False  # that answer has a hole
         self._hole: tuple[int, int] | None = None  # for this number an answer began so late …
@@ -122,18 +123,19 @@ class Tracker:
         """What is behind the last batch, if there is any, is to be asked for, or again."""
         if self._can_ask:
             self.asking = 0 if self.last is None else self.last + 1
+            self._waited = max(self._pending, default=-1)
             self._answered, self._is_spoilt = None, False
 
-    def live(self, seq: int, payload: bytes) -> None:
-        """A batch was published."""
+    def live(self, seq: int, payload: bytes) -> bool:
+        """A batch was published; whether it is none that came before."""
         if seq == _END:
             self._malformed(f"a batch has the number {seq}")
-            return
+            return False
         batch = self._decode(payload)
         if self.last is not None and seq <= self.last:
             if batch.ts <= self._last_ts:
                 self.counters["repeated"] += 1
-                return
+                return False
             self.counters["restarts"] += 1  # a lower number, but a later time
             self._forget()
         if self.last is None and not self._can_ask:
@@ -152,6 +154,7 @@ class Tracker:
             if self.asking is None:
                 self.counters["gaps"] += 1
                 self.ask()
+        return True
 
     def _forget(self) -> None:
         self.index.apply([AllBlocksCleared()])
@@ -183,7 +186,11 @@ class Tracker:
             self._is_complete = True
         self._answered = seq
         self.counters["replayed"] += 1
-        if self.last is None or seq > self.last:
+        is_lower = self.last is not None and seq < self.last
+        if is_all and is_lower:
+            self.counters["restarts"] += 1  # who answers has another life, and numbers of its own
+            self._pending.clear()
+        if is_all or self.last is None or seq > self.last:
             self._apply(seq, batch)
 
     def answered(self) -> None:
@@ -199,8 +206,8 @@ class Tracker:
         for seq in sorted(self._pending):
             if seq == self.last + 1:
                 self._apply(seq, self._pending.pop(seq))
-            elif seq <= self.last:
-                del self._pending[seq]
+            elif seq <= self.last or (self._answered is None and seq <= self._waited):
+                del self._pending[seq]  # it is in the index; or it is of another life, and nobody knows those before it
             else:
                 self.ask()
                 return
@@ -238,7 +245,7 @@ class Subscriber:
         check_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keys`: file of the own secret key, `server_key`: the node's public one, where it has keys. Nothing heard for
+        """`keys`: file of the own secret key, `server_key`: the node's public one, where it has keys. Nothing new for
         `check_s`: the publisher is asked whether the last events got lost. An answer that takes longer is asked for
         again.
 
@@ -306,9 +313,8 @@ class Subscriber:
         frames = _received(self._sub)
         if frames is None:
             return False
-        self._heard_at = self._clock()
-        if len(frames) == 3 and len(frames[1]) == SEQ_BYTES:
-            self._live(int.from_bytes(frames[1], "big"), frames[2])
+        if len(frames) == 3 and len(frames[1]) == SEQ_BYTES and self._live(int.from_bytes(frames[1], "big"), frames[2]):
+            self._heard_at = self._clock()
         return True
 
     def _take_replayed(self) -> bool:
@@ -320,8 +326,8 @@ class Subscriber:
             self._replayed(frames[-2], frames[-1])
         return True
 
-    def _live(self, seq: int, payload: bytes) -> None:
-        self._tracker.live(seq, payload)
+    def _live(self, seq: int, payload: bytes) -> bool:
+        return self._tracker.live(seq, payload)
 
     def _replayed(self, seq: bytes, payload: bytes) -> None:
         if seq == END_SEQ:

@@ -74,6 +74,45 @@ def test_a_lower_number_at_a_later_time_is_another_life():
     assert (known(tracker), tracker.is_complete) == ({7}, True)
 
 
+def test_all_that_is_there_with_a_lower_number_is_of_another_life():
+    tracker = started(1)
+    tracker.ask()
+    tracker.replayed(5, everything(2.0, 7))
+    tracker.answered()
+    assert (known(tracker), tracker.last, tracker.is_complete, tracker.counters["restarts"]) == ({7}, 5, True, 1)
+    assert tracker.live(6, stored(2.5, 8))
+    assert known(tracker) == {7, 8}
+
+
+def test_what_waits_from_a_life_that_is_over_is_dropped():
+    tracker = started(1)
+    tracker.live(13, stored(13.0, 3))
+    assert tracker.asking == 11
+    tracker.live(14, stored(14.0, 4))
+    tracker.replayed(5, everything(20.0, 7))
+    tracker.answered()
+    assert (known(tracker), tracker.last, tracker.is_complete) == ({7}, 5, True)
+
+
+def test_what_nobody_knows_any_more_is_not_asked_for_without_end():
+    tracker = started(1)
+    tracker.live(30, stored(30.0, 3))
+    tracker.replayed(15, everything(20.0, 7))
+    tracker.answered()
+    assert tracker.asking == 16
+    tracker.live(32, stored(32.0, 4))
+    tracker.answered()
+    assert tracker.asking == 16  # the answer may be older than what has come since
+    tracker.answered()
+    assert (known(tracker), tracker.asking, tracker.is_complete) == ({7}, None, True)
+
+
+def test_what_was_heard_before_is_no_news():
+    tracker = started(1)
+    assert tracker.live(11, stored(11.0, 2))
+    assert not tracker.live(10, stored(10.0, 1))
+
+
 def test_a_number_that_no_batch_has_ends_nobody():
     last = (1 << 64) - 1  # it stands for the end of an answer
     tracker = Tracker(can_ask=True)

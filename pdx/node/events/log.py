@@ -27,7 +27,7 @@ HOST = "host"
 RING_KEYS = 1 << 17  # in the batches that are kept: about 10 MB …
 RING_BATCHES = 4096  # … and so many of them: to tell of all at once takes 5 ms of the control loop
 PIECE_KEYS = 4096  # of a snapshot at a time: a millisecond of the control loop
-FIRST_SHIFT = 20  # of the seconds since 1970 in the first number
+FIRST_SHIFT = 10  # of the milliseconds since 1970 in the first number
 
 
 class Named(Protocol):
@@ -92,7 +92,7 @@ class EventLog:
         self._ring: deque[Batch] = deque()
         self._kept = 0  # keys in the ring
         self._moved: list[tuple[bytes, str, str]] = []
-        self.first_seq = self.seq = int(wall_clock()) << FIRST_SHIFT
+        self.first_seq = self.seq = int(wall_clock() * 1000) << FIRST_SHIFT
 
     # ---- who follows ------------------------------------------------------------------------
 

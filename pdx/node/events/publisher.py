@@ -247,8 +247,9 @@ class Publisher:
                         self._replays[client] = (frames, next(frames), time.monotonic())
 
     def _answer(self, start: int, whole: Callable[[], bytes]) -> Iterator[list[bytes]]:
-        """All messages from number `start` on. `whole`: what is there now."""
-        if start <= self._seq and not (self._kept and self._kept[0][0] <= start):
+        """All messages from number `start` on. `whole`: what is there now. Who has heard higher numbers
+        has heard them of a life before, and gets that, too."""
+        if start != self._seq + 1 and not (self._kept and self._kept[0][0] <= start <= self._seq):
             yield [self._topic, self._seq.to_bytes(SEQ_BYTES, "big"), whole()]
             self.snapshots += 1
         elif start <= self._seq:
