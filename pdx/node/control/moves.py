@@ -318,10 +318,13 @@ class Mover:
         where = f"{errand.node}/{target}" if isinstance(target, str) else target.name
         done = f"{job.chunks_done} of {job.chunks} chunks were moved, the others are where they were"
         if len(gone) == len(keys):
+            if source.tier is not None and (silent := source.tier.why_not(keys[0])):
+                raise NodeError(f"{source.name} {silent}; {done}")
             raise ChunkMissing(f"{len(keys)} chunks have left {source.name} meanwhile; {done}")
         state = ""
         if isinstance(target, Place) and target.tier is not None:
             status = target.tier.status()
+            now = target.tier.why_not(keys[0]) or (status.state if status is not None else "")
             why = target.tier.history.why(keys[0])
-            state = f" ({status.state if status is not None else ''}{'; ' + why.why if why is not None else ''})"
+            state = f" ({now}{'; ' + why.why if why is not None else ''})"
         raise NodeError(f"{where} did not take {len(keys)} chunks{state}; {done}")

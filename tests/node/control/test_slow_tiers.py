@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from types import SimpleNamespace
 
@@ -10,12 +11,15 @@ import pytest
 from raw_engine import CHUNK_BYTES, LAYERS, key
 
 from pdx.config import NodeConfig
-from pdx.errors import JobConflict
+from pdx.errors import ChunkMissing, JobConflict
 from pdx.memory.arena import Arena
 from pdx.node.control.jobs import STALLED_S
+from pdx.node.control.moves import ANSWER_S
 from pdx.node.control.verbs import STEP_KEYS
 from pdx.node.service import Service
 from pdx.store.chunk import NODE
+from pdx.store.disk import tier as disk_tier
+from pdx.store.disk.health import SILENT
 from pdx.store.disk.tier import DiskTier
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.tier import RemoteTier
@@ -134,7 +138,8 @@ class Bed:
 
 
 @pytest.fixture
-def bed(place):
+def bed(place, monkeypatch):
+    monkeypatch.setattr(disk_tier, "SILENT_S", math.inf)  # its disk is a real one, which the bed's time says nothing of
     with Arena.create(place / "arena", 17 << 20) as arena:
         made = Bed(place, arena)
         yield made
@@ -281,12 +286,43 @@ def test_moves_at_the_same_time_wait_for_room_in_the_arena(bed):
     bed.shelf.permits = threading.Semaphore(0)
     jobs = [bed.service.control(Move(Selection(keys), "disk", "remote")) for keys in kept]
     for count in range(1, 49):
+        bed.until(lambda: not bed.remote._seeking, "it has answered, which takes no time")
         bed.now += 1.0
         bed.shelf.permits.release()
         bed.until(lambda count=count: bed.service.counters["remote_stored"] == count, "another one is stored")
     bed.shelf.permits.release(1000)
     over = [bed.over(job) for job in jobs]
     assert [(status.state, status.chunks_done, status.why) for status in over] == [("done", 24, "")] * len(kept)
+
+
+def test_a_tier_that_does_not_answer_is_said_not_to(bed):
+    keys = bed.put(1, 4)
+    assert bed.move(keys, "host", "disk").state == "done"
+    bed.service.tiers.below[0][0]._health.doubts(SILENT)
+    with pytest.raises(ChunkMissing, match="none of 4 chunks is in disk; .*; disk does not answer"):
+        bed.service.control(Move(Selection(keys), "disk", "remote"))
+
+
+def test_a_disk_that_does_not_answer_any_more_is_said_not_to(bed):
+    keys = bed.put(1, 24, 256 << 10)
+    assert bed.move(keys, "host", "disk").state == "done"
+    job = bed.service.control(Move(Selection(keys), "disk", "remote"))
+    bed.service.tiers.below[0][0]._doubt(SILENT)
+    assert "disk does not answer; 0 of 24 chunks were moved" in bed.over(job).why
+
+
+def test_a_store_that_does_not_say_that_it_has_what_it_took_is_said_not_to(bed):
+    keys = bed.put(1, 4)
+    bed.shelf.permits = threading.Semaphore(0)
+    job = bed.service.control(Move(Selection(keys), "host", "remote"))
+    bed.until(lambda: bed.service.copies.in_flight("remote"), "they are being stored")
+    bed.shelf.answers.clear()
+    bed.shelf.permits.release(1000)
+    bed.until(lambda: bed.service.counters["remote_stored"] == 4 and bed.remote._seeking, "it is asked for them")
+    bed.now += ANSWER_S + 1.0
+    why = bed.over(job).why
+    assert "remote did not take 4 chunks (was asked, and had not answered yet); 0 of 4 chunks were moved" in why
+    assert all(bed.service.store.of(one) for one in keys)
 
 
 def test_a_store_that_has_nothing_of_it_is_said_to_have_nothing(bed):
