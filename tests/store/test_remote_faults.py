@@ -107,6 +107,32 @@ def test_a_store_that_dies_within_an_answer_is_believed_so_far(beds, redis):
         relay.close()
 
 
+@pytest.mark.parametrize("is_asked_again", [False, True])
+def test_an_answer_from_before_it_was_stored_says_nothing(beds, redis, monkeypatch, is_asked_again):
+    bed = beds(redis.url).opened()
+    heads, asked, goes_on = bed.tier._backend.heads, threading.Event(), threading.Event()
+
+    def late(names, nbytes):
+        monkeypatch.setattr(bed.tier._backend, "heads", heads)
+        found = heads(names, nbytes)
+        asked.set()
+        goes_on.wait(30)
+        return found
+
+    monkeypatch.setattr(bed.tier._backend, "heads", late)
+    assert bed.tier.seeks([key(1)], 1)
+    assert asked.wait(30)
+    assert bed.store(1) is None
+    if is_asked_again:
+        assert bed.tier.seeks([key(1)], 1)
+    goes_on.set()
+    while bed.tier._seeking:
+        bed.turn()
+        assert bed.tier.holds(key(1))
+    assert bed.sought([1]) == 1
+    assert not bed.tier._sought
+
+
 def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path):
     server = made("cluster", tmp_path / "cluster").start()
     try:

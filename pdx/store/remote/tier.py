@@ -117,7 +117,7 @@ class RemoteTier(Tier):
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._put: OrderedDict[bytes, int] = OrderedDict()  # what this node has stored there: a bit for each shard
         self._sought: dict[bytes, tuple[int, float]] = {}  # what is asked for: the question's number, and since when
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)  # 0: none
         self._seeking = 0  # questions
         self._under_way: dict[int, dict[_Work, None]] = {}  # by copy
         self._failures = 0  # one after the other
@@ -233,7 +233,7 @@ class RemoteTier(Tier):
         number = next(self._numbers)
         self._sought.update(dict.fromkeys(keys, (number, asked_at)))
         then = partial(self._seek_ended, number, keys, shards, asked_at)
-        self._submit(self._askers, partial(self._seek, list(keys), shards), then)
+        self._submit(self._askers, partial(self._seek, number, list(keys), shards), then)
         return True
 
     def why_not(self, key: bytes) -> str:
@@ -255,7 +255,7 @@ class RemoteTier(Tier):
         _, since = self._sought.get(key, (0, self._clock()))
         return self._clock() - since
 
-    def _seek(self, keys: Sequence[bytes], shards: int) -> None:
+    def _seek(self, number: int, keys: Sequence[bytes], shards: int) -> None:
         """On a thread: ask for these until one is missing."""
         count = max(1, self._backend.batch // shards)
         for at in range(0, len(keys), count):
@@ -264,10 +264,10 @@ class RemoteTier(Tier):
             names = [_name(key, shard) for key in some for shard in range(shards)]
             sizes = self._sizes(names)
             found: list[Held | None] = []
-            for number in range(len(some)):
-                of_key = set(sizes[number * shards : (number + 1) * shards])
+            for nth in range(len(some)):
+                of_key = set(sizes[nth * shards : (nth + 1) * shards])
                 found.append(of_key.pop() if len(of_key) == 1 else None)
-            self._post(partial(self._learn, some, shards, found))
+            self._post(partial(self._learn, number, some, shards, found))
             if self._is_over or None in found:
                 return
 
@@ -281,9 +281,11 @@ class RemoteTier(Tier):
                 heads[at] = found
         return [_held(found, name) for found, name in zip(heads, names, strict=True)]
 
-    def _learn(self, keys: Sequence[bytes], shards: int, found: Sequence[Held | None]) -> None:
-        """These are there, up to the first that is not."""
+    def _learn(self, number: int, keys: Sequence[bytes], shards: int, found: Sequence[Held | None]) -> None:
+        """Of a question: these are there, up to the first that is not."""
         for key, held in zip(keys, found, strict=True):
+            if held is None and key in self._put and self._sought.get(key, (0, 0.0))[0] != number:
+                break  # it was stored, or asked for anew, since
             self._counters["remote_misses" if held is None else "remote_hits"] += 1
             self._know(key, shards, held)
             if held is None:
@@ -451,6 +453,7 @@ class RemoteTier(Tier):
             self._know(key, self._known[key].shards, None)
         elif not is_load and error is None:  # of which other shards are there nobody knows
             self._known.pop(key, None)
+            self._sought.pop(key, None)
             self._have_put(key, 1 << work.part.shard)
         self._on_done(self.name, work.job, error)
 
