@@ -181,9 +181,9 @@ class Mover:
         """
         yield from self._until_known(place, keys, shards)
         found = self._places.found(place, keys, shards)
-        if place.tier is not None and place.is_shared:
+        if place.is_shared:
             lacking = [key for key in keys if key not in found and key not in but]
-            why = next((why for key in lacking if (why := place.tier.why_not(key))), "")
+            why = next((why for key in lacking if (why := place.why_not(key))), "")
             if why:
                 raise NodeError(f"{place.name} {why}")
             if lacking:
@@ -318,13 +318,13 @@ class Mover:
         where = f"{errand.node}/{target}" if isinstance(target, str) else target.name
         done = f"{job.chunks_done} of {job.chunks} chunks were moved, the others are where they were"
         if len(gone) == len(keys):
-            if source.tier is not None and (silent := source.tier.why_not(keys[0])):
-                raise NodeError(f"{source.name} {silent}; {done}")
+            if why_not := source.why_not(keys[0]):
+                raise NodeError(f"{source.name} {why_not}; {done}")
             raise ChunkMissing(f"{len(keys)} chunks have left {source.name} meanwhile; {done}")
         state = ""
         if isinstance(target, Place) and target.tier is not None:
             status = target.tier.status()
-            now = target.tier.why_not(keys[0]) or (status.state if status is not None else "")
+            now = target.why_not(keys[0]) or (status.state if status is not None else "")
             why = target.tier.history.why(keys[0])
             state = f" ({now}{'; ' + why.why if why is not None else ''})"
         raise NodeError(f"{where} did not take {len(keys)} chunks{state}; {done}")

@@ -42,6 +42,10 @@ class Place(msgspec.Struct, frozen=True):
         status = self.tier.status() if self.tier is not None and self.tier.is_shared else None
         return status is not None and status.is_up
 
+    def why_not(self, key: bytes) -> str:
+        """See `Tier.why_not`; of arenas all is known."""
+        return self.tier.why_not(key) if self.tier is not None else ""
+
 
 class Places:
     """See the module."""

@@ -247,8 +247,7 @@ class Controls:
         if not found:
             there = [place.name for place in self.places.all if self.places.having(place, keys, shards)]
             others = f"; {', '.join(there)} has some" if there else "; no tier of this node has any"
-            below = [place.tier for place in sources if place.tier is not None]
-            others += "".join(f"; {tier.name} {why}" for tier in below if (why := tier.why_not(keys[0])))
+            others += "".join(f"; {place.name} {why}" for place in sources if (why := place.why_not(keys[0])))
             raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
         if not ask.keeps:
             self._check_unpinned(found, shards, "or keep it there (--keep)")

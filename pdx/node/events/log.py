@@ -92,7 +92,7 @@ class EventLog:
         self._ring: deque[Batch] = deque()
         self._kept = 0  # keys in the ring
         self._moved: list[tuple[bytes, str, str]] = []
-        self.first_seq = self.seq = int(wall_clock() * 1000) << FIRST_SHIFT
+        self.seq = int(wall_clock() * 1000) << FIRST_SHIFT
 
     # ---- who follows ------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class RemoteTier(Tier):
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._put: OrderedDict[bytes, int] = OrderedDict()  # what this node has stored there: a bit for each shard
         self._sought: dict[bytes, tuple[int, float]] = {}  # what is asked for: the question's number, and since when
-        self._numbers = itertools.count(1)  # 0: none
+        self._numbers = itertools.count()
         self._seeking = 0  # questions
         self._under_way: dict[int, dict[_Work, None]] = {}  # by copy
         self._failures = 0  # one after the other
@@ -229,11 +229,10 @@ class RemoteTier(Tier):
             self._counters["remote_not_asked"] += 1
             return False
         self._seeking += 1
-        asked_at = self._clock()
-        number = next(self._numbers)
-        self._sought.update(dict.fromkeys(keys, (number, asked_at)))
-        then = partial(self._seek_ended, number, keys, shards, asked_at)
-        self._submit(self._askers, partial(self._seek, number, list(keys), shards), then)
+        question = next(self._numbers), self._clock()
+        self._sought.update(dict.fromkeys(keys, question))
+        then = partial(self._seek_ended, question, keys, shards)
+        self._submit(self._askers, partial(self._seek, question, list(keys), shards), then)
         return True
 
     def why_not(self, key: bytes) -> str:
@@ -255,7 +254,7 @@ class RemoteTier(Tier):
         _, since = self._sought.get(key, (0, self._clock()))
         return self._clock() - since
 
-    def _seek(self, number: int, keys: Sequence[bytes], shards: int) -> None:
+    def _seek(self, question: tuple[int, float], keys: Sequence[bytes], shards: int) -> None:
         """On a thread: ask for these until one is missing."""
         count = max(1, self._backend.batch // shards)
         for at in range(0, len(keys), count):
@@ -267,7 +266,7 @@ class RemoteTier(Tier):
             for nth in range(len(some)):
                 of_key = set(sizes[nth * shards : (nth + 1) * shards])
                 found.append(of_key.pop() if len(of_key) == 1 else None)
-            self._post(partial(self._learn, number, some, shards, found))
+            self._post(partial(self._learn, question, some, shards, found))
             if self._is_over or None in found:
                 return
 
@@ -281,10 +280,12 @@ class RemoteTier(Tier):
                 heads[at] = found
         return [_held(found, name) for found, name in zip(heads, names, strict=True)]
 
-    def _learn(self, number: int, keys: Sequence[bytes], shards: int, found: Sequence[Held | None]) -> None:
-        """Of a question: these are there, up to the first that is not."""
+    def _learn(
+        self, question: tuple[int, float], keys: Sequence[bytes], shards: int, found: Sequence[Held | None]
+    ) -> None:
+        """These are there, up to the first that is not."""
         for key, held in zip(keys, found, strict=True):
-            if held is None and key in self._put and self._sought.get(key, (0, 0.0))[0] != number:
+            if held is None and key in self._put and self._sought.get(key) != question:
                 break  # it was stored, or asked for anew, since
             self._counters["remote_misses" if held is None else "remote_hits"] += 1
             self._know(key, shards, held)
@@ -304,9 +305,10 @@ class RemoteTier(Tier):
             self.note([self._known.popitem(last=False)[0]])
 
     def _seek_ended(
-        self, number: int, keys: Sequence[bytes], shards: int, asked_at: float, future: Future[None]
+        self, question: tuple[int, float], keys: Sequence[bytes], shards: int, future: Future[None]
     ) -> None:
         self._seeking -= 1
+        _, asked_at = question
         self.answer_s += (self._clock() - asked_at - self.answer_s) / 4  # the last ones count more
         error = _error(future)
         self._went(error)
@@ -319,7 +321,7 @@ class RemoteTier(Tier):
                 self._failed = self._clock() + NOT_THERE_S, f"did not say whether it has it: {error.kind}: {error}"
                 self._know(first, shards, None, self._failed[1])
         for key in keys:
-            if self._sought.get(key) == (number, asked_at):
+            if self._sought.get(key) == question:
                 del self._sought[key]
         self._on_found(keys)
 
