@@ -172,8 +172,18 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     )
 
 
+def is_tier_name(name: str) -> bool:
+    """Whether a tier of a node has this name; then no node has it, so that people can tell what is meant."""
+    return name in ("host", "gpu", "arenas", "disk", "remote") or name.startswith("disk ")
+
+
 def node_name(config: NodeConfig) -> str:
-    """What the node is called by its peers and its proxy."""
+    """What the node is called by its peers and its proxy.
+
+    :raises ConfigError: a tier is called so.
+    """
+    if is_tier_name(config.name):
+        raise ConfigError(f"a node cannot be named {config.name!r}, as a tier of every node is; give it another --name")
     if config.name:
         return config.name
     digest = hashlib.blake2b(config.address.encode(), digest_size=4).hexdigest()

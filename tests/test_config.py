@@ -5,7 +5,7 @@ import os
 import pytest
 
 from pdx import config
-from pdx.config import ConnectorConfig, NodeConfig, parse, parse_bytes, private_folder, socket_path
+from pdx.config import ConnectorConfig, NodeConfig, node_name, parse, parse_bytes, private_folder, socket_path
 from pdx.errors import ConfigError
 
 
@@ -132,3 +132,9 @@ def test_a_link_in_the_place_of_a_private_folder_is_not_followed(tmp_path, is_th
     with pytest.raises(ConfigError, match=f"^{words}$"):
         private_folder(tmp_path / "link")
     assert (tmp_path / "mine").exists() is is_there
+
+
+@pytest.mark.parametrize("name", ["host", "gpu", "arenas", "disk", "remote", "disk /mnt/a"])
+def test_no_node_is_called_like_a_tier(name):
+    with pytest.raises(ConfigError, match="cannot be named"):
+        node_name(NodeConfig(address="ipc:///x", name=name))

@@ -105,7 +105,7 @@ class Loop:
         _, slots, _ = self._store.reserve(claim)
         assert len(slots) == chunks
         self._copies.store(self._way, keys, 1, priority=Priority.HANDOFF, deadline=60.0)
-        self._copies.granted(TO, self._way.copies[-1], Grant(range(chunks), slots))
+        self._copies.granted(self._way, self._way.copies[-1], Grant(range(chunks), slots))
         return slots
 
     def step(self, *, acknowledged: bool) -> tuple[list[float], list[float]]:
@@ -122,7 +122,7 @@ class Loop:
         self._copies.pump()
 
     def _acknowledge(self) -> None:
-        self._copies.done(TO, self._way.jobs.pop(0), None)
+        self._copies.done(self._way, self._way.jobs.pop(0), None)
         self._copies.pump()
 
 

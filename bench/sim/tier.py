@@ -60,7 +60,7 @@ class ModelledTier(Tier):
         self,
         device: Device,
         clock: Clock,
-        on_done: Callable[[str, Job, PdxError | None], None],
+        on_done: Callable[[Tier, Job, PdxError | None], None],
         *,
         scale: float,
         chunk_bytes: int,
@@ -127,10 +127,10 @@ class ModelledTier(Tier):
 
     def _over(self, job: Job, then: Callable[[Job], None]) -> None:
         if job.number in self._cancelled:
-            self._on_done(self.name, job, TransferAborted("the copy was given up"))
+            self._on_done(self, job, TransferAborted("the copy was given up"))
             return
         then(job)
-        self._on_done(self.name, job, None)
+        self._on_done(self, job, None)
 
     def _stored(self, job: Job) -> None:
         for part in job.parts:

@@ -29,7 +29,7 @@ from pdx.memory.slot import Slot
 from pdx.store.disk import chunk_file
 from pdx.store.disk.tier import DiskTier
 from pdx.store.disk.workers import THREADS
-from pdx.store.tier import Job, Part
+from pdx.store.tier import Job, Part, Tier
 
 TOTAL_BYTES = 256 << 20
 CHUNK_MIB = (0.25, 1, 8, 32)
@@ -74,7 +74,7 @@ class Bed:
         while not self.tier.is_counted:
             self._calls.get()()
 
-    def _done(self, name: str, job: Job, error: Exception | None) -> None:
+    def _done(self, tier: Tier, job: Job, error: Exception | None) -> None:
         if error is not None:
             raise error
         self._over += 1

@@ -135,7 +135,7 @@ class ArenaTier(Tier):
                 assert part.remote is not None
                 with contextlib.suppress(StaleSlot):  # it was deleted meanwhile
                     self._copies.land(part.remote, part.first_layer, part.count)
-        self._copies.done(self.name, job, error)
+        self._copies.done(self, job, error)
 
     # ---- on its own thread ------------------------------------------------------------------
 

@@ -82,44 +82,44 @@ class Copies:
         self._numbers = itertools.count(1)
         self._copies: dict[int, Copy] = {}
         self._deadlines: Deadlines[int] = Deadlines()
-        self._queues: defaultdict[str, Queue] = defaultdict(Queue)  # by tier
+        self._queues: defaultdict[Tier, Queue] = defaultdict(Queue)  # a peer may have the name of a tier of this node
         self._of_transfer: defaultdict[str, list[Copy]] = defaultdict(list)
         self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
         self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
-        self._may_give: set[str] = set()  # … and the tiers that may be given jobs
-        self._rates: defaultdict[tuple[str, bool], Rate] = defaultdict(Rate)  # by tier, and whether of loads
-        self.late_at: dict[str, float] = {}  # by tier: when a load was last given up because it took too long
+        self._may_give: set[Tier] = set()  # … and the tiers that may be given jobs
+        self._rates: defaultdict[tuple[Tier, bool], Rate] = defaultdict(Rate)  # by tier, and whether of loads
+        self.late_at: dict[Tier, float] = {}  # by tier: when a load was last given up because it took too long
         self.landed: list[Chunk] = []  # chunks that were loaded, or never will be; whoever tells of them empties it
 
     def __len__(self) -> int:
         return len(self._copies)
 
-    def of(self, tier: str) -> list[Copy]:
+    def of(self, tier: Tier) -> list[Copy]:
         """The copies to and from a tier."""
         return list(self._queues[tier].copies.values()) if tier in self._queues else []
 
-    def of_transfer(self, transfer: str, tier: str) -> Copy | None:
+    def of_transfer(self, transfer: str, tier: Tier) -> Copy | None:
         """The copy of a transfer to a tier, if one is under way."""
-        return next((copy for copy in self._of_transfer.get(transfer, ()) if copy.tier.name == tier), None)
+        return next((copy for copy in self._of_transfer.get(transfer, ()) if copy.tier is tier), None)
 
-    def in_flight(self, tier: str) -> int:
+    def in_flight(self, tier: Tier) -> int:
         """Bytes that were given to a tier and are not over."""
         return self._queues[tier].in_flight if tier in self._queues else 0
 
-    def wants(self, tier: str) -> tuple[int, int]:
+    def wants(self, tier: Tier) -> tuple[int, int]:
         """The copies under way that a peer asked for, and the bytes of the chunks that they hold."""
         queue = self._queues.get(tier)
         return (queue.wants, queue.wanted_bytes) if queue is not None else (0, 0)
 
-    def rate(self, tier: str, *, is_load: bool = True) -> Rate:
+    def rate(self, tier: Tier, *, is_load: bool = True) -> Rate:
         """How fast loads from a tier, or stores to it, have moved bytes."""
         return self._rates[tier, is_load]
 
-    def loading_bytes(self, tier: str) -> int:
+    def loading_bytes(self, tier: Tier) -> int:
         """Bytes of the loads from a tier that are still to come."""
         return self._queues[tier].loading_bytes if tier in self._queues else 0
 
-    def stored_bytes(self, tier: str) -> int:
+    def stored_bytes(self, tier: Tier) -> int:
         """Bytes of chunks that are held because they are stored in a tier and nobody waits for that."""
         return self._queues[tier].stored_bytes if tier in self._queues else 0
 
@@ -221,7 +221,7 @@ class Copies:
         self._copies[copy.number] = copy
         copy.begun_ns = self._clock_ns()
         self._deadlines.add([copy.number], copy.deadline)
-        queue = self._queues[copy.tier.name]
+        queue = self._queues[copy.tier]
         queue.copies[copy.number] = copy
         self._count(queue, copy, copy.held_bytes)
         queue.wants += bool(copy.want)
@@ -249,7 +249,7 @@ class Copies:
             if grant is not None:
                 self._grant(copy, grant)
 
-    def ready(self, tier: str) -> None:
+    def ready(self, tier: Tier) -> None:
         """A tier takes copies from now on: ask it for what waited for it."""
         self._may_give.add(tier)
         for copy in self.of(tier):
@@ -257,17 +257,17 @@ class Copies:
 
     # ---- what a tier says -------------------------------------------------------------------
 
-    def granted(self, tier: str, number: int, grant: Grant) -> None:
+    def granted(self, tier: Tier, number: int, grant: Grant) -> None:
         """A tier has room for these keys of a copy.
 
         :raises ProtocolError: it is not an answer to what it was asked.
         """
         copy = self._copies.get(number)
-        if copy is None or copy.tier.name != tier:
+        if copy is None or copy.tier is not tier:
             return  # given up meanwhile; the tier knows, or is being told
         if copy.state is not CopyState.QUEUED:
             if copy.state is CopyState.RUNNING:
-                raise ProtocolError(f"{tier} grants room for copy {number} twice")
+                raise ProtocolError(f"{tier.name} grants room for copy {number} twice")
             return
         self._grant(copy, grant)
 
@@ -282,7 +282,7 @@ class Copies:
         wanted = set(grant.keys)
         if not copy.is_load:
             self._store.unhold([chunk for at, chunk in enumerate(held) if at // copy.shards not in wanted])
-        self._count(self._queues[copy.tier.name], copy, copy.held_bytes - held_bytes)
+        self._count(self._queues[copy.tier], copy, copy.held_bytes - held_bytes)
         for item in copy.items:
             self._items[item.chunk].append(item)
         self._counters["offered_chunks"] += len(copy.keys) * copy.shards
@@ -295,16 +295,16 @@ class Copies:
         else:
             self._touched[copy] = None
 
-    def stopped(self, tier: str, number: int, text: str) -> None:
+    def stopped(self, tier: Tier, number: int, text: str) -> None:
         """A tier does not want this copy any more."""
         copy = self._copies.get(number)
-        if copy is not None and copy.tier.name == tier and copy.state is not CopyState.DRAINING:
+        if copy is not None and copy.tier is tier and copy.state is not CopyState.DRAINING:
             if text:
-                log.warning("%s stopped a copy: %r", tier, text)
+                log.warning("%s stopped a copy: %r", tier.name, text)
             self._counters["copies_stopped"] += 1
             self._give_up(copy, CopyStep.STOP)
 
-    def lost(self, tier: str) -> None:
+    def lost(self, tier: Tier) -> None:
         """A tier is gone; its jobs end with errors, or have ended."""
         for copy in self.of(tier):
             copy.is_lost = True
@@ -363,9 +363,9 @@ class Copies:
                 continue
             counted(log, self._counters, "copies_late", "%r is dropped: it was not over in time", copy)
             if copy.is_load:
-                self.late_at[copy.tier.name] = now
+                self.late_at[copy.tier] = now
                 if not copy.copied_bytes:  # else its jobs have told how fast it was
-                    self._rates[copy.tier.name, True].moved(0, copy.begun_ns, self._clock_ns())
+                    self._rates[copy.tier, True].moved(0, copy.begun_ns, self._clock_ns())
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True
                 copy.tier.cancel(copy)
@@ -385,8 +385,7 @@ class Copies:
         while self._touched:
             self._rank(self._touched.popitem()[0])
         while self._may_give:
-            name = self._may_give.pop()
-            queue = self._queues.get(name)
+            queue = self._queues.get(self._may_give.pop())
             while queue is not None and queue.due:
                 copy = queue.copies[queue.due[0][2]]
                 limit = copy.tier.max_inflight_bytes
@@ -411,7 +410,7 @@ class Copies:
 
     def _rank(self, copy: Copy) -> None:
         """Put a copy where it belongs among those of its tier that have a job to give."""
-        queue = self._queues.get(copy.tier.name)
+        queue = self._queues.get(copy.tier)
         if queue is None:
             return  # over, and the last one
         if copy.rank is not None:
@@ -420,9 +419,9 @@ class Copies:
         if copy.state is CopyState.RUNNING and copy.is_due(self._group_bytes):
             copy.rank = (copy.priority, copy.unfilled_bytes, copy.number)
             bisect.insort(queue.due, copy.rank)
-            self._may_give.add(copy.tier.name)
+            self._may_give.add(copy.tier)
 
-    def done(self, tier: str, job: Job, error: PdxError | None) -> None:
+    def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
         """A job is over; the tier reads and writes the arena for it no more."""
         queue = self._queues[tier]
         queue.in_flight -= job.nbytes
@@ -449,7 +448,7 @@ class Copies:
                     log.warning("%s failed: %s", repr(copy), str(error))
                 self._counters["jobs_failed"] += 1
                 if copy.is_load:  # the others may be good
-                    self.give_back([part.slot for part in job.parts], f"not loaded from {tier}: {error}")
+                    self.give_back([part.slot for part in job.parts], f"not loaded from {tier.name}: {error}")
                 elif copy.state is CopyState.RUNNING and copy.priority < Priority.STORE:  # somebody waits for all of it
                     self._give_up(copy, CopyStep.CANCEL)
             if copy.state is CopyState.DRAINING:
@@ -462,7 +461,7 @@ class Copies:
         self._counters[f"{what}_bytes"] += job.nbytes
         self._counters[f"{what}_ns"] += job.end_ns - job.start_ns
         if job.end_ns:
-            self._rates[copy.tier.name, copy.is_load].moved(job.nbytes, job.start_ns, job.end_ns)
+            self._rates[copy.tier, copy.is_load].moved(job.nbytes, job.start_ns, job.end_ns)
         lane = LANES.get(what)
         if self._tracer is None or lane is None or not job.end_ns or not self._tracer.is_on:
             return
@@ -523,18 +522,18 @@ class Copies:
         del self._copies[copy.number]
         self._deadlines.discard(copy.number, copy.deadline)
         self._touched.pop(copy, None)
-        queue = self._queues[copy.tier.name]
+        queue = self._queues[copy.tier]
         del queue.copies[copy.number]
         self._count(queue, copy, -copy.held_bytes)
         queue.wants -= bool(copy.want)
         queue.loading_bytes -= (copy.held_bytes - copy.copied_bytes) * copy.is_load
-        self._forget_if_idle(copy.tier.name)
+        self._forget_if_idle(copy.tier)
         if copy.transfer is not None:
             _take(self._of_transfer, copy.transfer, copy)
         for item in copy.items:
             _take(self._items, item.chunk, item)
 
-    def _forget_if_idle(self, tier: str) -> None:
+    def _forget_if_idle(self, tier: Tier) -> None:
         queue = self._queues[tier]
         if not queue.copies and not queue.in_flight:
             del self._queues[tier]

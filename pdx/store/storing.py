@@ -192,7 +192,7 @@ class Storing:
         keys = self._sealed[tier, shards, arenas]
         share = BACKLOG_SHARE if any(arenas) else BACKLOG_SHARE / len(self._tiers.below)
         most = int(sum(self._store.pools[arena].total_bytes for arena in set(arenas) or {0}) * share)
-        held = self._copies.stored_bytes(tier.name)
+        held = self._copies.stored_bytes(tier)
         wanted: list[bytes] = []
         while keys and held < most:
             key = next(iter(keys))

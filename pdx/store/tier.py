@@ -104,12 +104,12 @@ class Tier(ABC):
     """Owned by the control loop, which alone calls it; no method waits or does I/O.
 
     Each job that was given to `store` or `load` ends exactly once, also after `cancel`: the tier has the control loop
-    call `Copies.done(name, job, error)`, because only then the arena's memory is no longer read or written. `error` is
+    call `Copies.done(tier, job, error)`, because only then the arena's memory is no longer read or written. `error` is
     a `pdx.errors.PdxError` or None.
     """
 
     kind: str  # what its counters begin with: "peer", "disk", …
-    name: str  # unique in the node: "disk", "host", the peer's name
+    name: str  # "disk", "remote", the peer's name
     is_shared: bool = False  # whether other nodes find there what is stored: then names of clients do not go there
     is_whole: bool = False  # whether a job must hold one whole chunk of one shard
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long

@@ -80,8 +80,8 @@ class Tiers:
         self._clock = clock
         self._named = Siblings()  # chunks that were stored, or loaded, and may still be in a tier
         self._chunk_bytes = 0  # of all shards of the last chunk that was found below
-        self._probed_at: dict[str, float] = {}  # by tier: when a chunk was loaded to see how fast it is …
-        self._waited_at: dict[str, float] = {}  # … and when its answer was waited for, so that there is one to load
+        self._probed_at: dict[Tier, float] = {}  # by tier: when a chunk was loaded to see how fast it is …
+        self._waited_at: dict[Tier, float] = {}  # … and when its answer was waited for, so that there is one to load
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Tiers:
 
     def _load_takes(self, tier: Tier, nbytes: int) -> float:
         """Seconds until so many bytes more would be loaded; 0: not known."""
-        return paying.takes_s(self._copies.rate(tier.name), nbytes + self._copies.loading_bytes(tier.name))
+        return paying.takes_s(self._copies.rate(tier), nbytes + self._copies.loading_bytes(tier))
 
     def _probe(
         self,
@@ -296,12 +296,12 @@ class Tiers:
                 deadline, who = self._clock() + self._load_s, "a look how fast the tier is"
                 self._load([found], shards, Priority.PREFETCH, deadline, is_named, who)
 
-    def _is_due(self, done_at: dict[str, float], tier: Tier, *, always: bool = False) -> bool:
+    def _is_due(self, done_at: dict[Tier, float], tier: Tier, *, always: bool = False) -> bool:
         """Whether what is done with a tier now and then, or `always`, is to be done now; then it is noted as done."""
         now = self._clock()
-        is_due = always or now - done_at.get(tier.name, -math.inf) >= paying.PROBE_S
+        is_due = always or now - done_at.get(tier, -math.inf) >= paying.PROBE_S
         if is_due:
-            done_at[tier.name] = now
+            done_at[tier] = now
         return is_due
 
     def _load(
@@ -323,7 +323,7 @@ class Tiers:
                     continue
                 if self._is_late(tier):
                     return f"on {tier.name}, which was too slow a moment ago"
-                rate = self._copies.rate(tier.name)
+                rate = self._copies.rate(tier)
                 if chunk_s < math.inf and rate.is_known:
                     loads = f"it loads {rate.gb_s:.3g} GB/s, and a chunk is computed in {chunk_s:.3g} s"
                     return f"on {tier.name}, but computing it is faster: {loads}"
@@ -355,7 +355,7 @@ class Tiers:
             yield "policy", why
 
     def _is_late(self, tier: Tier) -> bool:
-        return self._clock() - self._copies.late_at.get(tier.name, -math.inf) < self._load_s
+        return self._clock() - self._copies.late_at.get(tier, -math.inf) < self._load_s
 
     def _who_may_have(self, key: bytes, is_named: bool) -> Iterator[Tier]:
         """The tiers that a key may come from now, the fastest first."""
@@ -395,9 +395,9 @@ class Tiers:
         return [
             replace(
                 status,
-                copies=len(self._copies.of(tier.name)),
-                load_gb_s=self._copies.rate(tier.name).gb_s,
-                store_gb_s=self._copies.rate(tier.name, is_load=False).gb_s,
+                copies=len(self._copies.of(tier)),
+                load_gb_s=self._copies.rate(tier).gb_s,
+                store_gb_s=self._copies.rate(tier, is_load=False).gb_s,
                 **asdict(tier.tally),
             )
             for tier, status in found

@@ -241,7 +241,7 @@ def test_a_transfer_is_copied_slice_by_slice_while_it_is_filled(stage):
     stage.fill(slots, [0])
     assert not stage.may_come([0], (2,)), "nobody waits for what another request computes"
     assert stage.may_come([0], (2,), TRANSFER)
-    (copy,) = stage.copies.of("arenas")
+    (copy,) = stage.copies.of(stage.tiers.arenas)
     wait_until(lambda: stage.turn() or copy.copied_bytes == SLICE)
     assert stage.hits([0], (2,)) == 0
     stage.fill(slots, [1, 2])

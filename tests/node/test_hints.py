@@ -66,7 +66,7 @@ class Below(Tier):
         jobs, self.jobs = self.jobs, []
         for job in jobs:
             self.keys |= {part.key for part in job.parts}
-            self.copies.done(self.name, job, None)
+            self.copies.done(self, job, None)
         return [int.from_bytes(part.key, "big") for job in jobs for part in job.parts]
 
 

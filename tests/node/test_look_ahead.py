@@ -69,7 +69,7 @@ class Below(Tier):
         """All loads under way are over."""
         jobs, self.jobs = self.jobs, []
         for job in jobs:
-            self._copies.done(self.name, job, None)
+            self._copies.done(self, job, None)
         return [int.from_bytes(job.parts[0].key, "big") for job in jobs]
 
 
@@ -160,7 +160,7 @@ def test_a_load_that_somebody_waits_for_goes_first(service, session):
     service.below.keys = set(keys(range(8)))
     service.handle(session, Expect("r", keys(range(4))))
     service.look_ahead.turn()
-    [copy] = service.copies.of("below")
+    [copy] = service.copies.of(service.below)
     assert copy.priority is Priority.PREFETCH
 
 

@@ -256,7 +256,7 @@ def test_a_fill_costs_what_it_fills_whatever_is_under_way(stage_with, is_full):
         if is_full:
             stage.way.max_inflight_bytes = 0
         costs.append([calls(lambda layer=layer: stage.fill(slots[0][:32], layer)) for layer in range(1, 41)])  # noqa: B023
-        stage.copies.lost("b")
+        stage.copies.lost(stage.way)
         stage.finish_all(ChannelBroken("gone"))
         stage.assert_idle()
     small, large = map(sum, costs)
@@ -273,7 +273,7 @@ def test_an_acknowledgement_costs_what_was_written_whatever_is_under_way(stage_w
             stage.fill(slots[0][:32], layer)
         job = stage.way.jobs[0]
         costs.append(calls(lambda: stage.finish(job)))  # noqa: B023
-        stage.copies.lost("b")
+        stage.copies.lost(stage.way)
         stage.finish_all(ChannelBroken("gone"))
     assert costs[1] <= 1.2 * costs[0]
 
@@ -300,7 +300,7 @@ def test_only_what_is_here_or_being_filled_is_offered_up_to_the_first_gap(stage)
     assert stage.way.offers[0].keys == [key(0), key(1)]
     assert stage.start([2, 3]) == 0
     assert len(stage.way.offers) == 1
-    stage.copies.lost("b")
+    stage.copies.lost(stage.way)
     stage.assert_idle()
 
 
@@ -317,7 +317,7 @@ def test_chunks_of_other_sizes_and_tails_are_offers_of_their_own(stage):
     assert seen == [(0, 2, MIB, 4, 0), (2, 2, 2 * MIB, 4, 1000), (4, 2, 2 * MIB, 2, 500)]
     for offer in stage.way.offers:
         stage.grant(offer)
-    assert [item.remote.nbytes for push in stage.copies.of("b") for item in push.items] == [
+    assert [item.remote.nbytes for push in stage.copies.of(stage.way) for item in push.items] == [
         MIB,
         MIB,
         2 * MIB,
@@ -325,7 +325,7 @@ def test_chunks_of_other_sizes_and_tails_are_offers_of_their_own(stage):
         2 * MIB,
         500,
     ]
-    stage.copies.lost("b")
+    stage.copies.lost(stage.way)
     stage.assert_idle()
 
 
@@ -384,13 +384,13 @@ def test_an_offer_waits_until_the_way_is_usable(stage):
     stage.way.is_usable = False
     stage.start([0])
     assert not stage.way.sent
-    stage.copies.ready("c")
+    stage.copies.ready(FakePeerTier("c"))
     assert not stage.way.sent
     stage.way.is_usable = True
-    stage.copies.ready("b")
-    stage.copies.ready("b")
+    stage.copies.ready(stage.way)
+    stage.copies.ready(stage.way)
     assert len(stage.way.offers) == 1
-    stage.copies.lost("b")
+    stage.copies.lost(stage.way)
 
 
 def test_an_offer_that_never_left_ends_without_a_word(stage):
@@ -417,7 +417,7 @@ def test_a_chunk_of_fewer_bytes_than_layers_is_not_pushed(stage):
     stage.reserve([1], 3, layers=5)
     assert stage.start([0, 1]) == 1
     assert stage.way.offers[0].keys == [key(0)]
-    stage.copies.lost("b")
+    stage.copies.lost(stage.way)
 
 
 # ---- grants --------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def test_a_grant_that_is_none_ends_the_push(stage, indices, slots):
     stage.fill(sources, 0, 1, seal=True)
     stage.start([0, 1])
     with pytest.raises(ProtocolError):
-        stage.granted("b", Granted(1, indices, slots))
+        stage.granted(stage.way, Granted(1, indices, slots))
     assert not stage.way.jobs
     assert stage.way.farewells == [Release(1, False)]
     assert stage.over == [(1, False)]
@@ -459,20 +459,23 @@ def test_an_offer_is_granted_once(stage):
     stage.grant(stage.way.offers[0])
     with pytest.raises(ProtocolError, match="twice"):
         stage.grant(stage.way.offers[0])
-    stage.copies.lost("b")
+    stage.copies.lost(stage.way)
     stage.assert_idle()
 
 
-def test_what_another_peer_says_of_a_push_does_not_matter(stage):
+@pytest.mark.parametrize("name", ["c", "b"])
+def test_what_another_peer_says_of_a_push_does_not_matter(stage, name):
+    """Also not where it has the name of the tier, as a peer may that is called like a disk."""
+    other = FakePeerTier(name)
     stage.reserve([0], MIB)
     stage.start([0])
-    stage.granted("c", stage.grants(stage.way.offers[0]))
-    stage.copies.stopped("c", 1, "")
-    stage.copies.lost("c")
-    stage.copies.stopped("b", 99, "")
-    (push,) = stage.copies.of("b")
+    stage.granted(other, stage.grants(stage.way.offers[0]))
+    stage.copies.stopped(other, 1, "")
+    stage.copies.lost(other)
+    stage.copies.stopped(stage.way, 99, "")
+    (push,) = stage.copies.of(stage.way)
     assert (push.state, push.items) == ("queued", [])
-    stage.copies.lost("b")
+    stage.copies.lost(stage.way)
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -528,7 +531,7 @@ def test_a_broken_channel_ends_pushes_without_a_word(stage):
     stage.fill(slots, 0, 16, seal=True)
     stage.reserve([1], MIB)
     stage.start([1])
-    stage.copies.lost("b")
+    stage.copies.lost(stage.way)
     assert stage.over == [(2, False)]
     stage.finish_all(ChannelBroken("gone"))
     assert stage.over == [(2, False), (1, False)]
@@ -545,10 +548,10 @@ def test_what_went_to_another_arena_is_not_across(stage):
     stage.start([0], transfer=TRANSFER)
     stage.start([0], transfer=TRANSFER, way=within)
     for way in (stage.way, within):
-        stage.granted(way.name, stage.grants(way.offers[0]))
+        stage.granted(way, stage.grants(way.offers[0]))
     stage.fill(slots, 0, 1, seal=True)
     (job,) = within.jobs
-    stage.copies.done(within.name, job.job, None)
+    stage.copies.done(within, job.job, None)
     within.jobs.clear()
     assert (stage.copies.copied_bytes(TRANSFER, "peer"), stage.counters["arenas_stored_bytes"]) == (0, MIB)
     stage.finish_all()

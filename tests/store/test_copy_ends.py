@@ -30,7 +30,7 @@ class Case:
 
     @property
     def push(self):
-        return next(iter(self.stage.copies.of("b")), None)
+        return next(iter(self.stage.copies.of(self.stage.way)), None)
 
     # states
 
@@ -59,7 +59,7 @@ class Case:
 
     def stopped_while_writing(self):
         self.writing()
-        self.stage.copies.stopped("b", 1, "")
+        self.stage.copies.stopped(self.stage.way, 1, "")
 
     def lost_while_writing(self):
         self.writing()
@@ -72,14 +72,14 @@ class Case:
             self.stage.grant(self.stage.way.offers[0])
 
     def stop(self):
-        self.stage.copies.stopped("b", 1, "no more room")
+        self.stage.copies.stopped(self.stage.way, 1, "no more room")
 
     def cancel(self):
         self.stage.copies.cancel(TRANSFER)
 
     def lost(self):
         self.stage.way.is_usable = False
-        self.stage.copies.lost("b")
+        self.stage.copies.lost(self.stage.way)
 
     def late(self):
         self.stage.copies.tick(self.stage.now + 1000)
@@ -133,10 +133,10 @@ def test_every_event_in_every_state(stage, state, event):
 
 def in_between(stage):
     """What always holds."""
-    for push in stage.copies.of("b"):
+    for push in stage.copies.of(stage.way):
         mine = [job for job in stage.way.jobs if job.push == push.number]
         assert push.under_way == len(mine)
-    alive = {push.number for push in stage.copies.of("b")}
+    alive = {push.number for push in stage.copies.of(stage.way)}
     assert {job.push for job in stage.way.jobs} <= alive, "a push ended while a write still reads its memory"
     said = [body.lease for body in stage.way.farewells]
     assert len(set(said)) == len(said)
@@ -191,7 +191,7 @@ def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events, gro
 
 def do(stage, slots, verb, one, two):
     """One event; those that make no sense now do nothing."""
-    pushes = stage.copies.of("b")
+    pushes = stage.copies.of(stage.way)
     match verb:
         case "start":
             stage.start(list(range(one, min(6, one + two))), transfer=f"{TRANSFER}-{one % 4}")
@@ -211,22 +211,22 @@ def do(stage, slots, verb, one, two):
             job = stage.way.jobs[one % len(stage.way.jobs)]
             stage.finish(job, WriteRefused("") if two else None)
         case "stop" if pushes:
-            stage.copies.stopped("b", pushes[one % len(pushes)].number, "")
+            stage.copies.stopped(stage.way, pushes[one % len(pushes)].number, "")
         case "cancel":
             stage.copies.cancel(f"{TRANSFER}-{one}")
         case "tick":
             stage.now += one
             stage.copies.tick(stage.now)
         case "lost":
-            stage.copies.lost("b")
+            stage.copies.lost(stage.way)
 
 
 def check(stage, slots):
     """The memory that a write reads is as it was, and the window is respected."""
     in_between(stage)
     assert sum(job.nbytes for job in stage.way.jobs) < 4 * 3 * 4096 + 3 * 6 * 4096
-    assert stage.copies.in_flight("b") == sum(job.nbytes for job in stage.way.jobs)
-    pushes = {push.number: push for push in stage.copies.of("b")}
+    assert stage.copies.in_flight(stage.way) == sum(job.nbytes for job in stage.way.jobs)
+    pushes = {push.number: push for push in stage.copies.of(stage.way)}
     for job in stage.way.jobs:
         chunks = {item.remote.offset: item.chunk for item in pushes[job.push].items}
         for one in job.slices:
@@ -261,7 +261,7 @@ class JudgingWay(FakePeerTier):
 
     def store(self, job):
         super().store(job)
-        pushes = {push.number: push for push in self.stage.copies.of(self.name)}
+        pushes = {push.number: push for push in self.stage.copies.of(self)}
         chosen = pushes.pop(job.number)
         waiting = [push for push in pushes.values() if is_due(self.stage, push)]
         ranks = [(unfilled_bytes(push), push.number) for push in waiting]

@@ -103,12 +103,12 @@ def test_bytes_that_are_loaded_are_not_waited_for_twice(stage):
     measured(stage, 100)
     below(stage, [0, 1, 2, 3])
     assert ask(stage, [0, 1, 2], chunk_s=0.15)
-    assert stage.copies.loading_bytes("below") == 3 * GRANULE_BYTES
+    assert stage.copies.loading_bytes(stage.tier) == 3 * GRANULE_BYTES
     stage.end()
-    assert stage.copies.loading_bytes("below") == 2 * GRANULE_BYTES
+    assert stage.copies.loading_bytes(stage.tier) == 2 * GRANULE_BYTES
     stage.end(fails=True)
     stage.end()
-    assert stage.copies.loading_bytes("below") == 0
+    assert stage.copies.loading_bytes(stage.tier) == 0
 
 
 def test_now_and_then_one_chunk_is_loaded_that_nobody_waits_for(stage):
@@ -144,7 +144,7 @@ def test_a_load_that_is_late_by_the_time_of_computing_is_given_up_and_is_a_measu
     stage.copies.tick(stage.now)
     stage.turn()
     assert stage.counters["copies_late"] == 1
-    rate = stage.copies.rate("below")
+    rate = stage.copies.rate(stage.tier)
     assert rate.is_known
     assert rate.gb_s == 0.0
     stage.now += 100.0
@@ -155,7 +155,7 @@ def test_a_load_that_is_late_by_the_time_of_computing_is_given_up_and_is_a_measu
 def test_a_short_load_has_a_quarter_of_a_second_at_least(stage):
     below(stage, [0])
     assert ask(stage, [0], chunk_s=1e-5)
-    [copy] = stage.copies.of("below")
+    [copy] = stage.copies.of(stage.tier)
     assert copy.deadline == stage.now + paying.MIN_LOAD_S
     stage.end_all()
 
@@ -172,8 +172,8 @@ def test_only_the_part_that_pays_is_loaded(tmp_path):
         stage.turn()
     stage.forget([0, 1, 2, 3])
     fast.evict([key(2), key(3)])
-    stage.copies.rate("below").moved(GRANULE_BYTES, 1, 1 + MS)
-    stage.copies.rate("slow").moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    stage.copies.rate(stage.tier).moved(GRANULE_BYTES, 1, 1 + MS)
+    stage.copies.rate(slow).moved(GRANULE_BYTES, 1, 1 + 100 * MS)
     assert ask(stage, [0, 1, 2, 3], chunk_s=0.05)
     assert {job.parts[0].key for _, job in fast.jobs} == {key(0), key(1)}
     assert {job.parts[0].key for _, job in slow.jobs} == {key(3)}, "nobody waits for that"
@@ -230,7 +230,7 @@ def test_an_engine_of_unknown_pace_waits_for_an_answer_as_long_as_it_takes(stage
 def test_an_answer_of_a_tier_whose_loads_do_not_pay_is_not_waited_for(stage):
     measured(stage, 100)
     far = Asked(0.0, 0.0)
-    stage.copies.rate("far").moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    stage.copies.rate(far).moved(GRANULE_BYTES, 1, 1 + 100 * MS)
     stage.tiers.below.append([far])
     assert ask(stage, [0, 1], chunk_s=0.2)
     assert not ask(stage, [0, 1], chunk_s=0.05)
@@ -242,14 +242,14 @@ def test_a_tier_whose_loads_did_not_pay_once_is_waited_for_again_now_and_then(st
     time, so that there is nothing that could be loaded for nobody."""
     measured(stage, 100)
     far = Asked(0.0, 0.0)
-    stage.copies.rate("far").moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    stage.copies.rate(far).moved(GRANULE_BYTES, 1, 1 + 100 * MS)
     stage.tiers.below.append([far])
     assert ask(stage, [0, 1], chunk_s=0.05) == pytest.approx(tiers.ANSWER_SHARE * 2 * 0.05)
     stage.now += paying.PROBE_S - 0.01
     assert not ask(stage, [2, 3], chunk_s=0.05), "one request in so long"
     stage.now += 0.02
     assert ask(stage, [4, 5], chunk_s=0.05)
-    stage.copies.rate("far").moved(GRANULE_BYTES, 10**12, 10**12 + 10 * MS)
+    stage.copies.rate(far).moved(GRANULE_BYTES, 10**12, 10**12 + 10 * MS)
     assert ask(stage, [6, 7], chunk_s=0.05), "it is faster"
     assert ask(stage, [8, 9], chunk_s=0.05)
     stage.tiers.below.pop()

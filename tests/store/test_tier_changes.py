@@ -82,7 +82,7 @@ def test_a_copy_says_of_how_many_shards_a_key_is(tmp_path):
         copies.pump()
         assert tier.changed == {}
         for job in tier.jobs:
-            copies.done(tier.name, job, None)
+            copies.done(tier, job, None)
         assert tier.changed == {key(1): 2}
     finally:
         bed.close()

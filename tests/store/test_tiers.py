@@ -101,7 +101,7 @@ class DictTier(Tier):
             else:
                 error = NodeError("evicted meanwhile")
             view.release()
-        self.copies_of().done(self.name, job, error)
+        self.copies_of().done(self, job, error)
 
 
 class Stage:
@@ -575,7 +575,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def lose(self):
-        self.stage.copies.lost("below")
+        self.stage.copies.lost(self.stage.tier)
         self.stage.turn()
 
     @rule(number=st.integers(0, 9))

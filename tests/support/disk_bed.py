@@ -109,8 +109,8 @@ class Bed:
     def is_counted(self):
         return self.tier.is_counted
 
-    def _done(self, name, job, error):
-        assert name == "disk"
+    def _done(self, tier, job, error):
+        assert tier is self.tier
         assert job.number not in self.over, "a job ended twice"
         self.over[job.number] = error
 

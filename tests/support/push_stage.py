@@ -219,12 +219,12 @@ class SendingStage(StoreStage):
 
     def grant(self, offer: Offer, indices: list[int] | None = None) -> None:
         """The peer has room."""
-        self.granted(self.way.name, self.grants(offer, indices))
+        self.granted(self.way, self.grants(offer, indices))
         self.copies.pump()
 
-    def granted(self, name: str, granted: Granted) -> None:
+    def granted(self, way: FakePeerTier, granted: Granted) -> None:
         """A peer answers."""
-        self.copies.granted(name, granted.push, Grant(granted.granted, granted.slots))
+        self.copies.granted(way, granted.push, Grant(granted.granted, granted.slots))
 
     def fill(self, slots: list[Slot], first_layer: int = 0, layers: int = 1, *, seal: bool = False) -> None:
         """What a worker's `Fill` does."""
@@ -244,13 +244,13 @@ class SendingStage(StoreStage):
     @property
     def has_room(self) -> bool:
         """Whether the window to the peer is not full."""
-        return self.copies.in_flight(self.way.name) < self.window_bytes
+        return self.copies.in_flight(self.way) < self.window_bytes
 
     def finish(self, job: Write | None = None, error: Any = None) -> Write:
         """A write (the oldest) is over."""
         job = job or self.way.jobs[0]
         self.way.jobs.remove(job)
-        self.copies.done(self.way.name, job.job, error)
+        self.copies.done(self.way, job.job, error)
         self.copies.pump()
         return job
 

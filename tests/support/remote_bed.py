@@ -430,8 +430,8 @@ class Bed:
         self.arena.close()
         self.arena.path.unlink()
 
-    def _done(self, name, job, error):
-        assert name == "remote"
+    def _done(self, tier, job, error):
+        assert tier is self.tier
         assert job.number not in self.over, "a job ended twice"
         self.over[job.number] = error
 

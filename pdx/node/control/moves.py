@@ -236,9 +236,9 @@ class Mover:
 
     def _started(self, tier: Tier, start: Callable[[], object]) -> list[Copy]:
         """The copies to a tier that `start` begins."""
-        before = set(self._copies.of(tier.name))
+        before = set(self._copies.of(tier))
         start()
-        return [copy for copy in self._copies.of(tier.name) if copy not in before]
+        return [copy for copy in self._copies.of(tier) if copy not in before]
 
     def _settled(
         self, errand: Errand, tier: str, keys: Sequence[bytes], copies: list[Copy]

@@ -228,7 +228,7 @@ class PeerTiers:
 
     def is_pushing(self, transfer: str, name: str) -> bool:
         """Whether a push of this transfer to that peer is under way."""
-        return self.copies.of_transfer(transfer, name) is not None
+        return self.copies.of_transfer(transfer, self.look(name)) is not None
 
     def prefill_ended(self, transfer: str, at_ns: int) -> None:
         """A worker's prefill is over: note what peers had of it by now."""
@@ -259,7 +259,7 @@ class PeerTiers:
         tier.tell()
         self.drop_sender(tier)
         tier.start = partial(self._choose, tier, peer, welcome, schemes)
-        if at_once or self.copies.of(peer.name):
+        if at_once or self.copies.of(tier):
             self.start(peer.name)
 
     def start(self, name: str) -> None:
@@ -308,7 +308,7 @@ class PeerTiers:
         tier.send(Chosen(scheme))
         measured = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
         log.info("writing to %s by %s%s", tier.name, scheme, f" ({measured})" if measured else "")
-        self.copies.ready(tier.name)
+        self.copies.ready(tier)
 
     def _step_down(self, tier: PeerTier, sender: SendThread) -> str:
         """What is to be said if another channel must do for the one that this peer ought to be reached by."""
@@ -322,7 +322,7 @@ class PeerTiers:
     def _written(self, tier: PeerTier, sender: SendThread, job: Job, error: ChannelError | None) -> None:
         if error is None:
             tier.sent_bytes += job.nbytes
-        self.copies.done(tier.name, job, error)
+        self.copies.done(tier, job, error)
         if isinstance(error, ChannelBroken):
             self._channel_broken(tier, sender, str(error))
 
@@ -342,7 +342,7 @@ class PeerTiers:
     def _lose(self, tier: PeerTier, why: str) -> None:
         tier.scheme, tier.why = "", why
         self.drop_sender(tier)
-        self.copies.lost(tier.name)
+        self.copies.lost(tier)
 
     def gone(self, name: str, why: str) -> None:
         """Nothing more can be written to this peer, until it is connected anew."""
@@ -368,7 +368,7 @@ class PeerTiers:
         if peer.state is ConnectionState.CLOSED or tier.start is not None:
             return
         self._on_ended(peer)
-        if self.copies.of(peer.name):
+        if self.copies.of(self.look(peer.name)):
             try:
                 self.connections.dial(peer.name)
             except (PeerError, ConfigError) as error:
@@ -379,7 +379,7 @@ class PeerTiers:
     def forget_strangers(self) -> None:
         """Peers that are not connected, that the roster names no longer and that nothing goes to, are not kept."""
         for name in self._tiers.keys() - set(self.connections.names):
-            if self.connections.of(name) is None and not self.copies.of(name):
+            if self.connections.of(name) is None and not self.copies.of(self.look(name)):
                 del self._tiers[name]
                 self._chosen.pop(name, None)
 

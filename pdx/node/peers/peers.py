@@ -319,13 +319,13 @@ class Peers:
             case Admit():
                 self._admit(peer, body, about)
             case Admitted():
-                self._copies.granted(peer.name, about, Grant(body.granted, body.granted_slots))
+                self._copies.granted(self.tiers.look(peer.name), about, Grant(body.granted, body.granted_slots))
             case Found() | Refused() if about >= FIRST_QUESTION:
                 self._note(peer, about, body)
             case Settle():
                 self._settle(peer, body, about)
             case Refused():
-                self._copies.stopped(peer.name, about, body.text)
+                self._copies.stopped(self.tiers.look(peer.name), about, body.text)
             case Release():
                 self.receiver.let_go(peer, body, self._clock())
             case Push():
@@ -390,7 +390,7 @@ class Peers:
 
     def _leading(self, name: str, want: Push) -> int:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
-        count, held = self._copies.wants(name)
+        count, held = self._copies.wants(self.tiers.look(name))
         share = self._store.pools[0].total_bytes * self._config.peer_share
         for index, key in enumerate(want.keys):
             chunks = self._store.known(key, want.shards)
@@ -514,7 +514,7 @@ class Peers:
             state=peer.state if peer is not None else ConnectionState.CLOSED,
             channel=tier.scheme,
             rates=tier.rates,
-            pushes=len(self._copies.of(name)),
+            pushes=len(self._copies.of(tier)),
             landing=self.receiver.of_peer(name),
             sent_bytes=tier.sent_bytes,
             landed_bytes=self.receiver.landed_bytes[name],

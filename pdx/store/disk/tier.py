@@ -83,7 +83,7 @@ class DiskTier(Tier):
         *,
         arenas: Sequence[Arena],
         post: Callable[[Callable[[], None]], None],
-        on_done: Callable[[str, Job, TierError | None], None],
+        on_done: Callable[[Tier, Job, TierError | None], None],
         counters: Counter[str],
         reserve_bytes: int = 0,
         codec: str = NONE,
@@ -269,7 +269,7 @@ class DiskTier(Tier):
         forgotten = max(self._forgotten.get(part.key, 0), self._all_forgotten)
         is_forgotten = forgotten > self._admitted.get(job.number, 0)
         if is_forgotten or self._index.has(part.key, part.shard):
-            return self._post(partial(self._on_done, self.name, job, None))
+            return self._post(partial(self._on_done, self, job, None))
         if part.shard in self._busy.get(part.key, {}) or self._going[part.key, part.shard]:
             return self._later.setdefault((part.key, part.shard), []).append(job)
         task = Task(job, charge=chunk_file.disk_bytes(part.slot.nbytes, part.layers))
@@ -300,7 +300,7 @@ class DiskTier(Tier):
 
     def _refuse(self, job: Job, why: str) -> None:
         error = TierError(f"{self._root} leaves it out: {_LEFT_OUT[why]}", why)
-        self._post(partial(self._on_done, self.name, job, error))
+        self._post(partial(self._on_done, self, job, error))
 
     def _reuse(self, task: Task) -> None:
         """Write one of the victims anew, if it is of the same size and nobody reads it."""
@@ -448,7 +448,7 @@ class DiskTier(Tier):
         workers = self._workers
         self._end(workers.take_back(workers.loads, workers.removals, workers.stores), "cancelled")
         for job in itertools.chain.from_iterable(self._later.values()):
-            self._post(partial(self._on_done, self.name, job, TierError("the disk tier is closed", "cancelled")))
+            self._post(partial(self._on_done, self, job, TierError("the disk tier is closed", "cancelled")))
         self._later.clear()
 
     def _end(self, tasks: Iterable[Task], kind: str) -> None:
@@ -504,7 +504,7 @@ class DiskTier(Tier):
         if task.source is not None:
             self._recoder.ended(task, task.error)
         elif task.job is not None:
-            self._on_done(self.name, task.job, task.error)
+            self._on_done(self, task.job, task.error)
 
     def _probed(self, error: TierError | None) -> None:
         kind = error.kind if error is not None else ""

@@ -97,7 +97,7 @@ class RemoteTier(Tier):
         *,
         arenas: Sequence[Arena],
         post: Callable[[Callable[[], None]], None],
-        on_done: Callable[[str, Job, TierError | None], None],
+        on_done: Callable[[Tier, Job, TierError | None], None],
         on_found: Callable[[Sequence[bytes]], None],
         counters: Counter[str],
         codec: str = NONE,
@@ -457,7 +457,7 @@ class RemoteTier(Tier):
             self._known.pop(key, None)
             self._sought.pop(key, None)
             self._have_put(key, 1 << work.part.shard)
-        self._on_done(self.name, work.job, error)
+        self._on_done(self, work.job, error)
 
     def close(self) -> None:
         """See `Tier.close`."""

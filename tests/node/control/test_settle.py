@@ -59,7 +59,7 @@ def test_however_often_it_is_asked_each_chunk_is_copied_once(service, monkeypatc
     for seed in range(200):
         some = random.Random(seed).sample(keys, len(keys))
         service.peers.on_settle(Settle(some, 1, "disk"))
-    assert sum(len(copy.keys) for copy in service.copies.of("disk")) == 64
+    assert sum(len(copy.keys) for copy in service.copies.of(service.tiers.below[0][0])) == 64
     assert len(service.copies) - before <= 64
     assert len(service.controls._settling) == 64
     wait_until(lambda: turn(service) or settled(service, keys) == 64, what="they are stored")

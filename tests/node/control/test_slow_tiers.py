@@ -155,7 +155,7 @@ def test_a_store_that_takes_longer_for_a_batch_than_for_an_answer_is_asked_what_
     keys = bed.put(1, 4)
     bed.shelf.permits = threading.Semaphore(0)
     status = bed.service.control(Move(Selection(keys), "host", "remote"))
-    bed.until(lambda: bed.service.copies.in_flight("remote"), "they are being stored")
+    bed.until(lambda: bed.service.copies.in_flight(bed.remote), "they are being stored")
     bed.now += 12.0
     bed.shelf.permits.release(1000)
     status = bed.over(status)
@@ -169,7 +169,7 @@ def test_a_batch_of_which_a_chunk_is_stored_now_and_then_goes_on(bed):
     bed.shelf.permits = threading.Semaphore(0)
     status = bed.service.control(Move(Selection(keys), "host", "remote"))
     for count in range(4):
-        bed.until(lambda: bed.service.copies.in_flight("remote"), "they are being stored")
+        bed.until(lambda: bed.service.copies.in_flight(bed.remote), "they are being stored")
         bed.now += 0.6 * STALLED_S
         bed.shelf.permits.release()
         bed.until(lambda count=count: bed.service.counters["remote_stored"] == count + 1, "one is stored")
@@ -315,7 +315,7 @@ def test_a_store_that_does_not_say_that_it_has_what_it_took_is_said_not_to(bed):
     keys = bed.put(1, 4)
     bed.shelf.permits = threading.Semaphore(0)
     job = bed.service.control(Move(Selection(keys), "host", "remote"))
-    bed.until(lambda: bed.service.copies.in_flight("remote"), "they are being stored")
+    bed.until(lambda: bed.service.copies.in_flight(bed.remote), "they are being stored")
     bed.shelf.answers.clear()
     bed.shelf.permits.release(1000)
     bed.until(lambda: bed.service.counters["remote_stored"] == 4 and bed.remote._seeking, "it is asked for them")

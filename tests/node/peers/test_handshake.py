@@ -88,6 +88,7 @@ def test_schemes_are_those_of_both_in_our_order():
         (hello(name="own"), None, False, "two nodes are named"),
         (hello(name="own"), "own", False, "two nodes are named"),
         (hello(name=""), None, False, "without a name"),
+        (hello(name="disk"), None, False, "cannot be named 'disk'"),
         (hello(), None, True, "has ended"),
         (hello(), "peer", True, "has ended"),
         (hello(layouts=[b"c"]), None, False, "no engine of 'peer' has the KV layout"),

@@ -45,8 +45,9 @@ class Stage(SendingStage):
             clock=lambda: self.now,
         )
         self.peers.tiers = SimpleNamespace(
-            is_pushing=lambda transfer, name: self.copies.of_transfer(transfer, name) is not None,
+            is_pushing=lambda transfer, name: self.copies.of_transfer(transfer, self.way) is not None,
             push=self.push,
+            look=lambda name: self.way,
         )
         self.peer = FakeSession(1, "b")
 
@@ -104,11 +105,11 @@ def test_what_a_peer_has_held_is_at_most_its_share_of_the_arena(stage):
     assert stage.holds() == 8
     assert stage.counters["wants_limited"] == 2
     offer = stage.way.offers[0]
-    stage.granted("b", stage.grants(offer, [0, 1]))
-    assert stage.copies.wants("b") == (1, 2 * GRANULE_BYTES)
+    stage.granted(stage.way, stage.grants(offer, [0, 1]))
+    assert stage.copies.wants(stage.way) == (1, 2 * GRANULE_BYTES)
     assert stage.want(list(range(4, 16)), 3) == 6, "what was not granted is held no longer"
-    stage.copies.lost("b")
-    assert stage.copies.wants("b") == (0, 0)
+    stage.copies.lost(stage.way)
+    assert stage.copies.wants(stage.way) == (0, 0)
     assert stage.holds() == 0
 
 
@@ -124,7 +125,7 @@ def test_a_key_that_is_asked_for_twice_and_granted_once_leaves_nothing_held(stag
     slots = seal(stage, [0, 1])
     assert stage.want([0, 0, 1]) == 3
     assert stage.holds() == 3
-    stage.granted("b", stage.grants(stage.way.offers[0], [0]))
+    stage.granted(stage.way, stage.grants(stage.way.offers[0], [0]))
     assert stage.holds() == 1
     stage.copies.pump()
     stage.finish_all()
@@ -139,7 +140,7 @@ def test_a_chunk_larger_than_the_share_is_pushed_alone(stage):
     seal(stage, [1])
     assert stage.want([0, 1]) == 1
     assert stage.want([1], 2) == 0
-    stage.granted("b", Granted(1, [], []))
+    stage.granted(stage.way, Granted(1, [], []))
     assert stage.want([1], 3) == 1
 
 
@@ -154,7 +155,7 @@ def test_a_peer_asks_for_no_more_pushes_than_may_be(stage, monkeypatch, caplog):
     ]
     assert stage.counters["wants_limited"] == 2
     assert caplog.text.count("wants_limited") == 1
-    stage.copies.stopped("b", 1, "enough")
+    stage.copies.stopped(stage.way, 1, "enough")
     assert stage.want([0], 5) == 1
 
 

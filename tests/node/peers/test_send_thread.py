@@ -367,7 +367,7 @@ def test_a_peer_to_which_no_channel_leads_may_go_on_writing_here(tiers_with):
     stage = tiers_with(region)
     stage.fill(stage.reserve([0], 100), 0, 1, seal=True)
     assert push(stage) == 1
-    stage.until(lambda: not stage.copies.of("b") and not stage.tiers._left)
+    stage.until(lambda: not stage.copies.of(stage.tier) and not stage.tiers._left)
     assert (stage.left, stage.gone, stage.peer.sent) == ([], [], [])
     assert "a firewall" in stage.tier.why
     assert stage.counters["copies_lost"] == stage.counters["channels_broken"] == 1
@@ -375,7 +375,7 @@ def test_a_peer_to_which_no_channel_leads_may_go_on_writing_here(tiers_with):
     assert push(stage) == 1
     stage.until(lambda: stage.tier.is_ready)
     assert stage.peer.sent[0] == Chosen("s0")
-    assert len(stage.copies.of("b")) == 1
+    assert len(stage.copies.of(stage.tier)) == 1
     assert stage.tier.why == ""
 
 
