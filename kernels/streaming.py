@@ -3,7 +3,8 @@
 A streaming (non-temporal) store writes a cache line without reading it first, which saves a third of the traffic
 (Intel 64 and IA-32 Architectures Optimization Reference Manual, "Non-temporal Stores"; STNP on Arm). glibc does so for
 one copy of tens of MB, torch never. As in glibc's large copies, several memory pages are read at once: the processor
-prefetches each by itself, and not beyond its end.
+prefetches each by itself, and not beyond its end. They are not read in step: lines at the same place of a 4 KiB page
+share a set of the first cache, and stores to a set push out what was prefetched into it for the next loads.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from numba.extending import intrinsic
 
 from pdx.kernels.page_rows import ELEMENT_BYTES
 
-_LINE_BYTES = 64
-_STREAM_BYTES = 4096  # what the processor prefetches in
+LINE_BYTES = 64
+STREAM_BYTES = 4096  # what the processor prefetches in, and what the sets of its first cache repeat after
+_LAG_BYTES = 128  # of a stream behind the one before: a line is prefetched one or two lines ahead
 
 _I64 = ir.IntType(64)
 _ELEMENT = ir.VectorType(_I64, 2)
@@ -40,7 +42,7 @@ def _stream_line(_typing: Any, target: Any, source: Any) -> Any:
     """`target` is aligned to a line."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return _store(context, builder, values, _LINE_BYTES // ELEMENT_BYTES, is_streaming=True)
+        return _store(context, builder, values, LINE_BYTES // ELEMENT_BYTES, is_streaming=True)
 
     return numba.void(target, source), code
 
@@ -64,22 +66,28 @@ def _fence(_typing: Any) -> Any:
     return numba.void(), code
 
 
+@numba.njit("uintp(uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
+def offset_in_stream(step: Any, stream: Any) -> Any:
+    """Where in its 4 KiB a stream copies a line when the first one copies that at `step`."""
+    return (step + stream * numba.uintp(_LAG_BYTES)) % numba.uintp(STREAM_BYTES)
+
+
 @numba.njit("uintp(uintp, uintp, uintp, uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
 def _copy_spans(target: Any, source: Any, at: Any, nbytes: Any, streams: Any) -> Any:
     """Copy from `at` on as long as so many streams fit, and return how far it came."""
-    stream_bytes, line = numba.uintp(_STREAM_BYTES), numba.uintp(_LINE_BYTES)
-    span_bytes = streams * stream_bytes
-    while at + span_bytes <= nbytes:
-        for offset in range(numba.uintp(0), stream_bytes, line):
-            for stream in range(numba.uintp(0), span_bytes, stream_bytes):
-                _stream_line(target + at + stream + offset, source + at + stream + offset)
-        at += span_bytes
+    stream_bytes, line = numba.uintp(STREAM_BYTES), numba.uintp(LINE_BYTES)
+    while at + streams * stream_bytes <= nbytes:
+        for step in range(numba.uintp(0), stream_bytes, line):
+            for stream in range(streams):
+                here = at + stream * stream_bytes + offset_in_stream(step, stream)
+                _stream_line(target + here, source + here)
+        at += streams * stream_bytes
     return at
 
 
 @numba.njit("void(uintp, uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
 def _copy_page(target: Any, source: Any, nbytes: Any) -> None:
-    element, line = numba.uintp(ELEMENT_BYTES), numba.uintp(_LINE_BYTES)
+    element, line = numba.uintp(ELEMENT_BYTES), numba.uintp(LINE_BYTES)
     at = numba.uintp(0)
     while at < nbytes and (target + at) % line:
         _store_element(target + at, source + at)

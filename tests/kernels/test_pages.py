@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdx.kernels import pages, reference
+from pdx.kernels import pages, reference, streaming
 from pdx.kernels.page_rows import page_rows
 
 
@@ -112,7 +113,7 @@ def test_there_and_back_restores_the_pages_and_only_those(problem):
     assert torch.equal(engine.raw, before.raw)
 
 
-@pytest.mark.parametrize("page_bytes", [16, 48, 64, 112, 4096, 16384, 16384 - 16, 16384 + 16, 3 * 16384 + 4096 + 80])
+@pytest.mark.parametrize("page_bytes", [16, 48, 64, 112, 4096, 16384 - 16, 16384, 16384 + 16, 32768, 53328, 65536 + 64])
 @pytest.mark.parametrize("lead", [0, 16, 48])
 @pytest.mark.parametrize("gap", [0, 32])
 def test_pages_of_any_size_at_any_address(page_bytes, lead, gap):
@@ -129,6 +130,18 @@ def test_pages_of_any_size_at_any_address(page_bytes, lead, gap):
     around.blocks.copy_(slot.blocks)
     gather(page_rows(engine.blocks), ids, page_rows(back.blocks))
     assert torch.equal(back.raw, around.raw)
+
+
+def test_streams_copy_every_line_once_and_keep_out_of_each_others_cache_sets():
+    """Else stores push lines out that were prefetched and not read yet, and copies take five times as long."""
+    line, stream_bytes = streaming.LINE_BYTES, streaming.STREAM_BYTES
+    steps = range(0, stream_bytes, line)
+    offsets = [[streaming.offset_in_stream(step, stream) for step in steps] for stream in range(8)]
+    assert all(sorted(each) == list(steps) for each in offsets)
+    for at_once in zip(*offsets, strict=True):
+        sets = sorted(offset // line for offset in at_once)
+        around = [*sets, sets[0] + stream_bytes // line]
+        assert min(after - before for before, after in pairwise(around)) >= 2
 
 
 def several():
