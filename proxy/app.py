@@ -30,10 +30,11 @@ from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.leg import Legs, engine_socket
 from pdx.proxy.metrics import Metrics
-from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
+from pdx.proxy.plan import Body, Mode, Plan, Route, classify, model_of, strip_control
 from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import TRANSFER_HEADER, Handler, Origins, Reply, error_response
+from pdx.proxy.router import serving
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.telling import Telling
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
@@ -209,10 +210,12 @@ class Proxy:
                 faults=self._faults,
             )
             self._models = Models(self._health, self._legs, engines=self._engines)
+            stack.push_async_callback(self._models.close)
             self._probes = Probes(
                 self._health,
                 self._legs,
                 engines=self._engines,
+                models=self._models,
                 faults=self._faults,
                 first_byte_timeout_s=config.first_byte_timeout_s,
             )
@@ -329,6 +332,8 @@ class Proxy:
                     await asyncio.sleep(0)  # each of these steps takes its time: others have their turn between
                 if stripped:
                     self._note_stripped()
+                with suppress(Exhausted):  # its legs will find so, too
+                    await self._models.place(model_of(body), _passed_headers(request.headers))
                 exchange = self._exchange(request, route, body, reply)
                 await self._relay.serve(exchange)
                 return reply.response
@@ -344,12 +349,12 @@ class Proxy:
                 self._metrics.requests.labels(route, "", Outcome.STOPPED).inc()
             raise
 
-    def _check_length(self, plan: Plan) -> None:
+    def _check_length(self, plan: Plan, model: str | None) -> None:
         """What no engine takes goes to none: a list of ids is long before it is read.
 
         :raises RequestRefused: in an engine's words.
         """
-        facts = [engine.facts for engine in self._engines.all()]
+        facts = [engine.facts for engine in serving(self._engines.all(), self._health, model)]
         if not facts or None in facts:
             return
         limit = max(each.max_model_len for each in facts if each is not None)
@@ -365,7 +370,7 @@ class Proxy:
         body, envelope = hints.take(body, request.headers.get("X-Session-ID", ""))
         envelope = envelope.within(self._config.client_priority)
         plan = classify(route, body, min_split_tokens=self._config.min_split_tokens)
-        self._check_length(plan)
+        self._check_length(plan, model_of(body))
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")
         transfer = new_transfer()

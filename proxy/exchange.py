@@ -14,7 +14,7 @@ import msgspec
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Reason, Use
 from pdx.proxy.metrics import Metrics
-from pdx.proxy.plan import Body, Mode, Route
+from pdx.proxy.plan import Body, Mode, Route, model_of
 from pdx.proxy.reply import Reply
 from pdx.proxy.router import Pair
 from pdx.proxy.timelines import Timeline
@@ -68,6 +68,11 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     def mode(self) -> Mode:
         """How the request is being served now."""
         return self.timeline.mode
+
+    @property
+    def model(self) -> str | None:
+        """By the name that the client gave it."""
+        return model_of(self.body)
 
     @property
     def streams(self) -> bool:

@@ -69,6 +69,9 @@ class Record(msgspec.Struct, eq=False):
     unproven: bool = False  # a request failed, so that GET /health proves nothing
     is_probing: bool = False
     heard_at: float = float("-inf")  # the last byte of any leg
+    # Names of models it serves, adapters included, its own first. None: not known; empty: it has no list, and is asked.
+    models: dict[str, None] | None = None
+    list_at: float = float("-inf")  # no request asks for that list before
     served_at: float = float("-inf")  # the last leg that succeeded
 
     @property
@@ -147,6 +150,12 @@ class Health:
     def plan(self, url: str) -> Use:
         """A leg will start later, or never: end it then."""
         return Use(self.of(url), next(self._turns), is_planned=True)
+
+    def lacks(self, url: str, model: str | None) -> None:
+        """An engine has answered that it has no such model: if it should have, its list is not true any more."""
+        record = self.of(url)
+        if record.models is not None and model in record.models:
+            record.models = None
 
     def running(self, url: str, count: int) -> None:
         """A node has reported that the engine has so many requests, whoever sent them."""

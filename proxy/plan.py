@@ -79,6 +79,12 @@ def strip_control(body: Body) -> tuple[Body, bool]:
     return clean, found
 
 
+def model_of(body: Body) -> str | None:
+    """The name of the model that it asks for; None: it names none."""
+    name = body.get("model")
+    return name if isinstance(name, str) else None
+
+
 def classify(route: Route, body: Body, *, min_split_tokens: int = 0) -> Plan:
     """The fastest mode in which the answer is certain to be the one a single engine would give.
 

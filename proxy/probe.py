@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -15,8 +17,8 @@ from aiohttp import web
 
 from pdx.errors import Exhausted, LegFailed
 from pdx.proxy.engines import Engine, Engines
-from pdx.proxy.health import EngineState, Health, Reason
-from pdx.proxy.leg import Legs
+from pdx.proxy.health import PROBE_S, EngineState, Health, Reason
+from pdx.proxy.leg import Legs, failed
 from pdx.proxy.reply import error_body
 from pdx.telemetry.faults import Faults
 
@@ -38,10 +40,12 @@ class Probes:
         legs: Legs,
         *,
         engines: Engines,
+        models: Models,
         faults: Faults,
         first_byte_timeout_s: float,
     ) -> None:
         self._faults = faults
+        self._models = models
         self._health = health
         self._legs = legs
         self._engines = engines
@@ -70,6 +74,9 @@ class Probes:
             async with self._slots:
                 began_at = self._health.clock()
                 answer, _ = await self._legs.ask(engine, "/health", headers={}, timeout_s=_ANSWER_S)
+                if answer.status == 200:
+                    with suppress(LegFailed):
+                        await self._models.learn(engine, {})
             if answer.status != 200:
                 self._health.probed(record, f"GET /health answered {answer.status}")
             elif record.unproven:
@@ -114,6 +121,8 @@ _LIST_S = 2.0
 _ALL_S = 4.0  # no further engine is asked later than that
 _MOST_KEPT = 64  # answers, one for each Authorization: engines may show different clients different models
 _LISTS_AT_ONCE = 16
+_AGAIN_S = 1.0  # a list is asked for so long after it did not have the name of a request's model
+_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class _Kept:
@@ -127,7 +136,9 @@ class _Kept:
 
 
 class Models:
-    """Asks the engines, and keeps the answer for a few seconds."""
+    """Asks the engines for their lists of models: for clients, whose answer is kept for a few seconds, and to know
+    which engine has the model of a request (`Record.models`). Engines that want a key are asked with the client's.
+    """
 
     def __init__(
         self,
@@ -140,6 +151,7 @@ class Models:
         self._legs = legs
         self._engines = engines
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._tasks: set[asyncio.Task[list[dict[str, Any]]]] = set()
         self._slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # of all clients together, beside one engine for each of them
 
     async def answer(self, headers: Mapping[str, str]) -> web.Response:
@@ -147,15 +159,84 @@ class Models:
 
         :raises Exhausted: this process lacks what a connection needs.
         """
-        kept = self._kept.setdefault(headers.get("Authorization", ""), _Kept())
-        self._kept.move_to_end(headers.get("Authorization", ""))
-        if len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
+        kept = self._kept_for(headers)
         async with kept.lock:
             if kept.until <= self._health.clock():
                 kept.status, kept.body = await self._ask(headers)
                 kept.until = self._health.clock() + _GOOD_S
         return web.Response(status=kept.status, body=kept.body, content_type="application/json")
+
+    async def place(self, model: str | None, headers: Mapping[str, str]) -> None:
+        """Before a request that has these headers is placed: find out which engines have its model.
+
+        Where one is known to have it, the others whose list is not known are asked meanwhile. Else it may be new: all
+        are asked, and waited for.
+        """
+        engines = self._engines.all()
+        if len(engines) < 2:
+            return
+        if self._has(engines, model):
+            for engine in self._due([each for each in engines if self._health.of(each.url).models is None]):
+                task = asyncio.create_task(self._cards_of(engine, headers, float("inf")))
+                self._tasks.add(task)
+                task.add_done_callback(self._learned)
+            return
+        async with self._kept_for(headers).lock:
+            if not self._has(engines, model):
+                asked = (self._cards_of(each, headers, float("inf")) for each in self._due(engines))
+                await asyncio.gather(*asked)
+
+    def _has(self, engines: Sequence[Engine], model: str | None) -> bool:
+        lists = (self._health.of(engine.url).models for engine in engines)
+        return any(names is not None and (model is None or not names or model in names) for names in lists)
+
+    def _due(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Those that may be asked now; then they are not for a while."""
+        now = self._health.clock()
+        found = [engine for engine in engines if self._health.of(engine.url).list_at <= now]
+        for engine in found:
+            self._health.of(engine.url).list_at = now + _AGAIN_S
+        return found
+
+    def _learned(self, task: asyncio.Task[list[dict[str, Any]]]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # what this process lacks, the request's legs find out, too
+
+    async def close(self) -> None:
+        """End what is being asked."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def learn(self, engine: Engine, headers: Mapping[str, str]) -> tuple[int, bytes, list[dict[str, Any]] | None]:
+        """Ask an engine: the status, the body, and its models if that is a list. What it serves is noted.
+
+        :raises LegFailed: there is no answer. :raises Exhausted: this process lacks what a connection needs.
+        """
+        record = self._health.of(engine.url)
+        try:
+            answer, raw = await self._legs.ask(engine, "/v1/models", headers=headers, timeout_s=_LIST_S)
+            if answer.failure is not None:
+                raise failed(answer.failure, engine, f"status {answer.status}")
+        except LegFailed:
+            record.list_at = self._health.clock() + PROBE_S
+            raise
+        cards = _cards(raw) if answer.status == HTTPStatus.OK else None
+        if cards is not None:
+            record.models = dict.fromkeys(card["id"] for card in cards)
+        elif answer.status in _REFUSED:
+            record.list_at = float("-inf")  # the next client's key may be the right one
+        else:
+            record.models = {}
+        return answer.status, raw, cards
+
+    def _kept_for(self, headers: Mapping[str, str]) -> _Kept:
+        kept = self._kept.setdefault(headers.get("Authorization", ""), _Kept())
+        self._kept.move_to_end(headers.get("Authorization", ""))
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return kept
 
     async def _ask(self, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """The first engine's answer, and what the other well ones add if that was a list."""
@@ -165,14 +246,11 @@ class Models:
         while left and self._health.clock() < give_up_at:
             first = left.pop(0)
             try:
-                answer, raw = await self._legs.ask(first, "/v1/models", headers=headers, timeout_s=_LIST_S)
+                status, raw, found = await self.learn(first, headers)
             except LegFailed:
                 continue
-            if answer.failure is not None:
-                continue
-            found = _cards(raw) if answer.status == 200 else None
             if found is None:
-                return answer.status, raw
+                return status, raw
             well = [each for each in left if states[each.url] is not EngineState.SUSPECT]
             more = await asyncio.gather(*(self._cards_of(each, headers, give_up_at) for each in well))
             by_id = {card["id"]: card for cards in (*reversed(more), found) for card in cards}
@@ -186,10 +264,10 @@ class Models:
             async with self._slots:
                 if self._health.clock() >= give_up_at:
                     return []
-                answer, raw = await self._legs.ask(engine, "/v1/models", headers=headers, timeout_s=_LIST_S)
+                _, _, found = await self.learn(engine, headers)
         except LegFailed:
             return []
-        return (_cards(raw) or []) if answer.status == 200 else []
+        return found or []
 
 
 def _cards(raw: bytes) -> list[dict[str, Any]] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Collection
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
@@ -120,7 +121,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     async def _run(self, exchange: Exchange) -> None:
         if exchange.mode is Mode.ALONE:
             return await self._alone(exchange)
-        pair = exchange.planned = router.pair(self._candidates())
+        pair = exchange.planned = router.pair(self._candidates(exchange))
         if pair is None:
             self._warn("no pair", "no engine can prefill beside a decoder: a request is served by one engine alone")
             return await self._fall_back(exchange, "no_prefiller")
@@ -218,7 +219,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         """`is_beside`: the decode leg knows this transfer. Once an engine may have begun it, no other one is asked."""
 
         def choose(tried: set[str]) -> Engine | None:
-            return router.prefiller(self._candidates(), planned=pair, tried=tried)
+            return router.prefiller(self._candidates(exchange), planned=pair, tried=tried)
 
         async def ask(engine: Engine) -> tuple[Pair, answer.PrefillAnswer, bytes]:
             exchange.planned = Pair(engine, pair.decoder)
@@ -250,6 +251,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         async with self.legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
             if found.status >= 400:
+                self._note_status(exchange, engine, found.status)
                 raise failed(Reason.STATUS_4XX, engine, str(found.status))
             try:
                 prefill = answer.decode_prefill(raw)
@@ -363,7 +365,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             exchange.booking.end()
 
         def choose(tried: set[str]) -> Engine | None:
-            able = [each for each in self._candidates() if fits(each.engine)]
+            able = [each for each in self._candidates(exchange) if fits(each.engine)]
             alone = exchange.timeline.why == ONE_TOKEN
             return router.decoder(able, planned=exchange.planned, tried=tried | set(avoid), only_prefill=alone)
 
@@ -382,6 +384,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 is_whole=not exchange.streams,
                 after=after,
             ) as found:
+                self._note_status(exchange, engine, found.status)
                 await shape.take(exchange, found)
 
         # The engine may have computed a whole answer all that time: that is not asked for twice.
@@ -443,6 +446,10 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return leg
         return body.located(leg, prefill_node)
 
+    def _note_status(self, exchange: Exchange, engine: Engine, status: int) -> None:
+        if status == HTTPStatus.NOT_FOUND:
+            self.health.lacks(engine.url, exchange.model)
+
     def _note_unplaced(self, pair: Pair) -> None:
         """Where no node has reported an engine, chunks are pushed to nobody: fine with one node, slow with two."""
         unplaced = [engine.name for engine in (pair.prefiller, pair.decoder) if not engine.node]
@@ -455,8 +462,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         """Once in a minute for each `about`."""
         self.faults.warn(about, printable(text))
 
-    def _candidates(self) -> list[router.Candidate]:
-        return router.candidates(self.engines.all(), self.health)
+    def _candidates(self, exchange: Exchange) -> list[router.Candidate]:
+        return router.candidates(router.serving(self.engines.all(), self.health, exchange.model), self.health)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:

@@ -40,6 +40,21 @@ class Pair(msgspec.Struct, frozen=True):
         return there if here and there and here != there else ""
 
 
+def serving(engines: Sequence[Engine], health: Health, model: str | None) -> list[Engine]:
+    """Those that have the model of this name; None: the model of which the first decoder's own clients get that.
+
+    Where none is known to have it: those of which nothing is known; else those of one model, which then refuse it. Legs
+    of one request never go to two models: one would continue the other's text.
+    """
+    known = {each.url: health.of(each.url).models for each in engines}
+    if model is None:
+        model = next((next(iter(models)) for each in engines if each.decodes and (models := known[each.url])), None)
+        if model is None:
+            return list(engines)
+    found = [each for each in engines if (models := known[each.url]) is not None and (not models or model in models)]
+    return found or [each for each in engines if known[each.url] is None] or serving(engines, health, None)
+
+
 def candidates(engines: Iterable[Engine], health: Health) -> list[Candidate]:
     """All of these, as they are now."""
     return [

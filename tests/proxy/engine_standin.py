@@ -211,6 +211,8 @@ class StandIn:
             return refusal(self.fault, "as the test wishes")
         if self.fault == "nonsense":
             return web.json_response({"no": "choices"})
+        if body.get("model", "") not in ("", None, *self.models_served):
+            return refusal(404, f"The model `{body['model']}` does not exist.")
         chat = request.path.endswith("chat/completions")
         prompts = [chat_prompt(body)] if chat else prompts_of(body)
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or (MODEL_LEN if chat else 16)

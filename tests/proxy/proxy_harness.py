@@ -175,18 +175,24 @@ async def cluster(
     probe_s=3600.0,
     served=(),
     node="node",
+    models=None,
+    servers=None,
+    key="",
     **settings,
 ):
     """A proxy; unless `named`, its engines are known only once a node reports them. What is healthy has time.
 
     Named engines are `known`: a node has reported them, too, and its word is good for the whole test.
-    `node`: the name of that node.
+    `node`: the name of that node. `models` and `servers`: by an engine's name. `key`: what they want to see.
     Engines are probed once at the start, then every `probe_s`, and when they are suspect.
     """
     folder = Path(tempfile.mkdtemp(prefix="pdxp"))
     prefill = [StandIn(f"p{index}", server) for index in range(prefills)]
     decode = [StandIn(f"d{index}", decode_server or server) for index in range(decodes)]
     for engine in (*prefill, *decode):
+        engine.key = key
+        engine.models_served = (models or {}).get(engine.name, engine.models_served)
+        engine.server = (servers or {}).get(engine.name, engine.server)
         await engine.start()
     if named:
         settings["prefill"] = tuple(engine.url for engine in prefill)

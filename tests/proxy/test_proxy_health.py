@@ -160,6 +160,7 @@ def test_models_are_those_of_all_engines_that_are_well():
             await made.prefills[0].stop()
             made.decodes[1].models_served = ["hash", "adapter"]
             made.prefills[1].models_served = ["hash", "other"]
+            made.decodes[1].listed = made.prefills[1].listed = 0
             for _ in range(5):
                 status, raw = await made.get("/v1/models")
                 assert status == 200
@@ -215,10 +216,12 @@ def test_many_engines_that_hang_keep_no_other_from_being_probed():
                 raise failed(Reason.TIMEOUT, engine)
             return Mock(status=200), b""
 
+        engines = Mock(all=lambda: known)
         probes = Probes(
             health,
             Mock(ask=ask),
-            engines=Mock(all=lambda: known),
+            engines=engines,
+            models=Models(health, Mock(ask=ask), engines=engines),
             faults=Faults(Counter()),
             first_byte_timeout_s=600.0,
         )
@@ -261,13 +264,14 @@ def test_models_are_told_to_each_client_by_its_own_key_and_are_no_load():
             first = made.decode
             first.key = "Bearer a"
             first.fault = "hang"
+            listed = first.listed
 
             async def ask(key):
                 async with made.client.get(made.url + "/v1/models", headers={"Authorization": key}) as response:
                     return response.status
 
             asked = asyncio.create_task(ask("Bearer a"))
-            await until(lambda: first.listed)
+            await until(lambda: first.listed > listed)
             assert await made.metric("pdx_proxy_engine_in_flight", url=first.url) == 0
             asked.cancel()
             first.fault = None

@@ -1,0 +1,130 @@
+"""One proxy in front of engines of several models: each request goes to those that have its model."""
+
+import asyncio
+import json
+
+import pytest
+from engine_standin import Server
+from proxy_harness import FORWARDED, cluster, run
+
+from pdx.proxy import probe
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
+TALK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 12}
+FORMS = [(COMPLETIONS, BODY), (COMPLETIONS, {**BODY, "n": 2}), (COMPLETIONS, {**BODY, "stream": True}), (CHAT, TALK)]
+
+
+def two_models(**settings):
+    """The second engines of both kinds are of model "b", the first ones of "a"."""
+    return cluster(prefills=2, decodes=2, models={"p0": ["a"], "p1": ["b"], "d0": ["a"], "d1": ["b"]}, **settings)
+
+
+def asked(made):
+    """The models that each engine was asked for, by the engine's name."""
+    every = (*made.prefills, *made.decodes)
+    return {engine.name: {body.get("model") for body in engine.bodies} for engine in every}
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_a_request_goes_to_engines_of_its_model(path, body):
+    async def main():
+        async with two_models() as made:
+            answers = await asyncio.gather(*(made.post(path, {**body, "model": "ab"[n % 2]}) for n in range(20)))
+            assert {status for status, _, _ in answers} == {200}
+            assert asked(made)["d0"] == {"a"}
+            assert asked(made)["d1"] == {"b"}
+            assert asked(made)["p0"] <= {"a"}
+            assert asked(made)["p1"] <= {"b"}
+
+    run(main)
+
+
+def test_both_legs_of_a_request_without_a_model_are_of_one():
+    async def main():
+        async with two_models() as made:
+            for _ in range(6):
+                assert (await made.post(COMPLETIONS, BODY))[0] == 200
+            assert {name for name, models in asked(made).items() if models} == {"p0", "d0"}
+
+    run(main)
+
+
+def test_what_nobody_has_is_refused_in_an_engines_words():
+    async def main():
+        async with two_models() as made:
+            status, _, raw = await made.post(COMPLETIONS, {**BODY, "model": "c"})
+            assert (status, json.loads(raw)["error"]["message"]) == (404, "The model `c` does not exist.")
+
+    run(main)
+
+
+def test_an_adapter_that_was_loaded_a_moment_ago_is_found_and_one_that_left_is_looked_for_elsewhere():
+    async def main():
+        async with two_models() as made:
+            for engine in (made.prefills[1], made.decodes[1]):
+                engine.models_served.append("adapter")
+            for _ in range(4):
+                assert (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] == 200
+            assert asked(made) == {"p0": set(), "d0": set(), "p1": {"adapter"}, "d1": {"adapter"}}
+            made.decodes[1].models_served.remove("adapter")
+            made.prefills[1].models_served.remove("adapter")
+            for engine in (made.prefills[0], made.decodes[0]):
+                engine.models_served.append("adapter")
+            assert (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] == 404
+            async with asyncio.timeout(10):
+                while (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] != 200:
+                    pass
+
+    run(main)
+
+
+def test_engines_behind_a_key_are_asked_with_the_clients():
+    async def main():
+        async with two_models(key="Bearer k") as made:
+            right, wrong = ({"Authorization": f"Bearer {key}"} for key in "kw")
+            assert (await made.post(COMPLETIONS, {**BODY, "model": "b"}, headers=wrong))[0] == 401
+            before = {name: len(engine.seen) for name, engine in zip("01", made.decodes, strict=True)}
+            for model in "abab":
+                assert (await made.post(COMPLETIONS, {**BODY, "model": model}, headers=right))[0] == 200
+            assert [len(engine.seen) - before[name] for name, engine in zip("01", made.decodes, strict=True)] == [2, 2]
+
+    run(main)
+
+
+def test_a_long_prompt_is_measured_by_engines_of_its_model():
+    async def main():
+        servers = {"p0": Server(model_len=64), "d0": Server(model_len=64)}
+        async with two_models(servers=servers) as made:
+            long = {"prompt": [7] * 100, "max_tokens": 2}
+            assert (await made.post(COMPLETIONS, {**long, "model": "b"}))[0] == 200
+            status, _, raw = await made.post(COMPLETIONS, {**long, "model": "a"})
+            assert status == 400
+            assert "maximum context length is 64 tokens" in json.loads(raw)["error"]["message"]
+
+    run(main)
+
+
+def test_an_engine_whose_list_does_not_come_keeps_a_request_waiting_once(monkeypatch):
+    async def main():
+        async with cluster(prefills=0, decodes=2, key="Bearer k") as made:
+            silent = made.decodes[1]
+            silent.fault = "hang"
+            monkeypatch.setattr(probe, "_LIST_S", 0.05)
+            key = {"Authorization": "Bearer k"}
+            listed = silent.listed
+            answers = [await made.post(COMPLETIONS, {**BODY, "n": 2, "model": "hash"}, headers=key) for _ in range(3)]
+            assert [status for status, _, _ in answers] == [200] * 3
+            assert silent.listed == listed + 1
+
+    run(main)
+
+
+def test_a_name_that_nobody_has_asks_for_lists_once_in_a_while():
+    async def main():
+        async with two_models() as made:
+            listed = made.decode.listed
+            await asyncio.gather(*(made.post(COMPLETIONS, {**BODY, "model": "c"}) for _ in range(10)))
+            assert made.decode.listed == listed + 1
+
+    run(main)
