@@ -73,6 +73,7 @@ class Connection:
         self._seq = 0
         self._answers: dict[int, Answer | None] = {}  # asked for: None until the answer is there
         self._num_answers = 0  # that have come to what was asked for
+        self._owed_since = 0.0  # something was sent that is to be answered, and nothing came since; 0: nothing is owed
         self._outbox = Outbox()
         # A socket may not be polled while another thread uses it, but its descriptor may. That one is readable once for
         # all that has come, so whoever finds something while using the socket wakes the thread that polls.
@@ -173,6 +174,7 @@ class Connection:
         """
         with self._lock:
             self._check_open()
+            self._owe()
             seq = self._dispatch(body, is_asked=True)
             self._answers[seq] = None
             return seq
@@ -209,6 +211,13 @@ class Connection:
             answer = self._answers.pop(seq, None)
             if answer is not None:
                 self._give_back(answer)
+
+    def silent_s(self) -> float:
+        """For how long the node has said nothing at all, although it owes an answer; 0: it owes none. Never waits."""
+        with self._lock:
+            if self._owed_since and not self._stop.is_set():
+                self._receive()
+            return time.monotonic() - self._owed_since if self._owed_since else 0.0
 
     def call(self, body: Ask, timeout_s: float) -> Answer:
         """Ask and wait for the answer.
@@ -247,8 +256,13 @@ class Connection:
         degraded, self._degraded = self._degraded, Counter()
         self._flush()
         ping = Ping(self.running, dict(degraded), self.chunk_s, self.load_s, self._keyed)
+        self._owe()
         if not self._send(self._number(), ping, reply=True):
             self._degraded.update(degraded)
+
+    def _owe(self) -> None:
+        """What is sent now is to be answered."""
+        self._owed_since = self._owed_since or time.monotonic()
 
     def _dispatch(self, body: Ask, *, is_asked: bool = False) -> int:
         """Send it as soon as there is room, or now or never. Its number, which a caller collects its answer by."""
@@ -307,6 +321,7 @@ class Connection:
         is_news = False
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception at the end
             is_news = True
+            self._owed_since = 0.0
             try:
                 envelope = decode_from_node(self._socket.recv(zmq.NOBLOCK))
             except ProtocolError as error:
@@ -358,8 +373,8 @@ class Connection:
             with self._lock:
                 if self._stop.is_set():
                     return
-                self._heartbeat()
                 self._receive()
+                self._heartbeat()
 
     # ---- the end ----------------------------------------------------------------------------
 

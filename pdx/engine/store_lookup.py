@@ -56,6 +56,8 @@ class StoreLookup:
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request: ask what the engine will want to know when the request's turn comes. Never waits."""
+        if self._is_silent(connection):
+            return  # it may be heard again until then
         self._try(tracked, connection, self._ask)
         # What may still come is waited for; and a transfer whose room goes is given up.
         if tracked.asked is not None and not tracked.is_prefill and not self._may_come(tracked):
@@ -100,6 +102,8 @@ class StoreLookup:
             tracked.forget_node()
             tracked.epoch = connection.epoch
         try:
+            if self._is_silent(connection):
+                raise NodeError(f"the node has said nothing for {connection.silent_s():.1f} s")
             step(tracked, connection)
         except (NodeError, ProtocolError) as error:
             text = "request %s runs without PDX: %s"
@@ -109,6 +113,10 @@ class StoreLookup:
             self.release(tracked, connection)
             tracked.found = None  # there is no answer that could be too old
             tracked.reserved = tracked.decided = True
+
+    def _is_silent(self, connection: Connection) -> bool:
+        """Whether one request was not answered in time, or would not be: the others need not find that out, too."""
+        return connection.silent_s() >= self._config.lookup_s
 
     def _decide(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Ask, or take the answer; asked again in the next step if that is not the last word."""

@@ -298,6 +298,22 @@ def test_what_was_lost_is_told_again_and_what_was_answered_is_not(address, scrip
         scripted.answer(each.seq, Done(1))
 
 
+def test_a_node_is_silent_while_it_owes_an_answer_and_says_nothing(address, scripted, connect):
+    connection = connect(address)
+    scripted.answer(scripted.read(Hello).seq, Done())
+    wait_until(lambda: connection.silent_s() == 0.0, what="it has answered to the hello")
+    connection.tell(Mark(TRANSFER, "event", 7))
+    assert connection.silent_s() == 0.0, "that wants no answer"
+    first, second = connection.ask(Status()), connection.ask(Status())
+    wait_until(lambda: connection.silent_s() > 0.01, what="it owes one")
+    scripted.answer(second, Done())
+    wait_until(lambda: connection.silent_s() == 0.0, what="any answer is a sign of life")
+    connection._heartbeat()
+    wait_until(lambda: connection.silent_s() > 0.01, what="heartbeats are answered, too")
+    scripted.answer(first, Done())
+    wait_until(lambda: connection.silent_s() == 0.0)
+
+
 def test_counts_that_did_not_get_through_are_told_later(node, connection):
     connection.count("no_room")
     stop(node)

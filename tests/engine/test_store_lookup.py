@@ -31,6 +31,10 @@ class ScriptedNode:
         self.told: list[Any] = []
         self.counted: Counter[str] = Counter()
         self.waited: list[float] = []
+        self.silence = 0.0
+
+    def silent_s(self) -> float:
+        return self.silence
 
     def ask(self, body: Ask) -> int:
         self.asked.append(body)
@@ -301,6 +305,26 @@ def test_nobody_waits_while_requests_are_running() -> None:
     asking.lookup.new_step(is_busy=True)
     assert not asking.lookup.advance(asking.tracked, node)  # type: ignore[arg-type]
     assert node.waited == [0.0]
+
+
+def test_a_silent_node_is_asked_nothing_until_it_is_heard_again() -> None:
+    """One request has waited for as long as a request waits; those behind it would each do the same."""
+    asking, node = Asking(2 * CHUNK, None, lookup_s=1.0), ScriptedNode(silent)
+    assert not asking.advance(node)
+    node.silence = 1.0
+    assert asking.advance(node), "what it was asked is not waited for any longer"
+    node.waited.clear()
+    for _ in range(3):
+        late = another(asking)
+        asking.lookup.begin(late, node)  # type: ignore[arg-type]
+        assert asking.lookup.advance(late, node)  # type: ignore[arg-type]
+    assert (len(node.asked), node.waited) == (1, [])
+    assert node.counted == {"request_without_pdx": 4}
+    early = another(asking)
+    asking.lookup.begin(early, node)  # type: ignore[arg-type]
+    node.silence, node.script = 0.0, answers(1)
+    assert asking.lookup.advance(early, node)  # type: ignore[arg-type]
+    assert early.hit_tokens == CHUNK, "its turn came when the node was heard again"
 
 
 def another(asking: Asking) -> TrackedRequest:
