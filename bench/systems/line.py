@@ -20,12 +20,16 @@ UNLIMITED = 1e12  # bytes per second
 class Relay:
     """Passes TCP connections on to a server of this host; what it passes takes its time. Threads of its own.
 
-    `rate`: bytes per second of what comes back; with `both_ways`, of what goes there, too, each way by itself. May be
-    changed at any time. `passed_bytes`: those that have come back.
+    `rate`: bytes per second of what comes back; with `both_ways`, of what goes there, too, each way by itself.
+    `delay_s`: by so much later comes what comes back, of each connection a megabyte at a time. Both may be changed at
+    any time. `passed_bytes`: those that have come back.
     """
 
-    def __init__(self, to: int, *, rate: float = UNLIMITED, port: int = 0, both_ways: bool = False) -> None:
+    def __init__(
+        self, to: int, *, rate: float = UNLIMITED, delay_s: float = 0.0, port: int = 0, both_ways: bool = False
+    ) -> None:
         self.rate = rate
+        self.delay_s = delay_s
         self.passed_bytes = 0
         self._to = to
         self._both_ways = both_ways
@@ -70,7 +74,7 @@ class Relay:
                     with self._lock:
                         self.passed_bytes += count * is_back
                         self._free_at[is_back] = max(self._free_at[is_back], time.monotonic()) + count / self.rate
-                        wait_s = self._free_at[is_back] - time.monotonic()
+                        wait_s = self._free_at[is_back] - time.monotonic() + self.delay_s * is_back
                     if wait_s > 0.0005:
                         time.sleep(wait_s)
                 to.sendall(buffer[:count])

@@ -5,8 +5,10 @@ copy reads an arena of this node and writes a tier, slice by slice while its chu
 reads a tier and fills an arena (`Copies.load`).
 
 Each tier has a queue. The copy with the highest priority goes first; among those of one priority the copy that lacks
-the fewest bytes of its prefill, because its decoder waits soonest. What a tier was given and has not finished is
-bounded by `Tier.max_inflight_bytes`, so that the order still matters when there is more to copy than the tier takes.
+the fewest bytes of its prefill, because its decoder waits soonest, and the load of the fewest bytes, so that a long
+prompt does not keep short ones waiting. What a tier was given and has not finished is bounded by
+`Tier.max_inflight_bytes`, and of loads by `AHEAD_S`, so that the order still matters when there is more to copy than
+the tier takes.
 Slices are grouped until a job is worth its cost (`group_bytes`), or nothing more is to be filled.
 
 What is filled, finished and granted is only noted; `pump`, once per turn of the control loop, gives the tiers the jobs
@@ -28,7 +30,7 @@ import msgspec
 from pdx.errors import ArenaTooSmall, PdxError, ProtocolError, TierError
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NODE, Chunk, Origin
-from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
+from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority, size_class
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
@@ -38,6 +40,8 @@ from pdx.telemetry.rate import Rate
 from pdx.telemetry.trace import Lane, Tracer
 
 log = logging.getLogger("pdx.node")
+
+AHEAD_S = 0.05  # of loads a tier is given what it loads in this time, or `Tier.loads_at_once` if that is more
 
 LANES = {
     "peer_stored": Lane.WIRE,
@@ -53,12 +57,17 @@ class Queue(msgspec.Struct):
     """What one tier is to do: its copies by number, and the ranks of those with a job to give, in their order."""
 
     copies: dict[int, Copy] = {}
-    due: list[tuple[int, int, int]] = []  # sorted (priority, bytes to be filled, number)
+    due: list[tuple[int, int, int]] = []  # of copies to the tier: sorted (priority, bytes to be filled, number) …
+    due_loads: list[tuple[int, int, int]] = []  # … and of loads: sorted (priority, `Copy.size_class`, number)
     in_flight: int = 0  # bytes given and not over
+    loads: int = 0  # of these, jobs that load …
+    load_bytes: int = 0  # … and their bytes
+    loaded_ns: int = 0  # when the last bytes came from there
     wants: int = 0  # copies that a peer asked for …
     wanted_bytes: int = 0  # … and what they hold
     stored_bytes: int = 0  # held by copies that nobody waits for
-    loading_bytes: int = 0  # of loads, not loaded yet
+    # bytes of loads not given yet, by priority and size class
+    to_load: Counter[tuple[int, int]] = msgspec.field(default_factory=Counter)
 
 
 class Copies:
@@ -88,7 +97,7 @@ class Copies:
         self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
         self._may_give: set[Tier] = set()  # … and the tiers that may be given jobs
         self._rates: defaultdict[tuple[Tier, bool], Rate] = defaultdict(Rate)  # by tier, and whether of loads
-        self.late_at: dict[Tier, float] = {}  # by tier: when a load was last given up because it took too long
+        self.late_at: dict[Tier, float] = {}  # when a load was given up; the tier brought nothing meanwhile, nor since
         self.landed: list[Chunk] = []  # chunks that were loaded, or never will be; whoever tells of them empties it
 
     def __len__(self) -> int:
@@ -115,9 +124,13 @@ class Copies:
         """How fast loads from a tier, or stores to it, have moved bytes."""
         return self._rates[tier, is_load]
 
-    def loading_bytes(self, tier: Tier) -> int:
-        """Bytes of the loads from a tier that are still to come."""
-        return self._queues[tier].loading_bytes if tier in self._queues else 0
+    def loading_bytes(self, tier: Tier, nbytes: int = 1 << 62) -> int:
+        """Bytes of the loads from a tier that come before a load of `nbytes` that a request waits for."""
+        queue = self._queues.get(tier)
+        if queue is None:
+            return 0
+        own = Priority.AWAITED, size_class(nbytes)
+        return queue.load_bytes + sum(left for turn, left in queue.to_load.items() if turn <= own)
 
     def stored_bytes(self, tier: Tier) -> int:
         """Bytes of chunks that are held because they are stored in a tier and nobody waits for that."""
@@ -225,7 +238,8 @@ class Copies:
         queue.copies[copy.number] = copy
         self._count(queue, copy, copy.held_bytes)
         queue.wants += bool(copy.want)
-        queue.loading_bytes += copy.held_bytes * copy.is_load
+        if copy.is_load:
+            queue.to_load[copy.priority, copy.size_class] += copy.held_bytes
         if copy.transfer is not None:
             self._of_transfer[copy.transfer].append(copy)
         if copy.is_load:
@@ -363,7 +377,8 @@ class Copies:
                 continue
             counted(log, self._counters, "copies_late", "%r is dropped: it was not over in time", copy)
             if copy.is_load:
-                self.late_at[copy.tier] = now
+                if self._queues[copy.tier].loaded_ns < copy.begun_ns:  # else it has brought what others wait for
+                    self.late_at[copy.tier] = now
                 if not copy.copied_bytes:  # else its jobs have told how fast it was
                     self._rates[copy.tier, True].moved(0, copy.begun_ns, self._clock_ns())
             if copy.state is CopyState.DRAINING:
@@ -386,20 +401,28 @@ class Copies:
             self._rank(self._touched.popitem()[0])
         while self._may_give:
             queue = self._queues.get(self._may_give.pop())
-            while queue is not None and queue.due:
-                copy = queue.copies[queue.due[0][2]]
-                limit = copy.tier.max_inflight_bytes
-                if copy.priority >= Priority.STORE:
-                    limit = max(1, limit // 2)  # the other half is for what somebody waits for
-                if not copy.tier.is_ready or queue.in_flight >= limit:
-                    break
-                self._give(queue, copy)
+            if queue is not None:
+                for due in (queue.due_loads, queue.due):
+                    while due and self._has_room(queue, copy := queue.copies[due[0][2]]):
+                        self._give(queue, copy)
+
+    def _has_room(self, queue: Queue, copy: Copy) -> bool:
+        """Whether the tier of this copy, which goes next, may be given another job."""
+        tier, limit = copy.tier, copy.tier.max_inflight_bytes
+        if copy.priority >= Priority.STORE:
+            limit = max(1, limit // 2)  # the other half is for what somebody waits for
+        if copy.is_load and queue.loads >= tier.loads_at_once:
+            limit = min(limit, queue.in_flight - queue.load_bytes + int(AHEAD_S * 1e9 * self.rate(tier).gb_s))
+        return tier.is_ready and queue.in_flight < limit
 
     def _give(self, queue: Queue, copy: Copy) -> None:
         job = copy.next_job()
         queue.in_flight += job.nbytes
         copy.under_way += 1
         if copy.is_load:
+            copy.given_bytes += job.nbytes
+            queue.to_load[copy.priority, copy.size_class] -= job.nbytes
+            queue.loads, queue.load_bytes = queue.loads + 1, queue.load_bytes + job.nbytes
             copy.tier.load(job)
         else:
             copy.tier.store(job)
@@ -413,12 +436,13 @@ class Copies:
         queue = self._queues.get(copy.tier)
         if queue is None:
             return  # over, and the last one
+        due = queue.due_loads if copy.is_load else queue.due
         if copy.rank is not None:
-            del queue.due[bisect.bisect_left(queue.due, copy.rank)]
+            del due[bisect.bisect_left(due, copy.rank)]
             copy.rank = None
         if copy.state is CopyState.RUNNING and copy.is_due(self._group_bytes):
-            copy.rank = (copy.priority, copy.unfilled_bytes, copy.number)
-            bisect.insort(queue.due, copy.rank)
+            copy.rank = (copy.priority, copy.size_class if copy.is_load else copy.unfilled_bytes, copy.number)
+            bisect.insort(due, copy.rank)
             self._may_give.add(copy.tier)
 
     def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
@@ -429,12 +453,12 @@ class Copies:
         copy = self._copies.get(job.number)
         if copy is not None:
             copy.under_way -= 1
+            self._measure(queue, copy, job)
             if error is None:
                 copy.copied(job)
                 copy.tier.tally.moved(job, is_load=copy.is_load)
                 if copy.is_load:
                     copy.chunks[0].origin.moved(job.nbytes, job.start_ns, job.end_ns)
-                    queue.loading_bytes -= job.nbytes
                 self._record(copy, job)
                 if copy.tier.changed is not None and not copy.is_load:
                     copy.tier.changed.update((part.key, copy.shards) for part in job.parts)
@@ -455,13 +479,22 @@ class Copies:
                 self._drain(copy)
         self._forget_if_idle(tier)
 
+    def _measure(self, queue: Queue, copy: Copy, job: Job) -> None:
+        """How fast a job has moved its bytes, whether or not somebody still wants them."""
+        if copy.is_load:
+            queue.loads, queue.load_bytes = queue.loads - 1, queue.load_bytes - job.nbytes
+        if not job.end_ns:
+            return
+        self._rates[copy.tier, copy.is_load].moved(job.nbytes, job.start_ns, job.end_ns)
+        if copy.is_load:
+            queue.loaded_ns = self._clock_ns()
+            self.late_at.pop(copy.tier, None)
+
     def _record(self, copy: Copy, job: Job) -> None:
         """Bytes, time and spans of what was moved, for tiers of every kind alike."""
         what = f"{copy.tier.kind}_{'loaded' if copy.is_load else 'stored'}"
         self._counters[f"{what}_bytes"] += job.nbytes
         self._counters[f"{what}_ns"] += job.end_ns - job.start_ns
-        if job.end_ns:
-            self._rates[copy.tier, copy.is_load].moved(job.nbytes, job.start_ns, job.end_ns)
         lane = LANES.get(what)
         if self._tracer is None or lane is None or not job.end_ns or not self._tracer.is_on:
             return
@@ -526,7 +559,8 @@ class Copies:
         del queue.copies[copy.number]
         self._count(queue, copy, -copy.held_bytes)
         queue.wants -= bool(copy.want)
-        queue.loading_bytes -= (copy.held_bytes - copy.copied_bytes) * copy.is_load
+        if copy.is_load:
+            queue.to_load[copy.priority, copy.size_class] -= copy.held_bytes - copy.given_bytes
         self._forget_if_idle(copy.tier)
         if copy.transfer is not None:
             _take(self._of_transfer, copy.transfer, copy)

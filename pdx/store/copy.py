@@ -118,10 +118,12 @@ class Copy(msgspec.Struct, eq=False):
     arenas: Sequence[int] = ()  # where shard 0, 1, … goes, if the tier is that of this node's arenas
     begun_ns: int = 0
     held_bytes: int = 0
+    size_class: int = 0  # of the bytes of all its chunks
     items: list[Item] = []
     state: CopyState = CopyState.QUEUED
     is_asked: bool = False  # whether the tier was asked for room
     under_way: int = 0  # jobs given and not over
+    given_bytes: int = 0  # of a load
     copied_bytes: int = 0
     unfilled_bytes: int = 0  # that are still to be computed
     rank: tuple[int, int, int] | None = None  # its place among those with a job to give
@@ -136,6 +138,7 @@ class Copy(msgspec.Struct, eq=False):
 
     def __post_init__(self) -> None:
         self.held_bytes = sum(chunk.slot.nbytes for chunk in self.chunks)
+        self.size_class = size_class(self.held_bytes)
 
     def __repr__(self) -> str:
         way = "from" if self.is_load else "to"
@@ -240,6 +243,11 @@ class Copy(msgspec.Struct, eq=False):
         """A job of this copy is done."""
         self.copied_bytes += job.nbytes
         self._uncopied -= sum(part.count for part in job.parts)
+
+
+def size_class(nbytes: int) -> int:
+    """By which loads take turns: those of fewer bytes first, and of those between two powers of two the older one."""
+    return nbytes.bit_length()
 
 
 def _first_run(bits: int) -> tuple[int, int]:

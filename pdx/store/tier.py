@@ -115,6 +115,7 @@ class Tier(ABC):
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
     answer_s: float = 0.0  # how long a question took lately that `seeks` has asked
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
+    loads_at_once: int = 8  # so many jobs keep it busy
     # keys that came or went since somebody looked, and in how many shards (0: not known); None: nobody looks
     changed: dict[bytes, int] | None = None
 

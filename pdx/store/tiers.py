@@ -102,9 +102,9 @@ class Tiers:
 
         `is_named`: the keys are a client's names. `who` wants them. `computing` takes that long: what would take longer
         to load is not loaded.
-        The chunks that are hit stay where they are while room is found for the others. A tier that was too slow is left
-        alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is still being filled
-        elsewhere is copied, slice by slice.
+        The chunks that are hit stay where they are while room is found for the others. A tier that has brought nothing
+        in time is left alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is
+        still being filled elsewhere is copied, slice by slice.
         """
         missing = keys[hits]
         if self._copies.is_filled_here(missing, shards, arenas):
@@ -196,10 +196,14 @@ class Tiers:
         computing: Computing,
     ) -> float:
         found, patience_s = self._found(keys[hits:], shards, is_named, computing)
-        count = self._paying(found, shards, computing)
-        if count < len(found):
-            self._counters["loads_not_worth"] += len(found) - count
-            self._probe(found[-1], keys[:hits], shards, arenas, is_named)
+        in_time = self._in_time(found, shards)
+        if in_time < len(found):
+            self._counters["loads_cut"] += len(found) - in_time
+        count = self._paying(found[:in_time], shards, computing)
+        if count < in_time:
+            self._counters["loads_not_worth"] += in_time - count
+        if found and (count < in_time or not in_time):
+            self._probe(found[in_time - 1], keys[:hits], shards, arenas, is_named)
         deadline = self._clock() + paying.patience_s(computing.seconds(count), self._load_s)
         if count:
             with self._holding(keys[:hits], shards, arenas):
@@ -263,6 +267,23 @@ class Tiers:
         most_s = ANSWER_SHARE * computing_s
         return max(0.0, most_s - tier.asked_s(key)) if tier.answer_s <= most_s else 0.0
 
+    def _in_time(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int) -> int:
+        """How many leading ones of these the tiers bring within `load_s`, at the rates at which they do.
+
+        A load of more would be given up with chunks half loaded, and would keep those behind it waiting for nothing.
+        """
+        nbytes: Counter[Tier] = Counter()
+        for _, tier, held in found:
+            nbytes[tier] += held.nbytes * shards
+        if all(self._load_takes(tier, total) <= self._load_s for tier, total in nbytes.items()):
+            return len(found)
+        nbytes.clear()
+        for at, (_, tier, held) in enumerate(found):
+            nbytes[tier] += held.nbytes * shards
+            if self._load_takes(tier, nbytes[tier]) > self._load_s:
+                return at
+        return len(found)
+
     def _paying(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, computing: Computing) -> int:
         """How many leading ones of these are loaded sooner than computed, by what was measured of the tiers."""
         self._chunk_bytes = found[0][2].nbytes * shards if found else self._chunk_bytes
@@ -280,7 +301,7 @@ class Tiers:
 
     def _load_takes(self, tier: Tier, nbytes: int) -> float:
         """Seconds until so many bytes more would be loaded; 0: not known."""
-        return paying.takes_s(self._copies.rate(tier), nbytes + self._copies.loading_bytes(tier))
+        return paying.takes_s(self._copies.rate(tier), nbytes + self._copies.loading_bytes(tier, nbytes))
 
     def _probe(
         self,

@@ -152,6 +152,94 @@ def test_a_load_that_is_late_by_the_time_of_computing_is_given_up_and_is_a_measu
     stage.end_all()
 
 
+def late(stage, seconds):
+    """So much time passes; what is late is given up."""
+    stage.now += seconds
+    stage.tiers.storing.changed(stage.store.expire())
+    stage.copies.tick(stage.now)
+    stage.turn()
+
+
+def test_a_tier_that_brings_what_others_wait_for_is_not_slow(stage):
+    """The load of a long prompt is late because there is much of it."""
+    below(stage, [0, 1, 2, 3])
+    assert stage.may_come([0, 1, 2])
+    job = stage.tier.jobs[0][1]
+    job.start_ns, job.end_ns = 1, 2
+    stage.end()
+    late(stage, 5.01)
+    assert stage.counters["copies_late"] == 1
+    assert stage.may_come([3])
+    stage.end_all()
+    assert stage.counters["loads_from_slow_tiers"] == 0
+
+
+def test_a_tier_that_has_brought_nothing_in_time_is_left_alone_until_it_does(stage):
+    below(stage, [0, 1, 2])
+    assert stage.may_come([0])
+    late(stage, 5.01)
+    assert not stage.may_come([1])
+    assert stage.counters["loads_from_slow_tiers"] == 1
+    job = stage.tier.jobs[0][1]
+    job.start_ns, job.end_ns = 1, 2
+    stage.end(fails=True)  # it was given up, and its bytes have come
+    assert stage.may_come([2])
+    stage.end_all()
+
+
+@pytest.mark.parametrize("chunk_s", [None, 100.0])
+def test_a_load_is_cut_to_what_comes_in_time(stage, chunk_s):
+    measured(stage, 1000)
+    below(stage, range(8))
+    assert stage.may_come(range(8)) if chunk_s is None else ask(stage, range(8), chunk_s)
+    assert len(stage.tier.jobs) == 4, "five seconds, of a chunk a second, a tenth more"
+    assert stage.counters["loads_cut"] == 4
+    stage.end_all()
+    assert stage.hits(range(8)) == 4
+
+
+def test_of_a_tier_that_brings_no_chunk_in_time_one_is_tried_now_and_then(stage):
+    measured(stage, 10_000)
+    below(stage, [0, 1])
+    assert not stage.may_come([0, 1])
+    assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(1)]
+    stage.end_all()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(stage):
+    """Neither in the order of what is loaded, nor in what is expected of it."""
+    stage.tier.loads_at_once = 2
+    measured(stage, 100)
+    below(stage, range(9))
+    assert stage.may_come(range(8))
+    assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(0), key(1)], "no more than keeps it busy"
+    assert stage.copies.loading_bytes(stage.tier) == 8 * GRANULE_BYTES
+    assert stage.copies.loading_bytes(stage.tier, GRANULE_BYTES) == 2 * GRANULE_BYTES
+    assert ask(stage, [8], chunk_s=0.4)
+    stage.end()
+    assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(1), key(8)]
+    stage.end_all()
+    assert stage.hits(range(9)) == 9
+
+
+def test_a_fast_tier_is_given_more_than_it_loads_at_a_time(stage):
+    stage.tier.loads_at_once = 2
+    measured(stage, 10)
+    below(stage, range(8))
+    assert stage.may_come(range(8))
+    assert len(stage.tier.jobs) == 5, "fifty milliseconds"
+    stage.end_all()
+
+
+def test_what_is_stored_does_not_wait_for_loads(stage):
+    stage.tier.loads_at_once = 1
+    below(stage, range(4))
+    assert stage.may_come(range(4))
+    stage.save([5])
+    assert [verb for verb, _ in stage.tier.jobs] == ["load", "store"]
+    stage.end_all()
+
+
 def test_a_short_load_has_a_quarter_of_a_second_at_least(stage):
     below(stage, [0])
     assert ask(stage, [0], chunk_s=1e-5)

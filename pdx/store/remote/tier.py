@@ -90,6 +90,7 @@ class RemoteTier(Tier):
     is_shared = True
     is_whole = True
     max_inflight_bytes = 256 << 20
+    loads_at_once = THREADS
 
     def __init__(
         self,
@@ -512,6 +513,8 @@ class RemoteTier(Tier):
         if why is not None:
             if why.kind != "cancelled":
                 self._drop(name, why)
+            else:  # nobody waits for it any more, and it tells how fast the store is
+                work.job.end_ns = time.monotonic_ns()
             raise why
         if isinstance(header, EncodedHeader):
             work.job.coded_bytes = header.stored
