@@ -23,6 +23,7 @@ from pdx.errors import ConfigError
 
 TAIL_BYTES = 8 << 10
 MAX_LOG_BYTES = 64 << 20
+MARK = ".pdx-logs"  # of a folder whose logs are written by PDX: it replaces no others
 
 
 def last_lines(log: Path, count: int) -> list[str]:
@@ -128,6 +129,9 @@ class Processes:
             raise self._no_logs(error) from error
         if not os.access(self._logs, os.W_OK | os.X_OK):
             raise self._no_logs(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        others = None if (self._logs / MARK).exists() else next(self._logs.glob("*.log*"), None)
+        if others is not None:
+            raise ConfigError(f"{others} is none of pdx, and might be replaced; name another folder with --logs")
         self._guard = subprocess.Popen(
             [*_guard_program(), "watch", str(self._grace_s)],
             bufsize=0,
@@ -197,6 +201,7 @@ class Processes:
 
     def _fresh(self, path: Path) -> IO[bytes]:
         try:
+            (self._logs / MARK).touch()
             with suppress(FileNotFoundError):
                 path.replace(earlier(path))
             return path.open("ab")  # to be made shorter while it is written

@@ -60,7 +60,7 @@ class HandoverServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`is_attached`: may this process ask? `admits`: is that its ticket? `watch` and `unwatch` add and remove a
-        descriptor of the poller that decides when to call `serve`. Whoever owns the node's address may replace `path`.
+        descriptor of the poller that decides when to call `serve`. `path` is free.
         """
         self.path = path
         self._is_attached = is_attached
@@ -75,7 +75,6 @@ class HandoverServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._is_listening = False
         try:
-            path.unlink(missing_ok=True)  # left by a node that was killed
             self._listener.bind(str(path))
             path.chmod(0o600)
             self._listener.listen(_BACKLOG)

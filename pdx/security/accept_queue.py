@@ -21,6 +21,7 @@ import zmq
 
 from pdx.errors import ConfigError
 from pdx.security import descriptors
+from pdx.security.socket_lock import remove_socket
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class AcceptQueue:
     def _listen(self) -> socket.socket:
         """What listens at the path from now on, instead of whatever did."""
         fresh = self._path.with_name(f"{self._path.name}.new")
-        fresh.unlink(missing_ok=True)
+        remove_socket(fresh)
         made = socket.socket(socket.AF_UNIX)
         try:
             made.setblocking(False)

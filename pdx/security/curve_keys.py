@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -70,7 +71,7 @@ class KeyPair(msgspec.Struct, frozen=True):
         :raises ConfigError: one of them exists, and not `force`; or they cannot be written.
         """
         secret, public = folder / f"{name}.key_secret", folder / f"{name}.key"
-        taken = [str(path) for path in (secret, public) if path.exists()]
+        taken = [str(path) for path in (secret, public) if os.path.lexists(path)]
         if taken and not force:
             raise ConfigError(
                 f"{' and '.join(taken)} exists already; --force replaces it; then every roster needs the new public key"
@@ -113,9 +114,12 @@ def secure_client(socket: zmq.Socket[bytes], *, own: KeyPair | None, server_key:
 
 def _write_new(path: Path, text: str, mode: int) -> None:
     """Replace a file by one that never had a wider mode."""
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-    fresh.replace(path)
+    fd, fresh = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "w") as file:
+            os.fchmod(fd, mode)
+            file.write(text)
+        os.replace(fresh, path)
+    except OSError:
+        os.unlink(fresh)
+        raise

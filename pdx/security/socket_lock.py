@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pdx.errors import ConfigError, PdxError
 from pdx.security.unix_peer import peer_of
 
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)  # why nothing can be written
+_PID = re.compile(rb"[0-9]{0,20}")  # all that a lock says
 
 
 class Lock:
@@ -42,7 +44,7 @@ def owned(path: Path, taken: Callable[[str], PdxError], *, may_be_read_only: boo
     Who listens there although the lock was removed is its owner, too. `may_be_read_only`: see `Lock`.
 
     :raises PdxError: it has an owner; `taken` makes the error from that process's id.
-    :raises ConfigError: there is no room for the lock, or it is no file.
+    :raises ConfigError: there is no room for the lock, or another file is there.
     """
     fd, is_written = _locked(path, taken, may_be_read_only)
     try:
@@ -56,6 +58,23 @@ def owned(path: Path, taken: Callable[[str], PdxError], *, may_be_read_only: boo
     finally:
         if fd is not None:
             os.close(fd)
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a lock file is there; where that cannot be read it is taken for none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return _is_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_lock(fd: int) -> bool:
+    """Whether nothing but an owner's id was ever written there: anything else is somebody's file."""
+    return stat.S_ISREG(os.fstat(fd).st_mode) and _PID.fullmatch(os.pread(fd, 32, 0)) is not None
 
 
 def remove_socket(path: Path) -> None:
@@ -86,6 +105,9 @@ def _locked(path: Path, taken: Callable[[str], PdxError], may_be_read_only: bool
             if not is_written and error.errno == errno.ENOENT:
                 return None, False
             raise ConfigError(f"the lock {name} cannot be had: {error.strerror}; see what is there") from error
+        if not _is_lock(fd):
+            os.close(fd)
+            raise ConfigError(f"{name} is there and is no lock of PDX; remove it, or name another place than {path}")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -32,6 +32,7 @@ MAX_PENDING = 1 << 16  # spans in memory
 MAX_FILE_BYTES = 64 << 20
 MAX_FILES = 1024  # of one folder
 MAX_LINE_BYTES = 4096
+_SWITCHED = (b"", b"0", b"1")  # all that a switch says
 
 _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(max_length=512)]
@@ -180,8 +181,10 @@ def switch(folder: Path, on: bool) -> None:
     check_trace_folder(folder)
     path = folder / "on"
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
+            if os.pread(file, 3, 0).strip() not in _SWITCHED:
+                raise ConfigError(f"{path} is there and is no switch of PDX; name another folder for spans")
             os.pwrite(file, b"1" if on else b"0", 0)
         finally:
             os.close(file)

@@ -93,9 +93,9 @@ def test_a_file_that_a_node_replaces_meanwhile_is_not_called_bad(bed, monkeypatc
 
     def preadv(fd, buffers, offset):
         count = real(fd, buffers, offset)
-        if not read.is_set():
+        path = next((path for path in bed.files if path.stat().st_ino == os.fstat(fd).st_ino), None)
+        if path is not None and not read.is_set():
             read.set()
-            path = next(path for path in bed.files if path.stat().st_ino == os.fstat(fd).st_ino)
             buffers[0][5000:5001] = b"?"
             path.rename(path.with_suffix(".partial"))
         return count

@@ -303,7 +303,7 @@ def test_logs_of_the_last_run_are_kept(start_up):
         running.process.send_signal(signal.SIGINT)
         running.process.wait()
         logs = running.place / "logs"
-        names = sorted(path.name for path in logs.iterdir())
+        names = sorted(path.name for path in logs.glob("*.log*"))
     assert names == sorted(
         f"{name}.log{end}" for name in ("node", "prefill-0", "decode-0", "proxy") for end in ("", ".1")
     )

@@ -24,6 +24,7 @@ import heapq
 import os
 import re
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ import msgspec
 from pdx.errors import LayoutError, StaleSlot, TierError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
+from pdx.security.socket_lock import is_lock
 from pdx.store.chunk_format import (
     HEADER_BYTES,
     EncodedHeader,
@@ -325,12 +327,11 @@ def write(
     :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
     """
     partial, is_left = path.with_suffix(PARTIAL), False
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # what `reuse` has put there is overwritten
     is_direct = is_direct and not arena.gpu
     try:
         _make_folder(path.parent)
         try:
-            fd = os.open(partial, flags | (os.O_DIRECT if is_direct else 0), 0o600)
+            fd = _partial(partial, os.O_DIRECT if is_direct else 0)
             try:
                 if not os.fstat(fd).st_blocks:
                     _leave(reserve_bytes + part.slot.nbytes, fd)
@@ -356,6 +357,18 @@ def write(
         raise TierError(f"{path} is not written: {error}", "stale", is_left=is_left) from error
     except TierError as error:
         raise TierError(str(error), error.kind, is_left=is_left) from error
+
+
+def _partial(path: Path, flags: int) -> int:
+    """The file that is to be written: what `reuse` has put there is overwritten, unless somebody else has it, too."""
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    info = os.fstat(fd)
+    if stat.S_ISREG(info.st_mode) and info.st_nlink == 1:
+        return fd
+    os.close(fd)
+    os.unlink(path)  # a copy of the folder by hard links has the same file
+    return os.open(path, flags | os.O_EXCL, 0o600)
 
 
 def _sync_folder(path: Path) -> None:
@@ -516,33 +529,60 @@ def takes_direct(root: Path) -> bool:
 
     :raises OSError: nothing can be written there, and there is nothing to read.
     """
-    path = root / "direct"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT, 0o600)
+        fd = _unnamed(root)
         try:
             return os.pwritev(fd, [aligned(HEADER_BYTES)], 0) == HEADER_BYTES
         finally:
             os.close(fd)
-            os.unlink(path)
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False
-        some = _some_file(root)
+        some = some_file(root)
         if some is None:
             raise
-        return _reads_direct(some)
+        return reads_direct(some)
 
 
-def _some_file(root: Path) -> Path | None:
-    """A tier's own: its lock, or a chunk."""
-    for folder, _, names in os.walk(root):
-        for name in names:
-            if name == "tier.lock" or _NAME.fullmatch(name):
-                return Path(folder, name)
+def _unnamed(root: Path) -> int:
+    """A new file for direct I/O, which is gone when it is closed; where the file system has no such files, one of a
+    name that nobody else has."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
+    try:
+        return os.open(root, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    fd, name = tempfile.mkstemp(PARTIAL, "tier-", root)
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW)
+    finally:
+        os.close(fd)
+        os.unlink(name)
+
+
+def some_file(root: Path) -> Path | None:
+    """A tier's own: its lock, or a chunk. None: it is the folder of no tier.
+
+    :raises OSError: it cannot be listed.
+    """
+    if is_lock(lock := root / "tier.lock"):
+        return lock
+    with os.scandir(root) as folders:
+        names = [each.path for each in folders if is_folder(each)]
+    for name in names:
+        with os.scandir(name) as entries:
+            for entry in entries:
+                if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    return Path(entry.path)
     return None
 
 
-def _reads_direct(path: Path) -> bool:
+def reads_direct(path: Path) -> bool:
+    """Whether this file is read without the page cache.
+
+    :raises OSError: it cannot be read.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
         try:

@@ -45,7 +45,7 @@ def scrub(root: Path, on_file: Callable[[TierError | None], None], *, remove: bo
     :raises ConfigError: it is not the folder of a disk tier.
     """
     report = Report()
-    is_direct = _reads_direct(root)
+    is_direct = _reads_direct(root)  # before anything is removed
     with ThreadPoolExecutor(THREADS, "pdx-scrub") as pool:
         ahead: deque[Future[int | TierError | None]] = deque()
         for path in _files(root):
@@ -58,20 +58,27 @@ def scrub(root: Path, on_file: Callable[[TierError | None], None], *, remove: bo
 
 
 def _files(root: Path) -> Iterator[Path]:
-    try:
-        with os.scandir(root) as folders:
-            names = sorted(each.path for each in folders if chunk_file.is_folder(each))
-    except OSError as error:
-        raise ConfigError(f"{root} cannot be listed: {error.strerror}; name the folder of a disk tier") from error
+    if _some_file(root) is None:
+        raise ConfigError(f"{root} has neither a lock nor a chunk of a disk tier; name the folder that --disk has")
+    with os.scandir(root) as folders:
+        names = sorted(each.path for each in folders if chunk_file.is_folder(each))
     for name in names:
         with os.scandir(name) as entries:
             yield from (Path(entry.path) for entry in entries if not entry.name.endswith(chunk_file.PARTIAL))
 
 
-def _reads_direct(root: Path) -> bool:
+def _some_file(root: Path) -> Path | None:
     try:
-        return chunk_file.takes_direct(root)
-    except OSError:  # nothing may be written there
+        return chunk_file.some_file(root)
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be listed: {error.strerror}; name the folder of a disk tier") from error
+
+
+def _reads_direct(root: Path) -> bool:
+    some = _some_file(root)
+    try:
+        return some is not None and chunk_file.reads_direct(some)
+    except OSError:
         return False
 
 
