@@ -183,9 +183,10 @@ class ProxyError(PdxError):
 class RequestRefused(ProxyError):
     """The proxy itself turns a client's request down. The text quotes nothing of it."""
 
-    def __init__(self, status: int, text: str, *, retry_after_s: int | None = None) -> None:
+    def __init__(self, status: int, text: str, *, retry_after_s: int | None = None, param: str | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.param = param  # what of the request is wrong, as vLLM names it
         self.retry_after_s = retry_after_s  # None: coming back does not help
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -18,7 +17,7 @@ from aiohttp import web
 
 from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
-from pdx.proxy import hints
+from pdx.proxy import headers, hints
 from pdx.proxy.body import LARGE_BYTES, Intake, parse
 from pdx.proxy.cache.service import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
@@ -33,7 +32,7 @@ from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, model_of, strip_control
 from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
-from pdx.proxy.reply import TRANSFER_HEADER, Handler, Origins, Reply, error_response
+from pdx.proxy.reply import TRANSFER_HEADER, Handler, Origins, Reply, error_response, http_error, redirect_slashes
 from pdx.proxy.router import serving
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.telling import Telling
@@ -48,9 +47,6 @@ from pdx.wire.messages import Changes, NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 
-# What a client may tell an engine in headers. Not X-data-parallel-rank: that is routing.
-_PASSED_HEADERS = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
-_REQUEST_ID = re.compile(r"[0-9A-Za-z._:-]{1,128}")
 _KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
 _FILES_PER_ENGINE = 4
 _LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
@@ -147,7 +143,7 @@ class Proxy:
         """The web application; it starts and closes this proxy with itself."""
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._refuse_when_stopping])
         Origins(self._config.allowed_origins).install(app)
-        app.middlewares.append(self._contain)
+        app.middlewares.extend((self._contain, redirect_slashes))
         app.on_response_prepare.append(_echo_request_id)
         app.on_response_prepare.append(self._tell_why)
         app.on_response_prepare.append(self._tell_hints)
@@ -300,7 +296,7 @@ class Proxy:
         try:
             return await handler(request)
         except web.HTTPException as error:
-            return error_response(error.status, error.reason)
+            return http_error(error)
         except Exception as error:  # noqa: BLE001 - the root of a request's task
             self._faults.unexpected("a request", error)
             return error_response(*_INTERNAL)
@@ -333,7 +329,7 @@ class Proxy:
                 if stripped:
                     self._note_stripped()
                 with suppress(Exhausted):  # its legs will find so, too
-                    await self._models.place(model_of(body), _passed_headers(request.headers))
+                    await self._models.place(model_of(body), headers.to_engines(request.headers))
                 exchange = self._exchange(request, route, body, reply)
                 await self._relay.serve(exchange)
                 return reply.response
@@ -343,7 +339,9 @@ class Proxy:
             if outcome is Outcome.UNAVAILABLE:
                 self._metrics.exhausted.labels("bodies").inc()
                 self._faults.warn("bodies", printable(str(refusal)))
-            return error_response(refusal.status, str(refusal), retry_after_s=refusal.retry_after_s)
+            return error_response(
+                refusal.status, str(refusal), retry_after_s=refusal.retry_after_s, param=refusal.param
+            )
         except asyncio.CancelledError:
             if exchange is None and self.drain.is_over:
                 self._metrics.requests.labels(route, "", Outcome.STOPPED).inc()
@@ -364,6 +362,7 @@ class Proxy:
                 f"This model's maximum context length is {limit} tokens. However, your prompt contains "
                 f"{plan.least_length} input tokens, which exceeds this limit even without any output tokens. "
                 "Please reduce the length of the input prompt.",
+                param="input_tokens",
             )
 
     def _exchange(self, request: web.Request, route: Route, body: Body, reply: Reply) -> Exchange:
@@ -376,17 +375,17 @@ class Proxy:
         transfer = new_transfer()
         timeline = Timeline(transfer=transfer, route=route, mode=plan.mode, why=plan.why, moments=[])
         self._timelines.open(timeline)
-        headers = _passed_headers(request.headers)
-        if "X-Request-Id" not in headers and body.get("request_id") is None:
-            headers["X-Request-Id"] = transfer  # both legs' answers carry one id, and logs can be joined
+        passed = headers.to_engines(request.headers)
+        if headers.REQUEST_ID not in passed and body.get("request_id") is None:
+            passed[headers.REQUEST_ID] = transfer  # both legs' answers carry one id, and logs can be joined
         if envelope.decided:
             self.counters["hints_refused"] += len(envelope.decided)  # the answer says which, and why
         if envelope.said:
-            request[_HINTED] = Hinted(envelope, headers.get("X-Request-Id") or str(body["request_id"]))
+            request[_HINTED] = Hinted(envelope, passed.get(headers.REQUEST_ID) or str(body["request_id"]))
         return Exchange(
             route=route,
             body=body,
-            headers=headers,
+            headers=passed,
             hints=envelope.hints,
             reply=reply,
             timeline=timeline,
@@ -396,7 +395,7 @@ class Proxy:
     async def _tell_why(self, request: web.Request, response: web.StreamResponse) -> None:
         """Headers are about to be sent, so that engines have asked their nodes."""
         if HEADER in request.headers and TRANSFER_HEADER in response.headers:
-            own = _passed_headers(request.headers).get("X-Request-Id")  # by which engines know it, else by its transfer
+            own = headers.request_id(request.headers)  # by which engines know it, else by its transfer
             response.headers[HEADER] = await self._explainer.why(own or response.headers[TRANSFER_HEADER])
 
     async def _tell_hints(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -415,7 +414,7 @@ class Proxy:
 
     async def _list_models(self, request: web.Request) -> web.Response:
         try:
-            return await self._models.answer(_passed_headers(request.headers))
+            return await self._models.answer(headers.to_engines(request.headers))
         except Exhausted as error:
             self._metrics.exhausted.labels(error.lack).inc()
             return error_response(503, "the proxy has too many connections; come back later", retry_after_s=1)
@@ -471,19 +470,10 @@ def _spared_files(num_engines: int) -> int:
     return min(_FILES_PER_ENGINE * num_engines, descriptors.limit() // 4)
 
 
-def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    passed = {name: headers[name] for name in _PASSED_HEADERS if name in headers}
-    request_id = headers.get("X-Request-Id", "")
-    if _REQUEST_ID.fullmatch(request_id):
-        passed["X-Request-Id"] = request_id
-    return passed
-
-
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """The client's id of its request, also where no engine was asked."""
-    request_id = request.headers.get("X-Request-Id", "")
-    if _REQUEST_ID.fullmatch(request_id):
-        response.headers.setdefault("X-Request-Id", request_id)
+    if own := headers.request_id(request.headers):
+        response.headers.setdefault(headers.REQUEST_ID, own)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

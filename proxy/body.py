@@ -20,10 +20,13 @@ from aiohttp import StreamReader, web
 from msgspec import Raw
 
 from pdx.errors import RequestRefused
-from pdx.proxy.plan import LOOKED_AT, XARGS, Body, Mode, Route, token_count
+from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode, Route, token_count
 from pdx.wire.hints import Hints
 
 LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
+_WHOLE_TEXT = re.compile(r"\s*[+-]?[0-9]{1,18}(\.0+)?\s*", re.ASCII)
+_ON = (True, "1", "on", "t", "true", "y", "yes")  # 1 and 1.0 are True, too
+_OFF = (False, "0", "off", "f", "false", "n", "no")
 _LOOKED_AT_BYTES = 4096  # a longer value is none of those that make a difference
 _XARGS_BYTES = 64 << 10
 _MANY_QUOTES = 20_000
@@ -189,8 +192,25 @@ def _value(name: str, value: Raw) -> Any:
     if name == XARGS and size > _XARGS_BYTES:
         raise RequestRefused(400, f"{XARGS} has more than {_XARGS_BYTES} bytes")
     if name == XARGS or (name in LOOKED_AT and size <= _LOOKED_AT_BYTES):
-        return json.loads(bytes(value))
+        return as_engines_read(name, json.loads(bytes(value)))
     return None if size == len(b"null") and bytes(value) == b"null" else value
+
+
+def as_engines_read(name: str, value: Any) -> Any:
+    """A field's value. Engines take 5, "5", 5.0 and true for whole numbers, and 1 and "yes" for true; what is none of
+    these stays as it is, for an engine to refuse.
+    """
+    if name in WHOLE:
+        if isinstance(value, str) and _WHOLE_TEXT.fullmatch(value):
+            return int(value.partition(".")[0])
+        is_number = isinstance(value, bool) or (
+            isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53
+        )
+        return int(value) if is_number else value
+    if name in SWITCHES:
+        word = value.lower() if isinstance(value, str) else value
+        return True if word in _ON else False if word in _OFF else value
+    return value
 
 
 def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_node: str = "") -> Body:
@@ -324,4 +344,5 @@ class Intake:
             raise RequestRefused(400, "the request did not arrive whole") from error
 
     def _too_large(self) -> RequestRefused:
-        return RequestRefused(413, f"the request is larger than {self._each_bytes} bytes")
+        size = f"{self._each_bytes} bytes ({self._each_bytes >> 20} MiB)"
+        return RequestRefused(413, f"the request's body is larger than {size}; pdx proxy --max-body raises this limit")

@@ -32,7 +32,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # No KV goes through a node that is silent for longer. Nodes report once a second, but one whose processor is taken
     # from it may miss some while the proxy runs on.
     heartbeat_timeout_s: PositiveSeconds = 6.0
-    max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 8 << 20
+    max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 64 << 20  # pictures are in it as text
     max_bodies_bytes: Annotated[int, Meta(ge=1 << 10)] = 512 << 20  # of all requests under way together
     body_timeout_s: PositiveSeconds = 60.0  # without progress
     admin: str = ""  # where metrics and timelines are told, `HOST:PORT` or a Unix socket's path; empty: nowhere

@@ -300,6 +300,8 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
 }
 
 _KNOWN = frozenset(_FORWARD) | {"seed"}  # names from outside never become labels
+WHOLE = ("n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "truncate_prompt_tokens")  # numbers …
+SWITCHES = ("stream", "echo", "use_beam_search")  # … and these true or false, in any form that engines take
 # The values of these decide; of all others it matters at most whether they are null.
 LOOKED_AT = frozenset(
     [*_SPLITTABLE, *(name for name, check in _FORWARD.items() if check is not _anything)]

@@ -257,6 +257,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 prefill = answer.decode_prefill(raw)
             except ProtocolError as error:
                 raise failed(Reason.MALFORMED, engine, str(error)) from error
+        if exchange.mode is Mode.FORWARD:  # the beginning of the client's answer, and perhaps all of it
+            exchange.reply.pass_on(found.headers)
         exchange.timeline.prompt_tokens = prefill.usage.prompt_tokens
         exchange.mark(Event.PREFILL_ANSWERED, engine)
         return prefill, raw

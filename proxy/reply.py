@@ -10,21 +10,30 @@ from aiohttp import web
 
 from pdx.errors import ClientGone
 from pdx.proxy import sse
+from pdx.proxy.headers import to_client
 
 
-def error_body(status: int, message: str) -> bytes:
-    """The error as JSON, in the shape vLLM uses."""
-    kind = HTTPStatus(status).phrase.replace(" ", "") + "Error" if status < 500 else "InternalServerError"
-    fault = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
+    """The error as JSON, in the shape vLLM uses. `param`: what of the request is wrong."""
+    kind = "BadRequestError" if param else HTTPStatus(status).phrase if status < 500 else "InternalServerError"
+    fault = {"error": {"message": message, "type": kind, "param": param, "code": status}}
     return json.dumps(fault, separators=(",", ":")).encode()
 
 
-def error_response(status: int, message: str, *, retry_after_s: int | None = None) -> web.Response:
+def error_response(
+    status: int, message: str, *, retry_after_s: int | None = None, param: str | None = None
+) -> web.Response:
     """The error as an HTTP response. `retry_after_s`: when to ask again."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return web.Response(
-        status=status, body=error_body(status, message), content_type="application/json", headers=headers
-    )
+    content = error_body(status, message, param=param)
+    return web.Response(status=status, body=content, content_type="application/json", headers=headers)
+
+
+def http_error(error: web.HTTPException) -> web.StreamResponse:
+    """What the web framework raises, as HTTP wants it told: where to go instead, or which methods there are."""
+    response = error_response(error.status, error.reason)
+    response.headers.update({name: error.headers[name] for name in ("Allow", "Location") if name in error.headers})
+    return response
 
 
 def error_bytes(status: int, message: str, *, retry_after_s: int) -> bytes:
@@ -43,8 +52,6 @@ def error_bytes(status: int, message: str, *, retry_after_s: int) -> bytes:
 
 
 TRANSFER_HEADER = "x-pdx-transfer-id"
-# What an engine may tell a client in headers.
-_PASSED = ("Retry-After", "Retry-After-Ms", "X-Should-Retry", "WWW-Authenticate", "X-Request-Id")
 
 
 class Reply:
@@ -68,7 +75,7 @@ class Reply:
 
     def pass_on(self, headers: Mapping[str, str]) -> None:
         """These came with the engine's answer; a client gets those that are meant for it."""
-        self._passed = {name: headers[name] for name in _PASSED if name in headers}
+        self._passed = to_client(headers)
 
     @property
     def started(self) -> bool:
@@ -141,6 +148,19 @@ _STREAM_HEADERS: Mapping[str, str] = {
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def redirect_slashes(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A path that is one without the slash at its end leads there, as vLLM's server does it."""
+    bare = request.rel_url.raw_path.rstrip("/")
+    if request.match_info.http_exception is not None and bare != request.rel_url.raw_path:
+        shorter = request.clone(rel_url=request.rel_url.with_path(bare or "/", encoded=True, keep_query=True))
+        found = await request.app.router.resolve(shorter)
+        if not isinstance(found.http_exception, web.HTTPNotFound):
+            raise web.HTTPTemporaryRedirect(str(shorter.rel_url))
+    return await handler(request)
+
 
 _METHODS = "GET, POST, OPTIONS"
 _KEPT_S = "600"  # a browser asks again after this time

@@ -15,6 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 
 from aiohttp import StreamReader, web
@@ -22,7 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from pdx.config import private_folder
 from pdx.errors import ConfigError
-from pdx.proxy.reply import error_bytes
+from pdx.proxy.reply import error_bytes, error_response
 from pdx.security import descriptors
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.faults import Faults, printable
@@ -34,13 +35,16 @@ _REST_S = 0.25  # after the system had no descriptor, or no memory, for one
 _LOOK_S = 0.5  # between two looks for heads that take too long
 _CROWD = 0.25  # from this share of all connections on, those on which a head or a body is due make room first
 _UNREAD_MS = 120_000  # a client that reads nothing for so long, though something is there, is gone
+_FIELD_BYTES = 64 << 10  # of one header: tokens and cookies may be long
+_HEAD_BYTES = 1 << 20  # of all of them
+_NAME = "pdx"  # and not which versions of what are behind it
 _REFUSAL = error_bytes(503, "the proxy has no room for another connection", retry_after_s=1)
 
 
 class HttpConnection(web.RequestHandler):
     """A connection of aiohttp's that says when a request on it begins and when its answer is written."""
 
-    __slots__ = ("_listener",)
+    __slots__ = ("_head_bytes", "_listener")
 
     def __init__(self, listener: Listener, server: web.Server, keepalive_s: float) -> None:
         super().__init__(
@@ -49,8 +53,11 @@ class HttpConnection(web.RequestHandler):
             keepalive_timeout=keepalive_s,
             auto_decompress=False,
             access_log=None,  # type: ignore[arg-type]
+            max_line_size=_FIELD_BYTES,
+            max_field_size=_FIELD_BYTES,
         )
         self._listener = listener
+        self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -64,15 +71,34 @@ class HttpConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        self._listener.spoke(self)
+        if self._listener.spoke(self):
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES:
+                self._listener.refused_head(self, _HEAD_BYTES)
+                return
         super().data_received(data)
 
     def log_exception(self, *args: object, exc_info: BaseException | None = None, **_: object) -> None:
         """What aiohttp would log with its trace, each time."""
         self._listener.failed(exc_info if isinstance(exc_info, Exception) else RuntimeError(*args))
 
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no request is answered in the same form as what is a wrong one; then the connection is closed."""
+        super().handle_error(request, status, exc, message)
+        response = error_response(status, printable(message or HTTPStatus(status).phrase))
+        response.headers["Server"] = _NAME
+        response.force_close()
+        return response
+
     def begin(self, body: StreamReader) -> None:
         """The head of a request has arrived."""
+        self._head_bytes = 0
         self._listener.begun(self, body)
 
     async def finish_response(
@@ -145,10 +171,16 @@ class Listener:
         self._idle[connection] = None
         self._heads[connection] = self._clock()
 
-    def spoke(self, connection: HttpConnection) -> None:
-        """Bytes came on it."""
-        if connection in self._idle:
+    def spoke(self, connection: HttpConnection) -> bool:
+        """Bytes came on it; whether they may be of a request's head."""
+        is_idle = connection in self._idle
+        if is_idle:
             self._heads.setdefault(connection, self._clock())
+        return is_idle
+
+    def refused_head(self, connection: HttpConnection, most: int) -> None:
+        """A request's head is too long."""
+        self._drop(connection, "heads_too_large", f"a request's head has more than {most} bytes")
 
     def begun(self, connection: HttpConnection, body: StreamReader) -> None:
         """A request is under way on it."""
@@ -305,6 +337,7 @@ class Server:
     ) -> None:
         """`spared`, `head_s`: see `Listener`. At `close`, answers under way have `shutdown_s`."""
         app.middlewares.insert(0, _begin)
+        app.on_response_prepare.append(_name)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
         self._head_s = head_s
         self._spared = spared
@@ -362,6 +395,10 @@ async def _begin(
     if isinstance(request.protocol, HttpConnection):
         request.protocol.begin(request.content)
     return await handler(request)
+
+
+async def _name(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = _NAME
 
 
 def when_signalled(call: Callable[[], None]) -> None:

@@ -89,7 +89,7 @@ def _front(
     processes: Processes, name: str, engines: list[str], ports: list[int], control: str, checkout: Path | None
 ) -> Front:
     url, admin = (f"http://127.0.0.1:{port}" for port in ports)
-    command = ["-m", "pdx.cli.main", "proxy", "--port", str(ports[0]), "--log-level", "warning"]
+    command = ["-m", "pdx.cli.main", "proxy", "--port", str(ports[0]), "--log-level", "warning", "--max-body", "8M"]
     command += ["--prefill", engines[0], "--decode", engines[1], "--control", control]
     command += ["--admin", f"127.0.0.1:{ports[1]}", "--debug-headers"]
     env = {} if checkout is None else {"PYTHONPATH": str(checkout)}

@@ -63,7 +63,8 @@ from pdx.cli.options import option
     metavar="SECONDS",
     help="How long an answer that has begun may pause, and a client may take nothing of it.",
 )
-@option("--max-body", "max_body_bytes", default="8M", metavar="SIZE", help="Largest request accepted.")
+@option("--max-body", "max_body_bytes", default="64M", metavar="SIZE", help="The largest body of a request.")
+@option("--max-bodies", "max_bodies_bytes", default="512M", metavar="SIZE", help="Of all requests under way together.")
 @option(
     "--admin",
     metavar="ADDRESS",
@@ -100,7 +101,7 @@ from pdx.cli.options import option
     help="Of so many chunks; each takes about 110 bytes.",
 )
 @option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False))
-def proxy(log_level: str, max_body_bytes: str, **settings: Any) -> None:
+def proxy(log_level: str, max_body_bytes: str, max_bodies_bytes: str, **settings: Any) -> None:
     """Serve the OpenAI API, splitting each request into a prefill and a decode leg."""
     from pdx.config import parse, parse_bytes
     from pdx.proxy.app import serve
@@ -109,6 +110,8 @@ def proxy(log_level: str, max_body_bytes: str, **settings: Any) -> None:
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = {name: value for name, value in settings.items() if value is not None}
     try:
-        asyncio.run(serve(parse(ProxyConfig, {**given, "max_body_bytes": parse_bytes(max_body_bytes)})))
+        given["max_body_bytes"] = parse_bytes(max_body_bytes)
+        given["max_bodies_bytes"] = parse_bytes(max_bodies_bytes)
+        asyncio.run(serve(parse(ProxyConfig, given)))
     except OSError as error:
         raise click.ClickException(str(error)) from error

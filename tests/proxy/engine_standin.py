@@ -126,6 +126,7 @@ class StandIn:
         self.health = 200  # the answer to GET /health
         self.key = ""  # what requests must have in Authorization
         self.headers = {}  # of every answer
+        self.ranks = 8  # data parallel
         self.released = asyncio.Event()  # what ends the fault "hold"
         self.models_served = ["hash"]
         self.tokenized = []  # (body, headers) of every POST /tokenize …
@@ -140,13 +141,14 @@ class StandIn:
         return [body for _, body, _ in self.seen]
 
     async def start(self, port=0):
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 27)
         app.router.add_post("/v1/completions", self.serve)
         app.router.add_post("/v1/chat/completions", self.serve)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.tell_health)
-        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        many = {"max_line_size": 1 << 16, "max_field_size": 1 << 16}
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1, **many)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", port).start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
@@ -211,6 +213,8 @@ class StandIn:
             return refusal(self.fault, "as the test wishes")
         if self.fault == "nonsense":
             return web.json_response({"no": "choices"})
+        if self.ranks <= (rank := int(request.headers.get("X-data-parallel-rank", 0))):
+            return refusal(400, f"rank {rank} of {self.ranks}")
         if body.get("model", "") not in ("", None, *self.models_served):
             return refusal(404, f"The model `{body['model']}` does not exist.")
         chat = request.path.endswith("chat/completions")

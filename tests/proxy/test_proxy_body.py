@@ -288,7 +288,7 @@ async def answered(reader):
 def test_a_body_announced_too_large_is_refused_before_it_is_sent():
     async def main():
         async with cluster() as made:
-            reader, writer = await begin(made.url, (8 << 20) + 1)
+            reader, writer = await begin(made.url, (64 << 20) + 1)
             status, _ = await answered(reader)
             assert status == 413
             writer.close()

@@ -1,0 +1,34 @@
+"""Which headers go from clients to engines, and which from engines to clients. All others stay where they came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+REQUEST_ID = "X-Request-Id"
+_TO_ENGINES = (
+    *("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority"),
+    *("X-data-parallel-rank", "endpoint-load-metrics-format"),
+)
+_TO_CLIENTS = (
+    *("Retry-After", "Retry-After-Ms", "X-Should-Retry", "WWW-Authenticate", REQUEST_ID),
+    "endpoint-load-metrics",
+)
+_ID = re.compile(r"[0-9A-Za-z._:-]{1,128}")
+
+
+def to_engines(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those of a client's request that its engines get."""
+    passed = {name: headers[name] for name in _TO_ENGINES if name in headers}
+    return passed | ({REQUEST_ID: own} if (own := request_id(headers)) else {})
+
+
+def to_client(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those of an engine's answer that its client gets."""
+    return {name: headers[name] for name in _TO_CLIENTS if name in headers}
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's id of its request; empty: it has none, or none that can be passed on."""
+    found = headers.get(REQUEST_ID, "")
+    return found if _ID.fullmatch(found) else ""
