@@ -66,7 +66,6 @@ class SchedulerHalf:
         self._finished_loading: dict[str, tuple[int, int]] = {}  # finished while loading: (epoch, lease)
         self._running: set[str] = set()  # those that have blocks and wait for no load
         self._step = self._heard = 0
-        self._may_load_in_step = config.load_in_step == "auto"
         self._news = WorkerNews()
         hello = Hello(
             VERSION,
@@ -184,7 +183,7 @@ class SchedulerHalf:
         the other requests of the step waiting begins earlier.
         """
         rest = tracked.request.num_tokens - tracked.hit_tokens
-        is_able = self._may_load_in_step and self._news.waits and not tracked.is_filling
+        is_able = self._news.waits and not tracked.is_filling and not self._loading  # which it would stand behind
         if not (tokens and is_able and rest >= MIN_REST) or tracked.hit_tokens % self._layout.block_tokens:
             return False
         if self._running <= {tracked.request.request_id}:

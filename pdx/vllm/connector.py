@@ -138,7 +138,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens) and not self.scheduler.in_step
+        return tokens, bool(tokens)  # asynchronous: vLLM publishes blocks of other loads before they are loaded
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -193,8 +193,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Started by `bind_connector_metadata` already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._has_hooks:
-            self.worker.wait_layer(layer_name)
+        """No request runs whose load is under way (ADR 50)."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self._has_hooks:

@@ -604,16 +604,15 @@ def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
     assert not scheduler.has_pending_push_work()
 
 
-def test_an_in_step_load_is_no_asynchronous_one_and_its_end_is_told_by_the_workers(
+def test_every_load_is_asynchronous_and_what_failed_is_known_before_the_news_of_workers(
     folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = Mock(matched_tokens=lambda request, local: 256, is_in_step=lambda name: name == "in step")
-    news = [WorkerNews(["in step"], waits=True), WorkerNews(["in step"])]
+    half = Mock(matched_tokens=lambda request, local: 256)
+    news = [WorkerNews(["a"]), WorkerNews(["a"])]
     monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=Mock(take_news=Mock(side_effect=[*news, None]))))
     monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
     scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
-    assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="in step"), 0) == (256, False)
-    assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="before"), 0) == (256, True)
+    assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="a"), 0) == (256, True)
     worker = connector_of(folder, KVConnectorRole.WORKER)
     told = worker.build_connector_worker_meta().aggregate(worker.build_connector_worker_meta())
     assert worker.build_connector_worker_meta() is None, "a step that changes nothing is not told of"

@@ -89,19 +89,13 @@ def test_a_part_of_a_chunk_is_loaded_and_the_whole_of_it_saved(warm: Any, engine
     other.finish(third)
 
 
-@pytest.mark.parametrize("settings", [{"load_in_step": "never"}, {}])
-def test_an_engine_that_was_not_seen_to_wait_loads_before(engines: Any, settings: Any) -> None:
-    first, second = engines(), engines(**settings)
+def test_an_engine_that_was_not_seen_to_wait_loads_before(engines: Any) -> None:
+    first, second = engines(), engines()
     prompt = tokens(2, 3 * CHUNK + REST)
     request = Request("first", prompt)
     first.admit(request)
     first.step((request, len(prompt)))
     first.finish(request)
-    if settings:
-        warmer = Request("warmer", tokens(3, 20))
-        second.admit(warmer)
-        second.step((warmer, 20))
-        second.finish(warmer)
     again = Request("again", prompt)
     second.match(again)
     assert not second.scheduler_guard.in_step

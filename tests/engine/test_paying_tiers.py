@@ -117,7 +117,7 @@ def make_bed(
             node = start_node(remote=url, remote_lookup_s=60.0, remote_s=60.0, fetch_s=fetch_s)
             wait_until(lambda: node.status().tiers[0].state == "ok", what="the store answers")
             shape = {"page_bytes": PAGE_BYTES, "num_blocks": 96}
-            engine = stack.enter_context(ToyEngine(node.address, load_in_step="never", **shape))
+            engine = stack.enter_context(ToyEngine(node.address, **shape))
             return Bed(node, engine, relay)
 
         yield make

@@ -84,14 +84,13 @@ def test_without_a_redis_it_says_so(module, arguments, monkeypatch):
 def test_histories_are_measured_at_the_points_that_are_named(started, monkeypatch, capsys):
     asked = []
 
-    async def measure(urls, served_name, points, turns):
-        asked.append((urls, served_name, points, turns))
-        return [history.Row(*point, 10.0, 2.0, 1.0, 2.0) for point in points]
+    async def measure(url, served_name, points, turns):
+        asked.append((url, served_name, points, turns))
+        return [history.Row(*point, 10.0, 2.0, 5.0) for point in points]
 
     monkeypatch.setattr(history, "measure", measure)
     history.main(["--points", "64+16,128+32", "--turns", "3"])
-    urls = {"before": "url of pdx-both-before", "in step": "url of pdx-both-in-step"}
-    assert asked == [(urls, "tiny", [(64, 16), (128, 32)], 3)]
+    assert asked == [("url of pdx-both-history", "tiny", [(64, 16), (128, 32)], 3)]
     found = last_line(capsys)
     assert (found["bench"], [row["history"] for row in found["rows"]]) == ("history", [64, 128])
 

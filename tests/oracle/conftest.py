@@ -1,0 +1,45 @@
+"""A bed for engines with an exact oracle: a node, and what connects to it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from node_harness import NodeProcess
+
+from pdx.testing.tiny_llama import make_model
+
+if TYPE_CHECKING:
+    from oracle_bed import OracleBed
+
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_exact_engine.py", "test_connector_storm.py"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What vLLM reads of a model; its weights only name the cache."""
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    make_model(folder, layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, intermediate=64)
+    return folder
+
+
+@pytest.fixture
+def bed(model: Path, module_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[OracleBed]:
+    """Engines on a node that has nothing of this test's prompts."""
+    from oracle_bed import OracleBed
+
+    with contextlib.closing(OracleBed(model, module_node, request.node.name)) as made:
+        yield made
+
+
+@pytest.fixture
+def own_bed(model: Path, node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[OracleBed]:
+    """Engines on a node of their own, which may die."""
+    from oracle_bed import OracleBed
+
+    with contextlib.closing(OracleBed(model, node, request.node.name)) as made:
+        yield made

@@ -1,0 +1,386 @@
+"""vLLM's own `Scheduler` and `AsyncScheduler` with `PdxConnector`, both halves of it, around the toy of `exact_runner`.
+
+Everything of an engine is real but for the model and its runner: tokens are those of `exact_model.answer`, or a byte of
+the cache was wrong. Steps take a millisecond, and async scheduling, which no CPU engine of vLLM has, is covered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
+    import torch
+    from exact_model import LAYERS, answer
+    from exact_runner import BLOCK, HEAD_DIM, LAYER_NAMES, Runner
+    from vllm.config import (
+        CacheConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from pdx.vllm import connector
+    from pdx.vllm.connector import PdxConnector
+
+from pdx.engine.copier import Scatter
+from pdx.engine.plan import PagesPlan
+
+MODEL_LEN = 4096
+DEPTH = 2  # steps under way with async scheduling
+DRAFTS = 3
+ATTACH_S = 30.0
+MAX_STEPS = 20_000  # until a request is called hung: an engine that waits steps a hundred times a second
+
+PDX = {"kv_connector": "PdxConnector", "kv_connector_module_path": "pdx.vllm.connector"}
+FOREIGN = {"kv_connector": "ForeignConnector", "kv_connector_module_path": "foreign_connector"}
+
+
+def known(kind: Any, base: Any = None, **settings: Any) -> Any:
+    """Make it of those settings that this release's constructor knows, which is that of `base`."""
+    names = inspect.signature(base or kind).parameters
+    return kind(**{name: value for name, value in settings.items() if name in names})
+
+
+@dataclass
+class Faults:
+    """What the loads of an engine suffer. `loses(number of the load)`: of the load's chunks, which are out of reach."""
+
+    loses: Callable[[int], Callable[[int], bool]] = lambda load: lambda chunk: False
+    loads: int = 0
+    lost: int = 0  # loads
+
+    def of_next_load(self) -> Callable[[int], bool]:
+        self.loads += 1
+        return self.loses(self.loads)
+
+    def lose(self, chunks: Callable[[int], bool] = lambda chunk: chunk > 0, times: int = 1) -> None:
+        """The next loads lose these chunks."""
+        last = self.loads + times
+        self.loses = lambda load: chunks if load <= last else lambda chunk: False
+
+
+class LosingScatter(Scatter):
+    """Copies what another one does, but for the chunks that the fault is about: they are out of its reach."""
+
+    def __init__(self, inner: Scatter, faults: Faults) -> None:
+        self._inner, self._faults = inner, faults
+        self._is_lost: Callable[[int], bool] | None = None
+        self._numbers: dict[int, int] = {}  # of chunks, by their slot
+
+    def copy(self, pages: Sequence[PagesPlan], layers: range) -> Sequence[PagesPlan]:
+        if self._is_lost is None:
+            self._is_lost = self._faults.of_next_load()
+        numbers = [self._numbers.setdefault(each.slots[0].offset, len(self._numbers)) for each in pages]
+        lost = [each for number, each in zip(numbers, pages, strict=True) if self._is_lost(number)]
+        self._faults.lost += bool(lost)
+        kept = [each for each in pages if all(each is not one for one in lost)]
+        return [*lost, *self._inner.copy(kept, layers)]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine is configured. `beside`: the connectors that MultiConnector has, empty: PdxConnector alone.
+
+    `threshold`: tokens of one prompt in a step, 0: no limit. `drafts`: whether tokens are proposed and checked.
+    """
+
+    asynchronous: bool = False
+    blocks: int = 600
+    budget: int = 2048  # tokens in a step
+    seqs: int = 8
+    threshold: int = 0
+    drafts: bool = False
+    draft_layers: int = 0
+    prefix: bool = True
+    beside: tuple[Mapping[str, Any], ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """One engine, in this process. Its caller steps it."""
+
+    def __init__(self, name: str, model: Path, node: str, shape: Shape = Shape()) -> None:  # noqa: B008 - frozen
+        self.name, self.shape = name, shape
+        self.faults = Faults()
+        self.outputs: dict[str, list[int]] = {}
+        self.requests: dict[str, Any] = {}  # that are not finished
+        self._prompts: dict[str, tuple[list[int], int]] = {}
+        self._queue: deque[tuple[Any, Any]] = deque()
+        self.preemptions = 0
+        torch.set_num_threads(1)
+        config = self._config(model, node)
+        kv_cache = self._kv_cache_config()
+        with (
+            patch.object(connector, "_rank", lambda: 0),
+            patch.object(connector, "attention_backend", lambda *_: "TOY"),
+            set_current_vllm_config(config),
+        ):
+            self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache)
+            drafter = self._draft if shape.drafts else None
+            self.runner = Runner(self._worker, shape.blocks, shape.draft_layers, drafter=drafter, num_drafts=DRAFTS)
+            self.scheduler = known(
+                AsyncScheduler if shape.asynchronous else Scheduler,
+                Scheduler,
+                vllm_config=config,
+                kv_cache_config=kv_cache,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+                log_stats=False,
+            )
+        handshake = self._worker.get_handshake_metadata()
+        if handshake is not None:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        self.pdx = self._pdx_of(self.scheduler.connector)
+        self.worker_pdx = self._pdx_of(self._worker)
+        assert self.half.wait_attached(ATTACH_S), "not attached"
+        self._lose_by_faults()
+
+    @staticmethod
+    def _pdx_of(outer: Any) -> PdxConnector:
+        found = [each for each in getattr(outer, "_connectors", [outer]) if isinstance(each, PdxConnector)]
+        return found[0]
+
+    @property
+    def half(self) -> Any:
+        """The scheduler half."""
+        return self.pdx.scheduler._half
+
+    @property
+    def worker_half(self) -> Any:
+        """The worker half."""
+        return self.worker_pdx.worker._half
+
+    def _config(self, model: Path, node: str) -> Any:
+        shape = self.shape
+        model_config = ModelConfig(
+            model=str(model), dtype="float32", seed=0, max_model_len=MODEL_LEN, skip_tokenizer_init=True
+        )
+        cache = CacheConfig(block_size=BLOCK, cache_dtype="auto", enable_prefix_caching=shape.prefix)
+        cache.num_gpu_blocks = shape.blocks
+        extra = {"node": node, "start_node": False, "lookup_s": 5.0, **shape.extra}
+        role = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        ours = {**PDX, **role, "kv_connector_extra_config": extra}
+        if shape.beside:
+            children = [dict(each) | role if each is not PDX else ours for each in shape.beside]
+            ours = {
+                "kv_connector": "MultiConnector",
+                **role,
+                "kv_connector_extra_config": {"connectors": children},
+            }
+        drafts = None
+        if shape.drafts:
+            drafts = SpeculativeConfig(
+                method="ngram", num_speculative_tokens=DRAFTS, prompt_lookup_max=3, prompt_lookup_min=1,
+                target_model_config=model_config, target_parallel_config=VllmConfig().parallel_config,
+            )  # fmt: skip
+        config = VllmConfig(
+            model_config=model_config,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=shape.seqs,
+                max_num_batched_tokens=shape.budget,
+                max_model_len=MODEL_LEN,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                long_prefill_token_threshold=shape.threshold,
+            ),
+            cache_config=cache,
+            kv_transfer_config=KVTransferConfig(**ours, engine_id=self.name),
+            **({"speculative_config": drafts} if drafts else {}),
+        )
+        config.scheduler_config.async_scheduling = shape.asynchronous
+        cache.block_size = BLOCK
+        return config
+
+    def _kv_cache_config(self) -> Any:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=HEAD_DIM, dtype=torch.float32)
+        return known(
+            KVCacheConfig,
+            num_blocks=self.shape.blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(list(LAYER_NAMES), spec)],
+            kv_cache_layout="LBHNC",
+            hash_block_size=BLOCK,
+        )
+
+    def _lose_by_faults(self) -> None:
+        copier, faults = self.worker_half._copier, self.faults
+        loading = copier.loading
+
+        def loading_with_faults(arena: Any) -> Scatter | None:
+            scatter = loading(arena)
+            return LosingScatter(scatter, faults) if scatter is not None else None
+
+        copier.loading = loading_with_faults
+
+    def _draft(self, name: str, tokens: list[int], count: int) -> list[int]:
+        """The tokens that will follow, but for the last ones of them: some are taken and some are not."""
+        prompt, _ = self._prompts[name]
+        done = len(tokens) - len(prompt)
+        right = answer(prompt, done + count, LAYERS - self.shape.draft_layers)[done:]
+        wrong_from = (done * 7) % (count + 1)
+        return right[:wrong_from] + [token + 1 for token in right[wrong_from:]]
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        count: int,
+        params: dict[str, Any] | None = None,
+        salt: str | None = None,
+    ) -> None:
+        """A request for `count` tokens; `params` are its `kv_transfer_params`."""
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, extra_args=extra)
+        request = Request(name, list(prompt), sampling, None, cache_salt=salt, block_hasher=_block_hasher())
+        self.requests[name], self.outputs[name] = request, []
+        self._prompts[name] = list(prompt), count
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        """Its client is gone."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        request = self.requests.pop(name, None)
+        self.preemptions += request.num_preemptions if request is not None else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._queue) or self.scheduler.has_requests()
+
+    def step(self) -> list[str]:
+        """As EngineCore.step, or step_with_batch_queue; the requests that have finished."""
+        if self.scheduler.has_requests():
+            planned = self.scheduler.schedule()
+            self._queue.append((planned, self.runner.execute(planned)))
+            depth = DEPTH if self.shape.asynchronous else 1
+            if len(self._queue) < depth and (planned.total_num_scheduled_tokens or self.scheduler.has_requests()):
+                return []
+        return self._take(*self._queue.popleft()) if self._queue else []
+
+    def _take(self, planned: Any, output: Any) -> list[str]:
+        finished = []
+        for outputs in self.scheduler.update_from_output(planned, output).values():
+            for each in outputs.outputs:
+                self.outputs.setdefault(each.request_id, []).extend(each.new_token_ids)
+                if each.finish_reason is not None:
+                    finished.append(each.request_id)
+                    self._forget(each.request_id)
+        if self.runner.drafts is not None:
+            self.scheduler.update_draft_token_ids(self.runner.drafts)
+        return finished
+
+    # ---- what tests want --------------------------------------------------------------------
+
+    def run(self, *names: str, each: Callable[[int], None] = lambda step: None) -> None:
+        """Step until these are finished; all, if none is named.
+
+        :raises AssertionError: they are hung.
+        """
+        for number in range(MAX_STEPS):
+            if not (set(names) & set(self.requests) if names else self.is_busy):
+                return
+            self.step()
+            each(number)
+        raise AssertionError(f"hung: { {name: one.status.name for name, one in self.requests.items()} }")
+
+    def ask(self, name: str, prompt: Sequence[int], count: int, **settings: Any) -> None:
+        """One request from its arrival to its end, whose answer must be right."""
+        self.add(name, prompt, count, **settings)
+        self.run(name)
+        self.check(name)
+
+    def wrong(self, name: str) -> str:
+        """What is wrong with the answer; empty: nothing."""
+        prompt, count = self._prompts[name]
+        want, got = answer(prompt, count, LAYERS - self.shape.draft_layers), self.outputs[name]
+        if got == want:
+            return ""
+        pairs = enumerate(zip(got, want, strict=False))
+        at = next((index for index, (one, other) in pairs if one != other), min(len(got), len(want)))
+        return f"{name} on {self.name}: prompt of {len(prompt)}, token {at}: {got[at : at + 3]} for {want[at : at + 3]}"
+
+    def check(self, *names: str) -> None:
+        """:raises AssertionError: an answer is wrong."""
+        found = [wrong for name in names or list(self.outputs) if (wrong := self.wrong(name))]
+        assert not found, "; ".join(found)
+
+    def forget_answers(self) -> None:
+        """Those that are there."""
+        for name in set(self.outputs) - set(self.requests):
+            del self.outputs[name], self._prompts[name]
+
+    def leftovers(self) -> Iterator[str]:
+        """What should not be there while the engine has no request: nothing."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        if (missing := self.shape.blocks - 1 - pool.get_num_free_blocks()) != 0:
+            yield f"{missing} blocks are not free"
+        for name, table in vars(self.half).items():
+            if isinstance(table, dict | set | list | deque) and table:
+                yield f"SchedulerHalf.{name}: {len(table)}"
+        if self.runner.torn and not self.shape.beside:  # a load that fails may leave pages as they were
+            yield f"{self.runner.torn} torn reads"
+        if self.pdx.scheduler.is_off or self.worker_pdx.worker.is_off:
+            yield "PDX is switched off"
+
+    def close(self) -> None:
+        """Stop its threads, and detach from the node."""
+        self._worker.shutdown()
+        self.scheduler.connector.shutdown()
+
+
+_hasher: list[Any] = []
+
+
+def _block_hasher() -> Any:
+    if not _hasher:
+        kv_cache_utils.init_none_hash(sha256)
+        _hasher.append(kv_cache_utils.get_request_block_hasher(BLOCK, sha256))
+    return _hasher[0]
+
+
+def tokens(count: int, seed: Any) -> list[int]:
+    """Some tokens, the same for the same seed."""
+    drawn = random.Random(str(seed))
+    return [drawn.randrange(100, 1000) for _ in range(count)]
+
+
+def check_nothing_left(engines: Iterable[Engine]) -> None:
+    """:raises AssertionError: something is left of requests that are over."""
+    left = [f"{engine.name}: {what}" for engine in engines for what in engine.leftovers()]
+    assert not left, "; ".join(left)

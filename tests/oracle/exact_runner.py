@@ -1,0 +1,203 @@
+"""A model runner around `exact_model`: a paged cache, and the calls of vLLM's runners to a connector's worker side.
+
+See vllm/v1/worker/kv_connector_model_runner_mixin.py and gpu_model_runner.py for the order of the hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from exact_model import LAYERS, MASKS, WORDS, Word, Words, attend, embed, keys_of, sample
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+
+BLOCK = 16  # tokens
+HEAD_DIM = WORDS  # a page of one head in float32, key and value: 8 words for each token
+LAYER_NAMES = [f"model.layers.{layer}.attn" for layer in range(LAYERS)]
+
+# (request id, tokens, how many to propose) -> draft tokens
+Drafter = Callable[[str, list[int], int], list[int]]
+
+
+@dataclass
+class _State:
+    """A request as the runner has it: its tokens, its blocks, and how many tokens are its prompt's."""
+
+    tokens: list[int]
+    blocks: list[int]
+    num_prompt: int
+
+
+@dataclass
+class _Work:
+    """Tokens [start, start + count) of a request, and what the layers so far have made of them."""
+
+    state: _State
+    start: int
+    count: int
+    hidden: Words
+
+
+@dataclass
+class Runner:
+    """`worker`: the worker side of a connector. Nothing of it is called but by `execute` and at start-up.
+
+    `skips_hooks`: of a step of so many tokens, whether it runs as one graph, which calls no hook of a layer.
+    `draft_layers`: so many last layers belong to a draft model: they run after the step's transfers were asked for, as
+    in vLLM's first runner, and sampling does not see them.
+    """
+
+    worker: Any
+    num_blocks: int
+    draft_layers: int = 0
+    skips_hooks: Callable[[int], bool] = lambda num_tokens: False
+    drafter: Drafter | None = None
+    num_drafts: int = 0
+    torn: int = 0  # pages that were not written as a whole
+    steps: int = 0
+    drafts: DraftTokenIds | None = None  # for the next step
+    _states: dict[str, _State] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = (LAYERS, self.num_blocks, BLOCK, 2 * HEAD_DIM)
+        cache = torch.zeros(shape, dtype=torch.float32)
+        # [num_blocks, BLOCK, WORDS] for each layer, the same memory
+        self._pages = [cache[layer].numpy().view(Word) for layer in range(LAYERS)]
+        self.worker.register_kv_caches({name: cache[layer] for layer, name in enumerate(LAYER_NAMES)})
+
+    def execute(self, step: Any) -> ModelRunnerOutput:
+        """One step of `SchedulerOutput`, to its end."""
+        self.worker.handle_preemptions(step.kv_connector_metadata)
+        self.worker.bind_connector_metadata(step.kv_connector_metadata)
+        self._update(step)
+        self.steps += bool(step.total_num_scheduled_tokens)
+        work = self._work_of(step)
+        layers = iter(self._forward(work, has_hooks=not self.skips_hooks(step.total_num_scheduled_tokens)))
+        loads_first = getattr(step, "has_sync_kv_loads", True)  # before 0.29 always
+        if loads_first:
+            self.worker.start_load_kv(None)
+        for _ in range(LAYERS - self.draft_layers if work else 0):
+            next(layers)
+        if not loads_first:
+            self.worker.start_load_kv(None)
+        sampled = {name: self._sample(step, name, one) for name, one in work.items()}
+        if not self.draft_layers or not work:
+            self.worker.wait_for_save()
+        output = self._transfers(step)
+        if self.draft_layers and work:
+            for _ in layers:
+                pass
+            self.worker.wait_for_save()
+        self.worker.clear_connector_metadata()
+        self._propose(sampled)
+        names = list(step.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=None if output.is_empty() else output,
+        )
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def _update(self, step: Any) -> None:
+        for name in step.finished_req_ids:
+            self._states.pop(name, None)
+        for new in step.scheduled_new_reqs:
+            tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+            self._states[new.req_id] = _State(list(tokens), list(new.block_ids[0]), len(new.prompt_token_ids))
+        cached = step.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            state, is_resumed = self._states[name], name in cached.resumed_req_ids
+            if is_resumed and name in cached.all_token_ids:
+                state.tokens = list(cached.all_token_ids[name])
+            # What the scheduler has not taken of the tokens that were sampled is void.
+            del state.tokens[state.num_prompt + cached.num_output_tokens[index] :]
+            blocks = cached.new_block_ids[index]
+            if is_resumed:
+                state.blocks = list(blocks[0])
+            elif blocks is not None:
+                state.blocks += blocks[0]
+
+    def _work_of(self, step: Any) -> dict[str, _Work]:
+        cached = step.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        work = {}
+        for name, count in step.num_scheduled_tokens.items():
+            state, start = self._states[name], starts[name]
+            tokens = state.tokens + step.scheduled_spec_decode_tokens.get(name, [])
+            tokens += [0] * (start + count - len(tokens))  # of a step planned before its tokens were known
+            work[name] = _Work(state, start, count, embed(tokens[start : start + count]))
+        return work
+
+    # ---- computing --------------------------------------------------------------------------
+
+    def _forward(self, work: dict[str, _Work], *, has_hooks: bool) -> Iterator[int]:
+        """Compute layer after layer, each when it is asked for."""
+        for layer, name in enumerate(LAYER_NAMES):
+            if has_hooks:
+                self.worker.wait_for_layer_load(name)
+            for one in work.values():
+                self._write(one, layer)
+            for one in work.values():
+                hidden = attend(one.hidden, self._read(one, layer), layer)
+                if layer < LAYERS - self.draft_layers:
+                    one.hidden = hidden
+            if has_hooks:
+                self.worker.save_kv_layer(name, None, None)
+            yield layer
+
+    def _write(self, one: _Work, layer: int) -> None:
+        positions = np.arange(one.start, one.start + one.count)
+        blocks = np.array(one.state.blocks, dtype=np.int64)
+        keys = keys_of(one.hidden, one.start, layer)
+        self._pages[layer][blocks[positions // BLOCK], positions % BLOCK] = keys[:, None] ^ MASKS
+
+    def _read(self, one: _Work, layer: int) -> Words:
+        end = one.start + one.count
+        blocks = np.array(one.state.blocks[: -(-end // BLOCK)], dtype=np.int64)
+        words = self._pages[layer][blocks].reshape(-1, WORDS)[:end] ^ MASKS
+        self.torn += bool((words != words[:, :1]).any())
+        return words[:, 0]
+
+    def _sample(self, step: Any, name: str, one: _Work) -> list[int]:
+        """The token that follows, and before it the drafts that were right."""
+        tokens, end = one.state.tokens, one.start + one.count
+        drafts = step.scheduled_spec_decode_tokens.get(name, [])
+        if end - len(drafts) < len(tokens):
+            return []  # a piece of the prompt
+        at = len(tokens) - 1 - one.start
+        found = [sample(one.hidden[at])]
+        for draft in drafts:
+            if draft != found[-1]:
+                break
+            at += 1
+            found.append(sample(one.hidden[at]))
+        tokens += found
+        return found
+
+    def _propose(self, sampled: dict[str, list[int]]) -> None:
+        if self.drafter is None:
+            return
+        names = [name for name, tokens in sampled.items() if tokens]
+        drafts = [self.drafter(name, self._states[name].tokens, self.num_drafts) for name in names]
+        self.drafts = DraftTokenIds(names, drafts)
+
+    # ---- transfers --------------------------------------------------------------------------
+
+    def _transfers(self, step: Any) -> KVConnectorOutput:
+        output = KVConnectorOutput()
+        if hasattr(self.worker, "get_transfer_results"):
+            results = self.worker.get_transfer_results(step.finished_req_ids)
+            output.finished_sending = results.finished_sending or None
+            output.finished_recving = results.finished_recving or None
+            output.failed_recving = results.failed_recving
+        else:
+            output.finished_sending, output.finished_recving = self.worker.get_finished(step.finished_req_ids)
+        output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        return output

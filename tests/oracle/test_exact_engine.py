@@ -1,0 +1,135 @@
+"""What vLLM's schedulers make of loads that fail, of promises that are not kept, and of ends at any moment: each token
+against the oracle, on the engine that it happened to, on others, and on one that finds everything in the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from exact_engine import FOREIGN, PDX
+from foreign_connector import CLAIMS
+from oracle_bed import OracleBed
+
+HISTORY = 1024  # tokens: four chunks
+CHUNKS = HISTORY // 256
+both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def written(bed: OracleBed, **shape: Any) -> list[int]:
+    """The beginning of a prompt, which the store has."""
+    history = bed.tokens(HISTORY)
+    writer = bed.engine("writer", **shape)
+    writer.ask("w", history + bed.tokens(50, "w"), 2)
+    bed.stored(CHUNKS)
+    return history
+
+
+def reader_of(bed: OracleBed, **shape: Any) -> Any:
+    """An engine that has computed a prompt: it knows how long that takes, and has told so."""
+    reader = bed.engine("reader", **shape)
+    reader.ask("warm", bed.tokens(300, "warm"), 2)
+    return reader
+
+
+def read_by_another(bed: OracleBed, *prompts: list[int], **shape: Any) -> None:
+    """What the store has is right."""
+    fresh = bed.engine("fresh", **shape)
+    for number, prompt in enumerate(prompts):
+        fresh.ask(f"again {number}", prompt + bed.tokens(30, "again"), 8)
+
+
+@both
+def test_the_oracle_finds_what_was_saved(bed: OracleBed, asynchronous: bool) -> None:
+    history = written(bed)
+    reader = reader_of(bed, asynchronous=asynchronous)
+    reader.ask("a", history + bed.tokens(300, "a"), 12)
+    assert reader.faults.loads == 1
+    assert bed.counted("hit_chunks") == CHUNKS
+
+
+# ---- loads that fail --------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("first_lost", [0, 1, 3])
+def test_a_request_whose_load_fails_is_right_and_so_is_its_next_turn(
+    bed: OracleBed, asynchronous: bool, first_lost: int
+) -> None:
+    history = written(bed)
+    reader = reader_of(bed, asynchronous=asynchronous)
+    reader.faults.lose(lambda chunk: chunk >= first_lost)
+    prompt = history + bed.tokens(300, "a")
+    reader.ask("a", prompt, 12)
+    assert reader.faults.lost
+    reader.ask("b", prompt + bed.tokens(50, "b"), 12)
+    read_by_another(bed, prompt)
+
+
+@both
+@pytest.mark.parametrize("aborted", [False, True], ids=["it goes on", "it is aborted"])
+def test_another_request_with_the_same_beginning_is_right_while_the_failed_part_is_computed(
+    bed: OracleBed, asynchronous: bool, aborted: bool
+) -> None:
+    """In pieces of 64 tokens, so that the other one comes between them."""
+    history = written(bed)
+    reader = reader_of(bed, asynchronous=asynchronous, budget=128, threshold=64)
+    reader.faults.lose()
+    first, second = history + bed.tokens(300, "a"), history + bed.tokens(100, "c")
+    reader.add("a", first, 12)
+    while not reader.faults.lost:
+        reader.step()
+    for _ in range(3):
+        reader.step()
+    reader.add("c", second, 12)
+    for _ in range(2):
+        reader.step()
+    if aborted:
+        reader.abort("a")
+    reader.run()
+    reader.check(*(["c"] if aborted else ["a", "c"]))
+    reader.ask("d", history + bed.tokens(120, "d"), 12)
+    read_by_another(bed, first, second, history + bed.tokens(120, "d"))
+
+
+@both
+def test_steps_that_call_no_hooks_load_and_save_as_others(bed: OracleBed, asynchronous: bool) -> None:
+    """As a full graph does: of small batches, here."""
+    history = written(bed)
+    reader = reader_of(bed, asynchronous=asynchronous)
+    reader.runner.skips_hooks = lambda num_tokens: num_tokens <= 512
+    prompts = [history + bed.tokens(200, n) for n in range(3)]
+    for number, prompt in enumerate(prompts):
+        reader.ask(str(number), prompt, 300)
+    read_by_another(bed, *prompts)
+
+
+@both
+def test_layers_of_a_draft_model_run_after_transfers_were_asked_for(bed: OracleBed, asynchronous: bool) -> None:
+    """As with EAGLE or MTP on vLLM's first runner. The cache's last layer is the draft's."""
+    history = written(bed, draft_layers=1)
+    reader = reader_of(bed, draft_layers=1, asynchronous=asynchronous)
+    for name, count in (("first", 200), ("second", 300)):
+        reader.ask(name, history + bed.tokens(count, name), 8)
+
+
+# ---- inside MultiConnector --------------------------------------------------------------------
+
+
+@pytest.fixture
+def claims() -> Any:
+    """What the connector beside PDX promises, and does not keep."""
+    yield CLAIMS
+    CLAIMS.clear()
+
+
+BESIDE = {"beside": (FOREIGN, PDX)}
+
+
+@pytest.mark.xfail(reason="F4: PDX trusts pages that another connector has promised")
+def test_what_another_connector_failed_to_load_is_not_saved(bed: OracleBed, claims: dict[str, int]) -> None:
+    reader = reader_of(bed, **BESIDE)
+    history = bed.tokens(HISTORY)
+    claims["a"] = 768
+    reader.ask("a", history + bed.tokens(100, "a"), 12)
+    assert not claims
+    read_by_another(bed, history + bed.tokens(100, "a"), history, **BESIDE)
