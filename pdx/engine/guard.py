@@ -49,6 +49,11 @@ class _Guard:
         self._closing = threading.Thread(target=self._close, name="pdx-off", daemon=True)
         self._closing.start()
 
+    def count(self, reason: str, text: str, *args: object, times: int = 1) -> None:
+        """See `NodeLink.count`."""
+        if not self.is_off:
+            self._half.count(reason, text, *args, times=times)
+
     def close(self) -> None:
         """Detach from the node. Idempotent."""
         self.is_off = True

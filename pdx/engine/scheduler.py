@@ -19,7 +19,7 @@ from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
-from pdx.engine.step import BlockHasher, EngineRequest, StepRecord, StepRequest
+from pdx.engine.step import BlockHasher, EngineRequest, LeftOut, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
 from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.form import form_of, lossy_fingerprint
@@ -28,7 +28,7 @@ from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
 from pdx.wire.hints import Envelope, Hints, Verdict
-from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Release
+from pdx.wire.messages import VERSION, Abort, Cancel, EngineFacts, Hello, Release
 
 log = logging.getLogger("pdx")
 
@@ -48,16 +48,21 @@ class SchedulerHalf:
         facts: EngineFacts | None = None,
         naming: Mapping[str, str] | None = None,
         keep_apart: Callable[[Any, str], bool] = lambda request, form: not form,
+        name_inputs: Callable[[Any, bool], LeftOut | None] = lambda request, is_new: None,
     ) -> None:
         """`naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
         `hasher` can. `keep_apart`: from now on the engine's own cache gives no blocks of this request to another one,
         nor to it, unless that one was kept apart by the same word; empty: as ever. False: the engine cannot do that.
+        `name_inputs`: hashes of this request's blocks are of content alone from now on, or why it is left out. It hears
+        whether the request is new: of others the engine has looked hashes up already.
         """
         self._layout = layout
         self._keep_apart = keep_apart
+        self._name_inputs = name_inputs
         self._fingerprint = layout.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, layout, hasher)
         self._requests: dict[str, TrackedRequest] = {}
+        self._left_out: set[str] = set()  # nothing of these is asked, saved or found
         self._unscheduled: set[str] = set()  # new ones
         self._due: set[str] = set()  # those that the next step may have something to do for
         self._loading: dict[str, TrackedRequest] = {}
@@ -85,6 +90,8 @@ class SchedulerHalf:
     def arrived(self, request: EngineRequest) -> None:
         """A new request is in the engine's queue. What its turn will need is asked now, if its turn may come soon; else
         the node is told what will be wanted."""
+        if self._is_left_out(request, is_new=True):
+            return
         tracked = self.track(request, is_new=True)
         connection = self._link.connection
         if connection is not None:
@@ -103,6 +110,25 @@ class SchedulerHalf:
             self._unscheduled.add(request.request_id)
             self._tell_load()
         return tracked
+
+    def _is_left_out(self, request: EngineRequest, *, is_new: bool = False) -> bool:
+        """Whether nothing of this request is saved or found: `LeftOut` says why. Asked before it is tracked."""
+        request_id = request.request_id
+        if request_id in self._requests:
+            return False
+        if request_id in self._left_out:
+            return True
+        why = self._name_inputs(request, is_new)
+        if why is None:
+            return False
+        self._left_out.add(request_id)
+        if why.reason:
+            self._link.count(why.reason, why.text, request_id)
+        params, _ = self._params(request)
+        connection = self._link.connection
+        if params is not None and params.do_remote_decode and params.transfer_id and connection is not None:
+            connection.tell(Cancel(params.transfer_id))  # the decoder shall not wait
+        return True
 
     def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Envelope]:
         salt = getattr(request, "cache_salt", None)  # which not every engine has
@@ -153,6 +179,8 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
+        if self._is_left_out(request, is_new=not local_tokens):
+            return 0
         tracked = self.track(request, is_new=not local_tokens)
         if tracked.scheduled:
             self._running.discard(request.request_id)
@@ -197,6 +225,8 @@ class SchedulerHalf:
 
         :raises LayoutError: as `TrackedRequest.take_blocks`.
         """
+        if self._is_left_out(request):
+            return
         tracked = self.track(request)
         tracked.take_blocks(blocks)
         tracked.scheduled = True
@@ -310,6 +340,7 @@ class SchedulerHalf:
 
         :returns: what became of each field of its hints, in words; empty: it had none.
         """
+        self._left_out.discard(request.request_id)
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return {}
@@ -371,9 +402,9 @@ class SchedulerHalf:
         """For start-up only: whether this half is attached to a node within `timeout_s`."""
         return self._link.wait_attached(timeout_s)
 
-    def count(self, reason: str) -> None:
+    def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
         """See `NodeLink.count`."""
-        self._link.count(reason)
+        self._link.count(reason, text, *args, times=times)
 
     def close(self) -> None:
         """Detach from the node. Idempotent."""

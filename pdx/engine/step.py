@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 # (request, hash of the block before `start` or None, start, end) -> chained hash of tokens [start, end)
 BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
+
+
+class LeftOut(NamedTuple):
+    """Why nothing of a request is saved or found. `reason`: under which it is counted; empty: it is as it should be.
+    `text`: what is logged, with a place for the request's name."""
+
+    reason: str
+    text: str
 
 
 class EngineRequest(Protocol):

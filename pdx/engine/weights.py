@@ -20,7 +20,7 @@ PIECE_BYTES = 16 << 10
 STRIDE_BYTES = 4 << 20  # a piece of every so many bytes of a large tensor, and its end
 BLIND_STRIDE_BYTES = 256 << 10  # of a file that does not say where its tensors lie
 
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _MAX_HEADER_BYTES = 100 << 20  # what the format allows
 _THREADS = 8
 
@@ -37,7 +37,7 @@ def weight_files(place: Path) -> list[Path]:
     """The files at `place`, a file or a folder, that hold weights, in order of their names."""
     if place.is_file():
         return [place]
-    return sorted(path for path in place.iterdir() if path.suffix in _SUFFIXES)
+    return sorted(path for path in place.iterdir() if path.suffix in SUFFIXES)
 
 
 def weights_digest(files: Iterable[Path]) -> bytes:

@@ -313,9 +313,9 @@ class WorkerHalf:
         load_s = connection.load_s if connection is not None else 0.0
         return WorkerNews(loaded, self._failed_step, bool(self._waits), load_s, self._pace.chunk_s)
 
-    def count(self, reason: str) -> None:
+    def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
         """See `NodeLink.count`."""
-        self._link.count(reason)
+        self._link.count(reason, text, *args, times=times)
 
     def close(self) -> None:
         """Wait for the copies under way, stop the threads and detach. Idempotent."""

@@ -35,17 +35,28 @@ from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
 from pdx.memory.form import apart_salt
+from pdx.vllm.adapters import Adapter, Claim, LoadedAdapters, watch
+from pdx.vllm.content import Content, as_hashed
 from pdx.vllm.facts import facts_of
-from pdx.vllm.identity import attention_backend, check_no_state, layout_of, model_identity, naming_of
+from pdx.vllm.identity import (
+    attention_backend,
+    check_no_state,
+    layout_of,
+    model_identity,
+    naming_of,
+    own_life,
+    why_unnamed,
+)
 from pdx.vllm.releases import check_nested
 from pdx.vllm.step import step_record
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A step's plan on its way to the workers."""
+    """A step's plan on its way to the workers. `adapters`: of its requests that have one."""
 
-    def __init__(self, plan: StepPlan | Off) -> None:
+    def __init__(self, plan: StepPlan | Off, adapters: dict[str, Claim]) -> None:
         self.plan = plan
+        self.adapters = adapters
 
 
 class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
@@ -57,15 +68,20 @@ class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class PdxWorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What worker halves tell the scheduler half after a step. `is_off`: one is, and loads nothing more."""
+    """What worker halves tell the scheduler half after a step. `is_off`: one is, and loads nothing more. `adapters`:
+    digests of those that were loaded; empty: it is not known, or not the same for all workers."""
 
-    def __init__(self, news: list[WorkerNews], *, is_off: bool) -> None:
+    def __init__(self, news: list[WorkerNews], *, is_off: bool, adapters: dict[Adapter, str]) -> None:
         self.news = news
         self.is_off = is_off
+        self.adapters = adapters
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, PdxWorkerNews)
-        return PdxWorkerNews(self.news + other.news, is_off=self.is_off or other.is_off)
+        adapters = self.adapters | other.adapters
+        for adapter in self.adapters.keys() & other.adapters.keys():
+            adapters[adapter] = self.adapters[adapter] if self.adapters[adapter] == other.adapters[adapter] else ""
+        return PdxWorkerNews(self.news + other.news, is_off=self.is_off or other.is_off, adapters=adapters)
 
 
 class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -81,10 +97,11 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         config = _checked_config(transfer)
         # Only the scheduler half makes keys: the workers need not read samples of the weights.
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        model = model_identity(vllm_config.model_config, vllm_config.load_config.load_format) if is_scheduler else ""
+        model = self._name_model(vllm_config) if is_scheduler else ""
         layout = layout_of(vllm_config, kv_cache_config, config.chunk_tokens, model=model)
         self._config, self._layout, self._engine = config, layout, transfer.engine_id
         self._facts = facts_of(vllm_config) if is_scheduler else None
+        self._content = Content(vllm_config) if is_scheduler else None
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()
         # Of several micro-batches each runs every layer, in a thread of its own: a hook does not say that pages are
@@ -94,6 +111,9 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._backend = ""
         self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout
         self._worker = None if is_scheduler else WorkerGuard(WorkerHalf(config, layout, self._engine, _rank()))
+        self._loaded = LoadedAdapters()
+        if not is_scheduler and getattr(vllm_config, "lora_config", None) is not None:
+            watch(self._loaded)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -115,16 +135,33 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler
 
     @property
+    def _names(self) -> Content:
+        """Names of what requests have beside tokens, in the process that has the scheduler half."""
+        assert self._content is not None
+        return self._content
+
+    @property
     def worker(self) -> WorkerGuard:
         """The worker half, in the processes that have it."""
         assert self._worker is not None
         return self._worker
 
+    def _name_model(self, config: Any) -> str:
+        load_format = config.load_config.load_format
+        model = model_identity(config.model_config, load_format)
+        self._unnamed = why_unnamed(config.model_config, load_format, config.cache_config)
+        return own_life(model) if self._unnamed else model
+
     def _start_scheduler(self, backend: str, order: str) -> None:
         layout = msgspec.structs.replace(self._layout, backend=backend, order=order)
         naming = naming_of(self._vllm_config)
-        half = SchedulerHalf(self._config, layout, self._engine, tail_hash, self._facts, naming, keep_apart)
+        half = SchedulerHalf(
+            self._config, layout, self._engine, tail_hash, self._facts, naming, keep_apart, self._names.name
+        )
         self._scheduler = SchedulerGuard(half, layout.block_tokens)
+        if self._unnamed:
+            text = "chunks of this engine are found by no other one, nor by itself when it starts again: %s"
+            self._scheduler.count("unnamed_weights", text, self._unnamed)
 
     # ---- scheduler side ---------------------------------------------------------------------
 
@@ -147,12 +184,19 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return (0,)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return PdxMetadata(self.scheduler.plan_step(partial(step_record, scheduler_output)))
+        plan = self.scheduler.plan_step(partial(step_record, scheduler_output))
+        claims = self._names.claims
+        if not claims or isinstance(plan, Off):
+            return PdxMetadata(plan, {})
+        copied = {each.request_id for each in plan.saves} | {each.request_id for each in plan.loads}
+        return PdxMetadata(plan, {name: claims[name] for name in copied & claims.keys()})
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, PdxWorkerNews) and told.is_off:
             self.scheduler.switch_off("a worker half is off")
+        if isinstance(told, PdxWorkerNews):
+            self._names.heard(told.adapters)
         if connector_output.invalid_block_ids:
             self.scheduler.not_loaded(connector_output.invalid_block_ids)
         if isinstance(told, PdxWorkerNews) and told.news:
@@ -166,6 +210,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         hints = self.scheduler.finished(request)
+        self._names.forget(request.request_id)
         return False, {"pdx_hints": hints} if hints else None
 
     def has_pending_push_work(self) -> bool:
@@ -187,7 +232,11 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         # Loads start here, before the forward pass of the step: vLLM calls start_load_kv only after it.
-        self.worker.begin(connector_metadata.plan)
+        plan, lost = self._loaded.checked(connector_metadata.plan, connector_metadata.adapters)
+        if lost:
+            text = "chunks of LoRA requests are not shared: their adapter was loaded from other files than it has now"
+            self.worker.count("adapter_changed", text, times=lost)
+        self.worker.begin(plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Started by `bind_connector_metadata` already."""
@@ -212,8 +261,10 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         news = self.worker.take_news()
-        is_off = self.worker.has_news
-        return PdxWorkerNews([news] if news else [], is_off=is_off) if news or is_off else None
+        is_off, adapters = self.worker.has_news, self._loaded.take_news()
+        if not (news or is_off or adapters):
+            return None
+        return PdxWorkerNews([news] if news else [], is_off=is_off, adapters=adapters)
 
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):
@@ -224,10 +275,10 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
     """vLLM's chained block hash of tokens [start, end), which need not be a whole number of blocks.
 
-    With everything that vLLM itself puts into a block's hash: LoRA, multimodal inputs, cache salt, embeddings.
+    With everything that is in a block's hash: LoRA and multimodal inputs by their content, cache salt, embeddings.
     Hashed through CBOR: the default goes through pickle, whose bytes may differ between equal objects.
     """
-    extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+    extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(as_hashed(request), start, end, 0)
     tokens = request.all_token_ids[start:end]
     return bytes(kv_cache_utils.hash_block_tokens(sha256_cbor, parent, tokens, extra_keys))
 

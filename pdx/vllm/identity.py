@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import secrets
 from pathlib import Path
 from typing import Any
 
-from pdx.engine.weights import weight_files, weights_digest
+from pdx.engine.weights import SUFFIXES, weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
 from pdx.memory.layout import KvLayout
 from pdx.vllm.releases import checked_release, cpu_isa, hashed_tokens, is_causal, page_order, root_hash, salt_tag
 
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _HASHES = ("sha256", "sha256_cbor")
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+# Of vLLM's --load-format, those that read the files of the model's folder or repository.
+_READ_FROM_FILES = (
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "gguf"),
+    *("bitsandbytes", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
+)
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str) -> KvLayout:
@@ -87,27 +95,64 @@ def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def model_identity(model: Any, load_format: Any) -> str:
-    """A name for the weights: for a folder, the digest of its files (`weights_digest`); for a hub name, its revision.
+    """A name for the weights: for a folder, the digest of its files (`weights_digest`); for a hub name, its commit.
 
-    Where the weights lie does not matter, so the same model on two hosts has one identity; how it is quantised and
-    what its configuration says does.
+    Where the weights lie does not matter, so the same model on two hosts has one identity; how it is quantised and what
+    its configuration says does. Where nobody knows the content of the weights, a part is drawn at random.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"pdx-model-1")
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _INCIDENTAL}
     parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), str(model.quantization)]
-    if str(load_format) == "dummy":
-        parts.append(f"dummy weights from seed {model.seed}")
     if "longrope" in parts[0]:  # vLLM turns keys by other factors where this exceeds what the model was trained on
         parts.append(f"max_model_len {model.max_model_len}")
+    parts.append(_weights(model, str(load_format)))
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part.encode())
-    place = Path(model.model)
-    if place.exists():
-        digest.update(weights_digest(weight_files(place)))
-    else:
-        commit = getattr(model.hf_config, "_commit_hash", None)
-        digest.update(f"{model.model}@{model.revision or commit}".encode())
     return digest.hexdigest()
+
+
+def why_unnamed(model: Any, load_format: Any, cache: Any) -> str:
+    """Why chunks of this model have no name that another engine would give them; empty: they have."""
+    place = _place(model)
+    if str(load_format) == "dummy":
+        pass
+    elif str(load_format) not in _READ_FROM_FILES:
+        return f"--load-format {load_format} takes the weights from elsewhere than the model's own files"
+    elif place.exists() and not weight_files(place):
+        return f"{str(place)!r} has no weights of a known format ({', '.join(SUFFIXES)})"
+    elif not place.exists() and not _commit(model):
+        return f"the weights of {str(_place(model))!r} are no files here, and have no commit"
+    if getattr(cache, "calculate_kv_scales", False):
+        return "--calculate-kv-scales scales the cache by the first prompt that an engine gets"
+    return ""
+
+
+def own_life(model: str) -> str:
+    """The identity of a model whose chunks are this engine's alone, until it ends."""
+    return f"{model}-{secrets.token_hex(8)}"
+
+
+def _weights(model: Any, load_format: str) -> str:
+    """What the weights are, in one text."""
+    if load_format == "dummy":
+        return f"dummy weights from seed {model.seed}"
+    if why_unnamed(model, load_format, None):
+        return f"of this life: {secrets.token_hex(16)}"
+    place = _place(model)
+    return f"files {weights_digest(weight_files(place)).hex()}" if place.exists() else f"{model.model}@{_commit(model)}"
+
+
+def _place(model: Any) -> Path:
+    """Where the weights are, which may be elsewhere than the configuration: vLLM copies that from an object store."""
+    return Path(getattr(model, "model_weights", "") or model.model)
+
+
+def _commit(model: Any) -> str:
+    """What a branch or a tag meant when the configuration was read; empty: nobody knows."""
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit:
+        return str(commit)
+    return model.revision if _COMMIT.fullmatch(model.revision or "") else ""
 
 
 def _one_group(groups: Any) -> Any:

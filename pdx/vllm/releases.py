@@ -106,6 +106,24 @@ def is_diffusion(model: Any) -> bool:
     return bool(getattr(model, "is_diffusion", False))
 
 
+def can_reuse(model: Any) -> bool:
+    """Whether vLLM lets a model begin behind a prefix that it has not computed: some poolers need all of a prompt."""
+    return bool(getattr(model, "is_prefix_caching_supported", True))
+
+
+def skips_cache(request: Any) -> bool:
+    """Whether a request needs every token of its prompt computed: for their logprobs, or a vector for each.
+
+    Not every release takes that into account itself where a connector has found something.
+    """
+    sampling, pooling = getattr(request, "sampling_params", None), getattr(request, "pooling_params", None)
+    return (
+        bool(getattr(request, "skip_reading_prefix_cache", False))
+        or getattr(sampling, "prompt_logprobs", None) is not None
+        or getattr(pooling, "task", None) in ("token_embed", "token_classify")
+    )
+
+
 def is_causal(spec: Any) -> bool:
     """Whether the KV of a token depends on no later one; not every release says so of a group of layers."""
     return not getattr(spec, "non_causal", False)

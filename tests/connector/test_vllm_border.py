@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 import pickle
@@ -48,7 +49,7 @@ with warnings.catch_warnings():
     from pdx.vllm import connector, releases
     from pdx.vllm.connector import _checked_config, tail_hash
     from pdx.vllm.facts import facts_of
-    from pdx.vllm.identity import layout_of, model_identity, naming_of
+    from pdx.vllm.identity import layout_of, model_identity, naming_of, why_unnamed
 
 # ---- the model's identity -------------------------------------------------------------------
 
@@ -106,11 +107,74 @@ def test_identity_with_long_rope_is_that_of_the_models_length(folder: Path) -> N
     assert short != long
 
 
-def test_identity_of_a_hub_model_is_its_revision() -> None:
-    config = SimpleNamespace(to_dict=dict, _commit_hash="abc")
-    hub = SimpleNamespace(model="org/name", revision=None, dtype="x", quantization=None, seed=0, hf_config=config)
-    moved = SimpleNamespace(**{**vars(hub), "revision": "def"})
-    assert model_identity(hub, "auto") != model_identity(moved, "auto")
+def hub_model(revision: str | None, commit: str | None) -> Any:
+    """As vLLM has it of a repository whose configuration was read at this commit."""
+    config = SimpleNamespace(to_dict=dict, _commit_hash=commit)
+    return SimpleNamespace(
+        model="org/name", revision=revision, dtype="x", quantization=None, seed=0, hf_config=config, max_model_len=1
+    )
+
+
+def test_identity_of_a_hub_model_is_its_commit_whatever_led_there() -> None:
+    """A branch that moves is another model, and one commit is one, by a branch, a tag, its number or none of them."""
+    old, new = "a" * 40, "b" * 40
+    by_name = [model_identity(hub_model(name, old), "auto") for name in (None, "main", "v1", old)]
+    assert len(set(by_name)) == 1
+    assert model_identity(hub_model(old, None), "auto") == by_name[0]
+    assert model_identity(hub_model("main", new), "auto") not in by_name
+
+
+UNNAMED = {
+    "a branch alone": (hub_model("main", None), "auto"),
+    "no revision": (hub_model(None, None), "auto"),
+    "an object store": (
+        SimpleNamespace(**vars(hub_model(None, None)) | {"model_weights": "s3://b/m"}),
+        "runai_streamer",
+    ),
+    "weights from elsewhere": (hub_model(None, "a" * 40), "tensorizer"),
+    "a loader that nobody knows": (hub_model(None, "a" * 40), "of a plugin"),
+}
+
+
+@pytest.mark.parametrize("case", [*UNNAMED, "a folder without weights", "scales of the first prompt"])
+def test_weights_without_a_content_are_named_for_one_life(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Two engines share nothing, and each says so once."""
+    model, load_format = UNNAMED.get(case, (model_of(folder), "auto"))
+    cache = SimpleNamespace(calculate_kv_scales=case == "scales of the first prompt")
+    if case == "a folder without weights":
+        for file in folder.glob("*.safetensors"):
+            file.rename(file.with_suffix(".tensors"))
+    assert why_unnamed(model, load_format, cache)
+    if not cache.calculate_kv_scales:
+        assert model_identity(model, load_format) != model_identity(model, load_format)
+    told = []
+
+    class Half:
+        def __init__(self, config: Any, layout: KvLayout, *_: Any) -> None:
+            layouts.append(layout)
+
+        def count(self, reason: str, text: str, *args: str, times: int) -> None:
+            told.append((reason, text % args))
+
+    monkeypatch.setattr(connector, "SchedulerHalf", Half)
+    for _ in range(2):
+        made = connector_of(folder, KVConnectorRole.SCHEDULER, model=model, load_format=load_format, cache=cache)
+        made.set_xfer_handshake_metadata({})
+    assert layouts[0].model != layouts[1].model
+    assert [reason for reason, _ in told] == ["unnamed_weights"] * 2
+    assert "are found by no other one" in told[0][1]
+
+
+def test_weights_of_a_folder_a_commit_or_a_seed_are_named_by_content(folder: Path) -> None:
+    cache = SimpleNamespace()
+    for model, load_format in ((model_of(folder), "auto"), (hub_model("main", "a" * 40), "safetensors")):
+        assert not why_unnamed(model, load_format, cache)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert not why_unnamed(model_of(folder), "dummy", cache)
+    assert model_identity(model_of(folder), "dummy") == model_identity(model_of(folder), "dummy")
 
 
 # ---- layouts --------------------------------------------------------------------------------
@@ -326,6 +390,8 @@ READ = {
     "vllm.config.KVTransferConfig": (
         "kv_connector kv_role kv_load_failure_policy engine_id kv_connector_extra_config kv_connector_module_path"
     ),
+    "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
+    "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
     "vllm.config.CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "vllm.config.ParallelConfig": (
         "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size world_size"
@@ -338,6 +404,18 @@ def test_what_is_read_of_vllms_objects_is_among_their_fields(place: str) -> None
     module, _, name = place.rpartition(".")
     fields = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
     assert set(READ[place].split()) <= fields
+
+
+def test_how_blocks_are_hashed_and_adapters_loaded_is_where_pdx_steps_in() -> None:
+    """Without these nothing of a request with media or an adapter is saved."""
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.request import Request
+
+    assert "self._block_hasher(self)" in inspect.getsource(Request.update_block_hashes)
+    assert list(inspect.signature(WorkerLoRAManager._load_adapter).parameters) == ["self", "lora_request"]
+    assert {"lora_int_id", "lora_name", "lora_path", "load_inplace"} <= set(LoRARequest.__struct_fields__)
+    assert isinstance(ModelConfig.is_prefix_caching_supported, property)
 
 
 def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -> None:
@@ -503,10 +581,22 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
 
 
 def connector_of(
-    folder: Path, role: KVConnectorRole, *, flag: Any = None, chosen: tuple[str, ...] = (), has_order: bool = True
+    folder: Path,
+    role: KVConnectorRole,
+    *,
+    flag: Any = None,
+    chosen: tuple[str, ...] = (),
+    has_order: bool = True,
+    model: Any = None,
+    load_format: str = "auto",
+    **more: Any,
 ) -> Any:
     """A half of the connector of an engine whose layers have the `chosen` backends; `flag`: --attention-backend."""
     config, cache = configs(folder, [group()])
+    if model is not None:
+        config.model_config = SimpleNamespace(**vars(model_of(folder)) | vars(model))
+    config.load_config.load_format = load_format
+    vars(config.cache_config).update(vars(more.get("cache", SimpleNamespace())))
     if not has_order:
         del cache.kv_cache_layout
     config.kv_transfer_config = transfer_config(engine_id="e", kv_connector="PdxConnector")

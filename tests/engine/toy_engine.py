@@ -20,7 +20,7 @@ import torch
 from pdx.config import ConnectorConfig
 from pdx.engine.guard import SchedulerGuard, WorkerGuard
 from pdx.engine.scheduler import SchedulerHalf
-from pdx.engine.step import StepRecord
+from pdx.engine.step import LeftOut, StepRecord
 from pdx.engine.worker import WorkerHalf
 from pdx.memory.layout import KvLayout
 from pdx.vllm.step import step_record
@@ -100,6 +100,7 @@ class ToyEngine:
         num_blocks: int = NUM_BLOCKS,
         shape: dict[str, Any] | None = None,
         keeps_apart: bool = True,
+        left_out: Callable[[Request], LeftOut | None] = lambda request: None,
         **settings: Any,
     ) -> None:
         settings.setdefault("lookup_s", 20.0)  # so that only an answer decides, on a loaded machine, too
@@ -116,7 +117,12 @@ class ToyEngine:
         for worker, cache in zip(self.workers, self.caches, strict=True):
             worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, num_blocks)
         self.scheduler = SchedulerHalf(
-            config, layout_, name, hasher, keep_apart=lambda request, form: keeps_apart or not form
+            config,
+            layout_,
+            name,
+            hasher,
+            keep_apart=lambda request, form: keeps_apart or not form,
+            name_inputs=lambda request, is_new: left_out(request),
         )
         assert self.scheduler.wait_attached(10)
         # Steps go through the guards, as vLLM's hooks do; tests may ask the halves themselves.

@@ -1,0 +1,188 @@
+"""Which weights a LoRA adapter has: a digest of its files, and which of them an engine's workers have loaded.
+
+vLLM calls an adapter by its name and its path, and loads it when it likes: when it is told of the adapter, when a
+request needs it that was dropped, for each step where it is replaced in place. So the scheduler half says under which
+digest a request is saved and found, and each worker compares that with what it has loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdx.engine.guard import Off
+from pdx.engine.plan import NO_EPOCH, StepPlan
+
+log = logging.getLogger("pdx")
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+_FILES = (_CONFIG, *_WEIGHTS, "new_embeddings.safetensors", "new_embeddings.bin")
+_SETTLED_NS = 100_000_000  # a file that was changed just now may be changed again without showing it in its times
+_MAX_KNOWN = 1024
+
+_Signature = tuple[tuple[str, int, int, int, int, int], ...]
+
+
+class Adapter(NamedTuple):
+    """An adapter as vLLM calls it."""
+
+    number: int
+    name: str
+    path: str
+
+
+class Claim(NamedTuple):
+    """The adapter of a request, and the digest by which its chunks are named."""
+
+    adapter: Adapter
+    digest: str
+
+
+def adapter_of(lora_request: Any) -> Adapter:
+    """What vLLM's `LoRARequest` is about."""
+    return Adapter(int(lora_request.lora_int_id), str(lora_request.lora_name), str(lora_request.lora_path))
+
+
+class AdapterDigests:
+    """Digests of the files of adapters. A file is read again only where its size, its times or its inode changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[_Signature, str]] = {}
+
+    def of(self, path: str) -> str:
+        """64 hex digits for configuration and weights at vLLM's `lora_path`, all of them read; empty: they cannot be
+        read, or are being changed. Never fails."""
+        try:
+            folder = _folder(path)
+            signature = _signature(folder)
+            known, digest = self._known.get(path, ((), ""))
+            if known == signature:
+                return digest
+            digest = _digest(folder, [name for name, *_ in signature])
+            if signature != _signature(folder):
+                return ""
+        except (OSError, ValueError):
+            return ""
+        if time.time_ns() - max(changed for *_, changed in signature) > _SETTLED_NS:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[path] = (signature, digest)
+        return digest
+
+
+class LoadedAdapters:
+    """What the workers of this process have loaded: on the thread that runs the model."""
+
+    def __init__(self) -> None:
+        self._digests = AdapterDigests()
+        self._loaded: dict[Adapter, str] = {}
+        self._untold: dict[Adapter, str] = {}
+
+    def take_news(self) -> dict[Adapter, str]:
+        """What was loaded since this was asked last; empty digests: of files that were changed meanwhile."""
+        news, self._untold = self._untold, {}
+        return news
+
+    def load(self, load: Any, lora_request: Any) -> Any:
+        """Have `load` read the adapter, and note what it has read: what was there before and after it."""
+        adapter = adapter_of(lora_request)
+        before = self._digests.of(adapter.path)
+        loaded = load(lora_request)
+        digest = before if before == self._digests.of(adapter.path) else ""
+        self._loaded[adapter] = digest
+        self._untold[adapter] = digest
+        return loaded
+
+    def checked(self, plan: StepPlan | Off, claims: Mapping[str, Claim]) -> tuple[StepPlan | Off, int]:
+        """The plan without what does not fit the weights that are loaded, and how many saves and loads that is.
+
+        Such saves are left out, such loads fail. An adapter that is not loaded yet will be before its request computes.
+        """
+        if not claims or isinstance(plan, Off):
+            return plan, 0
+        lost = {request_id for request_id, claim in claims.items() if self._loaded.get(claim.adapter) != claim.digest}
+        failing = {request_id for request_id in lost if claims[request_id].adapter in self._loaded}
+        saves = [save for save in plan.saves if save.request_id not in lost]
+        loads = [
+            msgspec.structs.replace(load, epoch=NO_EPOCH) if load.request_id in failing else load for load in plan.loads
+        ]
+        count = len(plan.saves) - len(saves) + sum(load.request_id in failing for load in plan.loads)
+        return (msgspec.structs.replace(plan, saves=saves, loads=loads), count) if count else (plan, 0)
+
+
+_watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
+
+
+def watch(adapters: LoadedAdapters) -> None:
+    """Have vLLM's loads of adapters in this process noted there. Nothing else in vLLM tells which weights it has.
+
+    Where a release loads them elsewhere, none is ever known to be loaded, so nothing is saved for one.
+    """
+    try:
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        own = WorkerLoRAManager._load_adapter
+    except (ImportError, AttributeError) as error:
+        log.warning("nothing is saved for LoRA adapters: this vLLM does not show what it loads (%s)", error)
+        return
+    if not hasattr(own, "__wrapped__"):
+
+        @functools.wraps(own)
+        def noted(manager: Any, lora_request: Any) -> Any:
+            load = functools.partial(own, manager)
+            for each in list(_watching):
+                load = functools.partial(each.load, load)
+            return load(lora_request)
+
+        WorkerLoRAManager._load_adapter = noted
+    _watching.add(adapters)
+
+
+def _folder(path: str) -> Path:
+    """Where vLLM's `get_adapter_absolute_path` finds it, without asking a hub again.
+
+    :raises OSError: nowhere on this host.
+    :raises ValueError: it is no name of a repository either.
+    """
+    place = Path(os.path.expanduser(path))
+    if place.is_absolute() or place.exists():
+        return place
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, local_files_only=True))
+
+
+def _signature(folder: Path) -> _Signature:
+    """What the files look like from outside.
+
+    :raises OSError: one of those that an adapter needs is missing.
+    """
+    found = []
+    for name in _FILES:
+        try:
+            told = (folder / name).stat()
+        except FileNotFoundError:
+            continue
+        found.append((name, told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns))
+    names = {name for name, *_ in found}
+    if _CONFIG not in names or names.isdisjoint(_WEIGHTS):
+        raise FileNotFoundError(f"{folder} has not the files of an adapter")
+    return tuple(found)
+
+
+def _digest(folder: Path, names: list[str]) -> str:
+    whole = hashlib.sha256(b"pdx-adapter-1")
+    for name in names:
+        with (folder / name).open("rb") as file:
+            whole.update(f"{name}:".encode() + hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()

@@ -1,0 +1,245 @@
+"""What reaches the model of a request beside its tokens, under names of its content.
+
+vLLM hashes media by what their sender calls them, by a counter, or by their bytes and the model's path; adapters by
+name and path. Its own cache ends with the process, so these may mean the same all that time; chunks are found by other
+engines, and later. So blocks of a request with media or an adapter are hashed here as vLLM hashes them, but with
+digests in the place of those names, and a request that has no such digest is neither saved nor found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import weakref
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+
+from pdx.engine.step import LeftOut
+from pdx.vllm.adapters import Adapter, AdapterDigests, Claim, adapter_of
+from pdx.vllm.releases import can_reuse, skips_cache
+
+log = logging.getLogger("pdx")
+
+_HEX = 64  # digits of a digest
+_NO_MEDIA = LeftOut(
+    "unnamed_media",
+    "the media of request %s are neither saved nor found: their content is not in the engine's core process (see "
+    "docs/vllm.md#media)",
+)
+_NO_ADAPTER = LeftOut(
+    "unnamed_adapter",
+    "request %s is neither saved nor found: the files of its LoRA adapter cannot be read here, or were changed (see "
+    "docs/vllm.md#lora)",
+)
+_NO_HASHES = LeftOut(
+    "unnamed_inputs", "request %s is neither saved nor found: this vLLM has hashed its blocks for good"
+)
+_NO_REUSE = LeftOut("", "")  # as it should be
+
+
+class Content:
+    """Names for the inputs of one engine's requests. On the scheduler's thread."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.claims: dict[str, Claim] = {}  # of requests with an adapter, until they end
+        self._can_reuse = can_reuse(vllm_config.model_config)
+        if not self._can_reuse:
+            log.warning("nothing is saved or found for this model: vLLM does not let it reuse prefixes")
+        lora = getattr(vllm_config, "lora_config", None)
+        self._lora_dtype = str(getattr(lora, "lora_dtype", ""))
+        self._has_towers = bool(getattr(lora, "enable_tower_connector_lora", False))
+        # An encoder elsewhere is told of media by vLLM's names, and this process has no more than their sizes.
+        self._is_whole = getattr(vllm_config, "ec_transfer_config", None) is None
+        self._media = _Media()
+        self._digests = AdapterDigests()
+        self._loaded: dict[Adapter, str] = {}
+
+    def name(self, request: Any, is_new: bool) -> LeftOut | None:
+        """Have the request's blocks hashed by content, or say why it is left out. `is_new`: vLLM has looked none of
+        them up so far; later it is too late for that."""
+        if not self._can_reuse or skips_cache(request):
+            return _NO_REUSE
+        lora, media = request.lora_request, request.mm_features
+        if not lora and not media:
+            return None
+        hasher = getattr(request, "_block_hasher", None)
+        if hasher is None or not is_new:
+            return _NO_HASHES
+        files = self._files(lora) if lora else ""
+        if lora and not files:
+            return _NO_ADAPTER
+        adapter = self._adapter(lora, files) if lora else None
+        tower = adapter if self._has_towers else None
+        if not all(self._is_whole and self._media.name(each, tower) for each in media):
+            return _NO_MEDIA
+        request._block_hasher = ByContent(hasher, self._media, adapter, tower)
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        if lora:
+            self.claims[request.request_id] = Claim(adapter_of(lora), files)
+        return None
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self.claims.pop(request_id, None)
+
+    def heard(self, loaded: Mapping[Adapter, str]) -> None:
+        """Workers have loaded these adapters."""
+        self._loaded.update(loaded)
+
+    def _adapter(self, lora: Any, files: str) -> str:
+        """What stands for the adapter in hashes."""
+        told = f"{files}:{self._lora_dtype}:{bool(getattr(lora, 'is_3d_lora_weight', False))}"
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def _files(self, lora: Any) -> str:
+        """Digest of the files that the workers have loaded; where they have not told, of those that are there. Empty:
+        nobody knows it."""
+        adapter = adapter_of(lora)
+        if adapter in self._loaded and not getattr(lora, "load_inplace", False):
+            return self._loaded[adapter]
+        # An adapter that is loaded in place is read for each step.
+        return self._digests.of(adapter.path) or self._loaded.get(adapter, "")
+
+
+class ByContent:
+    """vLLM's function that hashes a request's blocks, which sees the request with names of content.
+
+    These are bytes where vLLM's are text, so that no client's word is ever one of them.
+    """
+
+    def __init__(
+        self, hasher: Callable[[Any], list[Any]], media: _Media, adapter: str | None, tower: str | None
+    ) -> None:
+        self._hasher = hasher
+        self._media, self._adapter, self._tower = media, adapter, tower
+
+    def __call__(self, request: Any) -> list[Any]:
+        return self._hasher(self.seen(request))
+
+    def seen(self, request: Any) -> Any:
+        """The request as it is hashed."""
+        return _Seen(request, self)
+
+    def lora_of(self, request: Any) -> Any:
+        """In the place of its `lora_request`."""
+        if self._adapter is None:
+            return None
+        return SimpleNamespace(lora_name=bytes.fromhex(self._adapter), lora_path="", lora_int_id=0)
+
+    def media_of(self, request: Any) -> list[Any]:
+        """In the place of its `mm_features`, to which a session may have added some."""
+        return [self._media.seen(each, self._tower) for each in request.mm_features]
+
+
+def as_hashed(request: Any) -> Any:
+    """The request as the hashes of its blocks see it."""
+    hasher = getattr(request, "_block_hasher", None)
+    return hasher.seen(request) if isinstance(hasher, ByContent) else request
+
+
+class _Seen:
+    """A request with other names for its adapter and its media; all else is its own. Made for one use."""
+
+    def __init__(self, request: Any, names: ByContent) -> None:
+        self._request, self._names = request, names
+        self._features: list[Any] | None = None
+
+    @property
+    def lora_request(self) -> Any:
+        return self._names.lora_of(self._request)
+
+    @property
+    def mm_features(self) -> list[Any]:
+        if self._features is None:
+            self._features = self._names.media_of(self._request)
+        return self._features
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+class _Name(str):
+    """What media are called here, which nothing is that came from outside, whatever its letters."""
+
+    __slots__ = ()
+
+
+class _Media:
+    """Names of pictures, sounds and videos, by what the processor has made of them: that is what the model sees.
+
+    A name is kept where vLLM keeps its own, so that its cache of encoder outputs goes by content, too, and begins with
+    what was drawn for this engine: no client calls there what is not named here by the same letters.
+    """
+
+    def __init__(self) -> None:
+        self._life = secrets.token_hex(16)
+        self._known: dict[int, tuple[weakref.ref[Any], bytes]] = {}  # by the identity of what vLLM's cache gives again
+
+    def name(self, feature: Any, tower: str | None) -> bool:
+        """Name the content of one of a request's `mm_features`; False: it is not here. `tower`: the adapter whose
+        weights its encoder has, too."""
+        if isinstance(feature.identifier, _Name):
+            return True
+        content = self._content(feature.data)
+        if content is None:
+            return False
+        place = feature.mm_position
+        digest = hashlib.sha256(content)
+        told = [feature.modality, tower, place.length, getattr(place, "is_embed", None)]
+        if not _feed(digest, told):
+            return False
+        feature.identifier = _Name(self._life + digest.hexdigest())
+        return True
+
+    def seen(self, feature: Any, tower: str | None) -> Any:
+        """The feature as it is hashed. One without a name was added to a session: nobody finds what is behind it."""
+        is_named = self.name(feature, tower)
+        name = bytes.fromhex(feature.identifier[-_HEX:]) if is_named else secrets.token_bytes(_HEX // 2)
+        return SimpleNamespace(identifier=name, mm_position=feature.mm_position)
+
+    def _content(self, item: Any) -> bytes | None:
+        if item is None or "address" in item:  # of memory that only the workers read
+            return None
+        known = self._known.get(id(item))
+        if known is not None and known[0]() is item:
+            return known[1]
+        digest = hashlib.sha256(b"pdx-media-1")
+        for key in sorted(item):
+            if not (_feed(digest, key) and _feed(digest, item[key].data)):
+                return None
+        where = id(item)
+        kept = weakref.ref(item, lambda _: self._known.pop(where, None))
+        self._known[where] = (kept, digest.digest())
+        return digest.digest()
+
+
+def _feed(digest: Any, value: Any) -> bool:
+    """Put a value into a digest in one way only; False: it is of a kind that is not known here."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        _part(digest, "tensor", f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(flat.view(torch.uint8).numpy())
+        return True
+    if isinstance(value, numpy.ndarray):
+        if value.dtype.hasobject:
+            return False
+        _part(digest, "array", f"{value.dtype.str}{value.shape}".encode())
+        digest.update(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8))
+        return True
+    if isinstance(value, list | tuple):
+        _part(digest, "list", str(len(value)).encode())
+        return all(_feed(digest, each) for each in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        _part(digest, type(value).__name__, repr(value).encode())
+        return True
+    return False
+
+
+def _part(digest: Any, kind: str, content: bytes) -> None:
+    digest.update(f"{kind}:{len(content)}:".encode() + content)

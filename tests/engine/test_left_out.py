@@ -1,0 +1,70 @@
+"""Requests of which nothing is saved or found: the node hears nothing of them, and nobody waits for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from toy_engine import CHUNK, Request, ToyEngine
+
+from pdx.engine.step import LeftOut
+from pdx.testing.waiting import wait_until
+
+PROMPT = list(range(3 * CHUNK + 3))
+
+
+def run(engine: ToyEngine, name: str, params: Any = None, *, is_announced: bool = True) -> int:
+    """A whole request; how many of its tokens were found."""
+    request = Request(name, PROMPT, params)
+    if is_announced:
+        engine.scheduler_guard.arrived(request)
+    engine.admit(request)
+    found = request.num_computed
+    assert name not in engine.waiting
+    engine.step((request, len(PROMPT) - found))
+    request.all_token_ids += list(range(CHUNK))
+    engine.step((request, CHUNK))
+    engine.finish(request)
+    return found
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_nothing_is_asked_saved_or_found(engines: Callable[..., ToyEngine], is_announced: bool) -> None:
+    plain = engines()
+    assert run(plain, "first") == 0
+    wait_until(lambda: run(plain, "second") == 3 * CHUNK, what="it is sealed")
+    node = engines.node  # type: ignore[attr-defined]
+    engine = engines(left_out=lambda request: LeftOut("", ""))
+    before = node.status()
+    assert run(engine, "third", is_announced=is_announced) == 0
+    after = node.status()
+    for counted in ("looked_up_chunks", "hit_chunks", "sealed"):
+        assert after.counters.get(counted) == before.counters.get(counted)
+    assert after.leases == 0
+    assert run(plain, "fourth") == 3 * CHUNK
+    assert not engine.scheduler._left_out, "what is over is forgotten"
+
+
+def test_the_reason_is_counted_for_each_and_logged_for_the_first(
+    engines: Callable[..., ToyEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engines(left_out=lambda request: LeftOut("unnamed_media", "not request %s"))
+    with caplog.at_level(logging.WARNING, "pdx"):
+        for name in ("one", "two"):
+            assert run(engine, name) == 0
+    assert [told for told in caplog.messages if told.startswith("not request")] == ["not request one"]
+    node = engines.node  # type: ignore[attr-defined]
+    wait_until(lambda: node.status().counters.get("degraded_unnamed_media") == 2, what="it is counted")
+
+
+def test_a_decoder_does_not_wait_for_a_prefill_that_is_left_out(engines: Callable[..., ToyEngine]) -> None:
+    """Its transfer is given up at once, and it computes."""
+    transfer = "t" * 20
+    prefiller = engines(left_out=lambda request: LeftOut("", ""))
+    decoder = engines(transfer_wait_s=60.0)
+    reading = Request("decode", PROMPT, {"do_remote_prefill": True, "transfer_id": transfer})
+    decoder.scheduler_guard.arrived(reading)
+    assert run(prefiller, "prefill", {"do_remote_decode": True, "transfer_id": transfer}) == 0
+    assert decoder.match(reading, deadline_s=20.0) == 0
