@@ -50,14 +50,17 @@ def private_folder(folder: Path) -> None:
 
     :raises ConfigError: it belongs to somebody else or others may enter it, it is a link, or it cannot be made.
     """
-    if folder.is_symlink():
-        where = os.path.realpath(folder)
-        raise ConfigError(f"{folder} is a symbolic link, which is not followed; name the folder itself: {where}")
     try:
+        if folder.is_symlink():
+            where = os.path.realpath(folder)
+            raise ConfigError(f"{folder} is a symbolic link, which is not followed; name the folder itself: {where}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.lstat()  # a link that another user put there is not followed
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}; name another folder") from error
-    info = folder.lstat()  # a link that another user put there is not followed
+        base = os.environ.get("XDG_RUNTIME_DIR", "")
+        is_there = bool(base) and folder.is_relative_to(base)
+        hint = f"XDG_RUNTIME_DIR={base} is another user's, after su perhaps? unset it, or " if is_there else ""
+        raise ConfigError(f"{folder} cannot be used: {error.strerror}; {hint}name another folder") from error
     if info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise ConfigError(
             f"{folder} must belong to user {os.getuid()} with mode 0700 "

@@ -1,6 +1,7 @@
 """Settings: sizes, ranges, unknown names, addresses and private folders."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,20 @@ def test_the_runtime_folder_without_xdg_is_per_user(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(config.tempfile, "gettempdir", lambda: str(tmp_path))
     assert config.runtime_folder() == tmp_path / f"pdx-{os.getuid()}"
+
+
+def test_a_folder_that_cannot_be_looked_at_is_said_to_be_so(monkeypatch, tmp_path):
+    """As after `su`, which leaves XDG_RUNTIME_DIR with the folder of the user before."""
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "lstat", denied)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/x cannot be used: Permission denied; name another folder$"):
+        private_folder(tmp_path / "x")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"XDG_RUNTIME_DIR={tmp_path} is another user's, after su perhaps.* unset it"):
+        config.default_node()
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -16,6 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from pdx.errors import ConfigError
+from pdx.security.secret_file import check_private
 
 KEY_CHARS = 40  # 32 bytes in Z85
 _MAX_FILE_BYTES = 64 << 10
@@ -57,11 +58,7 @@ class KeyPair(msgspec.Struct, frozen=True):
         match = _SECRET.search(text)
         if match is None:
             raise ConfigError(f"{path} holds no secret key; name the file NAME.key_secret that `pdx keygen` made")
-        if info.st_mode & 0o077 or info.st_uid not in (os.getuid(), 0):
-            raise ConfigError(
-                f"secret key file {path} has mode {info.st_mode & 0o777:04o} and belongs to user {info.st_uid}; "
-                f"nobody but user {os.getuid()} may read it: chmod 600 {path}"
-            )
+        check_private(info, "secret key file", path)
         check_key(match[1], str(path))
         return cls(zmq.curve_public(match[1].encode()).decode("ascii"), match[1])
 

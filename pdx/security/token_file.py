@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from pdx.errors import ConfigError
+from pdx.security.secret_file import check_private
 
 MIN_CHARS = 32  # so many can be guessed at any rate: 16 bytes in hex
 _MAX_CHARS = 1024
@@ -25,11 +26,7 @@ def load(path: str | Path) -> str:
             text = file.read(_MAX_CHARS + 2).decode("ascii", "replace").strip()
     except OSError as error:
         raise ConfigError(f"token file {path}: {error.strerror}; {make} makes one") from error
-    if info.st_mode & 0o077 or info.st_uid not in (os.getuid(), 0):
-        raise ConfigError(
-            f"token file {path} has mode {info.st_mode & 0o777:04o} and belongs to user {info.st_uid}; "
-            f"nobody but user {os.getuid()} may read it: chmod 600 {path}"
-        )
+    check_private(info, "token file", path)
     if not MIN_CHARS <= len(text) <= _MAX_CHARS or _TOKEN.fullmatch(text) is None:
         raise ConfigError(
             f"token file {path} holds no token, which has {MIN_CHARS} to {_MAX_CHARS} letters, digits and ._~+/=-; "

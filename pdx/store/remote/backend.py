@@ -11,7 +11,6 @@ Credentials never stand in the address, which everybody on the host can read in 
 from __future__ import annotations
 
 import os
-import stat
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ConfigError
+from pdx.security.secret_file import check_private
 
 REDIS_SCHEMES = {"redis": False, "valkey": False, "rediss": True, "valkeys": True}  # whether with TLS
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -141,8 +141,7 @@ def _credentials(name: str) -> Credentials:
     try:
         with open(name, "rb") as file:
             info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.getuid()) or info.st_mode & 0o077:
-                raise ConfigError(f"{name} must be a file that only this user can read: chmod 600 {name}")
+            check_private(info, "file of credentials", name)
             return msgspec.convert(tomllib.load(file), Credentials)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror} (--remote-credentials)") from error

@@ -1,0 +1,32 @@
+"""Files with secrets: who may read one besides its owner."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from pdx.errors import ConfigError
+
+_OTHERS, _GROUP_CHANGES = 0o007, 0o030
+
+
+def check_private(info: os.stat_result, what: str, path: object) -> None:
+    """`info` is of the open file, `what` it is called in the message.
+
+    Its owner is this user or root, and nobody else reads it; or it is root's and a group of this process reads it, as
+    Kubernetes mounts a Secret for a pod with an `fsGroup`.
+
+    :raises ConfigError: it is otherwise.
+    """
+    mode = stat.S_IMODE(info.st_mode)
+    is_own = not mode & 0o077 and info.st_uid in (os.getuid(), 0)
+    is_of_group = info.st_uid == 0 and not mode & (_OTHERS | _GROUP_CHANGES) and info.st_gid in _groups()
+    if not stat.S_ISREG(info.st_mode) or not (is_own or is_of_group):
+        raise ConfigError(
+            f"{what} {path} has mode {mode:04o} and belongs to user {info.st_uid}, group {info.st_gid}; nobody but "
+            f"user {os.getuid()} may read it (chmod 600 {path}), or it is root's and a group of this process may (0440)"
+        )
+
+
+def _groups() -> set[int]:
+    return {os.getgid(), os.getegid(), *os.getgroups()}
