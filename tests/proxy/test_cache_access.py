@@ -75,7 +75,6 @@ def test_the_token_is_read_again_when_its_file_changes(tmp_path, caplog):
         ("a token of several words, which no header has", 0o600, "holds no token"),
         ("x" * 2000, 0o600, "holds no token"),
         ("x" * 32, 0o604, "nobody but user"),
-        ("x" * 32, 0o604, "nobody but user"),
         (None, 0, "No such file"),
     ],
 )
