@@ -212,7 +212,8 @@ class LegFailed(ProxyError):
         unsent: bool = False,
         answer: Refusal | None = None,
     ) -> None:
-        super().__init__(f"engine {engine}: {reason}{': ' if text else ''}{text}")
+        self.why = f"{reason}{': ' if text else ''}{text}"
+        super().__init__(f"engine {engine}: {self.why}")
         self.reason = reason
         self.engine = engine
         self.url = url

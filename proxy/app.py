@@ -27,12 +27,13 @@ from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import Drain, Exchange, Outcome
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
-from pdx.proxy.leg import Legs, engine_socket
+from pdx.proxy.leg import Legs, engine_socket, engine_tls
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, model_of, strip_control
 from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import TRANSFER_HEADER, Handler, Origins, Reply, error_response, http_error, redirect_slashes
+from pdx.proxy.roll import Roll
 from pdx.proxy.router import serving
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.telling import Telling
@@ -78,7 +79,7 @@ class Proxy:
         self._config = config
         self._clock = WakingClock(2 * _LOOK_S, time.monotonic)
         self.counters: Counter[str] = Counter()
-        self._faults = Faults(self.counters)
+        self._faults = Faults(self.counters, log=log)
         self._health = Health(
             clock=self._clock,
             chance=random.random,
@@ -92,6 +93,7 @@ class Proxy:
             health=self._health,
             clock=self._clock,
         )
+        self._roll = Roll(self._engines, self._health)
         self._timelines = Timelines(keep=config.kept_timelines)
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] = {}
@@ -138,6 +140,7 @@ class Proxy:
             index=self._following.lookup if self._following is not None else None,
         )
         self._warned_stripped = False
+        self._tls = engine_tls(config.engine_ca)
 
     def app(self) -> web.Application:
         """The web application; it starts and closes this proxy with itself."""
@@ -182,7 +185,9 @@ class Proxy:
             stack.callback(self._control.close)
             stack.push_async_callback(self._cache.close)
             session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket),
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket, ssl=self._tls
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
             )
@@ -238,6 +243,8 @@ class Proxy:
                 self._following.look(members)
         with self._faults.contain("telling nodes of each other"):
             self._tell_peers()
+        with self._faults.contain("the log of who is there"):
+            self._roll.look()
         with self._faults.contain("the look at probes"):
             self._probes.look()
 
@@ -454,7 +461,7 @@ async def serve(config: ProxyConfig) -> None:
             await admin.start(config.admin)
             log.info("metrics and timelines at %s, for everybody who reaches it", admin.url)
         await server.start(endpoint(config.host, config.port))
-        log.info("listening on %s", server.url)
+        log.info("listening on %s; nodes report at %s", server.url, config.control or default_proxy())
         await signalled.wait()
         proxy.drain.begin()
         log.info("stopping: %d requests under way have %g s", len(proxy.drain), config.drain_s)

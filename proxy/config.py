@@ -17,6 +17,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     port: Annotated[int, Meta(ge=0, le=65_535)] = 8000  # 0: any free port
     prefill: tuple[str, ...] = ()  # base URLs of engines that prefill
     decode: tuple[str, ...] = ()  # base URLs of engines that decode; one URL may be in both
+    engine_ca: str = ""  # file of certificates that sign those of engines with TLS; empty: the system's
     control: str = ""  # where nodes report, ipc or tcp; empty: PDX_PROXY, else this host's default socket
     keys: str = ""  # this proxy's secret key file, made by `pdx keygen`; needed for nodes beyond this host
     roster: str = ""  # file that names the nodes and their public keys; goes with `keys`

@@ -199,6 +199,11 @@ class Engines:
         oldest = self._oldest()
         return sum(node.seen_at >= oldest for node in self._nodes.values())
 
+    def node_names(self) -> frozenset[str]:
+        """What they are called."""
+        oldest = self._oldest()
+        return frozenset(name for (name, _), node in self._nodes.items() if node.seen_at >= oldest)
+
     def peers(self) -> dict[tuple[str, int], PeerEntry]:
         """The nodes that others can reach, by name and epoch; of each name, the epoch first heard of last."""
         latest = {name: epoch for name, epoch in self._nodes}

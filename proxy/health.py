@@ -8,6 +8,7 @@ generates, it is on trial: it gets one request at a time until one succeeds. ADR
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from enum import StrEnum
@@ -27,6 +28,7 @@ class Reason(StrEnum):
 
     REFUSED = "refused"
     CONNECT_TIMEOUT = "connect_timeout"
+    TLS = "tls"  # the engine's certificate is not trusted, or it speaks no TLS
     RESET = "reset"
     TIMEOUT = "timeout"
     TRUNCATED = "truncated"  # a stream that ended without saying so
@@ -38,7 +40,7 @@ class Reason(StrEnum):
 
 
 # The request was not worked on: another engine can be asked at no cost.
-UNSENT = frozenset({Reason.REFUSED, Reason.CONNECT_TIMEOUT})
+UNSENT = frozenset({Reason.REFUSED, Reason.CONNECT_TIMEOUT, Reason.TLS})
 # The request may be to blame for these, if several engines answer it so.
 ANSWERED = frozenset({Reason.MALFORMED, Reason.REDIRECT, Reason.STATUS_5XX})
 _NO_FAULT = frozenset({Reason.STATUS_4XX, Reason.STATUS_429})
@@ -150,6 +152,10 @@ class Health:
     def plan(self, url: str) -> Use:
         """A leg will start later, or never: end it then."""
         return Use(self.of(url), next(self._turns), is_planned=True)
+
+    def next_probe_s(self, urls: Collection[str]) -> int:
+        """In how many whole seconds the next of these engines is asked whether it is well; at least one."""
+        return max(1, math.ceil(min((self.of(url).probe_at for url in urls), default=0.0) - self.clock()))
 
     def lacks(self, url: str, model: str | None) -> None:
         """An engine has answered that it has no such model: if it should have, its list is not true any more."""

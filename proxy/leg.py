@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
 
-from pdx.errors import ClientGone, Exhausted, LegFailed, Refusal
+from pdx.errors import ClientGone, ConfigError, Exhausted, LegFailed, Refusal
 from pdx.proxy.body import Payload
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import UNSENT, Health, Reason, Use
@@ -35,6 +36,20 @@ def engine_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     for option, value in _KEEPALIVE.items():
         made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made
+
+
+def engine_tls(ca: str) -> ssl.SSLContext | bool:
+    """How engines at https:// are believed: by the certificates in a file, or by those that the system trusts (of which
+    OpenSSL's SSL_CERT_FILE and SSL_CERT_DIR name others).
+
+    :raises ConfigError: there are none in the file.
+    """
+    if not ca:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--engine-ca {ca}: {error.strerror or error}; it must hold certificates in PEM") from error
 
 
 def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | None = None) -> LegFailed:
@@ -278,6 +293,10 @@ class Legs:
 
 
 def _translated(error: aiohttp.ClientError | OSError, engine: Engine) -> LegFailed | Exhausted:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return failed(Reason.TLS, engine, f"{error.certificate_error}; pdx proxy --engine-ca names what to trust")
+    if isinstance(error, aiohttp.ClientSSLError):
+        return failed(Reason.TLS, engine, str(error.os_error))
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, OSError) and cause.errno in _OWN_LACK:
         return Exhausted(errno.errorcode[cause.errno], f"no connection to engine {engine.name}: {cause.strerror}")

@@ -88,7 +88,7 @@ class Probes:
             if failure.reason is Reason.TIMEOUT and record.heard_at >= began_at:
                 self._health.not_probed(record)  # it is busy: streams go on
             else:
-                self._health.probed(record, f"GET /health: {failure.reason}")
+                self._health.probed(record, f"GET /health: {failure.why}")
         except Exhausted:
             self._health.not_probed(record)
         except Exception as error:  # noqa: BLE001 - the root of a probe's task
@@ -105,7 +105,7 @@ class Probes:
                 engine, "/v1/completions", headers={}, timeout_s=self._first_byte_timeout_s, payload=_ONE_TOKEN
             )
         except LegFailed as failure:
-            return f"one token: {failure.reason}", False
+            return f"one token: {failure.why}", False
         if answer.status != 200:
             is_fault = answer.failure is not None and answer.status != 429
             return (f"one token: status {answer.status}" if is_fault else ""), False

@@ -88,7 +88,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             await self._run(exchange)
         except NoEngine:
             self._cancel(exchange, "no_decoder")
-            await exchange.reply.fail(503, "no engine is available to serve this request")
+            text = "no engine is available to serve this request"
+            await exchange.reply.fail(503, text, retry_after_s=_RETRY_AFTER_S)
             return Outcome.UNAVAILABLE
         except Exhausted as error:
             self._warn(error.lack, f"transfer {exchange.transfer} failed: {error}")
@@ -114,9 +115,14 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             exchange.reply.pass_on(said.headers)
             exchange.reply.whole(said.status, said.body, content_type=said.content_type)
             return Outcome.ENGINE_ERROR if said.status >= 500 else Outcome.CLIENT_ERROR
-        status = 503 if failure.unsent else 502
-        await exchange.reply.fail(status, f"the decode engine failed ({failure.reason})")
-        return Outcome.UNAVAILABLE if failure.unsent else Outcome.BROKEN
+        if not failure.unsent:
+            await exchange.reply.fail(502, f"the decode engine failed ({failure.reason})")
+            return Outcome.BROKEN
+        serving = router.serving(self.engines.all(), self.health, exchange.model)
+        after_s = self.health.next_probe_s([engine.url for engine in serving])
+        text = f"no engine that could serve this request can be reached ({failure.reason}); come back later"
+        await exchange.reply.fail(503, text, retry_after_s=after_s)
+        return Outcome.UNAVAILABLE
 
     async def _run(self, exchange: Exchange) -> None:
         if exchange.mode is Mode.ALONE:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,8 @@ from pdx.proxy.reply import error_bytes, error_response
 from pdx.security import descriptors
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.faults import Faults, printable
+
+log = logging.getLogger(__name__)
 
 MOST = 16_384  # connections of one listener, however many descriptors there are
 _BACKLOG = 1024
@@ -135,7 +138,7 @@ class Listener:
         self._spared = spared
         self._counters = counters
         self._clock = clock
-        self._faults = Faults(counters, clock)
+        self._faults = Faults(counters, clock, log=log)
         self._sockets: list[socket.socket] = []
         self._taking: set[asyncio.Task[object]] = set()
         self._all: set[HttpConnection] = set()

@@ -17,6 +17,11 @@ from pdx.cli.options import option
 @option("--prefill", multiple=True, metavar="URL", help="An engine that prefills; may be repeated.")
 @option("--decode", multiple=True, metavar="URL", help="An engine that decodes; may be repeated.")
 @option(
+    "--engine-ca",
+    metavar="FILE",
+    help="Certificates that sign those of engines with TLS. [default: the system's, or $SSL_CERT_FILE]",
+)
+@option(
     "--control",
     metavar="ADDRESS",
     help="Where nodes report: ipc:///path or tcp://IP:PORT (default: PDX_PROXY, else ipc://...).",

@@ -112,7 +112,7 @@ class Service:
         )
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
-        self.faults = Faults(self.counters, clock)
+        self.faults = Faults(self.counters, clock, log=log)
         self.transfers = Transfers(self.counters)
         self.copies = Copies(
             self.store,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from pdx.errors import ProtocolError
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger("pdx")
 
 QUIET_S = 60.0  # after one of a sender's bad messages was logged, the next ones are only counted
 _MAX_SENDERS = 1024
@@ -30,8 +30,16 @@ class Faults:
     (`internal_errors`), which are defects of PDX or of a library.
     """
 
-    def __init__(self, counters: Counter[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        log: logging.Logger = _LOG,
+    ) -> None:
+        """`log`: that of the part whose faults these are."""
         self._counters = counters
+        self._log = log
         self._clock = clock
         self._known: set[tuple[str, type[Exception]]] = set()
         self._quiet: dict[str, tuple[float, int]] = {}  # until when, and how many were not logged
@@ -57,7 +65,9 @@ class Faults:
         kind = (part, type(error))
         if kind not in self._known:
             self._known.add(kind)
-            log.error("an internal error in %s; further ones are counted as internal_errors", part, exc_info=error)
+            self._log.error(
+                "an internal error in %s; further ones are counted as internal_errors", part, exc_info=error
+            )
 
     def dropped(self, sender: str, error: ProtocolError) -> None:
         """Count a message that made no sense; the first of a sender in a minute is logged.
@@ -80,7 +90,7 @@ class Faults:
                 return
         self._quiet[about] = (now + QUIET_S, 0)
         more = f" ({unsaid} more since the last one that was logged)" if unsaid else ""
-        log.warning("%s%s", text, more)
+        self._log.warning("%s%s", text, more)
 
 
 def counted(log: logging.Logger, counters: Counter[str], reason: str, text: str, *args: object) -> None:

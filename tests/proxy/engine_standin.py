@@ -140,7 +140,7 @@ class StandIn:
     def bodies(self):
         return [body for _, body, _ in self.seen]
 
-    async def start(self, port=0):
+    async def start(self, port=0, tls=None):
         app = web.Application(client_max_size=1 << 27)
         app.router.add_post("/v1/completions", self.serve)
         app.router.add_post("/v1/chat/completions", self.serve)
@@ -150,8 +150,8 @@ class StandIn:
         many = {"max_line_size": 1 << 16, "max_field_size": 1 << 16}
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1, **many)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", port).start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        await web.TCPSite(self.runner, "127.0.0.1", port, ssl_context=tls).start()
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.runner.addresses[0][1]}"
 
     async def stop(self):
         if self.runner is not None:

@@ -103,7 +103,7 @@ class DiskTier(Tier):
         self.name = name
         self._root = root
         self._counters = counters
-        self._faults = Faults(counters, clock)
+        self._faults = Faults(counters, clock, log=log)
         self.limit_bytes = attainable(root, limit_bytes, reserve_bytes, counters)
         self.is_direct = False  # whether files are read and written without the page cache
         self._post = post

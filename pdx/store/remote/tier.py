@@ -113,7 +113,7 @@ class RemoteTier(Tier):
         self._on_found = on_found
         self._counters = counters
         self._codec = codec
-        self._faults = Faults(counters, clock)
+        self._faults = Faults(counters, clock, log=log)
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._put: OrderedDict[bytes, int] = OrderedDict()  # what this node has stored there: a bit for each shard
