@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -19,6 +19,8 @@ from pdx.proxy.leg import Answer, failed
 from pdx.proxy.plan import token_count
 from pdx.telemetry.timeline import Event
 
+_OF_CACHE = ("cached_tokens", "created_cache_tokens")
+
 
 class _Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
@@ -27,8 +29,13 @@ class _Usage(msgspec.Struct, frozen=True):
     @property
     def cached_tokens(self) -> int | None:
         """How many of the prompt's tokens the engine did not compute; None: it does not say."""
-        cached = (self.prompt_tokens_details or {}).get("cached_tokens")
-        return cached if isinstance(cached, int) and cached >= 0 else None
+        return self.cache_counts.get("cached_tokens")
+
+    @property
+    def cache_counts(self) -> dict[str, int]:
+        """What the engine says of its cache: how many of the prompt's tokens it had, and how many it put there."""
+        found = {name: (self.prompt_tokens_details or {}).get(name) for name in _OF_CACHE}
+        return {name: count for name, count in found.items() if isinstance(count, int) and count >= 0}
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -124,17 +131,18 @@ def final_answer(raw: bytes) -> bytes:
     return msgspec.json.encode(answer)
 
 
-def with_cached(raw: bytes, cached_tokens: int) -> bytes:
-    """An answer, or the data of an event, in whose usage so many tokens were cached, if it says anything of that."""
+def with_cached(raw: bytes, counts: Mapping[str, int]) -> bytes:
+    """An answer, or the data of an event, with these counts in its usage: those of which it says anything."""
     try:
         parts: dict[str, Any] = _parts.decode(raw)
         usage: dict[str, Any] = _parts.decode(parts.get("usage", b"{}"))
         details: dict[str, Any] = _parts.decode(usage.get("prompt_tokens_details", b"{}"))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return raw
-    if "cached_tokens" not in details:
+    known = {name: count for name, count in counts.items() if name in details}
+    if not known:
         return raw
-    details["cached_tokens"] = cached_tokens
+    details.update(known)
     usage["prompt_tokens_details"] = details
     return msgspec.json.encode({**parts, "usage": usage})
 
@@ -277,13 +285,13 @@ class _Failure(msgspec.Struct):
 
 
 class AsItIs:
-    """The engine's answer is the client's, byte for byte, but for how much of the prompt was cached: to a decode engine
-    that was sent its leg together with the prefill leg, all that arrives is.
+    """The engine's answer is the client's, byte for byte, but for how much of the prompt was cached, and put into the
+    cache: to a decode engine all that arrives is cached, and it computes nothing.
     """
 
-    def __init__(self, cached_tokens: Callable[[], Awaitable[int | None]] | None = None) -> None:
-        """`cached_tokens` waits for what the prefill engine had of the prompt; None: it does not say."""
-        self._cached_tokens = cached_tokens
+    def __init__(self, counts: Callable[[], Awaitable[Mapping[str, int]]] | None = None) -> None:
+        """`counts` waits for what the prefill engine says of that."""
+        self._counts = counts
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine went away before the end."""
@@ -300,13 +308,14 @@ class AsItIs:
                 yield b"".join([await self._event(event) for event in part])
 
     async def _event(self, event: bytes) -> bytes:
-        data = sse.data(event) if self._cached_tokens is not None and _CACHED in event else None
+        data = sse.data(event) if self._counts is not None and _CACHED in event else None
         return event if data is None else sse.event(await self.whole(data))
 
     async def whole(self, raw: bytes) -> bytes:
         """The client's answer in one piece."""
-        cached = await self._cached_tokens() if self._cached_tokens is not None and _CACHED in raw else None
-        return raw if cached is None else with_cached(raw, cached)
+        if self._counts is None or _CACHED not in raw:
+            return raw
+        return with_cached(raw, await self._counts())
 
 
 class Continuation:

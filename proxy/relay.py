@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -162,21 +162,21 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             found = prefill.result()
             return self._sampled_leg(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
 
-        async def cached_tokens() -> int | None:
+        async def counts() -> Mapping[str, int]:
             give_up_at = self.health.clock() + USAGE_S
             while not prefill.done() and self.health.clock() < give_up_at:
                 await asyncio.wait([prefill], timeout=USAGE_S / 4)
             if not prefill.done():
                 text = f"transfer {exchange.transfer}: {pair.prefiller.name} answers later than the decode engine"
                 self._warn(f"prefill late {pair.prefiller.url}", f"{text}, which has computed the prompt itself")
-                return None
+                return {}
             found = prefill.result()
-            return found.usage.cached_tokens if isinstance(found, answer.PrefillAnswer) else None
+            return found.usage.cache_counts if isinstance(found, answer.PrefillAnswer) else {}
 
         try:
             with self.health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
                 await asyncio.sleep(0)
-            await self._decode(exchange, leg, answer.AsItIs(cached_tokens), after=prefill)
+            await self._decode(exchange, leg, answer.AsItIs(counts), after=prefill)
             if not prefill.done():
                 await asyncio.wait([prefill], timeout=UNREAD_S)
             if not prefill.done() and exchange.outcome is Outcome.OK:
@@ -335,7 +335,10 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         exchange.set_mode(Mode.SAMPLED, why)
 
     async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer, *, avoid: Collection[str] = ()) -> None:
-        await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), answer.AsItIs(), avoid=avoid)
+        async def counts() -> Mapping[str, int]:
+            return prefill.usage.cache_counts
+
+        await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), answer.AsItIs(counts), avoid=avoid)
 
     def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
         usage = prefill.usage

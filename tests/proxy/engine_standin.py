@@ -219,7 +219,7 @@ class StandIn:
             return refusal(404, f"The model `{body['model']}` does not exist.")
         chat = request.path.endswith("chat/completions")
         prompts = [chat_prompt(body)] if chat else prompts_of(body)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or (MODEL_LEN if chat else 16)
+        limit = int(body.get("max_completion_tokens") or body.get("max_tokens") or (MODEL_LEN if chat else 16))
         model_len = self.server.model_len
         if not prompts or limit > model_len or max(map(len, prompts)) >= model_len:
             return refusal(400, f"{limit} tokens after {[len(each) for each in prompts]} are too many")
@@ -253,7 +253,8 @@ class StandIn:
             params = body.get("kv_transfer_params") or {}
             # What a connector loads counts as cached, unless the request says what was cached where it was computed.
             cached = prompt - 1 if params.get("do_remote_prefill") else prompt // 16 * 16
-            usage["prompt_tokens_details"] = {"cached_tokens": params.get("remote_prefill_cached_tokens", cached)}
+            told = {"cached_tokens": params.get("remote_prefill_cached_tokens", cached)}
+            usage["prompt_tokens_details"] = told | {"created_cache_tokens": prompt - cached}
         return usage
 
     def whole(self, body, head, chat, prompts, limits):
