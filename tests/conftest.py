@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("pdx.testing")  # the suite's own modules, whichever test imports one of them first
@@ -84,6 +85,17 @@ def _threads() -> Counter[str]:
 
 def _holdings() -> dict[str, Counter[str]]:
     return {"open files": _fds(), "children": _children(), "threads": _threads()}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _zmq_has_its_thread() -> None:
+    """pyzmq starts it when something is sent without a copy for the first time, and keeps it."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
+        one.bind("inproc://one")
+        other.connect("inproc://one")
+        tracker = one.send(bytes(1 << 20), copy=False, track=True)
+        other.recv()
+        tracker.wait(60)
 
 
 @pytest.fixture(scope="module", autouse=True)

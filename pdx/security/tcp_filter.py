@@ -29,6 +29,7 @@ MAX_YOUNG = 512  # connections that may still turn out to be nobody's
 MAX_YOUNG_OF_ADDRESS = 64
 MAX_CONNECTIONS = 2048
 SILENT_S = 2.0  # one that has not begun to speak ZMQ by then is closed
+UNREAD_S = 30.0  # and so is a reader that takes nothing of what is sent to it for so long
 LINGER_S = 0.5  # what ZMQ sends while it ends has so long to leave
 _GREETING_BYTES = 10
 _PIECE_BYTES = 1 << 16
@@ -49,6 +50,7 @@ class _Flow:
         self.source = source
         self.sink = sink
         self.pending = b""
+        self.waits_since: float | None = None  # when somebody who looks first saw `pending`
         self.nbytes = 0  # that were read
         self.has_ended = False
 
@@ -64,11 +66,20 @@ class _Flow:
                     return False
             if self.pending:
                 self.pending = self.pending[self.sink.send(self.pending) :]
+                self.waits_since = None
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
             return False
         return bool(self.pending) or not self.has_ended
+
+    def waits_s(self, now: float) -> float:
+        """For how many seconds the sink has taken nothing of what is there for it."""
+        if not self.pending:
+            return 0.0
+        if self.waits_since is None:
+            self.waits_since = now
+        return now - self.waits_since
 
     @property
     def is_too_much(self) -> bool:
@@ -252,6 +263,8 @@ class TcpFilter:
             self._next_look = now + _ROUND_S
             with self._faults.contain("the look at young connections"):
                 self._grow_up(now)
+                if self._most_bytes:
+                    self._drop_unread(now)
 
     def _accept(self) -> None:
         now = self._clock()
@@ -368,6 +381,13 @@ class TcpFilter:
                 self._end(connection)
             elif connection.inner is not None and now - connection.born > self._young_s:
                 self._grown(connection)
+
+    def _drop_unread(self, now: float) -> None:
+        """Readers that do not read: ZMQ keeps what is theirs as long as they are there."""
+        for connection in set(self._connections.values()):
+            if connection.flows and connection.flows[1].waits_s(now) > UNREAD_S:
+                self._refuse(connection.address, f"it has read nothing for {UNREAD_S:g} s")
+                self._end(connection)
 
     def _drop_oldest(self, young: dict[str, dict[_Connection, None]]) -> None:
         """Of the address with the most, the oldest that has said nothing yet, else the oldest."""

@@ -11,7 +11,7 @@ import pytest
 
 from pdx.security import descriptors
 from pdx.security import tcp_filter as module
-from pdx.security.tcp_filter import MAX_YOUNG_OF_ADDRESS, SILENT_S, TcpFilter
+from pdx.security.tcp_filter import MAX_YOUNG_OF_ADDRESS, SILENT_S, UNREAD_S, TcpFilter
 from pdx.testing.waiting import wait_until
 
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
@@ -308,6 +308,26 @@ def test_who_says_more_than_a_reader_has_to_say_is_closed(bed):
     assert bed.counters["strangers_dropped"] == 1
     reader.sendall(b"z")
     assert read(other, 1) == b"z"
+
+
+def test_a_reader_that_does_not_read_is_closed_and_one_that_has_nothing_to_read_is_not(bed):
+    bed.filter._most_bytes = 100
+    (_, unread), (idle, _) = bed.passed(), bed.passed()
+    unread.setblocking(False)
+    began = bed.now
+
+    def is_dropped():
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            while not bed.counters["strangers_dropped"]:
+                unread.send(bytes(1 << 20))
+        bed.now += 1  # it looks once more
+        return bed.counters["strangers_dropped"]
+
+    wait_until(is_dropped, what="it is closed")
+    assert bed.now - began >= UNREAD_S
+    bed.now += 2 * UNREAD_S
+    assert not is_closed(idle)
+    assert bed.counters["strangers_dropped"] == 1
 
 
 def test_all_are_dropped_on_demand_and_may_come_again(bed, monkeypatch):

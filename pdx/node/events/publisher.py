@@ -16,10 +16,10 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
-from functools import cache
 
+import msgspec
 import zmq
 
 from pdx.node.events.blocks import Blocks
@@ -42,10 +42,22 @@ MAX_KEPT_BYTES = 64 << 20  # … and their bytes
 MAX_QUEUED = 4096  # batches that the thread has not taken; then it begins anew with what is there
 MAX_REPLAYS = 64  # under way
 REPLAY_S = 10.0  # a replay that nobody reads ends
+LARGE_BYTES = 64 << 10  # of a message of which ZMQ is given no copy, and no other before it is on its way
+MAX_UNREAD_BYTES = 128 << 20  # of such messages, each counted once: beyond that no snapshot is made
+_SNAPSHOT_SHARE = 0.2  # of the thread's time that goes into snapshots
 _PIECES_AHEAD = 4
 _BURST = 64  # of what came in, at a time
 _SOON_MS, _LATER_MS = 5, 1000
 _JOIN_S = 5.0
+
+
+class _Replay(msgspec.Struct):
+    """What one reader has asked for: from which number on. `frames` is None until it is answered."""
+
+    start: int
+    since: float  # when something was last sent
+    frames: Iterator[list[bytes]] | None = None
+    frame: list[bytes] = []  # to be sent next
 
 
 class _Feed(Enum):
@@ -83,7 +95,11 @@ class Publisher:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_kept)
         self._kept_bytes = 0
         self._subscribed: set[bytes] = set()
-        self._replays: dict[bytes, tuple[Iterator[list[bytes]], list[bytes], float]] = {}
+        self._replays: dict[bytes, _Replay] = {}  # by connection
+        self._unread: dict[bytes, tuple[zmq.MessageTracker, bytes]] = {}  # the large message that each is being sent
+        self._whole: tuple[int, bytes] = (-1, b"")  # the last snapshot, and its number …
+        self._whole_from = 0.0  # … when there may be another one …
+        self._whole_until = 0.0  # … and until when it is kept for others
         self._max_queued = max_queued
         self._queue: deque[Batch | list[Change] | _Feed] = deque()
         self._is_asleep = False  # the thread looks for nothing until it is woken
@@ -187,6 +203,8 @@ class Publisher:
         self._hear_replays()
         for client in list(self._replays):
             self._go_on(client)
+        if self._whole[1] and time.monotonic() > self._whole_until:
+            self._whole = (-1, b"")
         return is_busy
 
     def _note_subscription(self, frame: bytes) -> None:
@@ -201,6 +219,7 @@ class Publisher:
     def _take(self, item: Batch | list[Change] | _Feed) -> None:
         if isinstance(item, _Feed):
             self._is_whole = item is _Feed.WHOLE
+            self._whole = (-1, b"")
             if item is _Feed.BEGINS:
                 self._blocks.begin()
             else:
@@ -236,30 +255,47 @@ class Publisher:
     def _hear_replays(self) -> None:
         if self._router is None or not self._is_whole:
             return  # who asks now would not get all
-        whole = cache(self._whole)  # who asks at once gets one answer
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
                 client, *rest = self._router.recv_multipart(zmq.NOBLOCK)
                 if len(rest) == 2 and not rest[0] and len(rest[1]) == SEQ_BYTES:
                     self._replays.pop(client, None)  # he has given up the one before
                     if len(self._replays) < MAX_REPLAYS:
-                        frames = self._answer(int.from_bytes(rest[1], "big"), whole)
-                        self._replays[client] = (frames, next(frames), time.monotonic())
+                        self._replays[client] = _Replay(int.from_bytes(rest[1], "big"), time.monotonic())
 
-    def _answer(self, start: int, whole: Callable[[], bytes]) -> Iterator[list[bytes]]:
-        """All messages from number `start` on. `whole`: what is there now. Who has heard higher numbers
-        has heard them of a life before, and gets that, too."""
+    def _answer(self, start: int) -> Iterator[list[bytes]] | None:
+        """All messages from number `start` on. Who has heard higher numbers has heard them of a life before, and gets
+        what is there now, too. None: that cannot be told yet."""
         if start != self._seq + 1 and not (self._kept and self._kept[0][0] <= start <= self._seq):
-            yield [self._topic, self._seq.to_bytes(SEQ_BYTES, "big"), whole()]
+            payload = self._snapshot()
+            if payload is None:
+                return None
             self.snapshots += 1
-        elif start <= self._seq:
-            for seq, payload in list(self._kept):
-                if seq >= start:
-                    yield [self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload]
-                    self.replayed += 1
+            return iter([[self._topic, self._seq.to_bytes(SEQ_BYTES, "big"), payload], [b"", END_SEQ, b""]])
+        return self._missed(start)
+
+    def _missed(self, start: int) -> Iterator[list[bytes]]:
+        for seq, payload in list(self._kept) if start <= self._seq else ():
+            if seq >= start:
+                yield [self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload]
+                self.replayed += 1
         yield [b"", END_SEQ, b""]
 
-    def _whole(self) -> bytes:
+    def _snapshot(self) -> bytes | None:
+        """What is there: made once for all who ask before it changes. None: not now, because readers take too long with
+        those before, or the thread does little else."""
+        began = time.monotonic()
+        if self._whole[0] != self._seq:
+            unread = {id(payload): len(payload) for _, payload in self._unread.values()}
+            if began < self._whole_from or sum(unread.values()) >= MAX_UNREAD_BYTES:
+                return None
+            self._whole = self._seq, self._encoded()
+            ended = time.monotonic()
+            self._whole_until = ended + REPLAY_S
+            self._whole_from = ended + (ended - began) * (1.0 / _SNAPSHOT_SHARE - 1.0)
+        return self._whole[1]
+
+    def _encoded(self) -> bytes:
         """What is there, as one batch: encoded piece by piece, so that the control loop has its turn in between."""
         pieces, count = [encode_events([AllBlocksCleared()])], 1
         for events in self._blocks.everything():
@@ -272,16 +308,38 @@ class Publisher:
 
     def _go_on(self, client: bytes) -> None:
         """Send as much of a replay as its reader takes."""
-        assert self._router is not None
-        frames, frame, since = self._replays[client]
+        replay = self._replays[client]
         try:
-            while True:
-                self._router.send_multipart([client, b"", *frame], zmq.NOBLOCK)
-                since = time.monotonic()
-                frame = next(frames)
+            while not self._is_behind(client):
+                if replay.frames is None:
+                    replay.frames = self._answer(replay.start)
+                    if replay.frames is None:
+                        return
+                    replay.frame = next(replay.frames)
+                self._send(client, replay.frame)
+                replay.since = time.monotonic()
+                replay.frame = next(replay.frames)
         except zmq.Again:
-            self._replays[client] = (frames, frame, since)
-            if time.monotonic() - since > REPLAY_S:
-                del self._replays[client]
+            pass
         except (StopIteration, zmq.ZMQError):  # it is over, or nobody is there any more
             del self._replays[client]
+            return
+        if time.monotonic() - replay.since > REPLAY_S:
+            del self._replays[client]
+
+    def _is_behind(self, client: bytes) -> bool:
+        """Whether ZMQ still has a large message for it."""
+        if client in self._unread and self._unread[client][0].done:
+            del self._unread[client]
+        return client in self._unread
+
+    def _send(self, client: bytes, frame: list[bytes]) -> None:
+        """:raises zmq.ZMQError: its reader takes no more now (`Again`), or is gone."""
+        assert self._router is not None
+        parts = [client, b"", *frame]
+        if len(frame[-1]) < LARGE_BYTES:
+            self._router.send_multipart(parts, zmq.NOBLOCK)
+            return
+        tracker = self._router.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
+        assert tracker is not None
+        self._unread[client] = tracker, frame[-1]

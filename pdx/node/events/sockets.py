@@ -23,7 +23,7 @@ from pdx.security.socket_lock import owned, remove_socket
 from pdx.security.tcp_filter import TcpFilter
 
 HIGH_WATER = 1000  # messages that a subscriber may leave unread: of a minute …
-REPLAY_HIGH_WATER = 64  # … and of a replay
+REPLAY_HIGH_WATER = 16  # … and of a replay; of large ones one, see `Publisher`
 _MAX_BYTES = 1024  # of what comes in: topics and numbers …
 # … and of all that one connection sends: ZMQ keeps each topic, in thirty times its bytes and without any bound.
 _MOST_BYTES, _REPLAY_MOST_BYTES = 8 << 10, 64 << 10

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import random
 import socket
@@ -314,6 +315,9 @@ class Asked:
             raise zmq.Again
         return self.frames.pop()
 
+    def send_multipart(self, *_, **__):
+        raise zmq.Again
+
 
 def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
     stage = stage()
@@ -333,16 +337,68 @@ def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
     def ask(count):
         publisher._router = Asked(count)
         publisher._hear_replays()
-        payloads = {frame[2] for _, frame, _ in publisher._replays.values()}
-        return len(publisher._replays), payloads, len(made)
+        for client in publisher._replays:
+            publisher._go_on(client)
+        return len(publisher._replays), {replay.frame[2] for replay in publisher._replays.values()}, len(made)
 
     count, before, times = ask(20)
     assert (count, len(before), times) == (20, 1, 1)
     publisher._replays.clear()
+    publisher._whole_from = 0.0  # without a pause
     publisher._take(Batch(publisher._seq + 1, 0.0, [Change("host", False, [key(0)])]))
     count, after, times = ask(1)
     assert (count, len(after), times) == (1, 1, 2)
     assert after != before
+
+
+def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time_and_shares_it(stage, monkeypatch):
+    """It asked again and again, and for each answer ZMQ kept a copy of all that was there."""
+    stage = stage()
+    stage.put(0)
+    stage.turn()
+    publisher, made = stage.publisher, []
+
+    def encoded():
+        made.append(1)
+        return bytes(8 << 20)
+
+    monkeypatch.setattr(publisher, "_encoded", encoded)
+    wait_until(lambda: publisher._is_whole and publisher._seq == stage.bed.log.seq, what="it is taken in")
+    asked = [b"", (1).to_bytes(8, "big")]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as unread, context.socket(zmq.DEALER) as reads:
+        unread.setsockopt(zmq.RCVHWM, 1)
+        for client in (unread, reads):
+            client.connect(stage.replay)
+        for _ in range(60):
+            unread.send_multipart(asked)
+            reads.send_multipart(asked)  # and when it has its answer, the other one was heard, too
+            assert reads.poll(20_000)
+            while reads.recv_multipart()[-2] != END_SEQ:
+                pass
+        assert publisher.snapshots - 60 <= 4  # what its own side takes, and one
+        assert len(made) == 1
+        answers = 0
+        while answers < publisher.snapshots - 60:  # what is there for it comes
+            assert unread.poll(20_000)
+            answers += unread.recv_multipart()[-2] != END_SEQ
+        unread.send_multipart(asked)
+        assert unread.poll(20_000)
+
+
+def test_no_snapshot_is_made_while_readers_have_too_much_that_they_do_not_take(stage, monkeypatch):
+    stage = stage()
+    publisher = stage.publisher
+    wait_until(lambda: publisher._is_whole, what="it is taken in")
+    publisher.close()  # the test is its thread from here on
+    monkeypatch.setattr(publisher_module, "MAX_UNREAD_BYTES", 100)
+    payload = bytes(100)
+    publisher._unread = {b"a": (None, payload), b"b": (None, payload)}
+    assert publisher._snapshot() is None
+    publisher._unread = {b"a": (None, payload[:99]), b"b": (None, payload[:0])}
+    assert publisher._snapshot() == publisher._snapshot()
+    publisher._whole_from, publisher._seq = math.inf, publisher._seq + 1  # one took long a moment ago
+    assert publisher._snapshot() is None
+    assert publisher._answer(1) is None
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:5557", "tcp://*:5557", "ipc://relative", "udp://127.0.0.1:1"])
