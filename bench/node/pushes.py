@@ -82,7 +82,7 @@ class StandIn(Tier):
     def over(self, copy: Copy) -> None:
         """Nobody waits for it."""
 
-    def evict(self, keys: Sequence[bytes]) -> int:
+    def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
         return 0
 
     def close(self) -> None:

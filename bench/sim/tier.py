@@ -171,7 +171,7 @@ class ModelledTier(Tier):
         if not copy.is_load:
             self._touch([key for key in copy.keys if key in self._held])
 
-    def evict(self, keys: Iterable[bytes]) -> int:
+    def evict(self, keys: Iterable[bytes], shards: int = 0) -> int:
         """See `Tier.evict`."""
         return sum([self._remove(key) for key in keys])
 

@@ -115,16 +115,17 @@ def found(client: Client, some: Sequence[Sequence[bytes]]) -> tuple[float, float
 
 
 @contextlib.contextmanager
-def other(address: str, step: Callable[[Client, int], None]) -> Iterator[list[int]]:
-    """A second client repeats `step`, which is told how often it has; the list has that number."""
+def other(address: str, step: Callable[[Client, int], None], every_s: float) -> Iterator[list[int]]:
+    """A second client repeats `step`, once in so many seconds; it is told how often it has, and the list has that."""
     is_over, count = threading.Event(), [0]
 
     def run() -> None:
         with ExitStack() as stack:
-            client = Client(address, stack)
+            client, started_at = Client(address, stack), time.monotonic()
             while not is_over.is_set():
                 step(client, count[0])
                 count[0] += 1
+                time.sleep(max(0.0, started_at + count[0] * every_s - time.monotonic()))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -136,14 +137,16 @@ def other(address: str, step: Callable[[Client, int], None]) -> Iterator[list[in
         thread.join()
 
 
-def measure(what: str, url: str, shorts: Sequence[Sequence[bytes]], step: Callable[[Client, int], None]) -> Row:
+def measure(
+    what: str, url: str, shorts: Sequence[Sequence[bytes]], step: Callable[[Client, int], None], every_s: float
+) -> Row:
     """Half of the short prompts alone, and half beside the second client."""
     with one_node(ARENA_BYTES // 2, remote=url) as address, ExitStack() as stack:
         with connect(address, timeout_s=ATTACH_S) as node:
             wait_until(lambda: node.status().tiers[0].is_up, "the store answers")
         client = Client(address, stack)
         alone, alone_ms = found(client, shorts[:PROMPTS])
-        with other(address, step) as count:
+        with other(address, step, every_s) as count:
             before, started_at = count[0], time.monotonic()
             beside, beside_ms = found(client, shorts[PROMPTS:])
             others_per_s = (count[0] - before) / (time.monotonic() - started_at)
@@ -166,7 +169,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     def ask_strange(client: Client, count: int) -> None:
         client.look(prompts(1, STRANGE)[0], wait_s=0.0)
-        time.sleep(STRANGERS_S - time.monotonic() % STRANGERS_S)
 
     rows = []
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, redis(Path(folder)) as port:
@@ -175,8 +177,8 @@ def main(arguments: list[str] | None = None) -> None:
             store(f"redis://127.0.0.1:{port}", [*longs, *(keys for some in shorts.values() for keys in some)])
             for what, some in shorts.items():
                 relay.rate, relay.delay_s = (RATE, 0.0) if what == "long" else (UNLIMITED, DELAY_S)
-                step = ask_long if what == "long" else ask_strange
-                rows.append(measure(what, f"redis://127.0.0.1:{relay.port}", some, step))
+                step, every_s = (ask_long, 0.0) if what == "long" else (ask_strange, STRANGERS_S)
+                rows.append(measure(what, f"redis://127.0.0.1:{relay.port}", some, step, every_s))
         finally:
             relay.close()
     show_rows(rows, "Prompts that a client found in a remote store, by itself and beside another")

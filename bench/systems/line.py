@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import queue
 import signal
 import socket
 import threading
@@ -21,8 +22,8 @@ class Relay:
     """Passes TCP connections on to a server of this host; what it passes takes its time. Threads of its own.
 
     `rate`: bytes per second of what comes back; with `both_ways`, of what goes there, too, each way by itself.
-    `delay_s`: by so much later comes what comes back, of each connection a megabyte at a time. Both may be changed at
-    any time. `passed_bytes`: those that have come back.
+    `delay_s`: by so much later comes what comes back. Both may be changed at any time. `passed_bytes`: those that have
+    come back.
     """
 
     def __init__(
@@ -68,18 +69,38 @@ class Relay:
 
     def _pass(self, source: socket.socket, to: socket.socket, is_back: bool) -> None:
         buffer = memoryview(bytearray(PIECE_BYTES))
+        later: queue.SimpleQueue[tuple[float, bytes] | None] = queue.SimpleQueue()
+        sends = threading.Thread(target=self._send_later, args=(later, to), daemon=True)
+        is_late = False  # since when it must not overtake what is on its way
+        if is_back:
+            sends.start()
         with contextlib.suppress(OSError):
             while count := source.recv_into(buffer):
                 if is_back or self._both_ways:
                     with self._lock:
                         self.passed_bytes += count * is_back
                         self._free_at[is_back] = max(self._free_at[is_back], time.monotonic()) + count / self.rate
-                        wait_s = self._free_at[is_back] - time.monotonic() + self.delay_s * is_back
+                        wait_s = self._free_at[is_back] - time.monotonic()
                     if wait_s > 0.0005:
                         time.sleep(wait_s)
-                to.sendall(buffer[:count])
+                is_late = is_late or (is_back and self.delay_s > 0)
+                if is_late:
+                    later.put((time.monotonic() + self.delay_s, bytes(buffer[:count])))
+                else:
+                    to.sendall(buffer[:count])
+        if is_back:
+            later.put(None)
+            sends.join()
         for each in (source, to):
             _shut(each)
+
+    @staticmethod
+    def _send_later(later: queue.SimpleQueue[tuple[float, bytes] | None], to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while (each := later.get()) is not None:
+                due, data = each
+                time.sleep(max(0.0, due - time.monotonic()))
+                to.sendall(data)
 
     def close(self) -> None:
         """End all connections and threads. What is still on the line is waited for."""

@@ -397,7 +397,7 @@ class Admissions:
             found, slots, full = self._store.reserve(claim)
             granted = [hits + index for index in found]
             if session.hello.kind == "client":  # its names say nothing of the bytes, and those below are older
-                self._tiers.forget([claim.keys[index] for index in found])
+                self._tiers.forget([claim.keys[index] for index in found], is_named=True)
         if ask.writes is not None and ask.nbytes and (ask.partial or not full):
             self._transfers.open(ask.writes, slots, now + MAX_TRANSFER_S, session.source)
         return granted, slots, full

@@ -248,7 +248,7 @@ class Hinting:
             filling = {key for key in over if any(one.state is State.FILLING for one in self._store.of(key))}
             self.ends.postpone(filling, now + AGAIN_S)
             gone = [key for key in over if key not in filling]
-            self._counters["ttl_deleted"] += max(self._store.delete(gone, TTL), self._tiers.forget(gone))
+            self._counters["ttl_deleted"] += max(self._tiers.forget(gone), self._store.delete(gone, TTL))
         self.demotions.tick()
 
 

@@ -316,6 +316,8 @@ class Service:
             self.copies.tick(self._clock())
         with self.faults.contain("what is stored ahead of its eviction"):
             self.tiers.storing.look_ahead()
+        with self.faults.contain("what is due in the tiers"):
+            self.tiers.tick()
         with self.faults.contain("the deadlines of the look-ahead"):
             self.look_ahead.tick()
         with self.faults.contain("the times of hints"):
@@ -444,7 +446,9 @@ class Service:
         return Done(count)
 
     def _delete(self, session: Session, ask: Delete) -> Answer:
-        return Done(sum(max(self.store.delete([key]), self.tiers.forget([key])) for key in ask.keys))
+        is_named = session.hello.kind == "client"
+        below = [self.tiers.forget([key], is_named=is_named) for key in ask.keys]
+        return Done(sum(max(count, self.store.delete([key])) for key, count in zip(ask.keys, below, strict=True)))
 
     def _advise(self, session: Session, ask: Advise) -> Answer:
         if len(ask.keys) * ask.shards > MAX_SLOTS:

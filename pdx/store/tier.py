@@ -203,9 +203,14 @@ class Tier(ABC):
     def over(self, copy: Copy) -> None:
         """No job of this copy comes any more, and none is under way."""
 
-    def evict(self, keys: Sequence[bytes]) -> int:
-        """Forget these in every shard; returns how many were there."""
+    def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
+        """Forget these in every shard; returns how many were there, as far as that is known. `shards`: how many they
+        have, for a tier that others may have put them in; 0: as many as this node knows of."""
         return 0
+
+    def tick(self) -> None:
+        """What is to be done now and then; called a few times a second."""
+        return
 
     def is_pinned(self, key: bytes) -> bool:
         """Whether the tier keeps this until it is unpinned."""

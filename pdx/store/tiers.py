@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import asdict, replace
@@ -425,9 +425,23 @@ class Tiers:
             if status is not None
         ]
 
-    def forget(self, keys: Sequence[bytes]) -> int:
-        """The tiers below forget these; returns how many one of them had."""
-        return max((sum(tier.evict(keys) for tier in level) for level in self.below), default=0)
+    def forget(self, keys: Sequence[bytes], *, is_named: bool = False) -> int:
+        """The tiers below forget these, before memory does, which knows how many shards they have; returns how many one
+        of them had. `is_named`: they are a client's names, which no shared tier has."""
+        by_shards: defaultdict[int, list[bytes]] = defaultdict(list)
+        for key in keys:
+            by_shards[max((chunk.shards for chunk in self._store.of(key)), default=0)].append(key)
+        counts = [
+            sum(tier.evict(some, shards) for tier in level for shards, some in by_shards.items())
+            for level in self.below
+            if not (is_named and level[0].is_shared)
+        ]
+        return max(counts, default=0)
+
+    def tick(self) -> None:
+        """A few times a second."""
+        for tier in self._all():
+            tier.tick()
 
     def close(self) -> None:
         """End all jobs of all tiers. Idempotent."""

@@ -53,7 +53,7 @@ class Below(Tier):
     def over(self, copy):
         pass
 
-    def evict(self, keys):
+    def evict(self, keys, shards=0):
         gone = self.keys & set(keys)
         self.keys -= gone
         return len(gone)

@@ -2,13 +2,14 @@
 
 import itertools
 import random
+import threading
 
 import psutil
 import pytest
 from disk_bed import closing_all
 from remote_bed import Bed, SeaweedFs, key, made
 
-from pdx.store.remote.tier import MAX_SOUGHT, NOT_THERE_S, THERE_S, THREADS
+from pdx.store.remote.tier import NOT_THERE_S, THERE_S, THREADS
 from pdx.testing.waiting import wait_until
 
 KINDS = ["redis", "cluster", "s3"]
@@ -148,7 +149,7 @@ def test_a_long_prompt_is_found_to_its_first_missing_chunk(bed, numbers):
 def test_what_is_known_is_not_asked_for(bed, numbers, monkeypatch):
     assert bed.store(numbers[0]) is None
     assert bed.sought(numbers[:2]) == 1
-    monkeypatch.setattr(bed.tier, "_seek", None)
+    monkeypatch.setattr(bed.tier, "_ask", None)
     assert bed.sought(numbers[:2]) == 1
     bed.now += NOT_THERE_S + 0.1
     assert bed.tier.find([key(numbers[0])], 1)
@@ -177,10 +178,36 @@ def test_many_that_seek_the_same_ask_once(bed, numbers):
     assert bed.sought(numbers[:4]) == 1
 
 
-def test_questions_are_bounded(bed, numbers):
+def test_what_waits_for_a_thread_is_asked_for_by_one_call(bed, numbers, monkeypatch):
+    """A store that is far away answers as many at once as ask, and those of one client do not keep others waiting."""
+    assert [bed.store(number) for number in numbers[:40]] == [None] * 40
+    calls, goes_on, heads = [], threading.Event(), bed.tier._backend.heads
+
+    def late(names, nbytes):
+        calls.append(len(names))
+        goes_on.wait(30)
+        return heads(names, nbytes)
+
+    monkeypatch.setattr(bed.tier._backend, "heads", late)
+    strangers = [[key(number * 16 + at + 30_000) for at in range(16)] for number in range(100)]
+    assert all(bed.tier.seeks(keys, 1) for keys in strangers)
+    keys = [key(number) for number in numbers[:41]]
+    assert bed.tier.seeks(keys, 1)
+    goes_on.set()
+    while not bed.tier.find(keys[:1], 1):
+        bed.turn()
+    assert len(calls) <= THREADS + -(-97 * 16 // bed.tier._backend.most) + THREADS, "not one for each"
+    while bed.tier._seeking:
+        bed.turn()
+    assert len(bed.tier.find(keys, 1)) == 40
+    assert max(calls) <= bed.tier._backend.most + bed.tier._backend.batch
+
+
+def test_questions_are_bounded(bed, numbers, monkeypatch):
     """What is over the bound is missing, and counts."""
-    keys = [key(number + 20_000) for number in range(MAX_SOUGHT + 5)]
-    assert sum(bed.tier.seeks([name], 1) for name in keys) == MAX_SOUGHT
+    monkeypatch.setattr("pdx.store.remote.tier.MAX_SOUGHT", 64)
+    keys = [key(number + 20_000) for number in range(64 + 5)]
+    assert sum(bed.tier.seeks([name], 1) for name in keys) == 64
     assert bed.counters["remote_not_asked"] == 5
     while bed.tier._seeking:
         bed.turn()

@@ -74,7 +74,7 @@ class DictTier(Tier):
         assert all(job.number != copy.number for _, job in self.jobs), "a job of it is under way"
         self.is_over.append((copy.number, copy.is_complete))
 
-    def evict(self, keys):
+    def evict(self, keys, shards=0):
         gone = {where for where in self.chunks if where[0] in keys}
         for where in gone:
             del self.chunks[where]

@@ -147,7 +147,7 @@ class FakePeerTier(Tier):
         if self.told_over is not None:
             self.told_over(copy.number, copy.is_complete)
 
-    def evict(self, keys: Sequence[bytes]) -> int:
+    def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
         return 0
 
     def close(self) -> None:

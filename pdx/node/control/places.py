@@ -161,7 +161,7 @@ class Places:
         """
         if place.tier is not None:
             nbytes = sum(held.nbytes for held in self.found(place, keys, shards or 1).values()) * max(1, shards)
-            return Kept(place.name, place.tier.evict(keys) * max(1, shards), nbytes)
+            return Kept(place.name, place.tier.evict(keys, shards) * max(1, shards), nbytes)
         count = nbytes = 0
         for key in keys:
             lying = [

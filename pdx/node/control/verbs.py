@@ -362,7 +362,13 @@ class Controls:
         self.jobs.check(keys)
         if ask.dry_run:
             return Effect([self._drops(place, keys, shards) for place in places], dry_run=True)
-        return Effect([self.places.drop(place, keys, shards if place.tier is not None else 0) for place in places])
+        done = [self.places.drop(place, keys, shards if place.tier is not None else 0) for place in places]
+        for place in places:
+            if place.is_shared and not place.may_have_more:
+                others = ", ".join(f"{kept.chunks} chunks from {kept.name}" for kept in done if kept.name != place.name)
+                why = f"{place.name} {place.why_not(keys[0])}: what it has of them is removed when it answers"
+                raise NodeError(f"{others} are forgotten; {why}" if others else why)
+        return Effect(done)
 
     def _drops(self, place: Place, keys: Sequence[bytes], shards: int) -> Kept:
         """What `clear` would drop there."""

@@ -385,7 +385,7 @@ class DiskTier(Tier):
         while self._forgotten and next(iter(self._forgotten.values())) < first:
             self._forgotten.popitem(last=False)
 
-    def evict(self, keys: Sequence[bytes]) -> int:
+    def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
         """See `Tier.evict`."""
         files: list[ChunkFile] = []
         count = 0

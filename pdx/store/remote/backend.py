@@ -65,7 +65,8 @@ class Backend(ABC):
     """
 
     place: str  # the address, for people
-    batch = 64  # names in one call of `heads`
+    batch = 64  # names of one question in one call of `heads` …
+    most = 1024  # … and of all questions
 
     @abstractmethod
     def connect(self, count: int) -> None:

@@ -36,6 +36,7 @@ class S3Backend(Backend):
     """See `Backend`. What is older than `ttl_s` is not found; the bucket's own lifecycle removes it."""
 
     batch = 16
+    most = 64  # each is a request, and has a thread
 
     def __init__(self, settings: RemoteSettings, credentials: Credentials, bucket: str, prefix: str) -> None:
         """:raises ConfigError: the environment or the address is not what the client needs."""
@@ -71,7 +72,7 @@ class S3Backend(Backend):
                 self._stores = {which: opened(timeout_s) for which, timeout_s in self._timeouts.items()}
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigError(f"{settings.url}: {error}") from error
-        self._pool = futures.ThreadPoolExecutor(self.batch, "pdx-s3")
+        self._pool = futures.ThreadPoolExecutor(self.most, "pdx-s3")
 
     def connect(self, count: int) -> None:
         """See `Backend.connect`. The client opens a connection for each request that is under way."""

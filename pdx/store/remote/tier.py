@@ -5,7 +5,11 @@ Under a name each has the form of `pdx.store.chunk_format`:
     <prefix>/v3/<key>-<shard>    encoded or not
 
 The control loop knows for some seconds which keys are there and which are not; for others a thread asks, while the
-question of the request waits. So a look-up never waits for the network, and what another node has stored is found.
+question of the request waits. So a look-up never waits for the network, and what another node has stored is found. A
+thread that is free asks all that waits by then in one call: of a store that is far away many learn as much as one.
+
+What is deleted is removed there, whether or not this node knows that it is there; where the store does not answer, when
+it does (`pdx.store.remote.removals`).
 
 Names are the chunks' keys, which cover model, precision, layout and cache salt, so that nodes that differ in one of
 these never meet. What clients name themselves does not come here.
@@ -19,10 +23,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -43,6 +48,7 @@ from pdx.store.copy import Copy
 from pdx.store.recoding import OnChunk, Pair, Recoding, check
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.recoder import recode
+from pdx.store.remote.removals import Removals
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
 from pdx.wire.base import MAX_LAYERS
@@ -56,7 +62,7 @@ PAUSE_S = 10.0
 THERE_S = 30.0  # what was found is taken to be there so long …
 NOT_THERE_S = 1.0  # … and what was not, not to be
 MAX_KNOWN = 1 << 17  # keys
-MAX_SOUGHT = 64  # questions that threads have, or that wait for one
+MAX_SOUGHT = 1024  # questions that threads have, or that wait for one
 HEAD_BYTES = 1024  # the header of a chunk with up to about 100 slices
 _FAULTS = ("unreachable", "timeout", "denied", "untrusted", "failed")  # of the store …
 _OF_STORES = ("full", "read_only", "denied")  # … of what is to be stored there …
@@ -72,6 +78,16 @@ class _Work(msgspec.Struct, eq=False):
     @property
     def part(self) -> Part:
         return self.job.parts[0]
+
+
+class _Question(msgspec.Struct, eq=False):
+    """Whether these keys are there, up to the first that is not; the first `at` are."""
+
+    moment: int  # see `Removals`
+    since: float
+    keys: Sequence[bytes]
+    shards: int
+    at: int = 0
 
 
 class _Known(msgspec.Struct, frozen=True, gc=False):
@@ -117,9 +133,13 @@ class RemoteTier(Tier):
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._put: OrderedDict[bytes, int] = OrderedDict()  # what this node has stored there: a bit for each shard
-        self._sought: dict[bytes, tuple[int, float]] = {}  # what is asked for: the question's number, and since when
-        self._numbers = itertools.count()
+        self._removals = Removals(counters)
+        self._remove_from = 0.0  # nothing is removed before that
+        self._admitted: dict[int, int] = {}  # copies, and at which moment
+        self._sought: dict[bytes, _Question] = {}  # what is asked for
+        self._questions: deque[_Question] = deque()  # that no thread has
         self._seeking = 0  # questions
+        self._asking = 0  # threads
         self._under_way: dict[int, dict[_Work, None]] = {}  # by copy
         self._failures = 0  # one after the other
         self._closed_until = 0.0  # nothing is asked before …
@@ -182,10 +202,12 @@ class RemoteTier(Tier):
         text = f"the remote store: {error}; {then}; further ones count as remote_{error.kind}"
         self._faults.warn(f"remote {error.kind}", text)
 
-    def _submit(self, pool: ThreadPoolExecutor, call: Callable[[], object], then: Callable[[Future], None]) -> None:  # type: ignore[type-arg]
+    def _submit(
+        self, pool: ThreadPoolExecutor, call: Callable[[], object], then: Callable[[Future[Any]], None]
+    ) -> None:
         """Call it on a thread, and then the other on the control loop."""
         if self._is_over:
-            future: Future[None] = Future()
+            future: Future[Any] = Future()
             future.set_exception(TierError("the remote tier is closed", "cancelled"))
             self._post(partial(then, future))
             return
@@ -224,16 +246,16 @@ class RemoteTier(Tier):
         """See `Tier.seeks`."""
         if keys[0] in self._sought:
             return True
-        if not self._answers() or self._of(keys[0], shards) is not None:
+        if not self._answers() or keys[0] in self._removals or self._of(keys[0], shards) is not None:
             return False
-        if self._seeking >= MAX_SOUGHT:
+        if self._seeking >= MAX_SOUGHT or len(self._sought) >= MAX_KNOWN:
             self._counters["remote_not_asked"] += 1
             return False
         self._seeking += 1
-        question = next(self._numbers), self._clock()
+        question = _Question(self._removals.moment(), self._clock(), list(keys), shards)
         self._sought.update(dict.fromkeys(keys, question))
-        then = partial(self._seek_ended, question, keys, shards)
-        self._submit(self._askers, partial(self._seek, question, list(keys), shards), then)
+        self._questions.append(question)
+        self._ask()
         return True
 
     def why_not(self, key: bytes) -> str:
@@ -252,24 +274,51 @@ class RemoteTier(Tier):
 
     def asked_s(self, key: bytes) -> float:
         """See `Tier.asked_s`."""
-        _, since = self._sought.get(key, (0, self._clock()))
-        return self._clock() - since
+        question = self._sought.get(key)
+        return self._clock() - question.since if question is not None else 0.0
 
-    def _seek(self, question: tuple[int, float], keys: Sequence[bytes], shards: int) -> None:
-        """On a thread: ask for these until one is missing."""
-        count = max(1, self._backend.batch // shards)
-        for at in range(0, len(keys), count):
-            some = keys[at : at + count]
-            self._end_if_paused("paused")
-            names = [_name(key, shard) for key in some for shard in range(shards)]
-            sizes = self._sizes(names)
-            found: list[Held | None] = []
-            for nth in range(len(some)):
-                of_key = set(sizes[nth * shards : (nth + 1) * shards])
-                found.append(of_key.pop() if len(of_key) == 1 else None)
-            self._post(partial(self._learn, question, some, shards, found))
-            if self._is_over or None in found:
-                return
+    def _ask(self) -> None:
+        """Give a thread that is free all questions that wait, as far as one call goes."""
+        while self._questions and self._asking < THREADS:
+            each = min(self._backend.batch, self._backend.most // len(self._questions))  # names of one question
+            parts: list[tuple[_Question, Sequence[bytes]]] = []
+            names: list[str] = []
+            while self._questions and len(names) < self._backend.most:
+                question = self._questions.popleft()
+                keys = question.keys[question.at : question.at + max(1, each // question.shards)]
+                parts.append((question, keys))
+                names += [_name(key, shard) for key in keys for shard in range(question.shards)]
+            self._asking += 1
+            self._submit(self._askers, partial(self._look, names), partial(self._answered, parts))
+
+    def _look(self, names: Sequence[str]) -> list[Held | None]:
+        """On a thread."""
+        self._end_if_paused("paused")
+        return self._sizes(names)
+
+    def _answered(self, parts: Sequence[tuple[_Question, Sequence[bytes]]], future: Future[list[Held | None]]) -> None:
+        self._asking -= 1
+        error = _error(future)
+        self._went(error)
+        sizes = iter(future.result() if error is None else ())
+        if error is not None and error.kind == "paused":
+            self._counters["remote_not_asked"] += len(parts)
+        elif error is not None and error.kind != "cancelled":
+            self._warn(error, "what was asked for counts as missing")
+        again: list[_Question] = []
+        for question, keys in parts:
+            if error is not None:
+                self._end_question(question, error)
+                continue
+            found = [_of_all(list(itertools.islice(sizes, question.shards))) for _ in keys]
+            self._learn(question, keys, found)
+            question.at += len(keys)
+            if None in found or question.at >= len(question.keys):
+                self._end_question(question)
+            else:
+                again.append(question)
+        self._questions.extendleft(reversed(again))
+        self._ask()
 
     def _sizes(self, names: Sequence[str]) -> list[Held | None]:
         """On a thread: of what chunks these are; None: of none."""
@@ -281,15 +330,15 @@ class RemoteTier(Tier):
                 heads[at] = found
         return [_held(found, name) for found, name in zip(heads, names, strict=True)]
 
-    def _learn(
-        self, question: tuple[int, float], keys: Sequence[bytes], shards: int, found: Sequence[Held | None]
-    ) -> None:
+    def _learn(self, question: _Question, keys: Sequence[bytes], found: Sequence[Held | None]) -> None:
         """These are there, up to the first that is not."""
         for key, held in zip(keys, found, strict=True):
-            if held is None and key in self._put and self._sought.get(key) != question:
+            if held is None and key in self._put and self._sought.get(key) is not question:
                 break  # it was stored, or asked for anew, since
+            if held is not None and self._removals.since(key, question.moment):
+                break  # it is deleted
             self._counters["remote_misses" if held is None else "remote_hits"] += 1
-            self._know(key, shards, held)
+            self._know(key, question.shards, held)
             if held is None:
                 break
         self._on_found(keys)
@@ -305,26 +354,18 @@ class RemoteTier(Tier):
         if len(self._known) > MAX_KNOWN:
             self.note([self._known.popitem(last=False)[0]])
 
-    def _seek_ended(
-        self, question: tuple[int, float], keys: Sequence[bytes], shards: int, future: Future[None]
-    ) -> None:
+    def _end_question(self, question: _Question, error: TierError | None = None) -> None:
         self._seeking -= 1
-        _, asked_at = question
-        self.answer_s += (self._clock() - asked_at - self.answer_s) / 4  # the last ones count more
-        error = _error(future)
-        self._went(error)
-        if error is not None and error.kind == "paused":
-            self._counters["remote_not_asked"] += 1
-        elif error is not None and error.kind != "cancelled":
-            self._warn(error, "what was asked for counts as missing")
-            first = next((key for key in keys if key in self._sought), None)
+        self.answer_s += (self._clock() - question.since - self.answer_s) / 4  # the last ones count more
+        if error is not None and error.kind not in ("paused", "cancelled"):
+            first = next((key for key in question.keys if key in self._sought), None)
             if first is not None:  # who waits for it would have it asked for at once again
                 self._failed = self._clock() + NOT_THERE_S, f"did not say whether it has it: {error.kind}: {error}"
-                self._know(first, shards, None, self._failed[1])
-        for key in keys:
-            if self._sought.get(key) == question:
+                self._know(first, question.shards, None, self._failed[1])
+        for key in question.keys:
+            if self._sought.get(key) is question:
                 del self._sought[key]
-        self._on_found(keys)
+        self._on_found(question.keys)
 
     # ---- copies -----------------------------------------------------------------------------
 
@@ -340,11 +381,20 @@ class RemoteTier(Tier):
             self.tally.dropped += len(copy.keys)
             self.history.note(copy.keys, "not stored: it did not answer", self._clock())
             return Grant([])
-        return Grant([at for at, key in enumerate(copy.keys) if not self.find([key], copy.shards)])
+        self._admitted[copy.number] = self._removals.moment()
+        leaving = [key for key in copy.keys if key in self._removals]
+        self.history.note(leaving, "not stored: it was being deleted there", self._clock())
+        return Grant(
+            [at for at, key in enumerate(copy.keys) if key not in self._removals and not self.find([key], copy.shards)]
+        )
 
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
-        self._give(job, self._writers, self._store)
+        key = job.parts[0].key
+        if self._removals.since(key, self._admitted.get(job.number, 0)):  # deleted since its copy was admitted
+            return self._post(partial(self._on_done, self, job, None))
+        self._removals.writes(key, 1)
+        return self._give(job, self._writers, self._store)
 
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
@@ -362,18 +412,26 @@ class RemoteTier(Tier):
 
     def over(self, copy: Copy) -> None:
         """See `Tier.over`."""
+        self._admitted.pop(copy.number, None)
 
-    def evict(self, keys: Sequence[bytes]) -> int:
-        """See `Tier.evict`: those that this node knows of."""
-        known = {key: self._known.pop(key) for key in dict.fromkeys(keys) if key in self._known}
-        there = {key: each.shards for key, each in known.items() if each.held is not None}
-        for key in keys:
-            self._put.pop(key, None)
+    def tick(self) -> None:
+        """See `Tier.tick`."""
+        if len(self._removals) and self._answers():
+            self._remove_some()
+
+    def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
+        """See `Tier.evict`. All that is named is removed; those count that this node has stored or found there, and
+        none while the store does not answer: they are removed when it does."""
+        count = 0
+        for key in dict.fromkeys(keys):
+            known, bits = self._known.pop(key, None), self._put.pop(key, 0)
+            is_known = known is not None and known.held is not None
+            count += is_known or bits > 0
+            found = known.shards if known is not None and is_known else 0
+            self._removals.add(key, max(shards, found, bits.bit_length(), 1))
         self.note(keys)
-        if there:
-            names = [_name(key, shard) for key, shards in there.items() for shard in range(shards)]
-            self._submit(self._writers, partial(self._remove, names), self._removed)
-        return len(there)
+        self._remove_some()
+        return count if self._is_open else 0
 
     def recode(
         self,
@@ -392,6 +450,8 @@ class RemoteTier(Tier):
         most_bytes = max(arena.nbytes for arena in self._arenas)
 
         def begin(pair: Pair, own: Recoding) -> None:
+            for key in set(pair):
+                self._removals.writes(key, 1)
             is_over = lambda: own in stopped or self._is_over  # noqa: E731
             call = partial(recode, self._backend, pair, shards, codec, _name, is_over, most_bytes=most_bytes)
             self._submit(self._writers, call, partial(self._recoded, pair, shards, own))
@@ -405,7 +465,8 @@ class RemoteTier(Tier):
         self._went(error)
         if error is not None and error.kind != "cancelled":
             self._warn(error, "the chunk is as it was")
-        for key in pair:
+        for key in set(pair):
+            self._removals.writes(key, -1)
             self._known.pop(key, None)
         old, new = pair
         if error is None:
@@ -414,16 +475,25 @@ class RemoteTier(Tier):
             self.note([old])
         recoding.ended(old, error)
 
+    def _remove_some(self) -> None:
+        if self._is_open and self._clock() >= self._remove_from and (names := self._removals.take(_name)):
+            self._submit(self._writers, partial(self._remove, names), self._removed)
+
     def _remove(self, names: Sequence[str]) -> None:
         """On a thread."""
-        self._end_if_paused("unreachable")  # nobody removes them later
+        self._end_if_paused("paused")
         self._backend.remove(names)
 
     def _removed(self, future: Future[None]) -> None:
         error = _error(future)
         self._went(error)
-        if error is not None and error.kind != "cancelled":
-            self._warn(error, "what was deleted is there still")
+        self._removals.over(is_done=error is None)
+        if error is None:
+            self._remove_some()
+            return
+        self._remove_from = self._clock() + PAUSE_S
+        if error.kind not in ("cancelled", "paused"):
+            self._warn(error, "what was deleted is there still, and is removed later")
 
     def _have_put(self, key: bytes, bits: int) -> None:
         """This node has stored these shards there."""
@@ -439,6 +509,8 @@ class RemoteTier(Tier):
         if not of_copy:
             del self._under_way[work.job.number]
         error, key = _error(future), work.part.key
+        if not is_load:
+            self._removals.writes(key, -1)
         if error is None:
             self._went(None)
             self._counters["remote_loaded" if is_load else "remote_stored"] += 1
@@ -454,6 +526,8 @@ class RemoteTier(Tier):
                 self.history.note([key], f"not stored: {error}", self._clock())
         if is_load and error is not None and error.kind in _OF_CHUNKS and key in self._known:
             self._know(key, self._known[key].shards, None)
+        elif not is_load and key in self._removals:
+            self._remove_some()  # which has waited for it
         elif not is_load and error is None:  # of which other shards are there nobody knows
             self._known.pop(key, None)
             self._sought.pop(key, None)
@@ -466,6 +540,8 @@ class RemoteTier(Tier):
         for of_copy in self._under_way.values():
             for work in of_copy:
                 work.is_cancelled = True
+        if len(self._removals):
+            log.warning("%d chunks that were deleted may still be in %s", len(self._removals), self._backend.place)
         for pool in (self._askers, self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
         self._backend.close()
@@ -532,7 +608,7 @@ class RemoteTier(Tier):
             raise TierError(f"{error}, and is not removed: {then}", error.kind) from error
 
     def _end_if(self, work: _Work) -> None:
-        if work.is_cancelled:
+        if work.is_cancelled or work.part.key in self._removals:
             raise TierError("cancelled", "cancelled")
         self._end_if_paused("paused")
 
@@ -583,7 +659,12 @@ def _held(found: Found | None, name: str) -> Held | None:
     return Held(header.nbytes, header.layers) if _name(header.key, header.shard) == name else None
 
 
-def _error(future: Future[None]) -> TierError | None:
+def _of_all(of_shards: Sequence[Held | None]) -> Held | None:
+    """What there is of a key, if all of its shards are alike."""
+    return of_shards[0] if len(set(of_shards)) == 1 else None
+
+
+def _error(future: Future[Any]) -> TierError | None:
     """How a call ended."""
     if future.cancelled():
         return TierError("the remote tier is closed", "cancelled")

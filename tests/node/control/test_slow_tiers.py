@@ -11,7 +11,7 @@ import pytest
 from raw_engine import CHUNK_BYTES, LAYERS, key
 
 from pdx.config import NodeConfig
-from pdx.errors import ChunkMissing, JobConflict
+from pdx.errors import ChunkMissing, JobConflict, NodeError, TierError
 from pdx.memory.arena import Arena
 from pdx.node.control.jobs import STALLED_S
 from pdx.node.control.moves import ANSWER_S
@@ -22,11 +22,11 @@ from pdx.store.disk import tier as disk_tier
 from pdx.store.disk.health import SILENT
 from pdx.store.disk.tier import DiskTier
 from pdx.store.remote.backend import Backend, Found
-from pdx.store.remote.tier import RemoteTier
+from pdx.store.remote.tier import PAUSE_S, RemoteTier
 from pdx.store.store import Claim
 from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
-from pdx.wire.verbs import Find, Jobs, Move, PinIn, Recode, Selection
+from pdx.wire.verbs import Clear, Find, Jobs, Move, PinIn, Recode, Selection
 
 
 class Shelf(Backend):
@@ -345,3 +345,50 @@ def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):
     status = bed.over(bed.service.control(Recode(Selection(keys), "disk", "lossless")))
     assert (status.state, status.chunks_done) == ("done", len(keys))
     assert begun == [STEP_KEYS, STEP_KEYS // 2]
+
+
+@pytest.mark.parametrize("tier", ["remote", ""])
+def test_what_is_cleared_leaves_a_store_without_a_look_first(bed, tier):
+    keys = bed.put(1, 8)
+    assert bed.over(bed.service.control(Move(Selection(keys), "host", "remote", keeps=True))).state == "done"
+    bed.now += 60.0  # and nobody has looked since
+    done = bed.service.control(Clear(Selection(keys), tier))
+    assert {kept.name: kept.chunks for kept in done.tiers}["remote"] == 8
+    bed.until(lambda: not bed.shelf.kept, "all is removed there")
+    assert bed.found(keys)["remote"] == [0] * 8
+
+
+def test_what_another_node_has_put_in_a_store_is_cleared_there(bed):
+    keys = [key(number) for number in range(1, 5)]
+    bed.shelf.kept = {f"v3/{one.hex()}-{shard}": b"anything" for one in keys for shard in (0, 1)}
+    bed.service.control(Clear(Selection(keys, 2), "remote"))
+    bed.until(lambda: not bed.shelf.kept, "all is removed there")
+
+
+@pytest.mark.parametrize(
+    ("tier", "others"), [("remote", ""), ("", "4 chunks from host, 0 chunks from disk are forgotten; ")]
+)
+def test_a_store_that_does_not_answer_has_forgotten_nothing_and_does_later(bed, tier, others):
+    keys = bed.put(1, 4)
+    assert bed.over(bed.service.control(Move(Selection(keys), "host", "remote", keeps=True))).state == "done"
+    bed.remote._pause(TierError("no route", "unreachable"))
+    with pytest.raises(NodeError, match=f"^{others}remote does not answer: unreachable.* is removed when it answers"):
+        bed.service.control(Clear(Selection(keys), tier))
+    assert len(bed.shelf.kept) == 4
+    bed.now += PAUSE_S
+    bed.until(lambda: bed.service.tick() or not bed.shelf.kept, "it answers, and all is removed there")
+
+
+def test_what_a_tenant_deletes_is_removed_in_all_its_shards(bed):
+    """Memory knows how many there are."""
+    claim = Claim(keys=[key(1)], nbytes=CHUNK_BYTES, layers=LAYERS, owner=NODE, writers=[NODE] * 3)
+    bed.service.store.reserve(claim)
+    bed.shelf.kept = {f"v3/{key(1).hex()}-{shard}": b"anything" for shard in range(3)}
+    bed.service.tiers.forget([key(1)])
+    bed.until(lambda: not bed.shelf.kept, "all is removed there")
+
+
+def test_what_clients_name_is_not_looked_for_in_a_store(bed):
+    bed.shelf.remove = None
+    bed.service.tiers.forget([key(1)], is_named=True)
+    assert not len(bed.remote._removals)
