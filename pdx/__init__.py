@@ -9,7 +9,7 @@ from typing import Any
 from pdx.client.api import Node, connect
 from pdx.errors import PdxError
 
-__all__ = ["Controller", "Node", "PdxError", "Prompt", "connect"]
+__all__ = ["Controller", "Node", "PdxError", "Prompt", "__version__", "connect"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from pdx.client.prompt import Prompt
 
         return Prompt
+    if name == "__version__":
+        from pdx.extras import own_version
+
+        return own_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

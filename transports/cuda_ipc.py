@@ -26,12 +26,13 @@ from pdx.cuda.gpu import Gpu, why_no_gpu
 from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.cuda.page_lock import PageLock
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError, ProtocolError
+from pdx.extras import install
 from pdx.telemetry.host import process_stat
 from pdx.transports.channel import Availability, GpuMemory, Memory
 from pdx.transports.local import Address, LocalListener, LocalRegion, Source, SpanCopy, availability, hand_over
 from pdx.transports.shm import Mapping
 
-_FIX = "pip install 'pdx-transport[gpu]', on a host with an NVIDIA GPU and its driver"
+_FIX = f"{install('gpu')}, on a host with an NVIDIA GPU and its driver"
 _HOST_TO_HOST = "neither side's memory is a GPU's; use shm"
 
 

@@ -19,6 +19,7 @@ from pdx.cli.options import FOLDER, option
 from pdx.cli.tables import size, table
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
+from pdx.extras import install
 from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def store(out: Path, as_json: bool, **settings: Any) -> None:
     Ctrl-C ends it and keeps what was measured (exit status 130).
     """
     if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("pdx bench store copies with PyTorch: pip install 'pdx-transport[torch]'")
+        raise click.ClickException(f"pdx bench store copies with PyTorch: {install('torch')}")
     from pdx.bench.store.run import Settings, StoreRun, default_tiers
 
     run = StoreRun(Settings(**{**settings, "tiers": settings["tiers"] or tuple(default_tiers())}))
@@ -299,7 +300,7 @@ def transfer(
         from pdx.bench.channels.trial import check_room
         from pdx.bench.harness.interrupts import Steps
     except ImportError as error:
-        raise ConfigError(f"this bench needs more packages ({error}): pip install 'pdx-transport[bench]'") from error
+        raise ConfigError(f"this bench needs more packages ({error}): {install('bench')}") from error
     chosen = bench.options(sizes, in_flight, repeats, has_raw=raw, ring=parse_bytes(memory))
     check_room(chosen.ring)
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pdx.bench.breakdown.records import Result
 from pdx.errors import ConfigError
+from pdx.extras import install
 
 DPI = 120
 WIDTH_IN = 10.0  # 1200 pixels
@@ -99,7 +100,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"pictures need matplotlib ({error}): pip install 'pdx-transport[bench]'") from error
+        raise ConfigError(f"pictures need matplotlib ({error}): {install('bench')}") from error
 
 
 class Sheet:

@@ -11,6 +11,7 @@ from pdx.bench.plan.model import Hiding, Plan
 from pdx.bench.plan.tables import asked
 from pdx.bench.plan.units import show_time
 from pdx.errors import ConfigError
+from pdx.extras import install
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 SPLIT, MIXED, LIMIT = "#0072B2", "#D55E00", "#555555"
@@ -35,7 +36,7 @@ def pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'pdx-transport[bench]', or leave out --out") from error
+        raise ConfigError(f"plots need matplotlib: {install('bench')}, or leave out --out") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 

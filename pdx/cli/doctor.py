@@ -27,7 +27,7 @@ from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 REGION_BYTES = 64 << 20
 SMALL_REGION_BYTES = 4 << 20  # where /dev/shm has no room for more
 _LOOPBACK = "pdx.cli.loopback"
-_EXPLAINED_IN = "docs/troubleshooting.md"
+_EXPLAINED_IN = "PDX's documentation, on the page Troubleshooting"
 _UNAVAILABLE = {
     "shm": FindingName.SHM_UNAVAILABLE,
     "cuda_ipc": FindingName.CUDA_IPC_UNAVAILABLE,

@@ -23,6 +23,7 @@ import msgspec
 from pdx.cli.machine import Fact, FindingName
 from pdx.cli.tables import size
 from pdx.errors import GpuError
+from pdx.extras import install
 from pdx.transports.channel import Memory
 from pdx.transports.registry import FOR_GPUS, find
 
@@ -33,7 +34,7 @@ PAGE_LOCK_BYTES = 1 << 20
 _PAGE_LOCK_S = 10.0
 _NVIDIA = "0x10de"
 _DISPLAY_CLASSES = ("0x0300", "0x0302")
-_GET_ONE = "install its driver; in a container --gpus all; then pip install 'pdx-transport[gpu]'"
+_GET_ONE = f"install its driver; in a container --gpus all; then {install('gpu')}"
 
 
 def facts(sysfs: Path = Path("/sys")) -> list[Fact]:

@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=LazyGroup, where=COMMANDS)
+@click.group(cls=LazyGroup, where=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pdx-transport", prog_name="pdx")
 def main() -> None:
     """PDX moves the KV cache of LLM engines: from prefill to decode, and from engines to memory for reuse.

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.live import Live
 
 from pdx.cli.counting import follow_in_background
-from pdx.cli.options import node_options, option
+from pdx.cli.options import Sectioned, node_options, option
 from pdx.cli.tables import size, view
 from pdx.client.connection import Connection
 from pdx.config import NodeConfig, NodeOptions, default_node, default_proxy, parse, socket_path
-from pdx.errors import ConfigError, NodeError, NodeUnavailable
-from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
+from pdx.errors import ChannelUnavailable, ConfigError, NodeError, NodeUnavailable
+from pdx.transports.channel import Availability
+from pdx.transports.registry import INSIDE_ONE_PROCESS, find, schemes
 from pdx.wire.messages import VERSION, Hello, Status
 from pdx.wire.status import AttachedStatus, NodeStatus
 
@@ -31,8 +32,13 @@ TIMEOUT_S = 30.0
 ANSWER_S = 5.0
 
 
-@click.command()
-@option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
+@click.command(cls=Sectioned)
+@option(
+    "--address",
+    "--node",
+    "address",
+    help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]",
+)
 @node_options
 @option("--proxy", help="Where the proxy listens; '' for none. [default: $PDX_PROXY, else this user's]")
 @option("--name", default="", help="What peers and the proxy call it. [default: made from host and address]")
@@ -95,6 +101,7 @@ def node(
     from pdx.node.daemon import run
 
     check_channels(others["channels"])
+    _check_some_work(others["channels"])
     of_node = {name: others.pop(name) for name in NodeOptions.__struct_fields__}
     settings = {
         "address": address,
@@ -116,6 +123,21 @@ def check_channels(channels: Sequence[str]) -> None:
     for channel in channels:
         if channel not in known:
             raise ConfigError(f"no channel between nodes is named {channel!r}; there are {', '.join(known)}")
+
+
+def _check_some_work(channels: Sequence[str]) -> None:
+    """:raises ConfigError: channels are named, and none of them works here: peers would wait for one in vain."""
+    failed = []
+    for channel in channels:
+        try:
+            found = find(channel).availability()
+        except ChannelUnavailable as error:
+            found = Availability(False, str(error), "install what provides it")
+        if found.is_ok:
+            return
+        failed.append(f"--channel {channel}: {found.why}; {found.fix}")
+    if failed:
+        raise ConfigError(f"{'. '.join(failed)} (pdx doctor tries all channels)")
 
 
 def _show(address: str, *, as_json: bool, watch: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
+from click.types import OptionHelpExtra
 
 from pdx.config import CodecChoice, HashForm, NodeOptions, StoreChoice
 from pdx.errors import ConfigError
@@ -17,9 +18,58 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 _SECONDS = click.FloatRange(0.0, 86_400.0, min_open=True)  # pdx.config.PositiveSeconds
 
 
+class _Option(click.Option):
+    """Its range is said in words, and not as a formula."""
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        """See `click.Option`."""
+        extra = super().get_help_extra(ctx)
+        if "range" in extra and isinstance(self.type, click.IntRange | click.FloatRange):
+            least = "" if self.type.min is None else f"{'above' if self.type.min_open else 'from'} {self.type.min:g}"
+            most = "" if self.type.max is None else f"up to {self.type.max:.10g}"
+            extra["range"] = " ".join(part for part in (least, most) if part)
+        return extra
+
+
 def option(*names: str, **settings: Any) -> Callable[..., Any]:
-    """`click.option`, whose help shows the default where there is something to show."""
-    return click.option(*names, **{"show_default": settings.get("default") not in (None, ""), **settings})
+    """`click.option`, whose help shows the default where there is something to show that it does not say itself."""
+    is_said = settings.get("default") in (None, "") or "[default:" in settings.get("help", "")
+    return click.option(*names, cls=_Option, **{"show_default": not is_said, **settings})
+
+
+# Under which heading options are listed, by the names of their arguments.
+_SECTIONS = {
+    "Memory": ("arena", "gpus", "gpu_arena", "numa", "policy", "salt_quota", "pin_share", "tenant_lease_share")
+    + ("lease_max_s",),
+    "Disks": ("disk", "disk_limit", "disk_reserve", "disk_codec"),
+    "Remote store": ("remote", "remote_codec", "remote_ttl", "remote_ca", "remote_credentials", "remote_timeout")
+    + ("remote_lookup_timeout",),
+    "Disks and remote store": ("fetch_timeout", "store", "store_window"),
+    "Metrics and events": ("metrics", "events", "events_replay", "events_topic", "events_hashes", "events_open"),
+    "Engines": ("prefill", "decode", "engine_ca"),
+    "Peers and channels": ("name", "listen", "channels", "channel", "wire_codec", "digests"),
+    "Trust": ("keys", "roster", "trusted_network"),
+    "Requests": ("forward", "min_split_tokens", "client_priority", "max_body_bytes", "max_bodies_bytes")
+    + ("allowed_origins", "debug_headers"),
+    "Time limits": ("first_byte_timeout_s", "answer_timeout_s", "idle_timeout_s", "drain_s"),
+    "Administration": ("admin", "cache_token_file", "chunk_index", "chunk_index_limit"),
+    "A running node": ("status", "as_json", "watch", "stop", "force"),
+}
+_SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in names}
+
+
+class Sectioned(click.Command):
+    """A command whose options are listed under headings; those that have none come first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See `click.Command`."""
+        found: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for each in self.get_params(ctx):
+            if (record := each.get_help_record(ctx)) is not None:
+                found.setdefault(_SECTION_OF.get(each.name or "", "Options"), []).append(record)
+        for section, records in found.items():
+            with formatter.section(section):
+                formatter.write_dl(records)
 
 
 def _each(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[str]:

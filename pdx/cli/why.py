@@ -18,7 +18,12 @@ from pdx.wire.messages import Explained, Explanation
 
 @click.command()
 @click.argument("request", default="")
-@option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
+@option(
+    "--node",
+    "--address",
+    "address",
+    help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]",
+)
 @option("--json", "as_json", is_flag=True, help="One JSON object for each request.")
 def why(request: str, address: str | None, as_json: bool) -> None:
     """Why were the chunks of REQUEST hits, or not? Without REQUEST, a part of its id, the last ones are listed.
@@ -32,6 +37,11 @@ def why(request: str, address: str | None, as_json: bool) -> None:
     with connect(address) as node:
         explained = node.why(request)
     if not explained.requests:
+        if not request and not explained.remembered:
+            raise PdxError(
+                f"no request has asked the node at {address} for chunks yet: send one, with a prompt of a full block at "
+                "least, to an engine that is attached (pdx node --status lists them)"
+            )
         known = f"it remembers {explained.remembered} others" if explained.remembered else "nobody has asked it yet"
         raise PdxError(
             f"the node at {address} was not asked about a request whose id contains {request!r} ({known}); either "

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from pdx.errors import GpuError, GpuMemoryFull, GpuUnavailable
+from pdx.extras import install
 
 _SUCCESS = 0
 _UNAVAILABLE = frozenset(
@@ -51,7 +52,7 @@ def real_api() -> ModuleType:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise GpuUnavailable(f"cuda-bindings is missing ({error}): pip install 'pdx-transport[gpu]'") from error
+        raise GpuUnavailable(f"cuda-bindings is missing ({error}): {install('gpu')}") from error
     bindings: ModuleType = driver
     return bindings
 

@@ -166,7 +166,7 @@ def test_tables(monkeypatch):
     for words in ("works", "not here", "no carrier pigeon", "buy one", "memcpy", "/dev/shm", "memlock", "RDMA"):
         assert words in result.output, result.output
     assert "see troubleshooting: channel-unavailable" in result.output
-    assert "explained in docs/troubleshooting.md" in result.output
+    assert "explained in PDX's documentation, on the page Troubleshooting" in result.output
 
 
 def test_what_is_well_is_not_explained():
@@ -189,7 +189,7 @@ def test_the_report_of_this_machine_names_all_that_is_not_well():
 def test_markup_in_what_a_channel_says_is_shown_as_it_is():
     from rich.console import Console
 
-    text = "pip install 'pdx-transport[nixl]'"
+    text = "pip install 'redis[hiredis]'"
     report = Report(True, [Finding("x", Trial("unavailable", "no", text))], Rate(1, 1), [Fact("n", text, False, text)])
     console = Console(width=150, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed below
     console.print(view(report))

@@ -21,6 +21,7 @@ from pdx.cli.tables import duration, size, view
 from pdx.client.api import connect
 from pdx.config import NodeOptions
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
+from pdx.transports.channel import Availability
 from pdx.wire.status import AttachedStatus, NodeStatus, PeerStatus, TierStatus
 
 
@@ -170,6 +171,17 @@ def test_options_become_the_nodes_settings(monkeypatch, place):
     assert (config.name, config.listen, config.roster) == ("alpha", "tcp://127.0.0.1:0", "r.toml")
     assert (config.keys, config.channels, config.digests) == ("alpha.key_secret", ["nixl", "tcp"], "always")
     assert (config.disks, config.disk_limit_bytes) == ([os.path.abspath("cache")], 2 << 30)
+
+
+def test_a_node_whose_only_channel_does_not_work_does_not_start(place, monkeypatch):
+    missing = Availability(False, "NIXL does not import: no module", "pip install 'nixl'")
+    monkeypatch.setattr("pdx.transports.nixl.region.NixlRegion.availability", lambda: missing)
+    monkeypatch.setattr("pdx.node.daemon.run", lambda config: None)
+    address = f"ipc://{place}/node.sock"
+    result = pdx("node", "--channel", "nixl", "--address", address)
+    assert result.exit_code == 1
+    assert "--channel nixl: NIXL does not import: no module; pip install 'nixl' (pdx doctor" in result.output
+    assert pdx("node", "--channel", "nixl", "--channel", "tcp", "--address", address).exit_code == 0
 
 
 @pytest.mark.parametrize("channel", ["pigeon", "inproc", "../etc"])

@@ -160,3 +160,13 @@ def test_without_vllm_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install vllm"):
         command()
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./nothing", "../nothing", "~/nothing-at-all"])
+def test_a_model_at_a_path_where_nothing_is_starts_nothing(model):
+    with pytest.raises(ConfigError, match=f"there is no model at {model}"):
+        engine_command(model, (), role="prefill", node="ipc:///n", proxy="")
+
+
+def test_a_model_at_a_path(tmp_path):
+    assert str(tmp_path) in engine_command(str(tmp_path), (), role="prefill", node="ipc:///n", proxy="")

@@ -103,3 +103,10 @@ def test_a_request_that_the_node_was_not_asked_about_is_an_error_that_says_where
     assert "'xyz'" in result.output
     assert "it remembers 1 others" in result.output
     assert "pdx node --status" in result.output
+
+
+def test_a_node_that_nobody_has_asked_says_what_to_do(node):
+    result = pdx("why", "--node", node.address)
+    assert result.exit_code == 1
+    assert "no request has asked the node" in result.output
+    assert "''" not in result.output

@@ -127,7 +127,7 @@ def test_without_a_driver():
 def test_without_bindings(monkeypatch):
     driver.replace(None)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert "pip install 'pdx-transport[gpu]'" in why_no_gpu()
+    assert "pip install 'cuda-bindings" in why_no_gpu()
 
 
 def test_a_result_that_the_bindings_do_not_know(fake):

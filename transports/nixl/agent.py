@@ -21,13 +21,14 @@ from msgspec import Meta
 from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 from pdx.errors import ChannelUnavailable, GpuError
+from pdx.extras import install
 from pdx.transports.channel import Availability, Memory
 
 Span = tuple[int, int]  # address, bytes
 
 _WHEELS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")  # host memory is the same to all of them
 _CUDA_13 = 13000  # a driver older than that runs nothing that was built for it
-_FIX = "pip install 'pdx-transport[nixl]'"
+_FIX = install("nixl")
 _PROGRESS_US = 1000  # NIXL's thread sleeps until UCX wakes it, at most so long; with 0 it would take a whole core
 
 

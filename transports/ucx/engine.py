@@ -22,10 +22,11 @@ from typing import Any, TypeAlias, TypeVar
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceSpan
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
+from pdx.extras import install
 from pdx.transports.channel import Availability
 
-_FIX = "pip install 'pdx-transport[ucx]'"
-_GPU_FIX = "pip install 'pdx-transport[ucx]' (libucx with its CUDA plugin), and look at UCX_TLS"
+_FIX = install("ucx")
+_GPU_FIX = f"{_FIX} (libucx with its CUDA plugin), and look at UCX_TLS"
 _STEP_S = 0.05  # of waiting; if one takes longer this process stood still, and then UCX could not act either
 _CALL_S = 10.0  # a bound for what the thread does at once; it does not wait for peers
 _POLL_MS = 50  # UCX is known to miss waking somebody now and then

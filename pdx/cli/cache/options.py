@@ -25,6 +25,7 @@ _MAX_FILE_BYTES = 256 << 20
 
 _REACH = (
     option(
+        "--node",
         "--address",
         "addresses",
         multiple=True,
@@ -88,7 +89,7 @@ def controller(
     from pdx.client.controller import Controller
 
     if proxy and addresses:
-        raise ConfigError("--address names nodes of this host and --proxy those of a proxy; choose one of them")
+        raise ConfigError("--node names nodes of this host and --proxy those of a proxy; choose one of them")
     if token_file is not None and not proxy:
         raise ConfigError("--token-file is for a --proxy; a node of this host knows this user by its socket")
     token = load(token_file) if token_file is not None else ""

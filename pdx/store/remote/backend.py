@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ConfigError
+from pdx.extras import install
 from pdx.security.secret_file import check_private
 
 REDIS_SCHEMES = {"redis": False, "valkey": False, "rediss": True, "valkeys": True}  # whether with TLS
@@ -121,7 +122,7 @@ def open_backend(settings: RemoteSettings) -> Backend:
             return S3Backend(settings, credentials, parts.netloc, parts.path.strip("/"))
     except ModuleNotFoundError as error:
         extra = "s3" if parts.scheme == "s3" else "redis"
-        raise ConfigError(f"{error.name} is needed for {settings.url}: pip install 'pdx-transport[{extra}]'") from error
+        raise ConfigError(f"{error.name} is needed for {settings.url}: {install(extra)}") from error
     except ValueError as error:  # a port that is none
         raise ConfigError(f"{settings.url!r} is no address of a remote store: {error}") from error
     raise ConfigError(
