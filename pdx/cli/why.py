@@ -39,7 +39,7 @@ def why(request: str, address: str | None, as_json: bool) -> None:
     if not explained.requests:
         if not request and not explained.remembered:
             raise PdxError(
-                f"no request has asked the node at {address} for chunks yet: send one, with a prompt of a full block at "
+                f"no request has asked the node at {address} for chunks yet: send one, with a prompt of a block at "
                 "least, to an engine that is attached (pdx node --status lists them)"
             )
         known = f"it remembers {explained.remembered} others" if explained.remembered else "nobody has asked it yet"
