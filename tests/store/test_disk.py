@@ -11,13 +11,13 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from disk_bed import MIB, Bed, closing_all, content, is_root, key, small_disk
+from disk_bed import MIB, Bed, closing_all, content, disk_image, is_root, key, small_disk
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdx.errors import ConfigError
-from pdx.store.disk import chunk_file, tier
+from pdx.store.disk import chunk_file, file_system, tier
 from pdx.store.disk.index import MAX_SPARED
 from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
@@ -77,7 +77,7 @@ def gate(monkeypatch):
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
 def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes, layers):
     if not is_direct:
-        monkeypatch.setattr(chunk_file, "takes_direct", lambda root: False)
+        monkeypatch.setattr(file_system, "takes_direct", lambda root: False)
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
     assert bed.tier.is_direct == is_direct
     assert bed.store(7, nbytes=nbytes, layers=layers)
@@ -86,6 +86,37 @@ def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes,
     [held] = bed.tier.find([key(7)], 1)
     assert (held.nbytes, held.layers) == (nbytes, layers)
     assert bed.load(7, nbytes=nbytes, layers=layers) is None
+
+
+@is_root
+@pytest.mark.parametrize(
+    ("options", "block_bytes"), [("-b 1024", 1024), ("-b 4096 -O bigalloc -C 65536", 65_536), ("-b 4096", 4096)]
+)
+def test_the_cap_is_kept_where_blocks_are_not_of_4_kib(tmp_path, options, block_bytes):
+    """It counted blocks of 4 KiB: 1.24 of the cap was taken where files grow by 64 KiB."""
+    with disk_image(tmp_path / "tier", 64 * MIB, options):
+        bed = Bed(tmp_path, limit_bytes=8 * MIB, slot_bytes=(100 << 10) + 1, slots=2)
+        try:
+            assert bed.tier._block_bytes == block_bytes
+            for number in range(100):
+                assert bed.store(number)
+            assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
+            assert bed.disk_bytes > 0.9 * bed.limit_bytes
+            used = bed.tier.used_bytes
+            bed.restart()
+            assert bed.tier.used_bytes == used
+            assert bed.load(99) is None
+        finally:
+            bed.close()
+
+
+@pytest.mark.parametrize("block_bytes", [512, 1024, 4096, 65_536, 1 << 20])
+@pytest.mark.parametrize("nbytes", [1, 4096, 100 << 10, 33 << 20, 1 << 30])
+def test_a_file_is_charged_whole_blocks_and_a_list_of_them(nbytes, block_bytes):
+    charge = chunk_file.disk_bytes(nbytes, 4, block_bytes=block_bytes)
+    blocks = -(-(nbytes + 4096) // block_bytes)
+    assert charge % block_bytes == 0
+    assert blocks <= charge // block_bytes <= blocks * 1.03 + 9
 
 
 def test_the_page_cache_has_no_copy(make):
@@ -283,7 +314,7 @@ def test_many_more_files_than_the_index_takes_are_not_all_kept_until_they_are_so
         bed.file(number).write_bytes(bytes(36_864))
         os.utime(bed.file(number), ns=(0, number * 1000))
     monkeypatch.setattr(tier, "MAX_FILES", 5)
-    files, useless = chunk_file._listed(str(bed.root / "00"), lambda: False, 5)
+    files, useless = chunk_file._listed(str(bed.root / "00"), lambda: False, 5, 4096)
     assert (len(files), len(useless)) == (most, 6)
     assert len(bed.files) == most
     bed.limit_bytes = 100 * MIB
@@ -366,7 +397,7 @@ def test_a_clock_that_jumps_costs_the_order_and_nothing_else(bed, monkeypatch, j
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_no_file_has_its_name_before_its_bytes_are_on_the_disk(make, monkeypatch, is_direct):
     """What a machine without power leaves follows from this order, which nothing but the disk may change."""
-    monkeypatch.setattr(chunk_file, "takes_direct", lambda root: is_direct)
+    monkeypatch.setattr(file_system, "takes_direct", lambda root: is_direct)
     bed = make(limit_bytes=2 * CHARGE)
     calls = []
     for name in ("pwritev", "ftruncate", "utime", "fdatasync", "rename"):

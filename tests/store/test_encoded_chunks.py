@@ -15,7 +15,7 @@ from disk_bed import MIB, KvBed, closing_all, key
 from pdx.errors import TierError
 from pdx.store import chunk_format
 from pdx.store.codecs.codec import LOSSLESS, NONE
-from pdx.store.disk import chunk_file
+from pdx.store.disk import chunk_file, file_system
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.scrub import num_files, scrub
 
@@ -42,7 +42,7 @@ def bed(make):
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
 def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes, layers):
     if not is_direct:
-        monkeypatch.setattr(chunk_file, "takes_direct", lambda root: False)
+        monkeypatch.setattr(file_system, "takes_direct", lambda root: False)
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
     assert bed.tier.is_direct == is_direct
     assert bed.store(7, nbytes=nbytes, layers=layers)

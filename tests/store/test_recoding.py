@@ -16,7 +16,7 @@ from pdx.errors import CodecError, TierError
 from pdx.memory.form import Form
 from pdx.store import recoding
 from pdx.store.codecs.codec import LOSSLESS, NONE, codec_of
-from pdx.store.disk import chunk_file
+from pdx.store.disk import chunk_file, file_system
 
 FORM = Form("int8", "bf16", (1, 4, 16, 2, 64))  # pages of 16 KiB: 16 in a chunk, 4 in a slice
 CHARGE = chunk_file.disk_bytes(KV_BYTES, 4)
@@ -66,7 +66,7 @@ def account_is_true(bed):
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
 def test_files_are_encoded_and_decoded_in_place(make, monkeypatch, is_direct):
     if not is_direct:
-        monkeypatch.setattr(chunk_file, "takes_direct", lambda root: False)
+        monkeypatch.setattr(file_system, "takes_direct", lambda root: False)
     bed = make()
     for number in range(6):
         assert bed.store(number)

@@ -201,7 +201,7 @@ class Bed:
     @property
     def charge(self):
         """Bytes of the cap that a chunk of one slot takes."""
-        return chunk_file.disk_bytes(self.slot_bytes, 4)
+        return chunk_file.disk_bytes(self.slot_bytes, 4, block_bytes=self.tier._block_bytes)
 
 
 KV_BYTES = 256 << 10  # of a chunk of a `KvBed`
@@ -230,6 +230,30 @@ class KvBed(Bed):
     def path(self, number: int) -> Path:
         (file,) = self.tier._index.of(key(number))
         return chunk_file.path_of(self.root, file)
+
+
+@contextmanager
+def disk_image(folder: Path, nbytes: int, options: str):
+    """An ext4 of so many bytes, made with these options and mounted at `folder`."""
+    folder.mkdir(mode=0o700)
+    image = folder.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(nbytes)
+    for command in (
+        ["mkfs.ext4", "-q", *options.split(), str(image)],
+        ["mount", "-o", "loop", str(image), str(folder)],
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True)
+        except FileNotFoundError:
+            pytest.skip("no mkfs.ext4 here")
+        if done.returncode:
+            pytest.skip(f"cannot be made or mounted here: {done.stderr.decode()}")
+    folder.chmod(0o700)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @contextmanager

@@ -24,7 +24,6 @@ import heapq
 import os
 import re
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,8 +60,8 @@ _NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,6})-([0-9]{1,6})-([0-9]{1,15})(?:-(
 _OF_NO_USE = re.compile(
     r"[0-9a-f]{32}-[0-9]{1,6}(-[0-9]{1,6}-[0-9]{1,15}\.partial|\.chunk|\.partial)"
 )  # also of format 2
-_INLINE_BLOCKS = 4  # a file of so few blocks needs no block that says where they are …
-_LISTED_BLOCKS = 340  # … and a larger one needs at most one for so many of them
+_INLINE = 4  # a file of so few blocks needs no block that says where they are, nor do so few of those …
+_LISTED_BYTES = 12  # … and each takes so many of such a block, behind as many of its own
 _WRITE_KINDS = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
@@ -86,11 +85,16 @@ _LISTERS = 2  # more of them fight for the interpreter when the file system has 
 
 
 @lru_cache(1024)
-def disk_bytes(nbytes: int, layers: int, *, is_encoded: bool = False) -> int:
+def disk_bytes(nbytes: int, layers: int, *, is_encoded: bool = False, block_bytes: int = HEADER_BYTES) -> int:
     """The most that a file with so many bytes behind its header takes on a disk: whole blocks, and those that say where
     they are. An encoded chunk never takes more than the same one that is not."""
-    blocks = (header_bytes(layers, is_encoded=is_encoded) + round_up(nbytes)) // HEADER_BYTES
-    return HEADER_BYTES * (blocks + (blocks // _LISTED_BLOCKS + 1 if blocks > _INLINE_BLOCKS else 0))
+    blocks = -(-(header_bytes(layers, is_encoded=is_encoded) + round_up(nbytes)) // block_bytes)
+    listed = (min(block_bytes, HEADER_BYTES) - _LISTED_BYTES) // _LISTED_BYTES  # of one file system or another
+    level = total = blocks
+    while level > _INLINE:
+        level = -(-level // listed)
+        total += level
+    return block_bytes * total
 
 
 def path_of(root: Path, file: ChunkFile) -> Path:
@@ -108,11 +112,13 @@ class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
     layers: int
     nbytes: int
     coded: int = 0  # of an encoded chunk, the bytes behind the header; 0: it is not encoded
+    block_bytes: int = HEADER_BYTES  # of its file system, which its name does not say
 
     @property
     def charge(self) -> int:
         """Bytes of the cap."""
-        return disk_bytes(self.coded or self.nbytes, self.layers, is_encoded=bool(self.coded))
+        nbytes, is_encoded = self.coded or self.nbytes, bool(self.coded)
+        return disk_bytes(nbytes, self.layers, is_encoded=is_encoded, block_bytes=self.block_bytes)
 
     @property
     def size(self) -> int:
@@ -133,9 +139,10 @@ def most_of_folder(max_files: int) -> int:
     return _SPREAD + 2 * max_files // _FOLDERS
 
 
-def listed(root: Path, is_over: Over, max_files: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
-    """All files in the tier's folders, those that were used last first, each with the number of its hits. Those of no
-    use come before them, and are removed; so are those used longest ago where there are far more than `max_files`.
+def listed(root: Path, is_over: Over, max_files: int, block_bytes: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
+    """All files in the tier's folders, those that were used last first, each with its time, for `hits_of`. Those
+    of no use come before them, and are removed; so are those used longest ago where there are far more than
+    `max_files`.
     What a file holds is looked at when it is read.
 
     :raises OSError: they cannot be listed.
@@ -144,11 +151,11 @@ def listed(root: Path, is_over: Over, max_files: int) -> Iterator[tuple[int, Chu
         names = [each.path for each in folders if is_folder(each)]
     found: list[list[tuple[int, ChunkFile]]] = []
     with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
-        for files, useless in pool.map(lambda name: _listed(name, is_over, max_files), names):
+        for files, useless in pool.map(lambda name: _listed(name, is_over, max_files, block_bytes), names):
             found.append(files)
             yield from ((0, each) for each in useless)
     # Merging lists lets other threads run in between, as sorting all at once does not.
-    yield from ((_hits(time_ns), file) for time_ns, file in heapq.merge(*found, reverse=True))
+    yield from ((time_ns, file) for time_ns, file in heapq.merge(*found, reverse=True))
 
 
 def place_of(root: Path) -> tuple[int, int]:
@@ -177,13 +184,15 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
     return _FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
-def _listed(folder: str, is_over: Over, max_files: int) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
+def _listed(
+    folder: str, is_over: Over, max_files: int, block_bytes: int
+) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
     files: list[tuple[int, ChunkFile]] = []
     useless: list[Useless] = []
     with os.scandir(folder) as entries:
         for entry in () if is_over() else entries:
             try:
-                time_ns, file = salvage(entry, folder)
+                time_ns, file = salvage(entry, folder, block_bytes)
             except FileNotFoundError:  # somebody else removes it
                 continue
             if isinstance(file, Useless):
@@ -199,7 +208,7 @@ def _listed(folder: str, is_over: Over, max_files: int) -> tuple[list[tuple[int,
     return files[:most], useless
 
 
-def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Useless]:
+def salvage(entry: os.DirEntry[str], folder: str, block_bytes: int) -> tuple[int, ChunkFile | Useless]:
     """When a file from before was last used (ns since the epoch), and what it is.
 
     :raises FileNotFoundError: it is gone.
@@ -208,7 +217,7 @@ def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Usel
     try:
         match = _NAME.fullmatch(entry.name)
         if match is not None and folder.endswith(entry.name[:2]):
-            file = _named(match)
+            file = _named(match, block_bytes)
             if not stat.S_ISREG(info.st_mode):
                 raise TierError(f"{entry.path} is not a file", "corrupt")
             if file.coded >= file.nbytes > 0:
@@ -224,10 +233,10 @@ def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Usel
         return 0, Useless(error, 0 if _is_gone(Path(entry.path)) else info.st_blocks * 512)
 
 
-def _named(match: re.Match[str]) -> ChunkFile:
+def _named(match: re.Match[str], block_bytes: int = HEADER_BYTES) -> ChunkFile:
     """The file of this name."""
     key, shard, layers, nbytes, coded = match.groups()
-    return ChunkFile(bytes.fromhex(key), int(shard), *_sizes(layers, nbytes), int(coded or 0))
+    return ChunkFile(bytes.fromhex(key), int(shard), *_sizes(layers, nbytes), int(coded or 0), block_bytes)
 
 
 @lru_cache(1024)
@@ -236,21 +245,18 @@ def _sizes(layers: str, nbytes: str) -> tuple[int, int]:
     return int(layers), int(nbytes)
 
 
-def _hits(time_ns: int) -> int:
+def hits_of(time_ns: int) -> int:
+    """How often a chunk was loaded, as the time of its file says it."""
     return time_ns % (MAX_HITS + 1)
 
 
-def _set_used(fd: int, hits: int) -> None:
-    """The chunk was used just now, and loaded so often."""
-    now_ns = time.time_ns()
-    os.utime(fd, ns=(now_ns, now_ns - _hits(now_ns) + min(hits, MAX_HITS)))
-
-
-def touch(path: Path) -> None:
-    """The chunk was used just now, and not loaded for that. Where the file cannot say so, the order of use is lost."""
+def touch(path: Path, loads: int) -> None:
+    """The chunk was used just now, and loaded so many times more for that. Where the file cannot say so, as on a file
+    system that is read-only, the order of use is lost."""
     with contextlib.suppress(OSError):
-        hits, now_ns = _hits(os.stat(path, follow_symlinks=False).st_mtime_ns), time.time_ns()
-        os.utime(path, ns=(now_ns, now_ns - _hits(now_ns) + hits), follow_symlinks=False)
+        hits = min(hits_of(os.stat(path, follow_symlinks=False).st_mtime_ns) + loads, MAX_HITS)
+        now_ns = time.time_ns()
+        os.utime(path, ns=(now_ns, now_ns - hits_of(now_ns) + hits), follow_symlinks=False)
 
 
 class Source(Protocol):
@@ -336,10 +342,9 @@ def write(
                 if not os.fstat(fd).st_blocks:
                     _leave(reserve_bytes + part.slot.nbytes, fd)
                 coded = _write(fd, part, arena, is_over, is_direct, codec)
-                if used_ns is None:
-                    _set_used(fd, 0)
-                else:
-                    os.utime(fd, ns=(used_ns, used_ns))
+                now_ns = time.time_ns()
+                time_ns = now_ns - hits_of(now_ns) if used_ns is None else used_ns
+                os.utime(fd, ns=(time_ns, time_ns))
                 os.fdatasync(fd)
                 os.rename(partial, path.with_name(f"{path.stem}-{coded}{WHOLE}") if coded else path)
                 if used_ns is not None:
@@ -478,8 +483,6 @@ def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool
             arena.check(slot)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{path} is not read: {error}", "stale") from error
-        with contextlib.suppress(OSError):  # a file system may be read-only: then the order of use is lost
-            _set_used(fd, _hits(os.fstat(fd).st_mtime_ns) + 1)
         return header.codec if isinstance(header, EncodedHeader) else ""
 
 
@@ -519,46 +522,9 @@ def verify(path: Path, *, is_direct: bool) -> int:
 
 def _check_header(header: Header, file: ChunkFile, path: Path) -> None:
     coded = header.stored if isinstance(header, EncodedHeader) else 0
-    if ChunkFile(header.key, header.shard, header.layers, header.nbytes, coded) != file:
+    own = file.key, file.shard, file.layers, file.nbytes, file.coded
+    if (header.key, header.shard, header.layers, header.nbytes, coded) != own:
         raise TierError(f"{path} is the file of another chunk", "corrupt")
-
-
-def takes_direct(root: Path) -> bool:
-    """Whether the file system of a folder reads and writes without its page cache; also where it is full or read-only,
-    if it has a file.
-
-    :raises OSError: nothing can be written there, and there is nothing to read.
-    """
-    try:
-        fd = _unnamed(root)
-        try:
-            return os.pwritev(fd, [aligned(HEADER_BYTES)], 0) == HEADER_BYTES
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        some = some_file(root)
-        if some is None:
-            raise
-        return reads_direct(some)
-
-
-def _unnamed(root: Path) -> int:
-    """A new file for direct I/O, which is gone when it is closed; where the file system has no such files, one of a
-    name that nobody else has."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
-    try:
-        return os.open(root, flags | os.O_TMPFILE, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
-            raise
-    fd, name = tempfile.mkstemp(PARTIAL, "tier-", root)
-    try:
-        return os.open(name, flags | os.O_NOFOLLOW)
-    finally:
-        os.close(fd)
-        os.unlink(name)
 
 
 def some_file(root: Path) -> Path | None:
@@ -576,24 +542,6 @@ def some_file(root: Path) -> Path | None:
                 if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     return Path(entry.path)
     return None
-
-
-def reads_direct(path: Path) -> bool:
-    """Whether this file is read without the page cache.
-
-    :raises OSError: it cannot be read.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
-        try:
-            os.preadv(fd, [aligned(HEADER_BYTES)], 0)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
-    return True
 
 
 def remove(path: Path) -> None:

@@ -37,6 +37,7 @@ def attainable(root: Path, limit_bytes: int, reserve_bytes: int, counters: Count
 def count(
     root: Path,
     max_files: int,
+    block_bytes: int,
     is_over: Over,
     post: Callable[[Callable[[], None]], None],
     on_found: Callable[[Batch], None],
@@ -46,7 +47,7 @@ def count(
     there may be more."""
     why: TierError | None = None
     try:
-        files = chunk_file.listed(root, is_over, max_files)
+        files = chunk_file.listed(root, is_over, max_files, block_bytes)
         while not is_over() and (batch := list(itertools.islice(files, _BATCH))):
             post(partial(on_found, batch))
     except OSError as error:

@@ -16,7 +16,7 @@ import msgspec
 from pdx.errors import TierError
 from pdx.memory.slot import Slot
 from pdx.store.codecs.codec import LOSSLESS
-from pdx.store.disk.chunk_file import ChunkFile, disk_bytes
+from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.index import FileIndex
 from pdx.store.disk.workers import Task
 from pdx.store.recoding import Pair, Recoding, check
@@ -78,7 +78,7 @@ class Recoder:
         for file in files:
             slot = Slot(0, file.nbytes, 0)
             job = Job(next(self._numbers), [Part(new, file.shard, file.layers, 0, file.layers, slot)], file.nbytes)
-            task = Task(job, charge=disk_bytes(file.nbytes, file.layers), source=file, codec=codec)
+            task = Task(job, charge=msgspec.structs.replace(file, coded=0).charge, source=file, codec=codec)
             self._chunks[task] = chunk
             if why := self._begin_task(task):
                 self.ended(task, TierError(why, "busy"))

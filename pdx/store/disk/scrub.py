@@ -16,6 +16,7 @@ import msgspec
 
 from pdx.errors import ConfigError, TierError
 from pdx.store.disk import chunk_file
+from pdx.store.disk.file_system import reads_direct
 
 THREADS = 4
 _AHEAD = 4 * THREADS
@@ -77,7 +78,7 @@ def _some_file(root: Path) -> Path | None:
 def _reads_direct(root: Path) -> bool:
     some = _some_file(root)
     try:
-        return some is not None and chunk_file.reads_direct(some)
+        return some is not None and reads_direct(some)
     except OSError:
         return False
 

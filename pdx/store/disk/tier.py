@@ -35,7 +35,7 @@ from pdx.memory.arena import Arena
 from pdx.security.socket_lock import owned
 from pdx.store.codecs.codec import NONE
 from pdx.store.copy import Copy
-from pdx.store.disk import chunk_file
+from pdx.store.disk import chunk_file, file_system
 from pdx.store.disk.chunk_file import ChunkFile, Useless
 from pdx.store.disk.counting import attainable, count
 from pdx.store.disk.health import GONE, SILENT, DiskHealth
@@ -55,6 +55,7 @@ JOIN_S = 10.0
 SILENT_JOIN_S = 1.0  # … where the disk does not answer
 SILENT_S = 5.0  # for so long a system call may take
 MAX_FORGOTTEN = 1 << 16  # that are remembered while a copy from before is under way
+MAX_USES = 1 << 16  # files that are to say that they were loaded
 MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
 _PROBED = 64  # files, those that were used last, one of which is read for a probe
 _DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
@@ -104,6 +105,7 @@ class DiskTier(Tier):
         self._root = root
         self._counters = counters
         self._faults = Faults(counters, clock, log=log)
+        self._block_bytes = file_system.block_bytes(root)
         self.limit_bytes = attainable(root, limit_bytes, reserve_bytes, counters)
         self.is_direct = False  # whether files are read and written without the page cache
         self._post = post
@@ -127,6 +129,8 @@ class DiskTier(Tier):
             remove=partial(self._remove, is_forgotten=True),
             is_busy=lambda key: key in self._busy,
         )
+        self._uses: Counter[ChunkFile] = Counter()  # loads that their files do not say yet …
+        self._is_noting = False  # … and whether a thread has them say so
         self._read: Counter[tuple[bytes, int]] = Counter()  # files that are being read
         self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
         self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
@@ -144,7 +148,7 @@ class DiskTier(Tier):
             self._health.begins_read_only(is_ours=lock.is_held)
             self._warn(TierError(f"{root} is read-only: chunks are loaded from there, and none stored", "read_only"))
         with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
-            self.is_direct = chunk_file.takes_direct(root)
+            self.is_direct = file_system.takes_direct(root)
         if not self.is_direct:
             counters["disk_not_direct"] += 1
             log.warning("%s is read and written through the page cache: no direct I/O there", root)
@@ -152,13 +156,16 @@ class DiskTier(Tier):
             root,
             arenas,
             is_direct=self.is_direct,
+            block_bytes=self._block_bytes,
             reserve_bytes=reserve_bytes,
             codec=codec,
             on_over=lambda task: post(partial(self._over, task)),
             clock=clock,
         )
         is_over = lambda: self._workers.is_closing  # noqa: E731
-        self._workers.start(partial(count, root, MAX_FILES, is_over, post, self._found, self._scanned))
+        self._workers.start(
+            partial(count, root, MAX_FILES, self._block_bytes, is_over, post, self._found, self._scanned)
+        )
 
     def _taken(self, owner: str) -> ConfigError:
         what = f"{self._root} is the disk tier of another node (process {owner})"
@@ -247,13 +254,16 @@ class DiskTier(Tier):
             if self._index.held(key, copy.shards) is not None:
                 continue
             chunks = copy.chunks[index * copy.shards : (index + 1) * copy.shards]
-            charge = sum(chunk_file.disk_bytes(chunk.slot.nbytes, chunk.layers) for chunk in chunks)
+            charge = sum(self._charge(chunk.slot.nbytes, chunk.layers) for chunk in chunks)
             if not self.takes_stores or charge > self.limit_bytes:
                 why = "too_large" if self.takes_stores else "paused" if self.is_counted else "not_counted"
                 self._leave_out(why, copy.keys[index:])
                 break
             granted.append(index)
         return Grant(granted)
+
+    def _charge(self, nbytes: int, layers: int) -> int:
+        return chunk_file.disk_bytes(nbytes, layers, block_bytes=self._block_bytes)
 
     def _leave_out(self, why: str, keys: Sequence[bytes]) -> None:
         self._counters[f"disk_{why}"] += len(keys)
@@ -272,7 +282,7 @@ class DiskTier(Tier):
             return self._post(partial(self._on_done, self, job, None))
         if part.shard in self._busy.get(part.key, {}) or self._going[part.key, part.shard]:
             return self._later.setdefault((part.key, part.shard), []).append(job)
-        task = Task(job, charge=chunk_file.disk_bytes(part.slot.nbytes, part.layers))
+        task = Task(job, charge=self._charge(part.slot.nbytes, part.layers))
         return None if self._begin(task) else self._refuse(job, "busy")
 
     def _begin(self, task: Task) -> bool:
@@ -283,13 +293,14 @@ class DiskTier(Tier):
         lack = self.used_bytes + charge - limit_bytes
         surplus = self.num_chunks + self._coming + 1 - MAX_FILES
         has_room = lack <= self._index.nbytes - self._index.pinned_bytes and surplus <= self.num_chunks
-        victims, task.used = self._index.oldest(lack, surplus, is_used) if has_room else ([], [])
+        victims, used = self._index.oldest(lack, surplus, is_used) if has_room else ([], [])
         if not has_room or source in victims:
             self._leave_out("busy", [part.key])
             return False
         self._index_is_full(surplus)
         freed = sum(file.charge for file in victims)
         task.victims, task.hold = victims, max(charge, freed)
+        task.used = [(file, 0) for file in used]
         self._reuse(task)
         self.used_bytes += task.hold - freed
         self._coming += 1
@@ -438,6 +449,8 @@ class DiskTier(Tier):
     def close(self) -> None:
         """See `Tier.close`. What was forgotten is removed first, as far as the disk answers."""
         self._look()
+        if self._uses:
+            self._give(Task(used=list(self._uses.items())), self._workers.removals)
         has_ended = self._workers.close(SILENT_JOIN_S if self._health.doubt == SILENT else JOIN_S)
         self._end_queued()
         if has_ended:
@@ -480,6 +493,9 @@ class DiskTier(Tier):
             self._probed(task.error)
         elif task.job is None:
             self._leaving -= task.hold
+            if task.used:
+                self._is_noting = False
+                self._note_use(None)
             if task.error is not None:
                 self._warn(task.error)
         elif task.is_load:
@@ -529,14 +545,14 @@ class DiskTier(Tier):
     def _stored(self, task: Task) -> None:
         part, error = task.part, task.error
         self._coming -= 1
-        file, source = task.file or file_of(part), task.source
+        file, source = task.file or file_of(part, self._block_bytes), task.source
         if source is not None and task.is_unread:
             self._loaded(msgspec.structs.replace(part, key=source.key), error)
             return
         if error is None:
             self._health.wrote()
             self._counters["disk_stored"] += 1
-            replaced = {(file, False), (file_of(part), True)} & self._stuck
+            replaced = {(file, False), (file_of(part, self._block_bytes), True)} & self._stuck
             self.used_bytes -= file.charge * len(replaced)
             self._stuck -= replaced
             is_gone = part.key in task.forgotten
@@ -566,9 +582,21 @@ class DiskTier(Tier):
             self.used_bytes += file.charge - source.charge
             self._remove_unfound(source)
 
+    def _note_use(self, file: ChunkFile | None) -> None:
+        """Have it say that it was loaded, by a thread that writes: where writes do not return, loads do not wait."""
+        if file is not None:
+            self._uses[file] += 1
+            if len(self._uses) > MAX_USES:
+                del self._uses[next(iter(self._uses))]
+        if self._uses and not self._is_noting:
+            self._is_noting = True
+            self._give(Task(used=list(self._uses.items())), self._workers.removals)
+            self._uses.clear()
+
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.of(part.key)
         if error is None:
+            self._note_use(self._file(part.key, part.shard))
             self._health.read(part.key, part.shard)
             self._counters["disk_loaded"] += 1
             if part.key in self._index and part.shard == 0:
@@ -594,8 +622,8 @@ class DiskTier(Tier):
         self._faults.warn(f"disk {error.kind}", f"the disk tier: {error}; further ones count as disk_{error.kind}")
 
     def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:
-        """Files from before, with their hits; those that were used last come first."""
-        for hits, file in batch:
+        """Files from before, with their times; those that were used last come first."""
+        for time_ns, file in batch:
             if isinstance(file, Useless):
                 self.used_bytes += file.nbytes
                 if file.why.kind == "index_full":
@@ -609,7 +637,7 @@ class DiskTier(Tier):
                 self._remove_unfound(file)
             else:
                 self._insert(file)
-                if hits:
+                if hits := chunk_file.hits_of(time_ns):
                     self._index.set_hits(file.key, hits)
             if file.key in self._evicted_meanwhile:
                 self.evict([file.key])

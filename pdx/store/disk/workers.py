@@ -36,7 +36,7 @@ class Task(msgspec.Struct, eq=False):
     is_load: bool = False
     is_probe: bool = False  # whether the folder is there, and a file of it can be read: …
     probed: ChunkFile | None = None  # … this one, if there is one
-    used: Sequence[ChunkFile] = ()  # whose files are to say so
+    used: Sequence[tuple[ChunkFile, int]] = ()  # whose files are to say so, and how many times they were loaded
     victims: Sequence[ChunkFile] = ()  # to be removed first
     reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
@@ -60,9 +60,9 @@ class Task(msgspec.Struct, eq=False):
         return self.job.parts[0]
 
 
-def file_of(part: Part) -> ChunkFile:
+def file_of(part: Part, block_bytes: int) -> ChunkFile:
     """The file of a whole chunk of one shard."""
-    return ChunkFile(part.key, part.shard, part.layers, part.slot.nbytes)
+    return ChunkFile(part.key, part.shard, part.layers, part.slot.nbytes, block_bytes=block_bytes)
 
 
 class Workers:
@@ -74,6 +74,7 @@ class Workers:
         arenas: Sequence[Arena],
         *,
         is_direct: bool,
+        block_bytes: int,
         reserve_bytes: int,
         codec: str,
         on_over: Callable[[Task], None],
@@ -84,6 +85,7 @@ class Workers:
         self._place = chunk_file.place_of(root)
         self._arenas = arenas
         self._is_direct = is_direct
+        self._block_bytes = block_bytes
         self._reserve_bytes = reserve_bytes
         self._codec = codec
         self._on_over = on_over
@@ -184,15 +186,15 @@ class Workers:
         if task.probed is not None:
             with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
                 chunk_file.verify(self._path(task.probed), is_direct=self._is_direct)
-        for file in task.used:
+        for file, loads in task.used:
             task.seen_at = self._clock()
-            chunk_file.touch(self._path(file))
+            chunk_file.touch(self._path(file), loads)
         for file in task.victims:
             task.seen_at = self._clock()
             old = self._path(file)
             try:
                 if file is task.reused and task.error is None:
-                    chunk_file.reuse(old, self._path(file_of(task.part)))
+                    chunk_file.reuse(old, self._path(file_of(task.part, self._block_bytes)))
                 else:
                     chunk_file.remove(old)
             except TierError as error:
@@ -208,7 +210,7 @@ class Workers:
 
         task.job.start_ns = time.monotonic_ns()
         if task.is_load:
-            file, arena = task.file or file_of(part), self._arenas[part.slot.arena]
+            file, arena = task.file or file_of(part, self._block_bytes), self._arenas[part.slot.arena]
             is_direct = self._is_direct
             codec = chunk_file.read(self._path(file), part, arena, is_over, is_direct=is_direct, coded=file.coded)
             task.job.form = "" if codec == LOSSLESS else codec
@@ -225,7 +227,7 @@ class Workers:
                     raise
                 source, used_ns = found, found.used_ns
             coded = chunk_file.write(
-                self._path(file_of(part)),
+                self._path(file_of(part, self._block_bytes)),
                 part,
                 source,
                 is_over,
@@ -234,7 +236,7 @@ class Workers:
                 codec=codec,
                 used_ns=used_ns,
             )
-            file = task.file = msgspec.structs.replace(file_of(part), coded=coded)
+            file = task.file = msgspec.structs.replace(file_of(part, self._block_bytes), coded=coded)
         task.job.coded_bytes = file.coded
         task.job.end_ns = time.monotonic_ns()
 
