@@ -33,6 +33,8 @@ class _Option(click.Option):
 
 def option(*names: str, **settings: Any) -> Callable[..., Any]:
     """`click.option`, whose help shows the default where there is something to show that it does not say itself."""
+    if isinstance(settings.get("type"), click.IntRange | click.FloatRange):
+        settings.setdefault("metavar", "NUMBER")
     is_said = settings.get("default") in (None, "") or "[default:" in settings.get("help", "")
     return click.option(*names, cls=_Option, **{"show_default": not is_said, **settings})
 
@@ -80,49 +82,56 @@ def _listed(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
     return list(value)
 
 
-_NOT_OF_A_FILE = frozenset({"node_config", "status", "as_json", "watch", "stop", "force"})
+_NOT_OF_A_FILE = frozenset({"node_config", "config", "status", "as_json", "watch", "stop", "force"})
 
 
 def _read_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
     """What the file says stands in for what the command line does not say.
 
-    :raises ConfigError: it cannot be read, or has a word that is no option of a node's.
+    :raises ConfigError: it cannot be read, or has a word that is no option of a node's, or of this command.
     """
     if value is None:
         return
+    file = f"{param.opts[0]} {value}"
     try:
         words = tomllib.loads(value.read_text())
     except OSError as error:
-        raise ConfigError(f"--node-config {value} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--node-config {value} is not TOML: {error}") from error
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+    what, is_all = ("node", ctx.command.name == "node") if param.name == "node_config" else (ctx.command.name, True)
     known = {
         each.opts[0].removeprefix("--"): each
         for each in ctx.command.params
-        if isinstance(each, click.Option) and (ctx.command.name == "node" or each.name in NodeOptions.__struct_fields__)
+        if isinstance(each, click.Option) and (is_all or each.name in NodeOptions.__struct_fields__)
         if each.name not in _NOT_OF_A_FILE
     }
     settings: dict[str, Any] = {}
     for word, said in words.items():
         found = known.get(word.replace("_", "-"))
         if found is None or found.name is None:
-            raise ConfigError(f"--node-config {value}: {word!r} is no option of a node; there are {', '.join(known)}")
+            raise ConfigError(f"{file}: {word!r} is no option of a {what}; there are {', '.join(known)}")
         if isinstance(said, dict) or (isinstance(said, list) and not found.multiple):
-            raise ConfigError(f"--node-config {value}: {word} = {said!r} is not one value, as --{word} takes")
+            raise ConfigError(f"{file}: {word} = {said!r} is not one value, as --{word} takes")
         settings[found.name] = [said] if found.multiple and not isinstance(said, list) else said
     ctx.default_map = {**(ctx.default_map or {}), **settings}
 
 
-_OF_NODES = (
-    option(
-        "--node-config",
+def file_option(name: str, example: str) -> Callable[..., Any]:
+    """The option that names a file with the words of the command line."""
+    return option(
+        name,
         type=click.Path(path_type=Path, dir_okay=False),
         is_eager=True,
         expose_value=False,
         callback=_read_file,
         metavar="FILE",
-        help="TOML with the same words, as disk-limit = '500GiB'; what the command line says comes first.",
-    ),
+        help=f"TOML with the same words, as {example}; what the command line says comes first.",
+    )
+
+
+_OF_NODES = (
+    file_option("--node-config", "disk-limit = '500GiB'"),
     option("--arena", default="", metavar="SIZE", help="Host memory for chunks. [default: 4GiB; none with --gpu]"),
     option(
         "--gpu",

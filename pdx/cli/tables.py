@@ -15,10 +15,21 @@ _MAX_ESCAPE = 10  # characters for one: \U and eight digits
 
 
 def table(
-    title: str, columns: Iterable[str], rows: Iterable[Iterable[RenderableType]], *, header: bool = True
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[RenderableType]],
+    *,
+    header: bool = True,
+    is_wide: bool = False,
 ) -> Table:
-    """Columns whose name begins with ">" hold numbers. Text of others is no markup, and is folded, not cut."""
-    made = Table(title=title, title_justify="left", show_header=header)
+    """Columns whose name begins with ">" hold numbers. Text of others is no markup, and is folded, not cut.
+
+    `is_wide`: without lines, so that many columns have room on a terminal of 80.
+    """
+    made = Table(title=title, title_justify="left", show_header=header, pad_edge=not is_wide)
+    if is_wide:
+        made.box = None
+        made.padding = (0, 1, 0, 0)
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     for row in rows:
@@ -67,7 +78,12 @@ def view(status: NodeStatus, address: str) -> RenderableType:
     ]
     return Group(
         _head(status, address),
-        table("attached", ("engine", "kind", ">shard", "role", "url", ">pid", ">running", ">silent"), attached),
+        table(
+            "attached",
+            ("engine", "kind", ">shard", "role", "url", ">pid", ">running", ">silent"),
+            attached,
+            is_wide=True,
+        ),
         *apart,
         *([_peers(status)] if status.peers else []),
         table("chunks", ("state", ">chunks", ">bytes"), chunks),
@@ -124,6 +140,5 @@ def _peers(status: NodeStatus) -> Table:
         rates = " ".join(f"{scheme} {rate:.2f}" for scheme, rate in sorted(peer.rates.items()))
         counts = (str(peer.pushes), str(peer.landing), size(peer.sent_bytes), size(peer.landed_bytes))
         rows.append((peer.name, peer.state, peer.channel, rates, *counts, peer.why))
-    return table(
-        "peers", ("peer", "connection", "channel", "GB/s", ">pushes", ">landing", ">sent", ">landed", "why"), rows
-    )
+    columns = ("peer", "connection", "channel", "GB/s", ">pushes", ">landing", ">sent", ">landed", "why")
+    return table("peers", columns, rows, is_wide=True)

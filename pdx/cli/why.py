@@ -51,7 +51,7 @@ def why(request: str, address: str | None, as_json: bool) -> None:
         for each in explained.requests:
             click.echo(msgspec.json.encode(_as_object(each)))
     else:
-        Console().print(_one(explained.requests[0]) if request else _list(explained))
+        Console().print(_one(explained.requests[0]) if request else _list(explained), soft_wrap=not request)
 
 
 def _as_object(explanation: Explanation) -> dict[str, object]:
@@ -61,11 +61,12 @@ def _as_object(explanation: Explanation) -> dict[str, object]:
 
 
 def _list(explained: Explained) -> RenderableType:
-    rows = [
-        (one.request, one.engine, str(one.hits), str(one.chunks), f"{duration(one.age_s)} ago")
+    """A request's id has a line of its own: it is to be copied."""
+    lines = [
+        f"{one.request}\n    {one.hits} of {one.chunks} chunks hit, {duration(one.age_s)} ago, engine {one.engine}"
         for one in explained.requests
     ]
-    return table("requests, the last one first", ("request", "engine", ">hits", ">of chunks", ">asked"), rows)
+    return Text("\n".join(["requests, the last one first:", *lines]))
 
 
 def _one(one: Explanation) -> RenderableType:

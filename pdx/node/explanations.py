@@ -96,7 +96,8 @@ class Explanations:
         self._remember(whose, ask)
         shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
         shown_reasons = reasons[:MAX_REASONS]
-        told = Explanation(*shown, 0.0, waited_s, ask.sought, answer.hits, shown_reasons, notes, answer.verdicts)
+        chunks = max(ask.sought, answer.hits)  # the tail that it would write itself may have been there
+        told = Explanation(*shown, 0.0, waited_s, chunks, answer.hits, shown_reasons, notes, answer.verdicts)
         self._of_request[whose, ask.request] = now, told
         self._of_request.move_to_end((whose, ask.request))
         while len(self._of_request) > MAX_REQUESTS:

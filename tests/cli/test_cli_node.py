@@ -260,3 +260,12 @@ def test_where_chunks_lie_is_said_by_arena_and_gpu(arena, gpus, settings):
 def test_a_gpu_named_twice_is_refused():
     with pytest.raises(ConfigError, match="--gpu 0 --gpu 0: a GPU has one arena"):
         NodeOptions(gpus=["0", "0"]).settings()
+
+
+def test_engines_that_are_attached_are_shown_in_one_line_each_on_a_terminal_of_80():
+    engine = AttachedStatus(1234567, "scheduler", "", "e" * 8, 0, "prefill", "http://127.0.0.1:8100", 12, 0.1, "")
+    head = ("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [engine], {})
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(view(NodeStatus(*head), "ipc:///run/node.sock"))
+    (row,) = [line for line in console.export_text().splitlines() if "1234567" in line]
+    assert row.split() == ["e" * 8, "scheduler", "0", "prefill", "http://127.0.0.1:8100", "1234567", "12", "0.1", "s"]

@@ -110,3 +110,23 @@ def test_a_node_that_nobody_has_asked_says_what_to_do(node):
     assert result.exit_code == 1
     assert "no request has asked the node" in result.output
     assert "''" not in result.output
+
+
+def test_a_tail_that_was_there_is_one_of_the_chunks_that_were_sought(node, engine):
+    for request in ("cmpl-abc-0", "cmpl-def-0"):
+        tail = Admit(keys([1, 2]), NBYTES, 4, tail_nbytes=NBYTES // 2, part="keeps", lease_s=20.0, request=request)
+        answer = engine.ask(tail)
+        if answer.granted:
+            engine.ask(Fill(answer.granted_slots, layers=4, seal=True))
+        if answer.lease:
+            engine.ask(Release(answer.lease))
+    found = json.loads(pdx("why", "def", "--json", "--node", node.address).output)
+    assert found["hits"] <= found["chunks"]
+    assert found["hits"] == answer.hits
+
+
+def test_the_id_of_a_request_is_in_one_piece_on_a_narrow_terminal(node, engine, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    request = f"chatcmpl-{'0123456789abcdef' * 3}-0-89abcdef"
+    ask(engine, [1], request)
+    assert request in pdx("why", "--node", node.address).output.splitlines()

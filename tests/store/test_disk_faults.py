@@ -571,10 +571,12 @@ def test_a_full_disk_keeps_what_it_has_and_new_chunks_replace_old_ones(tmp_path,
         try:
             assert [bed.store(number) for number in range(6)] == [True, True, True, True, False, True]
             assert bed.counters["disk_full"] == 1
+            assert (bed.tier.status().state, bed.tier.status().is_up) == ("full", True)
             assert [bed.has(number) for number in range(6)] == [False, True, True, True, False, True]
             assert all(path.suffix == ".chunk" for path in bed.files)
             assert bed.load(3) is None
             bed.now += FULL_S  # others may have made room
+            assert bed.tier.status().state != "full"
             assert [bed.store(number) for number in (6, 7)] == [False, True]
             assert bed.counters["disk_full"] == 2
             assert sum("disk_full" in line for line in caplog.messages) == 2  # a minute lies between them

@@ -177,6 +177,8 @@ class DiskTier(Tier):
         state = self._health.text or ("" if self._workers.takes_writes else "writes do not return")
         if not state and not self.is_counted:
             state = COUNTING if self._is_scanning else "not readable"
+        elif not state and self._clock() < self._reached_until:
+            state = "full"
         elif not state:
             state = "ok" if self.is_direct else "by way of the page cache"
         is_up = (self.is_counted or self._is_scanning) and self._health.takes_loads
