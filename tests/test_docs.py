@@ -102,6 +102,18 @@ def test_every_path_named_exists(page):
     assert [path for path in paths if not (ROOT / path).exists() and not path.startswith("bench/results")] == []
 
 
+def test_pictures_of_results_are_shown_and_have_a_baseline_that_does_not_poll():
+    """As it comes, NIXL polls on the cores that are measured (ADR 23): its prefill is twice as long then."""
+    numbers = (ROOT / "docs" / "numbers.md").read_text()
+    for picture in sorted((ROOT / "bench" / "results").glob("*.png")):
+        assert f"](../bench/results/{picture.name})" in numbers
+        result = json.loads(picture.with_suffix(".json").read_text())
+        if result["bench"] == "breakdown":
+            systems = result["details"]["settings"]["systems"]
+            assert "plain" in systems, picture.name
+            assert not {"nixl", "nixl-push"} & {*systems}, picture.name
+
+
 def test_every_test_named_exists(page):
     for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)", page.read_text()):
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
