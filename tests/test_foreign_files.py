@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 from click.testing import CliRunner
-from disk_bed import Bed
+from disk_bed import Bed, key
 
 from pdx.cli.main import main
 from pdx.cli.processes import Processes
@@ -29,6 +29,7 @@ def disk(folder: Path) -> None:
     try:
         bed.open()
         assert bed.store(1)
+        bed.tier.pin([key(1)], pinned=True, share=1.0)
     finally:
         bed.close()
 
@@ -63,6 +64,7 @@ def logs(folder: Path) -> None:
     [
         (disk, "direct", False),
         (disk, "tier.lock", True),
+        (disk, "tier.pins", False),
         (disk, "ab/notes.txt", False),
         (verify, "direct", True),
         (verify, "tier.lock", True),

@@ -221,8 +221,7 @@ class Service:
             "counters": self.counters,
             "clock": self._clock,
         }
-        if config.disks:
-            self.tiers.below.append([])
+        disks: list[DiskTier] = []
         for folder in config.disks:
             disk = DiskTier(
                 Path(folder),
@@ -234,7 +233,11 @@ class Service:
                 on_removed=self.tiers.storing.removed,
                 **common,
             )
-            self.tiers.below[0].append(disk)
+            disks.append(disk)
+        for disk in disks:
+            disk.siblings = [each for each in disks if each is not disk]
+        if disks:
+            self.tiers.below.append(list(disks))
         if config.remote:
             settings = RemoteSettings(
                 url=config.remote,

@@ -217,7 +217,8 @@ class Tier(ABC):
         return False
 
     def pin(self, keys: Sequence[bytes], *, pinned: bool, share: float) -> None:
-        """Keep these, which it has, until they are unpinned (counted per key), or no more; pins end with the node.
+        """Keep these, which it has, until they are unpinned (counted per key), or no more. A disk's outlive the
+        node; others end with it.
 
         :raises ArenaFull: more than this share of its cap would be pinned. :raises NodeError: it has no pins.
         """

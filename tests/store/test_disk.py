@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
+import disk_bed
 import pytest
 from disk_bed import MIB, Bed, closing_all, content, disk_image, is_root, key, small_disk
 from hypothesis import settings
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdx.errors import ConfigError
-from pdx.store.disk import chunk_file, file_system, tier
+from pdx.memory.keys import named_key
+from pdx.store.disk import chunk_file, file_system, pins, tier
 from pdx.store.disk.index import MAX_SPARED
 from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
@@ -117,6 +119,100 @@ def test_a_file_is_charged_whole_blocks_and_a_list_of_them(nbytes, block_bytes):
     blocks = -(-(nbytes + 4096) // block_bytes)
     assert charge % block_bytes == 0
     assert blocks <= charge // block_bytes <= blocks * 1.03 + 9
+
+
+@pytest.mark.parametrize("is_older_first", [True, False])
+def test_of_two_disks_with_a_named_chunk_the_newer_one_wins(tmp_path, monkeypatch, is_older_first):
+    """One of them was left out for a life of the node, in which a client wrote the chunk anew."""
+    monkeypatch.setattr(disk_bed, "key", lambda number: named_key(str(number)))
+    with closing_all(Bed) as make:
+        (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()
+        old, new = (make(tmp_path / name) for name in ("old", "new"))
+        for bed in (old, new):
+            for number in range(8):
+                assert bed.store(number, 0, shards=2)
+                assert bed.store(number, 1, shards=2)
+            bed.close_tier()
+        for path in old.files:
+            os.utime(path, (1, 1))
+        for bed in (old, new):
+            bed.open(wait=False)
+        old.tier.siblings, new.tier.siblings = [new.tier], [old.tier]
+        first, then = (old, new) if is_older_first else (new, old)
+        while not first.is_counted:
+            first.turn()
+        assert not any(first.has(number, 2) for number in range(8)), "the other one may have newer ones"
+        assert "another disk" in first.tier.why_not(named_key("1"))
+        while not then.is_counted:
+            then.turn()
+        old.settle()
+        assert [new.has(number, 2) for number in range(8)] == [True] * 8
+        assert not any(old.has(number, 2) for number in range(8))
+        assert old.files == []
+        assert old.tier._named_at == new.tier._named_at == {}
+
+
+def pins_of(bed):
+    return dict(bed.tier._index.pins)
+
+
+def test_pins_outlive_the_node(make):
+    bed = make(limit_bytes=4 * CHARGE)
+    for number in range(4):
+        assert bed.store(number)
+    bed.tier.pin([key(1), key(2), key(3)], pinned=True, share=1.0)
+    bed.tier.pin([key(1), key(2)], pinned=True, share=1.0)
+    bed.tier.pin([key(2), key(2), key(3)], pinned=False, share=1.0)
+    bed.settle()
+    bed.restart()
+    assert pins_of(bed) == {key(1): 2}
+    assert bed.tier._index.pinned_bytes == bed.charge
+    for number in range(4, 12):
+        assert bed.store(number)
+    assert bed.has(1)
+    bed.tier.pin([key(1), key(1), key(11)], pinned=False, share=1.0)
+    bed.tier.pin([key(11)], pinned=True, share=1.0)
+    bed.tier.evict([key(11)])
+    bed.restart()  # at once: what no thread has written is written by then
+    assert pins_of(bed) == {}
+
+
+def test_pins_of_what_is_not_there_or_does_not_fit_any_more_are_dropped(make, caplog):
+    bed = make()
+    for number in range(4):
+        assert bed.store(number)
+    bed.tier.pin([key(number) for number in range(4)], pinned=True, share=1.0)
+    bed.close_tier()
+    bed.file(0).unlink()
+    bed.limit_bytes = 2 * CHARGE
+    bed.open()
+    bed.settle()
+    assert len(pins_of(bed)) == len(bed.files) == 2
+    assert bed.tier.used_bytes == 2 * CHARGE
+    assert bed.counters["disk_pins_dropped"] == 1
+    assert "cap is smaller" in caplog.text
+    kept = pins_of(bed)
+    bed.restart()
+    assert pins_of(bed) == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (b"", {}),
+        (b"pdx pins 1\n" + key(1).hex().encode() + b" 3\n" + key(2).hex().encode() + b" 2", {key(1): 3}),
+        (b"pdx pins 1\n" + key(1).hex().encode() + b" 3\nnonsense\n" + key(1).hex().encode() + b" 1\n", {key(1): 1}),
+    ],
+)
+def test_what_a_killed_node_has_left_of_the_pins_is_read(tmp_path, monkeypatch, text, found):
+    (tmp_path / pins.NAME).write_bytes(text)
+    assert pins.read(tmp_path) == found
+    pins.write(tmp_path, {key(3): 1})
+    assert pins.read(tmp_path) == found | {key(3): 1}
+    monkeypatch.setattr(pins, "_ANEW_BYTES", 1)
+    pins.write(tmp_path, {key(3): 0, key(4): 5})
+    assert pins.read(tmp_path) == found | {key(4): 5}
+    assert (tmp_path / pins.NAME).stat().st_size == 11 + sum(34 + 1 for _ in found) + 35
 
 
 def test_the_page_cache_has_no_copy(make):

@@ -32,10 +32,11 @@ import msgspec
 from pdx.config import private_folder
 from pdx.errors import ArenaFull, ConfigError, TierError
 from pdx.memory.arena import Arena
+from pdx.memory.keys import is_named
 from pdx.security.socket_lock import owned
 from pdx.store.codecs.codec import NONE
 from pdx.store.copy import Copy
-from pdx.store.disk import chunk_file, file_system
+from pdx.store.disk import chunk_file, file_system, pins
 from pdx.store.disk.chunk_file import ChunkFile, Useless
 from pdx.store.disk.counting import attainable, count
 from pdx.store.disk.health import GONE, SILENT, DiskHealth
@@ -130,7 +131,8 @@ class DiskTier(Tier):
             is_busy=lambda key: key in self._busy,
         )
         self._uses: Counter[ChunkFile] = Counter()  # loads that their files do not say yet …
-        self._is_noting = False  # … and whether a thread has them say so
+        self._pins: dict[bytes, int] = {}  # how often chunks are pinned, where their file does not say it yet …
+        self._is_noting = False  # … and whether a thread has both say so
         self._read: Counter[tuple[bytes, int]] = Counter()  # files that are being read
         self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
         self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
@@ -139,6 +141,8 @@ class DiskTier(Tier):
         self._health = DiskHealth(clock)
         self._reached = self.limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
         self._reached_until = 0.0
+        self.siblings: Sequence[DiskTier] = ()  # the other disks of the node: a chunk may lie on one of them, too
+        self._named_at: dict[bytes, int] = {}  # when named chunks from before were used last, until all are counted
         self.is_counted = False  # whether the index has all files
         self._is_scanning = True
         self._evicted_meanwhile: set[bytes] = set()
@@ -147,6 +151,10 @@ class DiskTier(Tier):
         if not lock.is_written:
             self._health.begins_read_only(is_ours=lock.is_held)
             self._warn(TierError(f"{root} is read-only: chunks are loaded from there, and none stored", "read_only"))
+        try:
+            self._index.pins.update(pins.read(root))
+        except TierError as error:
+            self._warn(error)
         with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
             self.is_direct = file_system.takes_direct(root)
         if not self.is_direct:
@@ -199,7 +207,7 @@ class DiskTier(Tier):
         found: list[Held] = []
         for key in keys if self._health.takes_loads else ():
             held = self._index.held(key, shards)
-            if held is None or self._health.hides(key):
+            if held is None or self._health.hides(key) or self._may_be_old(key):
                 break
             found.append(held)
         if found:
@@ -213,6 +221,21 @@ class DiskTier(Tier):
     def keys(self) -> list[bytes]:
         """See `Tier.keys`."""
         return self._index.keys()
+
+    def _may_be_old(self, key: bytes) -> bool:
+        """Whether another disk, which is not counted yet, may have a newer chunk of this name."""
+        return is_named(key) and any(each._is_scanning for each in self.siblings)
+
+    def _is_newest(self, key: bytes, time_ns: int) -> bool:
+        """Whether a named chunk from before is newer than what the other disks have of it; then that is forgotten. A
+        disk that was left out for a life of the node has what clients have written anew meanwhile."""
+        if any(each._named_at.get(key, -1) >= time_ns for each in self.siblings):
+            return False
+        for each in self.siblings:
+            if key in each._named_at:
+                each.evict([key])
+        self._named_at.setdefault(key, time_ns)
+        return True
 
     def _look(self) -> None:
         """Notice what takes too long, and find out whether a disk in doubt works again."""
@@ -243,7 +266,8 @@ class DiskTier(Tier):
     def why_not(self, key: bytes) -> str:
         """See `Tier.why_not`."""
         if key in self._index:
-            return self._health.why_not(key)
+            is_old = "has it, and another disk, which may have a newer one, is not counted yet"
+            return self._health.why_not(key) or (is_old if self._may_be_old(key) else "")
         if self.is_counted:
             return ""
         return "has not counted its files yet" if self._is_scanning else "could not be listed"
@@ -334,6 +358,7 @@ class DiskTier(Tier):
 
     def _take_out(self, files: Sequence[ChunkFile], task: Task) -> None:
         """These cannot be found any more; `task` removes them."""
+        self._pins.update((file.key, 0) for file in files if file.key in self._index.pins)
         self._index.remove(files)
         self.note(file.key for file in files)
         for file in files:
@@ -438,6 +463,8 @@ class DiskTier(Tier):
                 raise ArenaFull(f"{nbytes} bytes would be pinned in {self.name}, where {most} may be (pin_share)")
         for key in keys:
             self._index.pin(key, 1 if pinned else -1)
+            self._pins[key] = self._index.pins[key]
+        self._note()
 
     def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:
         if files:
@@ -451,9 +478,10 @@ class DiskTier(Tier):
     def close(self) -> None:
         """See `Tier.close`. What was forgotten is removed first, as far as the disk answers."""
         self._look()
-        if self._uses:
-            self._give(Task(used=list(self._uses.items())), self._workers.removals)
         has_ended = self._workers.close(SILENT_JOIN_S if self._health.doubt == SILENT else JOIN_S)
+        if has_ended and (self._uses or self._pins):
+            self._workers.finish(Task(used=list(self._uses.items()), pins=self._pins))
+        self._uses.clear()
         self._end_queued()
         if has_ended:
             self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
@@ -495,9 +523,9 @@ class DiskTier(Tier):
             self._probed(task.error)
         elif task.job is None:
             self._leaving -= task.hold
-            if task.used:
+            if task.used or task.pins:
                 self._is_noting = False
-                self._note_use(None)
+                self._note()
             if task.error is not None:
                 self._warn(task.error)
         elif task.is_load:
@@ -584,21 +612,23 @@ class DiskTier(Tier):
             self.used_bytes += file.charge - source.charge
             self._remove_unfound(source)
 
-    def _note_use(self, file: ChunkFile | None) -> None:
-        """Have it say that it was loaded, by a thread that writes: where writes do not return, loads do not wait."""
-        if file is not None:
-            self._uses[file] += 1
-            if len(self._uses) > MAX_USES:
-                del self._uses[next(iter(self._uses))]
-        if self._uses and not self._is_noting:
+    def _note(self) -> None:
+        """Have files say that they were loaded, and what is pinned, by one thread that writes: where writes do not
+        return, loads do not wait for them."""
+        if (self._uses or self._pins) and not self._is_noting:
             self._is_noting = True
-            self._give(Task(used=list(self._uses.items())), self._workers.removals)
+            self._give(Task(used=list(self._uses.items()), pins=dict(self._pins)), self._workers.removals)
             self._uses.clear()
+            self._pins.clear()
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.of(part.key)
         if error is None:
-            self._note_use(self._file(part.key, part.shard))
+            if (file := self._file(part.key, part.shard)) is not None:
+                self._uses[file] += 1
+                if len(self._uses) > MAX_USES:
+                    del self._uses[next(iter(self._uses))]
+                self._note()
             self._health.read(part.key, part.shard)
             self._counters["disk_loaded"] += 1
             if part.key in self._index and part.shard == 0:
@@ -635,7 +665,8 @@ class DiskTier(Tier):
                 else:
                     self._warn(file.why)
                 continue
-            if self._index.has(file.key, file.shard):
+            is_old = is_named(file.key) and not self._is_newest(file.key, time_ns)
+            if is_old or self._index.has(file.key, file.shard):
                 self._remove_unfound(file)
             else:
                 self._insert(file)
@@ -665,12 +696,40 @@ class DiskTier(Tier):
         """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
         self._is_scanning = False
         self._evicted_meanwhile.clear()
+        disks = (self, *self.siblings)
+        if not any(each._is_scanning for each in disks):
+            for each in disks:
+                each._named_at.clear()
         if error is not None:
             self._warn(error)
         else:
             self.is_counted = True
+            self._drop_pins()
             used, limit = self.used_bytes / MIB, self.limit_bytes / MIB
             log.info("disk tier %s: %d chunks, %.0f of %.0f MiB", self._root, self.num_chunks, used, limit)
+
+    def _drop_pins(self) -> None:
+        """Pins from before: of chunks that are not there any more, and those that a smaller cap has no room for."""
+        gone = [key for key in self._index.pins if key not in self._index]
+        for key in gone:
+            del self._index.pins[key]
+        too_many: list[bytes] = []
+        lack = self.used_bytes - self._leaving - self.limit_bytes
+        for key in self._index.pins if lack > 0 else ():
+            too_many.append(key)
+            lack -= sum(file.charge for file in self._index.of(key))
+            if lack <= 0:
+                break
+        for key in too_many:
+            self._index.pin(key, -self._index.pins[key])
+        self._pins.update((key, 0) for key in (*gone, *too_many))
+        if too_many:
+            self._counters["disk_pins_dropped"] += len(too_many)
+            text = "%s: pins of %d chunks are dropped: the cap is smaller than what was pinned"
+            log.warning(text, self._root, len(too_many))
+            files, _ = self._index.oldest(self.used_bytes - self._leaving - self.limit_bytes, 0, self._is_used)
+            self._remove(files, is_forgotten=False)
+        self._note()
 
 
 def _take(groups: dict[Any, dict[Any, Any]], name: object, member: object) -> None:

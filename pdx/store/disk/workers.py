@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import msgspec
 from pdx.errors import TierError
 from pdx.memory.arena import Arena
 from pdx.store.codecs.codec import LOSSLESS, NONE
-from pdx.store.disk import chunk_file
+from pdx.store.disk import chunk_file, pins
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.tier import Job, Part
 
@@ -37,6 +37,7 @@ class Task(msgspec.Struct, eq=False):
     is_probe: bool = False  # whether the folder is there, and a file of it can be read: …
     probed: ChunkFile | None = None  # … this one, if there is one
     used: Sequence[tuple[ChunkFile, int]] = ()  # whose files are to say so, and how many times they were loaded
+    pins: Mapping[bytes, int] = {}  # how often chunks are pinned now, which the file of pins is to say
     victims: Sequence[ChunkFile] = ()  # to be removed first
     reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
@@ -144,6 +145,11 @@ class Workers:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def finish(self, task: Task) -> None:
+        """Note what there was no time for; all threads have ended."""
+        with contextlib.suppress(TierError):  # what is not written is lost
+            self._do(task)
+
     # ---- on the threads ---------------------------------------------------------------------
 
     def _work(self, number: int) -> None:
@@ -189,6 +195,9 @@ class Workers:
         for file, loads in task.used:
             task.seen_at = self._clock()
             chunk_file.touch(self._path(file), loads)
+        if task.pins:
+            task.seen_at = self._clock()
+            pins.write(self._root, task.pins)
         for file in task.victims:
             task.seen_at = self._clock()
             old = self._path(file)

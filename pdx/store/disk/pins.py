@@ -1,0 +1,99 @@
+"""Which chunks of a disk are pinned, in the file `tier.pins` of its folder, so that pins outlive the node.
+
+    pdx pins 1
+    <key, 32 hex digits> <how often it is pinned>
+
+A line holds until the next one of its key; 0: it is not pinned. Lines are added; a file that is too long is written
+anew. One thread at a time writes. A last line without its end is that of a process that was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdx.errors import TierError
+
+MAX_BYTES = 128 << 20
+NAME = "tier.pins"
+_ANEW_BYTES = 32 << 20  # a file that is longer is written anew
+_HEAD = b"pdx pins 1\n"
+_LINE = re.compile(rb"^([0-9a-f]{32}) ([0-9]{1,9})\n", re.MULTILINE)
+
+
+def read(root: Path) -> dict[bytes, int]:
+    """How often each chunk is pinned.
+
+    :raises TierError: it cannot be read, or another file has that name.
+    """
+    path = root / NAME
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            _check(fd, path)
+            lines = file.read()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise TierError(f"{path} cannot be read: {error.strerror}", "read_failed") from error
+    pins = {bytes.fromhex(key.decode()): int(count) for key, count in _LINE.findall(lines)}
+    return {key: count for key, count in pins.items() if count}
+
+
+def write(root: Path, pins: Mapping[bytes, int]) -> None:
+    """These are pinned so often from now on, and on the disk when this returns.
+
+    :raises TierError: it could not be written, or another file has that name.
+    """
+    path = root / NAME
+    try:
+        if not _add(path, _lines(pins)):
+            _replace(path, {**read(root), **pins})
+    except OSError as error:
+        raise TierError(f"{path} cannot be written: {error.strerror}", "write_failed") from error
+
+
+def _check(fd: int, path: Path) -> int:
+    """Its bytes, if it is a file of pins."""
+    info = os.fstat(fd)
+    is_one = stat.S_ISREG(info.st_mode) and info.st_size <= MAX_BYTES
+    if not is_one or info.st_size and os.pread(fd, len(_HEAD), 0) != _HEAD:
+        raise TierError(f"{path} is there and says no pins of a disk tier; remove it, so that pins are kept", "foreign")
+    return info.st_size
+
+
+def _lines(pins: Mapping[bytes, int]) -> bytes:
+    return b"".join(b"%s %d\n" % (key.hex().encode(), count) for key, count in pins.items())
+
+
+def _add(path: Path, lines: bytes) -> bool:
+    """False: there is no such file, or it is too long."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    with os.fdopen(fd, "ab", buffering=0) as file:
+        size = _check(fd, path)
+        if not size or size + len(lines) > _ANEW_BYTES:
+            return False
+        is_torn = os.pread(fd, 1, size - 1) != b"\n"
+        file.write(b"?\n" * is_torn + lines)  # and so is none that says something
+        os.fdatasync(fd)
+    return True
+
+
+def _replace(path: Path, pins: Mapping[bytes, int]) -> None:
+    fd, name = tempfile.mkstemp(prefix=f"{NAME}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(_HEAD + _lines({key: count for key, count in pins.items() if count}))
+            file.flush()
+            os.fdatasync(fd)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
