@@ -53,7 +53,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     booking: Use | None = None  # of the decode leg, until that starts
     blamed: dict[str, Reason] = msgspec.field(default_factory=dict)  # by URL, why engines gave no usable answer
     received_ns: int = msgspec.field(default_factory=time.monotonic_ns)
-    seen: set[Event] = msgspec.field(default_factory=set)
+    seen: dict[Event, int] = msgspec.field(default_factory=dict)  # and when, in nanoseconds
 
     def __post_init__(self) -> None:
         self.mark(Event.RECEIVED)
@@ -95,9 +95,14 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
         """This moment is one of the request's; of each kind, the first counts."""
         if event in self.seen:
             return
-        self.seen.add(event)
         name = engine.name if engine is not None else ""
-        now_ns = self.received_ns if event is Event.RECEIVED else time.monotonic_ns()
+        now_ns = self.seen[event] = self.received_ns if event is Event.RECEIVED else time.monotonic_ns()
+        if event is Event.DONE:
+            self.metrics.duration.labels(self.route, self.mode).observe((now_ns - self.received_ns) / 1e9)
+        elif event is Event.PREFILL_ANSWERED:
+            self.metrics.prefill.observe((now_ns - self.seen[Event.PREFILL_SENT]) / 1e9)
+        elif event is Event.DECODE_FIRST:
+            self.metrics.decode.observe((now_ns - self.seen[Event.DECODE_SENT]) / 1e9)
         self.timeline.add(Moment(event=event, at_ns=now_ns, engine=name, tokens=self.timeline.prompt_tokens))
 
     def first_token(self, engine: Engine, *, streams: bool) -> None:

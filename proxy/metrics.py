@@ -10,8 +10,10 @@ from prometheus_client.registry import Collector
 
 from pdx.proxy.engines import Engines
 from pdx.proxy.health import Health
+from pdx.proxy.plan import Mode, Route
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BUCKETS_S = (*_TTFT_BUCKETS_S, 300.0, 600.0, 3600.0)
 
 
 class Metrics:
@@ -49,13 +51,24 @@ class Metrics:
             "verbs", "Verbs of controllers over HTTP; `outcome`: ok, or the error's class.", "verb", "outcome"
         )
         self.reports = counter("reports", "Node reports taken in.")
-        self.ttft = Histogram(
-            "pdx_proxy_ttft_seconds",
-            "From a streaming request's arrival to its first token.",
-            ("route", "mode"),
-            buckets=_TTFT_BUCKETS_S,
-            registry=self.registry,
+
+        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _BUCKETS_S) -> Histogram:
+            return Histogram(f"pdx_proxy_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        text = "From a streaming request's arrival to its first token."
+        self.ttft = histogram("ttft_seconds", text, "route", "mode", buckets=_TTFT_BUCKETS_S)
+        text = "From a request's arrival to the end of its answer, of those that were answered."
+        self.duration = histogram("request_seconds", text, "route", "mode")
+        text = (
+            "From when a leg was first sent to a prefill engine's whole answer, and to a decode engine's first bytes."
         )
+        self.legs = histogram("leg_seconds", text, "leg")
+        for route in Route:  # so that the first one counts for `rate`
+            for mode in Mode:
+                self.requests.labels(route, mode, "ok")
+                self.ttft.labels(route, mode)
+                self.duration.labels(route, mode)
+        self.prefill, self.decode = self.legs.labels("prefill"), self.legs.labels("decode")
 
     def expose(self) -> bytes:
         """In the Prometheus text format."""

@@ -54,6 +54,11 @@ def test_counters_and_messages_that_it_quotes_are_those_of_the_program():
     counters = set(re.findall(r"`(degraded_\w+)`", TEXT))
     assert len(counters) > 2
     assert [name for name in sorted(counters) if f'"{name.removeprefix("degraded_")}"' not in sources] == []
-    for quoted in ("already owns", "no engine that could serve this request can be reached", "between all", "shared by file descriptors"):
+    for quoted in (
+        "already owns",
+        "no engine that could serve this request can be reached",
+        "between all",
+        "shared by file descriptors",
+    ):
         assert quoted in TEXT
         assert quoted in sources

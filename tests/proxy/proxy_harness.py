@@ -134,13 +134,11 @@ class Cluster:
         return json.loads((await self.tell(f"/pdx/requests/{transfer}"))[1])
 
     async def metric(self, name, **labels):
-        """The value of one series, 0 if it is not there."""
-        text = (await self.tell("/metrics"))[1].decode()
-        for line in text.splitlines():
-            series, _, value = line.rpartition(" ")
-            if series.split("{")[0] == name and all(f'{key}="{each}"' in series for key, each in labels.items()):
-                return float(value)
-        return 0.0
+        """The sum of the series that have these labels."""
+        found = [line.rpartition(" ") for line in (await self.tell("/metrics"))[1].decode().splitlines()]
+        wanted = [f'{key}="{each}"' for key, each in labels.items()]
+        of_name = [(series, value) for series, _, value in found if series.split("{")[0] == name]
+        return sum(float(value) for series, value in of_name if all(each in series for each in wanted))
 
     async def metric_reaches(self, value, name, **labels):
         """Wait for a series to be at least `value`."""

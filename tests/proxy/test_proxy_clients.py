@@ -250,6 +250,10 @@ def test_surface():
             assert json.loads((await made.get("/nowhere"))[1])["error"]["code"] == 404
             labels = {"route": COMPLETIONS, "mode": "forward"}
             assert await made.metric("pdx_proxy_ttft_seconds_count", **labels) == 1
+            assert await made.metric("pdx_proxy_request_seconds_count", **labels) == 1
+            for leg in ("prefill", "decode"):
+                assert await made.metric("pdx_proxy_leg_seconds_count", leg=leg) == 1
+            assert 'pdx_proxy_requests_total{mode="sampled",outcome="ok"' in (await made.tell("/metrics"))[1].decode()
             assert await made.metric("pdx_proxy_requests_total", **labels, outcome="ok") == 1
 
     run(main)
