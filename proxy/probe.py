@@ -24,6 +24,7 @@ from pdx.telemetry.faults import Faults
 
 _AT_ONCE = 64  # GET /health under way; where hosts are gone, each takes 5 s
 _ANSWER_S = 5.0
+_LISTED_S = 30.0  # an engine that is well is asked for its models so often: in its log each time is a line
 _ONE_TOKEN = msgspec.json.encode({"prompt": "a", "max_tokens": 1, "temperature": 0, "stream": False})
 
 
@@ -74,7 +75,9 @@ class Probes:
             async with self._slots:
                 began_at = self._health.clock()
                 answer, _ = await self._legs.ask(engine, "/health", headers={}, timeout_s=_ANSWER_S)
-                if answer.status == 200:
+                is_old = began_at - record.listed_at >= _LISTED_S
+                if answer.status == 200 and (is_old or record.state is not EngineState.WELL):
+                    record.listed_at = began_at
                     with suppress(LegFailed):
                         await self._models.learn(engine, {})
             if answer.status != 200:

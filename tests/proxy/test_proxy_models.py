@@ -5,7 +5,7 @@ import json
 
 import pytest
 from engine_standin import Server
-from proxy_harness import FORWARDED, cluster, run
+from proxy_harness import FORWARDED, cluster, run, until
 
 from pdx.proxy import probe
 
@@ -126,5 +126,18 @@ def test_a_name_that_nobody_has_asks_for_lists_once_in_a_while():
             listed = made.decode.listed
             await asyncio.gather(*(made.post(COMPLETIONS, {**BODY, "model": "c"}) for _ in range(10)))
             assert made.decode.listed == listed + 1
+
+    run(main)
+
+
+def test_an_engine_that_is_well_is_not_asked_for_its_list_with_each_probe():
+    async def main():
+        async with cluster(probe_s=0.02) as made:
+            await until(lambda: len(made.decode.probed) >= 5)
+            assert made.decode.listed == 1
+            made.decode.health = 503
+            await until(lambda: made.proxy._health.of(made.decode.url).state == "suspect")
+            made.decode.health = 200
+            await until(lambda: made.decode.listed == 2)
 
     run(main)
