@@ -96,7 +96,8 @@ class RosterFile(msgspec.Struct, frozen=True):
                 info = os.fstat(file.fileno())
                 text = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise ConfigError(f"roster {path}: {error.strerror}; docs/hosts.md shows what is in one") from error
+            why = f"roster {path}: {error.strerror}; the documentation's page on hosts shows what is in one"
+            raise ConfigError(why) from error
         if info.st_mode & 0o022 or info.st_uid not in (os.getuid(), 0):
             raise ConfigError(
                 f"roster {path}: others may change it (mode {info.st_mode & 0o777:04o}): chmod go-w {path}"
