@@ -93,17 +93,17 @@ class ModelledTier(Tier):
         return TierStatus(self.name, "", len(self._held), self._nbytes, self._room_bytes, "modelled")
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
-        """See `Tier.find`. What is found counts as used."""
+        """See `Tier.find`."""
         found: list[Held] = []
         for key in keys:
             held = self._held.get(key)
             if held is None:
                 break
             found.append(held)
-        self._touch(keys[: len(found)])
         return found
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
+    def use(self, keys: Sequence[bytes]) -> None:
+        """See `Tier.use`."""
         for key in reversed(keys):  # the end of the prompt becomes the older one
             self._held.move_to_end(key)
 
@@ -169,7 +169,7 @@ class ModelledTier(Tier):
         """See `Tier.over`. What was stored counts as used now."""
         self._cancelled.discard(copy.number)
         if not copy.is_load:
-            self._touch([key for key in copy.keys if key in self._held])
+            self.use([key for key in copy.keys if key in self._held])
 
     def evict(self, keys: Iterable[bytes], shards: int = 0) -> int:
         """See `Tier.evict`."""

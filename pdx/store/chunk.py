@@ -16,6 +16,11 @@ NO_HINTS = Hints("")
 NODE = 0  # the session that fills what a copy loads: the node itself
 
 
+def from_node(name: str) -> str:
+    """The name of the origin of what this peer has written here."""
+    return f"node {name}"
+
+
 class Origin(msgspec.Struct, gc=False):
     """Where the bytes of chunks came from: one for all chunks of a reservation, or of a load."""
 

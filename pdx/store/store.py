@@ -504,9 +504,19 @@ class Store:
             order = self.pools[chunk.slot.arena].order
             (order.insert if chunk.is_evictable else order.hold)(chunk)
 
-    def chunks(self, arenas: Iterable[int]) -> list[Chunk]:
-        """All in these arenas, in any state."""
-        return [chunk for arena in arenas for chunk in self._index.slots[arena].values()]
+    def offsets(self, arena: int) -> list[int]:
+        """Where chunks lie in an arena, in any state: a list of these themselves takes ten times as long."""
+        return list(self._index.slots[arena])
+
+    def sealed_at(self, arena: int, offsets: Iterable[int]) -> list[bytes]:
+        """The keys of what lies there now and is sealed."""
+        slots = self._index.slots[arena]
+        found = (slots.get(offset) for offset in offsets)
+        return [chunk.key for chunk in found if chunk is not None and chunk.state is State.SEALED]
+
+    def num_chunks(self, arena: int) -> int:
+        """How many these are."""
+        return len(self._index.slots[arena])
 
     def by_layout(self) -> dict[bytes, tuple[int, int]]:
         """By KV layout, how many chunks there are, of one shard each and in any state, and their bytes."""

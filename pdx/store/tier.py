@@ -145,13 +145,16 @@ class Tier(ABC):
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """The leading keys that the tier has in every shard, by what it knows in memory. A tier that nothing is loaded
-        from, as a peer, has none, and neither `load` nor `evict` of its own."""
+        from, as a peer, has none, and neither `load` nor `evict` of its own. To look is no use of them."""
         return []
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """A request, or who loads ahead for one, has found these: of a tier that makes room itself they go last."""
+        return
 
     def holds(self, key: bytes, shards: int = 0) -> bool:
         """Whether the tier has this key in every shard, by what it knows in memory, whether or not it can be loaded
-        now. `shards` 0: how many there are is not known; then as many as are there. Unlike `find` this is no use of it.
-        """
+        now. `shards` 0: how many there are is not known; then as many as are there."""
         return False
 
     def keys(self) -> list[bytes]:

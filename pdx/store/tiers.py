@@ -224,6 +224,7 @@ class Tiers:
                 held = tier.find(some, shards)
                 found += [(key, tier, size) for key, size in zip(some, held, strict=False)]
                 if held:
+                    tier.use(some[: len(held)])
                     break
                 if tier.seeks(keys[at:], shards):
                     patience_s = max(patience_s, self._patience(tier, keys[at], len(keys) - at, computing))

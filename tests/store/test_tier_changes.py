@@ -50,7 +50,10 @@ def test_a_look_is_no_use(bed):
     bed.store(1)
     bed.store(2)
     bed.tier.holds(key(1))
+    assert bed.tier.find([key(1)], 1)
     assert next(iter(bed.tier._index.last_used())).key == key(2)
+    bed.tier.use([key(1)])
+    assert next(iter(bed.tier._index.last_used())).key == key(1)
 
 
 class Storing(Below):

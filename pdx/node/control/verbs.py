@@ -23,12 +23,11 @@ from pdx.node.control.places import GPU, Place, Places
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Sessions
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import Chunk, from_node
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, CopyState
 from pdx.store.disk.scrub import scrub
 from pdx.store.disk.tier import DiskTier
-from pdx.store.lifecycle import State
 from pdx.store.recoding import check
 from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Store
@@ -302,8 +301,8 @@ class Controls:
         gpu = next((place for place in self.places.all if place.name == GPU), None)
         return tuple(gpu.arenas) * shards if gpu is not None and len(gpu.arenas) == 1 else ()
 
-    def _settle(self, ask: Settle) -> Found:
-        """What a peer has pushed here is to be in this tier.
+    def _settle(self, peer: str, ask: Settle) -> Found:
+        """What a peer has pushed here is to be in this tier. What others have brought to memory meanwhile stays there.
 
         :raises NodeError: refused.
         """
@@ -321,7 +320,10 @@ class Controls:
             self._settle_in(place, ask)
             for key in self.places.having(place, ask.keys, ask.shards):
                 chunks = self.places.chunks(first, key, ask.shards)
-                if chunks and not any(chunk.is_found or chunk.is_kept or chunk.leases for chunk in chunks):
+                if chunks and not any(
+                    chunk.is_found or chunk.is_kept or chunk.leases or chunk.origin.name != from_node(peer)
+                    for chunk in chunks
+                ):
                     self.places.drop(first, [key], ask.shards, why="moved")
         return Found(len(ask.keys), count, {place.name: count})
 
@@ -383,28 +385,26 @@ class Controls:
         if shared and len(places) == 1:
             raise NodeError(f"{shared} is shared with other nodes: clear it by tokens, or where it runs")
         own = [place for place in places if place.name != shared]
-        chunks = [(place, self._store.chunks(place.arenas)) for place in own if place.tier is None]
-        files = [(place, place.tier.keys()) for place in own if place.tier is not None]
-        count = sum(len(of_place) for _, of_place in chunks) + sum(len(keys) for _, keys in files)
+        arenas = [(place, arena) for place in own for arena in sorted(place.arenas)]
         statuses = [status for place in own if place.tier is not None and (status := place.tier.status()) is not None]
-        nbytes = sum(chunk.slot.nbytes for _, of_place in chunks for chunk in of_place)
-        nbytes += sum(status.used_bytes for status in statuses)
+        pools = [self._store.pools[arena] for _, arena in arenas]
+        count = sum(self._store.num_chunks(arena) for _, arena in arenas)
+        count += sum(len(place.tier.keys()) for place in own if place.tier is not None)
+        nbytes = sum(pool.total_bytes - pool.free_bytes for pool in pools) + sum(each.used_bytes for each in statuses)
         what = f"clear {', '.join(place.name for place in own)}"
         if dry_run:
             return JobStatus("", "clear", "planned", count, 0, nbytes, what=what)
         job = Job("clear", what, (), count, nbytes)
-        return self.jobs.start(job, self._clearing(job, chunks, files))
+        return self.jobs.start(job, self._clearing(job, arenas, [place for place in own if place.tier is not None]))
 
-    def _clearing(
-        self, job: Job, chunks: Sequence[tuple[Place, list[Chunk]]], files: Sequence[tuple[Place, list[bytes]]]
-    ) -> Steps:
-        for place, of_place in chunks:
-            for some in _steps(of_place):
-                there = [chunk.key for chunk in some if chunk.state is State.SEALED]
-                job.did(len(some), self.places.drop(place, there).nbytes)
+    def _clearing(self, job: Job, arenas: Sequence[tuple[Place, int]], below: Sequence[Place]) -> Steps:
+        """What is there is listed when its turn comes, one arena or tier between two messages."""
+        for place, arena in arenas:
+            for some in _steps(self._store.offsets(arena)):
+                job.did(len(some), self.places.drop(place, self._store.sealed_at(arena, some)).nbytes)
                 yield
-        for place, keys in files:
-            for of_step in _steps(keys):
+        for place in below:
+            for of_step in _steps(place.tier.keys() if place.tier is not None else ()):
                 job.did(len(of_step), self.places.drop(place, of_step).nbytes)
                 yield
 

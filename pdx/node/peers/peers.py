@@ -104,7 +104,7 @@ class Peers:
         self._questions = itertools.count(FIRST_QUESTION)
         self._asked: OrderedDict[int, str] = OrderedDict()  # by the number of a question: the peer that is to answer it
         self.answered: OrderedDict[int, Found | Refused] = OrderedDict()  # by the number of the question
-        self.on_settle: Callable[[Settle], Found] = _settles_nothing  # what a `Settle` of a peer does
+        self.on_settle: Callable[[str, Settle], Found] = _settles_nothing  # what a `Settle` of this peer does
         self._warm_up_at = 0.0
         self._threads: dict[str, ReceiveThread] = {}
         self._schemes: dict[int, str] = {}  # by which peers write here, by the number of their session
@@ -200,7 +200,7 @@ class Peers:
 
     def _settle(self, peer: PeerConnection, ask: Settle, about: int) -> None:
         try:
-            peer.send(self.on_settle(ask), about)
+            peer.send(self.on_settle(peer.name, ask), about)
         except NodeError as error:
             peer.send(Refused.of(error), about)
 
@@ -533,5 +533,5 @@ class Peers:
         self.mailbox.close()
 
 
-def _settles_nothing(ask: Settle) -> Found:
+def _settles_nothing(peer: str, ask: Settle) -> Found:
     raise NodeError(f"this node stores nothing in {ask.tier!r:.80} for others")

@@ -31,7 +31,7 @@ from pdx.memory.slot import Slot
 from pdx.node.peers.connection import PeerConnection, refusal
 from pdx.node.peers.receive_thread import Verdict, WriteGrant
 from pdx.node.peers.regions import Regions
-from pdx.store.chunk import Chunk, Origin
+from pdx.store.chunk import Chunk, Origin, from_node
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
@@ -275,7 +275,7 @@ class Receiver:
             partial=partial,
             transfer=offer.transfer,
             hints=Hints("", form=offer.hints.form),
-            origin=Origin(f"node {session.name}"),
+            origin=Origin(from_node(session.name)),
             who=f"chunks of node {session.name}",
         )
         try:

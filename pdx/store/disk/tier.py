@@ -202,7 +202,7 @@ class DiskTier(Tier):
         return self.is_counted and self._health.takes_stores and self._workers.takes_writes
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
-        """See `Tier.find`. What is found counts as used."""
+        """See `Tier.find`."""
         self._look()
         found: list[Held] = []
         for key in keys if self._health.takes_loads else ():
@@ -210,9 +210,11 @@ class DiskTier(Tier):
             if held is None or self._health.hides(key) or self._may_be_old(key):
                 break
             found.append(held)
-        if found:
-            self._index.touch(keys[: len(found)])
         return found
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """See `Tier.use`."""
+        self._index.touch(keys)
 
     def holds(self, key: bytes, shards: int = 0) -> bool:
         """See `Tier.holds`."""

@@ -13,7 +13,7 @@ from pdx.memory.arena import Arena
 from pdx.node.control import verbs as module
 from pdx.node.control.moves import BATCH_KEYS
 from pdx.node.service import Service
-from pdx.store.chunk import NODE
+from pdx.store.chunk import NODE, Origin
 from pdx.store.hints.tenant_leases import TenantLeases
 from pdx.store.store import Claim
 from pdx.testing.waiting import wait_until
@@ -39,9 +39,10 @@ def turn(service):
     service.turn()
 
 
-def put(service, numbers):
-    """Sealed chunks."""
-    claim = Claim(keys=[key(n) for n in numbers], nbytes=CHUNK_BYTES, layers=LAYERS, owner=NODE, writers=[NODE])
+def put(service, numbers, origin="node b"):
+    """Sealed chunks, from there."""
+    keys = [key(n) for n in numbers]
+    claim = Claim(keys=keys, nbytes=CHUNK_BYTES, layers=LAYERS, owner=NODE, writers=[NODE], origin=Origin(origin))
     _, slots, _ = service.store.reserve(claim)
     service.store.seal(service.store.fill(slots, 0, LAYERS, NODE))
     return list(claim.keys)
@@ -49,7 +50,7 @@ def put(service, numbers):
 
 def settled(service, keys):
     """How many the disk has, once it has all or will not."""
-    return service.peers.on_settle(Settle(keys, 1, "disk")).hits
+    return service.peers.on_settle("b", Settle(keys, 1, "disk")).hits
 
 
 def test_however_often_it_is_asked_each_chunk_is_copied_once(service, monkeypatch):
@@ -58,7 +59,7 @@ def test_however_often_it_is_asked_each_chunk_is_copied_once(service, monkeypatc
     before = len(service.copies)
     for seed in range(200):
         some = random.Random(seed).sample(keys, len(keys))
-        service.peers.on_settle(Settle(some, 1, "disk"))
+        service.peers.on_settle("b", Settle(some, 1, "disk"))
     assert sum(len(copy.keys) for copy in service.copies.of(service.tiers.below[0][0])) == 64
     assert len(service.copies) - before <= 64
     assert len(service.controls._settling) == 64
@@ -76,6 +77,16 @@ def test_what_a_tenant_has_leased_stays_in_memory(service):
     wait_until(lambda: turn(service) or settled(service, keys) == 8, what="they are stored")
     settled(service, keys)
     assert [bool(service.store.of(one)) for one in keys] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("origin", ["engine e", "disk", "node c"])
+def test_what_others_have_brought_to_memory_stays_there(service, origin):
+    """Also when no request has found it yet: an engine has just computed it, say."""
+    wait_until(lambda: turn(service) or service.tiers.below[0][0].is_counted, what="it is counted")
+    keys = put(service, range(4)) + put(service, range(4, 8), origin)
+    wait_until(lambda: turn(service) or settled(service, keys) == 8, what="they are stored")
+    settled(service, keys)
+    assert [bool(service.store.of(one)) for one in keys] == [False] * 4 + [True] * 4
 
 
 def test_what_peers_ask_for_and_leave_is_bounded(service, monkeypatch):
@@ -96,4 +107,4 @@ def test_what_peers_ask_for_and_leave_is_bounded(service, monkeypatch):
 def test_a_peer_may_not_ask_for_too_much_at_a_time(service):
     keys = [key(number) for number in range(BATCH_KEYS + 1)]
     with pytest.raises(NodeError, match="at a time"):
-        service.peers.on_settle(Settle(keys, 1, "disk"))
+        service.peers.on_settle("b", Settle(keys, 1, "disk"))

@@ -392,3 +392,24 @@ def test_what_clients_name_is_not_looked_for_in_a_store(bed):
     bed.shelf.remove = None
     bed.service.tiers.forget([key(1)], is_named=True)
     assert not len(bed.remote._removals)
+
+
+def test_what_a_controller_looks_at_or_plans_is_no_use(bed):
+    """A controller that polls would change what a disk keeps."""
+    keys = bed.put(1, 8)
+    assert bed.move(keys, "host", "disk").state == "done"
+    disk = bed.service.tiers.below[0][0]
+    before = [file.key for file in disk._index.last_used()]
+    what = Selection([keys[-1], keys[3]])
+    for verb in (
+        Find(what),
+        Move(what, "disk", "host", dry_run=True),
+        Move(what, "", "host", dry_run=True),
+        Clear(what, "disk", dry_run=True),
+        PinIn(what, "disk", dry_run=True),
+        Recode(what, "disk", "lossless", dry_run=True),
+    ):
+        bed.service.control(verb)
+    assert [file.key for file in disk._index.last_used()] == before
+    bed.service.tiers.may_come([keys[3]], 0, 1)
+    assert next(disk._index.last_used()).key == keys[3], "what a request finds is used"
