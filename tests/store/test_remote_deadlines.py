@@ -7,12 +7,15 @@ import re
 import socket
 import threading
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 from http_server import answering
 from remote_bed import made, opened
 
-from pdx.errors import TierError
+from pdx.errors import ConfigError, TierError
+from pdx.store.remote import redis_backend
 
 DEADLINE_S = 1.0
 ADDRESSES = 6  # of one name
@@ -69,6 +72,19 @@ def test_the_limit_of_a_connection_is_not_that_of_the_call_that_made_it(redis):
     assert connection.socket_timeout == connection.socket_connect_timeout == 60.0
     assert connection._parser._socket_timeout == 60.0
     backend.close()
+
+
+def test_a_client_whose_calls_cannot_be_bounded_is_refused(monkeypatch):
+    """It would be used with a deadline for each read alone."""
+    monkeypatch.delattr(redis_backend.redis.Connection, "_connect", raising=False)
+    monkeypatch.delattr(redis_backend.redis.connection.AbstractConnection, "_connect", raising=False)
+    with pytest.raises(ConfigError, match=r"redis-py [0-9.]+ .* pip install 'redis\[hiredis\]>=5.2,<9'"):
+        opened("valkey://127.0.0.1")
+
+
+def test_the_client_that_is_supported_is_the_one_that_is_installed_with_pdx():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert tomllib.loads(text)["project"]["optional-dependencies"]["redis"] == [redis_backend.SUPPORTED]
 
 
 class ObjectStore(http.server.BaseHTTPRequestHandler):

@@ -15,10 +15,11 @@ from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
 from redis.retry import Retry
 
-from pdx.errors import TierError
+from pdx.errors import ConfigError, TierError
 from pdx.store.remote.backend import REDIS_SCHEMES, Backend, Credentials, Found, RemoteSettings
 
 PORT = 6379
+SUPPORTED = "redis[hiredis]>=5.2,<9"  # as in pyproject.toml; `_Bounded` overrides what is not documented
 _this = threading.local()  # `ends_at` of the call that a thread has under way, by CLOCK_MONOTONIC
 
 
@@ -104,6 +105,12 @@ class RedisBackend(Backend):
     """See `Backend`. What it stores expires after `ttl_s`, if that is set; else the server evicts by its own policy."""
 
     def __init__(self, settings: RemoteSettings, credentials: Credentials, prefix: str, database: int) -> None:
+        """:raises ConfigError: a release of the client whose calls cannot be bounded."""
+        if not hasattr(redis.Connection, "_connect"):
+            raise ConfigError(
+                f"redis-py {redis.__version__} does not make its connections by Connection._connect, where PDX bounds "
+                f"the time of its calls; install another: pip install '{SUPPORTED}'"
+            )
         parts = urlsplit(settings.url)
         self.place = settings.url
         self._ttl_s = settings.ttl_s
