@@ -28,6 +28,8 @@ log = logging.getLogger("pdx")
 OVERTAKEN = 4
 LOOK_S = 0.0005  # how often a load looks for more slices: what is filled last waits half of it …
 LOOK_AT_ALL_S = 0.02  # … of the first chunk that lacks some; how often it looks at all of them
+PIECE_S = 0.004  # for so long a load stands behind a piece of another one …
+PIECE_BYTES = 4 << 20  # … which has so much at least
 IN_STEP_BYTES = 2 << 20  # of an in-step load are copied at once, at least
 ALIVE_S = 0.05  # how often one that finds none asks whether the node lives
 
@@ -60,8 +62,12 @@ class _Job:
         """Whether all of it is copied, or has failed."""
         return not self._left
 
-    def advance(self, layout: KvLayout, on_layers: Callable[[_Job, int], None]) -> list[tuple[range, int, int, int]]:
-        """Copy what is filled and not copied; (layers, bytes, from when, until when) of each copy.
+    def advance(
+        self, layout: KvLayout, most_bytes: float, on_layers: Callable[[_Job, int], None]
+    ) -> list[tuple[range, int, int, int]]:
+        """Copy what is filled and not copied, about `most_bytes` of it at most, and a chunk at least.
+
+        :returns: (layers, bytes, from when, until when) of each copy.
 
         `on_layers`: of an in-step load called when so many leading layers of all its chunks are copied.
         """
@@ -71,11 +77,15 @@ class _Job:
             if self.arena.is_current(slot) and self.arena.filled_slices(slot) == filled:
                 return []
         runs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        left_bytes = most_bytes
         for number, (pages, start) in self._left.items():
             slot = pages.slots[0]
             filled = self.arena.filled_slices(slot) if self.arena.is_current(slot) else NEVER
             if filled > start:
                 runs[start, filled].append(number)
+                left_bytes -= len(pages.block_ids) * (min(filled, layout.num_layers) - start) * layout.page_bytes
+                if left_bytes <= 0:
+                    break
         copies = []
         for (start, stop), numbers in runs.items():
             pages_of = {number: self._left.pop(number)[0] for number in numbers}
@@ -94,7 +104,8 @@ class _Job:
                     on_layers(self, layers.stop)
             if layers.stop < layout.num_layers:
                 self._left |= {number: (pages, layers.stop) for number, pages in pages_of.items()}
-        if self._left:
+        self._watched = None
+        if self._left and left_bytes > 0:
             first, copied = self._left[min(self._left)]
             self._watched = first.slots[0], copied
             self._look_at = time.monotonic() + LOOK_AT_ALL_S
@@ -128,12 +139,17 @@ class _Job:
         self.failed.update(block for pages in lost for block in pages.block_ids)
 
 
+_Place = tuple[float, int, _Job | None]  # None: nothing comes behind it
+
+
 class Loader:
     """One load thread, which takes small loads first. `_lock` guards the results; everything else is the queue's.
 
     A load's place is what was submitted before it plus `OVERTAKEN` times its own blocks: a small one overtakes large
-    ones that have not begun, and those behind a load that go before it have at most `OVERTAKEN` times its blocks.
-    A load whose chunks are still being filled lets others go before it meanwhile. An in-step load goes first.
+    ones, and those behind a load that go before it have at most `OVERTAKEN` times its blocks. A load is copied in
+    pieces of about `PIECE_S`, and after each the first in place goes on: a small load does not stand behind a large one
+    that has begun. One whose chunks are still being filled lets others go before it meanwhile. An in-step load goes
+    first, in one piece, because its step waits.
     """
 
     def __init__(self, layout: KvLayout, shard: int, tracer: Tracer | None = None, *, patience_s: float = 30.0) -> None:
@@ -142,7 +158,7 @@ class Loader:
         self._shard = shard
         self._tracer = tracer
         self._patience_s = patience_s
-        self._jobs: queue.PriorityQueue[tuple[float, int, _Job | None]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[_Place] = queue.PriorityQueue()
         self._numbers = itertools.count()  # of two at one place the first one goes first
         self._submitted_blocks = 0
         self._rate = Rate()
@@ -220,26 +236,43 @@ class Loader:
     # ---- the load thread --------------------------------------------------------------------
 
     def _run(self) -> None:
-        filling: list[_Job] = []  # their chunks are
+        filling: list[_Place] = []  # nothing more of them was there to be copied
+        look_at = 0.0  # at them, again
         while True:
+            if filling and time.monotonic() >= look_at:
+                for place in filling:
+                    self._jobs.put(place)
+                filling = []
             try:
-                job = self._jobs.get(timeout=LOOK_S if filling else None)[-1]
+                place = self._jobs.get(timeout=max(0.0, look_at - time.monotonic()) if filling else None)
             except queue.Empty:
-                pass
-            else:
-                if job is None:
-                    break
-                filling.append(job)
-            filling = [job for job in filling if not self._advance(job)]
-        for job in filling:
-            job.give_up()
-            self._end(job)
+                continue
+            job = place[-1]
+            if job is None:
+                break
+            has_copied = self._advance(job)
+            if job.is_over:
+                continue
+            if has_copied:
+                self._jobs.put(place)
+                continue
+            look_at = look_at if filling else time.monotonic() + LOOK_S
+            filling.append(place)
+        for *_, job in filling:
+            if job is not None:
+                job.give_up()
+                self._end(job)
+
+    def _piece_bytes(self, job: _Job) -> float:
+        """How much of it is copied at once."""
+        return math.inf if job.load.in_step else max(PIECE_BYTES, self._rate.gb_s * PIECE_S * 1e9)
 
     def _advance(self, job: _Job) -> bool:
-        """Copy what is there of it; whether it is over."""
+        """Copy a piece of what is there of it; whether there was any."""
+        copies: list[tuple[range, int, int, int]] = []
         try:
             job.begin(self._shard)
-            copies = job.advance(self._layout, self._layers_copied)
+            copies = job.advance(self._layout, self._piece_bytes(job), self._layers_copied)
             self._tell(job, copies)
             if not job.is_over and not copies and self._is_lost(job):
                 job.give_up()
@@ -249,7 +282,7 @@ class Loader:
             job.failed.update(job.load.block_ids)
         if job.is_over:
             self._end(job)
-        return job.is_over
+        return bool(copies)
 
     def _layers_copied(self, job: _Job, count: int) -> None:
         with self._lock:

@@ -11,12 +11,12 @@ from typing import cast
 
 import msgspec
 import pytest
-from toy_engine import layout
+from toy_engine import PAGE_BYTES, layout
 
 import pdx.engine.loader as loader_module
 from pdx.client.connection import Connection
 from pdx.engine.copier import Scatter
-from pdx.engine.loader import OVERTAKEN, Loader
+from pdx.engine.loader import OVERTAKEN, PIECE_BYTES, Loader
 from pdx.engine.plan import LoadPlan, PagesPlan
 from pdx.memory.arena import NEVER, Arena
 from pdx.memory.slot import Slot
@@ -118,6 +118,33 @@ def test_a_small_load_overtakes_large_ones_that_have_not_begun(gate: Gate) -> No
     finished, failed = gate.loader.take_finished()
     assert finished == {"first", "large", "larger", "small", "smaller"}
     assert failed == set()
+
+
+def test_a_small_load_does_not_stand_behind_a_large_one_that_has_begun(gate: Gate) -> None:
+    """The large one goes on behind it, and is over when all of it is copied."""
+    wait_until(lambda: gate.began == ["first"], what="it is under way")
+    gate.loader._rate.moved(1, 0, 1_000_000_000)  # so slow that a piece has the least that a piece has
+    copied: list[tuple[str, int]] = []
+
+    def load(name: str, num_chunks: int) -> Copies:
+        copies = Copies(lambda: copied.append((name, len(copies.calls[-1][0]))))
+        submit(gate.loader, load_of(name, PIECE_BYTES // PAGE_BYTES // LAYERS // 2 + 1, num_chunks=num_chunks), copies)
+        return copies
+
+    large = load("large", 50)
+    copy = large.copy
+
+    def then_a_small_one(pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
+        lost = copy(pages, layers)
+        if len(large.calls) == 2:
+            load("small", 2)
+        return lost
+
+    large.copy = then_a_small_one  # type: ignore[method-assign]
+    gate.run()
+    assert copied == [("large", 2), ("large", 2), ("small", 2), *[("large", 2)] * 23]
+    assert gate.loader.take_finished() == ({"first", "large", "small"}, set())
+    assert [offset for offsets, _ in large.calls for offset in offsets] == [*range(50)], "each once"
 
 
 def test_loads_of_one_size_keep_their_order(gate: Gate) -> None:
