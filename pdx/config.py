@@ -298,6 +298,7 @@ class ConnectorConfig(NodeOptions, frozen=True, kw_only=True, forbid_unknown_fie
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
     save: bool = True  # put prompts into the store
     save_decode: bool = True  # put generated chunks into the store
+    load: Literal["auto", "always"] = "auto"  # beside requests that run: what comes sooner than it is computed, or all
     role: Literal["prefill", "decode", "both"] = "both"  # told to the proxy; decides nothing in the engine
     url: str = ""  # where this engine serves HTTP, told to the proxy
     lookup_s: PositiveSeconds = 1.0  # a node that has not answered by then is a miss

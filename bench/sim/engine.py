@@ -21,9 +21,9 @@ from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.node import SimulatedNode
 from pdx.bench.sim.requests import Request
 from pdx.bench.sim.tier import Pipe
-from pdx.engine.scheduler import EARLY
 from pdx.wire.messages import Admitted
 
+EARLY = 8  # requests that ask before their turn; an engine's number depends on what its steps take (`Turns`)
 MOST_STEPS = 512  # that are taken at once
 
 

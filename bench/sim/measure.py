@@ -21,7 +21,7 @@ import msgspec
 from pdx.bench.harness.report import RESULTS, Figure, at_least, at_most, plain
 from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, host_bytes_s, speeds_of
 from pdx.bench.plan.shapes import find_model
-from pdx.bench.sim.engine import Settings
+from pdx.bench.sim.engine import EARLY, Settings
 from pdx.bench.sim.published import BY_CAPACITY, CACHED_ATTENTION, MOST_POINTS, POLICIES, TABLE, WAYS
 from pdx.bench.sim.replay import hit_share
 from pdx.bench.sim.requests import Trace, read
@@ -29,7 +29,6 @@ from pdx.bench.sim.sessions import Conversations, generate
 from pdx.bench.sim.simulation import Case, Result, simulate
 from pdx.bench.sim.sweep import by_room, by_ttl, demand_bytes
 from pdx.bench.sim.tier import Device
-from pdx.engine.scheduler import EARLY
 
 QUEUE = 8
 GAP = 0.4

@@ -7,7 +7,8 @@ with other ends, comes in turns to:
 - `ahead`: PDX as it is,
 - `early`: a node that does not heed the queue (`look_ahead.SHARE` 0); the first requests of a queue still ask when they
   come,
-- `turn`: the same, and every request asks at its turn alone (`scheduler.EARLY` -1), as in a system without a prefetch.
+- `turn`: the same, and every request asks at its turn alone (`StoreLookup.begin` is `expect`), as in a system without a
+  prefetch.
 
 The figures are the time until all are answered, from when the engine is free for them and from when they came, and the
 mean time to the first token. The last line is JSON.
@@ -42,7 +43,7 @@ from pdx.errors import ArenaFull
 HISTORY, REST, REQUESTS, ROUNDS, BUSY = 2048, 64, 24, 5, 320
 FILLER_BYTES = 8 << 20
 BLIND = "import pdx.node.look_ahead as ahead; ahead.SHARE = 0.0; from pdx.cli.main import main; main()"
-AT_ITS_TURN = "import pdx.engine.scheduler as scheduler; scheduler.EARLY = -1"
+AT_ITS_TURN = "from pdx.engine.store_lookup import StoreLookup; StoreLookup.begin = StoreLookup.expect"
 
 
 class Blind(PdxWith):

@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts, as its worker sees it."""
+"""How fast an engine computes prompts, as its worker sees it, and how long its steps take, as its scheduler does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pdx.memory.layout import KvLayout
 
 MIN_TOKENS = 64  # of a step: what only decodes says nothing of prompts
 HALF_TOKENS = 8192  # so many tokens later an earlier step counts half
+MEAN_STEPS = 10  # a step's share of the mean is one of so many
+STEPS_AHEAD = 2  # an engine schedules so many before the first of them has ended
 
 
 class Pace:
@@ -32,3 +34,44 @@ class Pace:
     def chunk_s(self) -> float:
         """Seconds to compute a chunk's tokens; 0: not known."""
         return self._ns / self._tokens * self._chunk_tokens / 1e9 if self._tokens else 0.0
+
+
+class StepTimes:
+    """Seconds between the steps of an engine whose requests run on; later ones count more. The scheduler's thread.
+
+    What a step has computed is known when it begins, and of an engine that works ahead it ends a step or two later. So
+    a step without a prompt is one whose neighbours have none, either.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0.0  # the last step
+        self._num_quiet = 0  # steps without a prompt, up to the last one
+        self._quiet_s = self._any_s = 0.0
+        self._prompt_tokens = 0.0
+
+    def step(self, now: float, tokens: int, *, goes_on: bool) -> None:
+        """A step of so many tokens begins. `goes_on`: requests of the last one run on, so that it begins behind it."""
+        if goes_on and self._begun:
+            took_s = now - self._begun
+            self._any_s = _mean(self._any_s, took_s)
+            if self._num_quiet > STEPS_AHEAD:
+                self._quiet_s = _mean(self._quiet_s, took_s)
+        self._begun = now
+        self._num_quiet = self._num_quiet + 1 if tokens < MIN_TOKENS else 0
+        if not self._num_quiet:
+            self._prompt_tokens = _mean(self._prompt_tokens, tokens)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step without a prompt, or of any where there was none; 0: not known."""
+        return self._quiet_s or self._any_s
+
+    def token_s(self, pace_s: float) -> float:
+        """Seconds by which one more token of a prompt makes a step longer, where each takes `pace_s` with its share of
+        the step's own time; 0: not known."""
+        own_s = self.step_s / self._prompt_tokens if self._prompt_tokens else 0.0
+        return max(0.0, pace_s - own_s)
+
+
+def _mean(before: float, now: float) -> float:
+    return before + (now - before) / MEAN_STEPS if before else now

@@ -255,6 +255,11 @@ class TrackedRequest:
         self.hit_slots, self.part_blocks, self.hit_tokens = [], 0, 0
 
     @property
+    def is_kept_waiting(self) -> bool:
+        """Whether the node was asked, and it is what may still come, or room, that is waited for: nothing is held."""
+        return not self.decided and (self.wait_until is not None or self.room_until is not None)
+
+    @property
     def num_whole_hits(self) -> int:
         """Chunks that are hit as a whole."""
         return len(self.hit_slots) - (self.part_blocks > 0)

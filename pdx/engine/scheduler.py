@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -17,10 +18,12 @@ import msgspec
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
+from pdx.engine.pace import StepTimes
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
-from pdx.engine.step import BlockHasher, EngineRequest, LeftOut, StepRecord, StepRequest
+from pdx.engine.step import BlockHasher, EngineRequest, LeftOut, StepLimits, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
+from pdx.engine.turns import Turns
 from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.form import form_of, lossy_fingerprint
 from pdx.memory.keys import KEY_BYTES
@@ -33,7 +36,6 @@ from pdx.wire.messages import VERSION, Abort, Cancel, EngineFacts, Hello, Releas
 log = logging.getLogger("pdx")
 
 MIN_REST = 64  # tokens: a step that computes fewer does not take the time of a load
-EARLY = 8  # of so many requests that wait for their turn, what the turn needs is asked ahead
 
 
 class SchedulerHalf:
@@ -49,6 +51,7 @@ class SchedulerHalf:
         naming: Mapping[str, str] | None = None,
         keep_apart: Callable[[Any, str], bool] = lambda request, form: not form,
         name_inputs: Callable[[Any, bool], LeftOut | None] = lambda request, is_new: None,
+        limits: StepLimits = StepLimits(),  # noqa: B008 - frozen
     ) -> None:
         """`naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
         `hasher` can. `keep_apart`: from now on the engine's own cache gives no blocks of this request to another one,
@@ -63,7 +66,7 @@ class SchedulerHalf:
         self._lookup = StoreLookup(config, layout, hasher)
         self._requests: dict[str, TrackedRequest] = {}
         self._left_out: set[str] = set()  # nothing of these is asked, saved or found
-        self._unscheduled: set[str] = set()  # new ones
+        self._turns = Turns(limits)  # of new ones
         self._due: set[str] = set()  # those that the next step may have something to do for
         self._loading: dict[str, TrackedRequest] = {}
         self._loads: list[LoadPlan] = []
@@ -71,6 +74,8 @@ class SchedulerHalf:
         self._finished_loading: dict[str, tuple[int, int]] = {}  # finished while loading: (epoch, lease)
         self._running: set[str] = set()  # those that have blocks and wait for no load
         self._step = self._heard = 0
+        self._times = StepTimes()
+        self._loads_all = config.load == "always"
         self._news = WorkerNews()
         hello = Hello(
             VERSION,
@@ -93,10 +98,10 @@ class SchedulerHalf:
         if self._is_left_out(request, is_new=True):
             return
         tracked = self.track(request, is_new=True)
+        is_near = self._turns.add(tracked, self._num_running)
         connection = self._link.connection
         if connection is not None:
-            is_soon = len(self._unscheduled) <= EARLY
-            (self._lookup.begin if is_soon else self._lookup.expect)(tracked, connection)
+            (self._lookup.begin if is_near else self._lookup.expect)(tracked, connection)
 
     def track(self, request: EngineRequest, *, is_new: bool = False) -> TrackedRequest:
         """The request's state; made at its first sight. `is_new`: it has no block of the engine's own cache yet."""
@@ -107,7 +112,6 @@ class SchedulerHalf:
             fingerprint = self._fingerprint_of(envelope.hints)
             tracked = TrackedRequest(request, self._layout, params, fingerprint, envelope)
             self._requests[request.request_id] = tracked
-            self._unscheduled.add(request.request_id)
             self._tell_load()
         return tracked
 
@@ -129,6 +133,11 @@ class SchedulerHalf:
         if params is not None and params.do_remote_decode and params.transfer_id and connection is not None:
             connection.tell(Cancel(params.transfer_id))  # the decoder shall not wait
         return True
+
+    @property
+    def _num_running(self) -> int:
+        """Requests that have a place among those of a step, or will have one before any that waits."""
+        return len(self._running) + len(self._loading)
 
     def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Envelope]:
         salt = getattr(request, "cache_salt", None)  # which not every engine has
@@ -192,10 +201,16 @@ class SchedulerHalf:
             self._link.count("no_node")
             tracked.forget_node()
             return 0
-        if not self._lookup.advance(tracked, connection):
+        may_ask = self._turns.is_near(tracked, self._num_running)
+        is_decided = self._lookup.advance(tracked, connection, may_ask=may_ask)
+        self._turns.pass_by(tracked)
+        if not is_decided:
             return None
         tokens = max(0, tracked.hit_tokens - local_tokens)
         tracked.in_step = self._pays_in_step(tracked, tokens)
+        if tokens and not tracked.in_step and not self._pays(tracked, tokens):
+            self._link.count("load_not_worth")
+            return 0
         return tokens
 
     def is_in_step(self, request_id: str) -> bool:
@@ -218,6 +233,22 @@ class SchedulerHalf:
             return True
         return 0.0 < self._news.load_s * tokens <= self._news.chunk_s * rest
 
+    def _pays(self, tracked: TrackedRequest, tokens: int) -> bool:
+        """Whether to load so many tokens before the step that computes the rest (ADR 47).
+
+        The request misses the step that is made up now, which takes its time for those that run whatever is loaded.
+        Computing the tokens makes that step longer, for this request and for all that wait behind it. What a transfer
+        brings is always loaded: it was computed for this engine.
+        """
+        if tracked.is_decode or self._loads_all or self._running <= {tracked.request.request_id}:
+            return True
+        news, chunk_tokens = self._news, self._layout.chunk_tokens
+        if not news.chunk_s:  # no prompt was measured
+            return tokens >= MIN_REST
+        loading_s = max(self._times.step_s, news.load_s * tokens / chunk_tokens)
+        computing_s = self._times.token_s(news.chunk_s / chunk_tokens) * tokens
+        return computing_s * max(1, len(self._turns)) >= loading_s
+
     # ---- allocated --------------------------------------------------------------------------
 
     def allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], num_external: int) -> None:
@@ -230,7 +261,7 @@ class SchedulerHalf:
         tracked = self.track(request)
         tracked.take_blocks(blocks)
         tracked.scheduled = True
-        self._unscheduled.discard(request.request_id)
+        self._turns.remove(request.request_id)
         tracked.in_step = tracked.in_step and num_external > 0
         if tracked.in_step or not num_external:
             self._running.add(request.request_id)
@@ -303,9 +334,15 @@ class SchedulerHalf:
 
         :raises LayoutError: as `TrackedRequest.take_blocks`.
         """
-        self._lookup.new_step(is_busy=record.is_busy, is_loading=bool(self._loading))
+        self._times.step(time.monotonic(), record.num_tokens, goes_on=record.is_busy)
+        is_loading = bool(self._loading)
+        self._lookup.new_step(is_busy=record.is_busy, is_loading=is_loading, step_s=self._times.step_s)
         connection = self._link.connection
         self._lookup.take_back(connection)
+        self._turns.new_walk()
+        if connection is not None:
+            for tracked in self._turns.next_ones(self._num_running):
+                self._lookup.begin(tracked, connection)
         epoch = connection.epoch if connection is not None else 0
         loads, self._loads = self._loads, []
         aborts, self._aborts = self._aborts, []
@@ -348,7 +385,7 @@ class SchedulerHalf:
         return tracked.hints_answer
 
     def _end(self, request_id: str, tracked: TrackedRequest) -> None:
-        self._unscheduled.discard(request_id)
+        self._turns.remove(request_id)
         self._running.discard(request_id)
         self._due.discard(request_id)
         self._loading.pop(request_id, None)

@@ -48,6 +48,14 @@ class EngineRequest(Protocol):
         """Its part in a transfer (`pdx.engine.request.TransferParams`), as it came from the network; or None."""
 
 
+class StepLimits(msgspec.Struct, frozen=True):
+    """What an engine takes into one step at most."""
+
+    tokens: int = 8192
+    requests: int = 256
+    request_tokens: int = 0  # of one request's prompt; 0: as many as the step takes
+
+
 class StepRequest(msgspec.Struct, frozen=True):
     """One request of a step, which computes its tokens [computed, computed + scheduled)."""
 

@@ -2,8 +2,9 @@
 
 A request is *decided* when its hits are leased and its misses have slots, or when that is known to be impossible.
 Until then the engine is told to ask again in the next step. All waiting in one step together takes no longer than
-`ASK_S`, or `IDLE_S` where it keeps nobody waiting, and every wait has a deadline. The node waits for what may still
-come: it answers when there is more.
+`ASK_S` and a tenth of a step's time, or `IDLE_S` where it keeps nobody waiting, and every wait has a deadline. The
+engine's scheduler waits so, between two forward passes. The node waits for what may still come: it answers when there
+is more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pdx.wire.base import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS
 from pdx.wire.messages import Admit, Admitted, Cancel, Expect, Mark, Release
 
 ASK_S = 0.002
+BUSY_SHARE = 0.1  # of a step's time
 IDLE_S = 0.01  # an engine that asks more often takes time from others' prefill, where they share cores or caches
 MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
 
@@ -44,15 +46,20 @@ class StoreLookup:
         self._clock = clock
         self._step = 0
         self._left_s = IDLE_S  # what is left of this step's waiting
+        self._is_busy = False
         self._ahead: deque[tuple[TrackedRequest, Asked]] = deque()  # room that was asked for ahead of a turn
         # What one message may name, and its answer hold.
         self._max_chunks = min(MAX_KEYS - 1, MAX_SLOTS // layout.num_shards - 1)
 
-    def new_step(self, *, is_busy: bool, is_loading: bool = False) -> None:
-        """A new scheduling step: it may wait again, unless requests are running that would wait with it; and not for
-        long where a load may end meanwhile."""
+    def new_step(self, *, is_busy: bool, is_loading: bool = False, step_s: float = 0.0) -> None:
+        """A new scheduling step: it may wait again, and not for long where a load may end meanwhile.
+
+        Requests that are running wait with it: then for a small share of the time that a step takes (`step_s`; 0: not
+        known), because a request without its answer loses all of a step.
+        """
         self._step += 1
-        self._left_s = 0.0 if is_busy else ASK_S if is_loading else IDLE_S
+        self._is_busy = is_busy
+        self._left_s = min(ASK_S, step_s * BUSY_SHARE) if is_busy else ASK_S if is_loading else IDLE_S
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request: ask what the engine will want to know when the request's turn comes. Never waits."""
@@ -84,10 +91,14 @@ class StoreLookup:
                 connection.forget(asked.seq)
                 tracked.asked = None
 
-    def advance(self, tracked: TrackedRequest, connection: Connection) -> bool:
-        """Ask the node, as far as needed; whether the request is decided now."""
-        if not (tracked.decided and self._is_fresh(tracked)):
+    def advance(self, tracked: TrackedRequest, connection: Connection, *, may_ask: bool = True) -> bool:
+        """Ask the node, as far as needed; whether the request is decided now. `may_ask`: its turn is near."""
+        if tracked.decided and self._is_fresh(tracked):
+            pass
+        elif may_ask or (tracked.asked is not None and tracked.epoch == connection.epoch):
             self._try(tracked, connection, self._decide)
+        else:
+            return False
         if tracked.decided:  # it can be scheduled in this step, and waits for the others meanwhile
             self._left_s = min(self._left_s, ASK_S)
         return tracked.decided
@@ -424,9 +435,9 @@ class StoreLookup:
         :raises NodeError: the node refused, or has been silent for too long for somebody who waits.
         """
         start = time.monotonic()
-        answer = connection.collect(asked.seq, self._left_s if wait else 0.0, or_another=True)
+        answer = connection.collect(asked.seq, self._left_s if wait else 0.0, or_another=not self._is_busy)
         took_s = time.monotonic() - start
-        # Where another answer has come, its request is not kept waiting.
+        # Where another answer has come, its request is not kept waiting: it runs now, and this one in the next step.
         has_others = answer is None and wait and took_s < self._left_s
         self._left_s = 0.0 if has_others else max(0.0, self._left_s - took_s)
         if answer is None and wait and self._clock() - asked.at >= self._config.lookup_s:

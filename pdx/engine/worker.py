@@ -37,6 +37,7 @@ log = logging.getLogger("pdx")
 START_UP_S = 20.0  # at start-up only
 IDLE_WAIT_S = 0.03  # on a CPU, whose cores the load needs
 GPU_IDLE_WAIT_S = 0.002
+NEWS_SHARE = 0.2  # a pace that has changed by less is not told
 
 
 class WorkerHalf:
@@ -69,6 +70,7 @@ class WorkerHalf:
         self._failed_step = 0  # the last step with one that failed
         self._number = 0  # of this step
         self._has_news = False
+        self._told_chunk_s = 0.0  # the pace that the scheduler half knows
         self._step = 0, 0  # tokens of this step, and when it began (CLOCK_MONOTONIC)
         self._saving: StepSave | None = None  # of this step, if the node that the plan is about is still there
         self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
@@ -305,13 +307,14 @@ class WorkerHalf:
 
     def take_news(self) -> WorkerNews | None:
         """What the scheduler half should know after this step; None: nothing new."""
-        if not self._has_news:
+        chunk_s = self._pace.chunk_s
+        if not self._has_news and abs(chunk_s - self._told_chunk_s) <= NEWS_SHARE * self._told_chunk_s:
             return None
-        self._has_news = False
+        self._has_news, self._told_chunk_s = False, chunk_s
         loaded, self._loaded = self._loaded, []
         connection = self._link.connection
         load_s = connection.load_s if connection is not None else 0.0
-        return WorkerNews(loaded, self._failed_step, bool(self._waits), load_s, self._pace.chunk_s)
+        return WorkerNews(loaded, self._failed_step, bool(self._waits), load_s, chunk_s)
 
     def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
         """See `NodeLink.count`."""

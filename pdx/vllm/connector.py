@@ -48,7 +48,7 @@ from pdx.vllm.identity import (
     why_unnamed,
 )
 from pdx.vllm.releases import check_nested
-from pdx.vllm.step import step_record
+from pdx.vllm.step import limits_of, step_record
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -155,8 +155,9 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _start_scheduler(self, backend: str, order: str) -> None:
         layout = msgspec.structs.replace(self._layout, backend=backend, order=order)
         naming = naming_of(self._vllm_config)
+        limits = limits_of(self._vllm_config.scheduler_config)
         half = SchedulerHalf(
-            self._config, layout, self._engine, tail_hash, self._facts, naming, keep_apart, self._names.name
+            self._config, layout, self._engine, tail_hash, self._facts, naming, keep_apart, self._names.name, limits
         )
         self._scheduler = SchedulerGuard(half, layout.block_tokens)
         if self._unnamed:

@@ -1,4 +1,6 @@
-"""vLLM's `SchedulerOutput` as a `StepRecord`, see vllm/v1/core/sched/output.py, which is alike in all releases.
+"""vLLM's `SchedulerOutput` as a `StepRecord`, and the limits of its steps.
+
+See vllm/v1/core/sched/output.py, which is alike in all releases.
 
 Blocks are passed on for each cache group: `TrackedRequest.take_blocks` takes one group, and `layout_of` refuses models
 with several at start-up.
@@ -10,7 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdx.engine.scheduler import SchedulerHalf
-from pdx.engine.step import StepRecord, StepRequest
+from pdx.engine.step import StepLimits, StepRecord, StepRequest
+
+
+def limits_of(scheduler_config: Any) -> StepLimits:
+    """What vLLM's scheduler takes into one step."""
+    return StepLimits(
+        scheduler_config.max_num_batched_tokens,
+        scheduler_config.max_num_seqs,
+        scheduler_config.long_prefill_token_threshold,
+    )
 
 
 def step_record(output: Any, half: SchedulerHalf) -> StepRecord:

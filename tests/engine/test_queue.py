@@ -12,15 +12,17 @@ from toy_engine import CHUNK, Request, ToyEngine
 
 import pdx
 from pdx.engine.request import parse_hints
-from pdx.engine.scheduler import EARLY
+from pdx.engine.step import StepLimits
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Hints
+
+EARLY = 8  # the turn of so many is near
 
 
 @pytest.fixture
 def engine(start_node: Callable[..., Any], place: Path) -> Iterator[ToyEngine]:
     node = start_node(disks=[str(place / "disk")])
-    made = ToyEngine(node.address, name="toy")
+    made = ToyEngine(node.address, name="toy", limits=StepLimits(tokens=5 * CHUNK, requests=EARLY))
     made.node = node  # type: ignore[attr-defined]
     yield made
     made.close()
@@ -79,6 +81,43 @@ def test_what_the_end_of_the_queue_wants_is_loaded_before_its_turn(
             [told] = node.why(request.request_id).requests
         assert [(each.count, each.is_hit) for each in told.reasons] == [(3, True)]
         assert told.reasons[0].text.startswith("from disk at ")
+    for request in queue:
+        engine.finish(request)
+
+
+def walk(engine: ToyEngine, queue: list[Request], budget: int) -> list[Request]:
+    """As vLLM's scheduler: through the queue until a step is full; those that are told to ask again are passed by."""
+    computed = []
+    for request in list(queue):
+        if budget <= 0:
+            break
+        if engine.scheduler_guard.matched_tokens(request, 0) == 0:
+            queue.remove(request)
+            engine.allocate(request, 0)
+            computed.append(request)
+            budget -= request.num_tokens
+    return computed
+
+
+@pytest.mark.parametrize("has_answers", [True, False])
+def test_a_burst_takes_room_for_those_that_run_next(engine: ToyEngine, has_answers: bool) -> None:
+    """However often the queue is walked through, and whether the node answers in time or not."""
+    queue = arrive(engine, [tokens(700 + number, 3 * CHUNK) for number in range(40)])
+    half = engine.scheduler
+    if not has_answers:
+        half._link.connection.collect = lambda *args, **kwargs: None  # type: ignore[method-assign,union-attr]
+    most = 0
+    for _ in range(200):
+        computed = walk(engine, queue, 5 * CHUNK)
+        waiting = [each for each in half._requests.values() if not each.scheduled]
+        most = max(most, sum(each.asked is not None or bool(each.grants) for each in waiting))
+        engine.step(*((request, request.num_tokens) for request in computed))
+        for request in computed:
+            engine.finish(request)
+        if not queue:
+            break
+    assert 0 < most <= 4, "two steps take three of them, and a fourth begins"
+    assert bool(queue) is not has_answers
     for request in queue:
         engine.finish(request)
 

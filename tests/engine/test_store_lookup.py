@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -325,6 +326,28 @@ def test_a_silent_node_is_asked_nothing_until_it_is_heard_again() -> None:
     node.silence, node.script = 0.0, answers(1)
     assert asking.lookup.advance(early, node)  # type: ignore[arg-type]
     assert early.hit_tokens == CHUNK, "its turn came when the node was heard again"
+
+
+@pytest.mark.parametrize(("step_s", "wait_s"), [(0.0, 0.0), (0.03, ASK_S), (0.01, 0.001), (0.0001, 0.00001)])
+def test_a_busy_engine_waits_for_a_small_share_of_the_step_that_a_request_would_lose(
+    step_s: float, wait_s: float
+) -> None:
+    """All waiting of a step together, also for others' answers: a burst does not wait for each of its requests."""
+    asking, node = Asking(2 * CHUNK, None), ScriptedNode(silent)
+    asking.lookup.new_step(is_busy=True, step_s=step_s)
+    collect = node.collect
+
+    def taking_all(seq: int, timeout_s: float, *, or_another: bool = False) -> Answer | None:
+        assert not or_another, "else another's answer would cost this one a step"
+        time.sleep(timeout_s)
+        return collect(seq, timeout_s)
+
+    node.collect = taking_all  # type: ignore[method-assign,assignment]
+    for _ in range(3):
+        assert not asking.lookup.advance(another(asking), node)  # type: ignore[arg-type]
+    assert node.waited == [pytest.approx(wait_s), 0.0, 0.0]
+    node.script = answers(1)
+    assert asking.lookup.advance(asking.tracked, node), "what is there is taken"  # type: ignore[arg-type]
 
 
 def another(asking: Asking) -> TrackedRequest:

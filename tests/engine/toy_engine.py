@@ -20,7 +20,7 @@ import torch
 from pdx.config import ConnectorConfig
 from pdx.engine.guard import SchedulerGuard, WorkerGuard
 from pdx.engine.scheduler import SchedulerHalf
-from pdx.engine.step import LeftOut, StepRecord
+from pdx.engine.step import LeftOut, StepLimits, StepRecord
 from pdx.engine.worker import WorkerHalf
 from pdx.memory.layout import KvLayout
 from pdx.vllm.step import step_record
@@ -101,9 +101,11 @@ class ToyEngine:
         shape: dict[str, Any] | None = None,
         keeps_apart: bool = True,
         left_out: Callable[[Request], LeftOut | None] = lambda request: None,
+        limits: StepLimits = StepLimits(),  # noqa: B008 - frozen
         **settings: Any,
     ) -> None:
         settings.setdefault("lookup_s", 20.0)  # so that only an answer decides, on a loaded machine, too
+        settings.setdefault("load", "always")  # likewise, and not how fast the machine is
         config = ConnectorConfig(node=address, chunk_tokens=CHUNK, start_node=False, **settings)
         self.page_bytes = page_bytes
         layout_ = layout(num_shards=shards, page_bytes=page_bytes, **(shape or {}))
@@ -123,6 +125,7 @@ class ToyEngine:
             hasher,
             keep_apart=lambda request, form: keeps_apart or not form,
             name_inputs=lambda request, is_new: left_out(request),
+            limits=limits,
         )
         assert self.scheduler.wait_attached(10)
         # Steps go through the guards, as vLLM's hooks do; tests may ask the halves themselves.

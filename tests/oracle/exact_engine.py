@@ -188,7 +188,8 @@ class Engine:
         )
         cache = CacheConfig(block_size=BLOCK, cache_dtype="auto", enable_prefix_caching=shape.prefix)
         cache.num_gpu_blocks = shape.blocks
-        extra = {"node": node, "start_node": False, "lookup_s": 5.0, **shape.extra}
+        # "always": a toy computes any number of tokens in no time, so that no load would be worth a step.
+        extra = {"node": node, "start_node": False, "lookup_s": 5.0, "load": "always", **shape.extra}
         role = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
         ours = {**PDX, **role, "kv_connector_extra_config": extra}
         if shape.beside:
@@ -353,6 +354,8 @@ class Engine:
         for name, table in vars(self.half).items():
             if isinstance(table, dict | set | list | deque) and table:
                 yield f"SchedulerHalf.{name}: {len(table)}"
+        if len(self.half._turns):
+            yield f"{len(self.half._turns)} requests wait for their turn"
         if self.runner.torn and not self.shape.beside:  # a load that fails may leave pages as they were
             yield f"{self.runner.torn} torn reads"
         if self.pdx.scheduler.is_off or self.worker_pdx.worker.is_off:

@@ -88,7 +88,7 @@ def test_without_looking_ahead_nothing_else_is_different(commands, bed):
     remark, *lines = commands("pdx-central-turn")
     assert lines == commands("pdx-central")
     assert "ahead.SHARE = 0.0" in remark
-    assert "scheduler.EARLY = -1" in remark
+    assert "StoreLookup.begin = StoreLookup.expect" in remark
     assert not bed.logs.exists()  # nothing is written to say what would be started
 
 

@@ -1,0 +1,100 @@
+"""Whose turn is near: those that an engine could schedule in its next two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pdx.engine.request import TrackedRequest
+from pdx.engine.step import StepLimits
+
+STEPS = 2  # so many ahead
+
+
+class _Waiting(NamedTuple):
+    tracked: TrackedRequest
+    tokens: int  # that it counted for when it arrived
+
+
+class Turns:
+    """The engine's queue, as far as the scheduler half knows it. One thread: the scheduler's.
+
+    Requests whose turn is near ask for what they need; from the others nobody gains if they have it, and their room in
+    the arena is another's that could fill it sooner. An engine that is told to ask again for one request goes on with
+    the next, through all of its queue: so each walk through it counts what it has passed (`new_walk`, `pass_by`), and
+    asks for no more than the next steps can take. What arrives is in the order of its arrival, which is the engine's
+    order unless that has priorities.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._limits = limits
+        self._waiting: dict[str, _Waiting] = {}
+        self._tokens = 0  # of all of them
+        self._passed_tokens = self._num_passed = 0
+        self._has_moved = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, tracked: TrackedRequest, num_running: int) -> bool:
+        """It has arrived; whether its turn is near."""
+        before, tokens = len(self._waiting), self._need(tracked)
+        is_near = self._tokens < STEPS * self._limits.tokens and before < self._seats(num_running)
+        self._waiting[tracked.request.request_id] = _Waiting(tracked, tokens)
+        self._tokens += tokens
+        return is_near or (tracked.is_decode and before < self._limits.requests)
+
+    def remove(self, request_id: str) -> None:
+        """It has its blocks, or is over. Idempotent."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self._tokens -= waiting.tokens
+            self._has_moved = True
+
+    def new_walk(self) -> None:
+        """The engine comes to the first of its queue next."""
+        self._passed_tokens = self._num_passed = 0
+
+    def is_near(self, tracked: TrackedRequest, num_running: int) -> bool:
+        """Whether this one, which the engine has come to, may have its turn soon."""
+        if self._stands_aside(tracked):
+            return True
+        return self._passed_tokens < STEPS * self._limits.tokens and self._num_passed < self._seats(num_running)
+
+    def pass_by(self, tracked: TrackedRequest) -> None:
+        """The engine goes on behind this one, which has what it needs or will have it."""
+        if not self._stands_aside(tracked):
+            self._passed_tokens += self._need(tracked)
+            self._num_passed += not tracked.decided
+
+    def next_ones(self, num_running: int) -> Iterator[TrackedRequest]:
+        """Those that have come near since the last call: they have not asked yet."""
+        if not self._has_moved:
+            return
+        self._has_moved = False
+        tokens, seats = 0, self._seats(num_running)
+        for waiting in self._waiting.values():
+            tracked = waiting.tracked
+            if self._stands_aside(tracked):
+                continue
+            if seats <= 0 or tokens >= STEPS * self._limits.tokens:
+                return
+            if tracked.asked is None and not tracked.decided:
+                yield tracked
+            tokens += self._need(tracked)
+            seats -= 1
+
+    def _stands_aside(self, tracked: TrackedRequest) -> bool:
+        """Whether it waits for what may come, as decode legs do, or for room: it has none meanwhile."""
+        return not tracked.decided and (tracked.is_decode or tracked.is_kept_waiting)
+
+    def _seats(self, num_running: int) -> int:
+        return max(1, self._limits.requests - num_running)
+
+    def _need(self, tracked: TrackedRequest) -> int:
+        """Tokens of the next steps that it takes."""
+        if self._stands_aside(tracked):
+            return 0
+        tokens = max(1, tracked.request.num_tokens - tracked.hit_tokens)
+        most = self._limits.request_tokens
+        return min(tokens, STEPS * most) if most else tokens
