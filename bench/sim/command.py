@@ -31,7 +31,7 @@ _PRICE = click.FloatRange(0)
 @option("--session-rate", default=1.0, type=click.FloatRange(0.001), help="Of those per second (Poisson).")
 @option("--think", default="60s", help="Mean time to a session's next turn.")
 @option("--window", default="2048", help="Tokens of the context of those; longer histories are cut.")
-@option("--moves/--no-moves", default=True, help="KV behind a history that was cut is still good.")
+@option("--moves/--no-moves", default=False, help="KV behind a history that was cut is still good; not so in PDX.")
 @option("--block", default="64", help="Tokens of a block of those.")
 @option("--rate", default=0.0, type=click.FloatRange(0), help="Requests per second.  [default: the trace's own]")
 @option("--seed", default=1, type=int, help="Of what is generated.")
@@ -43,7 +43,6 @@ _PRICE = click.FloatRange(0)
 @option("--remote-speed", default="15Gbps", help="Of loads, and, behind a comma, of stores.")
 @option("--remote-latency", default="5ms", help="Of each.")
 @option("--policy", default="lru", help="As of pdx node, or belady, which knows the trace. With --sweep a list.")
-@option("--ttl", default="", metavar="TIME", help="In place of --policy: chunks leave memory after 90s, 30m or 1h.")
 @option("--store", default="all", type=click.Choice(["all", "twice-seen", "write-back"]), help="As of pdx node.")
 @option("--store-window", default=0.1, type=_SHARE, help="As of pdx node.")
 @option("--model", default="llama-3.1-8b", help="A preset's name, or a Hugging Face config.json; as of pdx plan.")
@@ -73,9 +72,12 @@ _PRICE = click.FloatRange(0)
     help="Memory alone, as a plain cache's simulator: blocks one by one; after: room is made after each prompt.",
 )
 @option(
-    "--sweep", default="", metavar="host=SIZE,…", help="Hit rate by capacity; shares of an hour's demand: host=0.1x."
+    "--sweep",
+    default="",
+    metavar="WHAT=…,…",
+    help="Hit rate by capacity, host=16GB,64GB, or in shares of an hour's demand, host=0.1x; or by how long chunks are "
+    "kept, by age or unused: age=60s,10m,1h or idle=60s,10m,1h.",
 )
-@option("--ttl-sweep", default="", metavar="TIME,…", help="Hit rate by how long chunks are kept: 60s,10m,1h.")
 @option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="A picture of a sweep (PNG).")
 @option("--json", "as_json", is_flag=True, help="One JSON array instead of tables.")
 def sim(
@@ -83,7 +85,6 @@ def sim(
     traces: tuple[Path, ...],
     apart: str,
     sweep: str,
-    ttl_sweep: str,
     plot: Path | None,
     as_json: bool,
     **options: Any,
@@ -100,18 +101,18 @@ def sim(
     """
     from pdx.bench.sim.options import Options, traces_of
 
-    if sum(map(bool, (apart, sweep, ttl_sweep))) > 1:
-        raise ConfigError("--apart, --sweep and --ttl-sweep are three different questions; ask one")
+    if apart and sweep:
+        raise ConfigError("--apart and --sweep are two different questions; ask one")
     if plot is not None:
-        if not (sweep or ttl_sweep):
-            raise ConfigError("--plot draws what --sweep or --ttl-sweep gives")
+        if not sweep:
+            raise ConfigError("--plot draws what --sweep gives")
         from pdx.bench.harness.plot_style import require_matplotlib
 
         require_matplotlib()
     asked = msgspec.convert(options, Options)
     found = traces_of(traces, asked)
-    if sweep or ttl_sweep:
-        _sweep(found, asked, sweep, ttl_sweep, plot, as_json)
+    if sweep:
+        _sweep(found, asked, sweep, plot, as_json)
     elif apart:
         _apart(found, asked, apart, as_json)
     else:
@@ -157,23 +158,24 @@ def _apart(traces: Sequence[Trace], options: Options, way: str, as_json: bool) -
     _console().print(table("memory alone", ("trace", "policy", ">blocks", ">hits"), lines))
 
 
-def _sweep(
-    traces: Sequence[Trace], options: Options, sweep: str, ttl_sweep: str, plot: Path | None, as_json: bool
-) -> None:
+def _sweep(traces: Sequence[Trace], options: Options, sweep: str, plot: Path | None, as_json: bool) -> None:
     from pdx.bench.sim.options import case_of, policy_of, seconds_of
     from pdx.bench.sim.plots import draw
-    from pdx.bench.sim.sweep import by_room, by_ttl, demand_bytes
+    from pdx.bench.sim.sweep import by_room, by_time, demand_bytes
     from pdx.bench.sim.tables import of_points
 
     policies = options.policy.split(",")
     for policy in policies:
         policy_of(msgspec.structs.replace(options, policy=policy))
     token_bytes = case_of(msgspec.structs.replace(options, policy="lru")).model.kv_token_bytes
-    ttls = [seconds_of(text) for text in ttl_sweep.split(",")] if ttl_sweep else []
-    sizes = _sizes(sweep) if sweep else []
+    what, _, values = sweep.partition("=")
+    if what not in ("host", "age", "idle") or not values:
+        raise ConfigError(f"--sweep {sweep!r}: write for example host=16GB,64GB or host=0.1x,0.25x or idle=60s,10m")
+    times = [seconds_of(text) for text in values.split(",")] if what != "host" else []
+    sizes = _sizes(values) if what == "host" else []
     points: list[Point] = []
     with _bar() as bar:
-        count = len(traces) * (len(ttls) or len(sizes) * len(policies))
+        count = len(traces) * (len(times) or len(sizes) * len(policies))
         task = bar.bar.add_task("replaying", total=count)
 
         def told() -> None:
@@ -181,8 +183,8 @@ def _sweep(
             bar.bar.refresh()
 
         for trace in traces:
-            if ttls:
-                points += by_ttl(trace, token_bytes, ttls, told)
+            if times:
+                points += by_time(trace, token_bytes, what, times, told)
                 continue
             demand = demand_bytes(trace, token_bytes)
             rooms = [size * demand if is_share else size for size, is_share in sizes]
@@ -198,13 +200,10 @@ def _sweep(
             raise ConfigError(f"--plot {plot} cannot be written: {error}") from error
 
 
-def _sizes(text: str) -> list[tuple[float, bool]]:
+def _sizes(values: str) -> list[tuple[float, bool]]:
     """Capacities, and whether each is a share of an hour's demand."""
     from pdx.config import parse_bytes
 
-    name, _, values = text.partition("=")
-    if name != "host" or not values:
-        raise ConfigError(f"--sweep {text!r}: write for example host=16GB,64GB or host=0.1x,0.25x")
     found: list[tuple[float, bool]] = []
     for value in values.split(","):
         try:

@@ -40,7 +40,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     remote_speed: str
     remote_latency: str
     policy: str
-    ttl: str
     store: StoreChoice
     store_window: float
     model: str
@@ -144,10 +143,9 @@ def policy_of(options: Options) -> str:
 
     :raises ConfigError: there is none of this name.
     """
-    policy = f"ttl:{seconds_of(options.ttl):g}" if options.ttl else options.policy
-    if policy != BELADY:
-        by_name.find(policy)
-    return policy
+    if options.policy != BELADY:
+        by_name.find(options.policy)
+    return options.policy
 
 
 def seconds_of(text: str) -> float:

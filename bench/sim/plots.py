@@ -24,14 +24,14 @@ def draw(points: Sequence[Point], path: Path) -> Path:
 
     :raises ConfigError: matplotlib is not installed.
     """
-    is_time = any(point.ttl_s for point in points)
+    is_time = any(point.kept_s for point in points)
     sheet = Sheet([HEIGHT_IN], right=2.2)
     axes = sheet.axes(0)
     lines: dict[str, list[Point]] = {}
     for point in points:
         lines.setdefault(point.trace if is_time else f"{point.trace}, {point.policy}", []).append(point)
     for (name, line), look in zip(lines.items(), LOOKS * len(lines), strict=False):
-        x = [point.ttl_s if is_time else point.of_demand for point in line]
+        x = [point.kept_s if is_time else point.of_demand for point in line]
         y = [100 * point.of_possible for point in line]
         style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker}
         axes.plot(x, y, label=name, linewidth=1.6, markersize=4.5, **style)

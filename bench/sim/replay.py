@@ -37,7 +37,7 @@ class Kept(msgspec.Struct, frozen=True):
 def hit_share(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> float:
     """The share of all tokens of prompts that were found in memory of so many blocks.
 
-    `policy`: as `pdx node --policy` has it, or `belady`, which knows the trace. Of `ttl` the time is the trace's.
+    `policy`: as `pdx node --policy` has it, or `belady`, which knows the trace. Times are the trace's.
 
     :raises ConfigError: there is no such policy.
     """

@@ -33,7 +33,7 @@ class Conversations(msgspec.Struct, frozen=True, kw_only=True):
     think_s: float = 60.0  # mean time from one turn to the next
     window: int = 2048  # tokens of the model's context
     keep_share: float = 0.5  # of the window is left of the history when it would not fit
-    moves: bool = True  # whether KV is still good behind a history that was cut (CachedAttention's positions); else not
+    moves: bool = False  # whether KV is still good behind a history that was cut (CachedAttention's positions)
     block_tokens: int = 64
     seed: int = 1
 

@@ -25,7 +25,7 @@ class Point(msgspec.Struct, frozen=True):
     policy: str
     room_bytes: float  # capacity; with a time: the most that was kept at once
     of_demand: float  # that room, as a share of an hour's demand
-    ttl_s: float  # 0: for ever
+    kept_s: float  # 0: for ever
     hit_share: float
     of_possible: float  # the hits, as a share of those of a store that forgets nothing
 
@@ -54,21 +54,20 @@ def by_room(
     return found
 
 
-def by_ttl(
-    trace: Trace, token_bytes: float, ttls: Sequence[float], told: Callable[[], None] = lambda: None
+def by_time(
+    trace: Trace, token_bytes: float, policy: str, times_s: Sequence[float], told: Callable[[], None] = lambda: None
 ) -> list[Point]:
-    """Of each time in seconds, with room for all that is not too old."""
+    """Of each time in seconds, with room for all that is not older (`policy` `age`), or was used since (`idle`)."""
     found = []
-    for ttl in ttls:
-        policy = f"ttl:{ttl:g}"
-        kept = replay(trace, policy, trace.distinct_blocks())
+    for time_s in times_s:
+        kept = replay(trace, f"{policy}:{time_s:g}", trace.distinct_blocks())
         room = kept.most_blocks * token_bytes * trace.block_tokens
-        found.append(_point(trace, token_bytes, policy, kept.hit_share, room, ttl))
+        found.append(_point(trace, token_bytes, policy, kept.hit_share, room, time_s))
         told()
     return found
 
 
-def _point(trace: Trace, token_bytes: float, policy: str, share: float, room: float, ttl_s: float) -> Point:
+def _point(trace: Trace, token_bytes: float, policy: str, share: float, room: float, kept_s: float) -> Point:
     possible = trace.found_by_all() / trace.tokens
     demand = demand_bytes(trace, token_bytes)
-    return Point(trace.name, policy, room, room / demand, ttl_s, share, share / possible if possible else 0.0)
+    return Point(trace.name, policy, room, room / demand, kept_s, share, share / possible if possible else 0.0)

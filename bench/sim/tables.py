@@ -53,7 +53,7 @@ def _spread(spread: Spread) -> str:
 
 def of_points(points: Sequence[Point]) -> Table:
     """A sweep."""
-    is_time = any(point.ttl_s for point in points)
+    is_time = any(point.kept_s for point in points)
     rows = [
         (
             point.trace,

@@ -565,7 +565,7 @@ class Store:
                 if chunk.state is not State.SEALED:  # it was deleted, and is still read
                     continue
                 self.counters["chunks_expired"] += 1
-                pool.drop(chunk, "expired (--policy ttl)")
+                pool.drop(chunk, "expired (--policy)")
         if ended := self.tenant_leases.expire(now):
             self.counters["tenant_leases_expired"] += ended
         for number in self._lease_ends.take(now):

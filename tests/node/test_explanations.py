@@ -508,7 +508,7 @@ def test_a_load_may_fail_because_its_lease_has_ended_or_of_a_request_that_nobody
     assert why(service, session, "b").hits == 1
 
 
-@pytest.mark.parametrize("service", [{"policy": "ttl:60"}], indirect=True)
+@pytest.mark.parametrize("service", [{"policy": "age:60"}], indirect=True)
 def test_what_has_expired_says_so(service, session, clock, monkeypatch):
     keep(service, session, [1], "a")
     service.store.pools[0].order._levels[0]._clock = clock  # the policy's own is real
@@ -519,7 +519,7 @@ def test_what_has_expired_says_so(service, session, clock, monkeypatch):
     clock.now += 61.0
     service.store.expire()
     keep(service, session, [1], "b")
-    assert told(service, session, "b") == [(0, 1, False, "expired (--policy ttl), 0.0 s ago")]
+    assert told(service, session, "b") == [(0, 1, False, "expired (--policy), 0.0 s ago")]
 
 
 def test_a_part_of_a_chunk_is_told_with_its_blocks(service, session):

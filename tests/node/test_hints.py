@@ -234,7 +234,7 @@ def test_of_several_expectations_the_soonest_that_is_to_come_counts(bed):
 
 
 def test_a_policy_by_age_weighs_no_expectation_and_says_so(beds):
-    bed = beds(policy="ttl:30")
+    bed = beds(policy="age:30")
     assert outcomes(bed.request(range(4), Hints("", reuse_s=60.0))) == {"reuse_s": "refused"}
     assert outcomes(bed.request(range(4), Hints("", priority=3))) == {"priority": "accepted"}
 
@@ -440,7 +440,7 @@ class Leases(RuleBasedStateMachine):
         self.open = []
 
     @initialize(
-        policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "sieve", "ttl:40"]), quota=st.sampled_from([1.0, 0.2])
+        policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "sieve", "age:40"]), quota=st.sampled_from([1.0, 0.2])
     )
     def start(self, policy, quota):
         self.bed = Bed(self.place, self.arena, has_tier=False, policy=policy, salt_quota=quota)

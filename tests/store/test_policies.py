@@ -17,7 +17,7 @@ from pdx.wire.messages import Hints
 
 SESSION = 1
 ROOM = 10  # chunks
-POLICIES = ["lru", "lfu", "fifo", "s3fifo", "gittins", "sieve", "ttl:1000"]
+POLICIES = ["lru", "lfu", "fifo", "s3fifo", "gittins", "sieve", "age:1000", "idle:1000"]
 
 
 # ---- models: lists and loops, as the papers have them ---------------------------------------
@@ -144,7 +144,8 @@ MODELS = {
     "sieve": sieve,
     "s3fifo": s3fifo,
     "gittins": gittins,
-    "ttl:1000": fifo,
+    "age:1000": fifo,
+    "idle:1000": lru,
 }
 
 
@@ -356,7 +357,7 @@ def clock(monkeypatch):
 
 
 def test_after_its_time_a_chunk_is_gone_though_there_is_room_and_it_was_used(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    store = Store(arena, clock, policy=by_name.find("age:60"))
     put(store, [1, 2])
     clock.now += 50.0
     put(store, [3])
@@ -371,7 +372,7 @@ def test_after_its_time_a_chunk_is_gone_though_there_is_room_and_it_was_used(are
 
 
 def test_what_is_leased_when_its_time_comes_is_not_found_and_goes_with_its_lease(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    store = Store(arena, clock, policy=by_name.find("age:60"))
     put(store, [1])
     lease = store.lease(store.find([name(1)], 1)[0], SESSION, 1000.0)
     clock.now += 61.0
@@ -383,7 +384,7 @@ def test_what_is_leased_when_its_time_comes_is_not_found_and_goes_with_its_lease
 
 
 def test_what_was_deleted_while_it_is_leased_is_no_news_when_its_time_comes(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    store = Store(arena, clock, policy=by_name.find("age:60"))
     put(store, [1])
     lease = store.lease(store.find([name(1)], 1)[0], SESSION, 1000.0)
     store.delete([name(1)])
@@ -395,7 +396,7 @@ def test_what_was_deleted_while_it_is_leased_is_no_news_when_its_time_comes(aren
 
 
 def test_a_pin_outlives_the_time_and_its_end_does_not(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    store = Store(arena, clock, policy=by_name.find("age:60"))
     put(store, [1])
     store.pin([name(1)], 1, pinned=True)
     clock.now += 61.0
@@ -406,8 +407,38 @@ def test_a_pin_outlives_the_time_and_its_end_does_not(arena, clock):
     assert there(store, [1]) == []
 
 
+def test_by_idleness_a_chunk_that_is_used_stays_and_one_that_is_not_goes(arena, clock):
+    store = Store(arena, clock, policy=by_name.find("idle:60"))
+    put(store, [1, 2])
+    clock.now += 50.0
+    use(store, 1, "lease")
+    clock.now += 50.0
+    store.expire()
+    assert there(store, [1, 2]) == [1], "2 was used 100 s ago, 1 was used 50 s ago"
+    clock.now += 10.0
+    store.expire()
+    assert there(store, [1]) == []
+    assert store.free_bytes == ROOM * GRANULE_BYTES
+
+
+def test_by_idleness_a_reader_keeps_a_chunk_and_its_time_counts_from_when_it_is_done(arena, clock):
+    store = Store(arena, clock, policy=by_name.find("idle:60"))
+    put(store, [1])
+    lease = store.lease(store.find([name(1)], 1)[0], SESSION, 1000.0)
+    clock.now += 61.0
+    store.expire()
+    assert there(store, [1]) == [1]
+    store.release(lease, SESSION)
+    clock.now += 59.0
+    store.expire()
+    assert there(store, [1]) == [1]
+    clock.now += 1.0
+    store.expire()
+    assert there(store, [1]) == []
+
+
 def test_the_end_of_a_prompt_has_its_time_too(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    store = Store(arena, clock, policy=by_name.find("age:60"))
     put(store, [1, 2], tail_nbytes=GRANULE_BYTES, blocks=b"x" * 48, chunk_blocks=2)
     clock.now += 30.0
     use(store, 2, "touch")
@@ -422,13 +453,13 @@ def test_the_end_of_a_prompt_has_its_time_too(arena, clock):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("belady", "no policy is named 'belady'; there are lru, lfu, fifo, sieve, s3fifo, gittins, ttl"),
+        ("belady", "no policy is named 'belady'; there are lru, lfu, fifo, sieve, s3fifo, gittins, age, idle"),
         ("", "no policy is named ''"),
         ("lru:3", "--policy lru:3: lru takes nothing behind a colon"),
-        ("ttl", "say after how many seconds a chunk goes, as in ttl:3600"),
-        ("ttl:-1", "ttl:3600"),
-        ("ttl:nan", "ttl:3600"),
-        ("ttl:soon", "ttl:3600"),
+        ("age", "say after how many seconds a chunk goes, as in age:3600"),
+        ("age:-1", "age:3600"),
+        ("age:nan", "age:3600"),
+        ("age:soon", "age:3600"),
     ],
 )
 def test_a_name_that_makes_no_sense_is_refused_with_what_would(setting, said):

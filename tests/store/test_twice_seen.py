@@ -95,7 +95,7 @@ def test_what_is_gone_for_too_long_is_new_again(stage, monkeypatch):
     assert stored(stage) == []
 
 
-@pytest.mark.parametrize("settings", [{"policy": find("ttl:60")}], indirect=True)
+@pytest.mark.parametrize("settings", [{"policy": find("age:60")}], indirect=True)
 def test_what_became_too_old_and_is_computed_again_is_stored(stage):
     stage.save([0])
     stage.now += 61

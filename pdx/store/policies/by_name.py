@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from pdx.errors import ConfigError
+from pdx.store.policies.expiry import Age, Idle
 from pdx.store.policies.fifo import Fifo
 from pdx.store.policies.gittins import Gittins
 from pdx.store.policies.lfu import Lfu
@@ -22,18 +23,18 @@ from pdx.store.policies.lru import Lru
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.s3fifo import S3Fifo
 from pdx.store.policies.sieve import Sieve
-from pdx.store.policies.ttl import Ttl
 
 GROUP = "pdx.policies"
 clock = time.monotonic
 Maker = Callable[[int], EvictionPolicy]  # of one policy, for an arena of so many bytes
 _SIMPLE: dict[str, type[EvictionPolicy]] = {"lru": Lru, "lfu": Lfu, "fifo": Fifo, "sieve": Sieve}
 _SIZED: dict[str, Maker] = {"s3fifo": S3Fifo, "gittins": Gittins}  # they need to know the arena's size
+_TIMED: dict[str, type[Age]] = {"age": Age, "idle": Idle}
 
 
 def names() -> list[str]:
     """All of them, ours first."""
-    ours = [*_SIMPLE, *_SIZED, "ttl"]
+    ours = [*_SIMPLE, *_SIZED, *_TIMED]
     return [*ours, *sorted({point.name for point in entry_points(group=GROUP)}.difference(ours))]
 
 
@@ -43,9 +44,9 @@ def find(setting: str, now: Callable[[], float] | None = None) -> Maker:
     :raises ConfigError: there is none, or what stands behind the colon makes no sense to it.
     """
     name, colon, argument = setting.partition(":")
-    if name == "ttl":
+    if name in _TIMED:
         seconds = _seconds(setting, argument)
-        return lambda _: Ttl(seconds, now or clock)
+        return lambda _: _TIMED[name](seconds, now or clock)
     if name in _SIMPLE or name in _SIZED:
         if colon:
             raise ConfigError(f"--policy {setting}: {name} takes nothing behind a colon")
@@ -66,5 +67,6 @@ def _seconds(setting: str, argument: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= 1e9:
-        raise ConfigError(f"--policy {setting}: say after how many seconds a chunk goes, as in ttl:3600")
+        name = setting.partition(":")[0]
+        raise ConfigError(f"--policy {setting}: say after how many seconds a chunk goes, as in {name}:3600")
     return seconds

@@ -83,12 +83,12 @@ def test_sweeps_and_their_pictures(tmp_path):
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1.0)
     assert struct.unpack(">II", picture.read_bytes()[16:24])[0] == 1200
-    result = sim(*SMALL, "--ttl-sweep", "1s,1m,2h", "--plot", tmp_path / "ttl.png", "--json")
+    result = sim(*SMALL, "--sweep", "idle=1s,1m,2h", "--plot", tmp_path / "idle.png", "--json")
     points = json.loads(result.stdout)
-    assert [point["ttl_s"] for point in points] == [1, 60, 7200]
+    assert [point["kept_s"] for point in points] == [1, 60, 7200]
     assert points[0]["of_possible"] < points[1]["of_possible"] < points[2]["of_possible"] == pytest.approx(1.0)
     assert points[0]["room_bytes"] < points[2]["room_bytes"]
-    assert "hit rate by time to live" in sim(*SMALL, "--ttl-sweep", "1s").output
+    assert "hit rate by time to live" in sim(*SMALL, "--sweep", "age=1s").output
 
 
 def test_room_for_more_than_there_is_is_room_for_all(trace):
@@ -102,7 +102,7 @@ def test_room_for_more_than_there_is_is_room_for_all(trace):
     ("arguments", "said"),
     [
         ((), "give the files of traces, or --sessions"),
-        ((*SMALL, "--apart", "--sweep", "host=1GB"), "three different questions"),
+        ((*SMALL, "--apart", "--sweep", "host=1GB"), "two different questions"),
         ((*SMALL, "--plot", "x.png"), "--plot draws what --sweep"),
         ((*SMALL, "--policy", "mru"), "no policy is named 'mru'"),
         ((*SMALL, "--sweep", "disk=1GB"), "host=16GB,64GB"),
@@ -115,7 +115,7 @@ def test_room_for_more_than_there_is_is_room_for_all(trace):
         ((*SMALL, "--gpu", "abacus"), "'abacus' is none of"),
         ((*SMALL, "--disk", "much"), "not a size"),
         ((*SMALL, "--disk", "1TB", "--disk-speed", "fast"), "not a speed"),
-        ((*SMALL, "--ttl", "soon"), "not a time"),
+        ((*SMALL, "--sweep", "idle=soon"), "not a time"),
         ((*SMALL, "--window", "128"), "no room for four blocks"),
     ],
 )

@@ -100,24 +100,24 @@ def test_the_next_turn_of_a_session_comes_when_the_one_before_it_is_over():
     assert result.hit_share == result.possible_share > 0.5
 
 
-@pytest.mark.parametrize("policy", ["lru", "gittins", "belady", "ttl:5"])
+@pytest.mark.parametrize("policy", ["lru", "gittins", "belady", "age:5"])
 def test_the_same_gives_the_same_bit_by_bit(policy):
     settings = {"devices": [disk(500, gb_s=2.0)], "engines": 2, "policy": policy}
     first, second = (simulate(some(200), case(**settings)) for _ in range(2))
     assert msgspec.json.encode(first) == msgspec.json.encode(second)
-    assert first.tiers[0].evicted_blocks > 0 or policy == "ttl:5"
+    assert first.tiers[0].evicted_blocks > 0 or policy == "age:5"
     assert first.tiers[1].evicted_blocks > 0
 
 
 def test_ttl_is_of_virtual_time():
     trace = of(request(range(20)), request(range(20), at_s=8.0), request(range(20), at_s=30.0))
-    assert simulate(trace, case(policy="ttl:10")).hit_share == pytest.approx(1 / 3)
-    assert simulate(trace, case(policy="ttl:60")).hit_share == pytest.approx(2 / 3)
+    assert simulate(trace, case(policy="age:10")).hit_share == pytest.approx(1 / 3)
+    assert simulate(trace, case(policy="age:60")).hit_share == pytest.approx(2 / 3)
 
 
 def test_the_most_that_memory_had_at_a_time_is_less_than_all_that_came():
     trace = of(*(request(range(at * 100, at * 100 + 20), at_s=10.0 * at) for at in range(10)))
-    (host,) = simulate(trace, case(policy="ttl:15")).tiers
+    (host,) = simulate(trace, case(policy="age:15")).tiers
     assert (host.stored_bytes, host.most_bytes) == (200 * BLOCK_BYTES, 40 * BLOCK_BYTES)
     (host,) = simulate(trace, case(blocks=256)).tiers
     assert host.most_bytes == 200 * BLOCK_BYTES

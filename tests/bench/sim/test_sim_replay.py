@@ -82,9 +82,9 @@ def test_room_is_made_for_each_block_or_after_the_prompt():
 
 def test_what_is_kept_for_a_time_is_found_within_it():
     trace = Trace("tiny", BLOCK, [request([1, 2], 0.0), request([1, 2], 9.0), request([1, 2], 20.0)])
-    assert replay(trace, "ttl:10", 100).hit_share * 3 == pytest.approx(1.0)
-    assert replay(trace, "ttl:30", 100).hit_share * 3 == pytest.approx(2.0)
-    assert replay(trace, "ttl:10", 100).most_blocks == 2
+    assert replay(trace, "age:10", 100).hit_share * 3 == pytest.approx(1.0)
+    assert replay(trace, "age:30", 100).hit_share * 3 == pytest.approx(2.0)
+    assert replay(trace, "age:10", 100).most_blocks == 2
 
 
 def test_answers_are_kept_too():

@@ -1,4 +1,4 @@
-"""Gone after a time."""
+"""Gone after a time: counted from when a chunk came (`Age`), or from its last use (`Idle`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.ranks import Ranks
 
 
-class Ttl(EvictionPolicy):
+class Age(EvictionPolicy):
     """A chunk goes `seconds` after it was sealed, whether there is room or not; for room the oldest goes first.
 
     Use does not lengthen its life. What is leased then is not found any more and goes with its last lease; what is
@@ -47,3 +47,17 @@ class Ttl(EvictionPolicy):
     def overdue(self) -> list[Chunk]:
         """See `EvictionPolicy.overdue`."""
         return [chunk for chunk in self._ends.take(self._clock()) if not chunk.pins]
+
+
+class Idle(Age):
+    """A chunk goes when nobody has used it for `seconds`; for room the one that was used longest ago goes first.
+
+    It is the time to live of CachedAttention (Gao et al., ATC 2024, section 4.3). A chunk counts as used until its last
+    lease or pin ends.
+    """
+
+    def hold(self, chunk: Chunk) -> None:
+        """See `EvictionPolicy.hold`."""
+        super().hold(chunk)
+        self.remove(chunk)
+        chunk.expires_at = 0.0
