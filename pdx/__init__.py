@@ -4,16 +4,22 @@
 `pdx.vllm`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pdx.client.api import Node, connect
 from pdx.errors import PdxError
+
+if TYPE_CHECKING:
+    from pdx.client.api import Node, connect
 
 __all__ = ["Controller", "Node", "PdxError", "Prompt", "__version__", "connect"]
 
 
 def __getattr__(name: str) -> Any:
     """What not everybody needs is imported when it is used."""
+    if name in ("Node", "connect"):
+        from pdx.client import api
+
+        return getattr(api, name)
     if name == "Controller":
         from pdx.client.controller import Controller
 

@@ -22,7 +22,9 @@ from pdx.transports.channel import SchemeName
 
 _T = TypeVar("_T")
 
-PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+LEAST_S, MOST_S = 0.001, 86_400.0
+PositiveSeconds = Annotated[float, Meta(ge=LEAST_S, le=MOST_S)]
+Address = Annotated[str, Meta(max_length=256)]  # as messages have it
 FolderName = Annotated[str, Meta(max_length=4096)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 ShareOrNone = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -31,6 +33,7 @@ HashForm = Literal["int", "bytes"]
 StoreChoice = Literal["all", "twice-seen", "write-back"]
 CodecChoice = Literal["none", "lossless"]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
+_NAME = re.compile(r"[^\s/\x00-\x1f\x7f-\x9f]{1,256}")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -111,9 +114,9 @@ def socket_path(address: str) -> Path:
 
 def parse_bytes(text: str | int) -> int:
     """Bytes in `text`: a number with an optional unit K, M, G, T (binary; "GiB" and "GB" mean the same)."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE | re.ASCII)
     if match is None:
-        raise ConfigError(f"{text!r} is not a size; write for example 4GiB, 512M or 1073741824")
+        raise ConfigError(f"{str(text)!r:.80} is not a size; write for example 4GiB, 512M or 1073741824")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -141,9 +144,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     policy: Annotated[str, Meta(max_length=256)] = "lru"  # which chunks go first, see pdx.store.policies.by_name
     salt_quota: Share = 1.0  # of each arena: so much chunks of one cache salt keep against others
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
-    proxy: str = ""  # where to report engines and timelines; empty: nowhere
+    proxy: Address = ""  # where to report engines and timelines; empty: nowhere
     name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
-    listen: str = ""  # where peers connect: ipc or tcp; empty: a socket beside `address`, for peers on this host
+    listen: Address = ""  # where peers connect: ipc or tcp; empty: a socket beside `address`, for peers on this host
     roster: str = ""  # file that names the peers, with their addresses and public keys
     keys: str = ""  # this node's secret key file, made by `pdx keygen`; needed beyond this host
     channels: Annotated[list[SchemeName], Meta(max_length=32)] = []  # to use, the first that works; empty: the fastest
@@ -160,7 +163,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pin_share: ShareOrNone = 0.8  # of the arenas that pins, and tenants' leases, may keep from being evicted
     tenant_lease_share: ShareOrNone = 0.1  # of each arena that the leases of one tenant may keep (`Hints.lease_s`) …
     lease_max_s: PositiveSeconds = 600.0  # … each for so long
-    metrics: Annotated[str, Meta(max_length=256)] = ""  # HOST:PORT on this host for Prometheus; empty: nowhere
+    metrics: Annotated[str, Meta(max_length=256)] = ""  # HOST:PORT for Prometheus; empty: nowhere
     events: EventsAddress = ""  # where changes of chunks are published, as vLLM does; empty: nowhere …
     events_replay: EventsAddress = ""  # … and where who has missed some asks for them
     events_topic: Annotated[str, Meta(max_length=256)] = ""  # of what is published
@@ -169,7 +172,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     report_s: PositiveSeconds = 1.0
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
-    exit_when_idle_s: float = 0.0  # 0: never
+    exit_when_idle_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0  # 0: never
     trace: Annotated[str, Meta(max_length=4096)] = (
         ""  # folder for spans, see pdx.telemetry.trace; empty: PDX_TRACE, else nowhere
     )
@@ -180,14 +183,42 @@ def is_tier_name(name: str) -> bool:
     return name in ("host", "gpu", "arenas", "disk", "remote") or name.startswith("disk ")
 
 
+def is_name(name: str) -> bool:
+    """Whether a node or a controller can have this name: it is shown in tables, and said as NODE/TIER."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(name: str, where: str) -> None:
+    """:raises ConfigError: no node or controller can have this name, which is said there."""
+    if not is_name(name):
+        text = f"{where}: a name has 1 to 256 characters, no space, / or control character among them"
+        raise ConfigError(f"{text}, and not {name!r:.80}")
+
+
+def disk_names(config: NodeConfig) -> list[str]:
+    """What the tiers of its disks are called.
+
+    :raises ConfigError: one is too long for a name, or cannot be shown.
+    """
+    if len(config.disks) == 1:
+        return ["disk"]
+    names = [f"disk {folder}" for folder in config.disks]
+    for name in names:
+        if len(name) > 256 or not name.isprintable():
+            what = "of several has a path of at most 251 characters, all of which can be printed"
+            raise ConfigError(f"--disk {name[5:]!r:.300}: a disk {what}")
+    return names
+
+
 def node_name(config: NodeConfig) -> str:
     """What the node is called by its peers and its proxy.
 
-    :raises ConfigError: a tier is called so.
+    :raises ConfigError: a tier is called so, or nothing can be.
     """
     if is_tier_name(config.name):
         raise ConfigError(f"a node cannot be named {config.name!r}, as a tier of every node is; give it another --name")
     if config.name:
+        check_name(config.name, "--name")
         return config.name
     digest = hashlib.blake2b(config.address.encode(), digest_size=4).hexdigest()
     return f"{socket.gethostname()[:200]}-{digest}"
@@ -279,9 +310,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("--events-replay answers who has missed what --events publishes; name that, too")
         if len(set(self.gpus)) != len(self.gpus):
             raise ConfigError(f"--gpu {' --gpu '.join(self.gpus)}: a GPU has one arena; name each once")
+        of_gpus = {"gpu_arena_bytes": parse_bytes(self.gpu_arena), **others}
         if not self.gpus:
             return {"arena_bytes": parse_bytes(self.arena or "4GiB"), **others}
-        of_gpus = {"gpu_arena_bytes": parse_bytes(self.gpu_arena), **others}
         if self.arena:
             return {"arena_bytes": parse_bytes(self.arena), "more_gpus": list(self.gpus), **of_gpus}
         first, *more = self.gpus

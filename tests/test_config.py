@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from pdx import config
-from pdx.config import ConnectorConfig, NodeConfig, node_name, parse, parse_bytes, private_folder, socket_path
+from pdx.config import (
+    ConnectorConfig,
+    NodeConfig,
+    NodeOptions,
+    disk_names,
+    node_name,
+    parse,
+    parse_bytes,
+    private_folder,
+    socket_path,
+)
 from pdx.errors import ConfigError
 
 
@@ -153,3 +163,41 @@ def test_a_link_in_the_place_of_a_private_folder_is_not_followed(tmp_path, is_th
 def test_no_node_is_called_like_a_tier(name):
     with pytest.raises(ConfigError, match="cannot be named"):
         node_name(NodeConfig(address="ipc:///x", name=name))
+
+
+@pytest.mark.parametrize("name", ["n" * 257, "a b", "a/b", "a\nb", "a\x1b[2J", "a\x85b", "\u2003"])
+def test_a_name_can_be_shown_and_said_and_sent(name):
+    with pytest.raises(ConfigError, match="--name: a name has 1 to 256 characters"):
+        node_name(NodeConfig(address="ipc:///x", name=name))
+
+
+@pytest.mark.parametrize("field", ["listen", "proxy"])
+def test_an_address_is_no_longer_than_messages_have_it(field):
+    with pytest.raises(ConfigError, match=field):
+        parse(NodeConfig, {"address": "ipc:///x", field: "tcp://" + "h" * 300 + ":1"})
+
+
+def test_several_disks_have_paths_that_are_names():
+    long = "/" + "d" * 300
+    assert disk_names(NodeConfig(address="ipc:///x", disks=[long])) == ["disk"]
+    assert disk_names(NodeConfig(address="ipc:///x", disks=["/a b", "/c"])) == ["disk /a b", "disk /c"]
+    for disk in (long, "/a\nb"):
+        with pytest.raises(ConfigError, match="--disk .* at most 251 characters"):
+            disk_names(NodeConfig(address="ipc:///x", disks=["/a", disk]))
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "G", "0." + "9" * 400, "nan", "inf", "1e3", "-1", "\u0664"])
+@pytest.mark.parametrize("field", ["arena", "gpu_arena", "disk_limit"])
+def test_what_is_no_size_is_said_whether_it_is_used_or_not(size, field):
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse(NodeOptions, {field: size}).settings()
+
+
+@pytest.mark.parametrize("seconds", [1e-320, 0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_a_time_limit_is_one(seconds):
+    for field in ("grant_s", "remote_s", "lease_max_s"):
+        with pytest.raises(ConfigError, match=field):
+            parse(NodeConfig, {"address": "ipc:///x", field: seconds})
+    if not 0 <= seconds <= 1:
+        with pytest.raises(ConfigError, match="exit_when_idle_s"):
+            parse(NodeConfig, {"address": "ipc:///x", "exit_when_idle_s": seconds})

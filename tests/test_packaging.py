@@ -88,7 +88,7 @@ def test_the_command_works_without_vllm_and_torch(wheel, tmp_path):
     assert refused.returncode == 1
     assert "pip install vllm" in refused.stderr
     scripts = call(python, "-c", "from importlib.metadata import entry_points as e; print(*e(group='console_scripts'))")
-    assert "pdx.cli.main:main" in scripts
+    assert "pdx.cli.entry:run" in scripts
 
 
 def _needed() -> set[str]:

@@ -11,11 +11,11 @@ import click
 from click.core import ParameterSource
 from click.types import OptionHelpExtra
 
-from pdx.config import CodecChoice, HashForm, NodeOptions, StoreChoice
+from pdx.config import LEAST_S, MOST_S, CodecChoice, HashForm, NodeOptions, StoreChoice
 from pdx.errors import ConfigError
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
-_SECONDS = click.FloatRange(0.0, 86_400.0, min_open=True)  # pdx.config.PositiveSeconds
+_SECONDS = click.FloatRange(LEAST_S, MOST_S)  # pdx.config.PositiveSeconds
 
 
 class _Option(click.Option):
@@ -248,7 +248,7 @@ _OF_NODES = (
         "--metrics",
         default="",
         metavar="HOST:PORT",
-        help="Prometheus metrics of the node at /metrics, for this host. [default: nowhere]",
+        help="Prometheus metrics of the node at /metrics; beyond this host with --keys. [default: nowhere]",
     ),
     option(
         "--events",

@@ -148,7 +148,10 @@ class Daemon:
             if config.metrics:
                 undo.callback(
                     MetricsServer(
-                        config.metrics, post=self._peers.mailbox.post, status=self.service.reports.status
+                        config.metrics,
+                        post=self._peers.mailbox.post,
+                        status=self.service.reports.status,
+                        has_keys=bool(config.keys and config.roster),
                     ).close
                 )
             self._publisher: Publisher | None = None

@@ -1,17 +1,20 @@
 """A node's Prometheus metrics over HTTP: each number of its status, asked of the control loop when somebody scrapes.
 
-One thread serves one connection at a time, so floods of connections cost metrics and nothing else.
+One thread serves one connection at a time, so floods of connections cost metrics and nothing else. A connection has
+SILENCE_S to say what it wants, and as long to take the answer.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from socketserver import TCPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -23,16 +26,63 @@ from prometheus_client.registry import Collector
 from pdx.errors import ConfigError
 from pdx.node.peers.connection import ConnectionState
 from pdx.security.address import check_listen
+from pdx.store.lifecycle import State
 from pdx.store.tier import Tally
 from pdx.wire.status import NodeStatus, PeerStatus, TierStatus
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = logging.getLogger("pdx.node")
 
 ANSWER_S = 2.0  # for the control loop to tell its status
-SILENCE_S = 2.0  # of a connection
+SILENCE_S = 2.0  # for a connection to have asked
+_MAX_HEAD_BYTES = 16 << 10  # of what it asks
+PATH = "/metrics"
 _LOOK_S = 0.5  # between looks whether the server is to end
 _PAUSE_S = 0.05  # after an accept that failed, as without free descriptors: no busy loop
 _IDENTITY = {"epoch", "pid"}
+
+
+_HELP = {
+    "uptime_s": "Seconds since the node started.",
+    "arena_bytes": "Bytes of the arenas.",
+    "free_bytes": "Bytes of the arenas that no chunk has.",
+    "chunks": "Chunks in the arenas, each shard counted, by state.",
+    "chunk_bytes": "Bytes of the chunks in the arenas, by state.",
+    "leases": "Leases that engines and clients hold.",
+    "pins": "Chunks in the arenas that are pinned.",
+    "pinned_bytes": "Bytes of the chunks in the arenas that are pinned.",
+    "transfers": "Transfers between engines that are under way.",
+    "counters": "What happened since the node started, by name; the documentation lists the names.",
+    "mapped": "Blocks of device memory that the node's process has mapped.",
+}
+_PEER_HELP = {
+    "up": "1: the connection to the peer is up.",
+    "pushes": "Pushes to the peer that are under way.",
+    "landing": "Pushes from the peer that are under way.",
+    "sent_bytes": "Bytes sent to the peer.",
+    "landed_bytes": "Bytes that came from the peer.",
+}
+_TIER_HELP = {
+    "up": "1: the tier answers.",
+    "chunks": "Chunks in the tier, each shard counted.",
+    "used_bytes": "Bytes in the tier, with what is being written or removed.",
+    "limit_bytes": "Bytes that the tier may have.",
+    "copies": "Copies to and from the tier that are under way, or wait for their turn.",
+    "load_gb_s": "Rate of loads as last measured, GB/s; 0: not yet.",
+    "store_gb_s": "Rate of stores as last measured, GB/s; 0: not yet.",
+    "hits": "Chunks that a request found for the first time since they came from the tier.",
+    "misses": "First chunks that a request lacked, or got from a tier below.",
+    "loads": "Chunks that were loaded, each shard counted.",
+    "stores": "Chunks that were stored, each shard counted.",
+    "loaded_bytes": "Bytes of the chunks that were loaded.",
+    "stored_bytes": "Bytes of the chunks that were stored.",
+    "dropped": "Chunks that were not stored: the tier did not keep up, or took none.",
+    "errors": "Calls that failed, and what was not the chunk that it should be.",
+    "read_bytes": "Bytes read for the loads: fewer where chunks are encoded.",
+    "written_bytes": "Bytes written for the stores: fewer where chunks are encoded.",
+}
 
 
 class _Status(Collector):
@@ -42,36 +92,29 @@ class _Status(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._ask()
         for name, value in msgspec.structs.asdict(status).items():
-            text = f"{name} of pdx node --status --json"
+            text = _HELP.get(name, "")
             if isinstance(value, int | float) and name not in _IDENTITY:
                 yield GaugeMetricFamily(f"pdx_node_{name}", text, value=value)
-            elif isinstance(value, dict):
-                family, label = (CounterMetricFamily, "name") if name == "counters" else (GaugeMetricFamily, "state")
-                counted = family(f"pdx_node_{name}", text, labels=[label])
+            elif name == "counters":
+                counters = CounterMetricFamily(f"pdx_node_{name}", text, labels=["name"])
                 for key, count in sorted(value.items()):
-                    counted.add_metric([key], count)
-                yield counted
-        yield _by_peer(status.peers, "up", "1: the connection to the peer is up.")
-        for name in ("pushes", "landing", "sent_bytes", "landed_bytes"):
-            yield _by_peer(status.peers, name, f"{name} of the peers in pdx node --status --json")
-        for name in (
-            "chunks",
-            "used_bytes",
-            "limit_bytes",
-            "copies",
-            "load_gb_s",
-            "store_gb_s",
-            *Tally.__struct_fields__,
-        ):
-            yield _by_tier(status.tiers, name, name, f"{name} of the tiers in pdx node --status --json")
-        yield _by_tier(status.tiers, "up", "is_up", "1: the tier answers.")
+                    counters.add_metric([key], count)
+                yield counters
+            elif isinstance(value, dict):
+                states = GaugeMetricFamily(f"pdx_node_{name}", text, labels=["state"])
+                for state in State:
+                    if state is not State.FREE:  # there are no such chunks
+                        states.add_metric([state], value.get(state, 0))
+                yield states
+        yield from (_by_peer(status.peers, name, text) for name, text in _PEER_HELP.items())
+        yield from (_by_tier(status.tiers, name, text) for name, text in _TIER_HELP.items())
 
 
-def _by_tier(tiers: list[TierStatus], name: str, field: str, text: str) -> Metric:
+def _by_tier(tiers: list[TierStatus], name: str, text: str) -> Metric:
     family = CounterMetricFamily if name in Tally.__struct_fields__ else GaugeMetricFamily
     found = family(f"pdx_node_tier_{name}", text, labels=["tier"])
     for tier in tiers:
-        found.add_metric([tier.name], float(getattr(tier, field)))
+        found.add_metric([tier.name], float(getattr(tier, "is_up" if name == "up" else name)))
     return found
 
 
@@ -85,8 +128,27 @@ def _by_peer(peers: list[PeerStatus], name: str, text: str) -> Metric:
     return found
 
 
+def _head(connection: socket.socket) -> bytes:
+    """What a connection asks, up to the empty line.
+
+    :raises OSError: it has not said all of that in time.
+    """
+    deadline, data = time.monotonic() + SILENCE_S, b""
+    while b"\r\n\r\n" not in data and b"\n\n" not in data and len(data) < _MAX_HEAD_BYTES:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        piece = connection.recv(4096)
+        if not piece:
+            break
+        data += piece
+    connection.settimeout(SILENCE_S)
+    return data
+
+
 class _Handler(WSGIRequestHandler):
-    timeout = SILENCE_S
+    def setup(self) -> None:
+        """What was asked is read before anything is made of it, so that a byte now and then gains no time."""
+        super().setup()
+        self.rfile = io.BufferedReader(io.BytesIO(_head(self.connection)))
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -112,17 +174,35 @@ class _Server(WSGIServer):
         self.setup_environ()
 
 
+def _at_its_path(tell: WSGIApplication) -> WSGIApplication:
+    """`tell`, and nothing elsewhere."""
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") == PATH:
+            return tell(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"the metrics are at {PATH}\n".encode()]
+
+    return app
+
+
 class MetricsServer:
     """Listens at `HOST:PORT` of this host until `close`."""
 
     def __init__(
-        self, address: str, *, post: Callable[[Callable[[], None]], None], status: Callable[[], NodeStatus]
+        self,
+        address: str,
+        *,
+        post: Callable[[Callable[[], None]], None],
+        status: Callable[[], NodeStatus],
+        has_keys: bool = False,
     ) -> None:
-        """`post` has the control loop call something; `status` is for the control loop's thread.
+        """`post` has the control loop call something; `status` is for the control loop's thread. `has_keys`: the node
+        has keys and a roster, so that it may be seen from other hosts; whoever gets there is told the metrics.
 
-        :raises ConfigError: the address is none, leads beyond this host, or cannot be had.
+        :raises ConfigError: the address is none, leads beyond this host without keys, or cannot be had.
         """
-        check_listen(f"tcp://{address}", has_keys=False)
+        check_listen(f"tcp://{address}", has_keys=has_keys)
         url = urlsplit(f"tcp://{address}")
 
         def ask() -> NodeStatus:
@@ -136,10 +216,10 @@ class MetricsServer:
             self._server = _Server((url.hostname or "", url.port or 0), _Handler)
         except OSError as error:
             raise ConfigError(f"--metrics {address}: {error.strerror or error}") from error
-        self._server.set_app(make_wsgi_app(registry))
+        self._server.set_app(_at_its_path(make_wsgi_app(registry)))
         self._closing = threading.Event()
         threading.Thread(target=self._run, name="pdx-metrics", daemon=True).start()
-        log.info("metrics at http://%s:%d/metrics, for everybody on this host", *self._server.server_address[:2])
+        log.info("metrics at http://%s:%d/metrics, for everybody who gets there", *self._server.server_address[:2])
 
     def close(self) -> None:
         """Answer nobody who comes from now on. Does not wait for a connection that is being answered."""

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from pdx.config import NodeConfig, handover_path, node_name
+from pdx.config import NodeConfig, disk_names, handover_path, node_name
 from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
@@ -75,6 +75,8 @@ log = logging.getLogger("pdx.node")
 
 PROBE_BYTES = 1 << 20  # behind the chunks in the arena: peers write there to measure their channels
 
+MAX_DEGRADED = 64  # reasons that are counted by name, and then the others together
+
 
 class Service:
     """A node's state and what changes it. One thread; the clock is a parameter."""
@@ -112,6 +114,7 @@ class Service:
         )
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
+        self._degraded: set[str] = set()  # what engines have said that they did without
         self.faults = Faults(self.counters, clock, log=log)
         self.transfers = Transfers(self.counters)
         self.copies = Copies(
@@ -222,13 +225,13 @@ class Service:
             "clock": self._clock,
         }
         disks: list[DiskTier] = []
-        for folder in config.disks:
+        for folder, name in zip(config.disks, disk_names(config), strict=True):
             disk = DiskTier(
                 Path(folder),
                 config.disk_limit_bytes,
                 reserve_bytes=config.disk_reserve_bytes,
                 codec=config.disk_codec,
-                name="disk" if len(config.disks) == 1 else f"disk {folder}",
+                name=name,
                 is_used=self.store.is_found,
                 on_removed=self.tiers.storing.removed,
                 **common,
@@ -373,7 +376,10 @@ class Service:
         if (layout := ask.keyed or session.hello.layout) != session.layout:
             session.layout = layout
             self.reports.news = True
-        self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
+        for reason, count in ask.degraded.items():
+            is_known = reason in self._degraded or len(self._degraded) < MAX_DEGRADED
+            self._degraded |= {reason} if is_known else set()
+            self.counters[f"degraded_{reason if is_known else 'others'}"] += count
         return Done()
 
     def _admit(self, session: Session, ask: Admit) -> Answer | None:

@@ -29,6 +29,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdx.config import check_name
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address
 from pdx.security.curve_keys import check_key
@@ -124,9 +125,8 @@ class RosterFile(msgspec.Struct, frozen=True):
         if len(controllers) > MAX_CONTROLLERS:
             raise ConfigError(f"roster {path}: {len(controllers)} controllers; at most {MAX_CONTROLLERS} are possible")
         ruling = {name: _controller(each, f"roster {path}: controllers.{name}") for name, each in controllers.items()}
-        too_long = [name for name in (*found, *ruling) if not 0 < len(name) <= 256]
-        if too_long:
-            raise ConfigError(f"roster {path}: a name has 1 to 256 characters, not {len(too_long[0])}")
+        for name in (*found, *ruling):
+            check_name(name, f"roster {path}")
         proxy = _entry(tables["proxy"], f"roster {path}: proxy", has_keys) if "proxy" in tables else None
         owners: dict[str, str] = {}
         keys = {f"nodes.{name}": entry.key for name, entry in found.items()}

@@ -100,7 +100,7 @@ def test_the_command_line_comes_first(run, file):
         ("digests = 'sometimes'", "sometimes"),
         ("arena = 'much'", "'much' is not a size"),
         ("pin-share = 1.5", "1.5 is not in the range 0.0<=x<=1.0"),
-        ("remote-timeout = 0", "0.0 is not in the range 0.0<x<=86400.0"),
+        ("remote-timeout = 0", "0.0 is not in the range 0.001<=x<=86400.0"),
         ("fetch_s = 1", "'fetch_s' is no option of a node"),
         ("disk = ['/a', '/b', '/a']", "each folder has its own part; name each once"),
     ],

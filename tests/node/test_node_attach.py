@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 from node_harness import MIB, Wire, arenas_of, refused_node
@@ -19,7 +20,7 @@ from pdx.config import NodeConfig, node_name
 from pdx.errors import ConfigError, NodeUnavailable
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
-from pdx.node.service import PROBE_BYTES
+from pdx.node.service import MAX_DEGRADED, PROBE_BYTES
 from pdx.node.sessions import MAX_OF_ONE_PROCESS, Sessions
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Admit, Admitted, Bye, Done, Hello, Ping, Refused, Status, Welcome
@@ -343,3 +344,17 @@ def test_engines_of_one_model_that_cannot_share_are_named_with_what_differs(star
     with Wire(node.address) as wire:
         wire.hello(kind="scheduler", engine="next", shape={**shape, "num_shards": "8"})
         assert node.status().counters["engine_layouts_differ"] == 2, "there is nobody to share with"
+
+
+def test_reasons_that_a_process_invents_are_not_all_counted_by_name(node):
+    """The status had them for ever, and was too long for a message in the end."""
+    with Wire(node.address) as wire:
+        wire.hello()
+        for first in ascii_lowercase[:10]:
+            assert isinstance(wire.ask(Ping(degraded={f"{first}{each}": 2 for each in ascii_lowercase})), Done)
+        assert isinstance(wire.ask(Ping(degraded={"aa": 1})), Done)
+        counters = wire.status().counters
+    degraded = {name: count for name, count in counters.items() if name.startswith("degraded_")}
+    assert len(degraded) == MAX_DEGRADED + 1
+    assert degraded["degraded_aa"] == 3
+    assert degraded["degraded_others"] == 2 * (260 - MAX_DEGRADED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
@@ -51,6 +52,7 @@ def test_each_number_of_the_status_is_told(told):
     assert found["pdx_node_uptime_s",] >= status.uptime_s
     for state, count in status.chunks.items():
         assert found["pdx_node_chunks", state] == count
+    assert found["pdx_node_chunks", "retired"] == 0
     for name, count in status.counters.items():
         assert found["pdx_node_counters_total", name] >= count
     assert any(count for count in status.counters.values())
@@ -105,3 +107,52 @@ def test_a_control_loop_that_does_not_answer_is_an_error_and_no_hang(monkeypatch
     finally:
         server.close()
     wait_until(lambda: threading.active_count() == before, what="the thread has ended")
+
+
+def test_who_asks_a_byte_at_a_time_is_served_no_longer_than_others(told):
+    """It kept the only thread for as long as it liked."""
+    _, address = told
+    with socket.create_connection(address) as slow:
+        ended = threading.Event()
+
+        def drip():
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.2):
+                    slow.sendall(b"G")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            assert scrape(address)
+        finally:
+            ended.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("path", ["/", "/metric", "/metrics/x", "/-/ready"])
+def test_elsewhere_there_is_nothing(told, path):
+    _, address = told
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen("http://{}:{}".format(*address) + path, timeout=30)
+
+
+def test_states_are_told_before_there_is_a_chunk_and_each_family_says_what_it_is(told):
+    _, address = told
+    found = scrape(address)
+    assert {name[1]: value for name, value in found.items() if name[0] == "pdx_node_chunks"} == dict.fromkeys(
+        ("filling", "sealed", "quarantined", "retired"), 0
+    )
+    with urllib.request.urlopen("http://{}:{}/metrics".format(*address), timeout=30) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    assert [each.name for each in families if len(each.documentation.split()) < 3] == []
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_beyond_this_host_only_a_node_with_keys_and_a_roster_tells_them(has_keys):
+    post = lambda call: None  # noqa: E731
+    if not has_keys:
+        with pytest.raises(ConfigError, match="beyond this host"):
+            MetricsServer("192.0.2.1:1", post=post, status=lambda: None)
+    else:
+        with pytest.raises(ConfigError, match="--metrics 192.0.2.1:1: "):  # which is an address of no interface
+            MetricsServer("192.0.2.1:1", post=post, status=lambda: None, has_keys=True)

@@ -150,7 +150,7 @@ def _of_file(file: Path, model: str, salt: str) -> Prompt:
         raise SelectionError(f"--file {file} is empty")
     try:
         ids = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         ids = None
     if isinstance(ids, list):
         return Prompt(tokens=ids, model=model, salt=salt)
@@ -159,7 +159,10 @@ def _of_file(file: Path, model: str, salt: str) -> Prompt:
 
 def _read(file: Path, name: str) -> str:
     try:
-        with file.open("rb") as opened:
+        # Not waiting for somebody to write to a FIFO; what is written to one is read to its end.
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as opened:
+            os.set_blocking(fd, True)
             data = opened.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
             raise SelectionError(f"{name} {file} has more than {_MAX_FILE_BYTES >> 20} MiB")

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from pdx.config import is_tier_name
+from pdx.config import is_name, is_tier_name
 from pdx.errors import PeerRefused, ProtocolError
 from pdx.memory.slot import Slot
 from pdx.telemetry.host import runs_here
@@ -301,6 +301,8 @@ def check_hello(own: Identity, hello: Hello, *, authenticated: str | None, is_ov
         raise PeerRefused(f"two nodes are named {own.name!r}; give each its own --name")
     if not hello.name:
         raise PeerRefused("a node without a name")
+    if not is_name(hello.name):
+        raise PeerRefused(f"a node cannot be named {hello.name!r:.80}; give it another --name")
     if is_tier_name(hello.name):
         raise PeerRefused(f"a node cannot be named {hello.name!r}, as a tier of every node is; give it another --name")
     if is_over:

@@ -81,7 +81,7 @@ def _add(path: Path, lines: bytes) -> bool:
         if not size or size + len(lines) > _ANEW_BYTES:
             return False
         is_torn = os.pread(fd, 1, size - 1) != b"\n"
-        file.write(b"?\n" * is_torn + lines)  # and so is none that says something
+        file.write(b"?\n" * is_torn + lines)  # a line that was cut short says nothing
         os.fdatasync(fd)
     return True
 
