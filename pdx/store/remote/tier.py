@@ -33,20 +33,12 @@ import msgspec
 
 from pdx.errors import LayoutError, StaleSlot, TierError
 from pdx.memory.arena import Arena
-from pdx.store.chunk_format import (
-    EncodedHeader,
-    Header,
-    compare,
-    decode,
-    header_bytes,
-    packed,
-    parsed,
-    whole_header,
-)
+from pdx.store.chunk_format import EncodedHeader, header_bytes, packed, whole_header
 from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.copy import Copy
 from pdx.store.recoding import OnChunk, Pair, Recoding, check
-from pdx.store.remote.backend import Backend, Found
+from pdx.store.remote.backend import Backend
+from pdx.store.remote.objects import held_in_all, held_of, name_of, placed, size_of
 from pdx.store.remote.recoder import recode
 from pdx.store.remote.removals import Removals
 from pdx.store.tier import Grant, Held, Job, Part, Tier
@@ -287,7 +279,7 @@ class RemoteTier(Tier):
                 question = self._questions.popleft()
                 keys = question.keys[question.at : question.at + max(1, each // question.shards)]
                 parts.append((question, keys))
-                names += [_name(key, shard) for key in keys for shard in range(question.shards)]
+                names += [name_of(key, shard) for key in keys for shard in range(question.shards)]
             self._asking += 1
             self._submit(self._askers, partial(self._look, names), partial(self._answered, parts))
 
@@ -310,7 +302,7 @@ class RemoteTier(Tier):
             if error is not None:
                 self._end_question(question, error)
                 continue
-            found = [_of_all(list(itertools.islice(sizes, question.shards))) for _ in keys]
+            found = [held_in_all(list(itertools.islice(sizes, question.shards))) for _ in keys]
             self._learn(question, keys, found)
             question.at += len(keys)
             if None in found or question.at >= len(question.keys):
@@ -328,7 +320,7 @@ class RemoteTier(Tier):
             again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS, is_encoded=True))
             for at, found in zip(more, again, strict=True):
                 heads[at] = found
-        return [_held(found, name) for found, name in zip(heads, names, strict=True)]
+        return [held_of(found, name) for found, name in zip(heads, names, strict=True)]
 
     def _learn(self, question: _Question, keys: Sequence[bytes], found: Sequence[Held | None]) -> None:
         """These are there, up to the first that is not."""
@@ -453,7 +445,7 @@ class RemoteTier(Tier):
             for key in set(pair):
                 self._removals.writes(key, 1)
             is_over = lambda: own in stopped or self._is_over  # noqa: E731
-            call = partial(recode, self._backend, pair, shards, codec, _name, is_over, most_bytes=most_bytes)
+            call = partial(recode, self._backend, pair, shards, codec, name_of, is_over, most_bytes=most_bytes)
             self._submit(self._writers, call, partial(self._recoded, pair, shards, own))
 
         recoding = Recoding(pairs, begin, stopped.add, on_chunk)
@@ -476,7 +468,7 @@ class RemoteTier(Tier):
         recoding.ended(old, error)
 
     def _remove_some(self) -> None:
-        if self._is_open and self._clock() >= self._remove_from and (names := self._removals.take(_name)):
+        if self._is_open and self._clock() >= self._remove_from and (names := self._removals.take(name_of)):
             self._submit(self._writers, partial(self._remove, names), self._removed)
 
     def _remove(self, names: Sequence[str]) -> None:
@@ -549,9 +541,9 @@ class RemoteTier(Tier):
     # ---- on the threads ---------------------------------------------------------------------
 
     def _store(self, work: _Work) -> None:
-        part, name = work.part, _name(work.part.key, work.part.shard)
+        part, name = work.part, name_of(work.part.key, work.part.shard)
         self._end_if(work)
-        if self._sizes([name]) == [_size(part)]:
+        if self._sizes([name]) == [size_of(part)]:
             return  # another node has stored it
         work.job.start_ns = time.monotonic_ns()
         whole = self._whole(work, name)
@@ -573,7 +565,7 @@ class RemoteTier(Tier):
         return whole
 
     def _load(self, work: _Work) -> None:
-        part, arena, name = work.part, self._arenas[work.part.slot.arena], _name(work.part.key, work.part.shard)
+        part, arena, name = work.part, self._arenas[work.part.slot.arena], name_of(work.part.key, work.part.shard)
         self._end_if(work)
         work.job.start_ns = time.monotonic_ns()
         whole = self._backend.read(name)
@@ -581,7 +573,7 @@ class RemoteTier(Tier):
             raise TierError(f"{name} is not there any more", "missing")
         why: TierError | None = None
         try:
-            header = _placed(whole, arena, part, name, lambda: work.is_cancelled)
+            header = placed(whole, arena, part, name, lambda: work.is_cancelled)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{name} is not loaded: {error}", "stale") from error
         except TierError as error:
@@ -616,52 +608,6 @@ class RemoteTier(Tier):
         """What waits for a thread when a pause begins does not try the store, each with a deadline of its own."""
         if not self._is_open:
             raise TierError(f"{self._backend.place} has not answered, and is not asked for a while", kind)
-
-
-def _placed(whole: memoryview, arena: Arena, part: Part, name: str, is_over: Callable[[], bool]) -> Header:
-    """Put the bytes of a chunk in its place, if that is what was read; what was not encoded, only if it is good.
-
-    :raises TierError: it is something else, or damaged.
-    :raises StaleSlot, LayoutError: its place is another's by now.
-    """
-    header = parsed(whole[: header_bytes(part.layers, is_encoded=True)], len(whole), name)
-    if _name(header.key, header.shard) != name or Held(header.nbytes, header.layers) != _size(part):
-        raise TierError(f"{name} has another chunk", "corrupt")
-    data = whole[header.start :]
-    if not isinstance(header, EncodedHeader):
-        compare(header, data, name, is_over)
-    arena.check(part.slot)
-    room = arena.data[part.slot.offset : part.slot.offset + part.slot.nbytes]
-    if isinstance(header, EncodedHeader):
-        decode(header, data, room, name, is_over)
-    else:
-        room[:] = data
-    arena.check(part.slot)
-    return header
-
-
-def _name(key: bytes, shard: int) -> str:
-    return f"v3/{key.hex()}-{shard}"
-
-
-def _size(part: Part) -> Held:
-    return Held(part.slot.nbytes, part.layers)
-
-
-def _held(found: Found | None, name: str) -> Held | None:
-    """What was found under a name, by its header; None: no such chunk."""
-    if found is None:
-        return None
-    try:
-        header = parsed(found.head, found.nbytes, name)
-    except TierError:
-        return None
-    return Held(header.nbytes, header.layers) if _name(header.key, header.shard) == name else None
-
-
-def _of_all(of_shards: Sequence[Held | None]) -> Held | None:
-    """What there is of a key, if all of its shards are alike."""
-    return of_shards[0] if len(set(of_shards)) == 1 else None
 
 
 def _error(future: Future[Any]) -> TierError | None:
