@@ -224,7 +224,7 @@ IDS = ("--ids", listed(range(40)))
         (("cancel", "gamma:3f-1"), "no node 'gamma' is known here"),
         (("jobs", "gamma"), "no node 'gamma' is known here"),
         (("evict", "alpha", "--below", "3", "--bytes", "much"), "much"),
-        (("health", "--proxy", "http://127.0.0.1:1"), "--address names nodes of this host and --proxy those"),
+        (("health", "--proxy", "http://127.0.0.1:1"), "--node names nodes of this host and --proxy those"),
         (("health", "--token-file", "WORDS"), "--token-file is for a --proxy"),
     ],
     ids=str,

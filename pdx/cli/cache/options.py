@@ -160,9 +160,8 @@ def _of_file(file: Path, model: str, salt: str) -> Prompt:
 def _read(file: Path, name: str) -> str:
     try:
         # Not waiting for somebody to write to a FIFO; what is written to one is read to its end.
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as opened:
-            os.set_blocking(fd, True)
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            os.set_blocking(opened.fileno(), True)
             data = opened.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
             raise SelectionError(f"{name} {file} has more than {_MAX_FILE_BYTES >> 20} MiB")
