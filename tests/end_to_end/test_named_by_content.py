@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import completion, text
+from cases import chat, completion, text
 from engine_process import Server
 from http_client import open_request, post
+from pair import ENGINE_FLAGS, Pair
+from test_pair_answers import computed_prompt_tokens
 from test_reuse import Host
+from tiny_vision import SIDE, make_tiny_vision
 
 from pdx.testing.waiting import wait_until
 
@@ -118,3 +123,82 @@ def test_an_adapter_is_its_weights_and_neither_its_name_nor_its_path(
     adapters.load("old", make_adapter(tmp_path / "b", model, seed=2))
     assert adapters.ask("old") == (tuesday, CHUNKS)
     assert not [name for name in host.status().counters if "unnamed" in name or "adapter" in name]
+
+
+# ---- pictures --------------------------------------------------------------------------------
+
+USERS = 12
+NO_CACHES = ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]  # vLLM counts media then: none has a digest
+
+
+def shown(number: int, **more: Any) -> tuple[str, dict[str, Any]]:
+    """A question about a picture of one colour, in words that all users have in common."""
+    from PIL import Image
+
+    picture, file = Image.new("RGB", (SIDE, SIDE), (number * 20, 30, 250 - number * 20)), io.BytesIO()
+    picture.save(file, "PNG")
+    url = {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"}
+    image = {"type": "image_url", "image_url": url, **more.pop("picture", {})}
+    path, body = chat("", **more)
+    body["messages"] = [{"role": "user", "content": [image, {"type": "text", "text": PROMPT}]}]
+    return path, body
+
+
+def said(answer: dict[str, Any]) -> str:
+    assert answer["http_status"] == 200, answer
+    content = answer["choices"][0]["message"]["content"]
+    assert isinstance(content, str)
+    return content
+
+
+def test_each_of_twelve_users_is_answered_about_the_own_picture(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair whose engines name media by a counter, each from the beginning."""
+    monkeypatch.setattr("pair.ENGINE_FLAGS", [*ENGINE_FLAGS, *NO_CACHES])
+    model = make_tiny_vision(tmp_path / "eyes")
+    place = workplace / "eyes"
+    place.mkdir(mode=0o700)
+    pair = Pair(place, model)
+    try:
+        pair.wait_ready()
+        alone = [said(post(pair.decode.url, *shown(n, cache_salt=f"alone {n}"))) for n in range(USERS)]
+        assert len(set(alone)) == USERS
+        before = computed_prompt_tokens(pair.decode)
+        assert [said(each) for each in pair.post_all([shown(n) for n in range(USERS)])] == alone
+        computed = computed_prompt_tokens(pair.decode) - before
+        assert computed < 256 * USERS, "each of them by itself, and its chunks were handed over"
+        # A client's name for two pictures, and the prefiller by itself: it finds what it has of each.
+        for number in (3, 4):
+            assert said(post(pair.prefill.url, *shown(number, picture={"uuid": "same"}))) == alone[number]
+        counters = pair.status().counters
+        assert not [name for name in counters if "unnamed" in name]
+    finally:
+        pair.close()
+
+
+# ---- models without prefixes -----------------------------------------------------------------
+
+
+def test_a_text_is_embedded_twice_by_a_model_that_needs_all_of_it(host: Host, model: Path) -> None:
+    """Mean pooling: found chunks ended the engine ("partial prefill is not supported")."""
+    pooling = json.dumps({"pooling_type": "MEAN"})
+    flags = [
+        "--runner",
+        "pooling",
+        "--convert",
+        "embed",
+        "--pooler-config",
+        pooling,
+        "--max-num-batched-tokens",
+        "4096",
+    ]
+    server = host.serve("embed", model, *flags)
+    server.wait_ready()
+    wait_until(lambda: host.workers() == 1, timeout_s=60, what="the engine is attached")
+    answers = [post(server.url, "/v1/embeddings", {"model": "tiny", "input": PROMPT}) for _ in range(3)]
+    assert [each["http_status"] for each in answers] == [200] * 3
+    assert answers[0]["data"][0]["embedding"] == answers[2]["data"][0]["embedding"]
+    status = host.status()
+    assert not status.chunks
+    assert not status.counters.get("looked_up_chunks")
