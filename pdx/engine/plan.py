@@ -117,6 +117,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_scheduled_tokens: int = 0
     number: int = 0  # of the step; grows
     heard: int = 0  # the step of the last in-step load that failed, as far as the scheduler half knew then
+    awaits: bool = False  # the scheduler half wants to know when the step is over
 
 
 class WorkerNews(msgspec.Struct, frozen=True):
@@ -127,3 +128,4 @@ class WorkerNews(msgspec.Struct, frozen=True):
     waits: bool = False  # in a step like that the engine waits for each layer (`WorkerHalf.wait_layer`)
     load_s: float = 0.0  # to load a chunk; 0: not known
     chunk_s: float = 0.0  # to compute one; 0: not known
+    step: int = 0  # that is over: what failed in it has been told

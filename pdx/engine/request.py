@@ -142,7 +142,10 @@ class TrackedRequest:
         self.computed_end = 0
         self.decoded_end = 0  # chunks before this one were considered for saving
         self.scheduled = False
-        self.is_stale = False  # its blocks were computed before the cache was reset: nothing of them is saved
+        self.is_stale = False  # nothing of its blocks is saved: computed before the cache was reset, or spoiled
+        self.local_tokens = 0  # that the engine's own cache had, when it asked last
+        self.vouched = 0  # tokens that this cache had, or that are loaded from the store: nobody else's promise
+        self.doubt = 0  # see `pdx.engine.trust`
         self.in_step = False  # what was hit is loaded in the step that computes the rest
         self.loading = False
         self.failed_block: int | None = None  # the first of its blocks that could not be loaded
@@ -305,9 +308,10 @@ class TrackedRequest:
     # ---- plans for the workers --------------------------------------------------------------
 
     def plan_load(self, num_external: int) -> LoadPlan:
-        """Scatter the last `num_external` of the hit tokens into this request's blocks."""
-        first_block = (self.hit_tokens - num_external) // self._layout.block_tokens
-        end_block = self._layout.num_blocks(self.hit_tokens)
+        """Scatter `num_external` tokens behind the local ones into this request's blocks: an engine may take fewer than
+        were found."""
+        first_block = self.local_tokens // self._layout.block_tokens
+        end_block = self._layout.num_blocks(self.local_tokens + num_external)
         pages = []
         for index, slots in enumerate(self.hit_slots):
             chunk_first = index * self._layout.blocks_per_chunk

@@ -23,6 +23,7 @@ from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
 from pdx.engine.step import BlockHasher, EngineRequest, LeftOut, StepLimits, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
+from pdx.engine.trust import NEVER, Trust
 from pdx.engine.turns import Turns
 from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.form import form_of, lossy_fingerprint
@@ -76,6 +77,7 @@ class SchedulerHalf:
         self._step = self._heard = 0
         self._times = StepTimes()
         self._loads_all = config.load == "always"
+        self._trust = Trust(layout.block_tokens)
         self._news = WorkerNews()
         hello = Hello(
             VERSION,
@@ -193,7 +195,9 @@ class SchedulerHalf:
         tracked = self.track(request, is_new=not local_tokens)
         if tracked.scheduled:
             self._running.discard(request.request_id)
+            self._trust.forget(tracked)
             self._lookup.restart(tracked)
+        tracked.local_tokens = tracked.vouched = local_tokens
         if tracked.loaded_for == request.num_preemptions:
             return 0  # its load failed: recompute
         connection = self._link.connection
@@ -266,6 +270,8 @@ class SchedulerHalf:
         if tracked.in_step or not num_external:
             self._running.add(request.request_id)
         if num_external:
+            tracked.vouched = tracked.local_tokens + num_external
+            self._trust.written(tracked.block_ids[tracked.local_tokens // self._layout.block_tokens :])
             tracked.loading, tracked.failed_block = True, None
             tracked.loaded_for = request.num_preemptions
             self._loading[request.request_id] = tracked
@@ -276,15 +282,33 @@ class SchedulerHalf:
             self._lookup.release(tracked, self._link.connection)
 
     def not_loaded(self, block_ids: Set[int]) -> None:
-        """Workers could not load these blocks: the engine computes them."""
+        """These blocks were not loaded, and the engine computes them. They may be another connector's, which had
+        promised them for a step that is over."""
+        ours: set[int] = set()
         for tracked in self._loading.values():
             failed = [at for at, block_id in enumerate(tracked.block_ids) if block_id in block_ids]
+            ours.update(tracked.block_ids[at] for at in failed)
             before = [] if tracked.failed_block is None else [tracked.failed_block]
             tracked.failed_block = min([*failed, *before], default=None)
+        if not block_ids <= ours:
+            others = [tracked for tracked in self._requests.values() if not tracked.loading]
+            for tracked in self._trust.failed(block_ids - ours, others):
+                self._spoil(tracked)
+
+    def _spoil(self, tracked: TrackedRequest) -> None:
+        """It was computed from pages that nobody has loaded: nothing of it is saved."""
+        connection = self._link.connection
+        if connection is not None and tracked.epoch == connection.epoch:
+            self._let_go(tracked, connection)
+        tracked.grants.clear()
+        tracked.is_stale = True
+        text = "request %s is not saved: it rests on pages that another connector has promised and not loaded"
+        self._link.count("save_spoiled", text, tracked.request.request_id)
 
     def heard(self, news: Sequence[WorkerNews]) -> None:
         """What the worker halves told after a step, one for each."""
         self._heard = max(self._heard, *(each.failed_step for each in news))
+        self._due.update(self._trust.heard(min(each.step for each in news)))
         loaded = {request_id for each in news for request_id in each.loaded}
         self._news = WorkerNews(
             waits=all(each.waits for each in news),
@@ -345,11 +369,12 @@ class SchedulerHalf:
                 self._lookup.begin(tracked, connection)
         epoch = connection.epoch if connection is not None else 0
         loads, self._loads = self._loads, []
-        aborts, self._aborts = self._aborts, []
-        saves = [save for each in record.requests if (save := self._plan_save(each, connection)) is not None]
-        current = [slots for of_epoch, slots in aborts if of_epoch == epoch]
         self._step += 1
-        return StepPlan(epoch, saves, loads, current, record.num_tokens, self._step, self._heard)
+        saves = [save for each in record.requests if (save := self._plan_save(each, connection)) is not None]
+        aborts, self._aborts = self._aborts, []
+        current = [slots for of_epoch, slots in aborts if of_epoch == epoch]
+        awaits = self._trust.is_waiting
+        return StepPlan(epoch, saves, loads, current, record.num_tokens, self._step, self._heard, awaits)
 
     def _plan_save(self, step: StepRequest, connection: Connection | None) -> SavePlan | None:
         tracked = self._requests.get(step.request_id)
@@ -357,6 +382,9 @@ class SchedulerHalf:
             return None
         if step.blocks:
             tracked.take_blocks(step.blocks, are_all=step.has_all_blocks)
+        self._trust.scheduled(tracked, step, self._step)
+        if tracked.doubt == NEVER and not tracked.is_stale:
+            self._spoil(tracked)
         if connection is None or tracked.epoch != connection.epoch:
             tracked.grants.clear()
             self._due.discard(step.request_id)
@@ -364,7 +392,7 @@ class SchedulerHalf:
         # Drafts of speculative decoding may be rejected: only known tokens count as final.
         end = min(step.computed + step.scheduled, step.known)
         save = None
-        if not tracked.is_stale:
+        if not tracked.is_stale and not tracked.doubt:
             self._lookup.reserve_late(tracked, connection, end)
             save = tracked.plan_save(step.computed, end)
         (self._due.add if self._lookup.is_due(tracked) else self._due.discard)(step.request_id)
@@ -388,6 +416,7 @@ class SchedulerHalf:
         self._turns.remove(request_id)
         self._running.discard(request_id)
         self._due.discard(request_id)
+        self._trust.forget(tracked)
         self._loading.pop(request_id, None)
         self._tell_load()
         connection = self._link.connection

@@ -135,6 +135,7 @@ class WorkerHalf:
         self._idle = not plan.num_scheduled_tokens
         self._step = plan.num_scheduled_tokens, time.monotonic_ns()
         self._awaited, self._number = 0, plan.number
+        self._has_news = self._has_news or plan.awaits
         self._in_step = [load.request_id for load in plan.loads if load.in_step]
         self._loader.begin_step()
         self._give_up()
@@ -314,7 +315,7 @@ class WorkerHalf:
         loaded, self._loaded = self._loaded, []
         connection = self._link.connection
         load_s = connection.load_s if connection is not None else 0.0
-        return WorkerNews(loaded, self._failed_step, bool(self._waits), load_s, chunk_s)
+        return WorkerNews(loaded, self._failed_step, bool(self._waits), load_s, chunk_s, self._number)
 
     def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
         """See `NodeLink.count`."""

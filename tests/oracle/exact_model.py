@@ -77,6 +77,15 @@ def answer(prompt: Sequence[int], count: int, layers: int = LAYERS) -> list[int]
     return known[:count]
 
 
+def keys(prompt: Sequence[int]) -> list[Words]:
+    """Those of the prompt's tokens, in each layer."""
+    found, hidden = [], embed(prompt)
+    for layer in range(LAYERS):
+        found.append(keys_of(hidden, 0, layer))
+        hidden = attend(hidden, found[-1], layer)
+    return found
+
+
 def _generate(prompt: Sequence[int], count: int, layers: int) -> list[int]:
     new, generated = list(prompt), list[int]()
     keys = [np.zeros(0, Word) for _ in range(layers)]

@@ -1,27 +1,37 @@
-"""A connector of somebody else's, whose synchronous loads fail: it promises tokens for the step that computes the rest,
-and then reports their blocks, as vLLM's contract wants of any store that can lose something."""
+"""A connector of somebody else's: it promises tokens for the step that computes the rest, and keeps its promise or
+reports the blocks, as vLLM's contract wants of any store that can lose something."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from exact_model import MASKS, WORDS, Word, keys
 from exact_runner import BLOCK
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-CLAIMS: dict[str, int] = {}  # request id -> so many leading tokens are promised, once
+
+class Claim(NamedTuple):
+    """What is promised of a request, once: so many leading tokens, of which `kept` ones are there."""
+
+    tokens: int
+    kept: int = 0
+
+
+CLAIMS: dict[str, Claim] = {}  # by request id
 
 
 class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    def __init__(self, blocks: list[int]) -> None:
-        self.blocks = blocks
+    def __init__(self, loads: list[tuple[list[int], int, list[int]]]) -> None:
+        self.loads = loads  # (blocks, number of the first one in its request, tokens up to what is kept)
 
 
 class ForeignConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Writes nothing anywhere."""
+    """Its store is the oracle."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._promised: list[int] = []
+        self._loads: list[tuple[list[int], int, list[int]]] = []
+        self._pages: list[Any] = []  # [num_blocks, BLOCK, WORDS] of each layer
         self._failed: set[int] = set()
 
     @property
@@ -29,26 +39,32 @@ class ForeignConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return max(0, CLAIMS.get(request.request_id, 0) - num_computed_tokens), False
+        claim = CLAIMS.get(request.request_id, Claim(0))
+        return max(0, claim.tokens - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            end = CLAIMS.pop(request.request_id) // BLOCK
-            self._promised += blocks.get_block_ids()[0][end - num_external_tokens // BLOCK : end]
+            claim = CLAIMS.pop(request.request_id)
+            first, end = (claim.tokens - num_external_tokens) // BLOCK, claim.tokens // BLOCK
+            self._loads.append((blocks.get_block_ids()[0][first:end], first, request.all_token_ids[: claim.kept]))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        promised, self._promised = self._promised, []
-        return _Metadata(promised)
+        loads, self._loads = self._loads, []
+        return _Metadata(loads)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return False, None
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        self._failed |= set(connector_metadata.blocks)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._pages = [cache.numpy().view(Word) for cache in kv_caches.values()]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
+        for blocks, first, kept in self._get_connector_metadata().loads:
+            there = max(0, len(kept) // BLOCK - first)
+            self._failed.update(blocks[there:])
+            for pages, words in zip(self._pages, keys(kept) if there else (), strict=False):
+                masked = (words[first * BLOCK :, None] ^ MASKS).reshape(-1, BLOCK, WORDS)
+                pages[blocks[:there]] = masked[: len(blocks)]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass

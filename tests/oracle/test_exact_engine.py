@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from exact_engine import FOREIGN, PDX
-from foreign_connector import CLAIMS
+from foreign_connector import CLAIMS, Claim
 from oracle_bed import OracleBed
 
 HISTORY = 1024  # tokens: four chunks
@@ -114,22 +114,61 @@ def test_layers_of_a_draft_model_run_after_transfers_were_asked_for(bed: OracleB
 
 # ---- inside MultiConnector --------------------------------------------------------------------
 
+BESIDE = {"beside": (FOREIGN, PDX)}
+PROMISED = 768  # tokens: three chunks
+
 
 @pytest.fixture
 def claims() -> Any:
-    """What the connector beside PDX promises, and does not keep."""
+    """What the connector beside PDX promises."""
     yield CLAIMS
     CLAIMS.clear()
 
 
-BESIDE = {"beside": (FOREIGN, PDX)}
-
-
-@pytest.mark.xfail(reason="F4: PDX trusts pages that another connector has promised")
-def test_what_another_connector_failed_to_load_is_not_saved(bed: OracleBed, claims: dict[str, int]) -> None:
+@pytest.mark.parametrize("kept", [0, 256, 400])
+def test_what_another_connector_failed_to_load_is_not_saved(
+    bed: OracleBed, claims: dict[str, Claim], kept: int
+) -> None:
+    """Nor what was computed from it, by this request or by one that comes in the same step."""
     reader = reader_of(bed, **BESIDE)
-    history = bed.tokens(HISTORY)
-    claims["a"] = 768
-    reader.ask("a", history + bed.tokens(100, "a"), 12)
+    prompts = [bed.tokens(HISTORY) + bed.tokens(count, count) for count in (100, 120)]
+    claims["0"] = Claim(PROMISED, kept)
+    for number, prompt in enumerate(prompts):
+        reader.add(str(number), prompt, 12)
+    reader.run()
     assert not claims
-    read_by_another(bed, history + bed.tokens(100, "a"), history, **BESIDE)
+    reader.check("0")
+    read_by_another(bed, *prompts, bed.tokens(HISTORY), **BESIDE)
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["it goes on", "it is aborted"])
+@pytest.mark.parametrize("steps", range(4))
+def test_nor_what_others_compute_from_it_while_it_is_computed_again(
+    bed: OracleBed, claims: dict[str, Claim], steps: int, aborted: bool
+) -> None:
+    """The blocks stay in vLLM's cache meanwhile, and those who find them there are wrong by vLLM's own fault."""
+    reader = reader_of(bed, **BESIDE, budget=128, threshold=64)
+    prompts = [bed.tokens(HISTORY) + bed.tokens(count, count) for count in (100, 300, 500)]
+    claims["0"] = Claim(PROMISED, 128)
+    reader.add("0", prompts[0], 30)
+    for _ in range(1 + steps):
+        reader.step()
+    reader.add("1", prompts[1], 30)
+    reader.step()
+    if aborted:
+        reader.abort("0")
+    reader.add("2", prompts[2], 300)
+    reader.run()
+    read_by_another(bed, *prompts, bed.tokens(HISTORY), **BESIDE)
+
+
+@both
+def test_what_another_connector_has_loaded_is_saved_when_that_is_known(
+    bed: OracleBed, claims: dict[str, Claim], asynchronous: bool
+) -> None:
+    reader = reader_of(bed, **BESIDE, asynchronous=asynchronous)
+    before = bed.counted("sealed")
+    claims["a"] = Claim(PROMISED, PROMISED)
+    reader.ask("a", bed.tokens(HISTORY) + bed.tokens(100, "a"), 12)
+    bed.stored(before + CHUNKS)
+    read_by_another(bed, bed.tokens(HISTORY), **BESIDE)

@@ -1,0 +1,106 @@
+"""Which of the engine's blocks hold KV that nobody has vouched for.
+
+An engine may count tokens as computed that another connector has promised to load in the same step, as vLLM does for
+MultiConnector, and tell only after the step which blocks were not loaded. Until then nothing is saved that rests on
+them. What rests on blocks that failed is never saved: neither of that request, nor of those that find these blocks in
+the engine's own cache, where vLLM leaves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from pdx.engine.request import TrackedRequest
+from pdx.engine.step import StepRequest
+
+NEVER = 1 << 62  # no step's outcome will help
+
+
+class Trust:
+    """The doubt about each block and each request: the number of the step whose outcome decides, `NEVER`, or 0.
+
+    A block that is written anew is worth what its writer is worth. Costs nothing where nobody else promises anything.
+    One thread: the scheduler's.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._doubts: dict[int, int] = {}  # of blocks
+        self._doubted: dict[str, TrackedRequest] = {}
+        self._awaited = self._heard = 0  # steps
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the outcome of a step is awaited."""
+        return self._awaited > self._heard
+
+    def scheduled(self, tracked: TrackedRequest, step: StepRequest, number: int) -> None:
+        """The request is in step `number`: say in `tracked.doubt` what its pages are worth."""
+        if step.blocks and step.has_all_blocks:
+            computed = -(-step.computed // self._block_tokens)
+            vouched = min(tracked.vouched // self._block_tokens, computed) if step.computed else 0
+            if step.computed // self._block_tokens <= vouched:
+                vouched = computed
+            tracked.vouched = NEVER  # it computes what follows
+            promised, new = tracked.block_ids[vouched:computed], tracked.block_ids[computed:]
+            doubt = self._worst(tracked.block_ids[:vouched])
+            if promised:
+                self._awaited = number
+                doubt = max(doubt, number)
+                self._doubts.update(dict.fromkeys(promised, doubt))
+            self._set(tracked, doubt)
+        else:
+            new = list(step.blocks[0]) if step.blocks else []
+        if tracked.doubt:
+            self._doubts.update(dict.fromkeys(new, tracked.doubt))
+        else:
+            self.written(new)
+
+    def written(self, blocks: Iterable[int]) -> None:
+        """These are filled anew by somebody who is trusted."""
+        if self._doubts:
+            for block in blocks:
+                self._doubts.pop(block, None)
+
+    def failed(self, blocks: Set[int], requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:
+        """These blocks were not loaded. All that was computed from them is spoiled: the requests that have it."""
+        bad, spoiled, left = set(blocks), list[TrackedRequest](), list(requests)
+        while True:
+            found = [(each, at) for each in left if (at := _first(each.block_ids, bad)) is not None]
+            if not found:
+                return spoiled
+            for tracked, at in found:
+                bad.update(tracked.block_ids[at:])
+                self._doubts.update(dict.fromkeys(tracked.block_ids[at:], NEVER))
+                self._set(tracked, NEVER)
+                spoiled.append(tracked)
+            left = [each for each in left if each not in spoiled]
+
+    def heard(self, number: int) -> list[str]:
+        """What failed in steps up to this one is known: the requests that are trusted now."""
+        self._heard = max(self._heard, number)
+        if not self._doubts:
+            return []
+        self._doubts = {block: doubt for block, doubt in self._doubts.items() if doubt > number}
+        trusted = [each for each in self._doubted.values() if each.doubt <= number]
+        for tracked in trusted:
+            self._set(tracked, 0)
+        return [tracked.request.request_id for tracked in trusted]
+
+    def forget(self, tracked: TrackedRequest) -> None:
+        """It is over, or has lost its blocks."""
+        self._set(tracked, 0)
+
+    def _worst(self, blocks: Sequence[int]) -> int:
+        return max((self._doubts.get(block, 0) for block in blocks), default=0) if self._doubts else 0
+
+    def _set(self, tracked: TrackedRequest, doubt: int) -> None:
+        tracked.doubt = doubt
+        if doubt:
+            self._doubted[tracked.request.request_id] = tracked
+        else:
+            self._doubted.pop(tracked.request.request_id, None)
+
+
+def _first(block_ids: Sequence[int], bad: Set[int]) -> int | None:
+    return next((at for at, block in enumerate(block_ids) if block in bad), None)
