@@ -330,6 +330,7 @@ class ConnectorConfig(NodeOptions, frozen=True, kw_only=True, forbid_unknown_fie
     save: bool = True  # put prompts into the store
     save_decode: bool = True  # put generated chunks into the store
     load: Literal["auto", "always"] = "auto"  # beside requests that run: what comes sooner than it is computed, or all
+    any_release: bool = False  # run with a release of the engine that PDX was not tested with, too
     role: Literal["prefill", "decode", "both"] = "both"  # told to the proxy; decides nothing in the engine
     url: str = ""  # where this engine serves HTTP, told to the proxy
     lookup_s: PositiveSeconds = 1.0  # a node that has not answered by then is a miss

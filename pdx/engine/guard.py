@@ -118,6 +118,9 @@ class SchedulerGuard(_Guard):
     def not_loaded(self, block_ids: Set[int]) -> None:
         self._run(self._half.not_loaded, block_ids, otherwise=None)
 
+    def load_failed(self, request_id: str) -> None:
+        self._run(self._half.load_failed, request_id, otherwise=None)
+
     def heard(self, news: Sequence[WorkerNews]) -> None:
         self._run(self._half.heard, news, otherwise=None)
 
@@ -161,6 +164,7 @@ class WorkerGuard(_Guard):
         self._in_step: set[int] = set()  # blocks of this step's in-step loads
         self._lost: dict[str, list[int]] = {}  # the scheduler half was switched off before it told of them
         self._is_known = False
+        self._failed_loads: set[str] = set()  # of those that `finished_loads` told of last
 
     @property
     def has_news(self) -> bool:
@@ -204,9 +208,15 @@ class WorkerGuard(_Guard):
         if self.is_off:
             failed = failed | self._in_step
         self._in_step = set()
-        for request_id in finished:
-            self._loads.pop(request_id, None)
+        loads = {request_id: self._loads.pop(request_id, None) for request_id in finished}
+        self._failed_loads = {
+            name for name, load in loads.items() if failed and (load is None or not failed.isdisjoint(load.block_ids))
+        }
         return finished, failed
+
+    def failed_loads(self) -> set[str]:
+        """Of the loads that `finished_loads` told of last, those of which something is missing."""
+        return self._failed_loads
 
     def take_news(self) -> WorkerNews | None:
         nothing: WorkerNews | None = None

@@ -295,6 +295,12 @@ class SchedulerHalf:
             for tracked in self._trust.failed(block_ids - ours, others):
                 self._spoil(tracked)
 
+    def load_failed(self, request_id: str) -> None:
+        """Not all of the request's load has come, and the engine computes the whole prompt."""
+        tracked = self._loading.get(request_id)
+        if tracked is not None:
+            tracked.failed_block = tracked.local_tokens // self._layout.block_tokens
+
     def _spoil(self, tracked: TrackedRequest) -> None:
         """It was computed from pages that nobody has loaded: nothing of it is saved."""
         connection = self._link.connection

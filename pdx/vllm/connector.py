@@ -47,7 +47,7 @@ from pdx.vllm.identity import (
     own_life,
     why_unnamed,
 )
-from pdx.vllm.releases import check_nested
+from pdx.vllm.releases import check_nested, check_release, reports_blocks
 from pdx.vllm.step import limits_of, step_record
 
 
@@ -95,6 +95,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         _join_log()
         transfer = vllm_config.kv_transfer_config
         config = _checked_config(transfer)
+        check_release(any_release=config.any_release)
         # Only the scheduler half makes keys: the workers need not read samples of the weights.
         is_scheduler = role is KVConnectorRole.SCHEDULER
         model = self._name_model(vllm_config) if is_scheduler else ""
@@ -120,6 +121,11 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """No particular one. vLLM asks before it groups the layers, where it would fail with words of its own."""
         check_no_state(vllm_config.model_config)
         return None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: the cache is mapped anew after sleep, and copies under way are not drained before it (vLLM 0.33 asks)."""
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -198,8 +204,10 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.scheduler.switch_off("a worker half is off")
         if isinstance(told, PdxWorkerNews):
             self._names.heard(told.adapters)
-        if connector_output.invalid_block_ids:
-            self.scheduler.not_loaded(connector_output.invalid_block_ids)
+        if failed := getattr(connector_output, "invalid_block_ids", None):
+            self.scheduler.not_loaded(failed)
+        for request_id in getattr(connector_output, "failed_recving", None) or ():
+            self.scheduler.load_failed(request_id)
         if isinstance(told, PdxWorkerNews) and told.news:
             self.scheduler.heard(told.news)
         for request_id in connector_output.finished_recving or ():
@@ -256,9 +264,15 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         finished, self._failed_blocks = self.worker.finished_loads()
         return None, finished or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if not reports_blocks():
+            results.failed_recving = self.worker.failed_loads()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        return failed if reports_blocks() else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         news = self.worker.take_news()

@@ -16,7 +16,7 @@ from typing import Any
 from pdx.engine.weights import SUFFIXES, weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
 from pdx.memory.layout import KvLayout
-from pdx.vllm.releases import checked_release, cpu_isa, hashed_tokens, is_causal, page_order, root_hash, salt_tag
+from pdx.vllm.releases import cpu_isa, hashed_tokens, is_causal, page_order, release_name, root_hash, salt_tag
 
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _HASHES = ("sha256", "sha256_cbor")
@@ -65,7 +65,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
         isa=cpu_isa(spec, cache),
         num_shards=parallel.world_size,
         hashing=_checked_hash(cache),
-        release=checked_release(),
+        release=release_name(),
     )
 
 

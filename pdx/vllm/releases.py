@@ -6,6 +6,7 @@ those of the release that is installed, and by `make releases` those of all.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.version import __version__, __version_tuple__
 
 from pdx.errors import ConfigError
@@ -24,13 +26,18 @@ OLDEST, NEWEST = (0, 28), (0, 33)  # of those that the border's tests run agains
 RELEASE: tuple[int, int] = __version_tuple__[:2]  # (0, 0) where vLLM was built without a version
 
 
-def checked_release() -> str:
-    """The release, under whose name its pages are known (`KvLayout.release`).
+def check_release(*, any_release: bool) -> None:
+    """`any_release`: also one that PDX was not tested with, though what it makes of loads that fail is not known.
 
-    :raises ConfigError: the release is too old, or no two of its engines would find each other's chunks.
+    :raises ConfigError: the release is unknown or too old, or no two of its engines would find each other's chunks.
     """
     tested = f"PDX is tested with {_name(OLDEST)} to {_name(NEWEST)}"
     if RELEASE > NEWEST or RELEASE == (0, 0):
+        if not any_release:
+            raise ConfigError(
+                f"vLLM {__version__} is not known to PDX: {tested}, and wrong tokens are what a connector gives that "
+                'takes another release for one of these; install one of them, or set "any_release": true'
+            )
         log.warning("vLLM %s is not known to PDX: %s", __version__, tested)
     elif RELEASE < OLDEST:
         raise ConfigError(f"vLLM {__version__} is too old: {tested}; install one of these")
@@ -39,7 +46,17 @@ def checked_release() -> str:
             "PYTHONHASHSEED is not set: vLLM 0.28 hashes blocks differently in each process then, so no engine finds "
             "another one's chunks. Set PYTHONHASHSEED=0 for all engines, or install vLLM 0.29 or newer"
         )
+
+
+def release_name() -> str:
+    """The release, under whose name its pages are known (`KvLayout.release`)."""
     return __version__ if RELEASE == (0, 0) else _name(RELEASE)
+
+
+def reports_blocks() -> bool:
+    """Whether vLLM is told which blocks were not loaded, and keeps those before them; else it is told which requests
+    have failed, and computes all of them. Where both could be told, the second would void the first."""
+    return any(field.name == "invalid_block_ids" for field in dataclasses.fields(KVConnectorOutput))
 
 
 def check_nested() -> None:

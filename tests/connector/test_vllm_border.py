@@ -338,7 +338,16 @@ def test_releases_that_find_nothing_are_refused(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setattr(releases, "RELEASE", release)
     with pytest.raises(ConfigError, match=words):
-        releases.checked_release()
+        releases.check_release(any_release=True)
+
+
+@pytest.mark.parametrize("release", [(0, 34), (1, 0), (0, 0)])
+def test_releases_that_are_not_known_are_refused(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch, release: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(releases, "RELEASE", release)
+    with pytest.raises(ConfigError, match='is not known to PDX: .* or set "any_release": true'):
+        connector_of(folder, KVConnectorRole.WORKER)
 
 
 def test_releases_that_are_known_start_in_silence_and_newer_ones_with_a_warning(
@@ -347,7 +356,8 @@ def test_releases_that_are_known_start_in_silence_and_newer_ones_with_a_warning(
     told = []
     for release in ((0, 28), (0, 33), (0, 34), (1, 0), (0, 0)):
         monkeypatch.setattr(releases, "RELEASE", release)
-        told.append((releases.checked_release(), len(caplog.messages)))
+        releases.check_release(any_release=True)
+        told.append((releases.release_name(), len(caplog.messages)))
     assert told == [("0.28", 0), ("0.33", 0), ("0.34", 1), ("1.0", 2), (releases.__version__, 3)]
     assert "is not known to PDX: PDX is tested with 0.28 to 0.33" in caplog.messages[-1]
 
@@ -420,7 +430,8 @@ def test_how_blocks_are_hashed_and_adapters_loaded_is_where_pdx_steps_in() -> No
 
 def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -> None:
     """A hook that vLLM has renamed is never called. Hooks of newer releases than the installed one are named here."""
-    newer = {"get_loaded_kv_cache_group_ids"} if releases.RELEASE < (0, 32) else set()
+    since = {"get_transfer_results": (0, 30), "get_loaded_kv_cache_group_ids": (0, 32), "supports_sleep_mode": (0, 33)}
+    newer = {name for name, release in since.items() if release > releases.RELEASE}
     own = {name for name in vars(connector.PdxConnector) if not name.startswith("_")} - {"scheduler", "worker"}
     assert own - set(dir(KVConnectorBase_V1)) == newer
     assert not connector.PdxConnector.__abstractmethods__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,9 +37,9 @@ def bed(model: Path, module_node: NodeProcess, request: pytest.FixtureRequest) -
 
 
 @pytest.fixture
-def own_bed(model: Path, node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[OracleBed]:
-    """Engines on a node of their own, which may die."""
+def own_bed(model: Path, start_node: Callable[..., NodeProcess], request: pytest.FixtureRequest) -> Iterator[OracleBed]:
+    """Engines on a node of their own, which may be killed."""
     from oracle_bed import OracleBed
 
-    with contextlib.closing(OracleBed(model, node, request.node.name)) as made:
+    with contextlib.closing(OracleBed(model, start_node(), request.node.name)) as made:
         yield made

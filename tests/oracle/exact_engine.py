@@ -43,6 +43,7 @@ with warnings.catch_warnings():
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -51,6 +52,8 @@ with warnings.catch_warnings():
 
 from pdx.engine.copier import Scatter
 from pdx.engine.plan import PagesPlan
+
+__all__ = ["KVConnectorOutput", "connector"]  # vLLM is imported here first
 
 MODEL_LEN = 4096
 DEPTH = 2  # steps under way with async scheduling
@@ -249,7 +252,7 @@ class Engine:
         prompt, _ = self._prompts[name]
         done = len(tokens) - len(prompt)
         right = answer(prompt, done + count, LAYERS - self.shape.draft_layers)[done:]
-        wrong_from = (done * 7) % (count + 1)
+        wrong_from = right[0] % (count + 1)
         return right[:wrong_from] + [token + 1 for token in right[wrong_from:]]
 
     # ---- requests ---------------------------------------------------------------------------
@@ -341,10 +344,10 @@ class Engine:
         found = [wrong for name in names or list(self.outputs) if (wrong := self.wrong(name))]
         assert not found, "; ".join(found)
 
-    def forget_answers(self) -> None:
-        """Those that are there."""
-        for name in set(self.outputs) - set(self.requests):
-            del self.outputs[name], self._prompts[name]
+    def taken(self, name: str) -> list[int]:
+        """The answer of a request that is over, which is forgotten."""
+        del self._prompts[name]
+        return self.outputs.pop(name)
 
     def leftovers(self) -> Iterator[str]:
         """What should not be there while the engine has no request: nothing."""

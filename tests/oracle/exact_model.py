@@ -8,6 +8,7 @@ by another constant, so that a page that is torn is seen as such.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,18 +20,15 @@ FIRST_TOKEN, NUM_TOKENS = 100, 900  # that are ever sampled
 Word = np.uint64
 Words = NDArray[np.uint64]
 
-_ANSWERS_KEPT = 4096
-
 
 def mix(words: Words) -> Words:
     """A bijection in which each bit depends on all others."""
     mixed = words.astype(Word, copy=True)
-    with np.errstate(over="ignore"):
-        mixed ^= mixed >> Word(33)
-        mixed *= Word(0xFF51AFD7ED558CCD)
-        mixed ^= mixed >> Word(33)
-        mixed *= Word(0xC4CEB9FE1A85EC53)
-        mixed ^= mixed >> Word(33)
+    mixed ^= mixed >> Word(33)
+    mixed *= Word(0xFF51AFD7ED558CCD)
+    mixed ^= mixed >> Word(33)
+    mixed *= Word(0xC4CEB9FE1A85EC53)
+    mixed ^= mixed >> Word(33)
     return mixed
 
 
@@ -47,15 +45,19 @@ def embed(tokens: Sequence[int]) -> Words:
 def keys_of(hidden: Words, start: int, layer: int) -> Words:
     """The keys of tokens that stand at `start` and behind it."""
     positions = np.arange(start, start + len(hidden), dtype=Word)
-    with np.errstate(over="ignore"):
-        return mix(hidden * Word(3) + positions * Word(0x9E3779B97F4A7C15) + Word(layer + 1))
+    return mix(hidden * Word(3) + positions * Word(0x9E3779B97F4A7C15) + Word(layer + 1))
 
 
-def attend(hidden: Words, keys: Words, layer: int) -> Words:
-    """What the layer gives for its last `len(hidden)` tokens, by the keys of all tokens up to them."""
-    with np.errstate(over="ignore"):
-        sums = np.cumsum(keys * (np.arange(len(keys), dtype=Word) * Word(2) + Word(1)), dtype=Word)
-        return mix((hidden ^ sums[len(keys) - len(hidden) :]) + Word(layer * 7 + 5))
+def attend(hidden: Words, keys: Words, layer: int, start: int = 0, before: Words | None = None) -> tuple[Words, Words]:
+    """What the layer gives for its last `len(hidden)` tokens, and the sum over the keys that it looked at.
+
+    `keys`: of the tokens from `start` on; `before`: the sum over those before, [1].
+    """
+    places = np.arange(start, start + len(keys), dtype=Word)
+    sums = np.cumsum(keys * (places * Word(2) + Word(1)), dtype=Word)
+    if before is not None:
+        sums += before
+    return mix((hidden ^ sums[len(keys) - len(hidden) :]) + Word(layer * 7 + 5)), sums[-1:]
 
 
 def sample(hidden: Word) -> int:
@@ -63,18 +65,34 @@ def sample(hidden: Word) -> int:
     return int(mix(np.array([hidden ^ Word(0xABCDEF)]))[0] % Word(NUM_TOKENS)) + FIRST_TOKEN
 
 
-_answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+class _Generation:
+    """Goes on from a prompt for as long as it is asked."""
+
+    def __init__(self, prompt: Sequence[int], layers: int) -> None:
+        self._new, self._start = list(prompt), 0
+        self._sums: list[Words | None] = [None] * layers
+        self.tokens: list[int] = []
+
+    def go_on(self) -> None:
+        hidden = embed(self._new)
+        for layer, before in enumerate(self._sums):
+            hidden, self._sums[layer] = attend(hidden, keys_of(hidden, self._start, layer), layer, self._start, before)
+        self._start += len(self._new)
+        self._new = [sample(hidden[-1])]
+        self.tokens += self._new
+
+
+@lru_cache(1024)
+def _generation(prompt: tuple[int, ...], layers: int) -> _Generation:
+    return _Generation(prompt, layers)
 
 
 def answer(prompt: Sequence[int], count: int, layers: int = LAYERS) -> list[int]:
     """The `count` tokens that follow the prompt."""
-    asked = (tuple(prompt), layers)
-    known = _answers.get(asked, [])
-    if len(known) < count:
-        if len(_answers) >= _ANSWERS_KEPT:
-            _answers.clear()
-        known = _answers[asked] = _generate(prompt, count, layers)
-    return known[:count]
+    generation = _generation(tuple(prompt), layers)
+    while len(generation.tokens) < count:
+        generation.go_on()
+    return generation.tokens[:count]
 
 
 def keys(prompt: Sequence[int]) -> list[Words]:
@@ -82,18 +100,5 @@ def keys(prompt: Sequence[int]) -> list[Words]:
     found, hidden = [], embed(prompt)
     for layer in range(LAYERS):
         found.append(keys_of(hidden, 0, layer))
-        hidden = attend(hidden, found[-1], layer)
+        hidden, _ = attend(hidden, found[-1], layer)
     return found
-
-
-def _generate(prompt: Sequence[int], count: int, layers: int) -> list[int]:
-    new, generated = list(prompt), list[int]()
-    keys = [np.zeros(0, Word) for _ in range(layers)]
-    while len(generated) < count:
-        hidden = embed(new)
-        for layer in range(layers):
-            keys[layer] = np.concatenate([keys[layer], keys_of(hidden, len(keys[layer]), layer)])
-            hidden = attend(hidden, keys[layer], layer)
-        new = [sample(hidden[-1])]
-        generated += new
-    return generated

@@ -144,7 +144,7 @@ class Runner:
             for one in work.values():
                 self._write(one, layer)
             for one in work.values():
-                hidden = attend(one.hidden, self._read(one, layer), layer)
+                hidden, _ = attend(one.hidden, self._read(one, layer), layer)
                 if layer < LAYERS - self.draft_layers:
                     one.hidden = hidden
             if has_hooks:

@@ -29,6 +29,10 @@ class OracleBed:
         """How far a counter of the node has come since the bed was made."""
         return self.node.status().counters.get(counter, 0) - self._before.counters.get(counter, 0)
 
+    def forget_counts(self) -> None:
+        """The node is another one from now on."""
+        self._before = self.node.status()
+
     def engine(self, name: str, **shape: Any) -> Engine:
         """An engine of this shape."""
         engine = Engine(name, self._model, self.node.address, Shape(**shape))

@@ -3,12 +3,20 @@ against the oracle, on the engine that it happened to, on others, and on one tha
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from exact_engine import FOREIGN, PDX
+from exact_engine import FOREIGN, PDX, KVConnectorOutput, connector
+from exact_model import answer
 from foreign_connector import CLAIMS, Claim
+from node_harness import NodeProcess
 from oracle_bed import OracleBed
+
+from pdx.engine.cpu_copier import CpuCopier
+from pdx.testing.waiting import wait_until
 
 HISTORY = 1024  # tokens: four chunks
 CHUNKS = HISTORY // 256
@@ -66,6 +74,27 @@ def test_a_request_whose_load_fails_is_right_and_so_is_its_next_turn(
 
 
 @both
+def test_a_release_that_is_told_of_requests_and_not_of_blocks_computes_them(
+    bed: OracleBed, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The contract that is to replace that of blocks. From 0.30 on vLLM knows both."""
+    if not hasattr(KVConnectorOutput(), "failed_recving"):
+        pytest.skip("not in this release")
+    monkeypatch.setattr(connector, "reports_blocks", lambda: False)
+    history = written(bed)
+    reader = reader_of(bed, asynchronous=asynchronous)
+    reader.faults.lose(times=2)
+    prompt = history + bed.tokens(300, "a")
+    for name in "ab":
+        reader.add(name, prompt + bed.tokens(5, name), 12)
+    reader.run()
+    reader.check()
+    reader.ask("c", prompt, 12)
+    assert reader.faults.lost
+    read_by_another(bed, prompt)
+
+
+@both
 @pytest.mark.parametrize("aborted", [False, True], ids=["it goes on", "it is aborted"])
 def test_another_request_with_the_same_beginning_is_right_while_the_failed_part_is_computed(
     bed: OracleBed, asynchronous: bool, aborted: bool
@@ -110,6 +139,120 @@ def test_layers_of_a_draft_model_run_after_transfers_were_asked_for(bed: OracleB
     reader = reader_of(bed, draft_layers=1, asynchronous=asynchronous)
     for name, count in (("first", 200), ("second", 300)):
         reader.ask(name, history + bed.tokens(count, name), 8)
+
+
+# ---- ends, and other turns --------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 8])
+def test_a_request_may_be_aborted_at_any_step_of_its_load(bed: OracleBed, asynchronous: bool, steps: int) -> None:
+    history = written(bed)
+    reader = reader_of(bed, asynchronous=asynchronous)
+    for name in "ab":
+        reader.add(name, history + bed.tokens(300, name), 12)
+    for _ in range(steps):
+        reader.step()
+    reader.abort("a")
+    reader.run()
+    reader.check("b")
+    reader.ask("c", history + bed.tokens(300, "a"), 12)
+
+
+@both
+def test_requests_that_are_preempted_find_what_they_have_saved(bed: OracleBed, asynchronous: bool) -> None:
+    history = written(bed)
+    reader = bed.engine("reader", asynchronous=asynchronous, blocks=130, budget=256)
+    prompts = {str(number): history[: 256 + 100 * number] + bed.tokens(80, number) for number in range(5)}
+    for name, prompt in prompts.items():
+        reader.add(name, prompt, 300)
+    reader.run()
+    reader.check()
+    assert reader.preemptions
+    read_by_another(bed, *prompts.values())
+
+
+def test_drafts_that_are_rejected_are_not_saved(bed: OracleBed) -> None:
+    history = written(bed)
+    reader = bed.engine("reader", drafts=True)
+    prompts = {name: history + bed.tokens(40, name) for name in "ab"}
+    for name, prompt in prompts.items():
+        reader.add(name, prompt, 400)
+    reader.run()
+    reader.check()
+    assert 400 < reader.runner.steps * 2 < 800, "some drafts were taken, and some were not"
+    read_by_another(bed, *(prompt + answer(prompt, 400) for prompt in prompts.values()))
+
+
+@both
+def test_a_reset_may_come_while_requests_run_and_load(bed: OracleBed, asynchronous: bool) -> None:
+    """vLLM refuses one that preempts while a load is under way: it has preempted by then, and goes on."""
+    history = written(bed)
+    reader = reader_of(bed, asynchronous=asynchronous)
+    reader.add("a", bed.tokens(300, "a"), 60)
+    for _ in range(4):
+        reader.step()
+    reader.add("b", history + bed.tokens(300, "b"), 60)
+    refused = 0
+    while "b" in reader.requests:
+        reader.step()
+        is_loading = any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in reader.requests.values())
+        if is_loading or not refused:
+            with contextlib.suppress(RuntimeError):
+                reader.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            refused += 1
+    reader.run()
+    reader.check()
+    read_by_another(bed, bed.tokens(300, "a"), history + bed.tokens(300, "b"))
+
+
+@both
+def test_a_load_of_a_node_that_dies_is_computed(
+    own_bed: OracleBed, start_node: Callable[..., NodeProcess], asynchronous: bool
+) -> None:
+    history = written(own_bed)
+    reader = reader_of(own_bed, asynchronous=asynchronous)
+    reader.add("a", history + own_bed.tokens(300, "a"), 12)
+    while not reader.half._loads and reader.requests["a"].status.name == "WAITING":  # noqa: SLF001
+        reader.step()
+    own_bed.node.kill()
+    reader.run()
+    reader.check("a")
+    own_bed.node = start_node()
+    wait_until(lambda: reader.half.is_attached and reader.worker_half.is_attached, what="the reader is attached")
+    reader.ask("b", history + own_bed.tokens(300, "b"), 12)
+
+
+@both
+def test_a_worker_that_maps_the_arena_of_a_new_node_late_loads_nothing_until_then(
+    own_bed: OracleBed,
+    start_node: Callable[..., NodeProcess],
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+) -> None:
+    """The scheduler half is attached before it."""
+    late, mapped = list[Any](), threading.Event()
+    use = CpuCopier.use
+
+    def use_late(self: CpuCopier, arena: Any) -> None:
+        if self in late and arena is not None:
+            assert mapped.wait(60)
+        use(self, arena)
+
+    monkeypatch.setattr(CpuCopier, "use", use_late)
+    reader = reader_of(own_bed, asynchronous=asynchronous)
+    late.append(reader.worker_half._copier)  # noqa: SLF001
+    own_bed.node.kill()
+    own_bed.node = start_node()
+    own_bed.forget_counts()
+    wait_until(lambda: reader.half.is_attached, what="the reader's scheduler half is attached")
+    try:
+        history = written(own_bed)
+        reader.ask("a", history + own_bed.tokens(300, "a"), 12)
+    finally:
+        mapped.set()
+    wait_until(lambda: reader.worker_half.is_attached, what="its worker half is")
+    reader.ask("b", history + own_bed.tokens(300, "b"), 12)
 
 
 # ---- inside MultiConnector --------------------------------------------------------------------

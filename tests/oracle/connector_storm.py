@@ -1,0 +1,347 @@
+"""Random requests, and all that may befall them, on engines that share a node: every token against the oracle, nothing
+hung, nothing left.
+
+`python tests/oracle/connector_storm.py --requests 20000` runs long; `--help` says what it can be told. The same seed
+plays the same events, but threads and the node are real, so that moments differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+from exact_engine import FOREIGN, PDX, Engine, Shape, check_nothing_left, tokens
+from foreign_connector import CLAIMS, Claim
+from node_harness import NodeProcess
+
+from pdx.config import NodeConfig
+from pdx.testing.tiny_llama import make_model
+from pdx.testing.waiting import wait_until
+
+DOCUMENTS = (90, 200, 330, 500, 700)  # tokens of the beginnings that prompts share
+MAX_PROMPT = 1500
+MAX_LIVE = 14
+COUNTS = (1, 2, 5, 20, 40)  # of generated tokens
+HUNG_S = 120.0
+STORMS = 6  # on the same engines
+EXTRA = {"chunk_tokens": 64, "transfer_wait_s": 3.0, "reserve_wait_s": 0.5, "lease_s": 4.0, "lookup_s": 1.0}
+SMALL: dict[str, Any] = {"blocks": 160, "budget": 160, "seqs": 6, "extra": EXTRA}
+SHAPES = {
+    "sync": [Shape(**SMALL)] * 2,
+    "async": [Shape(**SMALL, asynchronous=True)] * 2,
+    "mixed": [Shape(**SMALL), Shape(**SMALL, asynchronous=True), Shape(**SMALL, threshold=48)],
+    "drafts": [Shape(**SMALL, drafts=True), Shape(**SMALL)],
+    "beside": [Shape(**SMALL, beside=(FOREIGN, PDX)), Shape(**SMALL, beside=(FOREIGN, PDX), asynchronous=True)],
+}
+
+REQUESTS = ("plain", "plain", "plain", "forward", "forward", "together")
+TROUBLE = ("abort", "lose", "reset")
+NODE_TROUBLE = ("kill", "stop")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something happens, `after` so many steps. Numbers that choose among things are taken modulo their count."""
+
+    kind: str = "plain"
+    after: int = 0
+    engine: int = 0  # where; a request of two legs decodes on the next one
+    base: int = 0  # a document, or a conversation that goes on
+    cut: int = 0  # tokens that its beginning is shorter
+    tail: int = 1  # tokens behind it …
+    tail_seed: int = 0  # … which others have, too
+    count: int = 0  # index in COUNTS
+    pick: int = 0  # what it happens to
+
+    @classmethod
+    def drawn(cls, rng: random.Random, kinds: Sequence[str], pace: int) -> Event:
+        """A random one; `pace`: steps between two, on average."""
+        return cls(
+            rng.choice(kinds),
+            int(rng.expovariate(1 / pace)),
+            rng.randrange(8),
+            rng.randrange(12),
+            rng.choice((0, 0, rng.randrange(700))),
+            rng.randrange(150),
+            rng.randrange(40),
+            rng.randrange(len(COUNTS)),
+            rng.randrange(1000),
+        )
+
+
+class StormNode:
+    """A node that may be stopped, or killed and started again."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self.process = NodeProcess(config).wait_ready()
+        self._is_stopped = self._is_dead = False
+
+    def kill(self) -> None:
+        self.go_on()
+        self.process.kill()
+        self._is_dead = True
+
+    def stop(self) -> None:
+        if not self._is_dead:
+            self.process.signal(signal.SIGSTOP)
+            self._is_stopped = True
+
+    @property
+    def is_well(self) -> bool:
+        return not (self._is_stopped or self._is_dead)
+
+    def go_on(self) -> None:
+        """It runs again."""
+        if self._is_stopped:
+            self.process.signal(signal.SIGCONT)
+            self._is_stopped = False
+        if self._is_dead:
+            self.process = NodeProcess(self._config).wait_ready()
+            self._is_dead = False
+
+    def holds_nothing(self) -> bool:
+        """No request left anything in it but chunks."""
+        status = self.process.status()
+        return not status.leases and not status.transfers and set(status.chunks) <= {"sealed"}
+
+    def close(self) -> None:
+        self.go_on()
+        self.process.close()
+
+
+@dataclass
+class _Live:
+    engine: Engine
+    prompt: list[int]
+    then: Callable[[list[int]], None] | None = None
+    since: float = field(default_factory=time.monotonic)
+
+
+class Storm:
+    """Plays events on engines. `name`: storms of other names have nothing in common."""
+
+    def __init__(self, name: str, engines: Sequence[Engine], node: StormNode | None = None) -> None:
+        self._name, self._engines, self._node = name, engines, node
+        self._documents = [tokens(DOCUMENTS[each % len(DOCUMENTS)], (name, each)) for each in range(7)]
+        self._answers: list[list[int]] = []
+        self._live: dict[str, _Live] = {}
+        self._turn = self._number = self._well_at = 0
+        self.counts: Counter[str] = Counter()
+        self.slowest_s = 0.0
+
+    def play(self, events: Sequence[Event]) -> None:
+        """All of them, in order.
+
+        :raises AssertionError: an answer is wrong, or something is hung.
+        """
+        for event in events:
+            for _ in range(event.after):
+                self._step()
+            while len(self._live) >= MAX_LIVE:
+                self._step()
+            getattr(self, f"_{event.kind}")(event)
+            self.counts[event.kind] += 1
+
+    def settle(self) -> None:
+        """Let all requests end, and see that nothing is left.
+
+        :raises AssertionError: something is.
+        """
+        if self._node is not None:
+            self._node.go_on()
+        while self._live or any(engine.is_busy for engine in self._engines):
+            self._step()
+        check_nothing_left(self._engines)
+        if self._node is not None:
+            wait_until(self._node.holds_nothing, what="the node holds nothing but chunks")
+
+    # ---- events -----------------------------------------------------------------------------
+
+    def _plain(self, event: Event) -> None:
+        self._add(self._engine(event), self._prompt(event), COUNTS[event.count])
+
+    def _forward(self, event: Event) -> None:
+        """The decode leg comes with the first token of the prefill leg."""
+        prompt, transfer = self._prompt(event), self._transfer()
+        count = max(2, COUNTS[event.count])
+
+        def decode(first: list[int]) -> None:
+            params = {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": len(prompt)}
+            self._add(self._engine(event, 1), prompt + first, count - 1, params)
+
+        self._add(self._engine(event), prompt, 1, {"do_remote_decode": True, "transfer_id": transfer}, decode)
+
+    def _together(self, event: Event) -> None:
+        """Both legs come at once."""
+        prompt, transfer = self._prompt(event), self._transfer()
+        self._add(self._engine(event), prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
+        params = {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True}
+        self._add(self._engine(event, 1), prompt, COUNTS[event.count], params)
+
+    def _abort(self, event: Event) -> None:
+        if self._live:
+            name = sorted(self._live)[event.pick % len(self._live)]
+            engine = self._live.pop(name).engine
+            engine.abort(name)
+            engine.taken(name)
+
+    def _lose(self, event: Event) -> None:
+        """The next loads of an engine miss chunks from some one on, or a single one."""
+        first, alone = event.pick % 5, event.pick % 2
+        self._engine(event).faults.lose(lambda chunk: chunk == first if alone else chunk >= first, 1 + event.pick % 3)
+
+    def _reset(self, event: Event) -> None:
+        """The engine's cache is reset, and sometimes the connector's, after which it shares with no other engine. What
+        runs may be preempted for it, which vLLM refuses during a load."""
+        with contextlib.suppress(RuntimeError):
+            self._engine(event).scheduler.reset_prefix_cache(
+                reset_running_requests=event.pick % 3 == 0, reset_connector=event.pick % 7 == 0
+            )
+
+    def _kill(self, event: Event) -> None:
+        if self._node is not None and self._node.is_well:
+            self._node.kill()
+            self._well_at = self._turn + event.pick
+
+    def _stop(self, event: Event) -> None:
+        if self._node is not None and self._node.is_well:
+            self._node.stop()
+            self._well_at = self._turn + event.pick
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def _engine(self, event: Event, leg: int = 0) -> Engine:
+        return self._engines[(event.engine + leg) % len(self._engines)]
+
+    def _prompt(self, event: Event) -> list[int]:
+        bases = self._documents + self._answers
+        base = bases[event.base % len(bases)]
+        beginning = base[: max(1, len(base) - event.cut)]
+        return (beginning + tokens(event.tail, (self._name, "tail", event.tail_seed)))[:MAX_PROMPT]
+
+    def _transfer(self) -> str:
+        return f"{self._name}-{self._number:016d}"[-64:]
+
+    def _add(
+        self,
+        engine: Engine,
+        prompt: list[int],
+        count: int,
+        params: dict[str, Any] | None = None,
+        then: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        self._number += 1
+        name = f"{self._name}-{self._number}"
+        if engine.shape.beside and self._number % 3 == 0:  # the connector beside keeps what it promises
+            promised = len(prompt) // 2 // 16 * 16
+            CLAIMS[name] = Claim(promised, promised)
+        self._live[name] = _Live(engine, prompt, then)
+        engine.add(name, prompt, count, params)
+
+    def _step(self) -> None:
+        """Of one engine, in turns."""
+        self._turn += 1
+        if self._node is not None and not self._node.is_well and self._turn >= self._well_at:
+            self._node.go_on()
+        engine = self._engines[self._turn % len(self._engines)]
+        for name in engine.step() if engine.is_busy else ():
+            self._finished(name)
+        if self._turn % 500 == 0:
+            now = time.monotonic()
+            hung = [name for name, live in self._live.items() if now - live.since > HUNG_S]
+            states = [(name, self._live[name].engine.requests[name].status.name) for name in hung]
+            assert not hung, f"hung: {states}"
+
+    def _finished(self, name: str) -> None:
+        live = self._live.pop(name, None)
+        if live is None:  # aborted in the step that ended it
+            return
+        live.engine.check(name)
+        answer = live.engine.taken(name)
+        self.slowest_s = max(self.slowest_s, time.monotonic() - live.since)
+        self.counts["finished"] += 1
+        self.counts["tokens"] += len(answer)
+        self._answers = [*self._answers[-20:], live.prompt + answer]
+        if live.then is not None:
+            live.then(answer)
+
+
+@contextlib.contextmanager
+def storm_bed(mode: str, folder: Path, **node: Any) -> Iterator[tuple[list[Engine], StormNode]]:
+    """Engines of this mode on a node of their own, whose arena is full soon."""
+    model = folder / "model"
+    if not model.exists():
+        make_model(model, layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, intermediate=64)
+    with contextlib.ExitStack() as stack:
+        config = NodeConfig(**{"address": f"ipc://{folder}/{mode}.sock", "arena_bytes": 6 << 20, **node})
+        served = StormNode(config)
+        stack.callback(served.close)
+        engines: list[Engine] = []
+        for number, shape in enumerate(SHAPES[mode]):
+            engines.append(Engine(f"{mode}-{number}", model, config.address, shape))
+            stack.callback(engines[-1].close)
+        yield engines, served
+
+
+def main() -> None:
+    """Play random events until so many requests have finished, and print counts as JSON. It ends where something is
+    wrong, hung or left."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000, help="in each mode; default: %(default)s")
+    parser.add_argument("--mode", action="append", choices=SHAPES, help="default: all, one after the other")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--calm", action="store_true", help="the node is neither killed nor stopped")
+    parser.add_argument("--disk", action="store_true", help="the node has a disk, too")
+    chosen = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="pdx-storm-"))
+    try:
+        for mode in chosen.mode or SHAPES:
+            disk = {"disks": [str(folder / f"{mode}-disk")], "disk_limit_bytes": 200 << 20, "disk_reserve_bytes": 0}
+            if chosen.disk:
+                Path(disk["disks"][0]).mkdir(mode=0o700)
+            totals, rng = Counter[str](), random.Random(f"{mode} {chosen.seed}")
+            while totals["finished"] < chosen.requests:  # engines whose connector was reset share with no other
+                with storm_bed(mode, folder, **(disk if chosen.disk else {})) as (engines, node):
+                    _run(mode, engines, node, rng, totals, chosen)
+                print(json.dumps({"mode": mode, "seed": chosen.seed, **totals}), flush=True)  # noqa: T201
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(
+    mode: str, engines: list[Engine], node: StormNode, rng: random.Random, totals: Counter[str], chosen: Any
+) -> None:
+    """Some storms on these engines, each with its own prompts."""
+    kinds = [*REQUESTS] * 10 + [*TROUBLE] * 2 + ([] if chosen.calm else [*NODE_TROUBLE])
+    started = time.monotonic()
+    for number in range(STORMS):
+        storm = Storm(f"{mode}-{chosen.seed}-{totals['storms']}-{number}", engines, node)
+        storm.play([Event.drawn(rng, kinds, 12) for _ in range(150)])
+        storm.settle()
+        totals.update(storm.counts)
+        totals["slowest_s"] = max(totals["slowest_s"], round(storm.slowest_s))
+    totals["storms"] += STORMS
+    for engine in engines:
+        found = {"loads": engine.faults.loads, "loads_lost": engine.faults.lost, "preempted": engine.preemptions}
+        totals.update(found)
+    totals["seconds"] += round(time.monotonic() - started)
+
+
+if __name__ == "__main__":
+    main()

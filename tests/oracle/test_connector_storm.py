@@ -1,0 +1,43 @@
+"""Storms, whose events Hypothesis chooses and makes fewer where one fails. `PDX_STORM_EXAMPLES=1000` runs longer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+from connector_storm import COUNTS, REQUESTS, SHAPES, TROUBLE, Event, Storm, storm_bed
+from exact_engine import Engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+EXAMPLES = int(os.environ.get("PDX_STORM_EXAMPLES", "12"))  # of each mode
+
+events = st.builds(
+    Event,
+    kind=st.sampled_from(REQUESTS + TROUBLE),
+    after=st.integers(0, 30),
+    engine=st.integers(0, 3),
+    base=st.integers(0, 12),
+    cut=st.just(0) | st.integers(0, 700),
+    tail=st.integers(0, 150),
+    tail_seed=st.integers(0, 5),
+    count=st.integers(0, len(COUNTS) - 1),
+    pick=st.integers(0, 60),
+)
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    with storm_bed(request.param, tmp_path_factory.mktemp("storm")) as (made, _):
+        yield made
+
+
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+@given(played=st.lists(events, min_size=1, max_size=20))
+def test_every_token_is_right_and_nothing_is_left(engines: list[Engine], played: list[Event]) -> None:
+    storm = Storm(f"storm-{next(_names)}", engines)
+    storm.play(played)
+    storm.settle()
