@@ -41,9 +41,10 @@ HUNG_S = 120.0
 STORMS = 6  # on the same engines
 EXTRA = {"chunk_tokens": 64, "transfer_wait_s": 3.0, "reserve_wait_s": 0.5, "lease_s": 4.0, "lookup_s": 1.0}
 SMALL: dict[str, Any] = {"blocks": 160, "budget": 160, "seqs": 6, "extra": EXTRA}
+ALWAYS = {**SMALL, "extra": {**EXTRA, "load": "always"}}  # whether it pays or not
 SHAPES = {
-    "sync": [Shape(**SMALL)] * 2,
-    "async": [Shape(**SMALL, asynchronous=True)] * 2,
+    "sync": [Shape(**ALWAYS)] * 2,
+    "async": [Shape(**ALWAYS, asynchronous=True)] * 2,
     "mixed": [Shape(**SMALL), Shape(**SMALL, asynchronous=True), Shape(**SMALL, threshold=48)],
     "drafts": [Shape(**SMALL, drafts=True), Shape(**SMALL)],
     "beside": [Shape(**SMALL, beside=(FOREIGN, PDX)), Shape(**SMALL, beside=(FOREIGN, PDX), asynchronous=True)],
