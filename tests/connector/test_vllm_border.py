@@ -210,6 +210,7 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
         ),
         load_config=SimpleNamespace(load_format="auto"),
         attention_config=SimpleNamespace(backend=None),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=8, long_prefill_token_threshold=0),
     )
     cache = SimpleNamespace(
         kv_cache_groups=groups, hash_block_size=changes.get("hash_block_size", 128), kv_cache_layout="LBHNC"

@@ -15,7 +15,7 @@ from proxy_harness import FORWARDED, cluster, run, until, within
 
 from pdx.errors import RequestRefused
 from pdx.proxy import plan
-from pdx.proxy.body import LENIENT_BYTES, PIECE, Intake, encode, parse
+from pdx.proxy.body import LENIENT_BYTES, PIECE, Intake, as_engines_read, encode, parse
 from pdx.proxy.plan import Mode, Route, classify, single_prompt, strip_control
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -44,9 +44,10 @@ def as_object(pairs):
 def read(raw):
     """As an engine reads it; None: not at all."""
     try:
-        return json.loads(raw)
+        body = json.loads(raw)
     except (ValueError, RecursionError):
         return None
+    return {name: as_engines_read(name, body[name]) for name in body} if isinstance(body, dict) else body
 
 
 def same(one, other):

@@ -300,7 +300,8 @@ def test_what_was_not_used_for_longest_makes_room(make):
     assert bed.charge == CHARGE
     for number in range(4):
         assert bed.store(number)
-    assert bed.has(0)  # a look is a use
+    assert bed.has(1)  # a look is no use
+    bed.tier.use([key(0)])
     assert bed.store(4)
     assert [bed.has(number) for number in (0, 1, 2, 3, 4)] == [True, False, True, True, True]
     assert not bed.file(1).exists()
