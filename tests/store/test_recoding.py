@@ -110,6 +110,7 @@ def test_a_chunk_that_was_pinned_since_it_was_asked_is_not_replaced_with_a_loss(
     bed.tier.pin([key(3)], pinned=True, share=1.0)  # … and after
     until_over(bed, handle)
     bed.tier.pin([key(2), key(3)], pinned=False, share=1.0)
+    bed.settle()
     assert {number: error and error.kind for number, error in told.items()} == {
         key(1): None,
         key(2): "pinned",
