@@ -54,8 +54,7 @@ class Content:
         self._lora_dtype = str(getattr(lora, "lora_dtype", ""))
         self._has_towers = bool(getattr(lora, "enable_tower_connector_lora", False))
         # An encoder elsewhere is told of media by vLLM's names, and this process has no more than their sizes.
-        self._is_whole = getattr(vllm_config, "ec_transfer_config", None) is None
-        self._media = _Media()
+        self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)
         self._digests = AdapterDigests()
         self._loaded: dict[Adapter, str] = {}
 
@@ -65,9 +64,10 @@ class Content:
         if not self._can_reuse or skips_cache(request):
             return _NO_REUSE
         lora, media = request.lora_request, request.mm_features
-        if not lora and not media:
-            return None
         hasher = getattr(request, "_block_hasher", None)
+        may_get_media = hasher is not None and getattr(request, "resumable", False)  # by a later input of its session
+        if not lora and not media and not may_get_media:
+            return None
         if hasher is None or not is_new:
             return _NO_HASHES
         files = self._files(lora) if lora else ""
@@ -75,7 +75,7 @@ class Content:
             return _NO_ADAPTER
         adapter = self._adapter(lora, files) if lora else None
         tower = adapter if self._has_towers else None
-        if not all(self._is_whole and self._media.name(each, tower) for each in media):
+        if not all(self._media.name(each, tower) for each in media):
             return _NO_MEDIA
         request._block_hasher = ByContent(hasher, self._media, adapter, tower)
         request.block_hashes.clear()
@@ -164,12 +164,6 @@ class _Seen:
         return getattr(self._request, name)
 
 
-class _Name(str):
-    """What media are called here, which nothing is that came from outside, whatever its letters."""
-
-    __slots__ = ()
-
-
 class _Media:
     """Names of pictures, sounds and videos, by what the processor has made of them: that is what the model sees.
 
@@ -177,16 +171,20 @@ class _Media:
     what was drawn for this engine: no client calls there what is not named here by the same letters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_whole: bool) -> None:
+        """`is_whole`: this process has what the processor has made of media, and not their sizes alone."""
+        self._is_whole = is_whole
         self._life = secrets.token_hex(16)
+        self._named: dict[int, weakref.ref[Any]] = {}  # features named here, by identity: letters may be a client's
         self._known: dict[int, tuple[weakref.ref[Any], bytes]] = {}  # by the identity of what vLLM's cache gives again
 
     def name(self, feature: Any, tower: str | None) -> bool:
         """Name the content of one of a request's `mm_features`; False: it is not here. `tower`: the adapter whose
         weights its encoder has, too."""
-        if isinstance(feature.identifier, _Name):
+        where = id(feature)
+        if (named := self._named.get(where)) is not None and named() is feature:
             return True
-        content = self._content(feature.data)
+        content = self._content(feature.data) if self._is_whole else None
         if content is None:
             return False
         place = feature.mm_position
@@ -194,7 +192,8 @@ class _Media:
         told = [feature.modality, tower, place.length, getattr(place, "is_embed", None)]
         if not _feed(digest, told):
             return False
-        feature.identifier = _Name(self._life + digest.hexdigest())
+        feature.identifier = self._life + digest.hexdigest()
+        self._named[where] = weakref.ref(feature, lambda _: self._named.pop(where, None))
         return True
 
     def seen(self, feature: Any, tower: str | None) -> Any:

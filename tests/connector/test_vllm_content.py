@@ -276,15 +276,14 @@ def test_media_that_are_processed_once_are_digested_once(monkeypatch: pytest.Mon
     assert not content._media._known
 
 
-def test_media_that_a_session_adds_are_named_or_found_by_nobody() -> None:
+@pytest.mark.parametrize("first", [[], [1.0]], ids=["text first", "a picture first"])
+def test_media_that_a_session_adds_are_named_or_found_by_nobody(first: list[float]) -> None:
     """vLLM appends them to the request itself and hashes its new blocks: no hook tells of it."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def session(added: Any) -> Any:
-        content, request = (
-            engine(),
-            request_of(list(range(BLOCK * 2)), resumable=True, mm_features=[picture(1.0, "a", 2)]),
-        )
+        content, media = engine(), [picture(pixel, "a", 2) for pixel in first]
+        request = request_of(list(range(BLOCK * 2)), resumable=True, mm_features=media)
         assert content.name(request, True) is None
         update = StreamingUpdate([added], list(range(BLOCK * 3)), 1, 0.0, SamplingParams(max_tokens=1))
         stub = SimpleNamespace(hash_block_size=BLOCK, log_stats=False, num_waiting_for_streaming_input=0)
@@ -296,6 +295,12 @@ def test_media_that_a_session_adds_are_named_or_found_by_nobody() -> None:
     known = [session(picture(pixel, "same", 0)) for pixel in (2.0, 2.0, 3.0)]
     assert known[0] == known[1] != known[2]
     assert session(hidden)[1:] != session(hidden)[1:]
+
+
+def test_names_of_media_are_plain_text_which_vllms_events_can_hold() -> None:
+    content, request = engine(), request_of(mm_features=[picture(1.0, "a")])
+    assert content.name(request, True) is None
+    assert type(request.mm_features[0].identifier) is str
 
 
 # ---- adapters --------------------------------------------------------------------------------
