@@ -151,6 +151,7 @@ def said(answer: dict[str, Any]) -> str:
     return content
 
 
+@pytest.mark.timeout(600)  # two engines that read pictures, and 26 answers
 def test_each_of_twelve_users_is_answered_about_the_own_picture(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

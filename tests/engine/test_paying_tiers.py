@@ -83,7 +83,8 @@ class Bed:
     @property
     def left_out(self) -> int:
         """Chunks that were not loaded because that takes too long."""
-        return self.counter("loads_not_worth") + self.counter("loads_from_slow_tiers")
+        reasons = "loads_not_worth", "loads_cut", "loads_from_slow_tiers"
+        return sum(self.counter(each) for each in reasons)
 
     def forget(self) -> None:
         """Others take the room of what memory has."""
