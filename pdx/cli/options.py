@@ -63,6 +63,10 @@ _SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in
 class Sectioned(click.Command):
     """A command whose options are listed under headings; those that have none come first."""
 
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        """See `click.Command`, which keeps what the first caller's context says."""
+        return ["-h", "--help"]
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """See `click.Command`."""
         found: dict[str, list[tuple[str, str]]] = {"Options": []}

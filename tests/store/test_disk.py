@@ -872,6 +872,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert self.bed.has(number) == (number in self.model)
         if number in self.model:
             self.model.move_to_end(number)
+            self.bed.tier.use([key(number)])  # as the request does that it is loaded for
             assert self.bed.load(number, nbytes=self.model[number]) is None
 
     @rule(numbers=st.lists(numbers, max_size=4))
