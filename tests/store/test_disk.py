@@ -177,6 +177,55 @@ def test_pins_outlive_the_node(make):
     assert pins_of(bed) == {}
 
 
+def test_a_pin_that_ends_with_its_chunk_does_not_come_back_with_another_of_its_key(make):
+    bed = make()
+    assert bed.store(1)
+    bed.tier.pin([key(1)], pinned=True, share=1.0)
+    bed.settle()
+    assert pins.read(bed.root) == {key(1): 1}
+    assert bed.tier.evict([key(1)]) == 1
+    bed.settle()
+    assert pins.read(bed.root) == {}, "so that a node that is killed now leaves none"
+
+
+def test_a_pin_that_could_not_be_noted_is_noted_with_the_next_one(make, monkeypatch):
+    bed = make()
+    assert bed.store(1)
+    assert bed.store(2)
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fdatasync", full)
+        bed.tier.pin([key(1)], pinned=True, share=1.0)
+        bed.settle()
+    assert pins.read(bed.root) == {}
+    bed.tier.pin([key(2)], pinned=True, share=1.0)
+    bed.settle()
+    assert pins.read(bed.root) == {key(1): 1, key(2): 1}
+
+
+def test_a_write_of_pins_that_is_cut_short_goes_on(tmp_path, monkeypatch):
+    pins.write(tmp_path, {key(1): 1})
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, buffers[0][:50], offset))
+    pins.write(tmp_path, {key(number): 1 for number in range(20)}, live=20)
+    assert pins.read(tmp_path) == {key(number): 1 for number in range(20)}
+
+
+def test_the_file_of_pins_is_written_anew_when_half_of_it_says_nothing_any_more(tmp_path, monkeypatch):
+    """Each note of a file that is all in use must not cost all of it."""
+    monkeypatch.setattr(pins, "_ANEW_BYTES", 1)
+    anew = []
+    replace = pins._replace
+    monkeypatch.setattr(pins, "_replace", lambda *told: anew.append(1) or replace(*told))
+    pins.write(tmp_path, {key(number): 1 for number in range(100)}, live=100)
+    for number in range(300):
+        pins.write(tmp_path, {key(number % 100): number}, live=100)
+    assert len(anew) == 1 + 3
+
+
 def test_pins_of_what_is_not_there_or_does_not_fit_any_more_are_dropped(make, caplog):
     bed = make()
     for number in range(4):

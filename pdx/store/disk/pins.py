@@ -3,8 +3,8 @@
     pdx pins 1
     <key, 32 hex digits> <how often it is pinned>
 
-A line holds until the next one of its key; 0: it is not pinned. Lines are added; a file that is too long is written
-anew. One thread at a time writes. A last line without its end is that of a process that was killed.
+A line holds until the next one of its key; 0: it is not pinned. Lines are added; a file of which half says nothing any
+more is written anew. One thread at a time writes. A last line without its end is that of a process that was killed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdx.errors import TierError
+from pdx.store.disk.system_calls import write_all
 
-MAX_BYTES = 128 << 20
+MAX_BYTES = 256 << 20
 NAME = "tier.pins"
-_ANEW_BYTES = 32 << 20  # a file that is longer is written anew
+_ANEW_BYTES = 1 << 20  # a file that is longer is written anew …
+_LINE_BYTES = 35  # … if it is twice as long as the pins that there are
 _HEAD = b"pdx pins 1\n"
 _LINE = re.compile(rb"^([0-9a-f]{32}) ([0-9]{1,9})\n", re.MULTILINE)
 
@@ -44,14 +46,14 @@ def read(root: Path) -> dict[bytes, int]:
     return {key: count for key, count in pins.items() if count}
 
 
-def write(root: Path, pins: Mapping[bytes, int]) -> None:
-    """These are pinned so often from now on, and on the disk when this returns.
+def write(root: Path, pins: Mapping[bytes, int], live: int = 0) -> None:
+    """These are pinned so often from now on, and on the disk when this returns. `live`: chunks that are pinned now.
 
     :raises TierError: it could not be written, or another file has that name.
     """
     path = root / NAME
     try:
-        if not _add(path, _lines(pins)):
+        if not _add(path, _lines(pins), max(_ANEW_BYTES, 2 * live * _LINE_BYTES)):
             _replace(path, {**read(root), **pins})
     except OSError as error:
         raise TierError(f"{path} cannot be written: {error.strerror}", "write_failed") from error
@@ -70,19 +72,21 @@ def _lines(pins: Mapping[bytes, int]) -> bytes:
     return b"".join(b"%s %d\n" % (key.hex().encode(), count) for key, count in pins.items())
 
 
-def _add(path: Path, lines: bytes) -> bool:
-    """False: there is no such file, or it is too long."""
+def _add(path: Path, lines: bytes, most: int) -> bool:
+    """False: there is no such file, or it would have more than `most` bytes."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
-    with os.fdopen(fd, "ab", buffering=0) as file:
+    try:
         size = _check(fd, path)
-        if not size or size + len(lines) > _ANEW_BYTES:
+        if not size or size + len(lines) > most:
             return False
         is_torn = os.pread(fd, 1, size - 1) != b"\n"
-        file.write(b"?\n" * is_torn + lines)  # a line that was cut short says nothing
+        write_all(fd, [memoryview(b"?\n" * is_torn + lines)], size)  # a line that was cut short says nothing
         os.fdatasync(fd)
+    finally:
+        os.close(fd)
     return True
 
 

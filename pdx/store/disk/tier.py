@@ -370,6 +370,7 @@ class DiskTier(Tier):
             why = "deleted, or broken" if file.key in task.forgotten else "removed to make room"
             self.history.note([file.key], why, self._clock())
         self._on_removed(list(dict.fromkeys(file.key for file in files)))
+        self._note()
 
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
@@ -482,8 +483,7 @@ class DiskTier(Tier):
         self._look()
         has_ended = self._workers.close(SILENT_JOIN_S if self._health.doubt == SILENT else JOIN_S)
         if has_ended and (self._uses or self._pins):
-            self._workers.finish(Task(used=list(self._uses.items()), pins=self._pins))
-        self._uses.clear()
+            self._workers.finish(self._noted())
         self._end_queued()
         if has_ended:
             self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
@@ -527,7 +527,10 @@ class DiskTier(Tier):
             self._leaving -= task.hold
             if task.used or task.pins:
                 self._is_noting = False
-                self._note()
+                if task.error is None:
+                    self._note()
+                else:  # with the next note
+                    self._pins = {**task.pins, **self._pins}
             if task.error is not None:
                 self._warn(task.error)
         elif task.is_load:
@@ -619,9 +622,13 @@ class DiskTier(Tier):
         return, loads do not wait for them."""
         if (self._uses or self._pins) and not self._is_noting:
             self._is_noting = True
-            self._give(Task(used=list(self._uses.items()), pins=dict(self._pins)), self._workers.removals)
-            self._uses.clear()
-            self._pins.clear()
+            self._give(self._noted(), self._workers.removals)
+
+    def _noted(self) -> Task:
+        task = Task(used=list(self._uses.items()), pins=dict(self._pins), num_pinned=len(self._index.pins))
+        self._uses.clear()
+        self._pins.clear()
+        return task
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.of(part.key)

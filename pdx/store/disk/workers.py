@@ -37,7 +37,8 @@ class Task(msgspec.Struct, eq=False):
     is_probe: bool = False  # whether the folder is there, and a file of it can be read: …
     probed: ChunkFile | None = None  # … this one, if there is one
     used: Sequence[tuple[ChunkFile, int]] = ()  # whose files are to say so, and how many times they were loaded
-    pins: Mapping[bytes, int] = {}  # how often chunks are pinned now, which the file of pins is to say
+    pins: Mapping[bytes, int] = {}  # how often chunks are pinned now, which the file of pins is to say …
+    num_pinned: int = 0  # … and how many are
     victims: Sequence[ChunkFile] = ()  # to be removed first
     reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
@@ -197,7 +198,7 @@ class Workers:
             chunk_file.touch(self._path(file), loads)
         if task.pins:
             task.seen_at = self._clock()
-            pins.write(self._root, task.pins)
+            pins.write(self._root, task.pins, task.num_pinned)
         for file in task.victims:
             task.seen_at = self._clock()
             old = self._path(file)
