@@ -47,7 +47,7 @@ _REFUSAL = error_bytes(503, "the proxy has no room for another connection", retr
 class HttpConnection(web.RequestHandler):
     """A connection of aiohttp's that says when a request on it begins and when its answer is written."""
 
-    __slots__ = ("_head_bytes", "_listener")
+    __slots__ = ("_body", "_head_bytes", "_listener")
 
     def __init__(self, listener: Listener, server: web.Server, keepalive_s: float) -> None:
         super().__init__(
@@ -61,6 +61,7 @@ class HttpConnection(web.RequestHandler):
         )
         self._listener = listener
         self._head_bytes = 0
+        self._body: StreamReader | None = None  # of the last request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -74,7 +75,8 @@ class HttpConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        if self._listener.spoke(self):
+        is_body = self._body is not None and not self._body.is_eof()  # the rest of one that was answered early
+        if self._listener.spoke(self) and not is_body:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES:
                 self._listener.refused_head(self, _HEAD_BYTES)
@@ -101,7 +103,7 @@ class HttpConnection(web.RequestHandler):
 
     def begin(self, body: StreamReader) -> None:
         """The head of a request has arrived."""
-        self._head_bytes = 0
+        self._head_bytes, self._body = 0, body
         self._listener.begun(self, body)
 
     async def finish_response(

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from urllib.parse import urlsplit
 
 import pytest
 from proxy_harness import FORWARDED, cluster, run, within
@@ -43,6 +44,27 @@ def test_who_sends_too_large_a_body_is_told_the_limit_and_how_to_raise_it():
         async with cluster(max_body_bytes=2 << 20) as made:
             said = b"the request's body is larger than 2097152 bytes (2 MiB); pdx proxy --max-body raises this limit"
             assert await post_large(made, COMPLETIONS, {"prompt": "x" * (3 << 20)}) == (413, said)
+
+    run(main)
+
+
+def test_the_rest_of_a_body_that_was_answered_early_is_no_head():
+    """Clients that send all before they read must get the answer, too."""
+    head = "POST {} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    size = 16 << 20
+
+    async def main():
+        async with cluster(max_body_bytes=2 << 20) as made:
+            parts = urlsplit(made.url)
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(head.format(COMPLETIONS, size).encode())
+            for _ in range(size >> 16):
+                writer.write(b"a" * (1 << 16))
+                await writer.drain()
+            assert (await reader.readline()).split()[1] == b"413"
+            writer.close()
+            await writer.wait_closed()
+            assert made.proxy.counters["heads_too_large"] == 0
 
     run(main)
 
