@@ -43,8 +43,8 @@ class Pair(msgspec.Struct, frozen=True):
 def serving(engines: Sequence[Engine], health: Health, model: str | None) -> list[Engine]:
     """Those that have the model of this name; None: the model of which the first decoder's own clients get that.
 
-    Where none is known to have it: those of which nothing is known; else those of one model, which then refuse it. Legs
-    of one request never go to two models: one would continue the other's text.
+    Where none is known to have it: those of which nothing is known, if one of them decodes; else those of one model,
+    which then refuse it. Legs of one request never go to two models: one would continue the other's text.
     """
     known = {each.url: health.of(each.url).models for each in engines}
     if model is None:
@@ -52,7 +52,8 @@ def serving(engines: Sequence[Engine], health: Health, model: str | None) -> lis
         if model is None:
             return list(engines)
     found = [each for each in engines if (models := known[each.url]) is not None and (not models or model in models)]
-    return found or [each for each in engines if known[each.url] is None] or serving(engines, health, None)
+    unknown = [each for each in engines if known[each.url] is None]
+    return found or (unknown if any(each.decodes for each in unknown) else serving(engines, health, None))
 
 
 def candidates(engines: Iterable[Engine], health: Health) -> list[Candidate]:

@@ -1,10 +1,13 @@
 """Which engines get a request's two legs: load first, then one node rather than two, then turns."""
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.proxy.engines import Engine
-from pdx.proxy.router import Candidate, Pair, decoder, pair
+from pdx.proxy.router import Candidate, Pair, decoder, pair, serving
 
 
 def engine(url, prefills=False, decodes=False, named=False, node="", detached=False):
@@ -165,3 +168,14 @@ def test_no_pair_is_better_than_the_chosen_one(found):
         by_url = {each.engine.url: each for each in found}
         mine = rank(by_url[best.prefiller.url], by_url[best.decoder.url])
         assert mine == min(each[0] for each in every)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "asked"),
+    [(engine("x", decodes=True), ["x"]), (engine("x", prefills=True), ["live"])],
+    ids=["it may be loading it", "it cannot answer"],
+)
+def test_a_model_that_nobody_is_known_to_have_is_asked_of_who_can_answer(unknown, asked):
+    models = {"live": SimpleNamespace(models={"m": None}), "x": SimpleNamespace(models=None)}
+    live = engine("live", prefills=True, decodes=True)
+    assert [each.url for each in serving([live, unknown], SimpleNamespace(of=models.get), "typo")] == asked
