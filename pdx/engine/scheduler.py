@@ -66,7 +66,8 @@ class SchedulerHalf:
         self._fingerprint = layout.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, layout, hasher)
         self._requests: dict[str, TrackedRequest] = {}
-        self._left_out: set[str] = set()  # nothing of these is asked, saved or found
+        # Nothing of these is asked, saved or found, but others may rest on the same blocks (`pdx.engine.trust`).
+        self._left_out: dict[str, TrackedRequest] = {}
         self._turns = Turns(limits)  # of new ones
         self._due: set[str] = set()  # those that the next step may have something to do for
         self._loading: dict[str, TrackedRequest] = {}
@@ -127,7 +128,7 @@ class SchedulerHalf:
         why = self._name_inputs(request, is_new)
         if why is None:
             return False
-        self._left_out.add(request_id)
+        self._left_out[request_id] = TrackedRequest(request, self._layout, None, self._fingerprint)
         if why.reason:
             self._link.count(why.reason, why.text, request_id)
         params, _ = self._params(request)
@@ -190,14 +191,16 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
-        if self._is_left_out(request, is_new=not local_tokens):
+        is_left_out = self._is_left_out(request, is_new=not local_tokens)
+        tracked = self._left_out[request.request_id] if is_left_out else self.track(request, is_new=not local_tokens)
+        tracked.local_tokens = tracked.vouched = local_tokens
+        if tracked.scheduled:
+            self._trust.forget(tracked)
+        if is_left_out:
             return 0
-        tracked = self.track(request, is_new=not local_tokens)
         if tracked.scheduled:
             self._running.discard(request.request_id)
-            self._trust.forget(tracked)
             self._lookup.restart(tracked)
-        tracked.local_tokens = tracked.vouched = local_tokens
         if tracked.loaded_for == request.num_preemptions:
             return 0  # its load failed: recompute
         connection = self._link.connection
@@ -260,11 +263,12 @@ class SchedulerHalf:
 
         :raises LayoutError: as `TrackedRequest.take_blocks`.
         """
-        if self._is_left_out(request):
-            return
-        tracked = self.track(request)
+        is_left_out = self._is_left_out(request)
+        tracked = self._left_out[request.request_id] if is_left_out else self.track(request)
         tracked.take_blocks(blocks)
         tracked.scheduled = True
+        if is_left_out:
+            return
         self._turns.remove(request.request_id)
         tracked.in_step = tracked.in_step and num_external > 0
         if tracked.in_step or not num_external:
@@ -292,8 +296,9 @@ class SchedulerHalf:
             tracked.failed_block = min([*failed, *before], default=None)
         if not block_ids <= ours:
             others = [tracked for tracked in self._requests.values() if not tracked.loading]
-            for tracked in self._trust.failed(block_ids - ours, others):
-                self._spoil(tracked)
+            for tracked in self._trust.failed(block_ids - ours, [*others, *self._left_out.values()]):
+                if tracked.request.request_id in self._requests:
+                    self._spoil(tracked)
 
     def load_failed(self, request_id: str) -> None:
         """Not all of the request's load has come, and the engine computes the whole prompt."""
@@ -356,7 +361,7 @@ class SchedulerHalf:
 
     def request_of(self, request_id: str) -> EngineRequest | None:
         """The request, as the engine has told of it; None: it has not, or the request is finished."""
-        tracked = self._requests.get(request_id)
+        tracked = self._requests.get(request_id) or self._left_out.get(request_id)
         return tracked.request if tracked is not None else None
 
     def plan_step(self, record: StepRecord) -> StepPlan:
@@ -383,12 +388,16 @@ class SchedulerHalf:
         return StepPlan(epoch, saves, loads, current, record.num_tokens, self._step, self._heard, awaits)
 
     def _plan_save(self, step: StepRequest, connection: Connection | None) -> SavePlan | None:
-        tracked = self._requests.get(step.request_id)
+        left_out = self._left_out.get(step.request_id)
+        tracked = left_out or self._requests.get(step.request_id)
         if tracked is None:
             return None
         if step.blocks:
             tracked.take_blocks(step.blocks, are_all=step.has_all_blocks)
         self._trust.scheduled(tracked, step, self._step)
+        if left_out is not None:
+            self._due.discard(step.request_id)
+            return None
         if tracked.doubt == NEVER and not tracked.is_stale:
             self._spoil(tracked)
         if connection is None or tracked.epoch != connection.epoch:
@@ -411,7 +420,10 @@ class SchedulerHalf:
 
         :returns: what became of each field of its hints, in words; empty: it had none.
         """
-        self._left_out.discard(request.request_id)
+        left_out = self._left_out.pop(request.request_id, None)
+        if left_out is not None:
+            self._due.discard(request.request_id)
+            self._trust.forget(left_out)
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return {}

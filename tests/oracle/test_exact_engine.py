@@ -16,6 +16,7 @@ from node_harness import NodeProcess
 from oracle_bed import OracleBed
 
 from pdx.engine.cpu_copier import CpuCopier
+from pdx.engine.step import LeftOut
 from pdx.testing.waiting import wait_until
 
 HISTORY = 1024  # tokens: four chunks
@@ -268,12 +269,16 @@ def claims() -> Any:
     CLAIMS.clear()
 
 
+@pytest.mark.parametrize("is_left_out", [False, True], ids=["of a request", "of one that is left out"])
 @pytest.mark.parametrize("kept", [0, 256, 400])
 def test_what_another_connector_failed_to_load_is_not_saved(
-    bed: OracleBed, claims: dict[str, Claim], kept: int
+    bed: OracleBed, claims: dict[str, Claim], monkeypatch: pytest.MonkeyPatch, kept: int, is_left_out: bool
 ) -> None:
     """Nor what was computed from it, by this request or by one that comes in the same step."""
     reader = reader_of(bed, **BESIDE)
+    if is_left_out:  # as for a picture without a name
+        left_out = {"0": LeftOut("unnamed_media", "%s")}
+        monkeypatch.setattr(reader.half, "_name_inputs", lambda request, is_new: left_out.get(request.request_id))
     prompts = [bed.tokens(HISTORY) + bed.tokens(count, count) for count in (100, 120)]
     claims["0"] = Claim(PROMISED, kept)
     for number, prompt in enumerate(prompts):
