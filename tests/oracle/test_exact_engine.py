@@ -264,7 +264,8 @@ PROMISED = 768  # tokens: three chunks
 
 @pytest.fixture
 def claims() -> Any:
-    """What the connector beside PDX promises."""
+    """What the connector beside PDX promises. A storm leaves what its requests did not come to."""
+    CLAIMS.clear()
     yield CLAIMS
     CLAIMS.clear()
 
