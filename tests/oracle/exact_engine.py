@@ -17,11 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
-with warnings.catch_warnings():
+# Engines that tests start have this process's environment, so that it must be as it was.
+with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     import torch
     from exact_model import LAYERS, answer
