@@ -120,10 +120,12 @@ def test_a_small_load_overtakes_large_ones_that_have_not_begun(gate: Gate) -> No
     assert failed == set()
 
 
-def test_a_small_load_does_not_stand_behind_a_large_one_that_has_begun(gate: Gate) -> None:
+def test_a_small_load_does_not_stand_behind_a_large_one_that_has_begun(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The large one goes on behind it, and is over when all of it is copied."""
     wait_until(lambda: gate.began == ["first"], what="it is under way")
-    gate.loader._rate.moved(1, 0, 1_000_000_000)  # so slow that a piece has the least that a piece has
+    monkeypatch.setattr(loader_module, "PIECE_S", 0.0)  # a piece has the least that a piece has
     copied: list[tuple[str, int]] = []
 
     def load(name: str, num_chunks: int) -> Copies:
