@@ -11,11 +11,11 @@ GPU_PYTHON := $(or $(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python
 GPU_PATH := $(CURDIR)/.site:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-test gpu-bench: export PYTHONPATH := $(GPU_PATH)
 
-.PHONY: help setup demo test releases check format docs bench gpu-test gpu-bench clean
+.PHONY: help setup demo test test-long releases check format docs bench gpu-test gpu-bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## create .venv with vLLM, PDX and the tools (the other targets do it when needed)
 
@@ -35,6 +35,10 @@ test: check  ## lint, types and all tests (ARGS="-m 'not engine'" leaves out tho
 	$(call pytest,--part=beside -n 2 --dist loadscope)  # most of them wait for processes of theirs
 	$(call pytest,--part=alone)
 	$(BIN)/pytest tests/transports/test_ucx*.py  # in a process without NIXL's UCX, see docs/adr/0018
+
+test-long: export PYTHONDONTWRITEBYTECODE :=
+test-long: $(READY)  ## the tests that need a machine with nothing else to do; an issue ends with them
+	$(call pytest,--part=long)
 
 releases: $(READY)  ## the connector on the sources of each supported vLLM, downloaded (ARGS=0.31.0: that one)
 	.ci/releases $(BIN)/python $(ARGS)

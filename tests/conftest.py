@@ -40,20 +40,24 @@ _kept_by_drivers: set[str] = set()  # kinds that were seen in a test on a GPU: e
 _HARMLESS_CHILDREN = ("resource_tracker", "forkserver")
 
 
+PARTS = {"beside": (), "alone": ("engine", "alone"), "long": ("long",)}  # and the marks of their tests
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--part`: `make test` runs most tests side by side (`-n`), and then those that need the machine to themselves."""
-    parser.addoption("--part", choices=["beside", "alone"], help="tests that may run beside others, or the others")
+    """`--part`: `make test` runs most tests side by side (`-n`), then those that need the machine to themselves;
+    `make test-long` those whose outcome rests on how fast the machine is."""
+    parser.addoption("--part", choices=PARTS, help="the tests that may run beside others, or one of the other parts")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Engines use all cores, and tests marked `alone` measure, or count what is free on the whole machine."""
-    part = config.getoption("part")
-    if part is None:
+    wanted = config.getoption("part")
+    if wanted is None:
         return
     kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
-        is_alone = any(item.get_closest_marker(name) for name in ("engine", "alone"))
-        kept[is_alone == (part == "alone")].append(item)
+        parts = [part for part, marks in PARTS.items() if any(map(item.get_closest_marker, marks))]
+        kept[(parts or ["beside"])[-1] == wanted].append(item)
     config.hook.pytest_deselected(items=kept[False])
     items[:] = kept[True]
 

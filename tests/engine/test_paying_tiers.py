@@ -26,6 +26,8 @@ from pdx.errors import ArenaFull
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Ping
 
+pytestmark = pytest.mark.long  # what a load and a look at a tier cost in fact decides what the node does
+
 PAGE_BYTES = 16 << 10
 CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES  # 192 KiB
 CHUNK_S = 0.1
