@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import pdx
 from pdx.bench.systems.line import Relay
 from pdx.engine.pace import Pace
 from pdx.errors import ArenaFull
+from pdx.store.paying import PROBE_S
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Ping
 
@@ -60,6 +62,7 @@ class Bed:
     def __init__(self, node: NodeProcess, engine: ToyEngine, relay: Relay) -> None:
         self.node, self.engine, self.relay = node, engine, relay
         self.numbers = itertools.count()
+        engine.skip_hooks = True  # as in vLLM no step loads while it computes, whatever part of a prompt is found
         connection = engine.workers[0]._link.connection
         assert connection is not None
         connection.chunk_s = CHUNK_S
@@ -142,12 +145,15 @@ def test_no_request_takes_longer_than_computing_it(
         bed.forget()
         bed.run(prompt)
     outcomes = []
+    num_waits, began = 0, time.monotonic()
     for turn, prompt in itertools.product(range(TURNS), prompts):
         bed.forget()
         outcomes.append(bed.run(prompt))
         new = bed.run(tokens(1000 * len(prompt) + turn, outcomes[-1].chunks))
         assert new.hits == 0
-        assert speed > 1.0 or new.waited_s == 0.0, "an answer that changes nothing is not waited for"
+        num_waits += new.waited_s > 0.0
+    most = 1 + (time.monotonic() - began) // PROBE_S
+    assert speed > 1.0 or num_waits <= most, "an answer that changes nothing is waited for now and then"
     for one in outcomes:
         assert one.took_s(bed.relay.rate) <= MOST * one.chunks * CHUNK_S, one
         assert one.hits or not one.waited_s, one

@@ -162,6 +162,7 @@ class ToyEngine:
     def admit(self, request: Request) -> set[int]:
         """Look up, allocate, load; returns the blocks that could not be loaded."""
         external = self.match(request)
+        assert not self.scheduler_guard.in_step, "of a part of a prompt: admit_in_step, or skip_hooks"
         self.allocate(request, external)
         if not external:
             return set()
