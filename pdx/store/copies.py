@@ -6,9 +6,10 @@ reads a tier and fills an arena (`Copies.load`).
 
 Each tier has a queue. The copy with the highest priority goes first; among those of one priority the copy that lacks
 the fewest bytes of its prefill, because its decoder waits soonest, and the load of the fewest bytes, so that a long
-prompt does not keep short ones waiting. What a tier was given and has not finished is bounded by
-`Tier.max_inflight_bytes`, and of loads by `AHEAD_S`, so that the order still matters when there is more to copy than
-the tier takes.
+prompt does not keep short ones waiting. A load goes before those when loads of `OVERTAKEN` times its bytes were
+submitted since, so that short ones do not keep a long one waiting for ever. What a tier was given and has not finished
+is bounded by `Tier.max_inflight_bytes`, and of loads by `AHEAD_S`, so that the order still matters when there is more
+to copy than the tier takes.
 Slices are grouped until a job is worth its cost (`group_bytes`), or nothing more is to be filled.
 
 What is filled, finished and granted is only noted; `pump`, once per turn of the control loop, gives the tiers the jobs
@@ -23,6 +24,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -41,6 +43,7 @@ from pdx.telemetry.trace import Lane, Tracer
 
 log = logging.getLogger("pdx.node")
 
+OVERTAKEN = 4  # times its own bytes may overtake a load
 AHEAD_S = 0.05  # of loads a tier is given what it loads in this time, or `Tier.loads_at_once` if that is more
 
 LANES = {
@@ -68,6 +71,9 @@ class Queue(msgspec.Struct):
     stored_bytes: int = 0  # held by copies that nobody waits for
     # bytes of loads not given yet, by priority and size class
     to_load: Counter[tuple[int, int]] = msgspec.field(default_factory=Counter)
+    submitted: Counter[int] = msgspec.field(default_factory=Counter)  # bytes of all loads so far, by priority …
+    # … and at how many of these a load is overtaken no more
+    turns: defaultdict[int, Deadlines[int]] = msgspec.field(default_factory=partial(defaultdict, Deadlines))
 
 
 class Copies:
@@ -240,12 +246,27 @@ class Copies:
         queue.wants += bool(copy.want)
         if copy.is_load:
             queue.to_load[copy.priority, copy.size_class] += copy.held_bytes
+            self._age(queue, copy)
         if copy.transfer is not None:
             self._of_transfer[copy.transfer].append(copy)
         if copy.is_load:
             self._grant(copy, Grant(range(len(copy.keys))))
         else:
             self._ask(copy)
+
+    def _age(self, queue: Queue, new: Copy) -> None:
+        """A load more: those of its priority that were overtaken by enough go first."""
+        priority, nbytes = new.priority, new.held_bytes
+        queue.turns[priority].add([new.number], queue.submitted[priority] + OVERTAKEN * nbytes)
+        queue.submitted[priority] += nbytes
+        for number in queue.turns[priority].take(queue.submitted[priority]):
+            copy = queue.copies.get(number)
+            if copy is not None:
+                left = copy.held_bytes - copy.given_bytes
+                queue.to_load[priority, copy.size_class] -= left
+                copy.size_class = 0
+                queue.to_load[priority, 0] += left
+                self._rank(copy)
 
     @staticmethod
     def _count(queue: Queue, copy: Copy, nbytes: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from test_tiers import Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.store import paying, tiers
+from pdx.store import copies, paying, tiers
 from pdx.store.chunk import NODE
 from pdx.store.paying import Computing
 from pdx.telemetry.rate import HALF_BYTES, HALF_NS, Rate
@@ -220,6 +220,33 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(stage):
     assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(1), key(8)]
     stage.end_all()
     assert stage.hits(range(9)) == 9
+
+
+def test_a_long_prompt_lets_so_many_short_ones_go_first_and_no_more(stage):
+    stage.tier.loads_at_once = 1
+    below(stage, range(12))
+    assert stage.may_come(range(4))
+    others = 0
+    while stage.hits(range(4)) < 4:
+        others += 1
+        assert others <= copies.OVERTAKEN * 4, "it never gets its turn"
+        assert stage.may_come([4 + others % 8])  # one comes as fast as the tier loads one
+        stage.end()
+        stage.forget([4 + others % 8])
+    stage.end_all()
+
+
+def test_one_that_has_its_turn_is_expected_before_short_ones(stage):
+    stage.tier.loads_at_once = 1
+    below(stage, range(10))
+    assert stage.may_come([0, 1])
+    assert stage.copies.loading_bytes(stage.tier, GRANULE_BYTES) == GRANULE_BYTES, "what is given"
+    for number in range(2, 2 + copies.OVERTAKEN * 2):
+        assert stage.may_come([number])
+    assert stage.copies.loading_bytes(stage.tier, GRANULE_BYTES) == 10 * GRANULE_BYTES
+    stage.end()
+    assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(1)]
+    stage.end_all()
 
 
 def test_a_fast_tier_is_given_more_than_it_loads_at_a_time(stage):
