@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +39,6 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.telemetry.faults import counted
-from pdx.telemetry.rate import Rate
 from pdx.telemetry.trace import Lane, Tracer
 
 log = logging.getLogger("pdx.node")
@@ -102,8 +102,6 @@ class Copies:
         self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
         self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
         self._may_give: set[Tier] = set()  # … and the tiers that may be given jobs
-        self._rates: defaultdict[tuple[Tier, bool], Rate] = defaultdict(Rate)  # by tier, and whether of loads
-        self.late_at: dict[Tier, float] = {}  # when a load was given up; the tier brought nothing meanwhile, nor since
         self.landed: list[Chunk] = []  # chunks that were loaded, or never will be; whoever tells of them empties it
 
     def __len__(self) -> int:
@@ -125,10 +123,6 @@ class Copies:
         """The copies under way that a peer asked for, and the bytes of the chunks that they hold."""
         queue = self._queues.get(tier)
         return (queue.wants, queue.wanted_bytes) if queue is not None else (0, 0)
-
-    def rate(self, tier: Tier, *, is_load: bool = True) -> Rate:
-        """How fast loads from a tier, or stores to it, have moved bytes."""
-        return self._rates[tier, is_load]
 
     def loading_bytes(self, tier: Tier, nbytes: int = 1 << 62) -> int:
         """Bytes of the loads from a tier that come before a load of `nbytes` that a request waits for."""
@@ -399,9 +393,9 @@ class Copies:
             counted(log, self._counters, "copies_late", "%r is dropped: it was not over in time", copy)
             if copy.is_load:
                 if self._queues[copy.tier].loaded_ns < copy.begun_ns:  # else it has brought what others wait for
-                    self.late_at[copy.tier] = now
+                    copy.tier.late_at = now
                 if not copy.copied_bytes:  # else its jobs have told how fast it was
-                    self._rates[copy.tier, True].moved(0, copy.begun_ns, self._clock_ns())
+                    copy.tier.load_rate.moved(0, copy.begun_ns, self._clock_ns())
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True
                 copy.tier.cancel(copy)
@@ -433,7 +427,7 @@ class Copies:
         if copy.priority >= Priority.STORE:
             limit = max(1, limit // 2)  # the other half is for what somebody waits for
         if copy.is_load and queue.loads >= tier.loads_at_once:
-            limit = min(limit, queue.in_flight - queue.load_bytes + int(AHEAD_S * 1e9 * self.rate(tier).gb_s))
+            limit = min(limit, queue.in_flight - queue.load_bytes + int(AHEAD_S * 1e9 * tier.load_rate.gb_s))
         return tier.is_ready and queue.in_flight < limit
 
     def _give(self, queue: Queue, copy: Copy) -> None:
@@ -506,10 +500,11 @@ class Copies:
             queue.loads, queue.load_bytes = queue.loads - 1, queue.load_bytes - job.nbytes
         if not job.end_ns:
             return
-        self._rates[copy.tier, copy.is_load].moved(job.nbytes, job.start_ns, job.end_ns)
+        rate = copy.tier.load_rate if copy.is_load else copy.tier.store_rate
+        rate.moved(job.nbytes, job.start_ns, job.end_ns)
         if copy.is_load:
             queue.loaded_ns = self._clock_ns()
-            self.late_at.pop(copy.tier, None)
+            copy.tier.late_at = -math.inf
 
     def _record(self, copy: Copy, job: Job) -> None:
         """Bytes, time and spans of what was moved, for tiers of every kind alike."""

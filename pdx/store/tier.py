@@ -7,6 +7,7 @@ bytes of one job at a time on threads of its own.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -18,6 +19,7 @@ from pdx.errors import NodeError
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 from pdx.store.history import History
+from pdx.telemetry.rate import Rate
 
 if TYPE_CHECKING:
     from pdx.store.copy import Copy
@@ -113,6 +115,7 @@ class Tier(ABC):
     is_shared: bool = False  # whether other nodes find there what is stored: then names of clients do not go there
     is_whole: bool = False  # whether a job must hold one whole chunk of one shard
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
+    late_at: float = -math.inf  # when a load was given up, where nothing has come from there meanwhile, nor since
     answer_s: float = 0.0  # how long a question took lately that `seeks` has asked
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
     loads_at_once: int = 8  # so many jobs keep it busy
@@ -123,6 +126,16 @@ class Tier(ABC):
     def tally(self) -> Tally:
         """What is counted of this tier alone; the node's counters are by kind."""
         return Tally()
+
+    @cached_property
+    def load_rate(self) -> Rate:
+        """How fast loads from there have moved bytes …"""
+        return Rate()
+
+    @cached_property
+    def store_rate(self) -> Rate:
+        """… and stores to there."""
+        return Rate()
 
     @cached_property
     def history(self) -> History:

@@ -302,7 +302,7 @@ class Tiers:
 
     def _load_takes(self, tier: Tier, nbytes: int) -> float:
         """Seconds until so many bytes more would be loaded; 0: not known."""
-        return paying.takes_s(self._copies.rate(tier), nbytes + self._copies.loading_bytes(tier, nbytes))
+        return paying.takes_s(tier.load_rate, nbytes + self._copies.loading_bytes(tier, nbytes))
 
     def _probe(
         self,
@@ -345,7 +345,7 @@ class Tiers:
                     continue
                 if self._is_late(tier):
                     return f"on {tier.name}, which was too slow a moment ago"
-                rate = self._copies.rate(tier)
+                rate = tier.load_rate
                 if chunk_s < math.inf and rate.is_known:
                     loads = f"it loads {rate.gb_s:.3g} GB/s, and a chunk is computed in {chunk_s:.3g} s"
                     return f"on {tier.name}, but computing it is faster: {loads}"
@@ -377,7 +377,7 @@ class Tiers:
             yield "policy", why
 
     def _is_late(self, tier: Tier) -> bool:
-        return self._clock() - self._copies.late_at.get(tier, -math.inf) < self._load_s
+        return self._clock() - tier.late_at < self._load_s
 
     def _who_may_have(self, key: bytes, is_named: bool) -> Iterator[Tier]:
         """The tiers that a key may come from now, the fastest first."""
@@ -418,8 +418,8 @@ class Tiers:
             replace(
                 status,
                 copies=len(self._copies.of(tier)),
-                load_gb_s=self._copies.rate(tier).gb_s,
-                store_gb_s=self._copies.rate(tier, is_load=False).gb_s,
+                load_gb_s=tier.load_rate.gb_s,
+                store_gb_s=tier.store_rate.gb_s,
                 **asdict(tier.tally),
             )
             for tier, status in found

@@ -446,7 +446,7 @@ def test_what_a_tier_removed_is_told_with_its_time(service, session, below, cloc
 
 
 def test_a_tier_that_was_too_slow_is_not_asked_and_says_so(service, session, below, clock):
-    service.copies.late_at[below] = clock.now
+    below.late_at = clock.now
     below.has.update(keys([1]))
     keep(service, session, [1], "it has it")
     assert first_of(service, session, "it has it") == (False, "tier", "on below, which was too slow a moment ago")

@@ -1,6 +1,8 @@
 """Pushes from this node: what goes when, what the peer may answer, and that every push ends, whatever happens."""
 
+import gc
 import sys
+import weakref
 
 import pytest
 from push_stage import MIB, FakePeerTier, Granted, SendingStage, key
@@ -556,3 +558,21 @@ def test_what_went_to_another_arena_is_not_across(stage):
     assert (stage.copies.copied_bytes(TRANSFER, "peer"), stage.counters["arenas_stored_bytes"]) == (0, MIB)
     stage.finish_all()
     stage.assert_idle()
+
+
+def test_nothing_is_left_of_a_peer_that_is_gone(stage):
+    """Others come instead, for as long as the node lives."""
+    way = FakePeerTier("c")
+    slots = stage.reserve([0], 4096)
+    stage.start([0], way=way)
+    stage.granted(way, stage.grants(way.offers[-1]))
+    stage.fill(slots, seal=True)
+    job = way.jobs.pop().job
+    stage.copies.lost(way)
+    job.start_ns, job.end_ns = 1, 2
+    stage.copies.done(way, job, ChannelBroken(""))
+    stage.copies.pump()
+    left = weakref.ref(way)
+    del way
+    gc.collect()
+    assert left() is None

@@ -4,7 +4,7 @@ The tier is the fake of test_tiers: its jobs say themselves how long they took.
 """
 
 import pytest
-from test_tiers import Stage, key
+from test_tiers import DictTier, Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.store import copies, paying, tiers
@@ -144,7 +144,7 @@ def test_a_load_that_is_late_by_the_time_of_computing_is_given_up_and_is_a_measu
     stage.copies.tick(stage.now)
     stage.turn()
     assert stage.counters["copies_late"] == 1
-    rate = stage.copies.rate(stage.tier)
+    rate = stage.tier.load_rate
     assert rate.is_known
     assert rate.gb_s == 0.0
     stage.now += 100.0
@@ -287,8 +287,8 @@ def test_only_the_part_that_pays_is_loaded(tmp_path):
         stage.turn()
     stage.forget([0, 1, 2, 3])
     fast.evict([key(2), key(3)])
-    stage.copies.rate(stage.tier).moved(GRANULE_BYTES, 1, 1 + MS)
-    stage.copies.rate(slow).moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    stage.tier.load_rate.moved(GRANULE_BYTES, 1, 1 + MS)
+    slow.load_rate.moved(GRANULE_BYTES, 1, 1 + 100 * MS)
     assert ask(stage, [0, 1, 2, 3], chunk_s=0.05)
     assert {job.parts[0].key for _, job in fast.jobs} == {key(0), key(1)}
     assert {job.parts[0].key for _, job in slow.jobs} == {key(3)}, "nobody waits for that"
@@ -300,23 +300,19 @@ def test_only_the_part_that_pays_is_loaded(tmp_path):
     stage.close()
 
 
-class Asked:
+class Asked(DictTier):
     """A tier that must be asked."""
 
-    is_shared = False
     name = "far"
-    is_ready = True
 
     def __init__(self, answer_s, asked_s):
+        super().__init__(None, None)
         self.answer_s = answer_s
         self.since_s = asked_s
         self.asked = []
 
     def asked_s(self, name):
         return self.since_s
-
-    def find(self, keys, shards):
-        return []
 
     def seeks(self, keys, shards):
         self.asked.append(list(keys))
@@ -345,7 +341,7 @@ def test_an_engine_of_unknown_pace_waits_for_an_answer_as_long_as_it_takes(stage
 def test_an_answer_of_a_tier_whose_loads_do_not_pay_is_not_waited_for(stage):
     measured(stage, 100)
     far = Asked(0.0, 0.0)
-    stage.copies.rate(far).moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    far.load_rate.moved(GRANULE_BYTES, 1, 1 + 100 * MS)
     stage.tiers.below.append([far])
     assert ask(stage, [0, 1], chunk_s=0.2)
     assert not ask(stage, [0, 1], chunk_s=0.05)
@@ -357,14 +353,14 @@ def test_a_tier_whose_loads_did_not_pay_once_is_waited_for_again_now_and_then(st
     time, so that there is nothing that could be loaded for nobody."""
     measured(stage, 100)
     far = Asked(0.0, 0.0)
-    stage.copies.rate(far).moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    far.load_rate.moved(GRANULE_BYTES, 1, 1 + 100 * MS)
     stage.tiers.below.append([far])
     assert ask(stage, [0, 1], chunk_s=0.05) == pytest.approx(tiers.ANSWER_SHARE * 2 * 0.05)
     stage.now += paying.PROBE_S - 0.01
     assert not ask(stage, [2, 3], chunk_s=0.05), "one request in so long"
     stage.now += 0.02
     assert ask(stage, [4, 5], chunk_s=0.05)
-    stage.copies.rate(far).moved(GRANULE_BYTES, 10**12, 10**12 + 10 * MS)
+    far.load_rate.moved(GRANULE_BYTES, 10**12, 10**12 + 10 * MS)
     assert ask(stage, [6, 7], chunk_s=0.05), "it is faster"
     assert ask(stage, [8, 9], chunk_s=0.05)
     stage.tiers.below.pop()

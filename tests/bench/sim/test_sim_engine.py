@@ -200,7 +200,7 @@ def test_a_load_takes_as_long_as_the_device_and_the_node_measures_its_rate(bed):
     pass_time(node, clock)
     assert (answers[0].hits, node.origins([key(0)])) == (60, ["disk"])
     assert clock.now - began == pytest.approx(60 * BLOCK_BYTES / 1e9 + 1e-4)
-    rate = node.service.copies.rate(node.service.tiers.below[0][0]).gb_s * BLOCK_BYTES / GRANULE_BYTES
+    rate = node.service.tiers.below[0][0].load_rate.gb_s * BLOCK_BYTES / GRANULE_BYTES
     assert rate == pytest.approx(1.0, rel=0.05)
     node.release(answers[0])
 
