@@ -20,9 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdx.errors import ConfigError
 from pdx.memory.keys import named_key
 from pdx.store.disk import chunk_file, file_system, pins, tier
+from pdx.store.disk.health import SILENT
 from pdx.store.disk.index import MAX_SPARED
+from pdx.store.disk.tier import SILENT_S
 from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
+from pdx.wire.status import COUNTING
 
 CHARGE = 40_960  # of the cap, for a chunk of 32 KiB: a header, the bytes, and perhaps a list of its blocks
 
@@ -150,6 +153,51 @@ def test_of_two_disks_with_a_named_chunk_the_newer_one_wins(tmp_path, monkeypatc
         assert not any(old.has(number, 2) for number in range(8))
         assert old.files == []
         assert old.tier._named_at == new.tier._named_at == {}
+
+
+def test_a_disk_whose_files_are_not_told_hides_no_named_chunks_of_others_for_long(tmp_path, monkeypatch):
+    """It may have newer ones; that it had them is known when it answers again."""
+    monkeypatch.setattr(disk_bed, "key", lambda number: named_key(str(number)))
+    real, arrived, opened = chunk_file.listed, threading.Event(), threading.Event()
+
+    def listed(root, is_over, *settings):
+        if root == new.root:
+            is_over()
+            arrived.set()
+            assert opened.wait(60)
+        return real(root, is_over, *settings)
+
+    with closing_all(Bed) as make:
+        (tmp_path / "old").mkdir(), (tmp_path / "new").mkdir()
+        old, new = (make(tmp_path / name) for name in ("old", "new"))
+        for bed in (old, new):
+            assert bed.store(1)
+        assert new.store(2)
+        for bed in (old, new):
+            bed.close_tier()
+        os.utime(old.file(1), (1, 1))
+        monkeypatch.setattr(chunk_file, "listed", listed)
+        new.open(wait=False)
+        assert arrived.wait(60)
+        old.open(wait=False)
+        old.tier.siblings, new.tier.siblings = [new.tier], [old.tier]
+        while not old.is_counted:
+            old.turn()
+        assert old.store(2)
+        assert [old.has(1), old.has(2)] == [False, True], "what was stored since is the newest there can be"
+        assert new.tier.status().state == COUNTING
+        new.now += SILENT_S + 1
+        assert [old.has(1), old.has(2)] == [True, True]
+        assert (new.tier.status().state, new.tier.status().is_up) == (SILENT, False)
+        assert new.counters["disk_silent"] == 1
+        opened.set()
+        while not new.is_counted:
+            new.turn()
+        old.settle()
+        new.settle()
+        assert [old.has(1), new.has(1)] == [False, True]
+        assert [old.has(2), new.has(2)] == [True, False]
+        assert new.tier.status().is_up
 
 
 def pins_of(bed):

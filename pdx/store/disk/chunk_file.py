@@ -190,7 +190,9 @@ def _listed(
     files: list[tuple[int, ChunkFile]] = []
     useless: list[Useless] = []
     with os.scandir(folder) as entries:
-        for entry in () if is_over() else entries:
+        for entry in entries:
+            if is_over():
+                break
             try:
                 time_ns, file = salvage(entry, folder, block_bytes)
             except FileNotFoundError:  # somebody else removes it

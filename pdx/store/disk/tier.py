@@ -145,6 +145,8 @@ class DiskTier(Tier):
         self._named_at: dict[bytes, int] = {}  # when named chunks from before were used last, until all are counted
         self.is_counted = False  # whether the index has all files
         self._is_scanning = True
+        self._scanned_at = clock()  # when something was last heard of the scan, which its threads say, too
+        self._is_scan_silent = False  # that was long ago
         self._evicted_meanwhile: set[bytes] = set()
         self._lock = contextlib.ExitStack()
         lock = self._lock.enter_context(owned(root / "tier", self._taken, may_be_read_only=True))
@@ -170,9 +172,8 @@ class DiskTier(Tier):
             on_over=lambda task: post(partial(self._over, task)),
             clock=clock,
         )
-        is_over = lambda: self._workers.is_closing  # noqa: E731
         self._workers.start(
-            partial(count, root, MAX_FILES, self._block_bytes, is_over, post, self._found, self._scanned)
+            partial(count, root, MAX_FILES, self._block_bytes, self._is_scan_over, post, self._found, self._scanned)
         )
 
     def _taken(self, owner: str) -> ConfigError:
@@ -184,12 +185,12 @@ class DiskTier(Tier):
         self._look()
         state = self._health.text or ("" if self._workers.takes_writes else "writes do not return")
         if not state and not self.is_counted:
-            state = COUNTING if self._is_scanning else "not readable"
+            state = COUNTING if self.is_listing else SILENT if self._is_scanning else "not readable"
         elif not state and self._clock() < self._reached_until:
             state = "full"
         elif not state:
             state = "ok" if self.is_direct else "by way of the page cache"
-        is_up = (self.is_counted or self._is_scanning) and self._health.takes_loads
+        is_up = (self.is_counted or self.is_listing) and self._health.takes_loads
         found = TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
         return msgspec.structs.replace(found, is_up=is_up)
 
@@ -226,13 +227,28 @@ class DiskTier(Tier):
 
     def _may_be_old(self, key: bytes) -> bool:
         """Whether another disk, which is not counted yet, may have a newer chunk of this name."""
-        return is_named(key) and any(each._is_scanning for each in self.siblings)
+        return key in self._named_at and any(each.is_listing for each in self.siblings)
+
+    @property
+    def is_listing(self) -> bool:
+        """Whether it is being found out which files are here. A disk that does not answer meanwhile is as one that is
+        left out, until it does."""
+        if self._is_scanning and not self._is_scan_silent and self._scanned_at < self._clock() - SILENT_S:
+            self._is_scan_silent = True
+            text = f"{self._root} does not answer: which chunks are there is not known until it does"
+            self._warn(TierError(text, "silent"))
+        return self._is_scanning and not self._is_scan_silent
+
+    def _is_scan_over(self) -> bool:
+        self._scanned_at = self._clock()
+        return self._workers.is_closing
 
     def _is_newest(self, key: bytes, time_ns: int) -> bool:
         """Whether a named chunk from before is newer than what the other disks have of it; then that is forgotten. A
         disk that was left out for a life of the node has what clients have written anew meanwhile."""
-        if any(each._named_at.get(key, -1) >= time_ns for each in self.siblings):
-            return False
+        for each in self.siblings:
+            if each._named_at.get(key, math.inf if key in each._index else -1) >= time_ns:
+                return False  # what is not from before was stored since
         for each in self.siblings:
             if key in each._named_at:
                 each.evict([key])
@@ -664,6 +680,7 @@ class DiskTier(Tier):
 
     def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:
         """Files from before, with their times; those that were used last come first."""
+        self._scanned_at = self._clock()
         for time_ns, file in batch:
             if isinstance(file, Useless):
                 self.used_bytes += file.nbytes
