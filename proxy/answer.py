@@ -13,9 +13,10 @@ from msgspec import Meta, Raw
 
 from pdx.errors import ProtocolError, Refusal
 from pdx.proxy import sse
-from pdx.proxy.exchange import Exchange, Outcome
+from pdx.proxy.exchange import Exchange
 from pdx.proxy.health import Reason
 from pdx.proxy.leg import Answer, failed
+from pdx.proxy.metrics import Outcome
 from pdx.proxy.plan import token_count
 from pdx.telemetry.timeline import Event
 

@@ -24,11 +24,11 @@ from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines
-from pdx.proxy.exchange import Drain, Exchange, Outcome
+from pdx.proxy.exchange import Drain, Exchange
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.leg import Legs, engine_socket, engine_tls
-from pdx.proxy.metrics import Metrics
+from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, model_of, strip_control
 from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
@@ -377,12 +377,14 @@ class Proxy:
         envelope = envelope.within(self._config.client_priority)
         plan = classify(route, body, min_split_tokens=self._config.min_split_tokens)
         self._check_length(plan, model_of(body))
+        passed = headers.to_engines(request.headers)
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")
+        if plan.mode is Mode.FORWARD and headers.RANK in passed:  # which the decode engine may refuse: it answers first
+            plan = Plan(Mode.SAMPLED, "rank")
         transfer = new_transfer()
         timeline = Timeline(transfer=transfer, route=route, mode=plan.mode, why=plan.why, moments=[])
         self._timelines.open(timeline)
-        passed = headers.to_engines(request.headers)
         if headers.REQUEST_ID not in passed and body.get("request_id") is None:
             passed[headers.REQUEST_ID] = transfer  # both legs' answers carry one id, and logs can be joined
         if envelope.decided:

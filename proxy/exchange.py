@@ -6,34 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Reason, Use
-from pdx.proxy.metrics import Metrics
+from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.plan import Body, Mode, Route, model_of
 from pdx.proxy.reply import Reply
 from pdx.proxy.router import Pair
 from pdx.proxy.timelines import Timeline
 from pdx.telemetry.timeline import Event, Moment
 from pdx.wire.hints import Hints
-
-
-class Outcome(StrEnum):
-    """How a request ended."""
-
-    OK = "ok"
-    BAD_REQUEST = "bad_request"  # refused by this proxy
-    CLIENT_ERROR = "client_error"  # refused by an engine
-    ENGINE_ERROR = "engine_error"  # an engine answered with a 5xx
-    BROKEN = "broken"  # an engine died or did not end its answer
-    UNAVAILABLE = "unavailable"  # no engine could be reached
-    CLIENT_GONE = "client_gone"
-    STOPPED = "stopped"  # this proxy was told to end, and did not wait any longer
-    INTERNAL = "internal"  # a fault of this proxy
 
 
 class Exchange(msgspec.Struct, kw_only=True, eq=False):

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 
 REQUEST_ID = "X-Request-Id"
+RANK = "X-data-parallel-rank"
 _TO_ENGINES = (
     *("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority"),
-    *("X-data-parallel-rank", "endpoint-load-metrics-format"),
+    *(RANK, "endpoint-load-metrics-format"),
 )
 _TO_CLIENTS = (
     *("Retry-After", "Retry-After-Ms", "X-Should-Retry", "WWW-Authenticate", REQUEST_ID),
@@ -21,6 +22,11 @@ def to_engines(headers: Mapping[str, str]) -> dict[str, str]:
     """Those of a client's request that its engines get."""
     passed = {name: headers[name] for name in _TO_ENGINES if name in headers}
     return passed | ({REQUEST_ID: own} if (own := request_id(headers)) else {})
+
+
+def to_prefill(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those of `to_engines` for the prefill leg: a rank is one of the engine that answers the client."""
+    return {name: value for name, value in headers.items() if name != RANK}
 
 
 def to_client(headers: Mapping[str, str]) -> dict[str, str]:

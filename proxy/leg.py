@@ -18,7 +18,7 @@ from pdx.proxy.engines import Engine
 from pdx.proxy.health import UNSENT, Health, Reason, Use
 
 # What this process or this host lacks; the engine has not been asked.
-_OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 _DRAIN_S = 1.0
 _SMALL_BYTES = 4 << 20  # of what is no user's answer: whether an engine is well, its models, why it refuses
 _WHOLE_BYTES = 256 << 20  # of an answer that is not streamed: far more than any has
@@ -298,7 +298,7 @@ def _translated(error: aiohttp.ClientError | OSError, engine: Engine) -> LegFail
     if isinstance(error, aiohttp.ClientSSLError):
         return failed(Reason.TLS, engine, str(error.os_error))
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    if isinstance(cause, OSError) and cause.errno in _OWN_LACK:
+    if isinstance(cause, OSError) and cause.errno in OWN_LACK:
         return Exhausted(errno.errorcode[cause.errno], f"no connection to engine {engine.name}: {cause.strerror}")
     if isinstance(error, aiohttp.ClientConnectorError):
         return failed(Reason.REFUSED, engine, error.strerror or "")

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import errno
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdx.proxy.engines import Engines
-from pdx.proxy.health import Health
+from pdx.proxy.health import Health, Reason
+from pdx.proxy.leg import OWN_LACK
 from pdx.proxy.plan import Mode, Route
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _BUCKETS_S = (*_TTFT_BUCKETS_S, 300.0, 600.0, 3600.0)
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    BAD_REQUEST = "bad_request"  # refused by this proxy
+    CLIENT_ERROR = "client_error"  # refused by an engine
+    ENGINE_ERROR = "engine_error"  # an engine answered with a 5xx
+    BROKEN = "broken"  # an engine died or did not end its answer
+    UNAVAILABLE = "unavailable"  # no engine could be reached
+    CLIENT_GONE = "client_gone"
+    STOPPED = "stopped"  # this proxy was told to end, and did not wait any longer
+    INTERNAL = "internal"  # a fault of this proxy
+
+
+# What counters count, by their labels: each has a series from the start, so that the first event counts for `rate`.
+_PREFILL_FAILED = [f"prefill_{reason}" for reason in (*Reason, "exhausted", "internal")]
+_FALLBACKS = ["no_prefiller", "detached", "decode_status_4xx", *_PREFILL_FAILED]
+_NOT_FORWARDED = ["engine_unknown", "engine_looks_back", "min_tokens", "first_token", "near_ceiling", "no_continuation"]
+_CANCELS = [
+    *_FALLBACKS,
+    *("client_gone", "stopped", "internal", "no_decoder", "exhausted", "decode_failed", "decode_refused"),
+    *("prefill_late", "prefill_failed_over", "finished_early"),
+]
+_DROPS = [
+    *("malformed", "version", "not_its_name", "not_its_host", "not_a_controller", "peer_full"),
+    *("nodes", "epochs", "engines", "unroutable", "owned"),
+]
+_EVENTS = [
+    *("accepts_failed", "connections_displaced", "connections_refused", "requests_malformed", "refused_while_stopping"),
+    *("heads_overdue", "heads_too_large", "bodies_overdue", "hints_refused", "internal_errors", "messages_dropped"),
+    *("chunk_changes", "chunk_changes_missed", "chunk_index_full", "controllers_denied"),
+    *("replies_late", "replies_misplaced", "replies_wrong", "descriptors_short", "strangers_dropped", "peers_denied"),
+]
 
 
 class Metrics:
@@ -24,32 +63,28 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_Live(engines, health, events))
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"pdx_proxy_{name}", text, labels, registry=self.registry)
+        def counter(name: str, text: str, **labels: Iterable[str]) -> Counter:
+            made = Counter(f"pdx_proxy_{name}", text, labels, registry=self.registry)
+            for values in product(*labels.values()) if labels else ():
+                made.labels(*values)
+            return made
 
-        self.requests = counter("requests", "Requests finished.", "route", "mode", "outcome")
-        self.fallbacks = counter(
-            "fallbacks", "Requests that could not be served in the mode planned for them.", "reason"
-        )
-        self.failovers = counter("failovers", "Legs given to another engine.", "leg", "reason")
-        self.exhausted = counter(
-            "exhausted",
-            "Requests refused because this process lacked descriptors, ports, buffers or room for bodies.",
-            "lack",
-        )
-        self.cancels = counter("cancels", "Transfers given up, told to the nodes concerned.", "reason")
+        self.requests = counter("requests", "Requests finished.", route=Route, mode=[*Mode, ""], outcome=Outcome)
+        text = "Requests that could not be served in the mode planned for them."
+        self.fallbacks = counter("fallbacks", text, reason=[*_FALLBACKS, *_NOT_FORWARDED])
+        text = "Legs given to another engine."
+        self.failovers = counter("failovers", text, leg=["prefill", "decode"], reason=Reason)
+        text = "Requests refused because this process lacked descriptors, ports, buffers or room for bodies."
+        self.exhausted = counter("exhausted", text, lack=["bodies", *(errno.errorcode[each] for each in OWN_LACK)])
+        self.cancels = counter("cancels", "Transfers given up, told to the nodes concerned.", reason=_CANCELS)
         self.stripped = counter("stripped", "Requests whose own transfer parameters were removed.")
         self.unplaced = counter(
             "unplaced", "Requests on engines that no node has reported: nothing is pushed for them."
         )
-        self.control_dropped = counter(
-            "control_dropped",
-            "What nodes said and was not believed or not understood.",
-            "reason",
-        )
-        self.verbs = counter(
-            "verbs", "Verbs of controllers over HTTP; `outcome`: ok, or the error's class.", "verb", "outcome"
-        )
+        text = "What nodes said and was not believed or not understood."
+        self.control_dropped = counter("control_dropped", text, reason=_DROPS)
+        text = "Verbs of controllers over HTTP; `outcome`: ok, or the error's class."
+        self.verbs = counter("verbs", text, verb=[], outcome=["ok"])
         self.reports = counter("reports", "Node reports taken in.")
 
         def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _BUCKETS_S) -> Histogram:
@@ -65,7 +100,6 @@ class Metrics:
         self.legs = histogram("leg_seconds", text, "leg")
         for route in Route:  # so that the first one counts for `rate`
             for mode in Mode:
-                self.requests.labels(route, mode, "ok")
                 self.ttft.labels(route, mode)
                 self.duration.labels(route, mode)
         self.prefill, self.decode = self.legs.labels("prefill"), self.legs.labels("decode")
@@ -98,7 +132,7 @@ class _Live(Collector):
         failures = CounterMetricFamily("pdx_proxy_engine_failures", text, labels=["reason"])
         text = "Connections that were not served, messages dropped, internal errors."
         events = CounterMetricFamily("pdx_proxy_events", text, labels=["event"])
-        for family, counted in ((failures, self._health.failures), (events, self._events)):
-            for name, count in sorted(counted.items()):
+        for family, known, counted in ((failures, Reason, self._health.failures), (events, _EVENTS, self._events)):
+            for name, count in sorted({**dict.fromkeys(known, 0), **counted}.items()):
                 family.add_metric([name], count)
         return iter((roles, legs, ready, failures, events))

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
-from pdx.proxy import answer, body, router
+from pdx.proxy import answer, body, headers, router
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engine, Engines
-from pdx.proxy.exchange import Drain, Exchange, Outcome
+from pdx.proxy.exchange import Drain, Exchange
 from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
 from pdx.proxy.leg import Legs, failed
-from pdx.proxy.metrics import Metrics
+from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.plan import ONE_TOKEN, Body, Mode, continues, forward_limit, obstacle
 from pdx.proxy.router import Pair
 from pdx.proxy.timelines import Timelines
@@ -254,7 +254,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         leg = body.hinted(leg, self._hints(exchange, engine))
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.told |= {pair.prefiller.node, pair.decoder.node}
-        async with self.legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
+        sent = headers.to_prefill(exchange.headers)
+        async with self.legs.post(engine, exchange.route, payload=body.encode(leg), headers=sent) as found:
             raw = await found.read()
             if found.status >= 400:
                 self._note_status(exchange, engine, found.status)

@@ -210,6 +210,7 @@ async def cluster(
         await each.start("127.0.0.1:0")
     node = Node(address, node)
     client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
+    counted = counter_series(proxy)
     made = Cluster(proxy, http.url, admin.url, client, node, prefill, decode)
     try:
         pairs = [("prefill", each) for each in prefill] + [("decode", each) for each in decode]
@@ -219,6 +220,7 @@ async def cluster(
         for engine in (*prefill, *decode) if named else ():
             await made.metric_reaches(1, "pdx_proxy_engine_ready", url=engine.url)
         yield made
+        assert counter_series(proxy) == counted, "a counter without a series before its first event breaks rate()"
     finally:
         probing.stop()
         await client.close()
@@ -228,6 +230,13 @@ async def cluster(
         for engine in (*prefill, *decode):
             await engine.stop()
         shutil.rmtree(folder)
+
+
+def counter_series(proxy):
+    """The series of all counters, except how verbs ended, of which there are as many ways as classes of errors."""
+    families = (family for family in proxy._metrics.registry.collect() if family.type == "counter")
+    samples = (sample for family in families for sample in family.samples if sample.name.endswith("_total"))
+    return {(each.name, *each.labels.items()) for each in samples if each.name != "pdx_proxy_verbs_total"}
 
 
 def run(main):

@@ -116,14 +116,22 @@ def test_a_head_without_end_is_cut_off():
     run(main)
 
 
-def test_a_rank_that_an_engine_does_not_have_is_refused_by_it():
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream": True}, {"max_tokens": 1}], ids=str)
+def test_a_rank_is_one_of_the_engine_that_answers(more):
+    """The prefill engine has ranks of its own."""
+
     async def main():
         async with cluster() as made:
-            made.prefill.ranks = made.decode.ranks = 2
-            assert (await made.post(COMPLETIONS, BODY, headers={"X-data-parallel-rank": "1"}))[0] == 200
-            for body in (BODY, {**BODY, "n": 2}):
-                status, _, raw = await made.post(COMPLETIONS, body, headers={"X-data-parallel-rank": "2"})
-                assert (status, json.loads(raw)["error"]["message"]) == (400, "rank 2 of 2")
+            made.prefill.ranks, made.decode.ranks = (4, 2) if "max_tokens" in more else (2, 4)
+            answers = made.prefill if "max_tokens" in more else made.decode
+            mode = "alone" if "n" in more or "max_tokens" in more else "sampled"
+            status, headers, _ = await made.post(COMPLETIONS, {**BODY, **more}, headers={"X-data-parallel-rank": "3"})
+            assert (status, headers["x-pdx-mode"]) == (200, mode)
+            for engine in (made.prefill, made.decode):
+                told = [sent.get("X-data-parallel-rank") for _, _, sent in engine.seen]
+                assert set(told) <= {"3" if engine is answers else None}
+            status, _, raw = await made.post(COMPLETIONS, {**BODY, **more}, headers={"X-data-parallel-rank": "4"})
+            assert (status, json.loads(raw)["error"]["message"]) == (400, "rank 4 of 4")
 
     run(main)
 
