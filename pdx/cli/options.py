@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,10 +17,22 @@ from pdx.errors import ConfigError
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 _SECONDS = click.FloatRange(LEAST_S, MOST_S)  # pdx.config.PositiveSeconds
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 class _Option(click.Option):
-    """Its range is said in words, and not as a formula."""
+    """Its range is said in words, and not as a formula; what Kubernetes puts into the environment is no port."""
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        """See `click.Option`. In a pod, NAME_PORT is the address of the Service of that name, if there is one."""
+        value = super().value_from_envvar(ctx)
+        name = str(self.envvar)
+        if not name.endswith("_PORT") or not isinstance(value, str) or _SERVICE_LINK.fullmatch(value) is None:
+            return value
+        service = name.removesuffix("_PORT").replace("_", "-").lower()
+        text = f"{name}={value} is ignored: Kubernetes sets it for a Service named {service}, and it is no port"
+        click.echo(f"warning: {text}; {self.opts[0]} names one", err=True)
+        return None
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         """See `click.Option`."""

@@ -43,6 +43,11 @@ def earlier(log: Path) -> Path:
     return log.with_name(f"{log.name}.1")
 
 
+def _opened(path: Path, mode: str) -> IO[bytes]:
+    """A log that is no link: whoever may write to the folder could have it lead to any file of this user."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
 class ProcessState(StrEnum):
     """Where a process is in its life."""
 
@@ -96,14 +101,16 @@ class Process:
 
         What the process writes between the two steps is lost.
         """
-        with suppress(OSError), self.log.open("rb") as log:
+        with suppress(OSError), _opened(self.log, "r+b") as log:
             size = os.fstat(log.fileno()).st_size
             if size > MAX_LOG_BYTES:
-                with suppress(OSError), earlier(self.log).open("wb") as kept:  # no room: then less is kept
-                    # Not to the log's end: a process may write faster than this copies.
-                    log.seek(size - MAX_LOG_BYTES)
-                    kept.write(log.read(MAX_LOG_BYTES))
-                os.truncate(self.log, 0)
+                with suppress(OSError):  # no room: then less is kept
+                    earlier(self.log).unlink(missing_ok=True)
+                    with _opened(earlier(self.log), "xb") as kept:
+                        # Not to the log's end: a process may write faster than this copies.
+                        log.seek(size - MAX_LOG_BYTES)
+                        kept.write(log.read(MAX_LOG_BYTES))
+                log.truncate(0)
 
     def reap(self) -> None:
         """Collect the exit status after the group has been ended."""
@@ -129,7 +136,10 @@ class Processes:
             raise self._no_logs(error) from error
         if not os.access(self._logs, os.W_OK | os.X_OK):
             raise self._no_logs(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-        others = None if (self._logs / MARK).exists() else next(self._logs.glob("*.log*"), None)
+        mark = self._logs / MARK
+        if mark.is_symlink():
+            raise ConfigError(f"{mark} is a symbolic link, which is not followed; remove it, or name another --logs")
+        others = None if mark.exists() else next(self._logs.glob("*.log*"), None)
         if others is not None:
             raise ConfigError(f"{others} is none of pdx, and might be replaced; name another folder with --logs")
         self._guard = subprocess.Popen(
@@ -201,10 +211,10 @@ class Processes:
 
     def _fresh(self, path: Path) -> IO[bytes]:
         try:
-            (self._logs / MARK).touch()
+            _opened(self._logs / MARK, "ab").close()
             with suppress(FileNotFoundError):
                 path.replace(earlier(path))
-            return path.open("ab")  # to be made shorter while it is written
+            return _opened(path, "ab")  # to be made shorter while it is written
         except OSError as error:
             raise self._no_logs(error) from error
 

@@ -206,6 +206,35 @@ def test_logs_that_cannot_be_written_are_named(tmp_path, where):
         processes.start("one", python(SLEEP), is_ready=lambda: True)
 
 
+@pytest.mark.parametrize("leads_to", ["nothing", "file", "folder"])
+def test_a_mark_that_is_a_link_is_not_followed(tmp_path, leads_to):
+    logs, target = tmp_path / "logs", tmp_path / leads_to
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    logs.mkdir()
+    (logs / processes_module.MARK).symlink_to(target)
+    before = sorted(tmp_path.rglob("*")), [path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
+    with pytest.raises(ConfigError, match=r"\.pdx-logs is a symbolic link, .*--logs"), Processes(logs) as processes:
+        processes.start("one", python(SLEEP), is_ready=lambda: True)
+    assert (sorted(tmp_path.rglob("*")), [path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]) == before
+
+
+@pytest.mark.parametrize("name", ["one.log", "one.log.1"])
+def test_a_log_that_is_a_link_is_not_followed(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 2)
+    logs, target = tmp_path / "logs", tmp_path / "target"
+    target.write_text("somebody's own")
+    logs.mkdir()
+    (logs / processes_module.MARK).touch()
+    (logs / name).symlink_to(target)
+    with Processes(logs) as processes:
+        one = processes.start("one", python(f"print('hello', flush=True); {SLEEP}"), is_ready=lambda: True)
+        wait_for(lambda: says_something(one.log))
+        processes.look()
+        assert one.log.read_bytes() == b""
+    assert target.read_text() == "somebody's own"
+
+
 def test_a_log_that_somebody_removed_has_no_last_lines(tmp_path):
     with Processes(tmp_path) as processes:
         one = processes.start("one", python(SLEEP), is_ready=lambda: True)
