@@ -169,7 +169,7 @@ def test_headers():
                 passed = {name.lower(): value for name, value in engine.seen[-1][2].items()}
                 assert passed["authorization"] == "Bearer key"
                 assert passed["x-request-id"] == "trace-1"
-                assert passed["x-data-parallel-rank"] == "3"
+                assert passed.get("x-data-parallel-rank") == ("3" if engine is made.decode else None)
                 assert not {"cookie", "x-secret"} & set(passed)
             assert headers["x-pdx-transfer-id"] != "trace-1"
             await made.post(COMPLETIONS, BODY, headers={"X-Request-Id": "evil id\x80"})
