@@ -1,6 +1,7 @@
 """Answers /health; writes its arguments and its child's id to the log; ends with 3 when asked for /die.
 
-Attaches to its node as an engine does; with --late once it is asked for /attach.
+Attaches to its node as an engine does; with --late once it is asked for /attach. With --loads FIFO it loads its model
+until somebody opens that.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ if __name__ == "__main__":
     os.write(1, json.dumps(facts).encode() + b"\n")
     if "--broken" in sys.argv:
         raise SystemExit("cannot load the model")
+    if "--loads" in sys.argv:
+        open(sys.argv[sys.argv.index("--loads") + 1]).close()
     if "--late" not in sys.argv:
         attach()
     HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
