@@ -115,7 +115,7 @@ class Proxy:
         self._intake = Intake(
             each_bytes=config.max_body_bytes,
             all_bytes=config.max_bodies_bytes,
-            progress_s=config.body_timeout_s,
+            timeout_s=config.body_timeout_s,
         )
         self._explainer = Explainer(self._control.ask_why)
         self._following: Following | None = None

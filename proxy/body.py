@@ -281,7 +281,7 @@ def _arriving(transfer: str, prompt_tokens: int) -> Body:
     return {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": prompt_tokens}
 
 
-PIECE = 64 << 10  # this much, or the rest, has to come within the time that is given
+PIECE = 64 << 10  # each gives a body a second more time to arrive
 LARGE_BYTES = 256 << 10
 _RETRY_AFTER_S = 1
 
@@ -293,10 +293,11 @@ class Intake:
     these there are is bounded by the number of connections.
     """
 
-    def __init__(self, *, each_bytes: int, all_bytes: int, progress_s: float) -> None:
+    def __init__(self, *, each_bytes: int, all_bytes: int, timeout_s: float) -> None:
+        """A body arrives within `timeout_s`, and a second more for each PIECE that has come."""
         self._each_bytes = each_bytes
         self._all_bytes = all_bytes
-        self._progress_s = progress_s
+        self._timeout_s = timeout_s
         self.held_bytes = 0
 
     @asynccontextmanager
@@ -309,9 +310,10 @@ class Intake:
             raise self._too_large()
         parts: list[bytes] = []
         size = 0
+        since = asyncio.get_running_loop().time()
         try:
             while not size % PIECE:
-                part = await self._piece(request.content)
+                part = await self._piece(request.content, since + self._timeout_s + size // PIECE)
                 if not part:
                     break
                 size += len(part)
@@ -330,16 +332,16 @@ class Intake:
         finally:
             self.held_bytes -= size
 
-    async def _piece(self, content: StreamReader) -> bytes:
+    async def _piece(self, content: StreamReader, until: float) -> bytes:
         """PIECE bytes, fewer at the end."""
         try:
-            async with asyncio.timeout(self._progress_s):
+            async with asyncio.timeout_at(until):
                 return await content.readexactly(PIECE)
         except asyncio.IncompleteReadError as error:
             return error.partial
         except TimeoutError as error:
-            text = f"the request's body did not go on: {PIECE} bytes, or its rest, must come in {self._progress_s:g} s"
-            raise RequestRefused(408, text) from error
+            text = f"{self._timeout_s:g} s, and a second more for each {PIECE} bytes that have come"
+            raise RequestRefused(408, f"the request's body comes too slowly: it may take {text}") from error
         except (web.RequestPayloadError, ConnectionError, RuntimeError) as error:  # the last: it was closed before
             raise RequestRefused(400, "the request did not arrive whole") from error
 

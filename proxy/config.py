@@ -35,7 +35,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     heartbeat_timeout_s: PositiveSeconds = 6.0
     max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 64 << 20  # pictures are in it as text
     max_bodies_bytes: Annotated[int, Meta(ge=1 << 10)] = 512 << 20  # of all requests under way together
-    body_timeout_s: PositiveSeconds = 60.0  # without progress
+    body_timeout_s: PositiveSeconds = 60.0  # and a second more for each 64 KiB that have come
     admin: str = ""  # where metrics and timelines are told, `HOST:PORT` or a Unix socket's path; empty: nowhere
     cache_token_file: str = ""  # whoever shows the token in it at `admin` may say verbs; empty: at a Unix socket alone
     debug_headers: bool = False  # answers say by which transfer and in which mode they came about

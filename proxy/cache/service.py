@@ -67,7 +67,7 @@ class CacheControl:
         self._routes = Routes(
             self._verbs,
             Access(token, counters=counters, faults=faults, clock=clock),
-            intake=Intake(each_bytes=largest, all_bytes=_ALL_BODIES * largest, progress_s=config.body_timeout_s),
+            intake=Intake(each_bytes=largest, all_bytes=_ALL_BODIES * largest, timeout_s=config.body_timeout_s),
             metrics=metrics,
         )
 

@@ -332,7 +332,7 @@ def test_a_connection_that_is_closed_before_its_body_is_read_is_no_internal_erro
     """It makes room for others, or its client goes: aiohttp says so with a RuntimeError."""
 
     async def main():
-        intake = Intake(each_bytes=PIECE, all_bytes=PIECE, progress_s=60.0)
+        intake = Intake(each_bytes=PIECE, all_bytes=PIECE, timeout_s=60.0)
         content = StreamReader(BaseProtocol(asyncio.get_running_loop()), PIECE)
         with pytest.raises(RequestRefused, match="did not arrive whole"):
             async with intake.body(SimpleNamespace(content=content, content_length=10)):
@@ -413,27 +413,32 @@ class _Upload:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Its clock can be put ahead."""
+    """Its clock stands still unless it is put ahead."""
 
     ahead_s = 0.0
 
     def time(self):
-        return super().time() + self.ahead_s
+        return self.ahead_s
 
 
-@pytest.mark.parametrize(("pause_s", "arrives"), [(40.0, True), (80.0, False)])
-def test_a_slow_upload_lives_as_long_as_it_goes_on(pause_s, arrives):
+@pytest.mark.parametrize(
+    ("pieces", "pause_s", "given_up_s"),
+    [(0, 50.0, None), (100, 1.0, None), (0, 70.0, 70), (100, 2.5, 100), (100, 40.0, 80)],
+)
+def test_a_body_has_a_minute_and_a_second_for_each_piece(pieces, pause_s, given_up_s):
+    """A few clients that send a byte now and then would have all the room that there is for bodies."""
     loop = _Loop()
 
     async def main():
-        intake = Intake(each_bytes=8 << 20, all_bytes=8 << 20, progress_s=60.0)
-        async with intake.body(_Upload(loop, 10, pause_s)) as raw:
+        intake = Intake(each_bytes=8 << 20, all_bytes=8 << 20, timeout_s=60.0)
+        async with intake.body(_Upload(loop, pieces, pause_s)) as raw:
             return len(raw)
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        if arrives:
-            assert runner.run(main()) == 10 * PIECE
-        else:
-            with pytest.raises(RequestRefused) as caught:
-                runner.run(main())
-            assert caught.value.status == 408
+        if given_up_s is None:
+            assert runner.run(main()) == pieces * PIECE
+            return
+        with pytest.raises(RequestRefused, match="a second more for each 65536 bytes") as caught:
+            runner.run(main())
+        assert caught.value.status == 408
+        assert loop.ahead_s == given_up_s
