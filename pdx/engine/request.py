@@ -131,6 +131,7 @@ class TrackedRequest:
         self.hit_tokens = 0
         self.is_filling = False  # not all of the hits are sealed
         self.lease = 0
+        self.lease_s = 0.0  # from `found` on
         self.reserved = False
         self.expected_epoch = 0  # the node's life in which it was told that this request will come
         # what became of it

@@ -171,7 +171,7 @@ class StoreLookup:
     def _is_fresh(self, tracked: TrackedRequest) -> bool:
         """Whether the last answer is young enough to say what is there."""
         found = tracked.found
-        limit_s = self._config.lease_s / 2 if tracked.hit_slots else MISS_S
+        limit_s = tracked.lease_s / 2 if tracked.hit_slots else MISS_S
         return found is None or self._clock() - found.at <= limit_s
 
     def restart(self, tracked: TrackedRequest) -> None:
@@ -396,7 +396,7 @@ class StoreLookup:
         tracked.hit_tokens = hits * chunk_tokens + part_blocks * self._layout.block_tokens
         if has_tail and tracked.is_decode:
             tracked.hit_tokens = tracked.transfer_tokens
-        tracked.lease = answer.lease
+        tracked.lease, tracked.lease_s = answer.lease, answer.lease_s
 
     def _is_covered(self, tracked: TrackedRequest) -> bool:
         """Whether all chunks of the prompt are hits or have room. If not, what was there may be gone."""

@@ -275,9 +275,10 @@ class Admissions:
                 if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
                     chunk.hints = ask.hints
         self._tiers.storing.found_by_request([chunk for chunk in chunks if chunk.state is State.SEALED])
-        lease = 0
+        lease, lease_s = 0, 0.0
         if chunks and ask.lease_s:
-            lease = self._store.lease(chunks, session.number, min(ask.lease_s, self._config.max_lease_s))
+            lease_s = min(ask.lease_s, self._config.max_lease_s)
+            lease = self._store.lease(chunks, session.number, lease_s)
         else:
             self._store.touch(chunks)
         try:
@@ -301,7 +302,7 @@ class Admissions:
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
         verdicts = self._carry_out_hints(session, ask, granted, arenas)
         answer = Admitted(
-            len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, bool(early), verdicts
+            len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, bool(early), verdicts, lease_s
         )
         self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
         return answer

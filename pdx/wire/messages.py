@@ -75,7 +75,7 @@ from pdx.wire.verbs import (
 
 _T = TypeVar("_T")
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 4 << 20
 
 
@@ -373,7 +373,8 @@ class Welcome(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """`slots` holds hits x shards slots, chunk-major, under `lease`.
+    """`slots` holds hits x shards slots, chunk-major, under `lease`, which ends after `lease_s`: no more than was
+    asked for.
 
     `granted` holds indices into `keys`; `granted_slots` holds len(granted) x shards slots, chunk-major. A key behind
     the hits that is not `granted` is there or being filled, or (if `full`) found no room.
@@ -397,6 +398,7 @@ class Admitted(Message, frozen=True):
     part_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     filling: bool = False
     verdicts: Verdicts = []
+    lease_s: Seconds = 0.0
 
 
 class Done(Message, frozen=True):

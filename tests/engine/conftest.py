@@ -74,8 +74,10 @@ def gpu_bed(beds: Callable[..., Bed]) -> Bed:
 
 
 @pytest.fixture
-def engines(start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., ToyEngine]]:
-    node = start_node()
+def engines(
+    start_node: Callable[..., NodeProcess], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., ToyEngine]]:
+    node = start_node(**getattr(request, "param", {}))
     made: list[ToyEngine] = []
 
     def make(**settings: Any) -> ToyEngine:

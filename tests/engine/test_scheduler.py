@@ -236,10 +236,13 @@ def test_what_was_stored_while_a_request_waited_is_found(engines: Callable[..., 
 
 
 @pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize(
+    ("engines", "lease_s"), [({}, 0.5), ({"max_lease_s": 0.5}, 60.0)], indirect=["engines"], ids=["asked", "capped"]
+)
 def test_chunks_that_went_while_a_request_waited_are_not_promised(
-    engines: Callable[..., ToyEngine], collected: bool
+    engines: Callable[..., ToyEngine], lease_s: float, collected: bool
 ) -> None:
-    engine = engines(lease_s=0.5)
+    engine = engines(lease_s=lease_s)
     prompt = tokens(46, 2 * CHUNK + 1)
     save(engine, engines, prompt)
     later = Later(engine)

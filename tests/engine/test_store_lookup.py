@@ -94,7 +94,8 @@ def answers(hits: int, *, waiting: bool = False) -> Callable[[Ask], Answer]:
             return Admitted(hits, waiting=True)
         found = min(hits, len(ask.keys))
         granted = list(range(found, len(ask.keys))) if ask.nbytes else []
-        return Admitted(found, slots(found), 7 if ask.lease_s else 0, False, granted, slots(len(granted)))
+        lease, lease_s = 7 if ask.lease_s else 0, ask.lease_s
+        return Admitted(found, slots(found), lease, False, granted, slots(len(granted)), lease_s=lease_s)
 
     return script
 
