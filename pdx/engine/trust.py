@@ -66,15 +66,16 @@ class Trust:
         """These blocks were not loaded. All that was computed from them is spoiled: the requests that have it."""
         bad, spoiled, left = set(blocks), list[TrackedRequest](), list(requests)
         while True:
-            found = [(each, at) for each in left if (at := _first(each.block_ids, bad)) is not None]
-            if not found:
+            looked = [(each, _first(each.block_ids, bad)) for each in left]
+            left = [each for each, at in looked if at is None]
+            if len(left) == len(looked):
                 return spoiled
-            for tracked, at in found:
-                bad.update(tracked.block_ids[at:])
-                self._doubts.update(dict.fromkeys(tracked.block_ids[at:], NEVER))
-                self._set(tracked, NEVER)
-                spoiled.append(tracked)
-            left = [each for each in left if each not in spoiled]
+            for tracked, at in looked:
+                if at is not None:
+                    bad.update(tracked.block_ids[at:])
+                    self._doubts.update(dict.fromkeys(tracked.block_ids[at:], NEVER))
+                    self._set(tracked, NEVER)
+                    spoiled.append(tracked)
 
     def heard(self, number: int) -> list[str]:
         """What failed in steps up to this one is known: the requests that are trusted now."""
