@@ -349,7 +349,7 @@ def _means(requests: Iterable[Request], value: Value) -> dict[int, float]:
 
 def _ratio(name: str, ratios: _Ratios, bound: float | None, *, is_upper: bool = False) -> list[Figure]:
     values = ratios.values
-    if not values:
+    if not values or (bound is None and 2 * ratios.raised >= len(values)):  # as many times as SMALLEST_MS says nothing
         return []
     of = f" of {ratios.rounds} rounds" if len(values) < ratios.rounds else ""
     below = f"; {ratios.raised} below {SMALLEST_MS:g} ms counted as that" if ratios.raised else ""

@@ -100,6 +100,15 @@ def test_a_handoff_that_vanishes_keeps_ratios_finite():
     assert (found.value, found.note) == (200.0, "median of 1; 200.00 to 200.00; 1 below 1 ms counted as that")
 
 
+@pytest.mark.parametrize(("vanish", "is_told"), [(1, True), (2, False), (4, False)])
+def test_how_many_times_what_vanishes_is_no_figure_but_a_goal(vanish, is_told):
+    lasts = [-3.0] * vanish + [10.0] * (4 - vanish)
+    requests = [request("pdx-together", at, to_client=last) for at, last in enumerate(lasts)]
+    requests += [request("nixl", at, to_client=200.0) for at in range(4)]
+    name = "4,000 tokens: handoff, nixl / pdx-together, client's first token"
+    assert (name in values(result(requests))) is is_told
+
+
 def test_copying_inside_prefill_is_told_apart():
     requests = [
         request("pdx", parts=parts(gather=71.0)),
