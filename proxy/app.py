@@ -18,7 +18,7 @@ from aiohttp import web
 from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.proxy import headers, hints
-from pdx.proxy.body import LARGE_BYTES, Intake, parse
+from pdx.proxy.body import Intake, parsing
 from pdx.proxy.cache.service import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig
@@ -29,7 +29,7 @@ from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.leg import Legs, engine_socket, engine_tls
 from pdx.proxy.metrics import Metrics, Outcome
-from pdx.proxy.plan import Body, Mode, Plan, Route, classify, model_of, strip_control
+from pdx.proxy.plan import Body, Mode, Plan, Route, model_of, planning, strip_control
 from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import TRANSFER_HEADER, Handler, Origins, Reply, error_response, http_error, redirect_slashes
@@ -38,6 +38,7 @@ from pdx.proxy.router import serving
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.telling import Telling
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
+from pdx.proxy.turns import in_turns
 from pdx.proxy.why import HEADER, Explainer
 from pdx.security import descriptors
 from pdx.telemetry.clock import WakingClock
@@ -323,21 +324,20 @@ class Proxy:
         exchange = None
         try:
             if request.content_type != "application/json":
-                raise RequestRefused(400, "the request must have Content-Type: application/json")
+                kind = printable(request.headers.get("Content-Type", "none"))
+                raise RequestRefused(400, f"the request's Content-Type is {kind}; send JSON, as application/json")
             packed = request.headers.get("Content-Encoding", "identity")
             if packed != "identity":
                 raise RequestRefused(
                     415, f"the request has Content-Encoding: {packed}; send it unpacked, as engines want it"
                 )
             async with self._intake.body(request) as raw:
-                body, stripped = strip_control(parse(raw))
-                if len(raw) > LARGE_BYTES:
-                    await asyncio.sleep(0)  # each of these steps takes its time: others have their turn between
+                body, stripped = strip_control(await in_turns(parsing(raw)))
                 if stripped:
                     self._note_stripped()
                 with suppress(Exhausted):  # its legs will find so, too
                     await self._models.place(model_of(body), headers.to_engines(request.headers))
-                exchange = self._exchange(request, route, body, reply)
+                exchange = await self._exchange(request, route, body, reply)
                 await self._relay.serve(exchange)
                 return reply.response
         except RequestRefused as refusal:
@@ -372,10 +372,10 @@ class Proxy:
                 param="input_tokens",
             )
 
-    def _exchange(self, request: web.Request, route: Route, body: Body, reply: Reply) -> Exchange:
+    async def _exchange(self, request: web.Request, route: Route, body: Body, reply: Reply) -> Exchange:
         body, envelope = hints.take(body, request.headers.get("X-Session-ID", ""))
         envelope = envelope.within(self._config.client_priority)
-        plan = classify(route, body, min_split_tokens=self._config.min_split_tokens)
+        plan = await in_turns(planning(route, body, min_split_tokens=self._config.min_split_tokens))
         self._check_length(plan, model_of(body))
         passed = headers.to_engines(request.headers)
         if plan.mode is Mode.FORWARD and not self._config.forward:

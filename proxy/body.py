@@ -10,9 +10,8 @@ import asyncio
 import codecs
 import json
 import re
-import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -20,7 +19,9 @@ from aiohttp import StreamReader, web
 from msgspec import Raw
 
 from pdx.errors import RequestRefused
-from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode, Route, token_count
+from pdx.proxy.outline import outline
+from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode, Route
+from pdx.proxy.turns import Steps, at_once
 from pdx.wire.hints import Hints
 
 LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
@@ -29,24 +30,15 @@ _ON = (True, "1", "on", "t", "true", "y", "yes")  # 1 and 1.0 are True, too
 _OFF = (False, "0", "off", "f", "false", "n", "no")
 _LOOKED_AT_BYTES = 4096  # a longer value is none of those that make a difference
 _XARGS_BYTES = 64 << 10
-_MANY_QUOTES = 20_000
 _MOST_FIELDS = 1024
 _REST_BYTES = 256 << 10
+_NAME_BYTES = 1024
 _WHOLE_BYTES = 256 << 10
 _SEND_BYTES = 64 << 10
-# What may be long in a request. All else together may not: each name costs time.
-_LONG = (
-    *("prompt", "prompt_embeds", "messages", "tools", "documents", "logit_bias", "allowed_token_ids", "stop"),
-    *("bad_words", "response_format", "structured_outputs", "chat_template", "chat_template_kwargs"),
-    "mm_processor_kwargs",
-)
 
-_NAMES_BYTES = 64 << 10
-_BEFORE_IDS = re.compile(rb'"prompt"\s*:\s*(?:\[\s*)?(?=\[)')
-_IN_PLACE = b'"%s"' % secrets.token_hex(16).encode()
+_JSON_NAME = {list: "list", str: "string", int: "number", float: "number", bool: "true or false", type(None): "null"}
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
-_outline = msgspec.json.Decoder(msgspec.defstruct("_Outline", [(name, Raw, Raw()) for name in _LONG]))
 
 # What shapes the answer only. In chat, `response_format`, `tools` and the like also shape the prompt and stay.
 _ANSWER_ONLY = (
@@ -88,7 +80,7 @@ class Spliced:
 Payload = bytes | Spliced
 
 
-def parse(raw: bytes) -> Body:
+def parsing(raw: bytes | bytearray) -> Steps[Body]:
     """The fields of a client's body: those that are looked at as values, all others as `Raw`, null as None.
 
     Of equal names the last one counts, as it does for an engine.
@@ -96,12 +88,20 @@ def parse(raw: bytes) -> Body:
     :raises RequestRefused: it is not a JSON object, or out of bounds.
     """
     try:
-        fields = _split(raw)
+        yield from _checking_utf8(raw)
+        fields = _split(raw) if len(raw) <= LENIENT_BYTES else (yield from _splitting(raw))
         if len(fields) > _MOST_FIELDS:
-            raise RequestRefused(400, f"the request has {len(fields)} fields, of which it may have {_MOST_FIELDS}")
+            raise RequestRefused(400, f"the request has {len(fields)} fields; it may have {_MOST_FIELDS}")
         return {name: _value(name, value) for name, value in fields.items()}
+    except UnicodeDecodeError as error:
+        raise RequestRefused(400, "the request is not UTF-8, UTF-16 or UTF-32") from error
     except (ValueError, RecursionError) as error:
-        raise RequestRefused(400, "the request is not valid JSON") from error
+        raise RequestRefused(400, f"the request is not valid JSON: {str(error)[:200]}") from error
+
+
+def parse(raw: bytes | bytearray) -> Body:
+    """What `parsing` returns."""
+    return at_once(parsing(raw))
 
 
 def encode(body: Body) -> Payload:
@@ -117,80 +117,68 @@ def encode(body: Body) -> Payload:
     return b"".join(parts) if size <= _WHOLE_BYTES else Spliced(parts)
 
 
-def _split(raw: bytes) -> dict[str, Raw]:
+def _split(raw: bytes | bytearray) -> dict[str, Raw]:
     """The value of each field as it came.
 
     Engines read JSON with Python's own reader, which takes more than JSON has (NaN, lone surrogates, UTF-16, a byte
-    order mark). Such a request is read in the same way, unless it is so large that everybody would wait for it.
+    order mark). Such a request is read in the same way.
     """
-    if not raw.isascii():
-        _check_utf8(raw)
-    if len(raw) > LENIENT_BYTES and (fields := _split_around_ids(raw)) is not None:
-        return fields
-    _check_names(raw)
-    try:
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _fields.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        if len(raw) > LENIENT_BYTES:
-            raise RequestRefused(400, "the request is not valid JSON, or not an object") from error
     body = json.loads(raw)
     if not isinstance(body, dict):
-        raise RequestRefused(400, "the request is not a JSON object")
+        raise RequestRefused(400, f"the request is a JSON {_JSON_NAME[type(body)]}, and must be an object")
     return {name: Raw(json.dumps(value).encode("ascii")) for name, value in body.items()}
 
 
-def _split_around_ids(raw: bytes) -> dict[str, Raw] | None:
-    """The same where the prompt is a list of so many ids that even a pass over them takes long; None: it is not.
+def _splitting(raw: bytes | bytearray) -> Steps[dict[str, Raw]]:
+    """The same of a body that is so large that to read all of it would keep everybody waiting.
 
-    Something else is put in their place meanwhile. They are looked for by their first and last byte, so what is between
-    may still be no JSON. That an engine will say.
+    Its long strings, its lists and its objects are replaced by their numbers, and the rest is read. What is in them may
+    be no JSON: that an engine will say.
     """
-    found = _BEFORE_IDS.search(raw, 0, _NAMES_BYTES) or _BEFORE_IDS.search(raw, max(0, len(raw) - _NAMES_BYTES))
-    if found is None:
-        return None
-    start, end = found.end(), raw.find(b"]", found.end()) + 1
-    if end - start < LENIENT_BYTES or token_count(memoryview(raw)[start:end]) is None:
-        return None
-    rest = raw[:start] + _IN_PLACE + raw[end:]
-    _check_names(rest)
+    view = memoryview(raw)
+    spans = yield from outline(raw, 2 * _MOST_FIELDS)
+    spans = [(begin, end) for begin, end in spans if end - begin > _NAME_BYTES or view[begin] != ord('"')]
+    between = zip([0, *(end for _, end in spans)], [*(begin for begin, _ in spans), len(raw)], strict=True)
+    parts = [view[begin:end] for begin, end in between]
+    size = sum(map(len, parts))
+    if size > _REST_BYTES:
+        text = f"the request has {size} bytes beside its lists, objects and strings of more than {_NAME_BYTES} bytes"
+        raise RequestRefused(400, f"{text}; it may have {_REST_BYTES}")
+    numbered = b"".join(b"%b[%d]" % (bytes(part), number) for number, part in enumerate(parts))
     try:
-        fields = _fields.decode(rest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    prompt = bytes(fields.get("prompt", b""))
-    before = prompt.find(_IN_PLACE)
-    if before < 0:
-        return None  # of another object
-    fields["prompt"] = Raw(memoryview(raw)[start - before : end + len(prompt) - before - len(_IN_PLACE)])
-    return fields
+        fields = _fields.decode(numbered.removesuffix(b"[%d]" % len(spans)))
+    except msgspec.MsgspecError as error:
+        text = f"of more than {LENIENT_BYTES} bytes, it may also have no NaN and no half of a surrogate pair"
+        raise RequestRefused(400, f"the request is not valid JSON, or not an object; {text}") from error
+    return {name: _nth(view, spans, value) for name, value in fields.items()}
 
 
-def _check_utf8(raw: bytes) -> None:
+def _nth(view: memoryview, spans: list[tuple[int, int]], value: Raw) -> Raw:
+    number = bytes(value)
+    if not number.startswith(b"["):
+        return value
+    begin, end = spans[int(number[1:-1])]
+    return Raw(view[begin:end])
+
+
+def _checking_utf8(raw: bytes | bytearray) -> Steps[None]:
     """Strings that are not looked at are not decoded otherwise. In pieces: a large string takes much memory."""
     if raw[:2] in (b"\xfe\xff", b"\xff\xfe") or b"\x00" in raw[:4]:
         return  # UTF-16 or UTF-32
     decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
     for at in range(0, len(raw), _SEND_BYTES):
+        if at:
+            yield
         decoder.decode(raw[at : at + _SEND_BYTES])
     decoder.decode(b"", final=True)
-
-
-def _check_names(raw: bytes) -> None:
-    """A body of hundreds of thousands of fields would keep everybody waiting: they are not even listed."""
-    if raw.count(b'"') <= _MANY_QUOTES:
-        return
-    try:
-        known = _outline.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return  # `_split` finds out
-    if len(raw) - sum(len(memoryview(getattr(known, name))) for name in _LONG) > _REST_BYTES:
-        raise RequestRefused(400, f"the request has more than {_REST_BYTES} bytes beside {', '.join(_LONG)}")
 
 
 def _value(name: str, value: Raw) -> Any:
     size = len(memoryview(value))
     if name == XARGS and size > _XARGS_BYTES:
-        raise RequestRefused(400, f"{XARGS} has more than {_XARGS_BYTES} bytes")
+        raise RequestRefused(400, f"{XARGS} has {size} bytes; it may have {_XARGS_BYTES}")
     if name == XARGS or (name in LOOKED_AT and size <= _LOOKED_AT_BYTES):
         return as_engines_read(name, json.loads(bytes(value)))
     return None if size == len(b"null") and bytes(value) == b"null" else value
@@ -301,14 +289,14 @@ class Intake:
         self.held_bytes = 0
 
     @asynccontextmanager
-    async def body(self, request: web.Request) -> AsyncIterator[bytes]:
+    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
         """A request's body, which is held as long as this context lasts.
 
         :raises RequestRefused: it is too large, too slow or not whole, or there is no room for it.
         """
         if (request.content_length or 0) > self._each_bytes:
             raise self._too_large()
-        parts: list[bytes] = []
+        whole = bytearray()  # not joined of parts: it would be there twice for that time
         size = 0
         since = asyncio.get_running_loop().time()
         try:
@@ -323,11 +311,7 @@ class Intake:
                 if size > PIECE and self.held_bytes > self._all_bytes:
                     text = f"there is no room for its body now: requests under way have {self._all_bytes} bytes"
                     raise RequestRefused(503, text, retry_after_s=_RETRY_AFTER_S)
-                parts.append(part)
-            whole = b"".join(parts)
-            parts.clear()
-            if size > LARGE_BYTES:
-                await asyncio.sleep(0)
+                whole += part
             yield whole
         finally:
             self.held_bytes -= size

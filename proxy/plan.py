@@ -14,6 +14,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pdx.errors import RequestRefused
+from pdx.proxy.outline import STEP, outline
+from pdx.proxy.turns import Steps, at_once
 from pdx.wire.messages import EngineFacts
 
 Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parse`)
@@ -28,11 +31,10 @@ _CONTENT_PARTS = re.compile(rb'"content"\s*:\s*\[')  # text in parts, or picture
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 _BRACKETS = (ord("["), ord("]"))
-_AT_A_TIME = 64 << 10
+_SPACE_BYTES = 4096  # no longer is what separates values
 _IN_IDS = b"0123456789- \t\r\n"
 _SEVERAL = re.compile(rb'\[\s*[\["]')
 _SOMETHING = re.compile(rb"\[\s*[^\]\s]")
-_one_item = msgspec.json.Decoder(tuple[Raw])
 
 
 class Route(StrEnum):
@@ -85,7 +87,7 @@ def model_of(body: Body) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def classify(route: Route, body: Body, *, min_split_tokens: int = 0) -> Plan:
+def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Plan]:
     """The fastest mode in which the answer is certain to be the one a single engine would give.
 
     Nothing is gained by two legs for one token (`ONE_TOKEN`), nor for a prompt of less than `min_split_tokens`.
@@ -99,12 +101,12 @@ def classify(route: Route, body: Body, *, min_split_tokens: int = 0) -> Plan:
         return Plan(Mode.ALONE, "min_tokens")
     if route is Route.CHAT:
         messages = body.get("messages")
-        if not isinstance(messages, Raw) or _SOMETHING.match(memoryview(messages)) is None:
+        if not isinstance(messages, Raw) or _SOMETHING.match(memoryview(messages)[:_SPACE_BYTES]) is None:
             return Plan(Mode.ALONE, "messages")
         if token_limit(route, body) == 1:
             return Plan(Mode.ALONE, ONE_TOKEN)
         return Plan(Mode.ALONE, "short_prompt") if _is_short(body, min_split_tokens) else Plan(Mode.SAMPLED, "chat")
-    prompt = single_prompt(body.get("prompt"))
+    prompt = yield from _single_prompt(body.get("prompt"))
     if prompt is None:
         return Plan(Mode.ALONE, "prompt")
     least_length = prompt.ids if body.get("truncate_prompt_tokens") is None else 0
@@ -118,6 +120,11 @@ def classify(route: Route, body: Body, *, min_split_tokens: int = 0) -> Plan:
         if value is not None and not _forwardable(name, value, body):
             return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field", least_length)
     return Plan(Mode.FORWARD, "", least_length)
+
+
+def classify(route: Route, body: Body, *, min_split_tokens: int = 0) -> Plan:
+    """What `planning` returns."""
+    return at_once(planning(route, body, min_split_tokens=min_split_tokens))
 
 
 def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None) -> str:
@@ -159,36 +166,60 @@ def token_limit(route: Route, body: Body) -> int | None:
 
 def single_prompt(prompt: Any) -> Prompt | None:
     """The one prompt in a completion's `prompt`; None: several, none, or nothing one could tell."""
+    return at_once(_single_prompt(prompt))
+
+
+def _single_prompt(prompt: Any) -> Steps[Prompt | None]:
     if not isinstance(prompt, Raw):
         return None
-    size = len(memoryview(prompt))
-    if (opening := _SEVERAL.match(memoryview(prompt))) is not None:
-        if opening[0].endswith(b"["):
-            prompt = Raw(bytes(prompt)[1:-1].strip())
-        else:
-            try:
-                (prompt,) = _one_item.decode(prompt)
-            except msgspec.MsgspecError:
-                return None
-    if bytes(memoryview(prompt)[:1]) == b'"':
-        return Prompt(size) if bytes(memoryview(prompt)[:2]) != b'""' else None
-    count = token_count(prompt)
+    view = memoryview(prompt)
+    size = len(view)
+    if _SEVERAL.match(view[:_SPACE_BYTES]) is not None:
+        found = yield from _only(view)
+        if found is None:
+            return None
+        view = found
+    if view[0] == ord('"'):
+        return Prompt(size) if len(view) > len('""') else None
+    count = yield from _counting(view)
     return Prompt(size, count) if count is not None else None
+
+
+def _only(items: memoryview) -> Steps[memoryview | None]:
+    """The one string or list in a list."""
+    try:
+        spans = yield from outline(items, 1)
+    except RequestRefused:
+        return None
+    if len(spans) != 1:
+        return None
+    begin, end = spans[0]
+    if max(begin, len(items) - end) > _SPACE_BYTES:
+        return None
+    around = bytes(items[:begin]).split() + bytes(items[end:]).split()
+    return items[begin:end] if around == [b"[", b"]"] else None
 
 
 def token_count(ids: Raw | memoryview) -> int | None:
     """How many numbers a JSON list of whole numbers has; None: it is something else, or empty. Without reading them."""
-    view = memoryview(ids)
-    if len(view) < len("[0]") or (view[0], view[-1]) != _BRACKETS:
+    return at_once(_counting(memoryview(ids)))
+
+
+def _counting(ids: memoryview) -> Steps[int | None]:
+    if len(ids) < len("[0]") or (ids[0], ids[-1]) != _BRACKETS:
         return None
-    commas = 0
-    inner = view[1:-1]
-    for at in range(0, len(inner), _AT_A_TIME):  # a copy of the whole would take longer than counting
-        marks = bytes(inner[at : at + _AT_A_TIME]).translate(None, _IN_IDS)
+    commas, is_empty = 0, True
+    inner = ids[1:-1]
+    for at in range(0, len(inner), STEP):
+        if at:
+            yield
+        piece = bytes(inner[at : at + STEP])
+        marks = piece.translate(None, _IN_IDS)
         commas += len(marks)
         if marks.strip(b","):
             return None
-    return commas + 1 if commas or bytes(inner).strip() else None
+        is_empty = is_empty and piece.isspace()
+    return None if is_empty else commas + 1
 
 
 def _is_short(body: Body, tokens: int) -> bool:

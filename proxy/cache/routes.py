@@ -143,7 +143,7 @@ class Routes:
             self._under_way -= 1
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> Any:
+def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes | bytearray) -> Any:
     try:
         return decoder.decode(raw or b"{}")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -178,6 +178,27 @@ def test_a_wrong_method_is_told_the_right_one():
     run(main)
 
 
+@pytest.mark.parametrize(
+    ("content", "kind", "said"),
+    [
+        (b"{}", "text/plain", "Content-Type is text/plain; send JSON, as application/json"),
+        (b'{"prompt" "a"}', "application/json", "not valid JSON: Expecting ':' delimiter: line 1 column 11"),
+        (b"[1]", "application/json", "is a JSON list, and must be an object"),
+        (b'{"prompt":"\xff"}', "application/json", "is not UTF-8"),
+        (b'{"x":NaN,"prompt":"%s"}' % (b"a" * (1 << 18)), "application/json", "may also have no NaN"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(content, kind, said):
+    async def main():
+        async with cluster() as made:
+            url, headers = made.url + COMPLETIONS, {"Content-Type": kind}
+            async with made.client.post(url, data=content, headers=headers) as response:
+                assert response.status == 400
+                assert said in (await response.json())["error"]["message"]
+
+    run(main)
+
+
 def test_a_prompt_that_is_too_long_is_refused_as_vllm_does():
     async def main():
         async with cluster() as made:

@@ -1,0 +1,66 @@
+"""Where the values of a large JSON object or list begin and end, found piece by piece: no single call takes long.
+
+As in simdjson, the bytes that matter (quotes, backslashes, brackets) are marked by a table; then whether a byte is in a
+string, and how deep it lies, are running sums. All else in a value is passed by, so a text that is no JSON has an
+outline, too. But of a text that a reader of JSON takes, the outline is what that reader finds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pdx.errors import RequestRefused
+from pdx.proxy.turns import Steps
+
+STEP = 64 << 10  # even, see the cut of backslashes
+_QUOTE, _BACKSLASH, _OPEN, _CLOSE = 1, 2, 3, 4
+_KINDS = {ord('"'): _QUOTE, ord("\\"): _BACKSLASH, **dict.fromkeys(b"[{", _OPEN), **dict.fromkeys(b"]}", _CLOSE)}
+_KIND = bytes(_KINDS.get(byte, 0) for byte in range(256))
+_DEEPER = np.array([0, 0, 0, 1, -1], np.int8)  # by kind
+Array = np.ndarray[Any, Any]
+
+
+def outline(raw: bytes | bytearray | memoryview, most: int) -> Steps[list[tuple[int, int]]]:
+    """Begin and end of each string (names are some), list and object directly in the outermost one, in their order.
+
+    :raises RequestRefused: there are more than `most`.
+    """
+    view, edges = memoryview(raw), list[int]()
+    at, depth, in_string = 0, 0, 0
+    while at < len(view):
+        if at:
+            yield
+        piece = bytes(view[at : at + STEP])
+        piece = piece.rstrip(b"\\") or piece  # no run of backslashes is cut at an odd place
+        where, kinds = _marked(piece)
+        quotes = kinds == _QUOTE
+        inside = (np.cumsum(quotes) - quotes + in_string) & 1
+        steps = np.where(inside, 0, _DEEPER[kinds])
+        after = np.cumsum(steps, dtype=np.int64) + depth
+        is_edge = np.where(quotes, after == 1, (steps != 0) & (np.maximum(after, after - steps) == 2))
+        edges += (where[is_edge] + at).tolist()
+        if len(edges) > 2 * most:
+            raise RequestRefused(400, f"the request has more than {most} names, strings, lists and objects")
+        depth, in_string = depth + int(steps.sum()), (in_string + int(quotes.sum())) & 1
+        at += len(piece)
+    return [(begin, end + 1) for begin, end in zip(edges[::2], edges[1::2], strict=False)]
+
+
+def _marked(piece: bytes) -> tuple[Array, Array]:
+    """Where brackets and quotes that are not escaped are, and of which kind each is."""
+    kinds = np.frombuffer(piece.translate(_KIND), np.uint8)
+    where = np.flatnonzero(kinds)
+    kinds = kinds[where]
+    slashes = kinds == _BACKSLASH
+    if not slashes.any():
+        return where, kinds
+    index = np.arange(len(where))
+    behind = np.zeros(len(where), bool)  # directly behind a backslash
+    behind[1:] = slashes[:-1] & (np.diff(where) == 1)
+    begins = np.maximum.accumulate(np.where(slashes & ~behind, index, 0))  # of the last run of backslashes
+    escaped = behind.copy()
+    escaped[1:] &= (index[1:] - begins[:-1]) % 2 == 1
+    kept = ~(slashes | (escaped & (kinds == _QUOTE)))
+    return where[kept], kinds[kept]
