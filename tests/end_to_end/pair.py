@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,17 @@ ENGINE_FLAGS = [
 ]  # fmt: skip
 ENGINE_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 ARENA_BYTES = 256 << 20
+SHORT = {"peer_timeout_s": 2.0, "max_lease_s": 3.0, "reserve_s": 3.0}  # so that tests can outlast them
 
 
 class Pair:
     """A prefiller, a decoder and a proxy; around one node, or (with a channel) each engine with a node of its own."""
 
-    def __init__(self, workplace: Path, model: Path, channel: str | None = None) -> None:
+    def __init__(
+        self, workplace: Path, model: Path, channel: str | None = None, deadlines: Mapping[str, float] = SHORT
+    ) -> None:
+        """`deadlines`: of the nodes; a test that loads the machine and waits for none of them has the nodes' own."""
+        self._deadlines = deadlines
         self.workplace = workplace
         self.model = model
         self.is_wired = channel is not None
@@ -52,7 +58,6 @@ class Pair:
         self.decode = self.serve("decode", core=1)
 
     def config(self, role: str, channel: str | None) -> NodeConfig:
-        """Short deadlines, so that tests can outlast them."""
         name = role if channel else "node"
         return NodeConfig(
             address=f"ipc://{self.workplace}/{name}.sock",
@@ -60,10 +65,8 @@ class Pair:
             proxy=self.control,
             name=name if channel else "",
             channels=[channel] if channel else [],
-            peer_timeout_s=2.0,
             report_s=0.2,
-            max_lease_s=3.0,
-            reserve_s=3.0,
+            **self._deadlines,
         )
 
     def start_node(self, role: str) -> None:
