@@ -58,7 +58,7 @@ OTHERS = {
     "pdx.node": "msgspec prometheus_client zmq",
     "pdx.client": "msgspec zmq",
     "pdx.engine": "msgspec numpy torch prometheus_client",
-    "pdx.vllm": "huggingface_hub msgspec numpy torch vllm prometheus_client",
+    "pdx.vllm": "blake3 huggingface_hub msgspec numpy torch vllm prometheus_client",
     "pdx.testing": "*",
     "pdx.cli": "click rich msgspec",
     "pdx.bench": "*",

@@ -1,8 +1,8 @@
 """Which weights a LoRA adapter has: a digest of its files, and which of them an engine's workers have loaded.
 
 vLLM calls an adapter by its name and its path, and loads it when it likes: when it is told of the adapter, when a
-request needs it that was dropped, for each step where it is replaced in place. So the scheduler half says under which
-digest a request is saved and found, and each worker compares that with what it has loaded.
+request needs it that was dropped, for each step where it is replaced in place. So the workers tell what they have
+loaded, the scheduler half says under which digest a request is saved and found, and each worker compares the two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ _SETTLED_NS = 100_000_000  # a file that was changed just now may be changed aga
 _MAX_KNOWN = 1024
 
 _Signature = tuple[tuple[str, int, int, int, int, int], ...]
+Name = TypeVar("Name")
+Value = TypeVar("Value")
 
 
 class Adapter(NamedTuple):
@@ -53,6 +55,15 @@ def adapter_of(lora_request: Any) -> Adapter:
     return Adapter(int(lora_request.lora_int_id), str(lora_request.lora_name), str(lora_request.lora_path))
 
 
+def remember(known: dict[Name, Value], name: Name, value: Value) -> Value:
+    """Put it last of what is known, of which the first is forgotten where there is too much."""
+    known.pop(name, None)
+    known[name] = value
+    if len(known) > _MAX_KNOWN:
+        del known[next(iter(known))]
+    return value
+
+
 class AdapterDigests:
     """Digests of the files of adapters. A file is read again only where its size, its times or its inode changed."""
 
@@ -62,22 +73,25 @@ class AdapterDigests:
     def of(self, path: str) -> str:
         """64 hex digits for configuration and weights at vLLM's `lora_path`, all of them read; empty: they cannot be
         read, or are being changed. Never fails."""
+        return self.read(path)[1]
+
+    def read(self, path: str) -> tuple[_Signature, str]:
+        """The digest as `of` has it, and what the files looked like from outside, which is never twice the same."""
         try:
             folder = _folder(path)
             signature = _signature(folder)
-            known, digest = self._known.get(path, ((), ""))
-            if known == signature:
-                return digest
-            digest = _digest(folder, [name for name, *_ in signature])
+            known = self._known.get(path)
+            if known is not None and known[0] == signature:
+                return known
+            read = signature, _digest(folder, [name for name, *_ in signature])
             if signature != _signature(folder):
-                return ""
-        except (OSError, ValueError):
-            return ""
+                return (), ""
+        except Exception:  # of a disk, of a hub's client: vLLM, which loads the adapter, goes on
+            log.debug("the adapter at %s has no digest", path, exc_info=True)
+            return (), ""
         if time.time_ns() - max(changed for *_, changed in signature) > _SETTLED_NS:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[path] = (signature, digest)
-        return digest
+            remember(self._known, path, read)
+        return read
 
 
 class LoadedAdapters:
@@ -85,7 +99,7 @@ class LoadedAdapters:
 
     def __init__(self) -> None:
         self._digests = AdapterDigests()
-        self._loaded: dict[Adapter, str] = {}
+        self._loaded: dict[int, Claim] = {}  # by number, by which vLLM knows them
         self._untold: dict[Adapter, str] = {}
 
     def take_news(self) -> dict[Adapter, str]:
@@ -96,11 +110,11 @@ class LoadedAdapters:
     def load(self, load: Any, lora_request: Any) -> Any:
         """Have `load` read the adapter, and note what it has read: what was there before and after it."""
         adapter = adapter_of(lora_request)
-        before = self._digests.of(adapter.path)
+        before = self._digests.read(adapter.path)
         loaded = load(lora_request)
-        digest = before if before == self._digests.of(adapter.path) else ""
-        self._loaded[adapter] = digest
-        self._untold[adapter] = digest
+        digest = before[1] if before == self._digests.read(adapter.path) else ""
+        remember(self._loaded, adapter.number, Claim(adapter, digest))
+        remember(self._untold, adapter, digest)
         return loaded
 
     def checked(self, plan: StepPlan | Off, claims: Mapping[str, Claim]) -> tuple[StepPlan | Off, int]:
@@ -110,8 +124,15 @@ class LoadedAdapters:
         """
         if not claims or isinstance(plan, Off):
             return plan, 0
-        lost = {request_id for request_id, claim in claims.items() if self._loaded.get(claim.adapter) != claim.digest}
-        failing = {request_id for request_id in lost if claims[request_id].adapter in self._loaded}
+        lost, failing = set[str](), set[str]()
+        for request_id, claim in claims.items():
+            number = claim.adapter.number
+            loaded = self._loaded.get(number)
+            if loaded is not None:
+                remember(self._loaded, number, loaded)
+            if loaded != claim:
+                lost.add(request_id)
+                failing.update([request_id] if loaded is not None else ())
         saves = [save for save in plan.saves if save.request_id not in lost]
         loads = [
             msgspec.structs.replace(load, epoch=NO_EPOCH) if load.request_id in failing else load for load in plan.loads

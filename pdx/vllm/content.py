@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy
 import torch
+from blake3 import blake3  # which vLLM needs, and which takes less than half of SHA-256's time
 
 from pdx.engine.step import LeftOut
-from pdx.vllm.adapters import Adapter, AdapterDigests, Claim, adapter_of
+from pdx.vllm.adapters import Adapter, AdapterDigests, Claim, adapter_of, remember
 from pdx.vllm.releases import can_reuse, skips_cache
 
 log = logging.getLogger("pdx")
@@ -33,9 +34,10 @@ _NO_MEDIA = LeftOut(
 )
 _NO_ADAPTER = LeftOut(
     "unnamed_adapter",
-    "request %s is neither saved nor found: the files of its LoRA adapter cannot be read here, or were changed (see "
-    "docs/vllm.md#lora)",
+    "request %s is neither saved nor found: the files of its LoRA adapter cannot be read here, or were changed while "
+    "they were loaded (see docs/vllm.md#lora)",
 )
+_UNTOLD_ADAPTER = LeftOut("untold_adapter", "")  # the first request of each, which is nothing to warn of
 _NO_HASHES = LeftOut(
     "unnamed_inputs", "request %s is neither saved nor found: this vLLM has hashed its blocks for good"
 )
@@ -56,11 +58,19 @@ class Content:
         # An encoder elsewhere is told of media by vLLM's names, and this process has no more than their sizes.
         self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)
         self._digests = AdapterDigests()
-        self._loaded: dict[Adapter, str] = {}
+        self._loaded: dict[int, Claim] = {}  # as workers have told, by number
 
     def name(self, request: Any, is_new: bool) -> LeftOut | None:
         """Have the request's blocks hashed by content, or say why it is left out. `is_new`: vLLM has looked none of
-        them up so far; later it is too late for that."""
+        them up so far; later it is too late for that. Never fails: a request whose inputs raise is left out."""
+        try:
+            return self._name(request, is_new)
+        except Exception as error:  # of inputs, which are as their makers like, and of files
+            log.debug("the inputs of request %s could not be named", request.request_id, exc_info=True)
+            why = f"{type(error).__name__}: {str(error)[:200]!r}".replace("%", "%%")
+            return LeftOut("naming_failed", f"request %s is neither saved nor found, its inputs have no names: {why}")
+
+    def _name(self, request: Any, is_new: bool) -> LeftOut | None:
         if not self._can_reuse or skips_cache(request):
             return _NO_REUSE
         lora, media = request.lora_request, request.mm_features
@@ -70,18 +80,16 @@ class Content:
             return None
         if hasher is None or not is_new:
             return _NO_HASHES
-        files = self._files(lora) if lora else ""
-        if lora and not files:
-            return _NO_ADAPTER
-        adapter = self._adapter(lora, files) if lora else None
+        claim = self._claim(lora) if lora else None
+        if lora and (claim is None or not claim.digest):
+            return _UNTOLD_ADAPTER if claim is None else _NO_ADAPTER
+        adapter = self._adapter(lora, claim.digest) if claim else None
         tower = adapter if self._has_towers else None
         if not all(self._media.name(each, tower) for each in media):
             return _NO_MEDIA
-        request._block_hasher = ByContent(hasher, self._media, adapter, tower)
-        request.block_hashes.clear()
-        request.update_block_hashes()
-        if lora:
-            self.claims[request.request_id] = Claim(adapter_of(lora), files)
+        _hash_again(request, ByContent(hasher, self._media, adapter, tower))
+        if claim:
+            self.claims[request.request_id] = claim
         return None
 
     def forget(self, request_id: str) -> None:
@@ -90,21 +98,34 @@ class Content:
 
     def heard(self, loaded: Mapping[Adapter, str]) -> None:
         """Workers have loaded these adapters."""
-        self._loaded.update(loaded)
+        for adapter, digest in loaded.items():
+            remember(self._loaded, adapter.number, Claim(adapter, digest))
 
     def _adapter(self, lora: Any, files: str) -> str:
         """What stands for the adapter in hashes."""
         told = f"{files}:{self._lora_dtype}:{bool(getattr(lora, 'is_3d_lora_weight', False))}"
         return hashlib.sha256(told.encode()).hexdigest()
 
-    def _files(self, lora: Any) -> str:
-        """Digest of the files that the workers have loaded; where they have not told, of those that are there. Empty:
-        nobody knows it."""
+    def _claim(self, lora: Any) -> Claim | None:
+        """What the workers have loaded, by their own word; with an empty digest: they do not know it. None: they have
+        not told so far. What is in the files now may not be it, and vLLM's own cache goes by this name, too."""
         adapter = adapter_of(lora)
-        if adapter in self._loaded and not getattr(lora, "load_inplace", False):
-            return self._loaded[adapter]
-        # An adapter that is loaded in place is read for each step.
-        return self._digests.of(adapter.path) or self._loaded.get(adapter, "")
+        if getattr(lora, "load_inplace", False) and (digest := self._digests.of(adapter.path)):
+            return Claim(adapter, digest)  # it is read for each step
+        claim = self._loaded.get(adapter.number)
+        return remember(self._loaded, adapter.number, claim) if claim and claim.adapter == adapter else None
+
+
+def _hash_again(request: Any, hasher: ByContent) -> None:
+    """Hash the request's blocks so from now on; where that fails, all is as it was."""
+    before = request._block_hasher, list(request.block_hashes)
+    request._block_hasher = hasher
+    request.block_hashes.clear()
+    try:
+        request.update_block_hashes()
+    except Exception:
+        request._block_hasher, request.block_hashes[:] = before
+        raise
 
 
 class ByContent:
@@ -188,7 +209,7 @@ class _Media:
         if content is None:
             return False
         place = feature.mm_position
-        digest = hashlib.sha256(content)
+        digest = blake3(content)
         told = [feature.modality, tower, place.length, getattr(place, "is_embed", None)]
         if not _feed(digest, told):
             return False
@@ -198,7 +219,11 @@ class _Media:
 
     def seen(self, feature: Any, tower: str | None) -> Any:
         """The feature as it is hashed. One without a name was added to a session: nobody finds what is behind it."""
-        is_named = self.name(feature, tower)
+        try:
+            is_named = self.name(feature, tower)
+        except Exception:  # vLLM, which asks for these hashes, would end
+            log.debug("media of a session could not be named", exc_info=True)
+            is_named = False
         name = bytes.fromhex(feature.identifier[-_HEX:]) if is_named else secrets.token_bytes(_HEX // 2)
         return SimpleNamespace(identifier=name, mm_position=feature.mm_position)
 
@@ -208,7 +233,7 @@ class _Media:
         known = self._known.get(id(item))
         if known is not None and known[0]() is item:
             return known[1]
-        digest = hashlib.sha256(b"pdx-media-1")
+        digest = blake3(b"pdx-media-1")
         for key in sorted(item):
             if not (_feed(digest, key) and _feed(digest, item[key].data)):
                 return None

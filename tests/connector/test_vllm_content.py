@@ -86,8 +86,17 @@ def request_of(tokens: list[int] | None = None, sampling: Any = None, **inputs: 
     return Request(f"r{next(numbers)}", prompt, sampling, pooling, block_hasher=hasher, **inputs)
 
 
+def tell(content: Content, lora: LoRARequest | None) -> None:
+    """Workers have loaded the adapter, of which they had told nothing."""
+    if lora is not None and adapter_of(lora).number not in content._loaded:
+        worker = LoadedAdapters()
+        worker.load(lambda request: None, lora)
+        content.heard(worker.take_news())
+
+
 def keys_of(content: Content, request: Any, codec: str = "") -> list[bytes]:
-    """Of its two chunks, and of its tail in a transfer."""
+    """Of its two chunks, and of its tail in a transfer. Workers have told what they have loaded."""
+    tell(content, request.lora_request)
     assert content.name(request, True) is None
     assert keep_apart(request, codec)
     params = TransferParams(do_remote_decode=True, transfer_id="t" * 20)
@@ -228,6 +237,58 @@ def test_media_whose_content_is_not_here_are_neither_saved_nor_found(feature: An
     assert request.block_hashes == before, "vLLM's own cache is its own affair"
 
 
+class Odd(torch.Tensor):
+    """Whose bytes cannot be had."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("100% odd")
+
+
+def odd_picture() -> Any:
+    return picture(1.0, "odd", thing=torch.Tensor._make_subclass(Odd, torch.zeros(2)))
+
+
+def test_a_request_that_cannot_be_named_is_left_out_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its inputs raise. vLLM finds it as it has made it."""
+
+    def broken(*args: Any) -> str:
+        raise RuntimeError("100% broken")
+
+    content, lora = engine(), sql(make_adapter(tmp_path / "a", "w"))
+    tell(content, lora)
+    monkeypatch.setattr(content, "_adapter", broken)
+    update = Request.update_block_hashes
+    for inputs in (
+        {"mm_features": [odd_picture()]},
+        {"mm_features": [picture(1.0, "a"), odd_picture()]},
+        {"lora_request": lora},
+        {"mm_features": [picture(1.0, "a")]},
+    ):
+        request = request_of(**inputs)
+        hashes, hasher = list(request.block_hashes), request._block_hasher
+        monkeypatch.setattr(Request, "update_block_hashes", broken)
+        left_out = content.name(request, True)
+        monkeypatch.setattr(Request, "update_block_hashes", update)
+        assert left_out is not None
+        assert left_out.reason == "naming_failed"
+        assert "100%" in left_out.text % "r1"
+        assert (request.block_hashes, request._block_hasher) == (hashes, hasher)
+        assert not content.claims
+    assert content.name(request_of(mm_features=[picture(1.0, "a")]), True) is None
+
+
+def test_a_session_goes_on_with_media_that_cannot_be_named() -> None:
+    """vLLM hashes them in a step of its own, where nothing catches what is raised."""
+    content, request = engine(), request_of(list(range(BLOCK * 2)), resumable=True)
+    assert content.name(request, True) is None
+    request.mm_features.append(odd_picture())
+    request.append_output_token_ids(list(range(BLOCK)))
+    assert len(request.block_hashes) == 3
+
+
 def test_with_an_encoder_elsewhere_no_media_are_named() -> None:
     content = engine(ec_transfer_config=object())
     left_out = content.name(request_of(mm_features=[picture(1.0, "a")]), True)
@@ -352,6 +413,53 @@ def test_files_that_are_replaced_and_not_loaded_change_nothing(tmp_path: Path) -
     assert lora_keys(content, sql(path, load_inplace=True)) != monday
 
 
+def test_nobody_says_what_was_loaded_but_who_has_loaded_it(tmp_path: Path) -> None:
+    """vLLM was told of the adapter, and its files were replaced before its first request: the KV of that is Monday's,
+    and vLLM's own cache would give it to whoever has Tuesday's adapter. Likewise of a number that has another path."""
+    path, other = make_adapter(tmp_path / "a", "Monday"), make_adapter(tmp_path / "b", "Tuesday")
+    content, worker = engine(), LoadedAdapters()
+    worker.load(lambda request: None, sql(path))
+    make_adapter(tmp_path / "a", "Tuesday")
+
+    def left_out(lora: LoRARequest) -> bool:
+        request = request_of(lora_request=lora)
+        before = list(request.block_hashes)
+        why = content.name(request, True)
+        return why is not None and (why.reason, request.block_hashes) == ("untold_adapter", before)
+
+    assert left_out(sql(path))
+    content.heard(worker.take_news())
+    assert not left_out(sql(path))
+    assert left_out(sql(other)), "vLLM goes by the number, and has Monday's"
+
+
+def test_a_number_has_one_adapter(tmp_path: Path) -> None:
+    worker, loras = LoadedAdapters(), [sql(make_adapter(tmp_path / name, name)) for name in "ab"]
+    claims = {lora.lora_path[-1]: Claim(adapter_of(lora), AdapterDigests().of(lora.lora_path)) for lora in loras}
+    for lora in loras:
+        worker.load(lambda request: None, lora)
+    plan, lost = worker.checked(plan_of("a", "b"), claims)
+    assert lost == 2
+    assert [save.request_id for save in plan.saves] == ["b"]
+
+
+def test_what_is_known_of_adapters_is_bounded_and_the_one_that_was_used_last_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "_MAX_KNOWN", 2)
+    content, worker = engine(), LoadedAdapters()
+    loras = [sql(make_adapter(tmp_path / str(number), str(number)), number) for number in (1, 2, 3)]
+    for lora in loras:
+        worker.load(lambda request: None, lora)
+        assert not content.heard(worker.take_news())
+        if lora is not loras[0]:
+            keys_of(content, request := request_of(lora_request=loras[0]))
+            assert worker.checked(plan_of(request.request_id), content.claims)[1] == 0
+    for known in (content._loaded, worker._loaded):
+        assert sorted(known) == [1, 3]
+    assert len(worker._digests._known) <= 2
+
+
 def test_configuration_data_type_and_format_of_an_adapter_are_part_of_it(tmp_path: Path) -> None:
     paths = [make_adapter(tmp_path / name, "w", config) for name, config in (("a", "{}"), ("b", '{"alpha": 2}'))]
     wide = engine(lora_config=SimpleNamespace(lora_dtype="float32"))
@@ -362,7 +470,9 @@ def test_configuration_data_type_and_format_of_an_adapter_are_part_of_it(tmp_pat
 @pytest.mark.parametrize("path", ["/no/such/adapter", "no/adapter", "not a name of anything"])
 def test_an_adapter_that_cannot_be_read_is_neither_saved_nor_found(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    left_out = engine().name(request_of(lora_request=sql(path)), True)
+    content = engine()
+    tell(content, sql(path))
+    left_out = content.name(request_of(lora_request=sql(path)), True)
     assert left_out is not None
     assert left_out.reason == "unnamed_adapter"
 
@@ -389,10 +499,10 @@ def test_the_encoders_adapter_is_part_of_the_name_of_media(tmp_path: Path) -> No
     """Where it has weights of the encoder, too: vLLM keeps its outputs under the adapter's name then."""
     towers = engine(lora_config=SimpleNamespace(lora_dtype="bfloat16", enable_tower_connector_lora=True))
     names = []
-    for weights in ("Monday", "Tuesday"):
-        request = request_of(
-            mm_features=[picture(1.0, "sql:a")], lora_request=sql(make_adapter(tmp_path / weights, weights))
-        )
+    for number, weights in enumerate(("Monday", "Tuesday"), 1):
+        lora = sql(make_adapter(tmp_path / weights, weights), number)
+        request = request_of(mm_features=[picture(1.0, "sql:a")], lora_request=lora)
+        tell(towers, request.lora_request)
         assert towers.name(request, True) is None
         names.append(request.mm_features[0].identifier)
     assert names[0] != names[1]
@@ -427,6 +537,13 @@ def test_files_that_change_while_they_are_loaded_are_nobodys(tmp_path: Path) -> 
     worker.load(lambda request: make_adapter(tmp_path / "a", "Tuesday"), sql(path))
     assert worker.take_news() == {adapter_of(sql(path)): ""}
     assert worker.take_news() == {}
+
+    def there_and_back(lora: LoRARequest) -> None:
+        (tmp_path / "a").rename(tmp_path / "b")
+        make_adapter(tmp_path / "a", "Tuesday")  # in other files
+
+    worker.load(there_and_back, sql(path))
+    assert worker.take_news() == {adapter_of(sql(path)): ""}
     content = engine()
     content.heard({adapter_of(sql(path)): ""})
     left_out = content.name(request_of(lora_request=sql(path)), True)
@@ -435,6 +552,16 @@ def test_files_that_change_while_they_are_loaded_are_nobodys(tmp_path: Path) -> 
     with pytest.raises(RuntimeError):
         worker.load(lambda request: (_ for _ in ()).throw(RuntimeError("of vLLM")), sql(path))
     assert worker._loaded == before, "what could not be loaded has replaced nothing"
+
+
+def test_what_goes_wrong_with_a_digest_is_nothing_to_vllms_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: str) -> Path:
+        raise RuntimeError("of a hub's client")
+
+    monkeypatch.setattr(adapters_module, "_folder", broken)
+    worker = LoadedAdapters()
+    assert worker.load(lambda request: "loaded", sql("/a")) == "loaded"
+    assert worker.take_news() == {adapter_of(sql("/a")): ""}
 
 
 def test_workers_that_have_loaded_different_files_agree_on_none() -> None:

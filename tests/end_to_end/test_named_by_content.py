@@ -69,6 +69,9 @@ class Adapters:
 
     def load(self, name: str, path: Path, **more: Any) -> None:
         self._post("load", {"lora_name": name, "lora_path": str(path), **more})
+        # With a step's output the workers tell what they have loaded.
+        path_, body = completion("step", max_tokens=1)
+        assert post(self.server.url, path_, body)["http_status"] == 200
 
     def unload(self, name: str) -> None:
         self._post("unload", {"lora_name": name})
@@ -160,7 +163,7 @@ def test_each_of_twelve_users_is_answered_about_the_own_picture(
     model = make_tiny_vision(tmp_path / "eyes")
     place = workplace / "eyes"
     place.mkdir(mode=0o700)
-    pair = Pair(place, model)
+    pair = Pair(place, model, deadlines={})  # a prompt waits behind those of eleven others, on a busy machine for long
     try:
         pair.wait_ready()
         alone = [said(post(pair.decode.url, *shown(n, cache_salt=f"alone {n}"))) for n in range(USERS)]
@@ -168,12 +171,12 @@ def test_each_of_twelve_users_is_answered_about_the_own_picture(
         before = computed_prompt_tokens(pair.decode)
         assert [said(each) for each in pair.post_all([shown(n) for n in range(USERS)])] == alone
         computed = computed_prompt_tokens(pair.decode) - before
-        assert computed < 256 * USERS, "each of them by itself, and its chunks were handed over"
+        counters = pair.status().counters
+        assert computed <= 24 * USERS, f"each computes its last tokens, and the rest was handed over: {counters}"
         # A client's name for two pictures, and the prefiller by itself: it finds what it has of each.
         for number in (3, 4):
             assert said(post(pair.prefill.url, *shown(number, picture={"uuid": "same"}))) == alone[number]
-        counters = pair.status().counters
-        assert not [name for name in counters if "unnamed" in name]
+        assert not [name for name in pair.status().counters if "unnamed" in name]
     finally:
         pair.close()
 
