@@ -115,8 +115,8 @@ class SchedulerGuard(_Guard):
                 self._promised[request.request_id] = promised
         self._run(self._half.allocated, request, blocks, num_external, otherwise=None)
 
-    def not_loaded(self, block_ids: Set[int]) -> None:
-        self._run(self._half.not_loaded, block_ids, otherwise=None)
+    def not_loaded(self, block_ids: Set[int]) -> Set[int]:
+        return self._run(self._half.not_loaded, block_ids, otherwise=frozenset[int]())
 
     def load_failed(self, request_id: str) -> None:
         self._run(self._half.load_failed, request_id, otherwise=None)

@@ -285,20 +285,26 @@ class SchedulerHalf:
         elif not tracked.loading:
             self._lookup.release(tracked, self._link.connection)
 
-    def not_loaded(self, block_ids: Set[int]) -> None:
+    def not_loaded(self, block_ids: Set[int]) -> Set[int]:
         """These blocks were not loaded, and the engine computes them. They may be another connector's, which had
-        promised them for a step that is over."""
+        promised them for a step that is over.
+
+        :returns: these, and those that were computed from them: nobody should find them in the engine's own cache.
+        """
         ours: set[int] = set()
         for tracked in self._loading.values():
             failed = [at for at, block_id in enumerate(tracked.block_ids) if block_id in block_ids]
             ours.update(tracked.block_ids[at] for at in failed)
             before = [] if tracked.failed_block is None else [tracked.failed_block]
             tracked.failed_block = min([*failed, *before], default=None)
-        if not block_ids <= ours:
-            others = [tracked for tracked in self._requests.values() if not tracked.loading]
-            for tracked in self._trust.failed(block_ids - ours, [*others, *self._left_out.values()]):
-                if tracked.request.request_id in self._requests:
-                    self._spoil(tracked)
+        if block_ids <= ours:
+            return frozenset()  # the engine's cache has nothing that is being loaded
+        others = [tracked for tracked in self._requests.values() if not tracked.loading]
+        spoiled, blocks = self._trust.failed(block_ids - ours, [*others, *self._left_out.values()])
+        for tracked in spoiled:
+            if tracked.request.request_id in self._requests:
+                self._spoil(tracked)
+        return blocks
 
     def load_failed(self, request_id: str) -> None:
         """Not all of the request's load has come, and the engine computes the whole prompt."""

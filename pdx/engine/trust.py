@@ -62,14 +62,15 @@ class Trust:
             for block in blocks:
                 self._doubts.pop(block, None)
 
-    def failed(self, blocks: Set[int], requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:
-        """These blocks were not loaded. All that was computed from them is spoiled: the requests that have it."""
+    def failed(self, blocks: Set[int], requests: Iterable[TrackedRequest]) -> tuple[list[TrackedRequest], set[int]]:
+        """These blocks were not loaded. All that was computed from them is spoiled: the requests that have it, and the
+        blocks."""
         bad, spoiled, left = set(blocks), list[TrackedRequest](), list(requests)
         while True:
             looked = [(each, _first(each.block_ids, bad)) for each in left]
             left = [each for each, at in looked if at is None]
             if len(left) == len(looked):
-                return spoiled
+                return spoiled, bad
             for tracked, at in looked:
                 if at is not None:
                     bad.update(tracked.block_ids[at:])

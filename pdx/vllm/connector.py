@@ -105,6 +105,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._content = Content(vllm_config) if is_scheduler else None
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()
+        self._blocks: Any = None  # vLLM's own, where it shows them
         # Of several micro-batches each runs every layer, in a thread of its own: a hook does not say that pages are
         # final then, so none is passed on, and all layers are gathered at the end of the step.
         self._has_hooks = not vllm_config.parallel_config.use_ubatching
@@ -177,6 +178,9 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         backends, orders = ("+".join(sorted(names)) for names in ({t.backend for t in told}, {t.order for t in told}))
         self._start_scheduler(backends or self._layout.backend, orders or self._layout.order)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._blocks = gpu_block_pool
+
     def on_new_request(self, request: Any) -> None:
         self.scheduler.arrived(request)
 
@@ -205,7 +209,9 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(told, PdxWorkerNews):
             self._names.heard(told.adapters)
         if failed := getattr(connector_output, "invalid_block_ids", None):
-            self.scheduler.not_loaded(failed)
+            spoiled = self.scheduler.not_loaded(failed)
+            if self._blocks is not None:  # vLLM leaves them in its cache until they are computed again, if ever
+                self._blocks.evict_blocks(spoiled)
         for request_id in getattr(connector_output, "failed_recving", None) or ():
             self.scheduler.load_failed(request_id)
         if isinstance(told, PdxWorkerNews) and told.news:

@@ -540,7 +540,7 @@ def test_files_that_change_while_they_are_loaded_are_nobodys(tmp_path: Path) -> 
 
     def there_and_back(lora: LoRARequest) -> None:
         (tmp_path / "a").rename(tmp_path / "b")
-        make_adapter(tmp_path / "a", "Tuesday")  # in other files
+        make_adapter(tmp_path / "a", "Monday")  # in other files
 
     worker.load(there_and_back, sql(path))
     assert worker.take_news() == {adapter_of(sql(path)): ""}

@@ -312,6 +312,28 @@ def test_nor_what_others_compute_from_it_while_it_is_computed_again(
 
 
 @both
+@pytest.mark.parametrize("aborted", [False, True], ids=["it goes on", "it is aborted"])
+def test_what_another_connector_failed_to_load_is_not_found_in_vllms_own_cache(
+    bed: OracleBed, claims: dict[str, Claim], asynchronous: bool, aborted: bool
+) -> None:
+    """By one who comes when that is known: vLLM would leave it there until it is computed again, if ever."""
+    reader = reader_of(bed, **BESIDE, asynchronous=asynchronous, budget=128, threshold=64)
+    history = bed.tokens(HISTORY)
+    claims["0"] = Claim(PROMISED, 128)
+    reader.add("0", history + bed.tokens(100, "0"), 30)
+    while claims:
+        reader.step()
+    for _ in range(asynchronous):
+        reader.step()  # tells what came of the one before
+    if aborted:
+        reader.abort("0")
+    reader.ask("1", history + bed.tokens(300, "1"), 12)
+    reader.run()
+    if not aborted:
+        reader.check("0")
+
+
+@both
 def test_what_another_connector_has_loaded_is_saved_when_that_is_known(
     bed: OracleBed, claims: dict[str, Claim], asynchronous: bool
 ) -> None:
