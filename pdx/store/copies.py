@@ -543,6 +543,8 @@ class Copies:
 
     def _give_up(self, copy: Copy, step: CopyStep) -> None:
         copy.is_given_up = True
+        if copy.is_load:  # what is not given never will be
+            self._queues[copy.tier].to_load[copy.priority, copy.size_class] -= copy.held_bytes - copy.given_bytes
         copy.step(step)
         self._rank(copy)
         copy.tier.cancel(copy)
@@ -575,8 +577,6 @@ class Copies:
         del queue.copies[copy.number]
         self._count(queue, copy, -copy.held_bytes)
         queue.wants -= bool(copy.want)
-        if copy.is_load:
-            queue.to_load[copy.priority, copy.size_class] -= copy.held_bytes - copy.given_bytes
         self._forget_if_idle(copy.tier)
         if copy.transfer is not None:
             _take(self._of_transfer, copy.transfer, copy)

@@ -187,6 +187,15 @@ def test_a_tier_that_has_brought_nothing_in_time_is_left_alone_until_it_does(sta
     stage.end_all()
 
 
+def test_what_was_given_up_is_not_waited_for(stage):
+    stage.tier.loads_at_once = 1
+    below(stage, [0, 1, 2])
+    assert stage.may_come([0, 1, 2])
+    late(stage, 5.01)
+    assert stage.copies.loading_bytes(stage.tier) == GRANULE_BYTES, "what is given"
+    stage.end_all()
+
+
 @pytest.mark.parametrize("chunk_s", [None, 100.0])
 def test_a_load_is_cut_to_what_comes_in_time(stage, chunk_s):
     measured(stage, 1000)

@@ -152,6 +152,7 @@ def test_what_cannot_be_removed_is_tried_again(bed, redis, monkeypatch, caplog):
         until(bed, lambda: bed.counters["remote_denied"])
     assert "is removed later" in caplog.text
     bed.tier.tick()
+    assert not bed.tier._removals._removing, "not at once"
     assert bed.sought([1]) == 0, "it is not found meanwhile"
     bed.now += PAUSE_S
     bed.tier.tick()
