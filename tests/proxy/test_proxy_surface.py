@@ -230,7 +230,7 @@ NUMBERS = [
     [5],
     "1e2",
 ]
-WORDS = [True, False, 1, 0, 1.0, 2, "1", "0", "true", "False", "YES", "n", "off", " on", "x", "", None, [1]]
+WORDS = [True, False, 1, 0, 1.0, 2, *"10tfyn", "on", "off", "true", "False", "YES", "no", " on", "x", "", None, [1]]
 
 
 @pytest.mark.parametrize(("names", "kind", "values"), [(WHOLE, int, NUMBERS), (SWITCHES, bool, WORDS)])
