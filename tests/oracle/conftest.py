@@ -16,7 +16,10 @@ from pdx.testing.tiny_llama import make_model
 if TYPE_CHECKING:
     from oracle_bed import OracleBed
 
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_exact_engine.py", "test_connector_storm.py"]
+NEED_VLLM = ("exact_engine", "connector_storm", "plants")
+collect_ignore = (
+    [] if importlib.util.find_spec("vllm") else ["test_exact_engine.py", "test_connector_storm.py", "test_plants.py"]
+)
 
 
 @pytest.fixture(scope="session")

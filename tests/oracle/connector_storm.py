@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import shutil
@@ -18,14 +19,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
-from exact_engine import FOREIGN, PDX, Engine, Shape, check_nothing_left, tokens
+from exact_engine import FOREIGN, PDX, Engine, LoRARequest, Shape, WorkerLoRAManager, check_nothing_left, tokens
+from exact_model import Picture
 from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
 
@@ -38,20 +41,27 @@ MAX_PROMPT = 1500
 MAX_LIVE = 14
 COUNTS = (1, 2, 5, 20, 40)  # of generated tokens
 HUNG_S = 120.0
+WEIGHTS = "adapter_model.safetensors"
 STORMS = 6  # on the same engines
 EXTRA = {"chunk_tokens": 64, "transfer_wait_s": 3.0, "reserve_wait_s": 0.5, "lease_s": 4.0, "lookup_s": 1.0}
 SMALL: dict[str, Any] = {"blocks": 160, "budget": 160, "seqs": 6, "extra": EXTRA}
 ALWAYS = {**SMALL, "extra": {**EXTRA, "load": "always"}}  # whether it pays or not
 SHAPES = {
-    "sync": [Shape(**ALWAYS)] * 2,
+    "sync": [Shape(**ALWAYS), Shape(**ALWAYS, threshold=32)],  # which takes long to compute what a load has lost
     "async": [Shape(**ALWAYS, asynchronous=True)] * 2,
     "mixed": [Shape(**SMALL), Shape(**SMALL, asynchronous=True), Shape(**SMALL, threshold=48)],
     "drafts": [Shape(**SMALL, drafts=True), Shape(**SMALL)],
     "beside": [Shape(**SMALL, beside=(FOREIGN, PDX)), Shape(**SMALL, beside=(FOREIGN, PDX), asynchronous=True)],
+    "graphs": [Shape(**ALWAYS, asynchronous=True, graphs=100)] * 2,
+    "content": [
+        Shape(**SMALL, content=True),
+        Shape(**SMALL, content=True, asynchronous=True),
+        Shape(**SMALL, content=True, weights=1),
+    ],
 }
 
-REQUESTS = ("plain", "plain", "plain", "forward", "forward", "together")
-TROUBLE = ("abort", "lose", "reset")
+REQUESTS = ("plain", "plain", "twin", "forward", "forward", "together")
+TROUBLE = ("abort", "lose", "reset", "retrain")
 NODE_TROUBLE = ("kill", "stop")
 
 
@@ -68,6 +78,7 @@ class Event:
     tail_seed: int = 0  # … which others have, too
     count: int = 0  # index in COUNTS
     pick: int = 0  # what it happens to
+    beside: int = 0  # for engines that see such: 1 a picture, 2 an adapter, 3 both
 
     @classmethod
     def drawn(cls, rng: random.Random, kinds: Sequence[str], pace: int) -> Event:
@@ -82,7 +93,36 @@ class Event:
             rng.randrange(40),
             rng.randrange(len(COUNTS)),
             rng.randrange(1000),
+            rng.randrange(4),
         )
+
+
+class Adapters:
+    """Two of them, under the same names and in the same folders for good, and trained again now and then."""
+
+    _numbers = itertools.count(1)  # vLLM's: another one each time that an adapter is added
+
+    def __init__(self, folder: Path) -> None:
+        self._requests = [LoRARequest(name, 1, str(folder / name)) for name in ("sql", "chat")]
+        for number in range(len(self._requests)):
+            self.train(number)
+
+    def of(self, number: int) -> Any:
+        return self._requests[number % len(self._requests)]
+
+    def train(self, number: int) -> None:
+        """It has other weights from now on, for those that come and for engines that have not loaded it."""
+        old, added = self.of(number), next(self._numbers)
+        folder = Path(old.lora_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / WEIGHTS).write_text(str(added))
+        self._requests[number % len(self._requests)] = LoRARequest(old.lora_name, added, old.lora_path)
+
+
+def read_adapter(manager: Any, lora_request: Any) -> int:
+    """In the place of vLLM's function that loads one: what `Adapters` has written."""
+    return int(Path(lora_request.lora_path, WEIGHTS).read_text())
 
 
 class StormNode:
@@ -140,6 +180,8 @@ class Storm:
     def __init__(self, name: str, engines: Sequence[Engine], node: StormNode | None = None) -> None:
         self._name, self._engines, self._node = name, engines, node
         self._documents = [tokens(DOCUMENTS[each % len(DOCUMENTS)], (name, each)) for each in range(7)]
+        self._adapters = Adapters(engines[0].model.parent / "adapters")
+        self._misled: set[str] = set()  # engines whose other connector has broken a promise
         self._answers: list[list[int]] = []
         self._live: dict[str, _Live] = {}
         self._turn = self._number = self._well_at = 0
@@ -175,25 +217,35 @@ class Storm:
     # ---- events -----------------------------------------------------------------------------
 
     def _plain(self, event: Event) -> None:
-        self._add(self._engine(event), self._prompt(event), COUNTS[event.count])
+        prompt = self._prompt(event)
+        self._add(self._engine(event), prompt, COUNTS[event.count], **self._beside(event, prompt))
+
+    def _twin(self, event: Event) -> None:
+        """A request, and some steps later one with the same beginning: what befalls the first may befall it, too."""
+        self._plain(event)
+        for _ in range(event.pick % 8):
+            self._step()
+        self._plain(replace(event, tail_seed=event.tail_seed + 1))
 
     def _forward(self, event: Event) -> None:
         """The decode leg comes with the first token of the prefill leg."""
         prompt, transfer = self._prompt(event), self._transfer()
-        count = max(2, COUNTS[event.count])
+        count, beside = max(2, COUNTS[event.count]), self._beside(event, prompt)
 
         def decode(first: list[int]) -> None:
             params = {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": len(prompt)}
-            self._add(self._engine(event, 1), prompt + first, count - 1, params)
+            self._add(self._engine(event, 1), prompt + first, count - 1, params, **beside)
 
-        self._add(self._engine(event), prompt, 1, {"do_remote_decode": True, "transfer_id": transfer}, decode)
+        params = {"do_remote_decode": True, "transfer_id": transfer}
+        self._add(self._engine(event), prompt, 1, params, decode, **beside)
 
     def _together(self, event: Event) -> None:
         """Both legs come at once."""
         prompt, transfer = self._prompt(event), self._transfer()
-        self._add(self._engine(event), prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
+        beside = self._beside(event, prompt)
+        self._add(self._engine(event), prompt, 1, {"do_remote_decode": True, "transfer_id": transfer}, **beside)
         params = {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True}
-        self._add(self._engine(event, 1), prompt, COUNTS[event.count], params)
+        self._add(self._engine(event, 1), prompt, COUNTS[event.count], params, **beside)
 
     def _abort(self, event: Event) -> None:
         if self._live:
@@ -212,8 +264,11 @@ class Storm:
         runs may be preempted for it, which vLLM refuses during a load."""
         with contextlib.suppress(RuntimeError):
             self._engine(event).scheduler.reset_prefix_cache(
-                reset_running_requests=event.pick % 3 == 0, reset_connector=event.pick % 7 == 0
+                reset_running_requests=event.pick % 3 == 2, reset_connector=event.pick % 7 == 6
             )
+
+    def _retrain(self, event: Event) -> None:
+        self._adapters.train(event.pick)
 
     def _kill(self, event: Event) -> None:
         if self._node is not None and self._node.is_well:
@@ -236,6 +291,16 @@ class Storm:
         beginning = base[: max(1, len(base) - event.cut)]
         return (beginning + tokens(event.tail, (self._name, "tail", event.tail_seed)))[:MAX_PROMPT]
 
+    def _beside(self, event: Event, prompt: list[int]) -> dict[str, Any]:
+        """What the request has beside tokens. Pictures are called by a counter that begins anew again and again."""
+        if not self._engine(event).shape.content:
+            return {}
+        length = 12 if event.beside & 1 and len(prompt) > 40 else 0
+        offset = event.pick % max(1, len(prompt) // 2 - length)
+        picture = Picture(offset, length, event.pick % 5, f"mm-{event.pick % 3}")
+        lora = self._adapters.of(event.pick) if event.beside & 2 else None
+        return {"lora": lora, "pictures": [picture] if length else []}
+
     def _transfer(self) -> str:
         return f"{self._name}-{self._number:016d}"[-64:]
 
@@ -246,14 +311,18 @@ class Storm:
         count: int,
         params: dict[str, Any] | None = None,
         then: Callable[[list[int]], None] | None = None,
+        **beside: Any,
     ) -> None:
         self._number += 1
         name = f"{self._name}-{self._number}"
-        if engine.shape.beside and self._number % 3 == 0:  # the connector beside keeps what it promises
+        if engine.shape.beside and self._number % 3 == 0:
             promised = len(prompt) // 2 // 16 * 16
-            CLAIMS[name] = Claim(promised, promised)
+            is_broken = not engine.shape.asynchronous and self._number % 2 == 0
+            CLAIMS[name] = Claim(promised, promised // 32 * 16 if is_broken else promised)
+            if is_broken:  # by vLLM's own fault others find the blocks, and are wrong; the store shall not be
+                self._misled.add(engine.name)
         self._live[name] = _Live(engine, prompt, then)
-        engine.add(name, prompt, count, params)
+        engine.add(name, prompt, count, params, **beside)
 
     def _step(self) -> None:
         """Of one engine, in turns."""
@@ -273,7 +342,8 @@ class Storm:
         live = self._live.pop(name, None)
         if live is None:  # aborted in the step that ended it
             return
-        live.engine.check(name)
+        if live.engine.name not in self._misled:
+            live.engine.check(name)
         answer = live.engine.taken(name)
         self.slowest_s = max(self.slowest_s, time.monotonic() - live.since)
         self.counts["finished"] += 1
@@ -286,15 +356,17 @@ class Storm:
 @contextlib.contextmanager
 def storm_bed(mode: str, folder: Path, **node: Any) -> Iterator[tuple[list[Engine], StormNode]]:
     """Engines of this mode on a node of their own, whose arena is full soon."""
-    model = folder / "model"
-    if not model.exists():
-        make_model(model, layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, intermediate=64)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(WorkerLoRAManager, "_load_adapter", read_adapter))
         config = NodeConfig(**{"address": f"ipc://{folder}/{mode}.sock", "arena_bytes": 6 << 20, **node})
         served = StormNode(config)
         stack.callback(served.close)
         engines: list[Engine] = []
         for number, shape in enumerate(SHAPES[mode]):
+            model = folder / f"model-{shape.weights}"
+            if not model.exists():
+                dims = {"hidden": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "intermediate": 64}
+                make_model(model, layers=2, **dims, seed=shape.weights)
             engines.append(Engine(f"{mode}-{number}", model, config.address, shape))
             stack.callback(engines[-1].close)
         yield engines, served

@@ -21,11 +21,12 @@ from unittest.mock import patch
 with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     import torch
-    from exact_model import LAYERS, answer
+    from exact_model import LAYERS, Beside, Picture, answer
     from exact_runner import BLOCK, HEAD_DIM, LAYER_NAMES, Runner
     from vllm.config import (
         CacheConfig,
         KVTransferConfig,
+        LoRAConfig,
         ModelConfig,
         SchedulerConfig,
         SpeculativeConfig,
@@ -34,6 +35,15 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
     )
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
@@ -50,7 +60,7 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
 from pdx.engine.copier import Scatter
 from pdx.engine.plan import PagesPlan
 
-__all__ = ["KVConnectorOutput", "connector"]  # vLLM is imported here first
+__all__ = ["KVConnectorOutput", "LoRARequest", "WorkerLoRAManager", "connector"]  # vLLM is imported here first
 
 MODEL_LEN = 4096
 DEPTH = 2  # steps under way with async scheduling
@@ -112,6 +122,8 @@ class Shape:
     """How an engine is configured. `beside`: the connectors that MultiConnector has, empty: PdxConnector alone.
 
     `threshold`: tokens of one prompt in a step, 0: no limit. `drafts`: whether tokens are proposed and checked.
+    `graphs`: steps of so many tokens at most call no hooks. `weights`: of its model. `content`: it has adapters and
+    sees pictures.
     """
 
     asynchronous: bool = False
@@ -121,6 +133,9 @@ class Shape:
     threshold: int = 0
     drafts: bool = False
     draft_layers: int = 0
+    graphs: int = 0
+    weights: int = 0
+    content: bool = False
     prefix: bool = True
     beside: tuple[Mapping[str, Any], ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -130,11 +145,12 @@ class Engine:
     """One engine, in this process. Its caller steps it."""
 
     def __init__(self, name: str, model: Path, node: str, shape: Shape = Shape()) -> None:  # noqa: B008 - frozen
-        self.name, self.shape = name, shape
+        self.name, self.model, self.shape = name, model, shape
         self.faults = Faults()
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Any] = {}  # that are not finished
         self._prompts: dict[str, tuple[list[int], int]] = {}
+        self._inputs: dict[str, tuple[Any, tuple[Picture, ...]]] = {}  # adapter and pictures of those that have some
         self._queue: deque[tuple[Any, Any]] = deque()
         self.preemptions = 0
         torch.set_num_threads(1)
@@ -147,7 +163,15 @@ class Engine:
         ):
             self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache)
             drafter = self._draft if shape.drafts else None
-            self.runner = Runner(self._worker, shape.blocks, shape.draft_layers, drafter=drafter, num_drafts=DRAFTS)
+            self.runner = Runner(
+                self._worker,
+                shape.blocks,
+                shape.draft_layers,
+                skips_hooks=lambda num_tokens: num_tokens <= shape.graphs,
+                drafter=drafter,
+                num_drafts=DRAFTS,
+                weights=shape.weights,
+            )
             self.scheduler = known(
                 AsyncScheduler if shape.asynchronous else Scheduler,
                 Scheduler,
@@ -158,6 +182,9 @@ class Engine:
                 hash_block_size=BLOCK,
                 log_stats=False,
             )
+        if shape.content:  # a model of text alone has no encoder
+            self.scheduler.max_num_encoder_input_tokens = MODEL_LEN
+            self.scheduler.encoder_cache_manager = type(self.scheduler.encoder_cache_manager)(cache_size=MODEL_LEN)
         handshake = self._worker.get_handshake_metadata()
         if handshake is not None:
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
@@ -218,6 +245,7 @@ class Engine:
             cache_config=cache,
             kv_transfer_config=KVTransferConfig(**ours, engine_id=self.name),
             **({"speculative_config": drafts} if drafts else {}),
+            **({"lora_config": LoRAConfig(max_loras=shape.seqs)} if shape.content else {}),
         )
         config.scheduler_config.async_scheduling = shape.asynchronous
         cache.block_size = BLOCK
@@ -246,9 +274,8 @@ class Engine:
 
     def _draft(self, name: str, tokens: list[int], count: int) -> list[int]:
         """The tokens that will follow, but for the last ones of them: some are taken and some are not."""
-        prompt, _ = self._prompts[name]
-        done = len(tokens) - len(prompt)
-        right = answer(prompt, done + count, LAYERS - self.shape.draft_layers)[done:]
+        done = len(tokens) - len(self._prompts[name][0])
+        right = self._answer(name, done + count)[done:]
         wrong_from = right[0] % (count + 1)
         return right[:wrong_from] + [token + 1 for token in right[wrong_from:]]
 
@@ -261,11 +288,24 @@ class Engine:
         count: int,
         params: dict[str, Any] | None = None,
         salt: str | None = None,
+        lora: Any = None,
+        pictures: Sequence[Picture] = (),
     ) -> None:
-        """A request for `count` tokens; `params` are its `kv_transfer_params`."""
+        """A request for `count` tokens; `params` are its `kv_transfer_params`, `lora` is vLLM's `LoRARequest`."""
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, extra_args=extra)
-        request = Request(name, list(prompt), sampling, None, cache_salt=salt, block_hasher=_block_hasher())
+        request = Request(
+            name,
+            list(prompt),
+            sampling,
+            None,
+            cache_salt=salt,
+            block_hasher=_block_hasher(),
+            lora_request=lora,
+            mm_features=[_feature(each) for each in pictures],
+        )
+        if lora is not None or pictures:
+            self._inputs[name] = lora, tuple(pictures)
         self.requests[name], self.outputs[name] = request, []
         self._prompts[name] = list(prompt), count
         self.scheduler.add_request(request)
@@ -329,12 +369,18 @@ class Engine:
     def wrong(self, name: str) -> str:
         """What is wrong with the answer; empty: nothing."""
         prompt, count = self._prompts[name]
-        want, got = answer(prompt, count, LAYERS - self.shape.draft_layers), self.outputs[name]
+        want, got = self._answer(name, count), self.outputs[name]
         if got == want:
             return ""
         pairs = enumerate(zip(got, want, strict=False))
         at = next((index for index, (one, other) in pairs if one != other), min(len(got), len(want)))
         return f"{name} on {self.name}: prompt of {len(prompt)}, token {at}: {got[at : at + 3]} for {want[at : at + 3]}"
+
+    def _answer(self, name: str, count: int) -> list[int]:
+        lora, pictures = self._inputs.get(name, (None, ()))
+        adapter = self.runner.adapters[lora.lora_int_id] if lora is not None else 0
+        beside = Beside(self.runner.weights, adapter, pictures)
+        return answer(self._prompts[name][0], count, LAYERS - self.shape.draft_layers, beside)
 
     def check(self, *names: str) -> None:
         """:raises AssertionError: an answer is wrong."""
@@ -344,6 +390,7 @@ class Engine:
     def taken(self, name: str) -> list[int]:
         """The answer of a request that is over, which is forgotten."""
         del self._prompts[name]
+        self._inputs.pop(name, None)
         return self.outputs.pop(name)
 
     def leftovers(self) -> Iterator[str]:
@@ -375,6 +422,13 @@ def _block_hasher() -> Any:
         kv_cache_utils.init_none_hash(sha256)
         _hasher.append(kv_cache_utils.get_request_block_hasher(BLOCK, sha256))
     return _hasher[0]
+
+
+def _feature(picture: Picture) -> Any:
+    data = MultiModalFieldElem(data=torch.tensor(picture.content), field=MultiModalBatchedField())
+    place = PlaceholderRange(offset=picture.offset, length=picture.length)
+    item = MultiModalKwargsItem({"pixels": data})
+    return MultiModalFeatureSpec(item, "image", picture.called, place, mm_hash=picture.called)
 
 
 def tokens(count: int, seed: Any) -> list[int]:

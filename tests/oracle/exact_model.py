@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +37,33 @@ MASKS = mix(np.arange(1, WORDS + 1, dtype=Word))
 _EMBEDDINGS = mix(np.arange(4096, dtype=Word) + Word(77))
 
 
-def embed(tokens: Sequence[int]) -> Words:
-    """What the first layer gets."""
+class Picture(NamedTuple):
+    """Stands for `length` tokens of a prompt from `offset` on. What it is called does not reach the model."""
+
+    offset: int
+    length: int
+    content: int
+    called: str = ""
+
+
+class Beside(NamedTuple):
+    """What reaches the model beside tokens. 0: nothing."""
+
+    weights: int = 0
+    adapter: int = 0
+    pictures: tuple[Picture, ...] = ()
+
+
+NOTHING = Beside()
+
+
+def embed(tokens: Sequence[int], start: int = 0, beside: Beside = NOTHING) -> Words:
+    """What the first layer gets of tokens that stand at `start` and behind it."""
     found: Words = _EMBEDDINGS[np.array(tokens, dtype=np.int64)]
+    found ^= Word(beside.weights * 0x9E3779B1 + beside.adapter * 0x85EBCA77)
+    for picture in beside.pictures:
+        seen = slice(max(0, picture.offset - start), max(0, picture.offset + picture.length - start))
+        found[seen] += mix(np.array([picture.content], dtype=Word))
     return found
 
 
@@ -68,13 +93,13 @@ def sample(hidden: Word) -> int:
 class _Generation:
     """Goes on from a prompt for as long as it is asked."""
 
-    def __init__(self, prompt: Sequence[int], layers: int) -> None:
-        self._new, self._start = list(prompt), 0
+    def __init__(self, prompt: Sequence[int], layers: int, beside: Beside) -> None:
+        self._new, self._start, self._beside = list(prompt), 0, beside
         self._sums: list[Words | None] = [None] * layers
         self.tokens: list[int] = []
 
     def go_on(self) -> None:
-        hidden = embed(self._new)
+        hidden = embed(self._new, self._start, self._beside)
         for layer, before in enumerate(self._sums):
             hidden, self._sums[layer] = attend(hidden, keys_of(hidden, self._start, layer), layer, self._start, before)
         self._start += len(self._new)
@@ -83,13 +108,13 @@ class _Generation:
 
 
 @lru_cache(1024)
-def _generation(prompt: tuple[int, ...], layers: int) -> _Generation:
-    return _Generation(prompt, layers)
+def _generation(prompt: tuple[int, ...], layers: int, beside: Beside) -> _Generation:
+    return _Generation(prompt, layers, beside)
 
 
-def answer(prompt: Sequence[int], count: int, layers: int = LAYERS) -> list[int]:
+def answer(prompt: Sequence[int], count: int, layers: int = LAYERS, beside: Beside = NOTHING) -> list[int]:
     """The `count` tokens that follow the prompt."""
-    generation = _generation(tuple(prompt), layers)
+    generation = _generation(tuple(prompt), layers, beside)
     while len(generation.tokens) < count:
         generation.go_on()
     return generation.tokens[:count]

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from exact_model import LAYERS, MASKS, WORDS, Word, Words, attend, embed, keys_of, sample
+from exact_model import LAYERS, MASKS, WORDS, Beside, Picture, Word, Words, attend, embed, keys_of, sample
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 BLOCK = 16  # tokens
@@ -29,6 +31,8 @@ class _State:
     tokens: list[int]
     blocks: list[int]
     num_prompt: int
+    features: list[Any]
+    lora: Any
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Runner:
 
     `skips_hooks`: of a step of so many tokens, whether it runs as one graph, which calls no hook of a layer.
     `draft_layers`: so many last layers belong to a draft model: they run after the step's transfers were asked for, as
-    in vLLM's first runner, and sampling does not see them.
+    in vLLM's first runner, and sampling does not see them. `weights`: of the model.
     """
 
     worker: Any
@@ -59,6 +63,9 @@ class Runner:
     torn: int = 0  # pages that were not written as a whole
     steps: int = 0
     drafts: DraftTokenIds | None = None  # for the next step
+    weights: int = 0
+    adapters: dict[int, int] = field(default_factory=dict)  # that are loaded, by vLLM's number
+    _encoded: dict[str, int] = field(default_factory=dict)  # pictures, by what vLLM calls them
     _states: dict[str, _State] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,6 +81,7 @@ class Runner:
         self.worker.bind_connector_metadata(step.kv_connector_metadata)
         self._update(step)
         self.steps += bool(step.total_num_scheduled_tokens)
+        self._encode(step)
         work = self._work_of(step)
         layers = iter(self._forward(work, has_hooks=not self.skips_hooks(step.total_num_scheduled_tokens)))
         loads_first = getattr(step, "has_sync_kv_loads", True)  # before 0.29 always
@@ -108,7 +116,9 @@ class Runner:
             self._states.pop(name, None)
         for new in step.scheduled_new_reqs:
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
-            self._states[new.req_id] = _State(list(tokens), list(new.block_ids[0]), len(new.prompt_token_ids))
+            self._states[new.req_id] = _State(
+                list(tokens), list(new.block_ids[0]), len(new.prompt_token_ids), new.mm_features, new.lora_request
+            )
         cached = step.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             state, is_resumed = self._states[name], name in cached.resumed_req_ids
@@ -131,8 +141,29 @@ class Runner:
             state, start = self._states[name], starts[name]
             tokens = state.tokens + step.scheduled_spec_decode_tokens.get(name, [])
             tokens += [0] * (start + count - len(tokens))  # of a step planned before its tokens were known
-            work[name] = _Work(state, start, count, embed(tokens[start : start + count]))
+            beside = self._beside(state, start, start + count)
+            work[name] = _Work(state, start, count, embed(tokens[start : start + count], start, beside))
         return work
+
+    def _encode(self, step: Any) -> None:
+        for name in step.free_encoder_mm_hashes:
+            self._encoded.pop(name, None)
+        for name, numbers in step.scheduled_encoder_inputs.items():
+            for feature in (self._states[name].features[number] for number in numbers):
+                self._encoded[feature.identifier] = int(feature.data["pixels"].data)
+
+    def _beside(self, state: _State, start: int, end: int) -> Beside:
+        """What these tokens are computed with. An adapter is read when it is first needed."""
+        lora = state.lora
+        if lora is not None and lora.lora_int_id not in self.adapters:
+            self.adapters[lora.lora_int_id] = WorkerLoRAManager._load_adapter(self, lora)
+        seen = [(each.mm_position, each.identifier) for each in state.features]
+        pictures = [
+            Picture(place.offset, place.length, self._encoded[name])
+            for place, name in seen
+            if place.offset < end and place.offset + place.length > start
+        ]
+        return Beside(self.weights, self.adapters[lora.lora_int_id] if lora is not None else 0, tuple(pictures))
 
     # ---- computing --------------------------------------------------------------------------
 
@@ -191,7 +222,7 @@ class Runner:
 
     def _transfers(self, step: Any) -> KVConnectorOutput:
         output = KVConnectorOutput()
-        if hasattr(self.worker, "get_transfer_results"):
+        if hasattr(KVConnectorBase_V1, "get_transfer_results"):  # else this release calls the older one
             results = self.worker.get_transfer_results(step.finished_req_ids)
             output.finished_sending = results.finished_sending or None
             output.finished_recving = results.finished_recving or None
