@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import json
@@ -275,7 +276,8 @@ def layout_in_vllm(folder: Path, *windows: int | None, **flags: Any) -> KvLayout
     config.cache_config.block_size = 128
     for name, value in flags.items():
         setattr(config.cache_config, name, value)
-    groups = kv_cache_utils.get_kv_cache_groups(config, specs(*windows))
+    home = "kv_cache_planning" if releases.RELEASE >= (0, 33) else "kv_cache_utils"
+    groups = importlib.import_module(f"vllm.v1.core.{home}").get_kv_cache_groups(config, specs(*windows))
     cache = kv_cache_interface.KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
     return layout_of(config, cache, 256, model="m")
 
