@@ -292,6 +292,7 @@ def test_pins_of_what_is_not_there_or_does_not_fit_any_more_are_dropped(make, ca
     assert bed.counters["disk_pins_dropped"] == 1
     assert "cap is smaller" in caplog.text
     kept = pins_of(bed)
+    assert pins.read(bed.root) == kept
     bed.restart()
     assert pins_of(bed) == kept
 
