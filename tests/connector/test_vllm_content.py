@@ -208,6 +208,8 @@ def test_a_word_of_a_client_is_no_name_of_content() -> None:
     content, victim = engine(), request_of(mm_features=[picture(1.0, "a")])
     keys = keys_of(content, victim)
     own = str(victim.mm_features[0].identifier)
+    keys_of(engine(), abroad := request_of(mm_features=[picture(1.0, "a")]))
+    assert abroad.mm_features[0].identifier != own, "who knows the picture does not know its name here"
     for word in ("a", own, own[-64:]):
         hostile, hidden = (request_of(mm_features=[picture(2.0, word)]) for _ in range(2))
         assert not set(keys_of(content, hostile)) & set(keys)
@@ -540,7 +542,7 @@ def test_files_that_change_while_they_are_loaded_are_nobodys(tmp_path: Path) -> 
 
     def there_and_back(lora: LoRARequest) -> None:
         (tmp_path / "a").rename(tmp_path / "b")
-        make_adapter(tmp_path / "a", "Monday")  # in other files
+        make_adapter(tmp_path / "a", "Tuesday")  # in other files
 
     worker.load(there_and_back, sql(path))
     assert worker.take_news() == {adapter_of(sql(path)): ""}

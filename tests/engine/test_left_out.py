@@ -68,3 +68,5 @@ def test_a_decoder_does_not_wait_for_a_prefill_that_is_left_out(engines: Callabl
     decoder.scheduler_guard.arrived(reading)
     assert run(prefiller, "prefill", {"do_remote_decode": True, "transfer_id": transfer}) == 0
     assert decoder.match(reading, deadline_s=20.0) == 0
+    node = engines.node  # type: ignore[attr-defined]
+    assert node.status().counters["transfers_given_up"] == 1

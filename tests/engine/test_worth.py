@@ -57,11 +57,12 @@ def test_what_is_not_worth_its_load_is_computed_and_counted_and_holds_nothing(en
     again = Request("again", [*prompt, *range(CHUNK)])
     assert engine.match(again) == 0
     engine.allocate(again, 0)
+    wait_until(lambda: engines.node.status().leases == 0, what="its lease is given back at once")
     engine.step((again, again.num_tokens))
     engine.check_cache(again, again.num_tokens)
     engine.finish(again)
     half._running.clear()
-    wait_until(lambda: at_rest(engines), what="its lease is given back")
+    wait_until(lambda: at_rest(engines), what="nothing is left of it")
     wait_until(lambda: engines.node.status().counters.get("degraded_load_not_worth") == 1, what="counted")
 
 
