@@ -81,16 +81,18 @@ class Content:
         if hasher is None or not is_new:
             return _NO_HASHES
         claim = self._claim(lora) if lora else None
-        if lora and (claim is None or not claim.digest):
-            return _UNTOLD_ADAPTER if claim is None else _NO_ADAPTER
+        if claim and not claim.digest:
+            return _NO_ADAPTER
         adapter = self._adapter(lora, claim.digest) if claim else None
+        if lora and not claim:  # vLLM's own cache has blocks under the adapter's name, perhaps of other weights
+            adapter = secrets.token_hex(_HEX // 2)
         tower = adapter if self._has_towers else None
         if not all(self._media.name(each, tower) for each in media):
             return _NO_MEDIA
         _hash_again(request, ByContent(hasher, self._media, adapter, tower))
         if claim:
             self.claims[request.request_id] = claim
-        return None
+        return _UNTOLD_ADAPTER if lora and not claim else None
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
