@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from connector_storm import COUNTS, REQUESTS, SHAPES, TROUBLE, Event, Storm, storm_bed
+from connector_storm import COUNTS, NODE_TROUBLE, REQUESTS, SHAPES, TROUBLE, Event, Storm, StormNode, storm_bed
 from exact_engine import Engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ EXAMPLES = int(os.environ.get("PDX_STORM_EXAMPLES", "12"))  # of each mode
 
 events = st.builds(
     Event,
-    kind=st.sampled_from(REQUESTS + TROUBLE),
+    kind=st.sampled_from(REQUESTS * 3 + TROUBLE * 2 + NODE_TROUBLE),
     after=st.integers(0, 30),
     engine=st.integers(0, 3),
     base=st.integers(0, 12),
@@ -25,19 +26,20 @@ events = st.builds(
     tail_seed=st.integers(0, 5),
     count=st.integers(0, len(COUNTS) - 1),
     pick=st.integers(0, 60),
+    beside=st.integers(0, 3),
 )
 _names = itertools.count()
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    with storm_bed(request.param, tmp_path_factory.mktemp("storm")) as (made, _):
-        yield made
+@pytest.fixture(params=SHAPES)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[Engine], StormNode]]:
+    with storm_bed(request.param, tmp_path) as bed:
+        yield bed
 
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(played=st.lists(events, min_size=1, max_size=20))
-def test_every_token_is_right_and_nothing_is_left(engines: list[Engine], played: list[Event]) -> None:
-    storm = Storm(f"storm-{next(_names)}", engines)
+def test_every_token_is_right_and_nothing_is_left(made: tuple[list[Engine], StormNode], played: list[Event]) -> None:
+    storm = Storm(f"storm-{next(_names)}", *made)
     storm.play(played)
     storm.settle()

@@ -18,6 +18,7 @@ from oracle_bed import OracleBed
 from pdx.engine.cpu_copier import CpuCopier
 from pdx.engine.step import LeftOut
 from pdx.testing.waiting import wait_until
+from pdx.vllm.releases import RELEASE
 
 HISTORY = 1024  # tokens: four chunks
 CHUNKS = HISTORY // 256
@@ -265,6 +266,8 @@ PROMISED = 768  # tokens: three chunks
 @pytest.fixture
 def claims() -> Any:
     """What the connector beside PDX promises. A storm leaves what its requests did not come to."""
+    if RELEASE == (0, 28):
+        pytest.skip("PdxConnector refuses to be inside another one there")
     CLAIMS.clear()
     yield CLAIMS
     CLAIMS.clear()
