@@ -255,7 +255,7 @@ class Copies:
         queue.submitted[priority] += nbytes
         for number in queue.turns[priority].take(queue.submitted[priority]):
             copy = queue.copies.get(number)
-            if copy is not None:
+            if copy is not None and not copy.is_given_up:
                 left = copy.held_bytes - copy.given_bytes
                 queue.to_load[priority, copy.size_class] -= left
                 copy.size_class = 0

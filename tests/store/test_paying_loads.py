@@ -196,6 +196,19 @@ def test_what_was_given_up_is_not_waited_for(stage):
     stage.end_all()
 
 
+def test_what_was_given_up_has_no_turn(stage):
+    """While its last job is under way so many others come and go that it would go first."""
+    stage.tier.loads_at_once = 1
+    below(stage, range(10))
+    assert stage.may_come([0, 1])
+    stage.copies.give_up(stage.copies.of(stage.tier))
+    for number in range(2, 2 + copies.OVERTAKEN * 2):
+        assert stage.may_come([number])
+        stage.copies.give_up(stage.copies.of(stage.tier)[1:])
+    assert stage.copies.loading_bytes(stage.tier, 1) == GRANULE_BYTES, "what is given"
+    stage.end_all()
+
+
 @pytest.mark.parametrize("chunk_s", [None, 100.0])
 def test_a_load_is_cut_to_what_comes_in_time(stage, chunk_s):
     measured(stage, 1000)
