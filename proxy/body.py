@@ -35,6 +35,7 @@ _REST_BYTES = 256 << 10
 _NAME_BYTES = 1024
 _WHOLE_BYTES = 256 << 10
 _SEND_BYTES = 64 << 10
+_NO_HALVES = bytes.maketrans(b"\xed", b"\xee")  # halves of surrogate pairs become characters, and all else is as valid
 
 _JSON_NAME = {list: "list", str: "string", int: "number", float: "number", bool: "true or false", type(None): "null"}
 
@@ -167,11 +168,11 @@ def _checking_utf8(raw: bytes | bytearray) -> Steps[None]:
     """Strings that are not looked at are not decoded otherwise. In pieces: a large string takes much memory."""
     if raw[:2] in (b"\xfe\xff", b"\xff\xfe") or b"\x00" in raw[:4]:
         return  # UTF-16 or UTF-32
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+    decoder = codecs.getincrementaldecoder("utf-8")()  # "surrogatepass" would be called for each half
     for at in range(0, len(raw), _SEND_BYTES):
         if at:
             yield
-        decoder.decode(raw[at : at + _SEND_BYTES])
+        decoder.decode(raw[at : at + _SEND_BYTES].translate(_NO_HALVES))
     decoder.decode(b"", final=True)
 
 

@@ -1,6 +1,7 @@
 """Clients' bodies: what comes in of them, and that the legs' bodies say what the client's said."""
 
 import asyncio
+import codecs
 import gzip
 import json
 import re
@@ -240,6 +241,16 @@ def test_what_only_a_lenient_reader_takes_may_not_be_large():
         with pytest.raises(RequestRefused) as caught:
             parse(as_object([('"prompt"', f'"{padding}"'), ('"a"', odd)]).encode())
         assert "xxx" not in str(caught.value)
+
+
+def test_halves_of_surrogate_pairs_cost_no_more_than_other_text():
+    """Each was a call of Python's: 64 MiB of them took nine seconds."""
+    own = codecs.lookup_error("surrogatepass")
+    codecs.register_error("surrogatepass", lambda error: pytest.fail("a call for each"))
+    try:
+        assert "prompt" in parse(b'{"prompt":"%b"}' % (b"\xed\xa0\x80" * LENIENT_BYTES))
+    finally:
+        codecs.register_error("surrogatepass", own)
 
 
 def test_a_body_may_be_long_but_not_of_names():
