@@ -120,7 +120,8 @@ class LoadedAdapters:
     def checked(self, plan: StepPlan | Off, claims: Mapping[str, Claim]) -> tuple[StepPlan | Off, int]:
         """The plan without what does not fit the weights that are loaded, and how many saves and loads that is.
 
-        Such saves are left out, such loads fail. An adapter that is not loaded yet will be before its request computes.
+        Such saves are left out and their room is given back, such loads fail. An adapter that is not loaded yet will be
+        before its request computes.
         """
         if not claims or isinstance(plan, Off):
             return plan, 0
@@ -134,11 +135,14 @@ class LoadedAdapters:
                 lost.add(request_id)
                 failing.update([request_id] if loaded is not None else ())
         saves = [save for save in plan.saves if save.request_id not in lost]
+        aborts = [pages.slots for save in plan.saves if save.request_id in lost for pages in save.pages]
         loads = [
             msgspec.structs.replace(load, epoch=NO_EPOCH) if load.request_id in failing else load for load in plan.loads
         ]
         count = len(plan.saves) - len(saves) + sum(load.request_id in failing for load in plan.loads)
-        return (msgspec.structs.replace(plan, saves=saves, loads=loads), count) if count else (plan, 0)
+        if not count:
+            return plan, 0
+        return msgspec.structs.replace(plan, saves=saves, loads=loads, aborts=[*plan.aborts, *aborts]), count
 
 
 _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()

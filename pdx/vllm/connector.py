@@ -206,12 +206,10 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, PdxWorkerNews) and told.is_off:
             self.scheduler.switch_off("a worker half is off")
-        if isinstance(told, PdxWorkerNews):
-            self._names.heard(told.adapters)
+        if isinstance(told, PdxWorkerNews) and self._names.heard(told.adapters):
+            self._evict(range(self._num_blocks))
         if failed := getattr(connector_output, "invalid_block_ids", None):
-            spoiled = self.scheduler.not_loaded(failed)
-            if self._blocks is not None:  # vLLM leaves them in its cache until they are computed again, if ever
-                self._blocks.evict_blocks(spoiled)
+            self._evict(self.scheduler.not_loaded(failed))  # vLLM leaves them there, until they are computed again
         for request_id in getattr(connector_output, "failed_recving", None) or ():
             self.scheduler.load_failed(request_id)
         if isinstance(told, PdxWorkerNews) and told.news:
@@ -219,13 +217,19 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for request_id in connector_output.finished_recving or ():
             self.scheduler.loaded(request_id)
 
+    def _evict(self, blocks: Iterable[int]) -> None:
+        """Have nobody find these in vLLM's own cache; they may be in use."""
+        if self._blocks is not None:
+            self._blocks.evict_blocks(set(blocks))
+
     def reset_cache(self) -> bool:
         self.scheduler.reset()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         hints = self.scheduler.finished(request)
-        self._names.forget(request.request_id)
+        if self._names.forget(request.request_id):
+            self._evict(block_ids)
         return False, {"pdx_hints": hints} if hints else None
 
     def has_pending_push_work(self) -> bool:

@@ -59,6 +59,7 @@ class Content:
         self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)
         self._digests = AdapterDigests()
         self._loaded: dict[int, Claim] = {}  # as workers have told, by number
+        self._claimed: dict[int, Claim] = {}  # the last ones of requests since, by number
 
     def name(self, request: Any, is_new: bool) -> LeftOut | None:
         """Have the request's blocks hashed by content, or say why it is left out. `is_new`: vLLM has looked none of
@@ -91,17 +92,22 @@ class Content:
             return _NO_MEDIA
         _hash_again(request, ByContent(hasher, self._media, adapter, tower))
         if claim:
-            self.claims[request.request_id] = claim
+            self.claims[request.request_id] = remember(self._claimed, claim.adapter.number, claim)
         return _UNTOLD_ADAPTER if lora and not claim else None
 
-    def forget(self, request_id: str) -> None:
-        """The request is over."""
-        self.claims.pop(request_id, None)
+    def forget(self, request_id: str) -> bool:
+        """The request is over. Whether other weights are loaded than it is hashed by: nobody should find its blocks."""
+        claim = self.claims.pop(request_id, None)
+        return claim is not None and self._loaded.get(claim.adapter.number, claim) != claim
 
-    def heard(self, loaded: Mapping[Adapter, str]) -> None:
-        """Workers have loaded these adapters."""
+    def heard(self, loaded: Mapping[Adapter, str]) -> bool:
+        """Workers have loaded these adapters. Whether requests were hashed by other weights meanwhile, some of which
+        may be over: nobody should find what is in vLLM's own cache."""
+        is_other = False
         for adapter, digest in loaded.items():
-            remember(self._loaded, adapter.number, Claim(adapter, digest))
+            claim = remember(self._loaded, adapter.number, Claim(adapter, digest))
+            is_other |= self._claimed.pop(adapter.number, claim) != claim
+        return is_other
 
     def _adapter(self, lora: Any, files: str) -> str:
         """What stands for the adapter in hashes."""

@@ -78,11 +78,11 @@ class Runner:
     def execute(self, step: Any) -> ModelRunnerOutput:
         """One step of `SchedulerOutput`, to its end."""
         self.worker.handle_preemptions(step.kv_connector_metadata)
-        self.worker.bind_connector_metadata(step.kv_connector_metadata)
         self._update(step)
         self.steps += bool(step.total_num_scheduled_tokens)
         self._encode(step)
-        work = self._work_of(step)
+        work = self._work_of(step)  # loads adapters, as vLLM does before this:
+        self.worker.bind_connector_metadata(step.kv_connector_metadata)
         layers = iter(self._forward(work, has_hooks=not self.skips_hooks(step.total_num_scheduled_tokens)))
         loads_first = getattr(step, "has_sync_kv_loads", True)  # before 0.29 always
         if loads_first:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from exact_engine import FOREIGN, PDX, KVConnectorOutput, connector
+from connector_storm import WEIGHTS, read_adapter
+from exact_engine import FOREIGN, PDX, KVConnectorOutput, LoRARequest, WorkerLoRAManager, connector
 from exact_model import answer
 from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
@@ -41,6 +43,14 @@ def reader_of(bed: OracleBed, **shape: Any) -> Any:
     return reader
 
 
+def write_adapter(lora: Any, weights: str) -> None:
+    """It has these in its folder from now on."""
+    folder = Path(lora.lora_path)
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / WEIGHTS).write_text(weights)
+
+
 def read_by_another(bed: OracleBed, *prompts: list[int], **shape: Any) -> None:
     """What the store has is right."""
     fresh = bed.engine("fresh", **shape)
@@ -55,6 +65,34 @@ def test_the_oracle_finds_what_was_saved(bed: OracleBed, asynchronous: bool) -> 
     reader.ask("a", history + bed.tokens(300, "a"), 12)
     assert reader.faults.loads == 1
     assert bed.counted("hit_chunks") == CHUNKS
+
+
+@both
+@pytest.mark.parametrize("together", [False, True], ids=["later", "meanwhile"])
+def test_an_adapter_that_was_dropped_and_loaded_again_from_other_files_gives_nothing_to_a_copy_of_the_old_ones(
+    bed: OracleBed, asynchronous: bool, together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is hashed by what was loaded when it came."""
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", read_adapter)
+    reader = bed.engine("reader", content=True, asynchronous=asynchronous, budget=512)
+    sql, copy = (LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(["sql", "copy"], 1))
+    for lora in (sql, copy):
+        write_adapter(lora, "1")
+        reader.ask(f"first of {lora.lora_name}", bed.tokens(300, lora.lora_name), 2, lora=lora)
+    write_adapter(sql, "2")
+    del reader.runner.adapters[sql.lora_int_id]  # vLLM keeps so many
+    prompt = bed.tokens(HISTORY)
+    reader.add("new", prompt + bed.tokens(50, "new"), 40 if together else 2, lora=sql)
+    while not reader.outputs["new"]:
+        reader.step()
+    if not together:
+        reader.run()
+    reader.ask("old", prompt + bed.tokens(50, "old"), 8, lora=copy)
+    reader.run()
+    reader.check("new")
+    fresh = bed.engine("fresh", content=True)
+    fresh.ask("first", bed.tokens(300, "copy"), 2, lora=copy)
+    fresh.ask("again", prompt + bed.tokens(30, "again"), 8, lora=copy)
 
 
 # ---- loads that fail --------------------------------------------------------------------------
