@@ -36,7 +36,7 @@ def loads_in_step(patch: pytest.MonkeyPatch) -> None:
 def trust_in_others(patch: pytest.MonkeyPatch) -> None:
     """What another connector has promised is taken for computed."""
     patch.setattr(Trust, "scheduled", lambda self, tracked, step, number: None)
-    patch.setattr(Trust, "failed", lambda self, blocks, requests: [])
+    patch.setattr(Trust, "failed", lambda self, blocks, requests: ([], set()))
 
 
 def names_of_inputs(patch: pytest.MonkeyPatch) -> None:
