@@ -218,9 +218,9 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.scheduler.loaded(request_id)
 
     def _evict(self, blocks: Iterable[int]) -> None:
-        """Have nobody find these in vLLM's own cache; they may be in use."""
+        """Have nobody find these in vLLM's own cache, in use or not. Others may name some that do not exist."""
         if self._blocks is not None:
-            self._blocks.evict_blocks(set(blocks))
+            self._blocks.evict_blocks({block for block in blocks if 0 <= block < self._num_blocks})
 
     def reset_cache(self) -> bool:
         self.scheduler.reset()

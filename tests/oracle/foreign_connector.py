@@ -17,6 +17,7 @@ class Claim(NamedTuple):
     kept: int = 0
 
 
+NO_BLOCK = 1 << 30  # reported with those that failed: nothing keeps a connector from it
 CLAIMS: dict[str, Claim] = {}  # by request id
 
 
@@ -61,7 +62,7 @@ class ForeignConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for blocks, first, kept in self._get_connector_metadata().loads:
             there = max(0, len(kept) // BLOCK - first)
-            self._failed.update(blocks[there:])
+            self._failed.update(blocks[there:], [NO_BLOCK] * (there < len(blocks)))
             for pages, words in zip(self._pages, keys(kept) if there else (), strict=False):
                 masked = (words[first * BLOCK :, None] ^ MASKS).reshape(-1, BLOCK, WORDS)
                 pages[blocks[:there]] = masked[: len(blocks)]
