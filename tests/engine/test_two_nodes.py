@@ -256,6 +256,7 @@ def test_a_decoder_whose_prefill_node_does_not_answer_computes(make_pair: Callab
         pair.second.finish(decode)
     finally:
         pair.nodes[0].signal(signal.SIGCONT)
+    wait_until(lambda: pair.nodes[1].status().chunks == {"sealed": 3}, what="what was computed is sealed")
     again = Request("again", prompt)
     assert pair.second.admit(again) == set()
     assert again.num_computed == len(prompt)
