@@ -30,13 +30,12 @@ demo: $(READY)  ## prefill and decode on this machine, compared token by token w
 pytest = $(BIN)/pytest $(ARGS) --ignore-glob='tests/transports/test_ucx*.py' $(1) || [ $$? = 5 ]
 
 # Tests start hundreds of interpreters. Each would compile all it imports if the environment forbade to keep bytecode.
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-long: export PYTHONDONTWRITEBYTECODE :=
 test: check  ## lint, types and all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
 	$(call pytest,--part=beside -n 2 --dist loadscope)  # most of them wait for processes of theirs
 	$(call pytest,--part=alone)
 	$(BIN)/pytest tests/transports/test_ucx*.py  # in a process without NIXL's UCX, see docs/adr/0018
 
-test-long: export PYTHONDONTWRITEBYTECODE :=
 test-long: $(READY)  ## the tests that need a machine with nothing else to do; an issue ends with them
 	$(call pytest,--part=long)
 

@@ -21,7 +21,7 @@ from msgspec import Raw
 from pdx.errors import RequestRefused
 from pdx.proxy.outline import outline
 from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode, Route
-from pdx.proxy.turns import Steps, at_once
+from pdx.proxy.turns import Steps
 from pdx.wire.hints import Hints
 
 LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
@@ -100,11 +100,6 @@ def parsing(raw: bytes | bytearray) -> Steps[Body]:
         raise RequestRefused(400, f"the request is not valid JSON: {str(error)[:200]}") from error
 
 
-def parse(raw: bytes | bytearray) -> Body:
-    """What `parsing` returns."""
-    return at_once(parsing(raw))
-
-
 def encode(body: Body) -> Payload:
     """As JSON. Values are written in ASCII: also what a lenient reader let pass comes out as it came in."""
     values = {name: value for name, value in body.items() if not isinstance(value, Raw)}
@@ -166,6 +161,8 @@ def _nth(view: memoryview, spans: list[tuple[int, int]], value: Raw) -> Raw:
 
 def _checking_utf8(raw: bytes | bytearray) -> Steps[None]:
     """Strings that are not looked at are not decoded otherwise. In pieces: a large string takes much memory."""
+    if len(raw) <= _SEND_BYTES and raw.isascii():  # most are
+        return
     if raw[:2] in (b"\xfe\xff", b"\xff\xfe") or b"\x00" in raw[:4]:
         return  # UTF-16 or UTF-32
     decoder = codecs.getincrementaldecoder("utf-8")()  # "surrogatepass" would be called for each half
@@ -271,7 +268,6 @@ def _arriving(transfer: str, prompt_tokens: int) -> Body:
 
 
 PIECE = 64 << 10  # each gives a body a second more time to arrive
-LARGE_BYTES = 256 << 10
 _RETRY_AFTER_S = 1
 
 

@@ -19,7 +19,7 @@ from pdx.proxy.outline import STEP, outline
 from pdx.proxy.turns import Steps, at_once
 from pdx.wire.messages import EngineFacts
 
-Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parse`)
+Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parsing`)
 
 DEFAULT_MAX_TOKENS = 16  # vLLM's, for completions
 FORWARD_BYTES = 1 << 20  # of a prompt: the prefill engine sends all its token ids back, which takes everybody's time
@@ -106,7 +106,7 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         if token_limit(route, body) == 1:
             return Plan(Mode.ALONE, ONE_TOKEN)
         return Plan(Mode.ALONE, "short_prompt") if _is_short(body, min_split_tokens) else Plan(Mode.SAMPLED, "chat")
-    prompt = yield from _single_prompt(body.get("prompt"))
+    prompt = yield from single_prompt(body.get("prompt"))
     if prompt is None:
         return Plan(Mode.ALONE, "prompt")
     least_length = prompt.ids if body.get("truncate_prompt_tokens") is None else 0
@@ -120,11 +120,6 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         if value is not None and not _forwardable(name, value, body):
             return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field", least_length)
     return Plan(Mode.FORWARD, "", least_length)
-
-
-def classify(route: Route, body: Body, *, min_split_tokens: int = 0) -> Plan:
-    """What `planning` returns."""
-    return at_once(planning(route, body, min_split_tokens=min_split_tokens))
 
 
 def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None) -> str:
@@ -164,12 +159,8 @@ def token_limit(route: Route, body: Body) -> int | None:
     return limit if limit is not None else DEFAULT_MAX_TOKENS
 
 
-def single_prompt(prompt: Any) -> Prompt | None:
+def single_prompt(prompt: Any) -> Steps[Prompt | None]:
     """The one prompt in a completion's `prompt`; None: several, none, or nothing one could tell."""
-    return at_once(_single_prompt(prompt))
-
-
-def _single_prompt(prompt: Any) -> Steps[Prompt | None]:
     if not isinstance(prompt, Raw):
         return None
     view = memoryview(prompt)

@@ -28,7 +28,7 @@ from pdx.errors import (
     TierUnknown,
     VerbRefused,
 )
-from pdx.proxy.body import LARGE_BYTES, Intake
+from pdx.proxy.body import Intake
 from pdx.proxy.cache.access import Access
 from pdx.proxy.cache.bodies import (
     AdviseBody,
@@ -47,6 +47,7 @@ from pdx.proxy.cache.bodies import (
 from pdx.proxy.cache.verbs import Verbs
 from pdx.proxy.metrics import Metrics
 
+LARGE_BYTES = 256 << 10  # to decode more takes its time
 AT_A_TIME = 1024  # verbs under way
 # Of what is not in here 409 where a node refused: what it has now does not allow it. Else 502.
 _STATUS: Mapping[str, int] = {

@@ -17,13 +17,14 @@ from engine_standin import Server
 from hypothesis import example, given
 from hypothesis import strategies as st
 from proxy_harness import FORWARDED, cluster, run, until, within
+from read_at_once import classify, parse, single_prompt
 
 from pdx.errors import RequestRefused
 from pdx.proxy import body as body_module
 from pdx.proxy import outline as outline_module
 from pdx.proxy import plan
-from pdx.proxy.body import LENIENT_BYTES, PIECE, Intake, as_engines_read, encode, parse, parsing, prefill_body
-from pdx.proxy.plan import Mode, Route, classify, planning, single_prompt, strip_control
+from pdx.proxy.body import LENIENT_BYTES, PIECE, Intake, as_engines_read, encode, parsing, prefill_body
+from pdx.proxy.plan import Mode, Route, planning, strip_control
 from pdx.proxy.turns import in_turns
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -5,9 +5,9 @@ import json
 
 import pytest
 from proxy_harness import FORWARDED, cluster, run
+from read_at_once import parse
 
 from pdx.proxy import hints, why
-from pdx.proxy.body import parse
 from pdx.proxy.hints import digest
 from pdx.wire import messages
 from pdx.wire.hints import Hints, Verdict, tenant

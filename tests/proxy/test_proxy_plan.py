@@ -7,9 +7,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from read_at_once import classify, parse
 
-from pdx.proxy.body import continuation_body, encode, located, parse, prefill_body, sampled_body
-from pdx.proxy.plan import ONE_TOKEN, Mode, Plan, Route, classify, strip_control, token_limit
+from pdx.proxy.body import continuation_body, encode, located, prefill_body, sampled_body
+from pdx.proxy.plan import ONE_TOKEN, Mode, Plan, Route, strip_control, token_limit
 
 TRANSFER = "t" * 32
 SIMPLE = {"model": "m", "prompt": "hello"}
