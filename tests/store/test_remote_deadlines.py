@@ -16,6 +16,7 @@ from remote_bed import made, opened
 
 from pdx.errors import ConfigError, TierError
 from pdx.store.remote import redis_backend
+from pdx.store.remote.s3_backend import S3Backend
 
 DEADLINE_S = 1.0
 ADDRESSES = 6  # of one name
@@ -89,16 +90,22 @@ def test_the_client_that_is_supported_is_the_one_that_is_installed_with_pdx():
 
 class ObjectStore(http.server.BaseHTTPRequestHandler):
     """S3 as far as one call needs it. `busy_s` after the first request it says that it is busy, and then nothing more;
-    each request to remove takes `removes_s`."""
+    each request to remove takes `removes_s`. A `busy_s` of None: until the test is over."""
 
     busy_s = removes_s = 0.0
+    status = 503
+    connections = 0
     requests: list
     is_over: threading.Event
+
+    def setup(self):
+        type(self).connections += 1
+        super().setup()
 
     def do_GET(self):
         self.requests.append(self.path)
         self.is_over.wait(self.busy_s if len(self.requests) == 1 else None)
-        self.say(503)
+        self.say(self.status)
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"])).decode()
@@ -148,6 +155,20 @@ def test_a_second_try_does_not_double_the_deadline(object_store, busy_share, tri
     backend.close()
     assert len(object_store.requests) == tries
     assert took_s < 1.5 * limit_s
+
+
+def test_an_answer_of_s3_that_comes_too_late_leaves_its_connection(object_store, monkeypatch):
+    """To make one to a store that is far away takes longer than a question has, so that no later one would end well."""
+    monkeypatch.setattr(S3Backend, "most", 1)  # one thread: what it is given next waits for its request
+    object_store.busy_s, object_store.status, object_store.protocol_version = None, 404, "HTTP/1.1"
+    backend = opened("s3://bucket", timeout_s=60.0, lookup_s=0.3)
+    with pytest.raises(TierError, match="no answer to all of a question"):
+        backend.heads(["x"], 100)
+    object_store.is_over.set()
+    backend._pool.submit(lambda: None).result()
+    assert backend._head("y", 100) is None
+    backend.close()
+    assert [len(object_store.requests), object_store.connections] == [2, 1]
 
 
 def test_many_names_are_removed_by_few_requests(object_store):

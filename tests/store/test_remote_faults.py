@@ -67,6 +67,22 @@ def test_a_store_that_takes_few_connections_is_used_by_those(beds, tmp_path):
         server.kill()
 
 
+def test_a_connection_that_ended_with_a_question_is_made_anew_before_the_next(beds, redis):
+    """To make one to a store that is far away takes longer than a question has, so that no later one would end well."""
+    bed = beds(redis.url, timeout_s=60.0, lookup_s=0.3).opened()
+    unused = bed.tier._backend._client.connection_pool._available_connections
+
+    def count():
+        return sum(each.is_connected for each in list(unused))
+
+    assert count() == THREADS
+    redis.stop()
+    assert bed.sought([1]) == 0
+    redis.go_on()
+    assert bed.counters["remote_timeout"] == 1
+    until(bed, lambda: count() == THREADS)
+
+
 def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     bed = beds(redis.url, timeout_s=1.0, lookup_s=0.5).opened()
     assert [bed.store(number) for number in range(4)] == [None] * 4

@@ -50,26 +50,23 @@ class S3Backend(Backend):
         config = {name: value for name, value in own.items() if value}
         is_http = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
 
-        def opened(timeout_s: float) -> S3Store:
-            # Both limits of the client are for each try. The second one is for what fails at once: later than that,
-            # it would end after the call's time.
-            span, soon = timedelta(seconds=(1 - 2 * SOON) * timeout_s), timedelta(seconds=SOON * timeout_s)
-            return S3Store(
-                bucket,
-                prefix=prefix or None,
-                client_options={"timeout": span, "connect_timeout": span, "allow_http": is_http},
-                retry_config={
-                    "max_retries": 1,
-                    "retry_timeout": soon,
-                    "backoff": {"init_backoff": soon, "max_backoff": soon},
-                },
-                **config,
-            )
-
+        self._timeout_s, self._lookup_s = settings.timeout_s, settings.lookup_s
+        # Both limits of the client are for each try. The second one is for what fails at once: later than that, it
+        # would end after the call's time.
+        span, soon = timedelta(seconds=(1 - 2 * SOON) * self._timeout_s), timedelta(seconds=SOON * self._timeout_s)
         try:
-            self._timeouts = {"reads": settings.timeout_s, "looks": settings.lookup_s}
             with _certificates(settings.ca):
-                self._stores = {which: opened(timeout_s) for which, timeout_s in self._timeouts.items()}
+                self._store: S3Store | None = S3Store(
+                    bucket,
+                    prefix=prefix or None,
+                    client_options={"timeout": span, "connect_timeout": span, "allow_http": is_http},
+                    retry_config={
+                        "max_retries": 1,
+                        "retry_timeout": soon,
+                        "backoff": {"init_backoff": soon, "max_backoff": soon},
+                    },
+                    **config,
+                )
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigError(f"{settings.url}: {error}") from error
         self._pool = futures.ThreadPoolExecutor(self.most, "pdx-s3")
@@ -79,19 +76,21 @@ class S3Backend(Backend):
         list(self._pool.map(lambda _: self._first(), range(count)))
 
     def _first(self) -> None:
-        with self._call("reads") as store:  # nobody waits for it
+        with self._call() as store:  # nobody waits for it
             next(iter(obstore.list(store, chunk_size=1)), None)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
         """See `Backend.heads`."""
-        timeout_s = self._timeouts["looks"]
-        try:  # a request may wait for a thread as well
-            return list(self._pool.map(lambda name: self._head(name, nbytes), names, timeout=timeout_s))
+        # A request may wait for a thread as well. One that comes to no end in time goes on: the client would close its
+        # connection, and a new one may take longer than a question has.
+        try:
+            return list(self._pool.map(lambda name: self._head(name, nbytes), names, timeout=self._lookup_s))
         except futures.TimeoutError as error:
-            raise TierError(f"{self.place}: no answer to all of a question in {timeout_s:g} s", "timeout") from error
+            text = f"{self.place}: no answer to all of a question in {self._lookup_s:g} s"
+            raise TierError(text, "timeout") from error
 
     def _head(self, name: str, nbytes: int) -> Found | None:
-        with self._call("looks") as store:
+        with self._call() as store:
             try:
                 found = obstore.get(store, name, options={"range": (0, nbytes)})
                 return None if self._is_old(found.meta) else Found(memoryview(found.bytes()), found.meta["size"])
@@ -107,7 +106,7 @@ class S3Backend(Backend):
 
     def read(self, name: str) -> memoryview | None:
         """See `Backend.read`."""
-        with self._call("reads") as store:
+        with self._call() as store:
             try:
                 found = obstore.get(store, name)
                 return None if self._is_old(found.meta) else memoryview(found.bytes())
@@ -116,25 +115,27 @@ class S3Backend(Backend):
 
     def write(self, name: str, data: bytes) -> None:
         """See `Backend.write`."""
-        with self._call("reads") as store:
+        with self._call() as store:
             obstore.put(store, name, data, use_multipart=False)
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Backend.remove`."""
-        with self._call("reads") as store, contextlib.suppress(FileNotFoundError):
+        with self._call() as store, contextlib.suppress(FileNotFoundError):
             obstore.delete(store, list(names))  # 1000 of them are one request
 
     def close(self) -> None:
         """See `Backend.close`."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._stores.clear()  # their connections end with them
+        self._store = None  # its connections end with it
 
     @contextlib.contextmanager
-    def _call(self, which: str) -> Iterator[S3Store]:
+    def _call(self) -> Iterator[S3Store]:
         """The client for one request, which ends all of it when its time is over, with its one retry."""
-        ends_at = time.monotonic() + self._timeouts[which]
+        ends_at, store = time.monotonic() + self._timeout_s, self._store
+        if store is None:
+            raise TierError(f"{self.place} is closed", "cancelled")
         try:
-            yield self._stores[which]
+            yield store
         except (exceptions.BaseError, OSError, ValueError) as error:
             kind, text = _told(error)
             if kind == "unreachable" and time.monotonic() >= ends_at:

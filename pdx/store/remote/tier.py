@@ -57,6 +57,7 @@ MAX_KNOWN = 1 << 17  # keys
 MAX_SOUGHT = 1024  # questions that threads have, or that wait for one
 HEAD_BYTES = 1024  # the header of a chunk with up to about 100 slices
 _FAULTS = ("unreachable", "timeout", "denied", "untrusted", "failed")  # of the store …
+_ENDS_CONNECTION = ("unreachable", "timeout")
 _OF_STORES = ("full", "read_only", "denied")  # … of what is to be stored there …
 _OF_CHUNKS = ("missing", "corrupt", "truncated", "outdated")  # … and of what is there
 
@@ -187,6 +188,13 @@ class RemoteTier(Tier):
             self._failures += 1
             if self._failures >= MAX_FAILURES and self._is_open:
                 self._pause(error)
+            elif self._is_open and error.kind in _ENDS_CONNECTION:  # a new one may take longer than a question has
+                self._submit(self._askers, self._connect, lambda done: None)
+
+    def _connect(self) -> None:
+        """On a thread: in place of a connection that ended with a call."""
+        self._end_if_paused("paused")
+        self._backend.connect(1)
 
     def _warn(self, error: TierError, then: str) -> None:
         self._counters[f"remote_{error.kind}"] += 1
