@@ -178,7 +178,7 @@ def _value(name: str, value: Raw) -> Any:
     if name == XARGS and size > _XARGS_BYTES:
         raise RequestRefused(400, f"{XARGS} has {size} bytes; it may have {_XARGS_BYTES}")
     if name == XARGS or (name in LOOKED_AT and size <= _LOOKED_AT_BYTES):
-        return as_engines_read(name, json.loads(bytes(value)))
+        return as_engines_read(name, json.loads(bytes(value).decode("utf-8", "surrogatepass")))
     return None if size == len(b"null") and bytes(value) == b"null" else value
 
 

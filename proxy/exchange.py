@@ -83,7 +83,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
         name = engine.name if engine is not None else ""
         now_ns = self.seen[event] = self.received_ns if event is Event.RECEIVED else time.monotonic_ns()
         if event is Event.DONE:
-            self.metrics.duration.labels(self.route, self.mode).observe((now_ns - self.received_ns) / 1e9)
+            self.metrics.duration[self.route, self.mode].observe((now_ns - self.received_ns) / 1e9)
         elif event is Event.PREFILL_ANSWERED:
             self.metrics.prefill.observe((now_ns - self.seen[Event.PREFILL_SENT]) / 1e9)
         elif event is Event.DECODE_FIRST:
@@ -94,7 +94,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
         """The client is about to be sent the first token."""
         if streams and Event.FIRST_TOKEN not in self.seen:
             ttft_s = (time.monotonic_ns() - self.received_ns) / 1e9
-            self.metrics.ttft.labels(self.route, self.mode).observe(ttft_s)
+            self.metrics.ttft[self.route, self.mode].observe(ttft_s)
         self.mark(Event.FIRST_TOKEN, engine)
 
 

@@ -91,18 +91,17 @@ class Metrics:
             return Histogram(f"pdx_proxy_{name}", text, labels, buckets=buckets, registry=self.registry)
 
         text = "From a streaming request's arrival to its first token."
-        self.ttft = histogram("ttft_seconds", text, "route", "mode", buckets=_TTFT_BUCKETS_S)
+        ttft = histogram("ttft_seconds", text, "route", "mode", buckets=_TTFT_BUCKETS_S)
         text = "From a request's arrival to the end of its answer, of those that were answered."
-        self.duration = histogram("request_seconds", text, "route", "mode")
+        duration = histogram("request_seconds", text, "route", "mode")
         text = (
             "From when a leg was first sent to a prefill engine's whole answer, and to a decode engine's first bytes."
         )
-        self.legs = histogram("leg_seconds", text, "leg")
-        for route in Route:  # so that the first one counts for `rate`
-            for mode in Mode:
-                self.ttft.labels(route, mode)
-                self.duration.labels(route, mode)
-        self.prefill, self.decode = self.legs.labels("prefill"), self.legs.labels("decode")
+        legs = histogram("leg_seconds", text, "leg")
+        # All of their series, so that the first request counts for `rate`, and none has to look for its own.
+        self.ttft = {each: ttft.labels(*each) for each in product(Route, Mode)}
+        self.duration = {each: duration.labels(*each) for each in product(Route, Mode)}
+        self.prefill, self.decode = legs.labels("prefill"), legs.labels("decode")
 
     def expose(self) -> bytes:
         """In the Prometheus text format."""

@@ -179,7 +179,8 @@ class Models:
         if len(engines) < 2:
             return
         if self._has(engines, model):
-            for engine in self._due([each for each in engines if self._health.of(each.url).models is None]):
+            unknown = [each for each in engines if self._health.of(each.url).models is None]
+            for engine in self._due(unknown) if unknown else ():
                 task = asyncio.create_task(self._cards_of(engine, headers, float("inf")))
                 self._tasks.add(task)
                 task.add_done_callback(self._learned)
@@ -190,8 +191,11 @@ class Models:
                 await asyncio.gather(*asked)
 
     def _has(self, engines: Sequence[Engine], model: str | None) -> bool:
-        lists = (self._health.of(engine.url).models for engine in engines)
-        return any(names is not None and (model is None or not names or model in names) for names in lists)
+        for engine in engines:
+            names = self._health.of(engine.url).models
+            if names is not None and (model is None or not names or model in names):
+                return True
+        return False
 
     def _due(self, engines: Sequence[Engine]) -> list[Engine]:
         """Those that may be asked now; then they are not for a while."""

@@ -25,7 +25,8 @@ from pdx.bench.proxy.stand_in_engine import MODEL, Pace
 FORWARD, SAMPLED = "forward", "sampled"
 MODES = (FORWARD, SAMPLED)
 DIRECT, PROXY, BEFORE = "direct", "proxy", "before"
-BLOCKS = (DIRECT, PROXY, BEFORE, BEFORE, PROXY, DIRECT)  # the order of turns; each has half the requests of its way
+TURNS = 8  # of each way, so that what comes and goes on the machine falls on all of them …
+BLOCKS = (DIRECT, PROXY, BEFORE, DIRECT, BEFORE, PROXY) * (TURNS // 2)  # … and so does what follows what
 BUSY = 0.9  # of the machine's cores: from here on it is full
 AT_ONCE = Pace(0.0, 0.0)
 PATHS = {FORWARD: "/v1/completions", SAMPLED: "/v1/chat/completions"}  # what the modes are for
@@ -44,7 +45,7 @@ class Case:
     @property
     def in_block(self) -> int:
         """Requests of one turn: enough that they reach the concurrency."""
-        return max(-(-self.requests // 2), self.concurrency)
+        return max(-(-self.requests // TURNS), self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
