@@ -29,6 +29,7 @@ def queue(*sizes: int, params: dict[str, Any] | None = None) -> list[TrackedRequ
     ("sizes", "num_running", "limits", "near"),
     [
         ([60] * 9, 0, LIMITS, 4),  # 180 tokens are less than two steps have
+        ([100] * 9, 0, LIMITS, 2),  # and 200 are all of them
         ([10] * 20, 0, LIMITS, 8),  # places
         ([10] * 20, 5, LIMITS, 3),
         ([10] * 20, 8, LIMITS, 1),  # the next one, whenever that is
@@ -93,6 +94,26 @@ def test_nobody_stands_behind_those_that_wait_for_something_else_than_their_turn
     turns.add(last, 0)
     turns.remove("0")
     assert list(turns.next_ones(0)) == [last]
+
+
+def test_those_that_wait_for_something_else_stand_behind_nobody() -> None:
+    turns, [leg] = Turns(LIMITS), queue(500, params=DECODE)
+    for each in queue(*[100] * 9):
+        turns.pass_by(each)
+    assert turns.is_near(leg, 0)
+    leg.decided = True
+    assert not turns.is_near(leg, 0), "it waits for its turn now"
+
+
+def test_those_that_arrive_stand_behind_those_that_are_there_and_wait_for_their_turn() -> None:
+    turns = Turns(LIMITS)
+    for each in queue(*[500] * 4, params=DECODE):
+        turns.add(each, 0)
+    assert turns.add(tracked("a", 500), 0), "decode legs take nothing of its steps"
+    assert not turns.add(tracked("b", 500), 0)
+    turns.remove("a")
+    turns.remove("b")
+    assert turns.add(tracked("c", 500), 0)
 
 
 def test_decode_legs_ask_when_they_arrive_as_many_as_the_engine_has_places_for() -> None:
