@@ -59,6 +59,18 @@ def test_the_reason_is_counted_for_each_and_logged_for_the_first(
     wait_until(lambda: node.status().counters.get("degraded_unnamed_media") == 2, what="it is counted")
 
 
+def test_what_is_left_out_and_was_computed_from_blocks_that_failed_is_found_by_nobody(
+    engines: Callable[..., ToyEngine],
+) -> None:
+    """Others would find its blocks in the engine's own cache, and what they save would rest on them."""
+    engine = engines(left_out=lambda request: LeftOut("", ""))
+    request = Request("first", PROMPT)
+    engine.admit(request)
+    engine.step((request, len(PROMPT)))
+    assert len(request.block_ids) > 1
+    assert engine.scheduler_guard.not_loaded({request.block_ids[0]}) == set(request.block_ids)
+
+
 def test_a_decoder_does_not_wait_for_a_prefill_that_is_left_out(engines: Callable[..., ToyEngine]) -> None:
     """Its transfer is given up at once, and it computes."""
     transfer = "t" * 20
