@@ -59,3 +59,10 @@ def test_a_block_that_failed_is_as_good_as_any_once_it_is_written_anew() -> None
     assert steps(trust, Tracked(1, [0, 1, 2]), 6, computed=2, found=2) == NEVER
     assert steps(trust, Tracked(2, [0, 1]), 6, computed=0, found=0) == 0
     assert steps(trust, Tracked(3, [0, 1, 3]), 7, computed=2, found=2) == 0
+
+
+def test_of_a_request_that_is_over_nothing_is_heard() -> None:
+    trust, tracked = Trust(BLOCK), Tracked(0, [0, 1])
+    assert steps(trust, tracked, 1, computed=1, found=0) == 1
+    trust.forget(tracked)  # type: ignore[arg-type]
+    assert trust.heard(1) == []
