@@ -4,10 +4,9 @@ import itertools
 import random
 import threading
 
-import psutil
 import pytest
 from disk_bed import closing_all
-from remote_bed import Bed, SeaweedFs, key, made
+from remote_bed import Bed, SeaweedFs, connections, key, made
 
 from pdx.store.remote.tier import NOT_THERE_S, THERE_S, THREADS
 from pdx.testing.waiting import wait_until
@@ -104,12 +103,6 @@ def test_first_loads_find_connections_open(server, make, numbers):
 
 def members(server):
     return getattr(server, "members", [server])
-
-
-def connections(server):
-    """That this process has to a server."""
-    own = psutil.Process().net_connections("tcp")
-    return sum(each.status == psutil.CONN_ESTABLISHED and each.raddr.port == server.port for each in own)
 
 
 def test_another_node_finds_what_one_has_stored(make, numbers):

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from remote_bed import Redis, Relay, free_port, key, made, opened, until, why_not
+from remote_bed import Redis, Relay, connections, free_port, key, made, opened, until, why_not
 
 from pdx.errors import TierError
 from pdx.store.remote.tier import HEAD_BYTES, MAX_FAILURES, NOT_THERE_S, PAUSE_S, THREADS
@@ -70,17 +70,12 @@ def test_a_store_that_takes_few_connections_is_used_by_those(beds, tmp_path):
 def test_a_connection_that_ended_with_a_question_is_made_anew_before_the_next(beds, redis):
     """To make one to a store that is far away takes longer than a question has, so that no later one would end well."""
     bed = beds(redis.url, timeout_s=60.0, lookup_s=0.3).opened()
-    unused = bed.tier._backend._client.connection_pool._available_connections
-
-    def count():
-        return sum(each.is_connected for each in list(unused))
-
-    assert count() == THREADS
+    assert connections(redis) == THREADS
     redis.stop()
     assert bed.sought([1]) == 0
     redis.go_on()
     assert bed.counters["remote_timeout"] == 1
-    until(bed, lambda: count() == THREADS)
+    until(bed, lambda: connections(redis) == THREADS)
 
 
 def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):

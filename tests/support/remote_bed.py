@@ -23,6 +23,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import obstore
+import psutil
 import pytest
 from obstore.store import MemoryStore, S3Store
 
@@ -505,6 +506,12 @@ class Bed:
 def until(bed, condition):
     while not condition():
         bed.turn()
+
+
+def connections(server):
+    """That this process has to a server."""
+    own = psutil.Process().net_connections("tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.raddr.port == server.port for each in own)
 
 
 def opened(url, **settings):
