@@ -68,8 +68,8 @@ class StepTimes:
 
     def token_s(self, pace_s: float) -> float:
         """Seconds by which one more token of a prompt makes a step longer, where each takes `pace_s` with its share of
-        the step's own time; 0: not known."""
-        own_s = self.step_s / self._prompt_tokens if self._prompt_tokens else 0.0
+        the step's own time; 0: not known. Of the time of steps with a prompt much is not their own, but its tokens'."""
+        own_s = self._quiet_s / self._prompt_tokens if self._prompt_tokens else 0.0
         return max(0.0, pace_s - own_s)
 
 

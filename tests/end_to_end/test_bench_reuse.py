@@ -12,7 +12,9 @@ from pdx.testing.tiny_llama import make_model
 
 pytestmark = pytest.mark.engine
 
-TOKENS, KNOWN, DOCUMENTS = 300, 256, 6  # tokens of a document, those of them that are in whole blocks
+# Tokens of a document, those of them that are in whole blocks, and documents. A step of this model takes as long with
+# 300 tokens as with one, and what costs nothing to compute need not be loaded.
+TOKENS, KNOWN, DOCUMENTS = 1500, 1408, 6
 END_S = 60  # to end its engine
 LIMIT_S = 300  # under a minute where nothing else runs
 
@@ -34,13 +36,10 @@ def test_documents_come_back_from_the_node(tmp_path, monkeypatch):
     assert points.keys() == {FIRST, BURST}
     assert (points[FIRST].found.local, points[FIRST].found.external) == (0, 0)  # nobody has seen them
     found = points[BURST].found
-    assert found.prompt == DOCUMENTS * (TOKENS + 8)
-    # Of a document all or nothing: on busy cores the engine may expect to compute one sooner than it is loaded.
-    tokens = found.local + found.external
-    assert tokens in range(KNOWN, DOCUMENTS * KNOWN + 1, KNOWN)
+    assert (found.local + found.external, found.prompt) == (DOCUMENTS * KNOWN, DOCUMENTS * (TOKENS + 8))
     assert found.external > 0
     assert all(len(each.token_ids) == 4 for point in result.points for each in point.asked)
     assert points[BURST].cpu_s["engine"] > 0
     figures = {each["name"]: each["value"] for each in json.loads((out / "reuse.json").read_text())["figures"]}
-    assert figures["loads whose tokens were found where they should be"] == (tokens == DOCUMENTS * KNOWN)
+    assert figures["loads whose tokens were found where they should be"] == 1.0
     assert (out / "reuse.png").stat().st_size > 10_000

@@ -80,3 +80,8 @@ def test_a_token_takes_what_it_adds_to_a_step_that_others_run_in():
     assert times.token_s(pace_s) == pytest.approx(0.0001)
     assert stepped(*[(0.02, 4, True)] * 20).token_s(pace_s) == pace_s, "no prompt was seen"
     assert times.token_s(0.00005) == 0.0
+
+
+def test_where_every_step_has_a_prompt_its_tokens_are_not_taken_for_the_step_s_own_time():
+    """They would seem to cost nothing, and no load would pay."""
+    assert stepped(*[(0.08, 500, True)] * 20).token_s(0.00016) == 0.00016
