@@ -16,10 +16,10 @@ from pdx.cuda.gpu import Gpu
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
 from pdx.node.arena_tier import ArenaTier
-from pdx.node.peers.mailbox import Mailbox
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.store import Claim, Store
+from pdx.telemetry.mailbox import Mailbox
 from pdx.testing.waiting import wait_until
 
 MIB = 1 << 20

@@ -17,13 +17,13 @@ from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.arena_tier import ArenaTier
-from pdx.node.peers.mailbox import Mailbox
 from pdx.store.copies import Copies
 from pdx.store.hints.demotions import Demotions
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry import trace
+from pdx.telemetry.mailbox import Mailbox
 from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints

@@ -20,9 +20,9 @@ from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
 from pdx.memory.slot import Slot
 from pdx.node import daemon as module
 from pdx.node.daemon import TICK_S, Daemon
-from pdx.node.peers.mailbox import Mailbox
 from pdx.security import descriptors
 from pdx.telemetry.faults import Faults
+from pdx.telemetry.mailbox import Mailbox
 from pdx.testing.waiting import wait_until
 from pdx.wire.burst import BURST_S
 from pdx.wire.hints import Hints

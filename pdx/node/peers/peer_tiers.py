@@ -17,7 +17,6 @@ from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState, PeerConnection
 from pdx.node.peers.connections import Connections
 from pdx.node.peers.fetches import Fetches
-from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.regions import Regions
 from pdx.node.peers.send_thread import SendThread, Target
 from pdx.store.copies import Copies
@@ -25,6 +24,7 @@ from pdx.store.copy import Copy, Priority
 from pdx.store.deadlines import Deadlines
 from pdx.store.tier import Job, Tier
 from pdx.telemetry.host import host_id
+from pdx.telemetry.mailbox import Mailbox
 from pdx.telemetry.timeline import Event
 from pdx.transports.registry import FOR_GPUS
 from pdx.wire.hints import Hints

@@ -22,7 +22,6 @@ from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState, ConnectionStep, Identity, PeerConnection, refusal
 from pdx.node.peers.connections import Connections
 from pdx.node.peers.fetches import Fetches
-from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.notifications import are_digests_due
 from pdx.node.peers.peer_tiers import PeerTiers
 from pdx.node.peers.receive_thread import ReceiveThread, Verdict
@@ -37,6 +36,7 @@ from pdx.store.tier import Grant
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults, counted, printable
 from pdx.telemetry.host import host_id
+from pdx.telemetry.mailbox import Mailbox
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import (
     Admit,

@@ -11,7 +11,7 @@ import msgspec
 from pdx.errors import GpuError, ProtocolError
 from pdx.memory.digest import Readable, digests
 from pdx.memory.layout import slice_span
-from pdx.node.peers.mailbox import Mailbox
+from pdx.telemetry.mailbox import Mailbox
 from pdx.transports.channel import Listener, Notification
 from pdx.wire.base import DIGEST_BYTES
 from pdx.wire.messages import Landed, Slices, decode_landed

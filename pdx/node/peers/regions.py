@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pdx.cuda.arena import GpuArena
 from pdx.errors import PdxError
 from pdx.memory.arena import Arena
-from pdx.node.peers.mailbox import Mailbox
+from pdx.telemetry.mailbox import Mailbox
 from pdx.transports.channel import GpuMemory, Listener, Memory, Region
 from pdx.transports.registry import CLASHES, INSIDE_ONE_PROCESS, find, schemes
 

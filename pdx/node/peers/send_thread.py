@@ -14,9 +14,9 @@ import msgspec
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
 from pdx.memory.digest import Readable
 from pdx.memory.slot import Slot
-from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.notifications import Notifications, are_digests_due, piece
 from pdx.store.tier import Job
+from pdx.telemetry.mailbox import Mailbox
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.wire.messages import Landed, encode
 

@@ -9,8 +9,8 @@ from plain_memory import PlainMemory
 from pdx.errors import GpuError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.digest import digests
-from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.receive_thread import MAX_UNHEARD, ReceiveThread, WriteGrant
+from pdx.telemetry.mailbox import Mailbox
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import Notification
 from pdx.wire.messages import Landed, Slices, encode

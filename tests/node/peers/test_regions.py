@@ -10,8 +10,8 @@ from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.errors import ChannelUnavailable
 from pdx.memory.arena import Arena
-from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.regions import Regions
+from pdx.telemetry.mailbox import Mailbox
 from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 from pdx.transports import registry

@@ -13,10 +13,10 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, TransferAborted, Write
 from pdx.memory.digest import digests
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState
-from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.peer_tiers import PeerTiers
 from pdx.node.peers.send_thread import SendThread, Target
 from pdx.store.tier import Job, Part
+from pdx.telemetry.mailbox import Mailbox
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import TOKEN_BYTES, Memory, RemoteRegion
 from pdx.wire.messages import Chosen, Welcome, decode_landed

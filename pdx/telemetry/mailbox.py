@@ -1,4 +1,4 @@
-"""How threads of a node hand results to its control loop."""
+"""How threads hand results to the loop of their process."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from pdx.wire.burst import burst
 
 
 class Mailbox:
-    """Calls that any thread posts and the control loop makes. Its descriptor is readable when there are some."""
+    """Calls that any thread posts and the loop makes. Its descriptor is readable when there are some."""
 
     def __init__(self, faults: Faults | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fd = -1
         self._faults = faults or Faults(Counter())
         self._clock = clock
         self._calls: deque[Callable[[], None]] = deque()
 
+    @property
+    def fd(self) -> int:
+        """The descriptor to poll; opened when the loop first asks for it, so that a mailbox nobody polls needs none."""
+        if self._fd < 0:
+            self._fd = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: calls may be waiting already
+        return self._fd
+
     def post(self, call: Callable[[], None]) -> None:
-        """Have the control loop call this. Nothing once the mailbox is closed."""
+        """Have the loop call this. From any thread. Nothing once the mailbox is closed."""
         self._calls.append(call)
         self._ring()
 
     def deliver(self) -> None:
-        """Make the calls posted so far, as many as fit into a burst; for the control loop.
+        """Make the calls posted so far, as many as fit into a burst; for the loop.
 
         What is left keeps the descriptor readable. An exception in one call is contained, and the next are made.
         """
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
+        if self._fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
         posted = len(self._calls)
         for number, _ in enumerate(burst(self._clock)):
             if number >= posted or not self._calls:
@@ -44,12 +52,13 @@ class Mailbox:
             self._ring()
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # closed meanwhile: nobody reads any more
-            os.eventfd_write(self.fd, 1)
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # closed meanwhile: nobody reads any more
+                os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         """Drop what is left. Idempotent."""
         self._calls.clear()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
