@@ -42,9 +42,9 @@ HANDOFF = "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-b
 SHOWN = (
     *(f"gpu-{section}" for section in SECTIONS),
     *("breakdown", "breakdown-8000", "breakdown-yield", "breakdown-together"),
-    *("reuse-lmcache", "reuse-plain", "reuse-parts"),
 )
 NUMBERS = ROOT / "docs" / "numbers.md"
+# Between these marks `fill_numbers` puts the figures that have a goal; the others are in the JSON files.
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
 
 
@@ -100,41 +100,21 @@ def beside(names: list[str], before: Path, rounds: int) -> int:
     return failed
 
 
-def table(bench: str) -> str:
-    """One result as Markdown."""
+def rows(bench: str) -> list[str]:
+    """One result as rows of the table of goals: what ran, then each figure that has a goal."""
     result = json.loads((RESULTS / f"{bench}.json").read_text())
     machine = result["machine"]
-    versions = {**machine["versions"], **machine.get("gpu_versions", {})}
-    for facts in (result.get("details") or {}).get("systems", {}).values() if result["bench"] == BREAKDOWN else ():
-        versions |= facts["versions"]
-    picture = RESULTS / f"{bench}.png"
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
     lines = [
-        f"### {_title(result)}",
-        "",
-        *([f"![{result['title']}](../bench/results/{picture.name})", ""] if picture.exists() else []),
-        f"`{_command(bench, result)}`, {machine['date']}, {machine['cpus']}-core {machine['cpu']}, "
-        f"{machine.get('gpu', 'no GPU')}, Python {machine['python']}, "
-        f"{', '.join(f'{name} {number}' for name, number in versions.items())}; "
-        f"load at the end {machine['load_at_end']}.",
-        "",
-        "| figure | measured | goal | met | note |",
-        "|---|---:|---|---|---|",
+        f"| **`{_command(bench, result)}`**, {machine['date']}, {machine['cpus']}-core {machine['cpu']}{gpu} | | | |"
     ]
     for figure in result["figures"]:
-        met = {None: "", True: "yes", False: "**no**"}[figure["is_met"]]
-        measured = f"{figure['value']:,.3f} {figure['unit']}".strip()
-        lines.append(f"| {figure['name']} | {measured} | {figure['goal']} | {met} | {figure['note']} |")
-    return "\n".join([*lines, *_left_out(result), ""])
-
-
-def _title(result: dict[str, Any]) -> str:
-    """Of several breakdowns, each has its own."""
-    title = str(result["title"])
-    if result["bench"] != BREAKDOWN:
-        return title
-    asked = result["details"]["settings"]
-    tokens = ", ".join(f"{each:,}" for each in asked["tokens"])
-    return f"{title}: {tokens} tokens; {', '.join(asked['systems'])}"
+        if figure["goal"]:
+            value = f"{figure['value']:,.3f} {figure['unit']}".strip()
+            lines.append(
+                f"| {figure['name']} | {value} | {figure['goal']} | {'yes' if figure['is_met'] else '**no**'} |"
+            )
+    return lines
 
 
 def _command(bench: str, result: dict[str, Any]) -> str:
@@ -148,22 +128,14 @@ def _command(bench: str, result: dict[str, Any]) -> str:
     return f"pdx bench breakdown {lists} --rounds {asked['rounds']} --max-engines {asked['max_engines']}{overhead}"
 
 
-def _left_out(result: dict[str, Any]) -> list[str]:
-    """What a breakdown says nothing about, below its table."""
-    if result["bench"] != BREAKDOWN:
-        return []
-    details = result["details"]
-    lines = [f"{name} did not run, or not to the end: {why}" for name, why in details["not_run"].items()]
-    lines += [f"no goal checked: {line}" for line in details["missing"]]
-    return ["", *(f"- {line}" for line in lines)] if lines else []
-
-
 def fill_numbers() -> None:
     """Replace what stands between the marks."""
     head, _, rest = NUMBERS.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     shown = [name for name in (*BENCHES, "handoff", *SHOWN) if (RESULTS / f"{name}.json").exists()]
-    NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join(map(table, shown)) + f"\n{END}{tail}")
+    lines = ["| figure | measured | goal | met |", "|---|---:|---|---|", *(row for name in shown for row in rows(name))]
+    pictures = [f"\n![{name}](../bench/results/{name}.png)" for name in shown if (RESULTS / f"{name}.png").exists()]
+    NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join([*lines, *pictures]) + f"\n\n{END}{tail}")
 
 
 def main() -> int:
