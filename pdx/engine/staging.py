@@ -1,7 +1,7 @@
 """The way of pages to host memory: a kernel gathers them into memory of the GPU, the copy engine takes the slices on.
 
 No kernel writes over PCIe then: the engine's pages are free as soon as the gather has ended, and the multiprocessors
-are the engine's again, while whole slices cross at the speed of the link. docs/adr/0042.
+are the engine's again, while whole slices cross at the speed of the link. docs/adr/0033.
 """
 
 from __future__ import annotations
