@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
@@ -241,7 +241,7 @@ class Region(ABC):
     scheme: ClassVar[str]
     crosses_wire: ClassVar[bool] = True  # bytes leave the host's memory, so digests are due
     checks_writes: ClassVar[bool] = True  # see Listener; if not, only a silent or dead peer is known not to write
-    is_polled: ClassVar[bool] = False  # `wake` may not be called: somebody must poll transfers and `take`
+    is_polled: ClassVar[bool] = False  # `wake` may not be set: somebody must poll transfers and `take`
     takes_gpus: ClassVar[bool] = False  # memory may be a GPU's
     # Only who holds a session's token can reach the memory. If not, whoever reaches the technology's own ports is
     # trusted, so it is used only where the user says so.
@@ -249,7 +249,7 @@ class Region(ABC):
     takes_codec: ClassVar[bool] = False  # whether `codec` may be "lossless"
     codec: str = "none"  # by which channels encode what they send, to peers that decode it; set before they connect
 
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
+    def __init__(self, memory: Memory, host: str, wake: threading.Event) -> None:
         """See `register`, which others call."""
         self.memory = memory
         self.host = host
@@ -268,10 +268,9 @@ class Region(ABC):
         return Availability(is_ok=True)
 
     @classmethod
-    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> Self:
-        """Register `memory`. `host`: the address to listen on and to be reached at. `wake` is called from any thread
-        when a notification is there, or a transfer of a channel without a `wake` of its own is over; it returns at
-        once.
+    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: threading.Event | None = None) -> Self:
+        """Register `memory`. `host`: the address to listen on and to be reached at. `wake` is set, by any
+        thread, when a notification is there, or a transfer of a channel without a `wake` of its own is over.
 
         :raises ChannelUnavailable: it cannot work here.
         """
@@ -283,7 +282,7 @@ class Region(ABC):
                 f"{cls.scheme} moves host memory, and {memory} is a GPU's; "
                 "use cuda_ipc on one host, nixl or ucx between hosts"
             )
-        return cls(memory, host, wake)
+        return cls(memory, host, wake or threading.Event())
 
     def listen(self) -> Listener:
         """Begin to receive; the same listener each time.
@@ -297,12 +296,9 @@ class Region(ABC):
                 self._listener = self._listening()
             return self._listener
 
-    def connect(
-        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
-    ) -> Channel:
-        """A channel to a peer's region. Blocks up to `timeout_s`. `wake` is called from any thread when a transfer of
-        this channel is over, and returns at once; by default it is the region's. So a write to one peer wakes nobody
-        who waits for another one.
+    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: threading.Event | None = None) -> Channel:
+        """A channel to a peer's region. Blocks up to `timeout_s`. `wake` is set, by any thread, when a transfer of this
+        channel is over; by default it is the region's. So a write to one peer wakes nobody who waits for another one.
 
         :raises ChannelBroken: the peer does not answer or does not know the token.
         :raises ChannelUnavailable: this scheme cannot reach it (another host, another version).
@@ -333,7 +329,7 @@ class Region(ABC):
         """A new listener. Raises as `listen`."""
         raise NotImplementedError
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> Channel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> Channel:
         """A new channel to a region of this scheme. Raises as `connect`."""
         raise NotImplementedError
 

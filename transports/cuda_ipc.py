@@ -16,7 +16,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import ClassVar
 
 import msgspec
@@ -182,7 +182,7 @@ class CudaIpcRegion(LocalRegion):
     streams: ClassVar[int] = 1  # a GPU's engine copies as fast behind one, and memory is mapped and page-locked once
     takes_gpus: ClassVar[bool] = True
 
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
+    def __init__(self, memory: Memory, host: str, wake: threading.Event) -> None:
         super().__init__(memory, host, wake)
         if memory.address % mmap.PAGESIZE:
             raise ChannelUnavailable(f"{memory} begins at {memory.address:#x}, not at a page")

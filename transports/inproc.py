@@ -34,7 +34,7 @@ class InprocChannel(Channel):
     """Copies from one region to another. `close` waits for a copy that another thread is making."""
 
     def __init__(
-        self, memory: Memory, target: InprocListener, session: WriteSession, nbytes: int, wake: Callable[[], None]
+        self, memory: Memory, target: InprocListener, session: WriteSession, nbytes: int, wake: threading.Event
     ) -> None:
         """`nbytes`: of the remote region."""
         self.wake = wake
@@ -53,7 +53,7 @@ class InprocChannel(Channel):
                 self.target.receive(transfer)
                 return transfer
         transfer.finish(ChannelBroken("the channel is closed"))
-        self.wake()
+        self.wake.set()
         return transfer
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class InprocChannel(Channel):
 class InprocListener(SessionListener):
     """The receiving side of a region of this process."""
 
-    def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
+    def __init__(self, memory: Memory, wake: threading.Event) -> None:
         super().__init__(memory, wake)
         self._lock = threading.Lock()  # copies are made one after the other, and none behind `close`
         self._waiting: dict[WriteSession, deque[InprocTransfer]] = {}  # for notifications to be taken
@@ -158,7 +158,7 @@ class InprocListener(SessionListener):
 def _tell(over: Sequence[InprocTransfer]) -> None:
     """Without a lock."""
     for transfer in over:
-        transfer.channel.wake()
+        transfer.channel.wake.set()
 
 
 _LISTENERS_LOCK = threading.Lock()
@@ -174,7 +174,7 @@ class InprocRegion(Region):
     def _listening(self) -> InprocListener:
         return InprocListener(self.memory, self.wake)
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> InprocChannel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> InprocChannel:
         if remote.detail != _HERE:
             raise ChannelUnavailable(f"an inproc region of process {os.getpid()} was expected, not another's")
         with _LISTENERS_LOCK:

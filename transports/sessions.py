@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from pdx.transports.channel import (
     MAX_UNTAKEN_BYTES,
@@ -85,11 +85,11 @@ class WriteSession:
 
 
 class WriteSessions:
-    """All sessions of a listener over a region of `nbytes`. For any thread; `wake` is called without the lock."""
+    """All sessions of a listener over a region of `nbytes`. For any thread; `wake` is set without the lock."""
 
-    def __init__(self, nbytes: int, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, nbytes: int, wake: threading.Event | None = None) -> None:
         self._nbytes = nbytes
-        self._wake = wake
+        self._wake = wake or threading.Event()
         # Guards all below, and everything in the sessions. An expelled session stays until its last write has left.
         # Waited for: room for notifications.
         self._lock = threading.Condition()
@@ -164,7 +164,7 @@ class WriteSessions:
             session.leave(entered)
             self._forget(session)
         if is_open:
-            self._wake()
+            self._wake.set()
         return is_open
 
     def wait_for_room(self, session: WriteSession) -> bool:
@@ -205,7 +205,7 @@ class WriteSessions:
 class SessionListener(Listener):
     """Over `WriteSessions`, which answer all that concerns no connection. Subclasses invite, expel and close."""
 
-    def __init__(self, memory: Memory, wake: Callable[[], None], sessions: WriteSessions | None = None) -> None:
+    def __init__(self, memory: Memory, wake: threading.Event, sessions: WriteSessions | None = None) -> None:
         """`sessions`: of another kind than most."""
         self._memory = memory
         self._sessions = sessions or WriteSessions(memory.nbytes, wake)

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import ClassVar
 
 from pdx.errors import ChannelUnavailable, ProtocolError
@@ -87,7 +87,7 @@ class ShmRegion(LocalRegion):
 
     scheme: ClassVar[str] = "shm"
 
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
+    def __init__(self, memory: Memory, host: str, wake: threading.Event) -> None:
         super().__init__(memory, host, wake)
         self._open_file()
 

@@ -83,7 +83,7 @@ class Sender:
 
     def __init__(self, region: type[Region], file: SharedFile) -> None:
         self._woken = threading.Event()
-        self.region = region.register(file.memory, wake=self._woken.set)
+        self.region = region.register(file.memory, wake=self._woken)
         self._ring = file.memory.nbytes
         self._channel: Channel | None = None
 

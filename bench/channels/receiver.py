@@ -13,6 +13,7 @@ import os
 import secrets
 import select
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,6 +26,18 @@ from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
 from pdx.transports.registry import find
 
 TURN_MS = 1  # between looks at what cannot wake us
+
+
+class WakeFd(threading.Event):
+    """The `wake` of a region, for a loop that polls `fd`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def set(self) -> None:
+        """See `threading.Event`."""
+        os.eventfd_write(self.fd, 1)
 
 
 class Receiver:
@@ -49,8 +62,8 @@ class Receiver:
 def serve(scheme: str, path: Path, nbytes: int) -> None:
     """Receive until standard input ends. There is no raw technology under a channel of another package."""
     file = SharedFile(path, nbytes)
-    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-    region = find(scheme).register(file.memory, wake=lambda: os.eventfd_write(wake_fd, 1))
+    wake = WakeFd()
+    region = find(scheme).register(file.memory, wake=wake)
     listener = region.listen()
     token = secrets.token_bytes(TOKEN_BYTES)
     remote = listener.invite(token)
@@ -60,17 +73,17 @@ def serve(scheme: str, path: Path, nbytes: int) -> None:
     print(json.dumps({"raw": raw_detail.hex(), "remote": msgspec.msgpack.encode(remote).hex()}), flush=True)
     poll = select.poll()
     poll.register(sys.stdin, select.POLLIN)
-    poll.register(wake_fd, select.POLLIN)
+    poll.register(wake.fd, select.POLLIN)
     while not any(fd == sys.stdin.fileno() for fd, _ in poll.poll(TURN_MS if region.is_polled else None)):
         if not region.is_polled:
-            os.eventfd_read(wake_fd)
+            os.eventfd_read(wake.fd)
         listener.take()
         if raw is not None:
             raw.take()
     if raw is not None:
         raw.close()
     region.close()
-    os.close(wake_fd)
+    os.close(wake.fd)
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ class Writer:
         self._peer = self._start(arena, stack)
         told = self._peer.heard()
         self._woken = threading.Event()
-        region = find("cuda_ipc").register(GpuMemory(arena, total), wake=self._woken.set)
+        region = find("cuda_ipc").register(GpuMemory(arena, total), wake=self._woken)
         stack.callback(region.close)
         remote = msgspec.msgpack.decode(bytes.fromhex(told["remote"]), type=RemoteRegion)
         assert remote.token == TOKEN

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
+from pdx.bench.channels.receiver import WakeFd
 from pdx.bench.gpu.bed import REAL, TOY, Bed, bed
 from pdx.bench.gpu.nixl import start_nixl
 from pdx.cuda.memory import DeviceMemory, Handle
@@ -185,11 +186,9 @@ class Peer:
         self._pages = Pages(the_bed, RECEIVER)
         arena = DeviceMemory.create(the_bed.gpu, total)
         stack.callback(arena.close)
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        stack.callback(os.close, self._wake_fd)
-        self._region = find("cuda_ipc").register(
-            GpuMemory(arena, total), wake=lambda: os.eventfd_write(self._wake_fd, 1)
-        )
+        self._wake = WakeFd()
+        stack.callback(os.close, self._wake.fd)
+        self._region = find("cuda_ipc").register(GpuMemory(arena, total), wake=self._wake)
         stack.callback(self._region.close)
         self._listener = self._region.listen()
         remote = self._listener.invite(TOKEN)
@@ -236,7 +235,7 @@ class Peer:
     def _take_landed(self) -> bool:
         """Scatter what has come through the channel."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+            os.eventfd_read(self._wake.fd)
             for notification in self._listener.take():
                 group_bytes, index = msgspec.msgpack.decode(notification.payload)
                 groups = self._landed[group_bytes]

@@ -318,7 +318,7 @@ def wire(codec: str, nbytes: int) -> Iterator[tuple[Channel, Listener, Memory, M
     """A channel over a line of 1 Gb/s between two regions of so many bytes."""
     ours, theirs = Memory(memoryview(bytearray(nbytes))), Memory(memoryview(bytearray(nbytes)))
     wake = threading.Event()
-    writer, reader = TcpRegion.register(ours, wake=wake.set), TcpRegion.register(theirs, wake=wake.set)
+    writer, reader = TcpRegion.register(ours, wake=wake), TcpRegion.register(theirs, wake=wake)
     writer.codec = codec
     token = secrets.token_bytes(TOKEN_BYTES)
     remote = reader.listen().invite(token)

@@ -181,7 +181,7 @@ def _transfer(scheme: str, kind: type[Region], folder: Path, nbytes: int) -> Rat
     source = Block(scheme, folder / "sender", nbytes)
     source.write(os.urandom(nbytes))
     woken = threading.Event()
-    region = kind.register(source.memory, wake=woken.set)
+    region = kind.register(source.memory, wake=woken)
     command = [sys.executable, "-P", "-m", *_PROGRAM, "receive", scheme, str(folder), str(nbytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as receiver:  # it ends with its input
         try:

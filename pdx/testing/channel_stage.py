@@ -38,7 +38,7 @@ def noise(nbytes: int, seed: int) -> bytes:
 class Side:
     """One region over memory of its own, filled with noise."""
 
-    def __init__(self, region: type[Region], memory: SideMemory, wake: Callable[[], None], *, seed: int) -> None:
+    def __init__(self, region: type[Region], memory: SideMemory, wake: threading.Event, *, seed: int) -> None:
         """Takes `memory` over."""
         self._memory = memory
         try:
@@ -184,8 +184,21 @@ class Peer:
             self._path.unlink(missing_ok=True)
 
 
+class Bell(threading.Event):
+    """The `wake` of a region or channel: whenever it is set, whoever waits on its stage looks again."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def set(self) -> None:
+        """See `threading.Event`."""
+        super().set()
+        self._stage.wake()
+
+
 class Stage:
-    """The sides and peers of one test; leaving it closes them. All regions of this process have one `wake`."""
+    """The sides and peers of one test; leaving it closes them. All regions of this process wake it."""
 
     def __init__(
         self,
@@ -206,7 +219,7 @@ class Stage:
 
     def side(self, nbytes: int = 8 * MIB) -> Side:
         """A region in this process."""
-        side = Side(self._region, next(self._memories)(nbytes), self.wake, seed=next(self._seeds))
+        side = Side(self._region, next(self._memories)(nbytes), Bell(self), seed=next(self._seeds))
         self._open.append(side)
         return side
 
@@ -228,14 +241,14 @@ class Stage:
             if left <= 0:
                 raise AssertionError(f"not within {timeout_s} s: {what}")
             if not self._is_woken(before, 0.001 if self._region.is_polled else left) and not self._region.is_polled:
-                assert not condition(), f"`wake` was not called: {what}"
+                assert not condition(), f"`wake` was not set: {what}"
 
     def _is_woken(self, before: int, timeout_s: float) -> bool:
         with self._woken:
             return self._woken.wait_for(lambda: self._num_wakes != before, timeout_s)
 
     def wake(self) -> None:
-        """What the regions of this stage have as their `wake`."""
+        """A `Bell` of this stage was set."""
         with self._woken:
             self._num_wakes += 1
             self._woken.notify_all()

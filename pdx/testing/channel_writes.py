@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from pdx.testing.channel_stage import MIB, Peer, Side, Stage, landed
+from pdx.testing.channel_stage import MIB, Bell, Peer, Side, Stage, landed
 from pdx.testing.waiting import DEADLINE_S
 from pdx.transports.channel import (
     MAX_NOTIFY_BYTES,
@@ -179,22 +179,19 @@ class Writes:
     def test_a_write_wakes_who_waits_for_its_channel_and_nobody_else(self, stage: Stage) -> None:
         """With a hundred peers a write to one of them would cost a hundred threads their sleep."""
         writer, reader = stage.side(), stage.side()
-        rings: list[int] = []
-        channels = []
-        for number in range(2):
-
-            def wake(number: int = number) -> None:
-                rings.append(number)
-                stage.wake()
-
-            remote = reader.session((0, MIB))[1]
-            channels.append(writer.region.connect(remote, timeout_s=DEADLINE_S, wake=wake))
-        for number, channel in enumerate(channels):
-            rings.clear()
+        bells = [Bell(stage), Bell(stage)]
+        remotes = [reader.session((0, MIB))[1] for _ in bells]
+        channels = [
+            writer.region.connect(remote, timeout_s=DEADLINE_S, wake=bell)
+            for remote, bell in zip(remotes, bells, strict=True)
+        ]
+        for channel, own, other in zip(channels, bells, bells[::-1], strict=True):
+            own.clear()
+            other.clear()
             assert stage.written(channel, [Piece(0, 0, 4096)]) == ""
             if not writer.region.is_polled:
-                stage.until(lambda: rings, "its own `wake` was called")
-            assert set(rings) <= {number}
+                stage.until(own.is_set, "its own `wake` was set")
+            assert not other.is_set()
 
     def test_both_directions_at_once(self, stage: Stage) -> None:
         """Each side writes and receives."""

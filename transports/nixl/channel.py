@@ -110,13 +110,13 @@ class NixlTransfer(Transfer):
         """See `Transfer.finish`. Under the lock."""
         if not self._is_over:
             super().finish(error)
-            self._channel.wake()
+            self._channel.wake.set()
 
 
 class NixlChannel(Channel):
     """From our agent to one session of another one."""
 
-    def __init__(self, region: NixlRegion, peer: NixlPeer, remote: RemoteRegion, wake: Callable[[], None]) -> None:
+    def __init__(self, region: NixlRegion, peer: NixlPeer, remote: RemoteRegion, wake: threading.Event) -> None:
         self.wake = wake
         self.agent = region.agent
         self.peer = peer

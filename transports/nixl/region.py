@@ -18,7 +18,6 @@ from __future__ import annotations
 import ipaddress
 import threading
 import time
-from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
@@ -91,8 +90,8 @@ class NixlRegion(Region):
     takes_gpus: ClassVar[bool] = True
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
-        """See `Region.register`. `wake` is called for transfers, not for notifications.
+    def __init__(self, memory: Memory, host: str, wake: threading.Event) -> None:
+        """See `Region.register`. `wake` is set for transfers, not for notifications.
 
         UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
         UCX_NET_DEVICES has precedence; UCX_TLS says by what means.
@@ -120,7 +119,7 @@ class NixlRegion(Region):
     def _listening(self) -> NixlListener:
         return NixlListener(self)
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> NixlChannel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> NixlChannel:
         try:
             detail = msgspec.msgpack.decode(unseal(self.scheme, remote), type=NixlDetail)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:

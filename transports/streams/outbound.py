@@ -10,7 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, ProtocolError, TransferAborted, WriteRefused
@@ -75,7 +75,7 @@ class StreamChannel(Channel):
     ends: only then nothing reads their local bytes.
     """
 
-    def __init__(self, region: StreamRegion, remote: RemoteRegion, wake: Callable[[], None]) -> None:
+    def __init__(self, region: StreamRegion, remote: RemoteRegion, wake: threading.Event) -> None:
         self._memory = region.memory
         self._sends_bytes = region.sends_bytes
         self._remote = remote
@@ -129,7 +129,7 @@ class StreamChannel(Channel):
                 self._put(transfer)
                 return transfer
             transfer.finish(self._broken)
-        self._wake()
+        self._wake.set()
         return transfer
 
     def _put(self, transfer: StreamTransfer) -> None:
@@ -160,7 +160,7 @@ class StreamChannel(Channel):
             stream.queue.remove(transfer)
             stream.nbytes -= transfer.nbytes
             transfer.finish(TransferAborted("aborted before it began"))
-        self._wake()
+        self._wake.set()
 
     def close(self) -> None:
         """See `Channel.close`."""
@@ -216,7 +216,7 @@ class StreamChannel(Channel):
                     for transfer in {*stream.begun, *stream.queue}:
                         transfer.finish(self._broken)
                 self.is_closed = not self._streams
-            self._wake()
+            self._wake.set()
 
     def _serve(self, streams: list[_Stream], wake_fd: int) -> None:
         """Send and receive acknowledgements until a stream ends."""
@@ -269,7 +269,7 @@ class StreamChannel(Channel):
                 stream.begun.popleft()
                 stream.nbytes -= transfer.nbytes
                 transfer.finish(None if ack.status == OK else WriteRefused("not inside granted spans"))
-        self._wake()
+        self._wake.set()
         return bool(got)
 
 
@@ -298,7 +298,7 @@ class StreamRegion(Region):
         :raises OSError: the stream broke.
         """
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> StreamChannel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> StreamChannel:
         """Over greeted streams of one session, all or none."""
         deadline = time.monotonic() + timeout_s
         channel = StreamChannel(self, remote, wake)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -55,7 +55,7 @@ class UcxTransfer(Transfer):
 class UcxChannel(Channel):
     """To one session of another worker's region. All but `write`, `close` and `abort` is its thread's."""
 
-    def __init__(self, region: UcxRegion, remote: RemoteRegion, wake: Callable[[], None]) -> None:
+    def __init__(self, region: UcxRegion, remote: RemoteRegion, wake: threading.Event) -> None:
         self.id = secrets.token_bytes(16)
         self.answered = threading.Event()  # welcome, or lost
         self.lane = -1
@@ -135,10 +135,10 @@ class UcxChannel(Channel):
             transfer = self._waiting.popleft()
             if transfer.is_aborted:
                 transfer.finish(TransferAborted("it was aborted before it began"))
-                self._wake()
+                self._wake.set()
             elif self._endpoint is None:
                 transfer.finish(ChannelBroken("the channel is closed"))
-                self._wake()
+                self._wake.set()
             else:
                 self._send(self._endpoint, transfer)
 
@@ -161,7 +161,7 @@ class UcxChannel(Channel):
     def _finish(self, number: int, transfer: UcxTransfer) -> None:
         if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None) is not None:
             transfer.finish(transfer.answer)
-            self._wake()
+            self._wake.set()
             self._begin()
             self._look_ended()
 
@@ -169,7 +169,7 @@ class UcxChannel(Channel):
         if transfer in self._waiting:
             self._waiting.remove(transfer)
             transfer.finish(TransferAborted("it was aborted before it began"))
-            self._wake()
+            self._wake.set()
 
     def _say(self, message: Message) -> None:
         if self._endpoint is not None:

@@ -19,6 +19,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Event
 from typing import ClassVar
 
 import msgspec
@@ -213,7 +214,7 @@ class UcxRegion(Region):
     takes_gpus: ClassVar[bool] = True
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
+    def __init__(self, memory: Memory, host: str, wake: Event) -> None:
         """See `Region.register`.
 
         UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
@@ -234,7 +235,7 @@ class UcxRegion(Region):
     def _listening(self) -> UcxListener:
         return self._receiver  # the worker is listening since it was made
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> UcxChannel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Event) -> UcxChannel:
         address = unseal(self.scheme, remote)
         channel = UcxChannel(self, remote, wake)
         self.engine.call(lambda: channel.greet(address))

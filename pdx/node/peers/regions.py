@@ -98,7 +98,7 @@ class Regions:
                 if not availability.is_ok:
                     why[scheme] = f"{availability.why}; {availability.fix}"
                     continue
-                region = kind.register(memory, host=self._host, wake=wake.set)
+                region = kind.register(memory, host=self._host, wake=wake)
                 if region.takes_codec:
                     region.codec = self._codec
                 opened.append((scheme, region, region.listen(), wake))

@@ -216,7 +216,7 @@ class SendThread:
             try:
                 remote = self._target.remotes[scheme]
                 region = self._regions[scheme]
-                connected[scheme] = region.connect(remote, timeout_s=CONNECT_S, wake=self._event.set)
+                connected[scheme] = region.connect(remote, timeout_s=CONNECT_S, wake=self._event)
             except ChannelError as error:
                 why.append(self._without(scheme, error))
         rates = self._measure(connected, why) if len(connected) > 1 else {}

@@ -78,7 +78,7 @@ class Copying(Region):
         return Availability(True)
 
     @classmethod
-    def register(cls, memory, *, host="127.0.0.1", wake=lambda: None):
+    def register(cls, memory, *, host="127.0.0.1", wake=None):
         region = cls(memory, host, wake)
         region.mailbox = None
         return region

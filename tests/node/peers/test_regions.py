@@ -28,10 +28,10 @@ class SlowRegion(InprocRegion):
     """Says when it is being opened, and waits."""
 
     @classmethod
-    def register(cls, memory, *, host="127.0.0.1", wake=lambda: None):
+    def register(cls, memory, *, host="127.0.0.1", wake=None):
         OPENING.set()
         assert GO_ON.wait(10)
-        return cls(memory, host, wake)
+        return super().register(memory, host=host, wake=wake)
 
     def close(self):
         CLOSED.append(self.scheme)
@@ -49,7 +49,7 @@ class DeviceRegion(InprocRegion):
     """Sees what it is given."""
 
     @classmethod
-    def register(cls, memory, *, host="127.0.0.1", wake=lambda: None):
+    def register(cls, memory, *, host="127.0.0.1", wake=None):
         TAKEN.append((memory.gpu, memory.address, memory.nbytes))
         raise ChannelUnavailable("not today")
 
@@ -156,7 +156,7 @@ def test_notifications_and_writes_wake_each_their_own(open_regions):
     for number, event in enumerate(over):
         remote = landing.listeners["inproc"].invite(bytes([number]) * 16)
         landing.listeners["inproc"].grant(remote.token, 0, 4096)
-        channels.append(writing.regions["inproc"].connect(remote, wake=event.set))
+        channels.append(writing.regions["inproc"].connect(remote, wake=event))
     assert channels[0].write([Piece(0, 0, 4096)], b"").error is None
     assert [event.is_set() for event in over] == [True, False]
     assert landing.wakes["inproc"].is_set()

@@ -43,7 +43,7 @@ class FakeTransfer:
     def end(self, error=None):
         if not self.is_over:
             self.error, self.is_over = error, True
-            self.channel.wake()
+            self.channel.wake.set()
 
 
 class FakeChannel:
