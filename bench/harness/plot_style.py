@@ -67,7 +67,6 @@ SYSTEMS = {
     "pdx-both-128": Look("#1F6F8B", "--", "h"),
     "pdx-central": Look("#004F7A", "--", "D"),
     "pdx-central-128": Look("#00324F", "--", "d"),
-    "pdx-central-turn": Look("#7FB6D9", ":", "D"),
     "nixl": Look("#D55E00", "--", "o"),
     "nixl-yield": Look("#F0A070", ":", "o"),
     "nixl-push": Look("#E69F00", "--", "s"),

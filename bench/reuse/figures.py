@@ -102,7 +102,7 @@ def figures(result: Result) -> list[Figure]:
     found: list[Figure] = []
     for workload in result.settings["workloads"]:
         found += [*_at_targets(result, workload), *_times(result, workload), *_costs(result, workload)]
-    return [*found, *_prefetch(result), *_checks(result)]
+    return [*found, *_checks(result)]
 
 
 def systems_of(result: Result) -> list[str]:
@@ -206,14 +206,6 @@ def _costs(result: Result, workload: str) -> Iterator[Figure]:
 
 
 SHARES = {"local": "in its own cache", "external": "by what keeps KV", "computed": "computed"}
-
-
-def _prefetch(result: Result) -> Iterator[Figure]:
-    """Requests that wait in the queue: their loads meanwhile, against each at its request's turn."""
-    for workload in result.settings["workloads"]:
-        for name, of in (("TTFT p50", lambda p: ttft(p, 50)), ("until all are answered", lambda p: p.duration_s)):
-            both = [_by_repeat(result, each, workload, BURST, of) for each in ("pdx-central-turn", "pdx-central")]
-            yield from _ratio(f"{workload}, all at once: {name}, loads at their turn / while they wait", *both)
 
 
 def _checks(result: Result) -> Iterator[Figure]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from pdx.bench.store.queueing import AT_ITS_TURN, BLIND, AtItsTurn
 from pdx.bench.systems.baselines import LMCache, Needs, Offloading, Plain, Ports
 from pdx.bench.systems.names import SYSTEMS
 from pdx.bench.systems.pdx import PdxAlone, PdxWith
@@ -165,19 +164,6 @@ class PdxCentral(WithRedis, PdxWith):
         return "--remote", f"redis://127.0.0.1:{ports.line}"
 
 
-class PdxCentralAtTurn(AtItsTurn, PdxCentral):
-    """The same without any load before a request's turn: neither the node nor the engine looks ahead in the queue."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes, "central-turn", "the same, each load at its request's turn")
-        self._like = PdxCentral(sizes)
-
-    def commands(self, bed: Bed) -> list[str]:
-        nodes = BLIND.split(";")[1].strip()
-        how = f"as below, but its nodes with {nodes!r} and its engines with {AT_ITS_TURN.split(';')[1].strip()!r}"
-        return [f"# {how} (pdx.bench.store.queueing)", *self._like.commands(bed)]
-
-
 class LMCacheCentral(WithRedis, LMCache):
     """Two engines, each with an LMCache server that has little memory, and one Redis by LMCache's own adapter."""
 
@@ -203,7 +189,6 @@ def contenders(sizes: Sizes) -> dict[str, System]:
         PdxCentral(
             sizes, "central-128", "two engines and nodes, chunks of 128 tokens, one Redis", {"chunk_tokens": 128}
         ),
-        PdxCentralAtTurn(sizes),
         Offloading("offloading", "OffloadingConnector", Needs()),
         Offloading("simple-offload", "SimpleCPUOffloadConnector", Needs()),
         LMCache(),

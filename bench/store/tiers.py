@@ -37,7 +37,7 @@ from pdx.wire.messages import Admit, Ping, Release
 OWN, GPU = "host", "gpu"
 ELSEWHERE = {  # what needs a folder on a disk, or a store
     "disk": "measured by python -m pdx.bench.store.disk FOLDER",
-    "remote": "measured by python -m pdx.bench.store.lookup (questions) and python -m pdx.bench.store.paying (loads)",
+    "remote": "measured by python -m pdx.bench.store.paying",
 }
 FIRST_GPU = "0"
 HERE = "a"  # the name of the engine's own node, where there is another one

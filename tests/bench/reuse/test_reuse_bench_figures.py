@@ -159,13 +159,6 @@ def test_tokens_time_and_bytes_of_a_request():
     assert figure["documents, pdx-both: KV loaded"].value == pytest.approx(600 * 65536 / 2 / 1e6, rel=1e-3)
 
 
-def test_prefetch_is_told_from_loads_at_their_turn():
-    points = [point("pdx-central", BURST, [100.0] * 3, per_s=2.0), point("pdx-central-turn", BURST, [250.0] * 3)]
-    found = named(figures(result(points)))
-    assert found["documents, all at once: TTFT p50, loads at their turn / while they wait"].value == 2.5
-    assert found["documents, all at once: until all are answered, loads at their turn / while they wait"].value == 2.0
-
-
 @pytest.mark.parametrize(
     ("system", "local", "external", "is_meant"),
     [

