@@ -105,7 +105,6 @@ class Proxy:
             on_report=self._take_report,
             on_explained=lambda explained: self._explainer.told(explained),
             on_reply=lambda node, reply: self._cache.replied(node, reply),
-            on_controller=lambda *said: self._cache.said(*said),
             on_changes=self._take_changes,
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
             keys=config.keys,
@@ -184,7 +183,6 @@ class Proxy:
         async with AsyncExitStack() as stack:
             self._control.start()
             stack.callback(self._control.close)
-            stack.push_async_callback(self._cache.close)
             session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket, ssl=self._tls
@@ -274,7 +272,6 @@ class Proxy:
         peers = self._engines.peers()
         if peers != self._told_peers:
             self._control.send_peers(list(peers.values()))
-            self._cache.send_peers(list(peers.values()))
             self._told_peers = peers
 
     def _note_detached(self, urls: frozenset[str], why: str) -> None:

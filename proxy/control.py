@@ -1,5 +1,5 @@
 """The socket nodes report to. It takes `NodeReport`s in; `Cancel`s go out to the nodes of a transfer, the list of peers
-to every node. Controllers say verbs there (`pdx.proxy.cache.controllers`).
+to every node.
 
 A Unix socket is its user's alone. At any other address nodes must prove keys that the roster has, report under the
 names that it gives those keys, and name engines on their own hosts only. Nodes come in through a
@@ -33,37 +33,23 @@ from pdx.wire.burst import burst
 from pdx.wire.hints import Hints
 from pdx.wire.messages import (
     Arriving,
-    Bye,
     Cancel,
     Changes,
     EngineReport,
     Explained,
     Follow,
-    Hello,
     NodeReport,
     Order,
     PeerEntry,
     PeerList,
-    Ping,
     Prefilled,
     Reply,
-    ToController,
     Why,
 )
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
 _SOON_S = 0.02  # until ZMQ has taken more of those who connect
-
-
-FromController = Hello | Order | Ping | Bye
-
-
-class Rights(msgspec.Struct, frozen=True):
-    """Who says verbs, and which: those that the roster names; None: all."""
-
-    name: str
-    may: frozenset[str] | None
 
 
 class Control:
@@ -76,7 +62,6 @@ class Control:
         on_report: Callable[[NodeReport], None],
         on_explained: Callable[[Explained], None] = lambda _: None,
         on_reply: Callable[[str, Reply], None] = lambda _node, _reply: None,
-        on_controller: Callable[[bytes, str, Rights, FromController], None] = lambda *_: None,
         on_changes: Callable[[str, Changes], None] = lambda node, changes: None,
         on_drop: Callable[[str], None],
         keys: str = "",
@@ -96,7 +81,6 @@ class Control:
         self._on_report = on_report
         self._on_explained = on_explained
         self._on_reply = on_reply
-        self._on_controller = on_controller
         self._on_changes = on_changes
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
@@ -190,27 +174,6 @@ class Control:
         self._serve_soon()
         return problem
 
-    def tell_controller(self, route: bytes, key: str, message: ToController) -> bool:
-        """Tell the controller that came with this key, without waiting; False: it is gone, or is none any more.
-
-        One that does not read what it is told loses it.
-        """
-        if self._peer_socket is None or self.rights(key) is None:
-            return False
-        problem = self._peer_socket.post(route, messages.encode(message))
-        if problem and problem != GONE:
-            self._on_drop("peer_full")
-        self._serve_soon()
-        return problem != GONE
-
-    def rights(self, key: str) -> Rights | None:
-        """Of whoever was let in with this key; None: it is no controller's (any more)."""
-        if self._own_keys is None:
-            return Rights("this user", None)  # by the kernel's word, or nobody connects
-        self._roster.refresh()
-        found = self._roster.controller_of(key)
-        return None if found is None else Rights(found[0], frozenset(found[1].may))
-
     def members(self) -> set[str] | None:
         """The nodes that the roster file has now, None: without keys, everybody who reports is one."""
         if self._own_keys is None:
@@ -247,7 +210,7 @@ class Control:
 
     def _admits(self, key: str) -> bool:
         self._roster.refresh()
-        return self._roster.name_of(key) is not None or self._roster.controller_of(key) is not None
+        return self._roster.name_of(key) is not None
 
     # ---- what the loop calls ----------------------------------------------------------------
 
@@ -313,9 +276,6 @@ class Control:
         except ProtocolError as error:
             self._drop("malformed", arrival.key, str(error))
             return
-        if isinstance(report, (Hello, Order, Ping, Bye)):
-            self._take_of_controller(arrival, report)
-            return
         if isinstance(report, (Explained, Reply)):
             self._take_answer(arrival, report)
             return
@@ -361,15 +321,6 @@ class Control:
         else:
             self._on_explained(answer)
 
-    def _take_of_controller(self, arrival: Arrival, message: FromController) -> None:
-        rights = self.rights(arrival.key)
-        if rights is None:
-            self._drop(
-                "not_a_controller", arrival.key, f"a {type(message).__name__} came with the key of no controller"
-            )
-        else:
-            self._on_controller(arrival.route, arrival.key, rights, message)
-
     def _is_believed(self, report: NodeReport, engine: EngineReport) -> bool:
         """Whether the engine is on the node's own host, as far as the roster knows. What is no URL passes: no request
         goes there."""
@@ -398,13 +349,6 @@ class Control:
 
     def _drop(self, reason: str, key: str, text: str) -> None:
         """Count a message that is not taken in, and log the first one of its sender in a minute."""
-        sender = self._sender(key)
+        sender = (self._roster.name_of(key) or "a node that has left the roster") if key else "a node"
         self._faults.dropped(sender, ProtocolError(text))
         self._on_drop(reason)
-
-    def _sender(self, key: str) -> str:
-        if not key:
-            return "a node"
-        controller = self._roster.controller_of(key)
-        name = self._roster.name_of(key) or (f"controller {controller[0]}" if controller else "")
-        return name or "a node that has left the roster"

@@ -44,7 +44,7 @@ _CANCELS = [
     *("prefill_late", "prefill_failed_over", "finished_early"),
 ]
 _DROPS = [
-    *("malformed", "version", "not_its_name", "not_its_host", "not_a_controller", "peer_full"),
+    *("malformed", "version", "not_its_name", "not_its_host", "peer_full"),
     *("nodes", "epochs", "engines", "unroutable", "owned"),
 ]
 _EVENTS = [

@@ -1,4 +1,4 @@
-"""`pdx keygen`: a CURVE key pair for a node, the proxy or a controller, needed where they talk beyond one host."""
+"""`pdx keygen`: a CURVE key pair for a node, the proxy or a reader of events, needed beyond one host."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
     help="Where to put NAME.key_secret and NAME.key; made with mode 0700.",
 )
 @option("--force", is_flag=True, help="Replace keys of that name.")
-@option("--controller", is_flag=True, help="For a controller of that name, which says verbs to the proxy.")
-def keygen(name: str, folder: Path, force: bool, controller: bool) -> None:
+@option("--reader", is_flag=True, help="For a reader of nodes' events, which says nothing.")
+def keygen(name: str, folder: Path, force: bool, reader: bool) -> None:
     """Make a key pair for the node NAME, or for the proxy if NAME is "proxy".
 
     NAME.key_secret stays on that host (`--keys`). The lines printed go into the roster file (`--roster`), the
@@ -39,8 +39,8 @@ def keygen(name: str, folder: Path, force: bool, controller: bool) -> None:
     click.echo(
         f"# {secret} (keep it secret) and {public} are written. For the roster file, the same on every host:", err=True
     )
-    if controller:
-        click.echo(f'[controllers."{name}"]')
+    if reader:
+        click.echo(f'[readers."{name}"]')
     else:
         click.echo("[proxy]" if name == "proxy" else f'[nodes."{name}"]')
         click.echo('address = "tcp://IP:PORT"')

@@ -9,9 +9,8 @@
     address = "tcp://10.0.0.9:7600"
     key = "..."
 
-    [controllers.ops]                   # may say verbs at the proxy, and nothing that a node says
+    [readers.router]                    # may read the events of nodes, and say nothing
     key = "..."
-    may = ["lookup", "health"]          # may be left out: all of `RIGHTS`
 
 Where there is a file, it decides. Without one, names come from the proxy, but only addresses of this host are
 believed. An address from anywhere else, above all from a request, is never dialled. No sockets here.
@@ -22,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -33,33 +32,12 @@ from pdx.config import check_name
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address
 from pdx.security.curve_keys import check_key
-from pdx.wire.base import Message
-from pdx.wire.messages import Advise, PeerEntry, Status, Why
-from pdx.wire.verbs import Clear, EndJob, Evict, Find, Jobs, List, Models, Move, PinIn, Recode, Verify
+from pdx.wire.messages import PeerEntry
 
 log = logging.getLogger(__name__)
 
 MAX_NODES = 1024
-MAX_CONTROLLERS = 256
-# What the file calls the right to say a verb.
-RIGHTS_TO: Mapping[type[Message], str] = {
-    Find: "lookup",
-    Move: "move",
-    Clear: "clear",
-    PinIn: "pin",
-    Recode: "compress",
-    Evict: "evict",
-    Verify: "verify",
-    List: "ls",
-    Jobs: "jobs",
-    EndJob: "cancel",
-    Models: "models",
-    Status: "health",
-    Why: "why",
-    Advise: "advise",
-}
-EVENTS = "events"  # the right to hear which blocks came to nodes and went, and to say nothing
-RIGHTS = (*RIGHTS_TO.values(), EVENTS)
+MAX_READERS = 256
 _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNED = 4096
 
@@ -72,11 +50,10 @@ class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_hosts: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)] = []
 
 
-class ControllerEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One controller in the file."""
+class ReaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One reader of events in the file."""
 
     key: Annotated[str, Meta(max_length=40)]
-    may: Annotated[tuple[Annotated[str, Meta(max_length=32)], ...], Meta(max_length=64)] = RIGHTS
 
 
 class RosterFile(msgspec.Struct, frozen=True):
@@ -84,7 +61,7 @@ class RosterFile(msgspec.Struct, frozen=True):
 
     nodes: dict[str, RosterEntry]
     proxy: RosterEntry | None = None
-    controllers: dict[str, ControllerEntry] = {}
+    readers: dict[str, ReaderEntry] = {}
 
     @classmethod
     def load(cls, path: str | Path, *, has_keys: bool) -> RosterFile:
@@ -113,39 +90,37 @@ class RosterFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def _checked(cls, tables: dict[str, object], path: str, *, has_keys: bool) -> RosterFile:
-        unknown = sorted(tables.keys() - {"nodes", "proxy", "controllers"})
-        nodes, controllers = tables.get("nodes", {}), tables.get("controllers", {})
-        if unknown or not isinstance(nodes, dict) or not isinstance(controllers, dict):
-            wrong = unknown or ["controllers" if isinstance(nodes, dict) else "nodes"]
-            known = "[nodes.NAME], [proxy] or [controllers.NAME]"
+        unknown = sorted(tables.keys() - {"nodes", "proxy", "readers"})
+        nodes, readers = tables.get("nodes", {}), tables.get("readers", {})
+        if unknown or not isinstance(nodes, dict) or not isinstance(readers, dict):
+            wrong = unknown or ["readers" if isinstance(nodes, dict) else "nodes"]
+            known = "[nodes.NAME], [proxy] or [readers.NAME]"
             raise ConfigError(f"roster {path}: {', '.join(wrong)} is not {known}")
         if len(nodes) > MAX_NODES:
             raise ConfigError(f"roster {path}: {len(nodes)} nodes; at most {MAX_NODES} are possible")
         found = {name: _entry(value, f"roster {path}: nodes.{name}", has_keys) for name, value in nodes.items()}
-        if len(controllers) > MAX_CONTROLLERS:
-            raise ConfigError(f"roster {path}: {len(controllers)} controllers; at most {MAX_CONTROLLERS} are possible")
-        ruling = {name: _controller(each, f"roster {path}: controllers.{name}") for name, each in controllers.items()}
-        for name in (*found, *ruling):
+        if len(readers) > MAX_READERS:
+            raise ConfigError(f"roster {path}: {len(readers)} readers; at most {MAX_READERS} are possible")
+        reading = {name: _reader(each, f"roster {path}: readers.{name}") for name, each in readers.items()}
+        for name in (*found, *reading):
             check_name(name, f"roster {path}")
         proxy = _entry(tables["proxy"], f"roster {path}: proxy", has_keys) if "proxy" in tables else None
         owners: dict[str, str] = {}
         keys = {f"nodes.{name}": entry.key for name, entry in found.items()}
-        keys |= {f"controllers.{name}": entry.key for name, entry in ruling.items()}
+        keys |= {f"readers.{name}": entry.key for name, entry in reading.items()}
         keys |= {"proxy": proxy.key} if proxy else {}
         for where, key in keys.items():
             if key and owners.setdefault(key, where) != where:
                 raise ConfigError(f"roster {path}: {owners[key]} and {where} have the same key")
-        return cls(found, proxy, ruling)
+        return cls(found, proxy, reading)
 
 
-def _controller(value: object, where: str) -> ControllerEntry:
+def _reader(value: object, where: str) -> ReaderEntry:
     try:
-        entry = msgspec.convert(value, ControllerEntry)
+        entry = msgspec.convert(value, ReaderEntry)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
     check_key(entry.key, where)
-    if unknown := [right for right in entry.may if right not in RIGHTS]:
-        raise ConfigError(f"{where}: there is no verb {unknown[0]!r} in may; there are {', '.join(RIGHTS)}")
     return entry
 
 
@@ -180,9 +155,8 @@ class Roster:
         self._file: RosterFile | None = None
         self._stamp: tuple[int, ...] = ()
         self._by_key: dict[str, str] = {}
-        self._controllers: dict[str, str] = {}  # names by key
         self._nodes: dict[str, RosterEntry] = {}  # of the file; without one, as the proxy told
-        self.listeners: frozenset[str] = frozenset()  # keys of nodes, and of controllers that may hear events
+        self.listeners: frozenset[str] = frozenset()  # keys of nodes, and of readers of events
         self._warned: set[str] = set()
         if path:
             self._stamp = self._stamped()
@@ -242,11 +216,6 @@ class Roster:
         """Whose key this is now; None: no node's."""
         return self._by_key.get(key)
 
-    def controller_of(self, key: str) -> tuple[str, ControllerEntry] | None:
-        """The controller whose key this is now, by its name and entry; None: no controller's."""
-        name = self._controllers.get(key)
-        return None if name is None or self._file is None else (name, self._file.controllers[name])
-
     def refresh(self) -> bool:
         """Read the file again if it changed; True: something is different. A file that is wrong changes nothing."""
         if self._file is None:
@@ -294,10 +263,7 @@ class Roster:
         self._file = file
         self._nodes = file.nodes
         self._by_key = {entry.key: name for name, entry in file.nodes.items() if entry.key}
-        self._controllers = {entry.key: name for name, entry in file.controllers.items()}
-        self.listeners = frozenset(
-            (*self._by_key, *(entry.key for entry in file.controllers.values() if EVENTS in entry.may))
-        )
+        self.listeners = frozenset((*self._by_key, *(entry.key for entry in file.readers.values())))
 
     def _stamped(self) -> tuple[int, ...]:
         try:

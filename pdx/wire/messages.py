@@ -649,24 +649,21 @@ class Prefilled(Message, frozen=True):
 
 
 class Order(Message, frozen=True):
-    """A verb. Proxy to a node: of a controller that the proxy has let in. Controller to the proxy: for the node `node`.
-    The answer is a `Reply` of this number, which its sender has chosen."""
+    """Proxy to a node: a verb of a controller that the proxy has let in. The answer is a `Reply` of this number."""
 
     number: Number
     verb: Verb
-    node: Name = ""
 
 
 class Reply(Message, frozen=True):
-    """Node to proxy, proxy to controller: what came of the `Order` of this number."""
+    """Node to proxy: what came of the `Order` of this number."""
 
     number: Number
     outcome: Outcome
 
 
-ToProxy = NodeReport | Explained | Changes | Reply | Hello | Order | Ping | Bye
+ToProxy = NodeReport | Explained | Changes | Reply
 FromProxy = Arriving | Cancel | Follow | Order | PeerList | Prefilled | Why
-ToController = Welcome | Refused | Reply | PeerList
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -674,12 +671,11 @@ _to_node = msgspec.msgpack.Decoder(ToNode)
 _from_node = msgspec.msgpack.Decoder(FromNode)
 _to_proxy: msgspec.msgpack.Decoder[ToProxy] = msgspec.msgpack.Decoder(ToProxy)
 _from_proxy: msgspec.msgpack.Decoder[FromProxy] = msgspec.msgpack.Decoder(FromProxy)
-_to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
 _peer = msgspec.msgpack.Decoder(PeerFrame)
 _landed = msgspec.msgpack.Decoder(Landed)
 
 
-def encode(message: ToNode | FromNode | PeerFrame | Landed | ToProxy | FromProxy | ToController) -> bytes:
+def encode(message: ToNode | FromNode | PeerFrame | Landed | ToProxy | FromProxy) -> bytes:
     """One frame; of a `Landed` one notification, at most MAX_NOTIFY_BYTES if the sender keeps to few slices."""
     return _encoder.encode(message)
 
@@ -708,18 +704,13 @@ def decode_from_node(frame: bytes) -> FromNode:
 
 
 def decode_to_proxy(frame: bytes) -> ToProxy:
-    """:raises ProtocolError: nothing that a node or a controller may say to the proxy, within bounds."""
+    """:raises ProtocolError: nothing that a node may say to the proxy, within bounds."""
     return decode_frame(_to_proxy, frame)
 
 
 def decode_from_proxy(frame: bytes) -> FromProxy:
     """:raises ProtocolError: not a `FromProxy` within bounds."""
     return decode_frame(_from_proxy, frame)
-
-
-def decode_to_controller(frame: bytes) -> ToController:
-    """:raises ProtocolError: nothing that the proxy says to a controller, within bounds."""
-    return decode_frame(_to_controller, frame)
 
 
 def decode_peer(frame: bytes) -> PeerFrame:

@@ -90,9 +90,8 @@ class Orders:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    async def ask(self, node: str, verb: Verb, wait_s: float, *, check: Callable[[], None] = lambda: None) -> Outcome:
-        """What the node answers, which may be `Refused`. Waiting for a turn counts, too. `check` is called when it has
-        come, and what it raises is raised: whoever asks may not be allowed to any more.
+    async def ask(self, node: str, verb: Verb, wait_s: float) -> Outcome:
+        """What the node answers, which may be `Refused`. Waiting for a turn counts, too.
 
         :raises NodeUnavailable: it cannot be reached, or has not answered in `wait_s`, or was started again.
         :raises ProtocolError: it answered with something else.
@@ -102,7 +101,6 @@ class Orders:
         try:
             async with asyncio.timeout(wait_s):
                 async with turns.semaphore:
-                    check()
                     return await self._ask(node, verb)
         except TimeoutError as error:
             text = f"node {node!r} has not answered for {wait_s:g} s; whether it has done it is not known"

@@ -1,4 +1,4 @@
-"""All that the proxy has for controllers, put together: verbs over HTTP and at the control socket."""
+"""All that the proxy has for controllers, put together: verbs over HTTP."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from aiohttp import web
 from pdx.errors import Exhausted, LegFailed, NoEngine
 from pdx.proxy.body import Intake
 from pdx.proxy.cache.access import Access, Token
-from pdx.proxy.cache.controllers import Controllers
 from pdx.proxy.cache.instances import Instances
 from pdx.proxy.cache.orders import Orders
 from pdx.proxy.cache.prompts import Prompts
 from pdx.proxy.cache.routes import Routes
 from pdx.proxy.cache.verbs import Index, Verbs
 from pdx.proxy.config import ProxyConfig
-from pdx.proxy.control import Control, FromController, Rights
+from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines
 from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
 from pdx.security.address import base_url
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import NodeReport, PeerEntry, Reply
+from pdx.wire.messages import NodeReport, Reply
 from pdx.wire.verbs import Model
 
 _TOKENIZE_S = 30.0
@@ -37,7 +36,7 @@ class _Tokens(msgspec.Struct):
 
 
 class CacheControl:
-    """One per proxy, on its event loop; `close` ends it."""
+    """One per proxy, on its event loop."""
 
     def __init__(
         self,
@@ -60,7 +59,6 @@ class CacheControl:
         self._legs = legs
         self._instances = Instances(members=control.members, silent_s=config.heartbeat_timeout_s, clock=clock)
         self._orders = Orders(control.order, counters=counters, faults=faults)
-        self._controllers = Controllers(control, self._instances, self._orders, counters=counters, faults=faults)
         self._verbs = Verbs(self._instances, self._orders, Prompts(self._instances, self._tokenize), index=index)
         token = Token(config.cache_token_file) if config.cache_token_file else None
         largest = config.max_body_bytes
@@ -75,10 +73,6 @@ class CacheControl:
         """Serve verbs there."""
         self._routes.install(app)
 
-    async def close(self) -> None:
-        """End what is under way for controllers at the control socket."""
-        await self._controllers.close()
-
     def report(self, report: NodeReport) -> None:
         """A node has reported."""
         if self._instances.report(report):
@@ -87,14 +81,6 @@ class CacheControl:
     def replied(self, node: str, reply: Reply) -> None:
         """A node has answered."""
         self._orders.replied(node, reply)
-
-    def said(self, route: bytes, key: str, rights: Rights, message: FromController) -> None:
-        """A controller at the control socket has said something."""
-        self._controllers.said(route, key, rights, message)
-
-    def send_peers(self, entries: list[PeerEntry]) -> None:
-        """Which nodes there are has changed."""
-        self._controllers.send_peers(entries)
 
     async def _tokenize(self, model: Model, body: bytes) -> list[int]:
         """The tokens that an engine makes of a text. It is asked without a key: a controller's is none of its own.

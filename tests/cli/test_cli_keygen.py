@@ -35,14 +35,14 @@ def test_the_lines_go_into_a_roster(tmp_path, name, table):
 
 
 @pytest.mark.parametrize("name", ["ops", "proxy"])
-def test_a_controllers_lines_name_no_address(tmp_path, name):
-    result = keygen(name, "--controller", "--folder", tmp_path / "keys")
+def test_a_readers_lines_name_no_address(tmp_path, name):
+    result = keygen(name, "--reader", "--folder", tmp_path / "keys")
     file = tmp_path / "roster.toml"
     file.write_text(result.stdout)
     file.chmod(0o644)
     roster = RosterFile.load(file, has_keys=True)
     keys = KeyPair.load(tmp_path / "keys" / f"{name}.key_secret")
-    assert {name: each.key for name, each in roster.controllers.items()} == {name: keys.public}
+    assert {name: each.key for name, each in roster.readers.items()} == {name: keys.public}
     assert (roster.nodes, roster.proxy) == ({}, None)
 
 

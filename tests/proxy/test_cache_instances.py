@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
-
 import pytest
 from cache_stage import LAYOUT, SHAPE, stage
 from proxy_harness import run
@@ -12,10 +9,7 @@ from proxy_harness import run
 from pdx.errors import NodeUnavailable, SelectionError
 from pdx.proxy.cache import instances as instances_module
 from pdx.proxy.cache.instances import FORGET_S, Instances
-from pdx.proxy.cache.orders import Orders
-from pdx.telemetry.faults import Faults
-from pdx.wire.messages import VERSION, EngineReport, MarkReport, NodeReport, Reply
-from pdx.wire.verbs import JobStatus, Verify
+from pdx.wire.messages import VERSION, EngineReport, MarkReport, NodeReport
 
 SILENT_S = 5.0
 
@@ -97,31 +91,6 @@ def test_engines_that_are_alike_are_one_model():
     bed.now += SILENT_S
     with pytest.raises(SelectionError, match="no engine is attached"):
         bed.instances.model("")
-
-
-def test_an_answer_that_comes_twice_at_once_counts_once():
-    async def main():
-        counters, sent = Counter(), []
-        orders = Orders(lambda _, order: sent.append(order) or "", counters=counters, faults=Faults(counters))
-        asked = asyncio.create_task(orders.ask("a", Verify("disk"), 60.0))
-        await asyncio.sleep(0)
-        for state in ("done", "failed"):
-            orders.replied("a", Reply(sent[0].number, JobStatus("3f-7", "verify", state, 1)))
-        orders.lost("a", "was started again")
-        assert (await asked).state == "done"
-        assert counters["replies_late"] == 1
-
-    run(main)
-
-
-def test_what_could_not_be_posted_is_an_error_at_once():
-    async def main():
-        orders = Orders(lambda _, order: "it is gone", counters=Counter(), faults=None)
-        with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
-            await orders.ask("a", Verify("disk"), 60.0)
-        assert len(orders) == 0
-
-    run(main)
 
 
 def test_nothing_is_moved_to_a_node_that_is_not_heard_of(tmp_path):

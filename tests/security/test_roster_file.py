@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security import roster as roster_module
 from pdx.security.address import check_address, check_listen, needs_ipv6
-from pdx.security.roster import RIGHTS_TO, Roster, RosterFile
+from pdx.security.roster import Roster, RosterFile
 from pdx.wire.messages import PeerEntry
 
 # Always the same, so that the tests have the same names in each process.
@@ -249,56 +249,39 @@ def test_a_node_that_the_roster_does_not_name_or_names_elsewhere_is_warned(own_r
     assert "listens at tcp://10.0.0.1:7701" in own_roster.check_self("alpha", KEYS[0], "tcp://10.0.0.1:7701")
 
 
-# ---- controllers ---------------------------------------------------------------------------------
+# ---- readers of events ---------------------------------------------------------------------------
 
 
-def test_controllers_have_keys_and_rights_of_their_own(tmp_path):
+def test_readers_have_keys_of_their_own_and_hear_events_alone(tmp_path):
     file = tmp_path / "roster.toml"
-    text = f'[nodes.a]\naddress = "ipc:///a"\nkey = "{KEYS[0]}"\n[controllers.ops]\nkey = "{KEYS[1]}"\n'
-    file.write_text(text + f'[controllers.eye]\nkey = "{KEYS[2]}"\nmay = ["lookup"]\n')
+    text = f'[nodes.a]\naddress = "ipc:///a"\nkey = "{KEYS[0]}"\n'
+    file.write_text(text + f'[readers.router]\nkey = "{KEYS[1]}"\n')
     file.chmod(0o644)
     roster = Roster(str(file), has_keys=True)
-    assert roster.controller_of(KEYS[0]) is None, "a node is no controller"
-    assert roster.name_of(KEYS[1]) is None, "and a controller no node"
-    assert roster.names == ["a"]
-    name, entry = roster.controller_of(KEYS[1])
-    assert (name, set(entry.may)) == ("ops", {*RIGHTS_TO.values(), "events"})
-    assert roster.controller_of(KEYS[2])[1].may == ("lookup",)
-    assert roster.listeners == {KEYS[0], KEYS[1]}
+    assert roster.name_of(KEYS[1]) is None, "a reader is no node"
+    assert (roster.names, roster.listeners) == (["a"], {KEYS[0], KEYS[1]})
     file.write_text(text)
-    assert roster.refresh()
-    assert roster.controller_of(KEYS[2]) is None
-    file.write_text(text.replace("nodes.a", "nodes.b") + 'may = ["lookup"]\n')
     assert roster.refresh()
     assert roster.listeners == {KEYS[0]}
 
 
 @pytest.mark.parametrize(
-    ("entry", "why"),
+    ("text", "why"),
     [
-        ("", "missing required field `key`"),
-        ('key = "x"', "not a CURVE key"),
-        (f'key = "{KEYS[1]}"\nmay = ["dance"]', "there is no verb 'dance' in may; there are lookup, move"),
-        (f'key = "{KEYS[1]}"\nmay = "lookup"', "Expected `array`"),
-        (f'key = "{KEYS[1]}"\naddress = "ipc:///x"', "unknown field"),
-        (f'key = "{KEYS[0]}"', "nodes.a and controllers.ops have the same key"),
+        ("[readers.router]\n", "missing required field `key`"),
+        ('[readers.router]\nkey = "x"', "not a CURVE key"),
+        (f'[readers.router]\nkey = "{KEYS[1]}"\naddress = "ipc:///x"', "unknown field"),
+        (f'[readers.router]\nkey = "{KEYS[0]}"', "nodes.a and readers.router have the same key"),
+        (f'[readers.a]\nkey = "{KEYS[1]}"\n[readers.b]\nkey = "{KEYS[2]}"', "2 readers; at most 1"),
     ],
 )
-def test_a_wrong_controller_is_named(tmp_path, entry, why):
+def test_a_wrong_reader_is_named(tmp_path, monkeypatch, text, why):
+    monkeypatch.setattr(roster_module, "MAX_READERS", 1)
     file = tmp_path / "roster.toml"
-    file.write_text(f'[nodes.a]\naddress = "ipc:///a"\nkey = "{KEYS[0]}"\n[controllers.ops]\n{entry}\n')
+    file.write_text(f'[nodes.a]\naddress = "ipc:///a"\nkey = "{KEYS[0]}"\n{text}\n')
     file.chmod(0o644)
     with pytest.raises(ConfigError, match=why):
         RosterFile.load(file, has_keys=True)
-
-
-def test_controllers_that_are_no_table_and_too_many_are_refused(tmp_path, monkeypatch):
-    file = tmp_path / "roster.toml"
-    file.write_text("controllers = 1\n")
-    file.chmod(0o644)
-    with pytest.raises(ConfigError, match="controllers is not"):
-        RosterFile.load(file, has_keys=False)
-    monkeypatch.setattr(roster_module, "MAX_CONTROLLERS", 1)
-    file.write_text("".join(f'[controllers.c{number}]\nkey = "{KEYS[number]}"\n' for number in range(2)))
-    with pytest.raises(ConfigError, match="at most 1"):
+    file.write_text("readers = 1\n")
+    with pytest.raises(ConfigError, match="readers is not"):
         RosterFile.load(file, has_keys=False)

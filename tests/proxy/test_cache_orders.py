@@ -1,0 +1,180 @@
+"""Verbs that the proxy has told nodes to carry out: whose answer counts, and which connection is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import pytest
+from cache_stage import KEY
+from proxy_harness import Node, run, until, within
+
+from pdx.errors import NodeUnavailable
+from pdx.proxy import control as control_module
+from pdx.proxy.cache.orders import Orders
+from pdx.proxy.control import Control
+from pdx.security.curve_keys import KeyPair, secure_client
+from pdx.security.peer_socket import Arrival
+from pdx.telemetry.faults import Faults
+from pdx.wire import messages
+from pdx.wire.messages import Explained, Order, Reply
+from pdx.wire.verbs import Effect, Find, Found, JobStatus, Selection, Verify
+
+FIND = Find(Selection([bytes.fromhex(KEY)]))
+
+
+class Stage:
+    """A control socket, and the orders that go by it."""
+
+    def __init__(self, address, **files):
+        self.reports, self.drops, self.counters, self.explained = [], [], Counter(), []
+        self.control = Control(
+            address,
+            on_report=self.reports.append,
+            on_explained=self.explained.append,
+            on_reply=lambda node, reply: self.orders.replied(node, reply),
+            on_drop=self.drops.append,
+            counters=self.counters,
+            **files,
+        )
+        self.orders = Orders(self.control.order, counters=self.counters, faults=Faults(self.counters))
+        self.connected = []
+
+    async def node(self, name, own=None, server_key=None):
+        """One that has reported."""
+        made = Node("inproc://nowhere-yet", name)
+        made.socket.disconnect("inproc://nowhere-yet")
+        secure_client(made.socket, own=own, server_key=server_key)
+        made.socket.connect(self.control.address)
+        self.connected.append(made)
+        await self.report(made)
+        return made
+
+    async def report(self, node):
+        count = len(self.reports)
+        await node.report()
+        await until(lambda: len(self.reports) > count)
+
+
+@contextlib.asynccontextmanager
+async def stage(address="tcp://127.0.0.1:0", **files):
+    made = Stage(address, **files)
+    made.control.start()
+    try:
+        yield made
+    finally:
+        for each in made.connected:
+            each.close()
+        made.control.close()
+
+
+async def answering(node, outcome):
+    """The node carries out one order."""
+    while not isinstance(message := messages.decode_from_proxy(await within(node.socket.recv())), Order):
+        pass
+    await node.socket.send(messages.encode(Reply(message.number, outcome)))
+
+
+def test_an_answer_with_another_key_than_the_nodes_is_none(tmp_path):
+    """Whoever takes the route of a node that has left is not that node."""
+    pairs = {name: KeyPair.make() for name in ("one", "two", "proxy")}
+    secret, _ = pairs["proxy"].save(tmp_path / "keys", "proxy")
+    roster = tmp_path / "roster.toml"
+    roster.write_text(
+        "".join(
+            f'[nodes.{name}]\naddress = "tcp://10.0.0.1:{at}"\nkey = "{pairs[name].public}"\n'
+            for at, name in enumerate(("one", "two"), 1)
+        )
+    )
+    roster.chmod(0o644)
+
+    async def main():
+        async with stage(keys=str(secret), roster=str(roster)) as made:
+            await made.node("one", pairs["one"], pairs["proxy"].public)
+            (route,) = made.control._peers
+            asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
+            await until(lambda: len(made.orders) == 1)
+            (number,) = made.orders._under_way
+            for answer in (Reply(number, Found(1, 1, {})), Explained([], 0)):
+                made.control._take(Arrival(route, messages.encode(answer), pairs["two"].public))
+            await asyncio.sleep(0)
+            assert made.drops == ["not_its_name"] * 2
+            assert (asked.done(), made.explained) == (False, [])
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    run(main)
+
+
+def test_of_two_connections_with_one_name_the_last_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_module, "MAX_PEERS", 2)
+
+    async def main():
+        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
+            lives = [await made.node("one") for _ in range(2)]
+            for life in (lives[1], lives[0]):
+                await made.report(life)
+                asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
+                await answering(life, Found(1, 1, {}))
+                assert await asked == Found(1, 1, {})
+            for name in ("two", "three"):
+                await made.node(name)
+            with pytest.raises(NodeUnavailable, match="it is not connected"):
+                await made.orders.ask("one", FIND, 60.0)
+            assert set(made.control._routes) == {"two", "three"}
+
+    run(main)
+
+
+def test_an_answer_that_comes_twice_at_once_counts_once():
+    async def main():
+        counters, sent = Counter(), []
+        orders = Orders(lambda _, order: sent.append(order) or "", counters=counters, faults=Faults(counters))
+        asked = asyncio.create_task(orders.ask("a", Verify("disk"), 60.0))
+        await asyncio.sleep(0)
+        for state in ("done", "failed"):
+            orders.replied("a", Reply(sent[0].number, JobStatus("3f-7", "verify", state, 1)))
+        orders.lost("a", "was started again")
+        assert (await asked).state == "done"
+        assert counters["replies_late"] == 1
+
+    run(main)
+
+
+def test_what_could_not_be_posted_is_an_error_at_once():
+    async def main():
+        orders = Orders(lambda _, order: "it is gone", counters=Counter(), faults=None)
+        with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
+            await orders.ask("a", Verify("disk"), 60.0)
+        assert len(orders) == 0
+
+    run(main)
+
+
+def test_a_flood_of_answers_is_taken_in_bursts(tmp_path):
+    async def main():
+        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
+            node = await made.node("one")
+            taken, bursts = 0, [0]
+            take, serve = made.control._take, made.control._serve
+
+            def take_one(arrival):
+                nonlocal taken
+                taken += 1
+                take(arrival)
+
+            def serve_some():
+                bursts[-1] += 1
+                serve()
+
+            made.control._take, made.control._serve = take_one, serve_some
+            for _ in range(1000):
+                await node.socket.send(messages.encode(Reply(1, Effect([]))))
+            async with asyncio.timeout(30):
+                while taken < 1000:
+                    bursts.append(0)
+                    await asyncio.sleep(0)
+            assert max(bursts) <= 3, "one for each socket that the loop looks at, and one that was put off"
+
+    run(main)
