@@ -19,6 +19,7 @@ from pdx.bench.harness.nodes import Asking, asking, one_node
 from pdx.bench.harness.report import Figure, at_most, plain, publish
 from pdx.memory.arena import Arena
 from pdx.store.store import Claim, Store
+from pdx.telemetry.env import Env
 from pdx.wire.messages import Abort, Admit, Fill, Ping, Release
 
 KEYS = 512  # 128k tokens at 256 per chunk
@@ -90,7 +91,7 @@ def index_bytes() -> float:
             gc.collect()
             tracemalloc.start()
             before = tracemalloc.get_traced_memory()[0]
-            store = Store(arena)
+            store = Store(arena, Env())
             for number in range(0, INDEX_CHUNKS, 500):
                 keys = [(number + index).to_bytes(16, "little") for index in range(500)]
                 _, slots, _ = store.reserve(Claim(keys=keys, nbytes=4096, layers=LAYERS, owner=1, writers=[1]))

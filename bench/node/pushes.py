@@ -13,7 +13,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Admitted, Fill
 
@@ -93,10 +93,11 @@ class Loop:
     """A store with `pushes` of `chunks` each under way, all granted and none filled."""
 
     def __init__(self, arena: Arena, pushes: int, chunks: int) -> None:
-        self._store = Store(arena)
+        env = Env()
+        self._store = Store(arena, env)
         self._way = StandIn()
         self._way.max_inflight_bytes = WINDOW_BYTES
-        self._copies = Copies(self._store, group_bytes=GROUP_BYTES, counters=Counter())
+        self._copies = Copies(self._store, env, group_bytes=GROUP_BYTES)
         self._slots = [self._push(chunks) for _ in range(pushes)]
 
     def _push(self, chunks: int) -> list[Slot]:

@@ -16,6 +16,7 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.node.sessions import Session
 from pdx.store.policies.by_name import Maker
+from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Admit, Admitted, Answer, Ask, Expect, Fill, Hello, Ping, Release
 
 ENGINE_S = 86_400.0  # leases and reservations of a simulated engine do not run out: it is never late
@@ -57,7 +58,7 @@ class SimulatedNode:
             fetch_s=60.0,
             name="simulated",
         )
-        self.service = Service(config, [self._arena], 1, clock, policy=maker)
+        self.service = Service(config, [self._arena], 1, Env(clock), policy=maker)
         # It has no sockets, and so no peers.
         self.service.peers.turn = list  # type: ignore[method-assign]
         self.service.peers.tick = lambda: None  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from pdx.bench.sim.requests import Request, Trace
 from pdx.memory.arena import GRANULE_BYTES, TABLE_BYTES, Arena
 from pdx.store.policies import by_name
 from pdx.store.store import Claim, Store
+from pdx.telemetry.env import Env
 
 SESSION = 1
 REQUEST, EACH, AFTER = "request", "each", "after"
@@ -52,7 +53,7 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
     maker = by_name.find(policy, clock) if future is None else lambda _: Belady(future)
     spare = max(len(request.keys) for request in trace.requests) if way == AFTER else 0
     with tempfile.TemporaryDirectory() as folder, sparse_arena(Path(folder) / "arena", blocks + spare) as arena:
-        store = Store(arena, clock, policy=maker)
+        store = Store(arena, Env(clock), policy=maker)
         found = most_bytes = 0
         for number, request in enumerate(trace.requests):
             clock.now = request.at_s

@@ -17,6 +17,7 @@ from pathlib import Path
 from pdx.bench.harness.report import Figure, at_most, plain, publish
 from pdx.memory.arena import GRANULE_BYTES, TABLE_BYTES, Arena
 from pdx.store.store import Claim, Store
+from pdx.telemetry.env import Env
 
 KEYS = 512
 FEW, MANY = 10_000, 1_000_000
@@ -32,7 +33,7 @@ class Bed:
         with path.open("wb") as file:
             file.truncate(nbytes + chunks * TABLE_BYTES)  # sparse
         self.arena = Arena(path, nbytes, writable_generations=True)
-        self.store = Store(self.arena)
+        self.store = Store(self.arena, Env())
         self.keys: list[bytes] = []
         while len(self.keys) + KEYS <= chunks:
             prompt = [os.urandom(16) for _ in range(KEYS)]

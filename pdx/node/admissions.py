@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -29,7 +28,8 @@ from pdx.store.paying import UNKNOWN, Computing
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
-from pdx.telemetry.faults import Faults, counted
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import counted
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import Verdict
 from pdx.wire.messages import Admit, Admitted, Answer, Refused
@@ -145,6 +145,7 @@ class Admissions:
     def __init__(
         self,
         config: NodeConfig,
+        env: Env,
         *,
         store: Store,
         sessions: Sessions,
@@ -152,9 +153,6 @@ class Admissions:
         tiers: Tiers,
         peers: Peers,
         hinting: Hinting,
-        counters: Counter[str],
-        faults: Faults,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._name = node_name(config)
@@ -164,9 +162,9 @@ class Admissions:
         self._tiers = tiers
         self._peers = peers
         self._hinting = hinting
-        self._counters = counters
-        self._faults = faults
-        self._clock = clock
+        self._counters = env.counters
+        self._faults = env.faults
+        self._clock = env.clock
         self._waiting = Waiting()
         self.explanations = Explanations(store, tiers, sessions, peers.why_not)
 

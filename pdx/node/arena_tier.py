@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from pdx.cuda.arena import GpuArena
@@ -28,6 +28,7 @@ from pdx.store.copies import Copies
 from pdx.store.copy import Copy
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Job, Part, Tier
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.wire.hints import Hints
 
@@ -43,20 +44,12 @@ class ArenaTier(Tier):
     max_job_bytes = 64 << 20  # one launch of copies shall not keep those behind it waiting for long
     max_inflight_bytes = 256 << 20
 
-    def __init__(
-        self,
-        arenas: Sequence[Arena],
-        store: Store,
-        copies: Copies,
-        post: Callable[[Callable[[], None]], None],
-        counters: Counter[str],
-    ) -> None:
-        """`post` has the control loop call something. `counters` is the control loop's."""
+    def __init__(self, arenas: Sequence[Arena], store: Store, copies: Copies, env: Env) -> None:
         self._arenas = arenas
         self._store = store
         self._copies = copies
-        self._post = post
-        self._counters = counters
+        self._post = env.mailbox.post
+        self._counters = env.counters
         self._slots: dict[int, list[Slot]] = {}  # by copy: granted to it
         self._cancelled: set[int] = set()  # copies
         self._is_closing = False

@@ -37,6 +37,7 @@ from pdx.security import descriptors
 from pdx.security.address import check_address, check_control, data_host
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.clock import WakingClock
+from pdx.telemetry.env import Env
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
@@ -123,10 +124,12 @@ class Daemon:
                 undo.callback(arena.close)
                 undo.callback(arena.path.unlink, missing_ok=True)
             self._context = undo.enter_context(zmq.Context())
-            self.service = Service(config, arenas, epoch)
-            self._faults = self.service.faults
+            self.env = env = Env(log=log)
+            self._faults = env.faults
+            undo.callback(env.mailbox.close)
+            self.service = Service(config, arenas, epoch, env)
             undo.callback(self.service.sessions.close)
-            self._process_socket = ProcessSocket(self._context, path, self.service.counters)
+            self._process_socket = ProcessSocket(self._context, path, self.env.counters)
             undo.callback(self._process_socket.close)
             self._poller = zmq.Poller()
             for source in (self._process_socket.socket, self._process_socket.queue.fd, self.service.sessions.fd):
@@ -142,14 +145,14 @@ class Daemon:
             undo.callback(self.service.tiers.close)
             self.service.open_tiers()
             undo.callback(self.service.controls.close)
-            self._poller.register(self._peers.mailbox.fd, zmq.POLLIN)
+            self._poller.register(self.env.mailbox.fd, zmq.POLLIN)
             listen = listen_address(config)
             self._peers.open(self._context, listen, data_host(listen), self._watch, self._poller.unregister)
             if config.metrics:
                 undo.callback(
                     MetricsServer(
                         config.metrics,
-                        post=self._peers.mailbox.post,
+                        post=env.mailbox.post,
                         status=self.service.reports.status,
                         has_keys=bool(config.keys and config.roster),
                     ).close
@@ -166,7 +169,7 @@ class Daemon:
                     readers=Readers(
                         connections.own_keys, connections.event_keys, config.events_open, config.peer_timeout_s
                     ),
-                    counters=self.service.counters,
+                    counters=self.env.counters,
                 )
                 undo.callback(self._publisher.close)
             self._proxy: ProxyLine | None = None
@@ -194,7 +197,7 @@ class Daemon:
             export=arena.device.export,
             watch=lambda fd: self._poller.register(fd, zmq.POLLIN),
             unwatch=self._poller.unregister,
-            counters=self.service.counters,
+            counters=self.env.counters,
         )
 
     def _watch(self, source: zmq.Socket[bytes] | int) -> None:
@@ -212,7 +215,7 @@ class Daemon:
         for source, _ in ready:
             with self._faults.contain("serving a socket") as part:
                 self._serve_source(source)
-            own = (self._peers.mailbox.fd, self._process_socket.queue.fd, self.service.sessions.fd)
+            own = (self.env.mailbox.fd, self._process_socket.queue.fd, self.service.sessions.fd)
             if part.has_failed and isinstance(source, int) and source not in own:
                 with contextlib.suppress(KeyError):
                     self._poller.unregister(source)  # else it would fail again at once, for ever
@@ -235,8 +238,8 @@ class Daemon:
             self._serve_burst()
         elif self._proxy is not None and source in self._proxy.sockets:
             self._serve_proxy()
-        elif source == self._peers.mailbox.fd:
-            self._peers.mailbox.deliver()
+        elif source == self.env.mailbox.fd:
+            self.env.mailbox.deliver()
         elif source == self._process_socket.queue.fd:
             pass  # somebody connects: `heed` has seen to it
         elif source == self.service.sessions.fd:
@@ -264,7 +267,7 @@ class Daemon:
         self.service.tick()
         if self._publisher is not None:
             for name, count in self._publisher.counts.items():
-                self.service.counters[name] = count
+                self.env.counters[name] = count
         for handover in self._handovers:
             with self._faults.contain("the tick of the handover"):
                 handover.tick()
@@ -304,7 +307,7 @@ class Daemon:
             if part.has_failed:
                 answer = self._end_failed(route)
         except (NodeError, ProtocolError) as error:
-            self.service.counters["refused"] += 1
+            self.env.counters["refused"] += 1
             answer = Refused.of(error)
         if answer is not None and envelope.reply:
             self._send(route, envelope.seq, answer)
@@ -349,7 +352,7 @@ class Daemon:
     def _end_dead(self) -> None:
         for session in self.service.sessions.ended():
             log.warning("%s died; what it held is given back", repr(session))
-            self.service.counters["deaths"] += 1
+            self.env.counters["deaths"] += 1
             with self._faults.contain("the end of a session"):
                 self.service.end(session)
 
@@ -387,7 +390,7 @@ class Daemon:
             with self._faults.contain(f"a {name} of the proxy's", passing=(NodeError, ProtocolError)):
                 outcome = self.service.control(verb)
         except (NodeError, ProtocolError) as error:
-            self.service.counters["refused"] += 1
+            self.env.counters["refused"] += 1
             outcome = Refused.of(error)
         return outcome
 
@@ -397,7 +400,7 @@ class Daemon:
         if len(encode(reply)) > MAX_FRAME_BYTES:
             reply = Reply(number, Refused(NodeError.__name__, f"the answer has more than {MAX_FRAME_BYTES} bytes"))
         if not self._proxy.send(reply):
-            self.service.counters["replies_dropped"] += 1
+            self.env.counters["replies_dropped"] += 1
 
     def _report(self, now: float) -> None:
         if self._proxy is None or not self._proxy.is_up:
@@ -406,7 +409,7 @@ class Daemon:
             return
         self._next_report = now + self._config.report_s
         if not self._proxy.send(self.service.reports.heartbeat()):
-            self.service.counters["reports_dropped"] += 1
+            self.env.counters["reports_dropped"] += 1
 
     # ---- the end ----------------------------------------------------------------------------
 

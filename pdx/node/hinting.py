@@ -7,8 +7,7 @@ words. None of it costs a request anything but what it asked for. No sockets her
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -20,6 +19,7 @@ from pdx.store.hints.ends import Ends
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
+from pdx.telemetry.env import Env
 from pdx.wire.hints import OWN, Hints, Verdict
 from pdx.wire.messages import Admit, Advise, Advised
 
@@ -43,24 +43,15 @@ class Hinting:
     sessions by their names, each within its tenant.
     """
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        *,
-        store: Store,
-        tiers: Tiers,
-        look_ahead: LookAhead,
-        counters: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, config: NodeConfig, env: Env, *, store: Store, tiers: Tiers, look_ahead: LookAhead) -> None:
         self._config = config
         self._store = store
         self._tiers = tiers
         self._look_ahead = look_ahead
-        self._counters = counters
-        self._clock = clock
+        self._counters = env.counters
+        self._clock = env.clock
         self.ends = Ends()
-        self.demotions = Demotions(store, tiers, within_s=config.push_s, counters=counters, clock=clock)
+        self.demotions = Demotions(store, tiers, within_s=config.push_s, counters=env.counters, clock=env.clock)
 
     # ---- who says it ------------------------------------------------------------------------
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -24,6 +23,7 @@ from pdx.store.copy import Copy
 from pdx.store.deadlines import Deadlines
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
+from pdx.telemetry.env import Env
 from pdx.wire.messages import Admit, Expect
 
 SHARE = 0.5  # of the first arena, for what the queue wants
@@ -73,12 +73,10 @@ class LookAhead:
     A call costs what it names; `turn` looks each request up once, and again when a remote store has answered.
     """
 
-    def __init__(
-        self, store: Store, tiers: Tiers, counters: Counter[str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: Store, tiers: Tiers, env: Env) -> None:
         self._store = store
         self._tiers = tiers
-        self._counters = counters
+        self._counters = env.counters
         self._expected: dict[tuple[int, Name], Expected] = {}
         self._by_number: dict[int, Expected] = {}
         self._of_session: dict[int, dict[Name, None]] = {}
@@ -86,7 +84,7 @@ class LookAhead:
         self._keys = 0
         self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
         self._nbytes = 0  # of all that were looked up
-        self._clock = clock
+        self._clock = env.clock
         self._last: OrderedDict[Of, Wanted] = OrderedDict()  # the one that came last at the end
         self._last_keys = 0  # of all of them
         self._users: dict[bytes, Counter[bytes]] = {}  # by tenant, how many of them used a key

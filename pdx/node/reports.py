@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from pdx.security.address import reachable_url
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
+from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
 from pdx.wire.messages import VERSION, EngineReport, MarkReport, NodeReport
 from pdx.wire.status import ArenaStatus, AttachedStatus, NodeStatus
@@ -28,6 +29,7 @@ class Reports:
 
     def __init__(
         self,
+        env: Env,
         *,
         name: str,
         epoch: int,
@@ -36,9 +38,7 @@ class Reports:
         transfers: Transfers,
         tiers: Tiers,
         peers: Peers,
-        counters: Counter[str],
         gpus: Sequence[str],
-        clock: Callable[[], float],
     ) -> None:
         self._name = name
         self._epoch = epoch
@@ -47,10 +47,10 @@ class Reports:
         self._transfers = transfers
         self._tiers = tiers
         self._peers = peers
-        self._counters = counters
+        self._counters = env.counters
         self._gpus = gpus
-        self._clock = clock
-        self._started = clock()
+        self._clock = env.clock
+        self._started = env.clock()
         self._marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
         self.news = True  # engines came or went, or there are marks, since the last heartbeat
 
@@ -76,7 +76,7 @@ class Reports:
             pins=pins,
             transfers=len(self._transfers),
             attached=[self._attached(session, now) for session in self._sessions],
-            counters={**self._counters, **self._store.counters},
+            counters=dict(self._counters),
             listen=self._peers.connections.address,
             peers=self._peers.statuses(),
             gpu=self._gpus[0],

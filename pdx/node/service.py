@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -36,7 +34,8 @@ from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
-from pdx.telemetry.faults import Faults, counted
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import counted
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.base import MAX_SLOTS
@@ -79,14 +78,14 @@ MAX_DEGRADED = 64  # reasons that are counted by name, and then the others toget
 
 
 class Service:
-    """A node's state and what changes it. One thread; the clock is a parameter."""
+    """A node's state and what changes it. One thread."""
 
     def __init__(
         self,
         config: NodeConfig,
         arenas: Sequence[Arena],
         epoch: int,
-        clock: Callable[[], float] = time.monotonic,
+        env: Env,
         *,
         policy: Maker | None = None,
     ) -> None:
@@ -99,30 +98,27 @@ class Service:
         self._config = config
         self._arenas = arenas
         self._epoch = epoch
-        self._clock = clock
+        self.env = env
+        self._clock = env.clock
         self.name = node_name(config)
         nbytes = round_up(config.arena_bytes)
         self.store = Store(
             arena,
-            clock,
+            env,
             nbytes=nbytes,
             more=arenas[1:],
-            policy=policy or find_policy(config.policy, clock),
+            policy=policy or find_policy(config.policy, env.clock),
             quota=config.salt_quota,
             lease_share=config.tenant_lease_share,
             kept_share=config.pin_share,
         )
         self.sessions = Sessions()
-        self.counters: Counter[str] = Counter()
+        self.counters = env.counters
         self._degraded: set[str] = set()  # what engines have said that they did without
-        self.faults = Faults(self.counters, clock, log=log)
-        self.transfers = Transfers(self.counters)
+        self._faults = env.faults
+        self.transfers = Transfers(env)
         self.copies = Copies(
-            self.store,
-            group_bytes=config.group_bytes,
-            counters=self.counters,
-            tracer=tracer_for(config.trace, self.name),
-            clock_ns=lambda: int(clock() * 1e9),
+            self.store, env, group_bytes=config.group_bytes, tracer=tracer_for(config.trace, self.name)
         )
         self.tiers = Tiers(
             self.store,
@@ -132,8 +128,8 @@ class Service:
             window=config.store_window,
             store_s=config.push_s,
             load_s=config.fetch_s,
-            counters=self.counters,
-            clock=clock,
+            counters=env.counters,
+            clock=env.clock,
         )
         self.peers = Peers(
             config,
@@ -144,35 +140,27 @@ class Service:
             store=self.store,
             copies=self.copies,
             transfers=self.transfers,
-            counters=self.counters,
-            faults=self.faults,
+            counters=env.counters,
+            faults=env.faults,
+            mailbox=env.mailbox,
             numbers=self.sessions.numbers,
             layouts=lambda: [session.hello.layout for session in self.sessions],
             mark=self._mark_own,
-            clock=clock,
+            clock=env.clock,
         )
         if len(arenas) > 1:
-            self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, self.peers.mailbox.post, self.counters)
-        self.look_ahead = LookAhead(self.store, self.tiers, self.counters, clock)
-        self.hinting = Hinting(
-            config,
-            store=self.store,
-            tiers=self.tiers,
-            look_ahead=self.look_ahead,
-            counters=self.counters,
-            clock=clock,
-        )
+            self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, env)
+        self.look_ahead = LookAhead(self.store, self.tiers, env)
+        self.hinting = Hinting(config, env, store=self.store, tiers=self.tiers, look_ahead=self.look_ahead)
         self.admissions = Admissions(
             config,
+            env,
             store=self.store,
             sessions=self.sessions,
             transfers=self.transfers,
             tiers=self.tiers,
             peers=self.peers,
             hinting=self.hinting,
-            counters=self.counters,
-            faults=self.faults,
-            clock=clock,
         )
         self.controls = Controls(
             self.name,
@@ -187,10 +175,11 @@ class Service:
             gpus=[each.gpu for each in arenas],
             pin_share=config.pin_share,
             copy_s=config.push_s,
-            counters=self.counters,
-            clock=clock,
+            counters=env.counters,
+            clock=env.clock,
         )
         self.reports = Reports(
+            env,
             name=self.name,
             epoch=epoch,
             store=self.store,
@@ -198,11 +187,9 @@ class Service:
             transfers=self.transfers,
             tiers=self.tiers,
             peers=self.peers,
-            counters=self.counters,
             gpus=[each.gpu for each in arenas],
-            clock=clock,
         )
-        self.events = EventLog(self.store, self.tiers, [each.gpu for each in arenas], self.counters)
+        self.events = EventLog(self.store, self.tiers, [each.gpu for each in arenas], env.counters)
         self._handlers = self._by_message()
 
     def open_tiers(self) -> None:
@@ -219,7 +206,7 @@ class Service:
                 )
         common: dict[str, Any] = {
             "arenas": self._arenas,
-            "post": self.peers.mailbox.post,
+            "post": self.env.mailbox.post,
             "on_done": self.copies.done,
             "counters": self.counters,
             "clock": self._clock,
@@ -282,10 +269,10 @@ class Service:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
         self.reports.news = True
-        with self.faults.contain("the end of a session's questions"):
+        with self._faults.contain("the end of a session's questions"):
             self.admissions.end_session(session)
             self.look_ahead.end_session(session)
-        with self.faults.contain("the end of a session's chunks"):
+        with self._faults.contain("the end of a session's chunks"):
             self._lost(self.store.end_session(session.number))
 
     def _lost(self, chunks: Sequence[Chunk]) -> None:
@@ -313,33 +300,33 @@ class Service:
 
     def tick(self) -> None:
         """Deadlines; call it a few times a second."""
-        with self.faults.contain("the deadlines of the store"):
+        with self._faults.contain("the deadlines of the store"):
             self._lost(self.store.expire())
-        with self.faults.contain("the deadlines of transfers"):
+        with self._faults.contain("the deadlines of transfers"):
             for name in self.transfers.expire(self._clock()):
                 self.store.drop_tails(name)
-        with self.faults.contain("the deadlines of copies"):
+        with self._faults.contain("the deadlines of copies"):
             self.copies.tick(self._clock())
-        with self.faults.contain("what is stored ahead of its eviction"):
+        with self._faults.contain("what is stored ahead of its eviction"):
             self.tiers.storing.look_ahead()
-        with self.faults.contain("what is due in the tiers"):
+        with self._faults.contain("what is due in the tiers"):
             self.tiers.tick()
-        with self.faults.contain("the deadlines of the look-ahead"):
+        with self._faults.contain("the deadlines of the look-ahead"):
             self.look_ahead.tick()
-        with self.faults.contain("the times of hints"):
+        with self._faults.contain("the times of hints"):
             self.hinting.tick()
         self.peers.tick()
 
     def turn(self) -> None:
         """After each turn of the control loop."""
-        with self.faults.contain("the turn of copies"):
+        with self._faults.contain("the turn of copies"):
             landed, self.copies.landed = self.copies.landed, []
             self._changed([*self.peers.turn(), *landed])
             self.tiers.storing.turn()
             self.look_ahead.answered(self.tiers.found)
             self.look_ahead.turn()
             self.copies.pump()
-        with self.faults.contain("the jobs of controllers"):
+        with self._faults.contain("the jobs of controllers"):
             self.controls.turn()
 
     def due_in(self, now: float) -> float:

@@ -22,9 +22,8 @@ import bisect
 import itertools
 import logging
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,6 +37,7 @@ from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.telemetry.trace import Lane, Tracer
 
@@ -77,22 +77,14 @@ class Queue(msgspec.Struct):
 
 
 class Copies:
-    """All copies of a node. Owned by the control loop; the clock is a parameter."""
+    """All copies of a node. Owned by the control loop."""
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        group_bytes: int,
-        counters: Counter[str],
-        tracer: Tracer | None = None,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        """`clock_ns`: by which tiers say when a job began and ended (`Job`)."""
+    def __init__(self, store: Store, env: Env, *, group_bytes: int, tracer: Tracer | None = None) -> None:
+        """By the clock of `env` tiers say when a job began and ended (`Job`)."""
         self._store = store
-        self._clock_ns = clock_ns
+        self._clock = env.clock
         self._group_bytes = group_bytes
-        self._counters = counters
+        self._counters = env.counters
         self._tracer = tracer
         self._numbers = itertools.count(1)
         self._copies: dict[int, Copy] = {}
@@ -232,7 +224,7 @@ class Copies:
     def _add(self, copy: Copy) -> None:
         self._counters["copies"] += 1
         self._copies[copy.number] = copy
-        copy.begun_ns = self._clock_ns()
+        copy.begun_ns = int(self._clock() * 1e9)
         self._deadlines.add([copy.number], copy.deadline)
         queue = self._queues[copy.tier]
         queue.copies[copy.number] = copy
@@ -395,7 +387,7 @@ class Copies:
                 if self._queues[copy.tier].loaded_ns < copy.begun_ns:  # else it has brought what others wait for
                     copy.tier.late_at = now
                 if not copy.copied_bytes:  # else its jobs have told how fast it was
-                    copy.tier.load_rate.moved(0, copy.begun_ns, self._clock_ns())
+                    copy.tier.load_rate.moved(0, copy.begun_ns, int(self._clock() * 1e9))
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True
                 copy.tier.cancel(copy)
@@ -503,7 +495,7 @@ class Copies:
         rate = copy.tier.load_rate if copy.is_load else copy.tier.store_rate
         rate.moved(job.nbytes, job.start_ns, job.end_ns)
         if copy.is_load:
-            queue.loaded_ns = self._clock_ns()
+            queue.loaded_ns = int(self._clock() * 1e9)
             copy.tier.late_at = -math.inf
 
     def _record(self, copy: Copy, job: Job) -> None:

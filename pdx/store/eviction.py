@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pdx.store.chunk import Chunk
@@ -11,6 +10,7 @@ from pdx.store.policies.expected import Expected
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.wanted import Wanted
 from pdx.store.quota import Quota
+from pdx.telemetry.env import Env
 
 OVER = -2  # level of what is over the quota of its cache salt
 ENDS = -1  # level of the ends of prompts that nobody is known to share: they are worth the least
@@ -30,15 +30,15 @@ class EvictionOrder:
         self,
         make: Callable[[], EvictionPolicy],
         wanted: Mapping[bytes, Mapping[int, int]],
-        quota: Quota | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        quota: Quota | None,
+        env: Env,
     ) -> None:
         """`make`: makes the policy of one level. `wanted`: see `Wanted`; after a change of it `refresh` is called for
         the chunks in question. `quota`: of each cache salt, if it has one."""
         self._make = make
         self._quota = quota
         self._wanted = wanted
-        self._clock = clock
+        self._clock = env.clock
         # A policy by which chunks go at their time knows only of those on its own level.
         self._spare: EvictionPolicy | None = make()  # for the first level that needs one
         self.weighs_reuse = type(self._spare).overdue is EvictionPolicy.overdue

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pdx.memory.arena import GRANULE_BYTES, LAST_GENERATION, NEVER, Arena, round_up
 from pdx.memory.slot import Slot
@@ -15,6 +14,7 @@ from pdx.store.eviction import EvictionOrder
 from pdx.store.history import History
 from pdx.store.index import Index
 from pdx.store.lifecycle import Step
+from pdx.telemetry.env import Env
 
 
 class SlotPool:
@@ -31,8 +31,7 @@ class SlotPool:
         index: Index,
         order: EvictionOrder,
         history: History,
-        counters: Counter[str],
-        clock: Callable[[], float],
+        env: Env,
     ) -> None:
         """`number`: of the arena in its node; `nbytes`: how much of it, from its beginning, is for chunks."""
         self.total_bytes = nbytes
@@ -42,8 +41,8 @@ class SlotPool:
         self._allocator = Allocator(nbytes)
         self._index = index
         self._history = history
-        self._counters = counters
-        self._clock = clock
+        self._counters = env.counters
+        self._clock = env.clock
         self._stopped_at: dict[int, Chunk] = {}  # size that was not found -> where the next search for it goes on
         self.order = order
 

@@ -8,9 +8,8 @@ of a prompt goes before its beginning, because a prefix is only worth what leads
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -29,6 +28,7 @@ from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.policies.by_name import Maker, find
 from pdx.store.quota import Quota
 from pdx.store.slot_pool import SlotPool
+from pdx.telemetry.env import Env
 from pdx.wire.hints import Hints
 
 LRU = find("lru")
@@ -120,7 +120,7 @@ class Store:
     def __init__(
         self,
         arena: Arena,
-        clock: Callable[[], float] = time.monotonic,
+        env: Env,
         *,
         nbytes: int | None = None,
         more: Sequence[Arena] = (),
@@ -134,8 +134,8 @@ class Store:
         `quota`: the share of each arena that chunks of one cache salt may keep. `lease_share`, `kept_share`: see
         `TenantLeases`.
         """
-        self._clock = clock
-        self.counters: Counter[str] = Counter()
+        self._clock = env.clock
+        self.counters = env.counters
         self.history = History()
         # by key, for each request in a queue that wants it, where in its prompt it is; the first in the queue first
         self.wanted: dict[bytes, dict[int, int]] = {}
@@ -147,10 +147,9 @@ class Store:
                 each,
                 size,
                 self._index,
-                EvictionOrder(partial(policy, size), self.wanted, Quota.of(size, quota), clock),
+                EvictionOrder(partial(policy, size), self.wanted, Quota.of(size, quota), env),
                 self.history,
-                self.counters,
-                clock,
+                env,
             )
             for number, (each, size) in enumerate(zip([arena, *more], sizes, strict=True))
         ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -17,6 +16,7 @@ import msgspec
 from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 
 log = logging.getLogger("pdx.node")
@@ -59,8 +59,8 @@ class Transfers:
     for that one computes it itself.
     """
 
-    def __init__(self, counters: Counter[str]) -> None:
-        self._counters = counters
+    def __init__(self, env: Env) -> None:
+        self._counters = env.counters
         self._transfers: dict[str, Transfer] = {}
         self._of_source: dict[str, dict[str, None]] = {}  # names, in the order in which they became known
         self._deadlines: Deadlines[str] = Deadlines()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from pdx.node.arena_tier import ArenaTier
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.store import Claim, Store
-from pdx.telemetry.mailbox import Mailbox
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 
 MIB = 1 << 20
@@ -38,12 +37,12 @@ class Stage:
         self.arenas += [
             undo.enter_context(GpuArena.create(folder / f"gpu{gpu.ordinal}", nbytes, gpu)) for gpu in self.gpus
         ]
-        self.counters: Counter[str] = Counter()
-        self.store = Store(self.arenas[0], lambda: 0.0, more=self.arenas[1:])
-        self.copies = Copies(self.store, group_bytes=MIB, counters=self.counters)
-        self.mailbox = Mailbox()
+        env = Env(lambda: 0.0)
+        self.counters, self.mailbox = env.counters, env.mailbox
+        self.store = Store(self.arenas[0], env, more=self.arenas[1:])
+        self.copies = Copies(self.store, env, group_bytes=MIB)
         undo.callback(self.mailbox.close)
-        self.tier = ArenaTier(self.arenas, self.store, self.copies, self.mailbox.post, self.counters)
+        self.tier = ArenaTier(self.arenas, self.store, self.copies, env)
         undo.callback(self.tier.close)
         self.contents = [os.urandom(CHUNK_BYTES) for _ in KEYS]
 

@@ -5,7 +5,6 @@ The GPUs are fake ones, or host memory stands for them.
 
 import ctypes
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry import trace
-from pdx.telemetry.mailbox import Mailbox
+from pdx.telemetry.env import Env
 from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints
@@ -48,14 +47,14 @@ class Stage:
 
     def __init__(self, folder, granules=16, gpus=()):
         self.now = 100.0
-        self.counters = Counter()
+        self.env = Env(lambda: self.now)
+        self.counters, self.mailbox = self.env.counters, self.env.mailbox
         nbytes = granules * GRANULE_BYTES
         self.arenas = [Arena.create(folder / f"arena{n}", nbytes) for n in range(3 - len(gpus))]
         self.arenas += [GpuArena.create(folder / f"gpu{gpu.ordinal}", nbytes, gpu) for gpu in gpus]
-        self.store = Store(self.arenas[0], lambda: self.now, more=self.arenas[1:])
-        self.copies = Copies(self.store, group_bytes=1, counters=self.counters)
-        self.mailbox = Mailbox()
-        self.tier = ArenaTier(self.arenas, self.store, self.copies, self.mailbox.post, self.counters)
+        self.store = Store(self.arenas[0], self.env, more=self.arenas[1:])
+        self.copies = Copies(self.store, self.env, group_bytes=1)
+        self.tier = ArenaTier(self.arenas, self.store, self.copies, self.env)
         self.tiers = Tiers(
             self.store,
             self.copies,

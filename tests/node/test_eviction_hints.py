@@ -7,6 +7,7 @@ import pytest
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import Service
+from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Admit, Fill, Hello, Hints
 
 CHUNKS = 256  # as many as the smallest arena has
@@ -16,7 +17,7 @@ CHUNKS = 256  # as many as the smallest arena has
 def service(place):
     nbytes = CHUNKS * GRANULE_BYTES
     with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
-        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1)
+        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1, Env())
         yield made
         made.sessions.close()
         made.peers.close()

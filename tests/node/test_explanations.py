@@ -13,6 +13,7 @@ from pdx.node import begun, explanations
 from pdx.node.service import Service
 from pdx.store import history
 from pdx.store.tier import Grant, Held, Tier
+from pdx.telemetry.env import Env
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Explained, Fill, Hello, Hints, Pin, Release, Why
 
@@ -37,7 +38,7 @@ def service(place, clock, request):
     nbytes = CHUNKS * GRANULE_BYTES
     config = NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes, **getattr(request, "param", {}))
     with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
-        made = Service(config, [arena], 1, clock)
+        made = Service(config, [arena], 1, Env(clock))
         yield made
         made.sessions.close()
         made.peers.close()

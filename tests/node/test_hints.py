@@ -13,6 +13,7 @@ from pdx.errors import ArenaFull, ChunkMissing, ProtocolError
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import Service
 from pdx.store.tier import Grant, Held, Tier
+from pdx.telemetry.env import Env
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import OWN, Hints, tenant
 from pdx.wire.messages import VERSION, Abort, Admit, Advise, Bye, Delete, Expect, Fill, Hello, Pin, Release
@@ -80,7 +81,7 @@ class Bed:
         config.setdefault("tenant_lease_share", 0.125)  # 32 chunks
         config.setdefault("pin_share", 0.25)  # 64 chunks
         self.service = Service(
-            NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes, **config), [arena], 1, lambda: self.now
+            NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes, **config), [arena], 1, Env(lambda: self.now)
         )
         self.service.peers.turn = list
         self.below = Below(self.service.copies)

@@ -13,6 +13,7 @@ from pdx.node import look_ahead
 from pdx.node.service import Service
 from pdx.store.copy import Priority
 from pdx.store.tier import Grant, Held, Tier
+from pdx.telemetry.env import Env
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.messages import VERSION, Admit, Bye, Expect, Fill, Hello, Hints
 
@@ -91,7 +92,7 @@ def clock():
 def service(place, clock):
     nbytes = CHUNKS * GRANULE_BYTES
     with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
-        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1, clock)
+        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1, Env(clock))
         made.peers.turn = list
         made.below = Below(made.copies)
         made.tiers.below.append([made.below])

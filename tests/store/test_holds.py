@@ -6,6 +6,7 @@ from pdx.errors import StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
+from pdx.telemetry.env import Env
 
 WRITER = 1
 GRANULES = 4
@@ -25,7 +26,7 @@ def now():
 
 @pytest.fixture
 def store(arena, now):
-    return Store(arena, lambda: now[0])
+    return Store(arena, Env(lambda: now[0]))
 
 
 def reserve(store, *keys, granules=1, **settings):

@@ -13,6 +13,7 @@ from pdx.store.policies import by_name, ranks
 from pdx.store.policies.gittins import FOUND, NEW, PRIOR, STEPS, Ages, worths
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.store import Claim, Store
+from pdx.telemetry.env import Env
 from pdx.wire.messages import Hints
 
 SESSION = 1
@@ -204,14 +205,14 @@ numbers = st.lists(st.integers(0, 30) | st.integers(0, 12), max_size=200)
 def test_hits_are_those_of_the_plain_model(tmp_path_factory, policy, accesses, how):
     path = tmp_path_factory.mktemp("arena") / "arena"
     with Arena.create(path, ROOM * GRANULE_BYTES) as arena:
-        store = Store(arena, policy=by_name.find(policy))
+        store = Store(arena, Env(), policy=by_name.find(policy))
         assert [use(store, number, how) for number in accesses] == list(MODELS[policy](accesses))
     path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_end_of_a_prompt_goes_before_its_beginning(arena, policy):
-    store = Store(arena, policy=by_name.find(policy))
+    store = Store(arena, Env(), policy=by_name.find(policy))
     put(store, range(ROOM))
     put(store, [100, 101, 102])
     assert there(store, range(ROOM)) == list(range(ROOM - 3))
@@ -219,7 +220,7 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(arena, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_that_is_sealed_chunk_by_chunk_goes_from_its_end(arena, policy):
-    store = Store(arena, policy=by_name.find(policy))
+    store = Store(arena, Env(), policy=by_name.find(policy))
     claim = Claim(
         keys=[name(number) for number in range(ROOM)], nbytes=GRANULE_BYTES, layers=1, owner=SESSION, writers=[SESSION]
     )
@@ -232,7 +233,7 @@ def test_a_prompt_that_is_sealed_chunk_by_chunk_goes_from_its_end(arena, policy)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_leased_or_pinned_is_no_victim_and_is_one_again_afterwards(arena, policy):
-    store = Store(arena, policy=by_name.find(policy))
+    store = Store(arena, Env(), policy=by_name.find(policy))
     put(store, range(ROOM))
     lease = store.lease([chunk for (chunk,) in store.find([name(number) for number in range(4)], 1)], SESSION, 1.0)
     store.pin([name(4), name(5)], 1, pinned=True)
@@ -248,7 +249,7 @@ def test_what_is_leased_or_pinned_is_no_victim_and_is_one_again_afterwards(arena
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_less_important_goes_first_whatever_the_policy(arena, policy):
-    store = Store(arena, policy=by_name.find(policy))
+    store = Store(arena, Env(), policy=by_name.find(policy))
     put(store, [1, 2], hints=Hints("", priority=5))
     put(store, range(10, 10 + ROOM - 2))
     for first in range(100, 200, 5):
@@ -260,7 +261,7 @@ def test_what_is_less_important_goes_first_whatever_the_policy(arena, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_deleted_is_forgotten_by_the_policy(arena, policy):
-    store = Store(arena, policy=by_name.find(policy))
+    store = Store(arena, Env(), policy=by_name.find(policy))
     for first in range(0, 100, ROOM):
         keys = range(first, first + ROOM)
         put(store, keys)
@@ -274,7 +275,7 @@ def test_what_was_deleted_is_forgotten_by_the_policy(arena, policy):
 def test_one_search_spares_a_bounded_number_of_chunks(arena, policy, monkeypatch):
     for module in (f"pdx.store.policies.{policy}", "pdx.store.policies.ranks"):
         monkeypatch.setattr(f"{module}.MAX_CHANCES", 3)
-    store = Store(arena, policy=by_name.find(policy))
+    store = Store(arena, Env(), policy=by_name.find(policy))
     put(store, range(ROOM))
     for _, number in itertools.product(range(3), range(ROOM)):
         store.touch(store.find([name(number)], 1)[0])
@@ -318,7 +319,7 @@ def test_chunks_that_stay_for_ever_do_not_add_up_to_periods_to_look_at():
 
 def test_what_was_forgotten_does_not_add_up(arena, monkeypatch):
     monkeypatch.setattr("pdx.store.policies.gittins.MAX_GHOSTS", 5)
-    store = Store(arena, policy=by_name.find("gittins"))
+    store = Store(arena, Env(), policy=by_name.find("gittins"))
     for number in range(50):
         put(store, [number])
     (policy,) = store.pools[0].order._levels.values()
@@ -328,7 +329,7 @@ def test_what_was_forgotten_does_not_add_up(arena, monkeypatch):
 
 
 def test_each_shard_of_what_was_evicted_is_remembered(arena):
-    store = Store(arena, policy=by_name.find("gittins"))
+    store = Store(arena, Env(), policy=by_name.find("gittins"))
     for number in range(50):
         put(store, [number], writers=[SESSION, SESSION])
     (policy,) = store.pools[0].order._levels.values()
@@ -357,7 +358,7 @@ def clock(monkeypatch):
 
 
 def test_after_its_time_a_chunk_is_gone_though_there_is_room_and_it_was_used(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
     put(store, [1, 2])
     clock.now += 50.0
     put(store, [3])
@@ -372,7 +373,7 @@ def test_after_its_time_a_chunk_is_gone_though_there_is_room_and_it_was_used(are
 
 
 def test_what_is_leased_when_its_time_comes_is_not_found_and_goes_with_its_lease(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
     put(store, [1])
     lease = store.lease(store.find([name(1)], 1)[0], SESSION, 1000.0)
     clock.now += 61.0
@@ -384,7 +385,7 @@ def test_what_is_leased_when_its_time_comes_is_not_found_and_goes_with_its_lease
 
 
 def test_what_was_deleted_while_it_is_leased_is_no_news_when_its_time_comes(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
     put(store, [1])
     lease = store.lease(store.find([name(1)], 1)[0], SESSION, 1000.0)
     store.delete([name(1)])
@@ -396,7 +397,7 @@ def test_what_was_deleted_while_it_is_leased_is_no_news_when_its_time_comes(aren
 
 
 def test_a_pin_outlives_the_time_and_its_end_does_not(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
     put(store, [1])
     store.pin([name(1)], 1, pinned=True)
     clock.now += 61.0
@@ -408,7 +409,7 @@ def test_a_pin_outlives_the_time_and_its_end_does_not(arena, clock):
 
 
 def test_by_idleness_a_chunk_that_is_used_stays_and_one_that_is_not_goes(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("idle:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("idle:60"))
     put(store, [1, 2])
     clock.now += 50.0
     use(store, 1, "lease")
@@ -422,7 +423,7 @@ def test_by_idleness_a_chunk_that_is_used_stays_and_one_that_is_not_goes(arena, 
 
 
 def test_by_idleness_a_reader_keeps_a_chunk_and_its_time_counts_from_when_it_is_done(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("idle:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("idle:60"))
     put(store, [1])
     lease = store.lease(store.find([name(1)], 1)[0], SESSION, 1000.0)
     clock.now += 61.0
@@ -438,7 +439,7 @@ def test_by_idleness_a_reader_keeps_a_chunk_and_its_time_counts_from_when_it_is_
 
 
 def test_the_end_of_a_prompt_has_its_time_too(arena, clock):
-    store = Store(arena, clock, policy=by_name.find("age:60"))
+    store = Store(arena, Env(clock), policy=by_name.find("age:60"))
     put(store, [1, 2], tail_nbytes=GRANULE_BYTES, blocks=b"x" * 48, chunk_blocks=2)
     clock.now += 30.0
     use(store, 2, "touch")
@@ -499,7 +500,7 @@ def test_a_policy_of_somebody_else_comes_by_its_entry_point(monkeypatch, arena):
 
     monkeypatch.setattr(by_name, "entry_points", lambda group: [Point(lambda: make)])
     assert "mine" in by_name.names()
-    store = Store(arena, policy=by_name.find("mine:7"))
+    store = Store(arena, Env(), policy=by_name.find("mine:7"))
     for number in range(ROOM + 3):
         put(store, [number])
     assert there(store, range(ROOM + 3)) == [*range(ROOM - 1), ROOM + 2]

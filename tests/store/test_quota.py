@@ -10,6 +10,7 @@ from test_policies import name, put, there, use
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.policies.by_name import find
 from pdx.store.store import Store
+from pdx.telemetry.env import Env
 from pdx.wire.messages import Hints
 
 ROOM, QUOTA = 12, 4  # chunks
@@ -23,7 +24,7 @@ def arena(tmp_path):
 
 
 def make(arena, policy="lru"):
-    return Store(arena, policy=find(policy), quota=QUOTA / ROOM)
+    return Store(arena, Env(), policy=find(policy), quota=QUOTA / ROOM)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "s3fifo", "gittins", "sieve"])

@@ -23,6 +23,7 @@ from pdx.store.lifecycle import State
 from pdx.store.policies import by_name
 from pdx.store.siblings import common
 from pdx.store.store import Claim, Store
+from pdx.telemetry.env import Env
 
 GRANULES = 24
 KEYS = {1: [b"c%d" % n for n in range(6)], 2: [b"e%d" % n for n in range(6)]}  # by shards
@@ -97,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "gittins", "sieve"]))
     def start(self, policy):
-        self.store = Store(self.arena, lambda: self.now, policy=by_name.find(policy))
+        self.store = Store(self.arena, Env(lambda: self.now), policy=by_name.find(policy))
 
     # ---- the model -------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from pdx.memory.slot import Slot
 from pdx.store.clearing import LOOKS
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
+from pdx.telemetry.env import Env
 
 OWNER = 1
 GRANULES = 8
@@ -36,7 +37,7 @@ def arena(tmp_path):
 
 @pytest.fixture
 def store(arena, clock):
-    return Store(arena, clock)
+    return Store(arena, Env(clock))
 
 
 def claim(keys, *, granules=1, **settings):
@@ -161,7 +162,7 @@ def test_chunks_find_room_however_many_ends_lie_between_them(tmp_path, clock):
     """None of the ends is room for a chunk, and those who search for one look at a bounded number."""
     count = LOOKS // 2
     with Arena.create(tmp_path / "large", 3 * count * GRANULE_BYTES) as arena:
-        store = Store(arena, clock)
+        store = Store(arena, Env(clock))
         for number in range(2 * count):  # the last ones in the place of the first
             (found,) = store.reserve(claim([b"c%d" % number], granules=2))[1]
             seal(store, [found])
@@ -322,7 +323,7 @@ def test_what_lies_before_a_chunk_goes_with_it_first(store):
 def test_a_search_that_finds_nothing_goes_on_where_it_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("pdx.store.clearing.LOOKS", 10)
     with Arena.create(tmp_path / "wide", 100 * GRANULE_BYTES) as arena:
-        store = Store(arena)
+        store = Store(arena, Env())
         names = [number.to_bytes(16, "little") for number in range(100)]
         for name in names:
             seal(store, store.reserve(claim([name]))[1])
@@ -335,7 +336,7 @@ def test_a_search_that_finds_nothing_goes_on_where_it_ended(tmp_path, monkeypatc
 
 def test_one_large_chunk_among_many_small_ones_evicts_its_window_and_no_more(tmp_path):
     with Arena.create(tmp_path / "wide", 1000 * GRANULE_BYTES) as arena:
-        store = Store(arena)
+        store = Store(arena, Env())
         names = [number.to_bytes(16, "little") for number in range(1000)]
         for name in names:
             seal(store, store.reserve(claim([name]))[1])
@@ -549,7 +550,7 @@ def test_a_chunk_record_takes_less_than_a_kilobyte(tmp_path):
         gc.collect()
         tracemalloc.start()
         try:
-            store = Store(arena)
+            store = Store(arena, Env())
             granted, slots, full = store.reserve(claim(names, layers=80))
             assert not full
             store.seal(store.fill(slots, 0, 80, OWNER))
@@ -581,7 +582,7 @@ def test_a_generation_that_somebody_wrote_over_ends_nothing(store, arena, writte
 def test_the_collector_of_python_has_no_more_to_look_at_where_there_are_more_chunks(tmp_path):
     """Else the node would stand still while all chunks are walked through."""
     with Arena.create(tmp_path / "many", 4096 * GRANULE_BYTES) as arena:
-        store = Store(arena)
+        store = Store(arena, Env())
         tracked = []
         for part in range(4):
             put_many = [part.to_bytes(2, "big") + index.to_bytes(2, "big") for index in range(1000)]

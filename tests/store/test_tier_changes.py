@@ -1,7 +1,5 @@
 """A tier notes which keys came and went, for whoever tells of it."""
 
-from collections import Counter
-
 import pytest
 from disk_bed import Bed, key
 from events_bed import Below, EventsBed
@@ -78,7 +76,7 @@ class Storing(Below):
 def test_a_copy_says_of_how_many_shards_a_key_is(tmp_path):
     bed, tier = EventsBed(tmp_path), Storing()
     try:
-        copies = Copies(bed.store, group_bytes=1, counters=Counter())
+        copies = Copies(bed.store, bed.env, group_bytes=1)
         bed.put(key(1), shards=2)
         tier.changed = {}
         copies.store(tier, [key(1)], 2, arenas=(), priority=Priority.STORE, deadline=1e9)

@@ -5,7 +5,6 @@ which is the latest moment at which a tier may touch the arena.
 """
 
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import LRU, Claim, Store
 from pdx.store.tier import Grant, Held, Tier
 from pdx.store.tiers import Tiers
+from pdx.telemetry.env import Env
 
 LAYERS = 2
 WRITER = 1
@@ -112,9 +112,10 @@ class Stage:
         self.arena = Arena.create(Path(folder) / "arena", granules * GRANULE_BYTES)
         sizes = [more_granules * GRANULE_BYTES] if more_granules else []
         self.more = [Arena.create(Path(folder) / "arena-1", size) for size in sizes]
-        self.store = Store(self.arena, lambda: self.now, more=self.more, policy=policy)
-        self.counters = Counter()
-        self.copies = Copies(self.store, group_bytes=1 << 20, counters=self.counters)
+        self.env = Env(lambda: self.now)
+        self.counters = self.env.counters
+        self.store = Store(self.arena, self.env, more=self.more, policy=policy)
+        self.copies = Copies(self.store, self.env, group_bytes=1 << 20)
         self.tier = DictTier(self.arena, lambda: self.copies)
         self.tiers = Tiers(
             self.store,

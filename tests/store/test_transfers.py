@@ -2,25 +2,30 @@
 
 import math
 import sys
-from collections import Counter
 
 import pytest
 
 from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.transfers import KEPT_S, MAX_TRANSFERS, Transfers
+from pdx.telemetry.env import Env
 
 MANY = MAX_TRANSFERS + 25
 
 
 @pytest.fixture
-def counters():
-    return Counter()
+def env():
+    return Env()
 
 
 @pytest.fixture
-def transfers(counters):
-    return Transfers(counters)
+def counters(env):
+    return env.counters
+
+
+@pytest.fixture
+def transfers(env):
+    return Transfers(env)
 
 
 def give_up(transfers, count, source, prefix):

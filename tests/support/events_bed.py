@@ -1,13 +1,13 @@
 """A real store with its log of events, a tier below it that the test fills, and what is there by their own word."""
 
 import os
-from collections import Counter
 from types import SimpleNamespace
 
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.events.log import EventLog
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Tier
+from pdx.telemetry.env import Env
 
 WRITER = 1
 BLOCK = 16
@@ -68,10 +68,11 @@ class EventsBed:
             path = folder / f"arena-{os.getpid()}-{number}"
             self.arenas.append(Arena.create(path, slots * GRANULE_BYTES))
         self.now = 0.0
-        self.store = Store(self.arenas[0], lambda: self.now, more=self.arenas[1:])
+        self.env = Env(lambda: self.now)
+        self.store = Store(self.arenas[0], self.env, more=self.arenas[1:])
         self.disk, self.remote = Below("disk"), Below("remote")
         self.tiers = SimpleNamespace(below=[[self.disk], [self.remote]])
-        self.counters = Counter()
+        self.counters = self.env.counters
         self.names = ["host", *gpus]
         self.log = EventLog(
             self.store, self.tiers, ["", *gpus], self.counters, wall_clock=lambda: 1000.0 + self.now, **settings

@@ -22,6 +22,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.store.transfers import Transfers
+from pdx.telemetry.env import Env
 from pdx.transports.channel import Listener, Notification, RemoteRegion
 from pdx.wire.messages import Admit, Admitted, Done, Refused, Release, Slices
 
@@ -69,8 +70,9 @@ class StoreStage:
         self.arena = Arena.create(folder / "arena", granules * GRANULE_BYTES)
         sizes = [other_granules * GRANULE_BYTES] if other_granules else []
         self.more = [Arena.create(folder / "arena-1", size) for size in sizes]
-        self.store = Store(self.arena, lambda: self.now, more=self.more)
-        self.counters: Counter[str] = Counter()
+        self.env = Env(lambda: self.now)
+        self.store = Store(self.arena, self.env, more=self.more)
+        self.counters = self.env.counters
 
     def reserve(self, numbers: list[int], nbytes: int, *, layers: int = 1, shards: int = 1, **claim: Any) -> list[Slot]:
         """Slots for `WRITER` to fill."""
@@ -184,7 +186,7 @@ class SendingStage(StoreStage):
         self.window_bytes = window_bytes
         self.way = FakePeerTier(over=lambda number, is_complete: self.over.append((number, is_complete)))
         self.way.max_inflight_bytes = window_bytes
-        self.copies = Copies(self.store, group_bytes=group_bytes, counters=self.counters)
+        self.copies = Copies(self.store, self.env, group_bytes=group_bytes)
 
     def start(
         self,
@@ -339,7 +341,7 @@ class ReceivingStage(StoreStage):
 
     def __init__(self, folder: Path, *, granules: int = 16, peer_share: float = 1.0, other_granules: int = 0) -> None:
         super().__init__(folder, granules, other_granules=other_granules)
-        self.transfers = Transfers(Counter())
+        self.transfers = Transfers(self.env)
         self.listeners = {"sure": FakeListener(), "blind": FakeListener(knows=False)}
         regions = {scheme: SimpleNamespace(checks_writes=scheme == "sure") for scheme in self.listeners}
         self.receiver = Receiver(

@@ -79,6 +79,7 @@ class Peers:
         transfers: Transfers,
         counters: Counter[str],
         faults: Faults,
+        mailbox: Mailbox,
         numbers: Iterator[int],
         layouts: Callable[[], Sequence[bytes]],
         mark: Callable[[str, Event, int, int], None],
@@ -108,7 +109,7 @@ class Peers:
         self._warm_up_at = 0.0
         self._threads: dict[str, ReceiveThread] = {}
         self._schemes: dict[int, str] = {}  # by which peers write here, by the number of their session
-        self.mailbox = Mailbox(faults)
+        self._mailbox = mailbox
 
     def open(
         self,
@@ -127,7 +128,7 @@ class Peers:
             self._arena,
             config.channels,
             host,
-            self.mailbox,
+            self._mailbox,
             counters=self._counters,
             trusts_network=config.trusted_network,
             codec=config.wire_codec,
@@ -155,7 +156,7 @@ class Peers:
             copies=self._copies,
             regions=self.regions,
             connections=self.connections,
-            mailbox=self.mailbox,
+            mailbox=self._mailbox,
             counters=self._counters,
             mark=self._mark,
             fetches=self.fetches,
@@ -419,7 +420,7 @@ class Peers:
                     wake=self.regions.wakes[scheme],
                     is_polled=region.is_polled,
                     needs_digests=are_digests_due(self._config.digests, region),
-                    mailbox=self.mailbox,
+                    mailbox=self._mailbox,
                     on_landed=self._landed,
                     on_malformed=self._malformed,
                 )
@@ -530,7 +531,6 @@ class Peers:
             for thread in self._threads.values():
                 thread.close()
             self.regions.close()
-        self.mailbox.close()
 
 
 def _settles_nothing(peer: str, ask: Settle) -> Found:

@@ -21,6 +21,7 @@ from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.store.allocator import Allocator
 from pdx.store.store import Claim, Store
+from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Admit, Cancel, Hello
 
 SMALL, LARGE = 600, 6_000
@@ -42,7 +43,7 @@ class Here:
         self.now = 0.0
         self._routes = 0
         self._arena = Arena(path, nbytes, writable_generations=True)
-        self.service = Service(config, [self._arena], 1, lambda: self.now)
+        self.service = Service(config, [self._arena], 1, Env(lambda: self.now))
         self._context = zmq.Context()
         self.service.peers.open(self._context, listen_address(config), "127.0.0.1", lambda _: None, lambda _: None)
 
@@ -230,7 +231,7 @@ def store(tmp_path):
 
     def make(granules):
         arenas.append(Arena.create(tmp_path / str(len(arenas)), granules * GRANULE_BYTES))
-        made, steps = Store(arenas[-1]), Steps()
+        made, steps = Store(arenas[-1], Env()), Steps()
         steps.watch(made)
         return made, steps
 

@@ -16,6 +16,7 @@ from pdx.node.service import Service
 from pdx.store.chunk import NODE, Origin
 from pdx.store.hints.tenant_leases import TenantLeases
 from pdx.store.store import Claim
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire.verbs import Settle
 
@@ -25,7 +26,7 @@ def service(place):
     """A node with a disk."""
     with Arena.create(place / "arena", 17 << 20) as arena:
         config = NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=16 << 20, disks=[str(place / "disk")])
-        made = Service(config, [arena], 1)
+        made = Service(config, [arena], 1, Env())
         made.peers.turn = list
         made.open_tiers()
         yield made
@@ -35,7 +36,7 @@ def service(place):
 
 
 def turn(service):
-    service.peers.mailbox.deliver()
+    service.env.mailbox.deliver()
     service.turn()
 
 

@@ -24,6 +24,7 @@ from pdx.store.disk.tier import DiskTier
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.tier import PAUSE_S, RemoteTier
 from pdx.store.store import Claim
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
 from pdx.wire.verbs import Clear, Find, Jobs, Move, PinIn, Recode, Selection
@@ -78,14 +79,14 @@ class Bed:
             store_window=1e-9,
             push_s=1e6,
         )
-        self.service = service = Service(config, [arena], 1, lambda: self.now)
+        self.service = service = Service(config, [arena], 1, Env(lambda: self.now))
         service.peers.turn = list
         service.open_tiers()
         self.remote = RemoteTier(
             self.shelf,
             on_found=service.tiers.found.extend,
             arenas=[arena],
-            post=service.peers.mailbox.post,
+            post=service.env.mailbox.post,
             on_done=service.copies.done,
             counters=service.counters,
             clock=lambda: self.now,
@@ -94,7 +95,7 @@ class Bed:
         self.until(lambda: self.remote.status().is_up and service.tiers.below[0][0].is_counted, "the tiers are up")
 
     def turn(self):
-        self.service.peers.mailbox.deliver()
+        self.service.env.mailbox.deliver()
         self.service.turn()
 
     def until(self, is_so, what):

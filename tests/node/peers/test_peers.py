@@ -16,7 +16,6 @@ from pdx.node.peers.peers import Peers
 from pdx.store.copy import Priority
 from pdx.store.paying import UNKNOWN
 from pdx.store.transfers import Transfers
-from pdx.telemetry.faults import Faults
 from pdx.wire.messages import Admit, Push
 from pdx.wire.verbs import Found, Settle
 
@@ -36,9 +35,10 @@ class Stage(SendingStage):
             probe=None,
             store=self.store,
             copies=self.copies,
-            transfers=Transfers(self.counters),
+            transfers=Transfers(self.env),
             counters=self.counters,
-            faults=Faults(self.counters),
+            faults=self.env.faults,
+            mailbox=self.env.mailbox,
             numbers=itertools.count(1),
             layouts=list,
             mark=None,
