@@ -27,7 +27,7 @@ _RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gdaki")
 class FindingName(StrEnum):
     """What `pdx doctor` may say of a channel or of the machine, besides that all is well. Not everything is a fault.
 
-    Each is a section of docs/troubleshooting.md, and stays what it is: scripts and people look for it.
+    Each is a row in docs/troubleshooting.md, and stays what it is: scripts and people look for it.
     """
 
     SHM_UNAVAILABLE = "shm-unavailable"

@@ -202,11 +202,11 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path, opt
 
 def test_the_table_has_a_column_for_each_size_and_says_what_is_missing():
     rows = bandwidth()[:14] + bandwidth()[-7:]
-    missing = {"cuda_ipc": Missing("no GPU [here]", "pip install 'pdx-transport[gpu]'")}
+    missing = {"cuda_ipc": Missing("no GPU [here]", "pip install '.[gpu]'")}
     text = shown(Result(machine={}, settings={"repeats": 7}, rows=rows, not_run=missing))
     for words in ("4 KiB", "16 MiB", "memcpy", "one thread", "called directly", "91%"):
         assert words in text, text
-    assert "cuda_ipc: no GPU [here]\n    pip install 'pdx-transport[gpu]'" in text
+    assert "cuda_ipc: no GPU [here]\n    pip install '.[gpu]'" in text
 
 
 def test_nothing_at_all_is_said_so():
