@@ -27,6 +27,8 @@ LAYERS = [
     {"pdx.security"},
     {"pdx.store.codecs"},  # for the tiers, and for the wire
     {"pdx.cuda", "pdx.proxy"},
+    {"pdx.store.history"},
+    {"pdx.store.tier"},  # the contract, for our tiers, anybody else's, and their suite
     {"pdx.store", "pdx.transports"},
     {"pdx.node.peers", "pdx.node.events"},
     {"pdx.node"},
@@ -52,6 +54,8 @@ OTHERS = {
     "pdx.proxy": "aiohttp msgspec numpy prometheus_client zmq",
     "pdx.store": "msgspec obstore redis sortedcontainers xxhash",
     "pdx.store.codecs": "numpy zstandard",
+    "pdx.store.history": "msgspec",
+    "pdx.store.tier": "msgspec",
     "pdx.transports": "*",
     "pdx.node.peers": "msgspec zmq",
     "pdx.node.events": "msgspec zmq",

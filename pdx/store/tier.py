@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.errors import NodeError
+from pdx.errors import NodeError, PdxError
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 from pdx.store.history import History
 from pdx.telemetry.rate import Rate
 
 if TYPE_CHECKING:
+    from pdx.memory.arena import Arena
     from pdx.store.copy import Copy
+    from pdx.store.recoding import OnChunk, Pair, Recoding
+    from pdx.telemetry.env import Env
     from pdx.wire.status import TierStatus
 
 
@@ -102,17 +105,44 @@ class Tally(msgspec.Struct):
             self.written_bytes += job.coded_bytes or job.nbytes
 
 
+class TierHost(ABC):
+    """Who runs a tier, and what it gives the tier: memory to copy from and to, and whom to tell.
+
+    A tier calls it on the control loop alone; its threads call nothing but `env.mailbox.post`.
+    """
+
+    env: Env
+    arenas: Sequence[Arena]  # by `Slot.arena`
+
+    @abstractmethod
+    def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
+        """A job is over: the tier reads and writes the arena for it no more."""
+
+    def found(self, keys: Iterable[bytes]) -> None:
+        """What `seeks` was asked for is known now."""
+        return
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        """These are not in the tier any more."""
+        return
+
+    def is_used(self, key: bytes) -> bool:
+        """Whether memory has this for requests, which so do not ask for it in the tier."""
+        return False
+
+
 class Tier(ABC):
     """Owned by the control loop, which alone calls it; no method waits or does I/O.
 
     Each job that was given to `store` or `load` ends exactly once, also after `cancel`: the tier has the control loop
-    call `Copies.done(tier, job, error)`, because only then the arena's memory is no longer read or written. `error` is
-    a `pdx.errors.PdxError` or None.
+    call `TierHost.done(tier, job, error)`, because only then the arena's memory is no longer read or written.
     """
 
     kind: str  # what its counters begin with: "peer", "disk", …
     name: str  # "disk", "remote", the peer's name
     is_shared: bool = False  # whether other nodes find there what is stored: then names of clients do not go there
+    can_pin: bool = False  # whether it has `pin` …
+    can_recode: bool = False  # … and `recode`
     is_whole: bool = False  # whether a job must hold one whole chunk of one shard
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
     late_at: float = -math.inf  # when a load was given up, where nothing has come from there meanwhile, nor since
@@ -145,6 +175,11 @@ class Tier(ABC):
     @property
     def is_ready(self) -> bool:
         """Whether copies may be admitted and jobs given now; where that changes, `Copies.ready` is to be called."""
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is at nothing: no job, no question and no removal is under way."""
         return True
 
     @property
@@ -241,6 +276,17 @@ class Tier(ABC):
         raise NodeError(
             f"{self.name} keeps nothing for a controller: it is shared, and others may remove what is there"
         )
+
+    def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
+        """Store chunks, all shards of each, in another form. With "lossless" or "none" a chunk keeps its key. By the
+        text of a `pdx.memory.form.Form`, with a loss, it gets another one: then the old chunk goes when the new one is
+        there. Chunks that are in that form already are passed over; what fails is as it was. `on_chunk` is told of
+        each, by its old key.
+
+        :raises CodecError: there is no such codec. :raises TierError: a key is to change, or stay, that must not.
+        :raises NodeError: it stores chunks in one form.
+        """
+        raise NodeError(f"{self.name} stores chunks in one form only")
 
     @abstractmethod
     def close(self) -> None:

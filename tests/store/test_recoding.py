@@ -50,7 +50,7 @@ def until_over(bed, handle):
 def recode(bed, numbers, codec, to=None, told=None):
     pairs = [(key(number), key(number if to is None else number + to)) for number in numbers]
     told = [] if told is None else told
-    return until_over(bed, bed.tier.recode(pairs, codec, lambda *each: told.append(each)))
+    return until_over(bed, bed.tier.recode(pairs, codec, 1, lambda *each: told.append(each)))
 
 
 def account_is_true(bed):
@@ -106,7 +106,7 @@ def test_a_chunk_that_was_pinned_since_it_was_asked_is_not_replaced_with_a_loss(
         assert bed.store(number)
     told, pairs = {}, [(key(number), key(number + 100)) for number in (1, 2, 3)]
     bed.tier.pin([key(2)], pinned=True, share=1.0)  # before it is begun …
-    handle = bed.tier.recode(pairs, str(FORM), told.__setitem__)
+    handle = bed.tier.recode(pairs, str(FORM), 1, told.__setitem__)
     bed.tier.pin([key(3)], pinned=True, share=1.0)  # … and after
     until_over(bed, handle)
     bed.tier.pin([key(2), key(3)], pinned=False, share=1.0)
@@ -162,7 +162,7 @@ def test_of_two_shards_both_go_or_none(bed):
 )
 def test_what_loses_nothing_keeps_its_key_and_what_does_changes_it(bed, pair, codec, error):
     with pytest.raises(error):
-        bed.tier.recode([tuple(map(key, pair))], codec)
+        bed.tier.recode([tuple(map(key, pair))], codec, 1, print)
 
 
 def test_what_is_not_there_or_would_meet_another_is_told(bed):
@@ -225,7 +225,7 @@ def test_a_load_that_comes_to_the_old_file_too_late_reads_the_new_one(bed, gate)
     gate("read")
     copy = bed.start_load(1)
     assert gate.arrived.acquire(timeout=60)
-    assert until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], LOSSLESS)).done == 1
+    assert until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print)).done == 1
     while len(bed.files) > 1:
         bed.turn()
     gate.opened.set()
@@ -247,8 +247,8 @@ def test_what_is_deleted_meanwhile_is_gone(bed, gate):
         assert bed.store(number)
     gate("contents")
     handles = [
-        bed.tier.recode([(key(1), key(1))], LOSSLESS),
-        bed.tier.recode([(key(2), key(102))], str(FORM)),
+        bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print),
+        bed.tier.recode([(key(2), key(102))], str(FORM), 1, print),
     ]
     for _ in handles:
         assert gate.arrived.acquire(timeout=60)
@@ -267,7 +267,7 @@ def test_it_can_be_cancelled(bed, gate):
     gate("contents")
     told = []
     handle = bed.tier.recode(
-        [(key(number), key(number)) for number in range(10)], LOSSLESS, lambda *each: told.append(each)
+        [(key(number), key(number)) for number in range(10)], LOSSLESS, 1, lambda *each: told.append(each)
     )
     assert gate.arrived.acquire(timeout=60)
     handle.cancel()
@@ -284,7 +284,7 @@ def test_few_are_under_way_at_once(bed, gate):
     for number in range(10):
         assert bed.store(number)
     gate("contents")
-    handle = bed.tier.recode([(key(number), key(number)) for number in range(10)], LOSSLESS)
+    handle = bed.tier.recode([(key(number), key(number)) for number in range(10)], LOSSLESS, 1, print)
     assert len(bed.tier._recoder._chunks) == recoding.AT_ONCE
     gate.opened.set()
     assert until_over(bed, handle).done == 10
@@ -348,7 +348,7 @@ def test_whatever_is_under_way_at_once_no_wrong_byte_is_read_and_the_account_is_
                 copies.append((number, at, bed.start_load(number, at=at)))
             elif what < 0.9:
                 codec = random_.choice([LOSSLESS, NONE])
-                handles.append(bed.tier.recode([(key(number), key(number))], codec))
+                handles.append(bed.tier.recode([(key(number), key(number))], codec, 1, print))
             else:
                 bed.tier.evict([key(number)])
         for number, at, copy in copies:
@@ -431,7 +431,7 @@ def test_what_no_arena_of_this_node_could_take_is_not_decoded(store, tmp_path):
     try:
         assert large.opened().store(1) is None
         assert len(store.raw(f"v3/{key(1).hex()}-0")) < MIB
-        handle = small.opened().tier.recode([(key(1), key(1))], NONE, 1)
+        handle = small.opened().tier.recode([(key(1), key(1))], NONE, 1, print)
         while not handle.is_over:
             small.turn()
         assert handle.failed == {"too_large": 1}

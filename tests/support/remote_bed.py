@@ -155,6 +155,9 @@ class Redis(Server):
             ["redis-cli", "-p", str(self.port), "-x", "SET", f"pdx:{name}"], input=data, check=True, stdout=-3
         )
 
+    def remove(self, name):
+        self.cli("DEL", f"pdx:{name}")
+
     def put_list(self, name):
         self.cli("DEL", f"pdx:{name}")
         self.cli("LPUSH", f"pdx:{name}", "x")
@@ -293,6 +296,9 @@ class SeaweedFs(Server):
 
     def put(self, name, data):
         obstore.put(self._store(), name, data, use_multipart=False)
+
+    def remove(self, name):
+        obstore.delete(self._store(), name)
 
     def raw(self, name):
         return bytes(obstore.get(self._store(), name).bytes())

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pdx.errors import ArenaFull, ChunkMissing, JobConflict, NodeError, PdxError, ProtocolError, TierError
 from pdx.memory.keys import is_named
@@ -29,7 +29,6 @@ from pdx.store.copy import Copy, CopyState
 from pdx.store.disk.scrub import scrub
 from pdx.store.disk.tier import DiskTier
 from pdx.store.recoding import check
-from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
@@ -467,7 +466,7 @@ class Controls:
     def _recode(self, ask: Recode) -> JobStatus:
         keys, shards = self._selected(ask.what)
         place = self.places.at(ask.tier)
-        if not isinstance(place.tier, DiskTier | RemoteTier):
+        if place.tier is None or not place.tier.can_recode:
             raise NodeError(f"{place.name} holds chunks as engines read them: move them to a disk or store, and then")
         new_keys = ask.new_keys or keys
         if len(new_keys) != len(keys):
@@ -521,12 +520,8 @@ class Controls:
             else:
                 errors.append(error)
 
-        tier = place.tier
-        recoding = (
-            tier.recode(pairs, codec, shards, on_chunk)
-            if isinstance(tier, RemoteTier)
-            else cast("DiskTier", tier).recode(pairs, codec, on_chunk)
-        )
+        assert place.tier is not None
+        recoding = place.tier.recode(pairs, codec, shards, on_chunk)
         try:
             while not recoding.is_over:
                 yield

@@ -75,6 +75,7 @@ class DiskTier(Tier):
     """See `Tier`; all methods are for the control loop. `close` alone waits, for the threads."""
 
     kind = "disk"
+    can_pin = can_recode = True
     is_whole = True
     max_inflight_bytes = 256 << 20
 
@@ -195,6 +196,11 @@ class DiskTier(Tier):
         return msgspec.structs.replace(found, is_up=is_up)
 
     # ---- the tier ---------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """See `Tier.is_idle`."""
+        return not self._under_way
 
     @property
     def takes_stores(self) -> bool:
@@ -402,19 +408,8 @@ class DiskTier(Tier):
     def _file(self, key: bytes, shard: int) -> ChunkFile | None:
         return next((file for file in self._index.of(key) if file.shard == shard), None)
 
-    def recode(
-        self,
-        pairs: Sequence[Pair],
-        codec: str,
-        on_chunk: OnChunk = lambda key, error: None,
-    ) -> Recoding:
-        """Store chunks, all shards of each, in another form. With "lossless" or "none" a chunk keeps its key. By the
-        text of a `pdx.memory.form.Form`, with a loss, it gets another one: then the old chunk goes when the new one is
-        on the disk. Chunks that are in that form already are passed over; what fails is as it was.
-
-        :raises CodecError: there is no such codec.
-        :raises TierError: a key is to change, or stay, that must not.
-        """
+    def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
+        """See `Tier.recode`."""
         return self._recoder.recode(pairs, codec, on_chunk)
 
     def _rewrite(self, task: Task) -> str:

@@ -97,6 +97,7 @@ class RemoteTier(Tier):
 
     kind = name = "remote"
     is_shared = True
+    can_recode = True
     is_whole = True
     max_inflight_bytes = 256 << 20
     loads_at_once = THREADS
@@ -370,6 +371,11 @@ class RemoteTier(Tier):
     # ---- copies -----------------------------------------------------------------------------
 
     @property
+    def is_idle(self) -> bool:
+        """See `Tier.is_idle`."""
+        return not (self._under_way or self._seeking or len(self._removals))
+
+    @property
     def takes_stores(self) -> bool:
         """See `Tier.takes_stores`."""
         return self._clock() >= self._stores_from and self._answers()
@@ -433,18 +439,8 @@ class RemoteTier(Tier):
         self._remove_some()
         return count if self._is_open else 0
 
-    def recode(
-        self,
-        pairs: Sequence[Pair],
-        codec: str,
-        shards: int,
-        on_chunk: OnChunk = lambda key, error: None,
-    ) -> Recoding:
-        """Store chunks of so many shards in another form, see `DiskTier.recode`. Other nodes may load them meanwhile.
-
-        :raises CodecError: there is no such codec.
-        :raises TierError: a key is to change, or stay, that must not.
-        """
+    def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
+        """See `Tier.recode`. Other nodes may load them meanwhile."""
         check(pairs, codec)
         stopped: set[Recoding] = set()
         most_bytes = max(arena.nbytes for arena in self._arenas)

@@ -1,0 +1,302 @@
+"""A tier with an arena beside it, and a control loop on virtual time that the test turns."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pdx.errors import PdxError
+from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.slot import Slot
+from pdx.store.tier import Job, Part, Tier, TierHost
+from pdx.telemetry.env import Env
+from pdx.telemetry.mailbox import Mailbox
+from pdx.wire.status import TierStatus
+
+HANGS_S = 60.0  # what takes so long hangs
+Content = Callable[[int, int, int], bytes]  # of a chunk: by number, shard and size
+_arenas = itertools.count()
+
+
+def key(number: int) -> bytes:
+    """Of chunk `number`."""
+    return number.to_bytes(2, "big") * 8
+
+
+def content(number: int, shard: int, nbytes: int) -> bytes:
+    """Its bytes, which no codec makes smaller."""
+    return random.Random(number << 8 | shard).randbytes(nbytes)
+
+
+def alike(number: int, shard: int, nbytes: int) -> bytes:
+    """Bytes that a codec makes smaller: elements of two bytes, of which one is nearly the same in all of them."""
+    raw = bytearray(random.Random(number << 8 | shard).randbytes(nbytes))
+    raw[1::2] = bytes(byte & 3 for byte in raw[1::2])
+    return bytes(raw)
+
+
+class TierStore(ABC):
+    """What tiers under test keep their chunks in. It outlives the tiers that are opened over it."""
+
+    is_durable = True  # whether the next tier that is opened finds what the one before has stored
+
+    @abstractmethod
+    def open(self, host: TierHost, codec: str = "none") -> Tier:
+        """A tier over this store, which encodes by `codec`."""
+
+    def alter(self, key: bytes, shard: int, change: Callable[[bytes], bytes | None]) -> None:
+        """Put other bytes in the place of those that a chunk is stored as, header included; None: none at all."""
+        raise NotImplementedError
+
+    def silent(self) -> AbstractContextManager[None]:
+        """The store answers nothing meanwhile; calls that are under way do not return."""
+        raise NotImplementedError
+
+
+class _Calls(Mailbox):
+    """What threads post, for a loop that makes one call at a time and lets its errors through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """See `Mailbox.post`."""
+        self.waiting.put(call)
+
+
+class TierStage(TierHost):
+    """`arena` has `slots` slots of `slot_bytes`, by number; `now` is the tier's clock."""
+
+    def __init__(
+        self,
+        folder: Path,
+        make: Callable[[TierHost], Tier],
+        *,
+        slot_bytes: int = 32 << 10,
+        slots: int = 16,
+        content: Content = content,
+    ) -> None:
+        """`make` opens the tier; `content` says which bytes chunks have."""
+        self.now = 100.0
+        self.env = Env(lambda: self.now)
+        self._calls = _Calls()
+        self.env.mailbox = self._calls
+        self.counters = self.env.counters
+        self.slot_bytes, self.content, self._make = slot_bytes, content, make
+        name = f"arena-{os.getpid()}-{next(_arenas)}"
+        self.arena = Arena.create(folder / name, slots * round_up(slot_bytes))
+        self.arenas = [self.arena]
+        self.numbers = itertools.count(1)
+        self.answered: list[bytes] = []  # keys that the tier was asked for
+        self.gone: list[bytes] = []  # keys that it has said to have removed
+        self.used: set[bytes] = set()  # keys that requests find in memory
+        self._loading: set[int] = set()  # copies
+        self._longest_s = [0.0] * 3
+        self.open()
+
+    def open(self) -> None:
+        """A tier as a node that starts has it; the one before must be closed."""
+        while not self._calls.waiting.empty():  # of the one before: nobody makes these
+            self._calls.waiting.get()
+        self.over: dict[int, PdxError | None] = {}  # by number of a copy: how its job ended
+        self.tier = self._make(self)
+
+    def opened(self) -> TierStage:
+        """When it takes stores."""
+        self.until(lambda: self.tier.takes_stores)
+        return self
+
+    def close_tier(self) -> None:
+        """Close it, and make what calls it has posted."""
+        self.tier.close()
+        while not self.is_quiet:
+            self.turn()
+
+    def reopen(self) -> None:
+        """As after a restart of the node."""
+        self.close_tier()
+        self.open()
+        self.opened()
+
+    def close(self) -> None:
+        """Close all."""
+        self.close_tier()
+        self.arena.close()
+        self.arena.path.unlink()
+
+    # ---- the node's side of a tier ----------------------------------------------------------
+
+    def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
+        """See `TierHost.done`."""
+        assert tier is self.tier
+        assert job.number not in self.over, "a job ended twice"
+        self.over[job.number] = error
+        if error is None:
+            tier.tally.moved(job, is_load=job.number in self._loading)
+
+    def found(self, keys: Iterable[bytes]) -> None:
+        """See `TierHost.found`."""
+        self.answered.extend(keys)
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        """See `TierHost.removed`."""
+        self.gone.extend(keys)
+
+    def is_used(self, key: bytes) -> bool:
+        """See `TierHost.is_used`."""
+        return key in self.used
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no call waits to be made."""
+        return self._calls.waiting.empty()
+
+    def next_call(self) -> Callable[[], None]:
+        """What a thread has posted next, or posts; the test makes the call."""
+        return self._calls.waiting.get(timeout=HANGS_S)
+
+    def turn(self) -> None:
+        """Make one posted call."""
+        self.timed(self.next_call())
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Turn the loop until this holds."""
+        while not condition():
+            self.turn()
+
+    def settle(self) -> None:
+        """Until no job is under way, and nothing is to be called."""
+        self.until(lambda: self.is_quiet and self.tier.is_idle)
+
+    def timed(self, call: Callable[[], Any]) -> Any:
+        """What the control loop calls, by the real clock."""
+        started_at = time.perf_counter()
+        result = call()
+        self._longest_s = sorted([*self._longest_s, time.perf_counter() - started_at])[1:]
+        return result
+
+    @property
+    def longest_s(self) -> float:
+        """What a call of the control loop took at most, but for two that a core may have been taken away from."""
+        return self._longest_s[0]
+
+    # ---- chunks -----------------------------------------------------------------------------
+
+    def slot(self, number: int, nbytes: int | None = None) -> Slot:
+        """A slot of the arena; `nbytes`: of a smaller chunk in it."""
+        offset = number * round_up(self.slot_bytes)
+        return Slot(offset, nbytes or self.slot_bytes, self.arena.generations[offset // GRANULE_BYTES])
+
+    def put(self, slot: Slot, data: bytes) -> None:
+        """Write to the arena."""
+        self.arena.data[slot.offset : slot.offset + slot.nbytes] = data
+
+    def bytes_at(self, slot: Slot) -> bytes:
+        """What is there."""
+        return bytes(self.arena.view(slot))
+
+    def copy(self, keys: Sequence[bytes], shards: int = 1, nbytes: int | None = None, layers: int = 4) -> Any:
+        """As much of a `Copy` as a tier looks at."""
+        chunks = [SimpleNamespace(slot=self.slot(0, nbytes), layers=layers) for _ in range(len(keys) * shards)]
+        return SimpleNamespace(number=next(self.numbers), keys=keys, shards=shards, chunks=chunks)
+
+    def granted(self, copy: Any) -> list[int]:
+        """For which of its keys the tier has room, by index."""
+        grant = self.timed(lambda: self.tier.admit(copy))
+        return list(grant.keys)
+
+    def give(
+        self, verb: str, copy: Any, number: int, shard: int, slot: Slot, *, layers: int = 4, form: str = ""
+    ) -> Any:
+        """A job of this copy."""
+        job = Job(copy.number, [Part(key(number), shard, layers, 0, layers, slot, form=form)], slot.nbytes)
+        copy.job = job
+        if verb == "load":
+            self._loading.add(copy.number)
+        self.timed(partial(getattr(self.tier, verb), job))
+        return copy
+
+    def start_store(
+        self,
+        number: int,
+        shard: int = 0,
+        *,
+        shards: int = 1,
+        at: int = 0,
+        nbytes: int | None = None,
+        layers: int = 4,
+        form: str = "",
+    ) -> Any:
+        """Copy chunk `number` from slot `at`; the copy, or None if the tier left it out."""
+        slot = self.slot(at, nbytes)
+        self.put(slot, self.content(number, shard, slot.nbytes))
+        copy = self.copy([key(number)], shards, nbytes, layers)
+        if not self.granted(copy):
+            self.tier.over(copy)
+            return None
+        return self.give("store", copy, number, shard, slot, layers=layers, form=form)
+
+    def start_load(
+        self, number: int, shard: int = 0, *, at: int = 1, nbytes: int | None = None, layers: int = 4
+    ) -> Any:
+        """Copy chunk `number` to slot `at`."""
+        slot = self.slot(at, nbytes)
+        self.put(slot, bytes(slot.nbytes))
+        return self.give("load", self.copy([key(number)], 1, nbytes, layers), number, shard, slot, layers=layers)
+
+    def end(self, copy: Any) -> Any:
+        """Wait for the copy's job; its error."""
+        self.until(lambda: copy.number in self.over)
+        self.tier.over(copy)
+        return self.over[copy.number]
+
+    def store(self, number: int, shard: int = 0, **settings: Any) -> Any:
+        """Whether it is stored."""
+        copy = self.start_store(number, shard, **settings)
+        is_stored = copy is not None and self.end(copy) is None
+        self.settle()
+        return is_stored
+
+    def load(self, number: int, shard: int = 0, *, at: int = 1, nbytes: int | None = None, **settings: Any) -> Any:
+        """The error, or None if the right bytes are in the arena."""
+        error = self.end(self.start_load(number, shard, at=at, nbytes=nbytes, **settings))
+        self.settle()
+        if error is None:
+            slot = self.slot(at, nbytes)
+            assert self.bytes_at(slot) == self.content(number, shard, slot.nbytes)
+        return error
+
+    def count(self, numbers: Sequence[int], shards: int = 1) -> int:
+        """How many of the leading ones are there, as a request learns it that waits for the answer."""
+        keys = [key(number) for number in numbers]
+        while True:
+            held = self.timed(lambda: self.tier.find(keys, shards))
+            left = keys[len(held) :]
+            self.answered.clear()
+            if not left or not self.timed(partial(self.tier.seeks, left, shards)):
+                return len(held)
+            self.until(lambda: left[0] in self.answered)  # noqa: B023
+
+    @property
+    def status(self) -> TierStatus:
+        """See `Tier.status`."""
+        status = self.tier.status()
+        assert status is not None
+        return status
+
+    def has(self, number: int, shards: int = 1) -> bool:
+        """Whether it can be loaded in all shards."""
+        return bool(self.count([number], shards))

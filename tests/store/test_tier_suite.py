@@ -1,0 +1,132 @@
+"""Our own tiers pass the conformance suite: files, Redis, and S3 by SeaweedFS."""
+
+import contextlib
+import os
+import threading
+
+import pytest
+from remote_bed import made
+
+from pdx.store.disk.chunk_file import verify
+from pdx.store.disk.tier import DiskTier
+from pdx.store.remote.backend import RemoteSettings, open_backend
+from pdx.store.remote.tier import RemoteTier
+from pdx.testing.tier_conformance import TierConformance
+from pdx.testing.tier_stage import TierStore
+
+MIB = 1 << 20
+
+
+class Files(TierStore):
+    """A folder."""
+
+    def __init__(self, folder):
+        self.root = folder / "tier"
+
+    def open(self, host, codec="none"):
+        return DiskTier(
+            self.root,
+            64 * MIB,
+            arenas=host.arenas,
+            post=host.env.mailbox.post,
+            on_done=host.done,
+            on_removed=host.removed,
+            is_used=host.is_used,
+            counters=host.env.counters,
+            clock=host.env.clock,
+            codec=codec,
+        )
+
+    def alter(self, key, shard, change):
+        [path] = self.root.glob(f"??/{key.hex()}-{shard}-*.chunk")
+        data = change(path.read_bytes())
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+
+    @contextlib.contextmanager
+    def silent(self):
+        goes_on = threading.Event()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("preadv", "pwritev"):
+                real = getattr(os, name)
+                patch.setattr(os, name, lambda *args, _real=real: (goes_on.wait(60), _real(*args))[1])
+            try:
+                yield
+            finally:
+                goes_on.set()
+
+
+class TestFiles(TierConformance):
+    @pytest.fixture
+    def store(self, tmp_path):
+        store = Files(tmp_path)
+        yield store
+        for path in store.root.glob("??/*.chunk"):
+            verify(path, is_direct=False)
+
+
+class Remote(TierStore):
+    """A server of its own process."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def open(self, host, codec="none"):
+        settings = RemoteSettings(url=self.server.url, timeout_s=1.0, lookup_s=0.5)
+        return RemoteTier(
+            open_backend(settings),
+            arenas=host.arenas,
+            post=host.env.mailbox.post,
+            on_done=host.done,
+            on_found=host.found,
+            counters=host.env.counters,
+            clock=host.env.clock,
+            codec=codec,
+        )
+
+    def alter(self, key, shard, change):
+        name = f"v3/{key.hex()}-{shard}"
+        data = change(self.server.raw(name))
+        if data is None:
+            self.server.remove(name)
+        else:
+            self.server.put(name, data)
+
+    @contextlib.contextmanager
+    def silent(self):
+        self.server.stop()
+        try:
+            yield
+        finally:
+            self.server.go_on()
+
+
+@pytest.fixture(scope="class")
+def server(request, tmp_path_factory):
+    """One for all tests of a class."""
+    server = made(request.cls.kind, tmp_path_factory.mktemp("store") / "server")
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            server.start()
+            for name, value in server.env().items() if hasattr(server, "env") else ():
+                patch.setenv(name, value)
+            yield server
+        finally:
+            server.kill()
+
+
+class OfServer(TierConformance):
+    kind: str
+
+    @pytest.fixture
+    def store(self, server):
+        return Remote(server)
+
+
+class TestRedis(OfServer):
+    kind = "redis"
+
+
+class TestS3(OfServer):
+    kind = "s3"
