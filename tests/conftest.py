@@ -25,6 +25,10 @@ from node_harness import MIB, NodeProcess, Puppet, Wire, arenas_of, attached  # 
 
 from pdx.config import NodeConfig  # noqa: E402
 
+# Processes that tests start find tests/support, too: the fake CUDA driver is there.
+_support = str(Path(__file__).with_name("support"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_support, os.environ.get("PYTHONPATH"))))
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started us in the background; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

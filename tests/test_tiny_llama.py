@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="torch makes the weights")
 pytest.importorskip("safetensors", reason="safetensors writes them")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers writes the tokenizer")
 
-from pdx.testing.tiny_llama import make_model  # noqa: E402
+from pdx.bench.harness.tiny_llama import make_model  # noqa: E402
 
 SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "intermediate": 128}
 # In a process of its own: transformers warns about much, and warnings are errors here.

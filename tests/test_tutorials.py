@@ -24,13 +24,13 @@ from click.testing import CliRunner
 from node_harness import MIB
 
 import pdx
+from pdx.bench.harness import tiny_llama
 from pdx.cli.main import main
 from pdx.cli.ports import free_ports
 from pdx.cli.serve import engine_command
 from pdx.config import ConnectorConfig, parse
 from pdx.errors import PdxError
 from pdx.telemetry.timeline import Breakdown
-from pdx.testing import tiny_llama
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.waiting import wait_until
 from pdx.transports import registry
@@ -140,7 +140,7 @@ def test_the_model_for_cpus_is_made_by_what_the_page_says():
     ((_, _, code),) = commands("two-instances", "python -c")
     compile(code, "two-instances.md", "exec")
     assert callable(tiny_llama.make_model)
-    assert "from pdx.testing.tiny_llama import make_model" in code
+    assert "from pdx.bench.harness.tiny_llama import make_model" in code
 
 
 # ---- Python API -------------------------------------------------------------------------------

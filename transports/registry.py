@@ -21,13 +21,9 @@ _OURS = {
     "tcp": "pdx.transports.tcp:TcpRegion",
     "nixl": "pdx.transports.nixl.region:NixlRegion",
     "ucx": "pdx.transports.ucx.region:UcxRegion",
-    "inproc": "pdx.transports.inproc:InprocRegion",
 }
 # Not opened beside the other unless both are named: each brings a UCX of its own, and a process with both has crashed.
 CLASHES = {"ucx": "nixl"}
-INSIDE_ONE_PROCESS = frozenset({"inproc"})  # never between nodes
-
-
 FOR_GPUS = "cuda_ipc"  # comes first where the memory is a GPU's
 
 

@@ -126,7 +126,7 @@ def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: 
 
     own: tuple[str, ...] = ("--disable-uvicorn-access-log",)
     if model is None:
-        from pdx.testing.tiny_llama import make_model
+        from pdx.bench.harness.tiny_llama import make_model
 
         model, name = make_model(SCRATCH / "bench" / "model"), TINY
         own = (*own, "--dtype", "float32")

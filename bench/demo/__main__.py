@@ -23,7 +23,7 @@ from rich.console import Console
 from pdx.bench.demo import plain, server, workload
 from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import Request
-from pdx.bench.harness import web
+from pdx.bench.harness import tiny_llama, web
 from pdx.bench.harness.report import SCRATCH
 from pdx.cli import placement
 from pdx.cli.doctor import examine_channel
@@ -34,7 +34,6 @@ from pdx.cli.ready import knows_nodes
 from pdx.client.api import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
-from pdx.testing import tiny_llama
 from pdx.testing.waiting import came_true
 from pdx.wire.status import NodeStatus, PeerStatus
 

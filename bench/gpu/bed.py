@@ -1,7 +1,7 @@
 """What the GPU benches run on: a real GPU, or a toy that tests use where there is none.
 
-The toy is the fake CUDA driver of `pdx.testing` with the Triton interpreter: the same calls in the same order, on host
-memory. Nothing that is timed on it means anything.
+The toy is the fake CUDA driver of our tests (tests/support) with the Triton interpreter: the same calls in the same
+order, on host memory. Nothing that is timed on it means anything.
 """
 
 from __future__ import annotations
@@ -182,8 +182,7 @@ def bed(name: str) -> Iterator[Bed]:
         yield RealBed(Gpu.find("0"))
         return
     import triton  # noqa: F401  # natively: parts of it cannot be imported later when it was under the interpreter
-
-    from pdx.testing.fake_cuda import fake_cuda
+    from fake_cuda import fake_cuda
 
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"  # is read when a kernel is defined
@@ -194,7 +193,7 @@ def bed(name: str) -> Iterator[Bed]:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
-    from pdx.testing.fake_cuda_kernels import install
+    from fake_cuda_kernels import install
 
     install()
     with fake_cuda(gpus=1, nbytes=TOY_BYTES):

@@ -20,7 +20,7 @@ from pdx.cli.tables import size, table
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
 from pdx.extras import install
-from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
+from pdx.transports.registry import schemes
 
 if TYPE_CHECKING:
     from pdx.bench.channels.trial import Told
@@ -307,7 +307,7 @@ def transfer(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
-    names = dict.fromkeys(channels or (name for name in schemes() if name not in INSIDE_ONE_PROCESS))
+    names = dict.fromkeys(channels or schemes())
     run = bench.Run(list(names), chosen, out / "transfer.json", lambda scheme, message: _tell(steps, scheme, message))
     with Steps(run.steps) as steps:
         run.measure()

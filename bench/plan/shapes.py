@@ -166,7 +166,7 @@ PRESETS = {
             latent=Latent(kv_rank=512, rope_dim=64, q_rank=1536, nope_dim=128, v_dim=128),
             weight_bytes=1,
         ),
-        # pdx.testing.tiny_llama, which the benches on CPUs use.
+        # pdx.bench.harness.tiny_llama, which the benches on CPUs use.
         _preset("tiny", "8 512 8 8 128 512 320", weight_bytes=4, kv_bytes=4),
     )
 }

@@ -31,7 +31,7 @@ from pdx.client.api import Node, connect
 from pdx.cuda.gpu import why_no_gpu
 from pdx.errors import ConfigError
 from pdx.testing.waiting import wait_until
-from pdx.transports.registry import FOR_GPUS, INSIDE_ONE_PROCESS, find, schemes
+from pdx.transports.registry import FOR_GPUS, find, schemes
 from pdx.wire.messages import Admit, Ping, Release
 
 OWN, GPU = "host", "gpu"
@@ -213,7 +213,7 @@ def why_missing(name: str) -> str:
 
 def all_tiers() -> list[str]:
     """The names of all, whether they work here or not."""
-    return [OWN, GPU, *(name for name in schemes() if name not in INSIDE_ONE_PROCESS), *ELSEWHERE]
+    return [OWN, GPU, *schemes(), *ELSEWHERE]
 
 
 def title(name: str) -> str:

@@ -22,7 +22,7 @@ from pdx.cli.machine import SHM, Fact, FindingName, facts
 from pdx.cli.node import check_channels
 from pdx.cli.options import option
 from pdx.cli.tables import table
-from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
+from pdx.transports.registry import schemes
 
 REGION_BYTES = 64 << 20
 SMALL_REGION_BYTES = 4 << 20  # where /dev/shm has no room for more
@@ -80,7 +80,7 @@ def examine(channels: Sequence[str], timeout_s: float, console: Console) -> Repo
 
     :raises ConfigError: nobody provides a channel of that name.
     """
-    known = [scheme for scheme in schemes() if scheme not in INSIDE_ONE_PROCESS]
+    known = schemes()
     check_channels(channels)
     nbytes = _region_bytes()
     found = []

@@ -24,7 +24,7 @@ from pdx.client.connection import Connection
 from pdx.config import NodeConfig, NodeOptions, default_node, default_proxy, parse, socket_path
 from pdx.errors import ChannelUnavailable, ConfigError, NodeError, NodeUnavailable
 from pdx.transports.channel import Availability
-from pdx.transports.registry import INSIDE_ONE_PROCESS, find, schemes
+from pdx.transports.registry import find, schemes
 from pdx.wire.messages import VERSION, Hello, Status
 from pdx.wire.status import AttachedStatus, NodeStatus
 
@@ -119,7 +119,7 @@ def node(
 
 def check_channels(channels: Sequence[str]) -> None:
     """:raises ConfigError: a channel that nobody provides, or that never leads to another node."""
-    known = [scheme for scheme in schemes() if scheme not in INSIDE_ONE_PROCESS]
+    known = schemes()
     for channel in channels:
         if channel not in known:
             raise ConfigError(f"no channel between nodes is named {channel!r}; there are {', '.join(known)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from fake_cuda import fake_cuda
 
 from pdx.cli import doctor as doctor_module
 from pdx.cli import gpus
@@ -28,7 +29,6 @@ from pdx.cli.machine import (
     ucx_transports,
 )
 from pdx.cli.main import main
-from pdx.testing.fake_cuda import fake_cuda
 
 PLUGIN = Path(__file__).parent / "plugin"
 
@@ -127,7 +127,7 @@ def command(pid: str) -> str:
 
 @pytest.mark.usefixtures("strange")
 def test_what_cannot_work_here_matters_only_where_it_was_asked_for(monkeypatch):
-    monkeypatch.setattr(doctor_module, "schemes", lambda: ["absent", "copying", "inproc"])
+    monkeypatch.setattr(doctor_module, "schemes", lambda: ["absent", "copying"])
     status, report = examine()
     assert status == 0
     assert [each.scheme for each in report.channels] == ["absent", "copying"]
@@ -155,7 +155,6 @@ def test_unknown_channels_are_named():
     result = CliRunner().invoke(main, ["doctor", "--channel", "pigeon"])
     assert result.exit_code == 1
     assert "no channel between nodes is named 'pigeon'; there are shm, cuda_ipc, tcp" in result.output
-    assert "inproc" not in result.output
 
 
 @pytest.mark.usefixtures("strange")

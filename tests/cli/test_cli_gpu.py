@@ -11,6 +11,7 @@ import sys
 import msgspec
 import pytest
 from click.testing import CliRunner
+from fake_cuda import fake_cuda
 from gpu_harness import GpuNode, on_fake, uuid
 from node_harness import MIB
 from rich.console import Console
@@ -20,7 +21,6 @@ from pdx.cli.machine import Fact
 from pdx.cli.main import main
 from pdx.cli.tables import view
 from pdx.config import NodeConfig
-from pdx.testing.fake_cuda import fake_cuda
 from pdx.wire.status import NodeStatus
 
 

@@ -57,7 +57,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    from pdx.testing.tiny_llama import make_model
+    from pdx.bench.harness.tiny_llama import make_model
 
     make_model(tmp_path / "model", layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32)
     return tmp_path / "model"
@@ -81,7 +81,7 @@ def test_identity_is_that_of_the_weights_not_of_the_place(folder: Path, tmp_path
 
 
 def test_identity_changes_with_the_weights(folder: Path, tmp_path: Path) -> None:
-    from pdx.testing.tiny_llama import make_model
+    from pdx.bench.harness.tiny_llama import make_model
 
     make_model(tmp_path / "tuned", layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32, seed=1)
     assert model_identity(model_of(folder), "auto") != model_identity(model_of(tmp_path / "tuned"), "auto")

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from fake_cuda import FakeCuda, fake_cuda
 from gpu_process import GpuProcess
 
 from pdx.cuda import memory
-from pdx.testing.fake_cuda import FakeCuda, fake_cuda
 
 
 @pytest.fixture

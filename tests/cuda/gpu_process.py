@@ -12,12 +12,12 @@ import sys
 from typing import Any
 
 import msgspec
+from fake_cuda import fake_cuda
 
 from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import PdxError
-from pdx.testing.fake_cuda import fake_cuda
 
 
 class GpuProcess:

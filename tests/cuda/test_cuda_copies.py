@@ -8,6 +8,7 @@ import os
 import threading
 
 import pytest
+from fake_cuda import fake_cuda
 
 from pdx.cuda import copies
 from pdx.cuda.copies import CopyStream, queue_copies
@@ -16,7 +17,6 @@ from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory
 from pdx.cuda.page_lock import PIECE_BYTES
 from pdx.errors import GpuError
-from pdx.testing.fake_cuda import fake_cuda
 
 MIB = 1 << 20
 

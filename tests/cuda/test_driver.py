@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as bindings
+from fake_cuda import fake_cuda
 
 from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu, all_gpus, numa_node, why_no_gpu
 from pdx.errors import GpuError, GpuMemoryFull, GpuUnavailable
-from pdx.testing.fake_cuda import fake_cuda
 
 SOURCES = sorted((Path(driver.__file__).parent).glob("*.py"))
 # Newer bindings have it under the plain name; `gpu` asks which.

@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+from fake_cuda import fake_cuda
+from fake_cuda_calls import SPOIL_CAPTURES
 
 from pdx.cuda import driver
 from pdx.cuda.copies import CopyStream
@@ -17,8 +19,6 @@ from pdx.cuda.driver import call
 from pdx.cuda.gpu import Gpu, beside_captures
 from pdx.cuda.memory import DeviceMemory, _properties
 from pdx.errors import GpuError, GpuMemoryFull
-from pdx.testing.fake_cuda import fake_cuda
-from pdx.testing.fake_cuda_calls import SPOIL_CAPTURES
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_functions_that_it_does_not_have(fake):
 
 
 def run(*args):
-    command = [sys.executable, "-m", "pdx.testing.fake_cuda", *args]
+    command = [sys.executable, "-m", "fake_cuda", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
 
@@ -121,7 +121,7 @@ def test_a_module_runs_with_it(tmp_path, monkeypatch):
         "try: call('cuMemGetInfo')\n"
         "except GpuError as error: print(error.code)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     settings = ("--gpus", "3", "--no-vmm", "--driver-version", "13000", "--fail", "cuMemGetInfo:0:OUT_OF_MEMORY")
     done = run(*settings, "-m", "looks", "--its", "own")
     assert done.stdout.splitlines() == ["['--its', 'own'] 3 False 13000", "CUDA_ERROR_OUT_OF_MEMORY"], done.stderr
@@ -136,7 +136,7 @@ def test_the_cpu_cannot_look_at_device_memory():
         "import ctypes\n"
         "from pdx.cuda.gpu import Gpu\n"
         "from pdx.cuda.memory import DeviceMemory\n"
-        "from pdx.testing.fake_cuda import fake_cuda\n"
+        "from fake_cuda import fake_cuda\n"
         "with fake_cuda() as fake, DeviceMemory.create(Gpu.find('0'), 1 << 20, {kind!r}) as memory:\n"
         "    print(ctypes.string_at(fake.memory.look(memory.address, 1), 1) != b'', flush=True)\n"
         "    ctypes.string_at(memory.address, 1)\n"

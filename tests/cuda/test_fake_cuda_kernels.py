@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
+from fake_cuda import fake_cuda  # noqa: E402
+from fake_cuda_kernels import install  # noqa: E402
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
 from pdx.cuda import driver  # noqa: E402
@@ -18,8 +20,6 @@ from pdx.cuda.driver import call  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.memory import DeviceMemory  # noqa: E402
 from pdx.errors import GpuError  # noqa: E402
-from pdx.testing.fake_cuda import fake_cuda  # noqa: E402
-from pdx.testing.fake_cuda_kernels import install  # noqa: E402
 
 NBYTES = 2 << 20
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from fake_cuda import fake_cuda
 
 from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import GpuError, GpuHandleDead, GpuMemoryFull, GpuUnavailable
-from pdx.testing.fake_cuda import fake_cuda
 
 MIB = 1 << 20
 RELEASES = {"cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuMemFree", "cuIpcCloseMemHandle"}

@@ -8,11 +8,11 @@ import threading
 import weakref
 
 import pytest
+from fake_cuda import fake_cuda
 
 from pdx.cuda.driver import call
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.page_lock import PIECE_BYTES, PageLock
-from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 
 MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP

@@ -6,9 +6,9 @@ import sys
 import pytest
 from cli_process import status_of
 
+from pdx.bench.harness.tiny_llama import make_model
 from pdx.bench.reuse import records
 from pdx.bench.reuse.records import BURST, FIRST
-from pdx.testing.tiny_llama import make_model
 
 pytestmark = pytest.mark.engine
 

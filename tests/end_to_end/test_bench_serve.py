@@ -12,8 +12,8 @@ import pytest
 from engine_process import Server
 from pair import ENGINE_ENV, ENGINE_FLAGS
 
+from pdx.bench.harness.tiny_llama import make_model
 from pdx.cli.ports import free_ports
-from pdx.testing.tiny_llama import make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]

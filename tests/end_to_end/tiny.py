@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdx.testing.tiny_llama import make_model
+from pdx.bench.harness.tiny_llama import make_model
 
 
 def make_tiny(folder: Path, seed: int, window: int = 0) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_cuda import FakeCuda, fake_cuda
 from lagging_streams import interpreted
 from node_harness import NodeProcess
 from stream_bed import Bed
@@ -15,7 +16,6 @@ from pdx.client.connection import Connection
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
 from pdx.engine import gpu_copier
-from pdx.testing.fake_cuda import FakeCuda, fake_cuda
 from pdx.wire.messages import Ping
 
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 import triton  # noqa: F401  natively: imported under TRITON_INTERPRET, parts of it could not be imported later
+from fake_cuda_calls import Refused
+from fake_cuda_kernels import install
 
 import pdx
 from pdx.cuda import driver
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
 from pdx.engine.streams import Streams
-from pdx.testing.fake_cuda_calls import Refused
-from pdx.testing.fake_cuda_kernels import install
 
 DEADLINE_S = 20.0
 

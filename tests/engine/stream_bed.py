@@ -25,7 +25,7 @@ class FakeGpuNode(NodeProcess):
         self.address = config.address
         path = socket_path(config.address)
         private_folder(path.parent)
-        program = [sys.executable, "-P", "-m", "pdx.testing.fake_cuda", *flags, "-m", "pdx.node"]
+        program = [sys.executable, "-P", "-m", "fake_cuda", *flags, "-m", "pdx.node"]
         with open(f"{path}.log", "ab") as log:
             self.process = subprocess.Popen(
                 [*program, msgspec.json.encode(config).decode()], stdin=subprocess.DEVNULL, stdout=log, stderr=log

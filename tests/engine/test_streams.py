@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from fake_cuda import FakeCuda
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 
@@ -16,7 +17,6 @@ from pdx.cuda.memory import num_mapped
 from pdx.engine import gpu_copier, step_save, store_lookup
 from pdx.engine.request import SlotGrant
 from pdx.memory.arena import Arena
-from pdx.testing.fake_cuda import FakeCuda
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill, Mark
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from lagging_streams import LaggingStreams
 from node_harness import MIB
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
@@ -22,7 +23,6 @@ from pdx.engine import gpu_copier
 from pdx.engine.gpu_copier import MappedArena
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import LayoutError
-from pdx.testing.fake_cuda import FakeCuda
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill
 

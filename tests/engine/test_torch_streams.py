@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from fake_cuda import fake_cuda
 
 from pdx.engine.streams import Streams
-from pdx.testing.fake_cuda import fake_cuda
 
 
 def test_the_gpu_is_the_one_of_torchs_number() -> None:

@@ -68,7 +68,7 @@ def libraries_are_loaded() -> None:
 def gpu() -> Iterator[Gpu]:
     """The first GPU. Whatever is mapped on it is unmapped by the test."""
     if IS_FAKE:
-        from pdx.testing.fake_cuda import fake_cuda
+        from fake_cuda import fake_cuda
 
         around: Any = fake_cuda(gpus=2, nbytes=FAKE_BYTES)
     else:

@@ -133,7 +133,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(socket.socket(fileno=int(sys.argv[1])))
         if fake_nbytes:
-            from pdx.testing.fake_cuda import fake_cuda
+            from fake_cuda import fake_cuda
 
             stack.enter_context(fake_cuda(nbytes=fake_nbytes))
         serve(sock)

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fake_cuda import fake_cuda
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry import trace
 from pdx.telemetry.env import Env
-from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints
 

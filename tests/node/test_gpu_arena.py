@@ -6,6 +6,7 @@ import stat
 import threading
 
 import pytest
+from fake_cuda import fake_cuda
 from gpu_harness import GRANULE
 
 from pdx.cuda import arena as arena_module
@@ -16,7 +17,6 @@ from pdx.cuda.memory import DeviceMemory, num_mapped
 from pdx.errors import ArenaTooSmall, GpuError, GpuUnavailable, LayoutError, NodeUnavailable, ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
-from pdx.testing.fake_cuda import fake_cuda
 
 NBYTES = 16 * GRANULE_BYTES
 SLOT = Slot(3 * GRANULE_BYTES, 100, 7)

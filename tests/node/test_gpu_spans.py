@@ -5,6 +5,7 @@ import gc
 import threading
 
 import pytest
+from fake_cuda import fake_cuda
 
 from pdx.cuda import arena as arena_module
 from pdx.cuda.arena import GpuArena
@@ -14,7 +15,6 @@ from pdx.cuda.gpu import Gpu, keeping_context
 from pdx.cuda.memory import num_mapped
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
-from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 
 SLOT = Slot(0, GRANULE_BYTES, 7)

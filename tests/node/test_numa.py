@@ -6,10 +6,10 @@ import os
 import threading
 
 import pytest
+from fake_cuda import fake_cuda
 
 from pdx.errors import ConfigError
 from pdx.node import numa
-from pdx.testing.fake_cuda import fake_cuda
 
 
 @pytest.fixture

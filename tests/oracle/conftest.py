@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from node_harness import NodeProcess
 
-from pdx.testing.tiny_llama import make_model
+from pdx.bench.harness.tiny_llama import make_model
 
 if TYPE_CHECKING:
     from oracle_bed import OracleBed

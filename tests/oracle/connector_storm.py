@@ -32,8 +32,8 @@ from exact_model import Picture
 from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
 
+from pdx.bench.harness.tiny_llama import make_model
 from pdx.config import NodeConfig
-from pdx.testing.tiny_llama import make_model
 from pdx.testing.waiting import wait_until
 
 DOCUMENTS = (90, 200, 330, 500, 700)  # tokens of the beginnings that prompts share

@@ -18,8 +18,8 @@ from typing import Any
 from exact_engine import BLOCK, Engine, Shape, tokens
 from node_harness import NodeProcess
 
+from pdx.bench.harness.tiny_llama import make_model
 from pdx.config import NodeConfig
-from pdx.testing.tiny_llama import make_model
 
 tell = partial(print, flush=True)
 STEP_S = 0.03

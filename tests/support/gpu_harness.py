@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from fake_cuda import fake_cuda
 from node_harness import NodeProcess, Puppet, arenas_of
 from peers_harness import Cluster
 
 from pdx.config import NodeConfig, private_folder, socket_path
 from pdx.cuda.gpu import Gpu
-from pdx.testing.fake_cuda import fake_cuda
 
 GRANULE = 2 << 20  # of device memory
 _PUPPET = Path(__file__).with_name("gpu_puppet.py")
 
 
 def on_fake(*command: str, flags: tuple[str, ...] = ()) -> list[str]:
-    """The command line of a process of ours that has the fake driver; `flags`: see `pdx.testing.fake_cuda`."""
-    return [sys.executable, "-P", "-m", "pdx.testing.fake_cuda", *flags, *command]
+    """The command line of a process of ours that has the fake driver; `flags`: see `fake_cuda`."""
+    return [sys.executable, "-P", "-m", "fake_cuda", *flags, *command]
 
 
 def uuid(ordinal: int = 0) -> str:

@@ -5,12 +5,13 @@ import ctypes
 import json
 import sys
 
+from fake_cuda import fake_cuda
+
 import pdx
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import fetch_handle
 from pdx.cuda.memory import num_mapped
 from pdx.memory.slot import Slot
-from pdx.testing.fake_cuda import fake_cuda
 
 
 class Puppet:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from pdx.testing.fake_cuda import FakeCuda, fake_cuda
+from fake_cuda import FakeCuda, fake_cuda
 
 LAG_S = 0.0002  # streams lag a little only: the suite copies a lot
 

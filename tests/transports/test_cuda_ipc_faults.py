@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 import msgspec
 import pytest
 from cuda_world import LAG_S, one_gpu, strangers
+from fake_cuda import FakeCuda, fake_cuda
 
 from pdx.cli import loopback
 from pdx.cuda.gpu import Gpu
@@ -24,7 +25,6 @@ from pdx.security.unix_peer import Credentials
 from pdx.telemetry.host import process_stat
 from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
 from pdx.testing.channel_stage import MIB, Peer, Stage
-from pdx.testing.fake_cuda import FakeCuda, fake_cuda
 from pdx.testing.waiting import wait_until
 from pdx.transports import local
 from pdx.transports.channel import GpuMemory, Memory, Piece, RemoteRegion
@@ -113,7 +113,7 @@ def test_another_user_gets_no_handle(fake, monkeypatch):
         assert fake.calls["cuMemExportToShareableHandle"] == 0
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "shm", "inproc"])
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
 def test_channels_of_host_memory_refuse_memory_of_a_gpu(fake, scheme):
     with closing(GpuBlock(MIB)) as block:
         with pytest.raises(ChannelUnavailable, match=f"{scheme} moves host memory.*cuda_ipc"):
@@ -131,7 +131,7 @@ def test_it_comes_first_where_memory_is_a_gpus():
 
 
 def test_the_loopback_of_the_command_line_moves_memory_of_a_gpu(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(loopback, "_PROGRAM", ("pdx.testing.fake_cuda", "-m", "pdx.cli.loopback"))
+    monkeypatch.setattr(loopback, "_PROGRAM", ("fake_cuda", "-m", "pdx.cli.loopback"))
     trial = loopback.measure("cuda_ipc", tmp_path, 4 * MIB)
     assert (trial.state, trial.why) == ("ok", "")
     assert not list(tmp_path.iterdir())  # no file stood in for it
@@ -399,7 +399,7 @@ def test_memory_that_is_never_handed_over_or_is_too_long(fake):
 
 _EXPORTER = """
 import sys, msgspec
-from pdx.testing.fake_cuda import fake_cuda
+from fake_cuda import fake_cuda
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory
 with fake_cuda():

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 from cuda_world import two_gpus
+from fake_cuda import FakeCuda
 
 from pdx.cuda import driver
 from pdx.errors import ChannelUnavailable
 from pdx.testing.channel_memory import GpuBlock, HostFile, SecondGpuBlock
 from pdx.testing.channel_stage import MIB
-from pdx.testing.fake_cuda import FakeCuda
 from pdx.transports.channel import Memory, Piece
 from pdx.transports.nixl import agent as nixl_agent
 from pdx.transports.nixl.agent import NixlAgent, Place

@@ -1,7 +1,8 @@
 """The reference backend passes the suite."""
 
+from inproc import InprocRegion
+
 from pdx.testing.channel_conformance import ChannelConformance
-from pdx.transports.inproc import InprocRegion
 
 
 class TestInproc(ChannelConformance):

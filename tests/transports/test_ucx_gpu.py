@@ -7,12 +7,12 @@ from contextlib import closing
 
 import pytest
 from cuda_world import two_gpus
+from fake_cuda import FakeCuda
 
 from pdx.cuda.memory import DeviceSpan
 from pdx.errors import ChannelUnavailable
 from pdx.testing.channel_memory import GpuBlock, HostFile
 from pdx.testing.channel_stage import MIB
-from pdx.testing.fake_cuda import FakeCuda
 from pdx.transports.ucx import engine as ucx_engine
 from pdx.transports.ucx.region import UcxRegion
 

@@ -16,7 +16,7 @@ from pdx.errors import PdxError
 from pdx.memory.arena import Arena
 from pdx.telemetry.mailbox import Mailbox
 from pdx.transports.channel import GpuMemory, Listener, Memory, Region
-from pdx.transports.registry import CLASHES, INSIDE_ONE_PROCESS, find, schemes
+from pdx.transports.registry import CLASHES, find, schemes
 
 log = logging.getLogger("pdx.node")
 
@@ -61,8 +61,7 @@ class Regions:
     @property
     def candidates(self) -> list[str]:
         """Those that may work here, in the order they were asked for."""
-        known = schemes(on_gpu=bool(self._arena.gpu))
-        return self._channels or [name for name in known if name not in INSIDE_ONE_PROCESS]
+        return self._channels or schemes(on_gpu=bool(self._arena.gpu))
 
     def when_open(self, call: Callable[[], None]) -> None:
         """Call this on the control loop as soon as the regions are open, which the first caller sets off."""

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from pdx.bench.harness.prompts import Prompts, model_facts
+from pdx.bench.harness.tiny_llama import make_model
 from pdx.cli.serve import flag
 from pdx.errors import ConfigError
-from pdx.testing.tiny_llama import make_model
 
 LLAMA = {
     "num_hidden_layers": 32,

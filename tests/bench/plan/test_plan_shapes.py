@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdx.bench.harness.tiny_llama import make_model
 from pdx.bench.plan.shapes import PRESETS, find_model, shapes_of
 from pdx.errors import ConfigError
-from pdx.testing.tiny_llama import make_model
 
 LLAMA = {
     "num_hidden_layers": 32,

@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 from serve_standin import Conduct, StandIn
 
+from pdx.bench.harness.tiny_llama import make_model
 from pdx.bench.serve import client as serve_client
 from pdx.bench.serve.goodput import Slo
 from pdx.bench.serve.report import DETAILS, Report, vllm_command
 from pdx.bench.serve.run import Answer, Block, Settings, Tally
 from pdx.bench.serve.workloads import Workload, make_shape
 from pdx.cli.main import main
-from pdx.testing.tiny_llama import make_model
 
 pytest.importorskip("torch")
 if serve_client.find_spec("vllm") is None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+from inproc import InprocListener, InprocRegion
 from node_harness import MIB
 from peers_harness import pattern, put, read
 
@@ -15,7 +16,6 @@ from pdx.config import NodeConfig
 from pdx.node.daemon import Daemon
 from pdx.testing.waiting import wait_until
 from pdx.transports import registry
-from pdx.transports.inproc import InprocListener, InprocRegion
 
 WRONG = set()  # numbers of the writes that change a byte
 COUNT = iter(())

@@ -4,6 +4,8 @@ import threading
 from collections import Counter
 
 import pytest
+from fake_cuda import fake_cuda
+from inproc import InprocRegion
 from push_stage import MIB
 
 from pdx.cuda.arena import GpuArena
@@ -12,11 +14,9 @@ from pdx.errors import ChannelUnavailable
 from pdx.memory.arena import Arena
 from pdx.node.peers.regions import Regions
 from pdx.telemetry.mailbox import Mailbox
-from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 from pdx.transports import registry
 from pdx.transports.channel import Piece
-from pdx.transports.inproc import InprocRegion
 
 OPENING = threading.Event()
 GO_ON = threading.Event()
@@ -68,6 +68,7 @@ def schemes(monkeypatch):
         event.clear()
     CLOSED.clear()
     for name, kind in {
+        "inproc": "InprocRegion",
         "slow": "SlowRegion",
         "deaf": "DeafRegion",
         "broken": "BrokenRegion",
@@ -124,9 +125,8 @@ def test_closed_while_they_are_being_opened_nothing_is_begun_with_them(open_regi
     assert regions.regions == regions.listeners == {}
 
 
-def test_all_candidates_but_those_for_one_process(open_regions):
+def test_all_are_candidates(open_regions):
     assert {"shm", "tcp"} <= set(open_regions().candidates)
-    assert "inproc" not in open_regions().candidates
 
 
 def test_an_arena_on_a_gpu_is_registered_as_device_memory_and_only_where_that_works(tmp_path, caplog):

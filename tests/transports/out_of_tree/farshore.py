@@ -1,8 +1,7 @@
 """What a third party would write: a channel of its own in a distribution of its own, here around `inproc`."""
 
 import msgspec
-
-from pdx.transports.inproc import InprocListener, InprocRegion
+from inproc import InprocListener, InprocRegion
 
 
 class FarshoreListener(InprocListener):

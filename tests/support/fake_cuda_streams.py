@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pdx.testing.fake_cuda_calls import DeviceCalls, Refused
-from pdx.testing.fake_cuda_host import HostMemory
-from pdx.testing.fake_cuda_memory import FakeMemory, Range
+from fake_cuda_calls import DeviceCalls, Refused
+from fake_cuda_host import HostMemory
+from fake_cuda_memory import FakeMemory, Range
 
 
 class FakeStream:

@@ -1,13 +1,13 @@
 """A named fake of the CUDA driver, for machines without a GPU: what PDX does up to the driver's calls runs for real.
 
     with fake_cuda(gpus=2) as fake:                     # in this process: pdx.cuda uses it
-    python -m pdx.testing.fake_cuda --gpus 2 node …     # `pdx node …` with it (or `-m MODULE …`)
+    python -m fake_cuda --gpus 2 node …                 # `pdx node …` with it (or `-m MODULE …`)
 
 It takes and returns the structs and enums of `cuda.bindings.driver`. Device memory is a memfd, an exported descriptor
 is a real one, so processes with a fake each share memory as processes with a GPU do. Streams are threads that lag. It
 is strict where a driver may be lax: a call without a current context, a copy over two registrations of host memory and
 a mapping without access are refused. The CPU cannot look at its device memory; kernels under Triton's interpreter can
-(`pdx.testing.fake_cuda_kernels`), as far as a GPU could. It shows nothing about speed, nor about kernels that run at
+(`fake_cuda_kernels`), as far as a GPU could. It shows nothing about speed, nor about kernels that run at
 the same time.
 """
 
@@ -23,11 +23,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fake_cuda_calls import DeviceCalls, Refused
+from fake_cuda_host import HostMemory
+from fake_cuda_memory import FakeMemory
+from fake_cuda_streams import StreamCalls
+
 from pdx.cuda import driver, gpu
-from pdx.testing.fake_cuda_calls import DeviceCalls, Refused
-from pdx.testing.fake_cuda_host import HostMemory
-from pdx.testing.fake_cuda_memory import FakeMemory
-from pdx.testing.fake_cuda_streams import StreamCalls
 
 
 class FakeCuda:
@@ -211,7 +212,7 @@ def fake_cuda(**settings: Any) -> Iterator[FakeCuda]:
 
 def main() -> None:
     """Run `pdx …`, or with `-m` a module, in a process that has the fake driver."""
-    parser = argparse.ArgumentParser(prog="python -m pdx.testing.fake_cuda", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fake_cuda", description=main.__doc__)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--nbytes", type=int, default=1 << 30, help="memory of each GPU, as this process sees it")
     parser.add_argument("--no-vmm", dest="vmm", action="store_false")
@@ -236,6 +237,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # As itself, not as __main__: tests and what they run must share one copy of this module.
-    from pdx.testing.fake_cuda import main as run
+    from fake_cuda import main as run
 
     run()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdx.testing.fake_cuda_calls import DeviceCalls, Refused
+from fake_cuda_calls import DeviceCalls, Refused
 
 GRANULARITY = 2 << 20
 _HOST_VARIABLE = "PDX_FAKE_GPU_HOST"  # which processes have their GPUs in common: a name, inherited by children

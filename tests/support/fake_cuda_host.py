@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdx.testing.fake_cuda_calls import DeviceCalls, Refused
+from fake_cuda_calls import DeviceCalls, Refused
 
 
 class Mapping(NamedTuple):

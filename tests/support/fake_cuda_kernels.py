@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy
+from fake_cuda import FakeCuda
+from fake_cuda_host import mappings
 from triton.runtime import interpreter
 
 from pdx.cuda import driver
-from pdx.testing.fake_cuda import FakeCuda
-from pdx.testing.fake_cuda_host import mappings
 
 _Addresses = Any  # numpy.ndarray of uint64
 _seen = threading.local()  # `private`: where this process's own memory was when it was last looked up
