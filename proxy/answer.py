@@ -6,10 +6,10 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Raw
 
 from pdx.errors import ProtocolError, Refusal
 from pdx.proxy import sse
@@ -63,15 +63,6 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
         return self.choices[0]
 
 
-class FirstToken(msgspec.Struct, frozen=True):
-    """The prefill leg's token, where it is fit to be shown to the client on its own."""
-
-    prompt: Raw  # a list of ids
-    prompt_tokens: int
-    token: int
-    text: str
-
-
 _DATA, _CHOICES = b"data: ", b',"choices":['
 _HEAD = frozenset(("id", "object", "created", "model"))
 _SPECIAL = re.compile(rb'"(?:usage|metrics)"|\r|\n.')  # fields to be changed; an event of several lines
@@ -99,24 +90,20 @@ def is_final(answer: PrefillAnswer, limit: int | None) -> bool:
     return answer.choice.finish_reason == "stop" or (limit == 1 and answer.choice.finish_reason == "length")
 
 
-def first_token(answer: PrefillAnswer) -> FirstToken | None:
-    """The token to forward; None: it cannot be shown on its own, the decode engine must sample it.
+def is_forwardable(answer: PrefillAnswer) -> bool:
+    """Whether its token can be shown to the client on its own; else the decode engine must sample it.
 
     An empty text or one that ends in U+FFFD is the beginning of a character whose other bytes are in the next
     tokens; the decode engine's detokenizer would not join them to a byte it takes for prompt.
     """
     choice = answer.choice
-    if token_count(choice.prompt_token_ids) != answer.usage.prompt_tokens:
-        return None
-    if choice.token_ids is None or len(choice.token_ids) != 1 or choice.finish_reason != "length":
-        return None
-    if not choice.text or choice.text.endswith("\ufffd"):
-        return None
-    return FirstToken(
-        prompt=choice.prompt_token_ids,
-        prompt_tokens=answer.usage.prompt_tokens,
-        token=choice.token_ids[0],
-        text=choice.text,
+    return (
+        token_count(choice.prompt_token_ids) == answer.usage.prompt_tokens
+        and choice.token_ids is not None
+        and len(choice.token_ids) == 1
+        and choice.finish_reason == "length"
+        and bool(choice.text)
+        and not (choice.text or "").endswith("\ufffd")
     )
 
 
@@ -148,14 +135,14 @@ def with_cached(raw: bytes, counts: Mapping[str, int]) -> bytes:
     return msgspec.json.encode({**parts, "usage": usage})
 
 
-def merged_answer(prefill: PrefillAnswer, text: str, raw: bytes) -> bytes:
-    """The decode leg's answer as the client's, with the first token's `text` in front.
+def merged_answer(prefill: PrefillAnswer, raw: bytes) -> bytes:
+    """The decode leg's answer as the client's, with the prefill leg's text in front.
 
     :raises ProtocolError: it is not a completion.
     """
     try:
         answer = json.loads(raw)
-        answer["choices"][0]["text"] = text + answer["choices"][0]["text"]
+        answer["choices"][0]["text"] = (prefill.choice.text or "") + answer["choices"][0]["text"]
         _correct_usage(answer["usage"], prefill, details=prefill.usage.prompt_tokens_details)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ProtocolError(f"a decode answer of {len(raw)} bytes is not a completion") from error
@@ -199,47 +186,6 @@ def final_events(prefill: PrefillAnswer, *, options: dict[str, Any]) -> bytes:
     return sse.event(_encode(chunk)) + sse.DONE
 
 
-class Continued:
-    """Events of the decode leg's stream as the client's: one id throughout, usage of both legs.
-
-    Nearly all events of a stream begin with the same bytes, up to their choices. Those are replaced, and the event is
-    not read any further.
-    """
-
-    def __init__(self, prefill: PrefillAnswer) -> None:
-        self._prefill = prefill
-        self._head = _encode(_chunk(prefill))[:-1]
-        self._their_head = b""  # as far as it is known: "data: ", and JSON without its end
-
-    def event(self, event: bytes) -> bytes:
-        """One event."""
-        if self._their_head and event.startswith(self._their_head) and not _SPECIAL.search(event):
-            return b"data: " + self._head + event[len(self._their_head) :]
-        data = sse.data(event)
-        if data is None or sse.is_done(event):
-            return event
-        try:
-            chunk = json.loads(data)
-        except ValueError:
-            return event
-        if not isinstance(chunk, dict) or "choices" not in chunk:
-            return event  # an error, in its own shape
-        self._learn(event)
-        prefill = self._prefill
-        chunk.update(_chunk(prefill) | {"choices": chunk["choices"]})
-        chunk.pop("metrics", None)
-        if isinstance(chunk.get("usage"), dict):
-            details = None if chunk["choices"] else _known(prefill.usage.prompt_tokens_details)
-            _correct_usage(chunk["usage"], prefill, details=details)
-        return sse.event(_encode(chunk))
-
-    def _learn(self, event: bytes) -> None:
-        head, choices, _ = event.partition(_CHOICES)
-        with contextlib.suppress(ValueError):
-            if choices and head.startswith(_DATA) and json.loads(head[len(_DATA) :] + b"}").keys() == _HEAD:
-                self._their_head = head
-
-
 def _chunk(prefill: PrefillAnswer) -> dict[str, Any]:
     return {
         "id": prefill.id,
@@ -277,14 +223,6 @@ _CACHED = b'"cached_tokens"'
 _HAS_CHOICES = re.compile(rb'"choices"\s*:')
 
 
-class _Error(msgspec.Struct):
-    code: Annotated[int, Meta(ge=100, le=599)]
-
-
-class _Failure(msgspec.Struct):
-    error: _Error
-
-
 class AsItIs:
     """The engine's answer is the client's, byte for byte, but for how much of the prompt was cached, and put into the
     cache: to a decode engine all that arrives is cached, and it computes nothing.
@@ -320,12 +258,17 @@ class AsItIs:
 
 
 class Continuation:
-    """The engine goes on after the prefill leg's token; to the client the two are one answer."""
+    """The engine goes on after the prefill leg's token; to the client the two are one answer: one id throughout, usage
+    of both legs.
 
-    def __init__(self, prefill: PrefillAnswer, first: FirstToken) -> None:
+    Nearly all events of a stream begin with the same bytes, up to their choices. Those are replaced, and the event is
+    not read any further.
+    """
+
+    def __init__(self, prefill: PrefillAnswer) -> None:
         self._prefill = prefill
-        self._first = first
-        self._continued = Continued(prefill)
+        self._head = _encode(_chunk(prefill))[:-1]
+        self._their_head = b""  # as far as it is known: "data: ", and JSON without its end
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine refused, or went away before the end."""
@@ -340,7 +283,7 @@ class Continuation:
             raw = await answer.read()
             exchange.mark(Event.DECODE_FIRST, answer.engine)
             try:
-                merged = merged_answer(self._prefill, self._first.text, raw)
+                merged = merged_answer(self._prefill, raw)
             except ProtocolError as error:
                 raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
             exchange.first_token(answer.engine, streams=False)
@@ -349,7 +292,35 @@ class Continuation:
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
         """Of the client's stream."""
-        yield b"".join(map(self._continued.event, events))
+        yield b"".join(map(self.event, events))
+
+    def event(self, event: bytes) -> bytes:
+        """One event."""
+        if self._their_head and event.startswith(self._their_head) and not _SPECIAL.search(event):
+            return b"data: " + self._head + event[len(self._their_head) :]
+        data = sse.data(event)
+        if data is None or sse.is_done(event):
+            return event
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            return event
+        if not isinstance(chunk, dict) or "choices" not in chunk:
+            return event  # an error, in its own shape
+        self._learn(event)
+        prefill = self._prefill
+        chunk.update(_chunk(prefill) | {"choices": chunk["choices"]})
+        chunk.pop("metrics", None)
+        if isinstance(chunk.get("usage"), dict):
+            details = None if chunk["choices"] else _known(prefill.usage.prompt_tokens_details)
+            _correct_usage(chunk["usage"], prefill, details=details)
+        return sse.event(_encode(chunk))
+
+    def _learn(self, event: bytes) -> None:
+        head, choices, _ = event.partition(_CHOICES)
+        with contextlib.suppress(ValueError):
+            if choices and head.startswith(_DATA) and json.loads(head[len(_DATA) :] + b"}").keys() == _HEAD:
+                self._their_head = head
 
 
 async def _relay_whole(exchange: Exchange, answer: Answer, shape: AsItIs) -> None:
@@ -395,10 +366,10 @@ def _check_first(answer: Answer, event: bytes) -> None:
     if found is None or not found.startswith(b'{"error"'):
         return
     try:
-        code = msgspec.json.decode(found, type=_Failure).error.code
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        code = json.loads(found)["error"]["code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return
-    if code >= 500:
+    if isinstance(code, int) and 500 <= code <= 599:
         said = Refusal(code, found, "application/json", answer.headers)
         raise failed(Reason.STATUS_5XX, answer.engine, f"an error {code} in place of a first event", answer=said)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -22,7 +20,7 @@ from pdx.proxy.body import Intake, parsing
 from pdx.proxy.cache.service import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig
-from pdx.proxy.control import Control
+from pdx.proxy.control import Control, FromNode
 from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import Drain, Exchange
 from pdx.proxy.following import Following
@@ -30,42 +28,43 @@ from pdx.proxy.health import Health
 from pdx.proxy.leg import Legs, engine_socket, engine_tls
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.plan import Body, Mode, Plan, Route, model_of, planning, strip_control
-from pdx.proxy.probe import Models, Probes
+from pdx.proxy.probe import Probes
 from pdx.proxy.relay import Relay, new_transfer
-from pdx.proxy.reply import TRANSFER_HEADER, Handler, Origins, Reply, error_response, http_error, redirect_slashes
-from pdx.proxy.roll import Roll
+from pdx.proxy.reply import (
+    TRANSFER_HEADER,
+    Handler,
+    Reply,
+    allow_origins,
+    error_response,
+    http_error,
+    redirect_slashes,
+)
 from pdx.proxy.router import serving
 from pdx.proxy.server import Server, endpoint, when_signalled
-from pdx.proxy.telling import Telling
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.proxy.turns import in_turns
 from pdx.proxy.why import HEADER, Explainer
 from pdx.security import descriptors
 from pdx.telemetry.clock import WakingClock
-from pdx.telemetry.faults import Faults, printable
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
+from pdx.wire import messages
 from pdx.wire.hints import Envelope
-from pdx.wire.messages import Changes, NodeReport, PeerEntry
+from pdx.wire.messages import Changes, Explained, NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
-_FILES_PER_ENGINE = 4
 _LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
 
 _STOPPED = (503, "the proxy is being stopped")
 _INTERNAL = (500, "internal error of the proxy")
 
 
-class Hinted(msgspec.Struct, frozen=True):
-    """A request with an envelope, and the name by which its engines know it."""
-
-    envelope: Envelope
-    name: str
-
-
-# Where a request has it; before aiohttp 3.14 there is no such class.
-_HINTED: Any = web.RequestKey("hinted", Hinted) if hasattr(web, "RequestKey") else "hinted"
+# Where a request with hints has these, and the name by which its engines know it; before aiohttp 3.14 there is no such
+# class.
+_HINTED: Any = web.RequestKey("hinted", tuple) if hasattr(web, "RequestKey") else "hinted"
 
 
 class Proxy:
@@ -74,78 +73,55 @@ class Proxy:
     _legs: Legs
     _relay: Relay
     _probes: Probes
-    _models: Models
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
-        self._clock = WakingClock(2 * _LOOK_S, time.monotonic)
-        self.counters: Counter[str] = Counter()
-        self._faults = Faults(self.counters, log=log)
-        self._health = Health(
-            clock=self._clock,
-            chance=random.random,
-            silence_s=min(config.first_byte_timeout_s, config.idle_timeout_s),
-            faults=self._faults,
-        )
-        self._engines = Engines(
+        self.env = Env(WakingClock(2 * _LOOK_S, time.monotonic), log=log)
+        self._faults = self.env.faults
+        self._health = Health(self.env, silence_s=min(config.first_byte_timeout_s, config.idle_timeout_s))
+        self.engines = Engines(
+            self.env,
+            self._health,
             prefill=config.prefill,
             decode=config.decode,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
-            health=self._health,
-            clock=self._clock,
         )
-        self._roll = Roll(self._engines, self._health)
-        self._timelines = Timelines(keep=config.kept_timelines)
+        self._timelines = Timelines()
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] = {}
         self.drain = Drain()
-        self._metrics = Metrics(engines=self._engines, health=self._health, events=self.counters)
         self._control = Control(
-            config.control or default_proxy(),
-            on_report=self._take_report,
-            on_explained=lambda explained: self._explainer.told(explained),
-            on_reply=lambda node, reply: self._cache.replied(node, reply),
-            on_changes=self._take_changes,
-            on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
-            keys=config.keys,
-            roster=config.roster,
-            counters=self.counters,
-            faults=self._faults,
+            config.control or default_proxy(), self.env, self._take, keys=config.keys, roster=config.roster
+        )
+        self._metrics = Metrics(
+            engines=self.engines, health=self._health, events=self.env.counters, dropped=self._control.dropped
         )
         self._intake = Intake(
             each_bytes=config.max_body_bytes,
             all_bytes=config.max_bodies_bytes,
             timeout_s=config.body_timeout_s,
         )
-        self._explainer = Explainer(self._control.ask_why)
-        self._following: Following | None = None
+        self._explainer = Explainer(self._control)
+        self.chunks: Following | None = None  # which node has which chunks
         if config.chunk_index:
-            self._following = Following(
-                ChunkIndex(config.chunk_index_limit, self.counters),
-                self._control.follow,
-                timeout_s=config.heartbeat_timeout_s,
-                clock=self._clock,
-                faults=self._faults,
-                counters=self.counters,
-            )
+            index = ChunkIndex(config.chunk_index_limit, self.env.counters)
+            self.chunks = Following(index, self._control, self.env, timeout_s=config.heartbeat_timeout_s)
         self._cache = CacheControl(
             config,
             self._control,
-            engines=self._engines,
+            engines=self.engines,
             legs=lambda: self._legs,
             metrics=self._metrics,
-            counters=self.counters,
+            counters=self.env.counters,
             faults=self._faults,
-            clock=self._clock,
-            index=self._following.lookup if self._following is not None else None,
+            clock=self.env.clock,
+            index=self.chunks.lookup if self.chunks is not None else None,
         )
-        self._warned_stripped = False
-        self._tls = engine_tls(config.engine_ca)
 
     def app(self) -> web.Application:
         """The web application; it starts and closes this proxy with itself."""
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._refuse_when_stopping])
-        Origins(self._config.allowed_origins).install(app)
+        allow_origins(app, self._config.allowed_origins)
         app.middlewares.extend((self._contain, redirect_slashes))
         app.on_response_prepare.append(_echo_request_id)
         app.on_response_prepare.append(self._tell_why)
@@ -160,47 +136,32 @@ class Proxy:
     def admin_app(self) -> web.Application:
         """What only those may ask who run this proxy: it tells of all clients' requests."""
         app = web.Application(middlewares=[self._contain])
-        Telling(self._metrics, self._timelines).install(app)
+        app.router.add_get("/metrics", self._expose)
+        app.router.add_get("/pdx/requests", self._list_requests)
+        app.router.add_get("/pdx/requests/{transfer}", self._tell_request)
         self._cache.install(app)
         return app
-
-    @property
-    def num_engines(self) -> int:
-        """How many engines it knows now."""
-        return len(self._engines.all())
-
-    @property
-    def chunks(self) -> Following | None:
-        """Which node has which chunks; None without `--chunk-index`."""
-        return self._following
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """The control socket and the client session are open.
 
-        :raises ConfigError: the control socket cannot be had.
+        :raises ConfigError: the control socket cannot be had, or there are no certificates to believe engines by.
         """
-        config = self._config
+        config, tls = self._config, engine_tls(self._config.engine_ca)
         async with AsyncExitStack() as stack:
             self._control.start()
             stack.callback(self._control.close)
             session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket, ssl=self._tls
+                    limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket, ssl=tls
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
             )
             await stack.enter_async_context(session)
-            self._legs = Legs(
-                session,
-                health=self._health,
-                connect_timeout_s=config.connect_timeout_s,
-                first_byte_timeout_s=config.first_byte_timeout_s,
-                answer_timeout_s=config.answer_timeout_s,
-                idle_timeout_s=config.idle_timeout_s,
-            )
+            self._legs = Legs(session, self._health, config)
             self._relay = Relay(
-                engines=self._engines,
+                engines=self.engines,
                 health=self._health,
                 timelines=self._timelines,
                 legs=self._legs,
@@ -209,14 +170,11 @@ class Proxy:
                 drain=self.drain,
                 faults=self._faults,
             )
-            self._models = Models(self._health, self._legs, engines=self._engines)
-            stack.push_async_callback(self._models.close)
             self._probes = Probes(
                 self._health,
                 self._legs,
-                engines=self._engines,
-                models=self._models,
-                faults=self._faults,
+                self.env,
+                engines=self.engines,
                 first_byte_timeout_s=config.first_byte_timeout_s,
             )
             stack.push_async_callback(self._probes.close)
@@ -236,46 +194,53 @@ class Proxy:
             self._legs.end_silent()
         with self._faults.contain("the look at silent nodes"):
             members = self._control.members()
-            self._note_detached(self._engines.expire(members), "its node is silent or has left the roster")
-        if self._following is not None:
+            self._note_detached(self.engines.expire(members), "its node is silent or has left the roster")
+        if self.chunks is not None:
             with self._faults.contain("the index of chunks"):
-                self._following.look(members)
+                self.chunks.look(members)
         with self._faults.contain("telling nodes of each other"):
             self._tell_peers()
         with self._faults.contain("the log of who is there"):
-            self._roll.look()
+            self.engines.log_changes()
         with self._faults.contain("the look at probes"):
             self._probes.look()
+
+    def _take(self, node: str, message: FromNode) -> None:
+        match message:
+            case NodeReport():
+                self._take_report(message)
+            case Explained():
+                self._explainer.told(message)
+            case messages.Reply():
+                self._cache.replied(node, message)
+            case Changes() if self.chunks is not None:
+                self.chunks.took(node, message)
 
     def _take_report(self, report: NodeReport) -> None:
         self._metrics.reports.inc()
         self._cache.report(report)
-        believed, dropped = self._engines.screen(report)
+        believed, dropped = self.engines.screen(report)
         for drop in dropped:
             self._faults.warn(f"{drop.reason} {report.node}", printable(drop.text))
-            self._metrics.control_dropped.labels(drop.reason).inc()
+            self._control.dropped[drop.reason] += 1
         if believed is not None:
             self._timelines.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
-            self._note_detached(self._engines.report(believed), f"node {report.node!r} says so")
-            if self._following is not None:
-                self._following.heard(report.node, report.epoch)
-
-    def _take_changes(self, node: str, changes: Changes) -> None:
-        if self._following is not None:
-            self._following.took(node, changes)
+            self._note_detached(self.engines.report(believed), f"node {report.node!r} says so")
+            if self.chunks is not None:
+                self.chunks.heard(report.node, report.epoch)
 
     def _tell_peers(self) -> None:
         """Nodes find each other by this: they hear of every change, and a node's new epoch is one.
 
         Called by the clock: all hear of it, so nobody may make them all hear of something at any rate.
         """
-        peers = self._engines.peers()
+        peers = self.engines.peers()
         if peers != self._told_peers:
             self._control.send_peers(list(peers.values()))
             self._told_peers = peers
 
     def _note_detached(self, urls: frozenset[str], why: str) -> None:
-        listed = {engine.url for engine in self._engines.all()} if urls else set()
+        listed = {engine.url for engine in self.engines.all()} if urls else set()
         for url in urls:
             now = "it serves alone" if url in listed else "it gets no requests any more"
             self._faults.warn(f"detached {url}", printable(f"engine {url} is attached to no node ({why}): {now}"))
@@ -311,7 +276,7 @@ class Proxy:
         """Another proxy is to be asked: this one answers what it has begun, and ends."""
         if not self.drain.has_begun:
             return await handler(request)
-        self.counters["refused_while_stopping"] += 1
+        self.env.counters["refused_while_stopping"] += 1
         response = error_response(*_STOPPED, retry_after_s=1)
         response.force_close()
         return response
@@ -331,9 +296,10 @@ class Proxy:
             async with self._intake.body(request) as raw:
                 body, stripped = strip_control(await in_turns(parsing(raw)))
                 if stripped:
-                    self._note_stripped()
+                    self._metrics.stripped.inc()
+                    self._faults.warn("stripped", "a client sent transfer parameters of its own; they are removed")
                 with suppress(Exhausted):  # its legs will find so, too
-                    await self._models.place(model_of(body), headers.to_engines(request.headers))
+                    await self._probes.place(model_of(body), headers.to_engines(request.headers))
                 exchange = await self._exchange(request, route, body, reply)
                 await self._relay.serve(exchange)
                 return reply.response
@@ -356,7 +322,7 @@ class Proxy:
 
         :raises RequestRefused: in an engine's words.
         """
-        facts = [engine.facts for engine in serving(self._engines.all(), self._health, model)]
+        facts = [engine.facts for engine in serving(self.engines.all(), self._health, model)]
         if not facts or None in facts:
             return
         limit = max(each.max_model_len for each in facts if each is not None)
@@ -385,9 +351,9 @@ class Proxy:
         if headers.REQUEST_ID not in passed and body.get("request_id") is None:
             passed[headers.REQUEST_ID] = transfer  # both legs' answers carry one id, and logs can be joined
         if envelope.decided:
-            self.counters["hints_refused"] += len(envelope.decided)  # the answer says which, and why
+            self.env.counters["hints_refused"] += len(envelope.decided)  # the answer says which, and why
         if envelope.said:
-            request[_HINTED] = Hinted(envelope, passed.get(headers.REQUEST_ID) or str(body["request_id"]))
+            request[_HINTED] = envelope, passed.get(headers.REQUEST_ID) or str(body["request_id"])
         return Exchange(
             route=route,
             body=body,
@@ -406,36 +372,46 @@ class Proxy:
 
     async def _tell_hints(self, request: web.Request, response: web.StreamResponse) -> None:
         """Likewise. Who has said nothing of its chunks waits for nothing."""
-        hinted: Hinted | None = request.get(_HINTED)
+        hinted: tuple[Envelope, str] | None = request.get(_HINTED)
         if hinted is not None:
-            verdicts = await self._explainer.verdicts(hinted.name) if response.status == 200 else []
-            told = [verdict.as_member for verdict in hinted.envelope.answer(verdicts)]
+            envelope, name = hinted
+            verdicts = await self._explainer.verdicts(name) if response.status == 200 else []
+            told = [verdict.as_member for verdict in envelope.answer(verdicts)]
             response.headers[hints.HEADER] = ", ".join(told)
-
-    def _note_stripped(self) -> None:
-        self._metrics.stripped.inc()
-        if not self._warned_stripped:
-            self._warned_stripped = True
-            log.warning("a client sent transfer parameters of its own; they are removed (further ones are counted)")
 
     async def _list_models(self, request: web.Request) -> web.Response:
         try:
-            return await self._models.answer(headers.to_engines(request.headers))
+            return await self._probes.answer(headers.to_engines(request.headers))
         except Exhausted as error:
             self._metrics.exhausted.labels(error.lack).inc()
             return error_response(503, "the proxy has too many connections; come back later", retry_after_s=1)
 
     async def _tell_health(self, _request: web.Request) -> web.Response:
         """Readiness: whether somebody can decode now."""
-        ready = [each for each in self._engines.all() if self._health.of(each.url).is_ready]
+        ready = [each for each in self.engines.all() if self._health.of(each.url).is_ready]
         decoders = sum(engine.decodes for engine in ready)
         state = {
             "status": "ok" if decoders else "unavailable",
             "decoders": decoders,
             "prefillers": sum(engine.prefills for engine in ready),
-            "nodes": self._engines.nodes(),
+            "nodes": self.engines.nodes(),
         }
         return web.json_response(state, status=200 if decoders else 503)
+
+    async def _expose(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.expose(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def _list_requests(self, _request: web.Request) -> web.Response:
+        listed = msgspec.json.encode({"requests": self._timelines.view()})
+        return web.Response(body=listed, content_type="application/json")
+
+    async def _tell_request(self, request: web.Request) -> web.Response:
+        found = self._timelines.find(request.match_info["transfer"])
+        if found is None:
+            return error_response(404, "no such transfer (any more)")
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
 
 async def serve(config: ProxyConfig) -> None:
@@ -453,8 +429,8 @@ async def serve(config: ProxyConfig) -> None:
         signalled.set()
 
     when_signalled(stop)
-    server = Server(proxy.app(), spared=lambda: _spared_files(proxy.num_engines), counters=proxy.counters)
-    admin = Server(proxy.admin_app(), counters=proxy.counters)
+    server = Server(proxy.app(), proxy.env, engines=proxy.engines)
+    admin = Server(proxy.admin_app(), proxy.env)
     try:
         if config.admin:
             await admin.start(config.admin)
@@ -469,11 +445,6 @@ async def serve(config: ProxyConfig) -> None:
     finally:
         await server.close()
         await admin.close()
-
-
-def _spared_files(num_engines: int) -> int:
-    """Descriptors that are left for connections to so many engines: not all, where few files may be open."""
-    return min(_FILES_PER_ENGINE * num_engines, descriptors.limit() // 4)
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

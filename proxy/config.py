@@ -26,7 +26,6 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # hand over; a decode engine computes so few beside the tokens of its other requests without a step getting longer.
     min_split_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 16
     client_priority: Annotated[int, Meta(ge=0, le=9)] = 9  # the most that clients' hints may ask for
-    connect_timeout_s: PositiveSeconds = 2.0
     first_byte_timeout_s: PositiveSeconds = 600.0  # of a stream, and of a prefill leg's answer, which is one token
     answer_timeout_s: PositiveSeconds = 3600.0  # of an answer that is not streamed: it has no byte before its end
     idle_timeout_s: PositiveSeconds = 120.0  # without a byte of an answer that has begun
@@ -43,4 +42,3 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0  # requests under way at a SIGTERM have so long
     chunk_index: bool = False  # know which node has which chunks in which tier
     chunk_index_limit: Annotated[int, Meta(ge=1, le=1 << 31)] = 10_000_000  # chunks; each takes about 110 bytes
-    kept_timelines: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000

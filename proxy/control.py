@@ -26,7 +26,8 @@ from pdx.security.address import address_host, base_url, check_control, check_li
 from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import GONE, Arrival, PeerSocket
 from pdx.security.roster import Roster
-from pdx.telemetry.faults import Faults, printable
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
@@ -52,24 +53,23 @@ _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
 _SOON_S = 0.02  # until ZMQ has taken more of those who connect
 
 
+FromNode = NodeReport | Explained | Reply | Changes
+
+
 class Control:
     """A socket that nodes dial; `start` acquires, `close` (idempotent) releases."""
 
     def __init__(
         self,
         address: str,
+        env: Env,
+        take: Callable[[str, FromNode], None],
         *,
-        on_report: Callable[[NodeReport], None],
-        on_explained: Callable[[Explained], None] = lambda _: None,
-        on_reply: Callable[[str, Reply], None] = lambda _node, _reply: None,
-        on_changes: Callable[[str, Changes], None] = lambda node, changes: None,
-        on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
-        counters: Counter[str] | None = None,
-        faults: Faults | None = None,
     ) -> None:
-        """`keys` and `roster`: files, see `pdx.security.curve_keys` and `pdx.security.roster`; both or none.
+        """`take` is handed what a node of this name said and may say. `keys` and `roster`: files, see
+        `pdx.security.curve_keys` and `pdx.security.roster`; both or none.
 
         :raises ConfigError: the address, the keys or the roster are wrong.
         """
@@ -78,13 +78,10 @@ class Control:
         self.address = address
         self._own_keys = KeyPair.load(keys) if keys else None
         self._roster = Roster(roster, has_keys=self._own_keys is not None)
-        self._on_report = on_report
-        self._on_explained = on_explained
-        self._on_reply = on_reply
-        self._on_changes = on_changes
-        self._on_drop = on_drop
-        self._counters: Counter[str] = Counter() if counters is None else counters
-        self._faults = faults or Faults(self._counters)
+        self._take = take
+        self._counters = env.counters
+        self._faults = env.faults
+        self.dropped: Counter[str] = Counter()  # messages, by reason
         self._peers: dict[bytes, str] = {}  # names by route, in the order last heard of
         self._routes: dict[str, bytes] = {}  # of each name the route that was heard of last
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
@@ -151,11 +148,11 @@ class Control:
         self._tell(Arriving(hints.session, hints.salt), {name for name in nodes if name})
 
     def ask_why(self, request: str) -> None:
-        """Ask all nodes what they know of this request; `on_explained` hears of it."""
+        """Ask all nodes what they know of this request; it is answered by `Explained`."""
         self._send(messages.encode(Why(request)), list(self._peers))
 
     def follow(self, node: str, ask: Follow) -> None:
-        """Ask this node for its changes; `on_changes` hears of them."""
+        """Ask this node for its changes; it tells them as `Changes`."""
         route = self._routes.get(node)
         self._send(messages.encode(ask), [] if route is None else [route])
 
@@ -201,7 +198,7 @@ class Control:
         if problem == GONE:
             self._forget_route(peer)
         elif problem:
-            self._on_drop("peer_full")
+            self.dropped["peer_full"] += 1
 
     def _forget_route(self, route: bytes) -> None:
         name = self._peers.pop(route, None)
@@ -267,22 +264,17 @@ class Control:
             return True
         if arrival is None:
             return False
-        self._take(arrival)
+        self._take_in(arrival)
         return True
 
-    def _take(self, arrival: Arrival) -> None:
+    def _take_in(self, arrival: Arrival) -> None:
         try:
             report = messages.decode_to_proxy(arrival.frame)
         except ProtocolError as error:
             self._drop("malformed", arrival.key, str(error))
             return
-        if isinstance(report, (Explained, Reply)):
+        if not isinstance(report, NodeReport):
             self._take_answer(arrival, report)
-            return
-        if isinstance(report, Changes):
-            node = self._peers.get(arrival.route)
-            if node is not None and (self._own_keys is None or self._roster.name_of(arrival.key) == node):
-                self._on_changes(node, report)
             return
         if report.version != messages.VERSION:
             self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")
@@ -303,23 +295,20 @@ class Control:
         if len(report.engines) > MAX_ENGINES_OF_NODE:
             text = f"node {report.node!r} names {len(report.engines)} engines; {MAX_ENGINES_OF_NODE} are looked at"
             self._faults.warn(f"engines {report.node}", printable(text))
-            self._on_drop("engines")
+            self.dropped["engines"] += 1
         engines = [each for each in report.engines[:MAX_ENGINES_OF_NODE] if self._is_believed(report, each)]
-        self._on_report(msgspec.structs.replace(report, engines=engines))
+        self._take(report.node, msgspec.structs.replace(report, engines=engines))
 
-    def _take_answer(self, arrival: Arrival, answer: Explained | Reply) -> None:
+    def _take_answer(self, arrival: Arrival, answer: Explained | Reply | Changes) -> None:
         node = self._peers.get(arrival.route)
         if node is None:
             return
         self._roster.refresh()
         if self._own_keys is not None and self._roster.name_of(arrival.key) != node:
-            self._drop(
-                "not_its_name", arrival.key, f"an answer of node {node[:80]!r} came with a key that is not its own"
-            )
-        elif isinstance(answer, Reply):
-            self._on_reply(node, answer)
+            text = f"an answer of node {node[:80]!r} came with a key that is not its own"
+            self._drop("not_its_name", arrival.key, text)
         else:
-            self._on_explained(answer)
+            self._take(node, answer)
 
     def _is_believed(self, report: NodeReport, engine: EngineReport) -> bool:
         """Whether the engine is on the node's own host, as far as the roster knows. What is no URL passes: no request
@@ -333,7 +322,7 @@ class Control:
                     "node is on another host; name that one by `pdx serve --url`, or add this one to its engine_hosts"
                 )
                 self._faults.warn(f"not_its_host {report.node}", printable(text))
-                self._on_drop("not_its_host")
+                self.dropped["not_its_host"] += 1
                 return False
         return True
 
@@ -351,4 +340,4 @@ class Control:
         """Count a message that is not taken in, and log the first one of its sender in a minute."""
         sender = (self._roster.name_of(key) or "a node that has left the roster") if key else "a node"
         self._faults.dropped(sender, ProtocolError(text))
-        self._on_drop(reason)
+        self.dropped[reason] += 1

@@ -7,20 +7,26 @@ alone. Named engines are listed for ever, others as long as they answer.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import msgspec
 
 from pdx.errors import ConfigError
 from pdx.proxy.health import Health
 from pdx.security.address import base_url, is_wildcard, url_host
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import printable
 from pdx.wire.messages import EngineFacts, EngineReport, NodeReport, PeerEntry
+
+log = logging.getLogger(__name__)
 
 MAX_NODES = 1024
 MAX_EPOCHS = 2  # of one name at a time: that of a node which was started again, and the one before
 MAX_ENGINES = 1024  # that nodes have reported
 MAX_ENGINES_OF_NODE = 64
+_MOST_NAMES = 4  # of models in the log, of an engine with many adapters
 FORGET_S = 300.0  # an engine that no node reports is forgotten when it has not answered for so long
 
 
@@ -50,13 +56,6 @@ class _Node(msgspec.Struct):
     peer: PeerEntry  # without an address: it takes no peers
 
 
-class _Last(msgspec.Struct, frozen=True):
-    """What was last said of an engine, and by whom."""
-
-    node: str
-    engine: EngineReport
-
-
 class _View(msgspec.Struct, frozen=True):
     """What follows from all nodes' words: good until one says something else, or the oldest word is too old."""
 
@@ -70,29 +69,28 @@ class Engines:
     """The engines; every method is cheap and must be called from one thread."""
 
     def __init__(
-        self,
-        *,
-        prefill: Iterable[str],
-        decode: Iterable[str],
-        heartbeat_timeout_s: float,
-        health: Health,
-        clock: Callable[[], float],
+        self, env: Env, health: Health, *, prefill: Iterable[str], decode: Iterable[str], heartbeat_timeout_s: float
     ) -> None:
         self._prefill = frozenset(map(base_url, prefill))
         self._decode = frozenset(map(base_url, decode))
         self._named = tuple(dict.fromkeys(map(base_url, (*prefill, *decode))))
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._health = health
-        self._clock = clock
+        self._clock = env.clock
         # A restarted node has a new epoch. Its engines take a moment to attach again and are not detached
         # meanwhile: the old epoch's report holds for them until its heartbeat runs out.
         self._nodes: dict[tuple[str, int], _Node] = {}
         self._epochs: dict[str, list[tuple[str, int]]] = {}  # the keys of `_nodes` by name
-        self._last_reports: dict[str, _Last] = {}  # by URL
+        self._last_reports: dict[str, tuple[str, EngineReport]] = {}  # by URL: the node that said so last, and what
         self._view: _View | None = None
+        self._logged: dict[str, str] = {}  # what the log says of each engine, by URL
+        self._logged_nodes: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"Engines({len(self._named)} named engines, {len(self._nodes)} nodes)"
+
+    def __len__(self) -> int:
+        return len(self._viewed().engines)
 
     def screen(self, report: NodeReport) -> tuple[NodeReport | None, list[DroppedReport]]:
         """What of a report to believe, None: nothing, and what not. `report` takes in what is believed.
@@ -148,8 +146,8 @@ class Engines:
             engines=engines,
             peer=PeerEntry(report.node, report.listen, report.public_key),
         )
-        self._last_reports.update((url, _Last(report.node, engine)) for url, engine in engines.items())
         for url, engine in engines.items():
+            self._last_reports[url] = report.node, engine
             self._health.running(url, engine.running)
         return self._detached(before)
 
@@ -168,7 +166,7 @@ class Engines:
         ]
         gone = [url for key in silent for url in self._pop(key).engines]
         for url in self._last_reports.keys() - self._viewed().reported.keys():
-            is_member = members is None or self._last_reports[url].node in members
+            is_member = members is None or self._last_reports[url][0] in members
             if not is_member or self._health.of(url).well_at < now - FORGET_S:
                 del self._last_reports[url]
                 self._view = None
@@ -216,7 +214,7 @@ class Engines:
     def _is_said(self, node: str, url: str, engine: EngineReport) -> bool:
         """Whether that is what was last said of the engine, as far as it is in the view."""
         last = self._last_reports.get(url)
-        return last is not None and last.node == node and _lasting(last.engine) == _lasting(engine)
+        return last is not None and last[0] == node and _lasting(last[1]) == _lasting(engine)
 
     def _viewed(self) -> _View:
         """Kept from one report to the next: requests are more frequent than news."""
@@ -231,14 +229,13 @@ class Engines:
                 oldest=min((node.seen_at for _, node in heard), default=float("inf")),
                 reported=reported,
                 engines=[self._engine(url, reported.get(url, "")) for url in urls],
-                places=Counter(last.node for last in self._last_reports.values()),
+                places=Counter(node for node, _ in self._last_reports.values()),
             )
         return view
 
     def _engine(self, url: str, node: str) -> Engine:
         named = url in self._named
-        last = self._last_reports.get(url)
-        report = last.engine if last is not None else None
+        _, report = self._last_reports.get(url, ("", None))
         role = report.role if report is not None else "both"
         return Engine(
             url=url,
@@ -250,6 +247,35 @@ class Engines:
             detached=report is not None and not node,
             facts=report.facts if report is not None and node else None,
         )
+
+    # ---- the log ----------------------------------------------------------------------------
+
+    def log_changes(self) -> None:
+        """Log which nodes and engines came, changed and went since the last time. An engine is told of once it has
+        answered."""
+        names = self.node_names()
+        for name in sorted(names - self._logged_nodes):
+            log.info("node %s reports", printable(name))
+        for name in sorted(self._logged_nodes - names):
+            log.info("node %s does not report any more", printable(name))
+        self._logged_nodes = names
+        engines = {engine.url: engine for engine in self.all()}
+        for url, engine in engines.items():
+            line = self._described(engine)
+            if self._logged.get(url) != line and (url in self._logged or self._health.of(url).is_ready):
+                log.info("%s engine %s", "now" if url in self._logged else "found", printable(line))
+                self._logged[url] = line
+        for url in self._logged.keys() - engines.keys():
+            log.info("gone: engine %s", printable(self._logged.pop(url)))
+
+    def _described(self, engine: Engine) -> str:
+        models = list(self._health.of(engine.url).models or ())
+        more = f" and {len(models) - _MOST_NAMES} more" if len(models) > _MOST_NAMES else ""
+        model = f"model {', '.join(models[:_MOST_NAMES])}{more}" if models else "model not known"
+        role = "both" if engine.prefills and engine.decodes else "prefill" if engine.prefills else "decode"
+        node = f"node {engine.node}" if engine.node else "no node"
+        name = f"{engine.name} at {engine.url}" if engine.name != engine.url else engine.url
+        return f"{name}: {role}, {model}, {node}"
 
 
 def _lasting(engine: EngineReport) -> tuple[object, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 
 from pdx.memory.keys import KEY_BYTES
 from pdx.proxy.chunk_index import ChunkIndex
-from pdx.telemetry.faults import Faults, printable
+from pdx.proxy.control import Control
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_RUN_KEYS
 from pdx.wire.messages import Changes, Follow
 
@@ -34,23 +35,14 @@ class _Stream(msgspec.Struct):
 class Following:
     """One thread, the event loop's. Who asks for chunks asks `index`."""
 
-    def __init__(
-        self,
-        index: ChunkIndex,
-        send: Callable[[str, Follow], None],
-        *,
-        timeout_s: float,
-        clock: Callable[[], float],
-        faults: Faults,
-        counters: Counter[str],
-    ) -> None:
-        """`send`: to the node of that name, if it can be; where it cannot, the next report has it said again."""
+    def __init__(self, index: ChunkIndex, control: Control, env: Env, *, timeout_s: float) -> None:
+        """`control` asks nodes; where one cannot be asked now, its next report has it asked again."""
         self.index = index
-        self._send = send
+        self._control = control
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._faults = faults
-        self._counters = counters
+        self._clock = env.clock
+        self._faults = env.faults
+        self._counters = env.counters
         self._streams: dict[str, _Stream] = {}
 
     @property
@@ -141,7 +133,7 @@ class Following:
         of that it has told."""
         stream.acknowledged = stream.frame
         epoch, seq = (stream.epoch, stream.seq) if stream.is_whole else (0, 0)
-        self._send(node, Follow(stream.number, epoch, seq, stream.frame))
+        self._control.follow(node, Follow(stream.number, epoch, seq, stream.frame))
 
 
 def _draw() -> int:

@@ -1,4 +1,4 @@
-"""What the proxy knows of each engine's load and health: one record per URL. No I/O; clock and chance are injected.
+"""What the proxy knows of each engine's load and health: one record per URL. No I/O; the clock and chance are injected.
 
 An engine is well until it fails. A failure makes it suspect: no request is given to it while another engine can serve.
 When its time is over, a probe decides and not a user's request (`pdx.proxy.probe`). Where probes cannot tell whether it
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from enum import StrEnum
 
 import msgspec
 
-from pdx.telemetry.faults import Faults, printable
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import printable
 
 FIRST_S = 1.0  # an engine is suspect for so long after its first failure; each further one doubles that
 LONGEST_S = 30.0
@@ -122,14 +124,12 @@ class Use:
 class Health:
     """The records; every method is cheap and belongs to the event loop's thread."""
 
-    def __init__(
-        self, *, clock: Callable[[], float], chance: Callable[[], float], silence_s: float, faults: Faults
-    ) -> None:
-        """`chance` draws from [0, 1). An engine that sent a byte to anybody within `silence_s` does not hang."""
-        self.clock = clock
-        self._chance = chance
+    def __init__(self, env: Env, *, silence_s: float, chance: random.Random | None = None) -> None:
+        """An engine that sent a byte to anybody within `silence_s` does not hang."""
+        self.clock = env.clock
+        self._chance = chance or random.Random()
         self._silence_s = silence_s
-        self._faults = faults
+        self._faults = env.faults
         self._records: dict[str, Record] = {}
         self._turns = itertools.count(1)
         self.failures: Counter[str] = Counter()  # of engines, by reason
@@ -216,7 +216,7 @@ class Health:
     def probed(self, record: Record, fault: str, *, generates: bool = False) -> None:
         """A probe has ended; `fault` is empty if all was well. `generates`: a token was seen."""
         record.is_probing = False
-        record.probe_at = self.clock() + PROBE_S * (0.75 + self._chance() / 2)
+        record.probe_at = self.clock() + PROBE_S * (0.75 + self._chance.random() / 2)
         if fault:
             self._suspect(record, fault)
         elif record.state is EngineState.SUSPECT and record.unproven and not generates:
@@ -241,7 +241,7 @@ class Health:
 
     def _suspect(self, record: Record, why: str) -> None:
         record.failures += 1
-        delay_s = min(LONGEST_S, FIRST_S * 2.0 ** min(record.failures - 1, 10)) * (0.75 + self._chance() / 4)
+        delay_s = min(LONGEST_S, FIRST_S * 2.0 ** min(record.failures - 1, 10)) * (0.75 + self._chance.random() / 4)
         record.probe_at = self.clock() + delay_s
         if record.state is not EngineState.SUSPECT:
             self._warn(record, f"is suspect ({why}); it is probed in {delay_s:.1f} s")

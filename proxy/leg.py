@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,11 +14,13 @@ import aiohttp
 
 from pdx.errors import ClientGone, ConfigError, Exhausted, LegFailed, Refusal
 from pdx.proxy.body import Payload
+from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import UNSENT, Health, Reason, Use
 
 # What this process or this host lacks; the engine has not been asked.
 OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+CONNECT_S = 2.0  # a connection to an engine is there by then
 _DRAIN_S = 1.0
 _SMALL_BYTES = 4 << 20  # of what is no user's answer: whether an engine is well, its models, why it refuses
 _WHOLE_BYTES = 256 << 20  # of an answer that is not streamed: far more than any has
@@ -57,31 +59,35 @@ def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | 
     return LegFailed(reason, engine.name, engine.url, text, unsent=reason in UNSENT, answer=answer)
 
 
-class _Leg:
-    """A leg under way: it may be silent for `limit_s`, and once it has begun to answer for `idle_s`."""
+class Answer:
+    """A leg under way, and the engine's answer once its headers have arrived; valid inside `Legs.post`.
 
-    def __init__(self, use: Use | None, limit_s: float, idle_s: float, now: float) -> None:
+    The engine may be silent for `limit_s`, and once it has begun to answer for `idle_s`.
+    """
+
+    status: int
+    content_type: str
+    headers: Mapping[str, str]
+
+    def __init__(self, engine: Engine, health: Health, use: Use | None, limit_s: float, idle_s: float) -> None:
+        self.engine = engine
         self.use = use  # None: it counts as no load, and `limit_s` is for the whole of it
         self.limit_s = limit_s
-        self.idle_s = idle_s
-        self.since = now
+        self.since = health.clock()
         self.doubt_s = float("inf")  # after which silence the engine is asked whether it generates
         self.waits_for_engine = True
         self.after: asyncio.Future[Any] | None = None  # until this is done, its silence is no fault of its engine
         self.scope = asyncio.timeout(None)
+        self._idle_s = idle_s
+        self._health = health
+        self._content: aiohttp.StreamReader | None = None
 
-
-class Answer:
-    """An engine's answer of which the headers have arrived; valid inside `Legs.post`."""
-
-    def __init__(self, engine: Engine, response: aiohttp.ClientResponse, leg: _Leg, health: Health) -> None:
-        self.engine = engine
+    def arrived(self, response: aiohttp.ClientResponse) -> None:
+        """Its headers are here."""
         self.status = response.status
         self.content_type = response.content_type
         self.headers = response.headers
-        self._response = response
-        self._leg = leg
-        self._health = health
+        self._content = response.content
 
     @property
     def is_stream(self) -> bool:
@@ -117,56 +123,45 @@ class Answer:
 
     async def read_some(self) -> bytes:
         """The next bytes, b"" at the end. :raises LegFailed: the engine went away."""
-        leg = self._leg
-        if leg.use is not None:
-            leg.since = self._health.clock()
-        leg.waits_for_engine = True
+        assert self._content is not None
+        if self.use is not None:
+            self.since = self._health.clock()
+        self.waits_for_engine = True
         try:
-            found = await self._response.content.readany()
+            found = await self._content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise failed(Reason.RESET, self.engine, type(error).__name__) from error
-        if leg.use is None:
+        if self.use is None:
             return found
-        leg.since = self._health.clock()
-        leg.waits_for_engine = False
-        leg.limit_s = leg.idle_s
+        self.since = self._health.clock()
+        self.waits_for_engine = False
+        self.limit_s = self._idle_s
         if found:
-            leg.use.record.heard_at = leg.since
-            if leg.use.is_trial and self.is_stream:
-                self._health.proved(leg.use)
+            self.use.record.heard_at = self.since
+            if self.use.is_trial and self.is_stream:
+                self._health.proved(self.use)
         return found
 
     async def drain(self) -> None:
         """Read what nobody waits for, so that the connection can be used again; if that takes long, close it."""
+        assert self._content is not None
         with suppress(aiohttp.ClientError, OSError):
             async with asyncio.timeout(_DRAIN_S):
-                while await self._response.content.readany():
+                while await self._content.readany():
                     pass
 
 
 class Legs:
     """All legs under way. `end_silent` must be called regularly."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        *,
-        health: Health,
-        connect_timeout_s: float,
-        first_byte_timeout_s: float,
-        answer_timeout_s: float,
-        idle_timeout_s: float,
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, health: Health, config: ProxyConfig) -> None:
         """The clock of `health` tells the seconds in which this process ran: all limits are of those."""
         self._session = session
         self._health = health
-        self._clock: Callable[[], float] = health.clock
-        self._connect_timeout_s = connect_timeout_s
-        self._first_byte_timeout_s = first_byte_timeout_s
-        self._answer_timeout_s = answer_timeout_s
-        self._idle_timeout_s = idle_timeout_s
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s)
-        self._under_way: set[_Leg] = set()
+        self._clock = health.clock
+        self._config = config
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S)
+        self._under_way: set[Answer] = set()
 
     def end_silent(self) -> None:
         """Give up the legs that were silent for too long."""
@@ -201,23 +196,21 @@ class Legs:
         :raises ClientGone: from within, when the client takes nothing.
         :raises Exhausted: this proxy has no descriptor or port left.
         """
+        config = self._config
         with self._health.begin(engine.url) as use:
-            limit_s = self._answer_timeout_s if is_whole else self._first_byte_timeout_s
-            new = _Leg(use, limit_s, self._idle_timeout_s, self._clock())
-            new.doubt_s = self._first_byte_timeout_s if is_whole else new.doubt_s
-            new.after = after
+            limit_s = config.answer_timeout_s if is_whole else config.first_byte_timeout_s
+            leg = Answer(engine, self._health, use, limit_s, config.idle_timeout_s)
+            leg.doubt_s = config.first_byte_timeout_s if is_whole else leg.doubt_s
+            leg.after = after
             sent = {**headers, "Content-Type": "application/json", "Content-Length": str(len(payload))}
             try:
-                async with (
-                    self._leg(engine, new) as leg,
-                    self._answer(engine, leg, "POST", path, payload=payload, headers=sent) as answer,
-                ):
-                    await self._check(answer)
-                    yield answer
+                async with self._sent(leg, "POST", path, payload=payload, headers=sent):
+                    await self._check(leg)
+                    yield leg
             except LegFailed as failure:
                 self._health.failed(use, Reason(failure.reason))
                 raise
-            if answer.status == 200:
+            if leg.status == 200:
                 self._health.succeeded(use)
 
     async def ask(
@@ -229,11 +222,9 @@ class Legs:
         """
         method = "GET" if payload is None else "POST"
         sent = headers if payload is None else {**headers, "Content-Type": "application/json"}
-        async with (
-            self._leg(engine, _Leg(None, timeout_s, timeout_s, self._clock())) as leg,
-            self._answer(engine, leg, method, path, payload=payload, headers=sent) as answer,
-        ):
-            return answer, await answer.read_small()
+        leg = Answer(engine, self._health, None, timeout_s, timeout_s)
+        async with self._sent(leg, method, path, payload=payload, headers=sent):
+            return leg, await leg.read_small()
 
     async def _check(self, answer: Answer) -> None:
         """:raises LegFailed: it is none, or another engine may give a better one."""
@@ -242,12 +233,20 @@ class Legs:
             raise failed(answer.failure, answer.engine, f"status {answer.status}", answer=refusal)
 
     @asynccontextmanager
-    async def _leg(self, engine: Engine, leg: _Leg) -> AsyncIterator[_Leg]:
+    async def _sent(
+        self, leg: Answer, method: str, path: str, *, payload: Payload | None, headers: Mapping[str, str]
+    ) -> AsyncIterator[None]:
+        """The request is sent, and inside the block its answer is there, within the time it may take."""
         try:
             async with leg.scope:
                 self._under_way.add(leg)
                 try:
-                    yield leg
+                    response = await self._request(leg.engine, method, path, payload=payload, headers=headers)
+                    try:
+                        leg.arrived(response)
+                        yield
+                    finally:
+                        response.close()  # nothing, if the body was read to its end: the connection is in its pool
                 finally:
                     self._under_way.discard(leg)
         except TimeoutError as error:
@@ -255,24 +254,15 @@ class Legs:
                 raise
             if not leg.waits_for_engine:
                 raise ClientGone(f"the client has taken nothing for {leg.limit_s:g} s") from error
-            raise failed(Reason.TIMEOUT, engine, f"nothing for {leg.limit_s:g} s") from error
+            raise failed(Reason.TIMEOUT, leg.engine, f"nothing for {leg.limit_s:g} s") from error
 
-    @asynccontextmanager
-    async def _answer(
-        self,
-        engine: Engine,
-        leg: _Leg,
-        method: str,
-        path: str,
-        *,
-        payload: Payload | None,
-        headers: Mapping[str, str],
-    ) -> AsyncIterator[Answer]:
+    async def _request(
+        self, engine: Engine, method: str, path: str, *, payload: Payload | None, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
         began_at = self._clock()
-        response = None
-        while response is None:
+        while True:
             try:
-                response = await self._session.request(
+                return await self._session.request(
                     method,
                     engine.url + path,
                     data=payload,
@@ -282,14 +272,10 @@ class Legs:
                 )
             except aiohttp.ConnectionTimeoutError as error:
                 # Where this process stood still, the engine may have answered meanwhile, and nobody looked.
-                if self._clock() - began_at >= self._connect_timeout_s:
+                if self._clock() - began_at >= CONNECT_S:
                     raise failed(Reason.CONNECT_TIMEOUT, engine) from error
             except (aiohttp.ClientError, OSError) as error:
                 raise _translated(error, engine) from error
-        try:
-            yield Answer(engine, response, leg, self._health)
-        finally:
-            response.close()  # nothing, if the body was read to its end: the connection is back in its pool
 
 
 def _translated(error: aiohttp.ClientError | OSError, engine: Engine) -> LegFailed | Exhausted:

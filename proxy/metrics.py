@@ -55,13 +55,20 @@ _EVENTS = [
 ]
 
 
-class Metrics:
-    """Counters and histograms; gauges are read off the engines when somebody asks."""
+class Metrics(Collector):
+    """Counters and histograms. What the parts count that know nothing of metrics is read where it lies: engines and
+    events come and go, and their series go with them."""
 
-    def __init__(self, *, engines: Engines, health: Health, events: Mapping[str, int]) -> None:
-        """`events`: what the parts count that know nothing of metrics, by name."""
+    def __init__(
+        self, *, engines: Engines, health: Health, events: Mapping[str, int], dropped: Mapping[str, int]
+    ) -> None:
+        """`events`: counts by name. `dropped`: what nodes said in vain, by reason."""
+        self._engines = engines
+        self._health = health
+        self._events = events
+        self._dropped = dropped
         self.registry = CollectorRegistry()
-        self.registry.register(_Live(engines, health, events))
+        self.registry.register(self)
 
         def counter(name: str, text: str, **labels: Iterable[str]) -> Counter:
             made = Counter(f"pdx_proxy_{name}", text, labels, registry=self.registry)
@@ -81,8 +88,6 @@ class Metrics:
         self.unplaced = counter(
             "unplaced", "Requests on engines that no node has reported: nothing is pushed for them."
         )
-        text = "What nodes said and was not believed or not understood."
-        self.control_dropped = counter("control_dropped", text, reason=_DROPS)
         text = "Verbs of controllers over HTTP; `outcome`: ok, or the error's class."
         self.verbs = counter("verbs", text, verb=[], outcome=["ok"])
         self.reports = counter("reports", "Node reports taken in.")
@@ -107,16 +112,8 @@ class Metrics:
         """In the Prometheus text format."""
         return generate_latest(self.registry)
 
-
-class _Live(Collector):
-    """What is read where it lies: engines and events come and go, and their series go with them."""
-
-    def __init__(self, engines: Engines, health: Health, events: Mapping[str, int]) -> None:
-        self._engines = engines
-        self._health = health
-        self._events = events
-
     def collect(self) -> Iterator[Metric]:
+        """Those that lie elsewhere."""
         listed = [(each, self._health.of(each.url)) for each in self._engines.all()]
         roles = GaugeMetricFamily("pdx_proxy_engines", "Engines known, by role.", labels=["role"])
         roles.add_metric(["prefill"], sum(engine.prefills for engine, _ in listed))
@@ -131,7 +128,13 @@ class _Live(Collector):
         failures = CounterMetricFamily("pdx_proxy_engine_failures", text, labels=["reason"])
         text = "Connections that were not served, messages dropped, internal errors."
         events = CounterMetricFamily("pdx_proxy_events", text, labels=["event"])
-        for family, known, counted in ((failures, Reason, self._health.failures), (events, _EVENTS, self._events)):
+        text = "What nodes said and was not believed or not understood."
+        dropped = CounterMetricFamily("pdx_proxy_control_dropped", text, labels=["reason"])
+        for family, known, counted in (
+            (failures, Reason, self._health.failures),
+            (events, _EVENTS, self._events),
+            (dropped, _DROPS, self._dropped),
+        ):
             for name, count in sorted({**dict.fromkeys(known, 0), **counted}.items()):
                 family.add_metric([name], count)
-        return iter((roles, legs, ready, failures, events))
+        return iter((roles, legs, ready, failures, events, dropped))

@@ -7,12 +7,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from pdx.errors import Exhausted, LegFailed
@@ -20,66 +19,84 @@ from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.health import PROBE_S, EngineState, Health, Reason
 from pdx.proxy.leg import Legs, failed
 from pdx.proxy.reply import error_body
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 
 _AT_ONCE = 64  # GET /health under way; where hosts are gone, each takes 5 s
 _ANSWER_S = 5.0
 _LISTED_S = 30.0  # an engine that is well is asked for its models so often: in its log each time is a line
-_ONE_TOKEN = msgspec.json.encode({"prompt": "a", "max_tokens": 1, "temperature": 0, "stream": False})
+_ONE_TOKEN = b'{"prompt":"a","max_tokens":1,"temperature":0,"stream":false}'
+_GOOD_S = 3.0
+_LIST_S = 2.0
+_ALL_S = 4.0  # no further engine is asked later than that
+_MOST_KEPT = 64  # answers, one for each Authorization: engines may show different clients different models
+_LISTS_AT_ONCE = 16
+_AGAIN_S = 1.0  # a list is asked for so long after it did not have the name of a request's model
+_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
-class _Completion(msgspec.Struct):
-    choices: list[msgspec.Raw]
+class _Kept:
+    """One client's answer, and the lock of who asks for it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.until = float("-inf")
+        self.status = 0
+        self.body = b""
 
 
 class Probes:
-    """The probes under way; `look` begins those that are due, `close` ends all."""
+    """Asks engines whether they are well, when `look` finds that due, and for their lists of models: for clients, whose
+    answer is kept for a few seconds, and to know which engine has the model of a request (`Record.models`). Engines
+    that want a key are asked for those with the client's.
+    """
 
-    def __init__(
-        self,
-        health: Health,
-        legs: Legs,
-        *,
-        engines: Engines,
-        models: Models,
-        faults: Faults,
-        first_byte_timeout_s: float,
-    ) -> None:
-        self._faults = faults
-        self._models = models
+    def __init__(self, health: Health, legs: Legs, env: Env, *, engines: Engines, first_byte_timeout_s: float) -> None:
         self._health = health
         self._legs = legs
+        self._faults = env.faults
         self._engines = engines
         self._first_byte_timeout_s = first_byte_timeout_s
-        self._slots = asyncio.Semaphore(_AT_ONCE)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._probe_slots = asyncio.Semaphore(_AT_ONCE)
+        self._list_slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # of all clients together, beside one engine for each
 
     def look(self) -> None:
         """Begin what is due."""
         for engine in self._engines.all():
             if self._health.due(engine.url):
-                task = asyncio.create_task(self._probe(engine))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(self._probe(engine))
+
+    def _begin(self, asking: Coroutine[Any, Any, object]) -> None:
+        task: asyncio.Task[object] = asyncio.create_task(asking)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # of a list: what this process lacks, the request's legs find out, too
 
     async def close(self) -> None:
-        """End all probes."""
+        """End all that is being asked."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- whether they are well --------------------------------------------------------------
 
     async def _probe(self, engine: Engine) -> None:
         record = self._health.of(engine.url)
         began_at = self._health.clock()
         try:
-            async with self._slots:
+            async with self._probe_slots:
                 began_at = self._health.clock()
                 answer, _ = await self._legs.ask(engine, "/health", headers={}, timeout_s=_ANSWER_S)
                 is_old = began_at - record.listed_at >= _LISTED_S
                 if answer.status == 200 and (is_old or record.state is not EngineState.WELL):
                     record.listed_at = began_at
                     with suppress(LegFailed):
-                        await self._models.learn(engine, {})
+                        await self.learn(engine, {})
             if answer.status != 200:
                 self._health.probed(record, f"GET /health answered {answer.status}")
             elif record.unproven:
@@ -113,49 +130,12 @@ class Probes:
             is_fault = answer.failure is not None and answer.status != 429
             return (f"one token: status {answer.status}" if is_fault else ""), False
         try:
-            is_one = bool(msgspec.json.decode(raw, type=_Completion).choices)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            is_one = bool(json.loads(raw)["choices"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             is_one = False
         return ("" if is_one else "one token: malformed"), is_one
 
-
-_GOOD_S = 3.0
-_LIST_S = 2.0
-_ALL_S = 4.0  # no further engine is asked later than that
-_MOST_KEPT = 64  # answers, one for each Authorization: engines may show different clients different models
-_LISTS_AT_ONCE = 16
-_AGAIN_S = 1.0  # a list is asked for so long after it did not have the name of a request's model
-_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-
-
-class _Kept:
-    """One client's answer, and the lock of who asks for it."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.until = float("-inf")
-        self.status = 0
-        self.body = b""
-
-
-class Models:
-    """Asks the engines for their lists of models: for clients, whose answer is kept for a few seconds, and to know
-    which engine has the model of a request (`Record.models`). Engines that want a key are asked with the client's.
-    """
-
-    def __init__(
-        self,
-        health: Health,
-        legs: Legs,
-        *,
-        engines: Engines,
-    ) -> None:
-        self._health = health
-        self._legs = legs
-        self._engines = engines
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._tasks: set[asyncio.Task[list[dict[str, Any]]]] = set()
-        self._slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # of all clients together, beside one engine for each of them
+    # ---- which models they have -------------------------------------------------------------
 
     async def answer(self, headers: Mapping[str, str]) -> web.Response:
         """For a client that sent these headers.
@@ -178,24 +158,20 @@ class Models:
         engines = self._engines.all()
         if len(engines) < 2:
             return
-        if self._has(engines, model):
+        if self._is_known(model):
             unknown = [each for each in engines if self._health.of(each.url).models is None]
             for engine in self._due(unknown) if unknown else ():
-                task = asyncio.create_task(self._cards_of(engine, headers, float("inf")))
-                self._tasks.add(task)
-                task.add_done_callback(self._learned)
+                self._begin(self._cards_of(engine, headers, float("inf")))
             return
         async with self._kept_for(headers).lock:
-            if not self._has(engines, model):
+            if not self._is_known(model):
                 asked = (self._cards_of(each, headers, float("inf")) for each in self._due(engines))
                 await asyncio.gather(*asked)
 
-    def _has(self, engines: Sequence[Engine], model: str | None) -> bool:
-        for engine in engines:
-            names = self._health.of(engine.url).models
-            if names is not None and (model is None or not names or model in names):
-                return True
-        return False
+    def _is_known(self, model: str | None) -> bool:
+        """Whether an engine is known to have it, or to have no list."""
+        lists = (self._health.of(each.url).models for each in self._engines.all())
+        return any(names is not None and (model is None or not names or model in names) for names in lists)
 
     def _due(self, engines: Sequence[Engine]) -> list[Engine]:
         """Those that may be asked now; then they are not for a while."""
@@ -204,17 +180,6 @@ class Models:
         for engine in found:
             self._health.of(engine.url).list_at = now + _AGAIN_S
         return found
-
-    def _learned(self, task: asyncio.Task[list[dict[str, Any]]]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # what this process lacks, the request's legs find out, too
-
-    async def close(self) -> None:
-        """End what is being asked."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def learn(self, engine: Engine, headers: Mapping[str, str]) -> tuple[int, bytes, list[dict[str, Any]] | None]:
         """Ask an engine: the status, the body, and its models if that is a list. What it serves is noted.
@@ -268,7 +233,7 @@ class Models:
 
     async def _cards_of(self, engine: Engine, headers: Mapping[str, str], give_up_at: float) -> list[dict[str, Any]]:
         try:
-            async with self._slots:
+            async with self._list_slots:
                 if self._health.clock() >= give_up_at:
                     return []
                 _, _, found = await self.learn(engine, headers)

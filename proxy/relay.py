@@ -281,11 +281,11 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
         if answer.is_final(prefill, limit):
             return await self._finish_early(exchange, engine, prefill, raw)
-        first = answer.first_token(prefill)
-        if first is None or not goes_on(facts):
+        is_forwardable = answer.is_forwardable(prefill)
+        if not is_forwardable or not goes_on(facts):
             # Nothing is with the client yet, and the KV is on its way all the same.
             why = obstacle(exchange.body, prefill=engine.facts, decode=facts) or "near_ceiling"
-            self._stop_forwarding(exchange, "first_token" if first is None else why)
+            self._stop_forwarding(exchange, why if is_forwardable else "first_token")
             return await self._sample(exchange, prefill)
 
         def fits(decoder: Engine) -> bool:
@@ -294,16 +294,17 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         if exchange.streams:
             exchange.first_token(engine, streams=True)
             await exchange.reply.write(answer.first_event(prefill, finish=False, options=exchange.stream_options))
+        assert prefill.choice.token_ids is not None
         leg = body.continuation_body(
             exchange.body,
-            prompt=first.prompt,
-            tokens=first.prompt_tokens,
-            first=first.token,
+            prompt=prefill.choice.prompt_token_ids,
+            tokens=prefill.usage.prompt_tokens,
+            first=prefill.choice.token_ids[0],
             limit=limit,
             transfer=exchange.transfer,
         )
         try:
-            await self._decode(exchange, lambda: leg, answer.Continuation(prefill, first), fits=fits)
+            await self._decode(exchange, lambda: leg, answer.Continuation(prefill), fits=fits)
         except (LegFailed, NoEngine) as failure:
             reason = failure.reason if isinstance(failure, LegFailed) else None
             if exchange.reply.started or reason is Reason.TIMEOUT:

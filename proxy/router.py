@@ -80,8 +80,18 @@ def pair(candidates: Sequence[Candidate]) -> Pair | None:
     if not able:
         return None
     least = min(each.load for each in able)
-    nearest = _Nearest(candidates)
-    chosen = [(first, nearest.to(first)) for first in able if first.load == least]
+    # The best decoder for a prefill engine is the best one of all, or of its node; the second best counts, because the
+    # best one may be the prefill engine itself.
+    ranked = sorted(candidates, key=lambda each: (_decoder_rank(each, ""), each.last_used))
+    by_node: dict[str, list[Candidate]] = {}
+    for each in ranked:
+        by_node.setdefault(each.engine.node, []).append(each)
+
+    def nearest(first: Candidate) -> Candidate:
+        near = [*ranked[:2], *by_node.get(first.engine.node, [])[:2]]
+        return min(near, key=lambda last: (*_pair_rank(first, last), last.last_used))
+
+    chosen = [(first, nearest(first)) for first in able if first.load == least]
     # An engine that only prefills is not sent the same prompt again as the decoder of last resort.
     pairs = [(first, last) for first, last in chosen if last.engine.url != first.engine.url or first.engine.decodes]
     if not pairs:
@@ -134,30 +144,6 @@ def decoder(
 
     best = min(able, key=rank, default=None)
     return None if best is None or (best.suspect and len(tried) >= _TRIED) else best.engine
-
-
-class _Nearest:
-    """The decoders that can be the best one for some prefill engine.
-
-    For a given prefill engine that is the best one of all or the best one of its node. Of each kind two are kept,
-    because the best one may be the prefill engine itself.
-    """
-
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        self._anywhere: list[Candidate] = []
-        self._by_node: dict[str, list[Candidate]] = {}
-        for each in sorted(candidates, key=lambda each: (_decoder_rank(each, ""), each.last_used)):
-            for kept in (self._anywhere, self._by_node.setdefault(each.engine.node, [])):
-                if len(kept) < 2:
-                    kept.append(each)
-
-    def to(self, prefiller: Candidate) -> Candidate:
-        """The best decoder for `prefiller`."""
-
-        def rank(each: Candidate) -> tuple[_Rank, bool, int]:
-            return (*_pair_rank(prefiller, each), each.last_used)
-
-        return min([*self._anywhere, *self._by_node.get(prefiller.engine.node, [])], key=rank)
 
 
 def _prefillers(candidates: Sequence[Candidate]) -> list[Candidate]:

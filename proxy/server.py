@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sized
 from http import HTTPStatus
 from pathlib import Path
 
@@ -27,12 +24,12 @@ from pdx.errors import ConfigError
 from pdx.proxy.reply import error_bytes, error_response
 from pdx.security import descriptors
 from pdx.security.socket_lock import owned, remove_socket
-from pdx.telemetry.faults import Faults, printable
-
-log = logging.getLogger(__name__)
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import printable
 
 MOST = 16_384  # connections of one listener, however many descriptors there are
 _BACKLOG = 1024
+_FILES_PER_ENGINE = 4  # descriptors left for connections to each; not all, where few files may be open
 _BATCH = 4  # taken before what is connected gets its turn
 _REST_S = 0.25  # after the system had no descriptor, or no memory, for one
 _LOOK_S = 0.5  # between two looks for heads that take too long
@@ -40,6 +37,9 @@ _CROWD = 0.25  # from this share of all connections on, those on which a head or
 _UNREAD_MS = 120_000  # a client that reads nothing for so long, though something is there, is gone
 _FIELD_BYTES = 64 << 10  # of one header: tokens and cookies may be long
 _HEAD_BYTES = 1 << 20  # of all of them
+KEEPALIVE_S = 75.0  # a connection without a request is kept for so long
+HEAD_S = 10.0  # a request's head arrives within this time
+SHUTDOWN_S = 5.0
 _NAME = "pdx"  # and not which versions of what are behind it
 _REFUSAL = error_bytes(503, "the proxy has no room for another connection", retry_after_s=1)
 
@@ -49,11 +49,11 @@ class HttpConnection(web.RequestHandler):
 
     __slots__ = ("_body", "_head_bytes", "_listener")
 
-    def __init__(self, listener: Listener, server: web.Server, keepalive_s: float) -> None:
+    def __init__(self, listener: Server, server: web.Server) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            keepalive_timeout=keepalive_s,
+            keepalive_timeout=KEEPALIVE_S,
             auto_decompress=False,
             access_log=None,  # type: ignore[arg-type]
             max_line_size=_FIELD_BYTES,
@@ -116,31 +116,31 @@ class HttpConnection(web.RequestHandler):
             self._listener.ended(self)
 
 
-class Listener:
-    """Listening sockets, and the connections that came by them; from `start` to `close`, on the running loop."""
+class Server:
+    """Serves `app` from `start` to `close` (idempotent). A client that goes away cancels its request's task.
+
+    A connection on which no request is under way is closed after KEEPALIVE_S.
+    """
 
     def __init__(
         self,
-        server: web.Server,
+        app: web.Application,
+        env: Env,
         *,
-        keepalive_s: float,
-        head_s: float,
-        spared: Callable[[], int],
-        counters: Counter[str],
-        clock: Callable[[], float] = time.monotonic,
+        head_s: float = HEAD_S,
+        shutdown_s: float = SHUTDOWN_S,
+        engines: Sized = (),
     ) -> None:
-        """`spared`: descriptors that are left to others, beside those that every process keeps in reserve.
-
-        A connection on which no request is under way is closed after `keepalive_s`, and where a request is due or has
-        begun, but its head is not whole, after `head_s`.
+        """A request that is due or has begun has its whole head after `head_s`, or its connection is closed. At
+        `close`, answers under way have `shutdown_s`. `engines`: descriptors are left for connections to those, beside
+        those that every process keeps in reserve.
         """
-        self._server = server
-        self._keepalive_s = keepalive_s
+        app.middlewares.insert(0, _begin)
+        app.on_response_prepare.append(_name)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
+        self._env = env
         self._head_s = head_s
-        self._spared = spared
-        self._counters = counters
-        self._clock = clock
-        self._faults = Faults(counters, clock, log=log)
+        self._engines = engines
         self._sockets: list[socket.socket] = []
         self._taking: set[asyncio.Task[object]] = set()
         self._all: set[HttpConnection] = set()
@@ -148,25 +148,53 @@ class Listener:
         self._heads: dict[HttpConnection, float] = {}  # since when a head is due or incomplete, in this order
         self._bodies: dict[HttpConnection, None] = {}  # the body of a request is due; the oldest is first
         self._timers: list[asyncio.TimerHandle] = []
+        self._undo = contextlib.AsyncExitStack()
+        self.url = ""  # where it is reached, once it is started; of a Unix socket, its path
 
-    def start(self, sockets: list[socket.socket]) -> None:
-        """Take connections of these bound sockets, which are this listener's from now on."""
-        self._sockets = sockets
-        for each in sockets:
-            each.setblocking(False)
-            each.listen(_BACKLOG)
-        self._listen()
-        self._look()
+    async def start(self, address: str) -> None:
+        """Listen at `HOST:PORT` (port 0: any free one), or at the path of a Unix socket, which is this user's alone.
 
-    def close(self) -> None:
-        """Take no more connections; those that are here stay. Idempotent."""
+        :raises ConfigError: the address is not one, or cannot be had.
+        """
+        try:
+            await self._start(address)
+        except (socket.gaierror, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{address!r} names no host: {why}; name an IP address of this one") from error
+        except OSError as error:
+            raise ConfigError(f"{address!r} cannot be had: {error.strerror or error}") from error
+
+    async def _start(self, address: str) -> None:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._runner.cleanup)
+            await self._runner.setup()
+            if address.startswith("/"):
+                self._sockets = [undo.enter_context(_unix_socket(Path(address)))]
+                self.url = address
+            else:
+                host, port = host_and_port(address)
+                self._sockets = await _tcp_sockets(host, port)
+                shown = self._sockets[0].getsockname()
+                self.url = f"http://{endpoint(shown[0], shown[1])}"
+            undo.callback(self._take_no_more)
+            for each in self._sockets:
+                each.setblocking(False)
+                each.listen(_BACKLOG)
+            self._listen()
+            self._look()
+            self._undo = undo.pop_all()
+
+    async def close(self) -> None:
+        """Take no more connections, and end those that are here once their answers are written."""
+        await self._undo.aclose()
+
+    def _take_no_more(self) -> None:
         for timer in self._timers:
             timer.cancel()
-        self._timers.clear()
         for each in self._sockets:
             asyncio.get_running_loop().remove_reader(each)
             each.close()
-        self._sockets = []
+        self._timers, self._sockets = [], []
 
     # ---- what connections say ---------------------------------------------------------------
 
@@ -174,13 +202,13 @@ class Listener:
         """It is connected."""
         self._all.add(connection)
         self._idle[connection] = None
-        self._heads[connection] = self._clock()
+        self._heads[connection] = self._env.clock()
 
     def spoke(self, connection: HttpConnection) -> bool:
         """Bytes came on it; whether they may be of a request's head."""
         is_idle = connection in self._idle
         if is_idle:
-            self._heads.setdefault(connection, self._clock())
+            self._heads.setdefault(connection, self._env.clock())
         return is_idle
 
     def refused_head(self, connection: HttpConnection, most: int) -> None:
@@ -213,7 +241,7 @@ class Listener:
         if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
             self._note("requests_malformed", f"a request was not understood: {printable(str(error))}")
         else:
-            self._faults.unexpected("a connection", error)
+            self._env.faults.unexpected("a connection", error)
 
     # ---- the loop ---------------------------------------------------------------------------
 
@@ -222,7 +250,7 @@ class Listener:
             asyncio.get_running_loop().add_reader(each, self._accept, each)
 
     def _accept(self, listening: socket.socket) -> None:
-        with self._faults.contain("taking connections") as part:
+        with self._env.faults.contain("taking connections") as part:
             self._take_waiting(listening)
         if part.has_failed:
             self._rest("an internal error")
@@ -246,7 +274,8 @@ class Listener:
     def _room(self) -> int:
         """How many more connections can be taken, by the descriptors that are left."""
         reserve = descriptors.reserve()
-        kept = reserve + reserve // 2 + self._spared()  # from `reserve` on nodes of this host are kept out, too
+        spared = min(_FILES_PER_ENGINE * len(self._engines), descriptors.limit() // 4)
+        kept = reserve + reserve // 2 + spared  # from `reserve` on nodes of this host are kept out, too
         return min(MOST - len(self._all) - len(self._taking), descriptors.left() - kept)
 
     def _make_room(self) -> bool:
@@ -270,8 +299,10 @@ class Listener:
         if stream.family != socket.AF_UNIX:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         loop = asyncio.get_running_loop()
+        server = self._runner.server
+        assert server is not None
         taking: asyncio.Task[object] = loop.create_task(
-            loop.connect_accepted_socket(lambda: HttpConnection(self, self._server, self._keepalive_s), stream)
+            loop.connect_accepted_socket(lambda: HttpConnection(self, server), stream)
         )
         self._taking.add(taking)
         taking.add_done_callback(self._taken)
@@ -301,11 +332,11 @@ class Listener:
     def _look(self) -> None:
         """Close what takes too long with a request's head."""
         self._later(_LOOK_S, self._look)
-        now = self._clock()
+        now = self._env.clock()
         for connection, since in list(self._heads.items()):
             if now - since <= self._head_s:
                 break
-            with self._faults.contain("ending a connection"):
+            with self._env.faults.contain("ending a connection"):
                 self._drop(connection, "heads_overdue", f"a request's head did not arrive within {self._head_s:g} s")
 
     def _drop(self, connection: HttpConnection, event: str, text: str) -> None:
@@ -319,78 +350,8 @@ class Listener:
         self._timers.append(loop.call_later(seconds, call))
 
     def _note(self, event: str, text: str) -> None:
-        self._counters[event] += 1
-        self._faults.warn(event, f"{text} (counted as {event}; {self._counters[event]} so far)")
-
-
-KEEPALIVE_S = 75.0  # a connection without a request is kept for so long
-HEAD_S = 10.0  # a request's head arrives within this time
-SHUTDOWN_S = 5.0
-
-
-class Server:
-    """Serves `app` from `start` to `close` (idempotent). A client that goes away cancels its request's task."""
-
-    def __init__(
-        self,
-        app: web.Application,
-        *,
-        head_s: float = HEAD_S,
-        shutdown_s: float = SHUTDOWN_S,
-        spared: Callable[[], int] = lambda: 0,
-        counters: Counter[str],
-    ) -> None:
-        """`spared`, `head_s`: see `Listener`. At `close`, answers under way have `shutdown_s`."""
-        app.middlewares.insert(0, _begin)
-        app.on_response_prepare.append(_name)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
-        self._head_s = head_s
-        self._spared = spared
-        self._counters = counters
-        self._undo = contextlib.AsyncExitStack()
-        self.url = ""  # where it is reached, once it is started; of a Unix socket, its path
-
-    async def start(self, address: str) -> None:
-        """Listen at `HOST:PORT` (port 0: any free one), or at the path of a Unix socket, which is this user's alone.
-
-        :raises ConfigError: the address is not one, or cannot be had.
-        """
-        try:
-            await self._start(address)
-        except (socket.gaierror, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{address!r} names no host: {why}; name an IP address of this one") from error
-        except OSError as error:
-            raise ConfigError(f"{address!r} cannot be had: {error.strerror or error}") from error
-
-    async def _start(self, address: str) -> None:
-        async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(self._runner.cleanup)
-            await self._runner.setup()
-            if address.startswith("/"):
-                sockets = [undo.enter_context(_unix_socket(Path(address)))]
-                self.url = address
-            else:
-                host, port = host_and_port(address)
-                sockets = await _tcp_sockets(host, port)
-                shown = [f"[{at[0]}]" if ":" in at[0] else at[0] for at in (each.getsockname() for each in sockets)]
-                self.url = f"http://{shown[0]}:{sockets[0].getsockname()[1]}"
-            server = self._runner.server
-            assert server is not None
-            listener = Listener(
-                server,
-                keepalive_s=KEEPALIVE_S,
-                head_s=self._head_s,
-                spared=self._spared,
-                counters=self._counters,
-            )
-            undo.callback(listener.close)
-            listener.start(sockets)
-            self._undo = undo.pop_all()
-
-    async def close(self) -> None:
-        """Take no more connections, and end those that are here once their answers are written."""
-        await self._undo.aclose()
+        self._env.counters[event] += 1
+        self._env.faults.warn(event, f"{text} (counted as {event}; {self._env.counters[event]} so far)")
 
 
 @web.middleware

@@ -13,6 +13,7 @@ from pdx.proxy.plan import Mode, Route
 from pdx.telemetry.timeline import Moment, breakdown
 from pdx.wire.messages import MarkReport, NodeReport
 
+KEPT = 1000  # timelines
 MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too
 
 
@@ -50,7 +51,7 @@ class Timeline(msgspec.Struct):
 class Timelines:
     """The `keep` youngest timelines, by transfer id."""
 
-    def __init__(self, *, keep: int) -> None:
+    def __init__(self, keep: int = KEPT) -> None:
         self._keep = keep
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
 

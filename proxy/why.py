@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 
+from pdx.proxy.control import Control
 from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_NAME
 from pdx.wire.hints import Verdict
@@ -20,9 +20,8 @@ HEADER = "X-PDX-Why"
 class Explainer:
     """Asks all nodes, and waits for one that knows. All calls on one event loop."""
 
-    def __init__(self, ask: Callable[[str], None]) -> None:
-        """`ask` tells all nodes of a request's name, without waiting."""
-        self._ask = ask
+    def __init__(self, control: Control) -> None:
+        self._control = control
         self._asked: dict[str, asyncio.Future[list[Explanation]]] = {}
 
     def told(self, explained: Explained) -> None:
@@ -53,7 +52,7 @@ class Explainer:
         future: asyncio.Future[list[Explanation]] = asyncio.get_running_loop().create_future()
         self._asked[request] = future
         try:
-            self._ask(request)
+            self._control.ask_why(request)
             async with asyncio.timeout(WHY_S):
                 return await future
         except TimeoutError:

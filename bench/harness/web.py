@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
-from collections import Counter
 
 from aiohttp import web
 
 from pdx.proxy.server import Server, endpoint, when_signalled
+from pdx.telemetry.env import Env
 
 ANSWER_S = 300.0
 direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -41,7 +41,7 @@ async def serve_until_stopped(app: web.Application, host: str, port: int, *, shu
 
     :raises ConfigError: the address cannot be had.
     """
-    server = Server(app, shutdown_s=shutdown_s, counters=Counter())
+    server = Server(app, Env(), shutdown_s=shutdown_s)
     stop = asyncio.Event()
     when_signalled(stop.set)
     try:

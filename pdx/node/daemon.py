@@ -169,7 +169,6 @@ class Daemon:
                     readers=Readers(
                         connections.own_keys, connections.event_keys, config.events_open, config.peer_timeout_s
                     ),
-                    counters=self.env.counters,
                 )
                 undo.callback(self._publisher.close)
             self._proxy: ProxyLine | None = None
@@ -177,7 +176,7 @@ class Daemon:
             if config.proxy:
                 self._proxy = ProxyLine(self._context, config.proxy, self._peers.connections.secure_proxy, self._faults)
                 undo.callback(self._proxy.close)
-                self._follower = Follower(self.service.events, epoch, self._proxy.send)
+                self._follower = Follower(self.service.events, epoch)
                 for line in self._proxy.sockets:
                     self._poller.register(line, zmq.POLLIN)
             self._undo = undo.pop_all()
@@ -260,8 +259,8 @@ class Daemon:
             if batch is not None:
                 self._publisher.put(batch)
             self._publisher.turn()
-        if self._follower is not None:
-            self._follower.turn()
+        if self._follower is not None and self._proxy is not None:
+            self._follower.turn(self._proxy.send)
 
     def _tick(self, now: float) -> None:
         self.service.tick()

@@ -189,7 +189,7 @@ class Service:
             peers=self.peers,
             gpus=[each.gpu for each in arenas],
         )
-        self.events = EventLog(self.store, self.tiers, [each.gpu for each in arenas], env.counters)
+        self.events = EventLog(self.store, self.tiers, [each.gpu for each in arenas], env)
         self._handlers = self._by_message()
 
     def open_tiers(self) -> None:

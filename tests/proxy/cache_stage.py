@@ -78,7 +78,7 @@ class Stage:
 
     @property
     def counters(self):
-        return self.made.proxy.counters
+        return self.made.proxy.env.counters
 
     async def post(self, verb, body=None, *, token=TOKEN, raw=None, headers=None):
         """(status, answer)"""

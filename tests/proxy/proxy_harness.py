@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from engine_standin import Server, StandIn
 
-from pdx.proxy import health
+from pdx.proxy import health, leg
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server as HttpServer
@@ -171,6 +171,7 @@ async def cluster(
     server=None,
     decode_server=None,
     probe_s=3600.0,
+    connect_s=DEADLINE_S,
     served=(),
     node="node",
     models=None,
@@ -196,16 +197,16 @@ async def cluster(
         settings["prefill"] = tuple(engine.url for engine in prefill)
         settings["decode"] = tuple(engine.url for engine in decode)
         settings.setdefault("heartbeat_timeout_s", 600.0)
-    settings.setdefault("connect_timeout_s", DEADLINE_S)
     settings.setdefault("min_split_tokens", 0)
     settings.setdefault("debug_headers", True)
     address = f"ipc://{folder}/p.sock"
     proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
     settle_with(proxy._control, [*prefill, *decode])
-    probing = mock.patch.object(health, "PROBE_S", probe_s)
-    probing.start()
-    http = HttpServer(proxy.app(), counters=proxy.counters, **dict(served))
-    admin = HttpServer(proxy.admin_app(), counters=proxy.counters)
+    patched = [mock.patch.object(health, "PROBE_S", probe_s), mock.patch.object(leg, "CONNECT_S", connect_s)]
+    for each in patched:
+        each.start()
+    http = HttpServer(proxy.app(), proxy.env, **dict(served))
+    admin = HttpServer(proxy.admin_app(), proxy.env)
     for each in (http, admin):
         await each.start("127.0.0.1:0")
     node = Node(address, node)
@@ -222,7 +223,8 @@ async def cluster(
         yield made
         assert counter_series(proxy) == counted, "a counter without a series before its first event breaks rate()"
     finally:
-        probing.stop()
+        for each in patched:
+            each.stop()
         await client.close()
         await http.close()
         await admin.close()

@@ -145,7 +145,7 @@ def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp_path,
         settings = {} if has_token else {"cache_token_file": ""}
         async with stage(tmp_path, "a", **settings) as made:
             folder = tmp_path / "admin"
-            server = Server(made.made.proxy.admin_app(), counters=made.counters)
+            server = Server(made.made.proxy.admin_app(), made.made.proxy.env)
             await server.start(f"{folder}/s.sock")
             assert (folder / "s.sock").stat().st_mode & 0o777 == 0o600
             connector = aiohttp.UnixConnector(f"{folder}/s.sock")

@@ -65,7 +65,7 @@ class Says:
 @asynccontextmanager
 async def proxy(control, folder):
     made = Proxy(ProxyConfig(control=control, heartbeat_timeout_s=60.0))
-    http, admin = (Server(app, counters=made.counters) for app in (made.app(), made.admin_app()))
+    http, admin = (Server(app, made.env) for app in (made.app(), made.admin_app()))
     await http.start("127.0.0.1:0")
     await admin.start(f"{folder}/admin/s.sock")
     async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(f"{folder}/admin/s.sock")) as client:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 
 import pytest
 from cache_stage import KEY
-from proxy_harness import Node, run, until, within
+from control_stage import ControlStage, control_stage
+from proxy_harness import run, until, within
 
 from pdx.errors import NodeUnavailable
 from pdx.proxy import control as control_module
 from pdx.proxy.cache.orders import Orders
-from pdx.proxy.control import Control
-from pdx.security.curve_keys import KeyPair, secure_client
+from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import Arrival
 from pdx.telemetry.faults import Faults
 from pdx.wire import messages
@@ -24,30 +23,21 @@ from pdx.wire.verbs import Effect, Find, Found, JobStatus, Selection, Verify
 FIND = Find(Selection([bytes.fromhex(KEY)]))
 
 
-class Stage:
+class Stage(ControlStage):
     """A control socket, and the orders that go by it."""
 
     def __init__(self, address, **files):
-        self.reports, self.drops, self.counters, self.explained = [], [], Counter(), []
-        self.control = Control(
-            address,
-            on_report=self.reports.append,
-            on_explained=self.explained.append,
-            on_reply=lambda node, reply: self.orders.replied(node, reply),
-            on_drop=self.drops.append,
-            counters=self.counters,
-            **files,
-        )
-        self.orders = Orders(self.control.order, counters=self.counters, faults=Faults(self.counters))
-        self.connected = []
+        super().__init__(address, **files)
+        self.orders = Orders(self.control.order, counters=self.env.counters, faults=self.env.faults)
 
-    async def node(self, name, own=None, server_key=None):
-        """One that has reported."""
-        made = Node("inproc://nowhere-yet", name)
-        made.socket.disconnect("inproc://nowhere-yet")
-        secure_client(made.socket, own=own, server_key=server_key)
-        made.socket.connect(self.control.address)
-        self.connected.append(made)
+    def take(self, node, message):
+        super().take(node, message)
+        if isinstance(message, Reply):
+            self.orders.replied(node, message)
+
+    async def reporting(self, name, own=None, server_key=None):
+        """A node that has reported."""
+        made = self.node(name, own, server_key)
         await self.report(made)
         return made
 
@@ -55,18 +45,6 @@ class Stage:
         count = len(self.reports)
         await node.report()
         await until(lambda: len(self.reports) > count)
-
-
-@contextlib.asynccontextmanager
-async def stage(address="tcp://127.0.0.1:0", **files):
-    made = Stage(address, **files)
-    made.control.start()
-    try:
-        yield made
-    finally:
-        for each in made.connected:
-            each.close()
-        made.control.close()
 
 
 async def answering(node, outcome):
@@ -90,17 +68,17 @@ def test_an_answer_with_another_key_than_the_nodes_is_none(tmp_path):
     roster.chmod(0o644)
 
     async def main():
-        async with stage(keys=str(secret), roster=str(roster)) as made:
-            await made.node("one", pairs["one"], pairs["proxy"].public)
+        with control_stage(kind=Stage, keys=str(secret), roster=str(roster)) as made:
+            await made.reporting("one", pairs["one"], pairs["proxy"].public)
             (route,) = made.control._peers
             asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
             await until(lambda: len(made.orders) == 1)
             (number,) = made.orders._under_way
             for answer in (Reply(number, Found(1, 1, {})), Explained([], 0)):
-                made.control._take(Arrival(route, messages.encode(answer), pairs["two"].public))
+                made.control._take_in(Arrival(route, messages.encode(answer), pairs["two"].public))
             await asyncio.sleep(0)
             assert made.drops == ["not_its_name"] * 2
-            assert (asked.done(), made.explained) == (False, [])
+            assert (asked.done(), len(made.took)) == (False, 1), "it has reported"
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
@@ -111,15 +89,15 @@ def test_of_two_connections_with_one_name_the_last_is_told(tmp_path, monkeypatch
     monkeypatch.setattr(control_module, "MAX_PEERS", 2)
 
     async def main():
-        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
-            lives = [await made.node("one") for _ in range(2)]
+        with control_stage(f"ipc://{tmp_path}/c/p.sock", Stage) as made:
+            lives = [await made.reporting("one") for _ in range(2)]
             for life in (lives[1], lives[0]):
                 await made.report(life)
                 asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
                 await answering(life, Found(1, 1, {}))
                 assert await asked == Found(1, 1, {})
             for name in ("two", "three"):
-                await made.node(name)
+                await made.reporting(name)
             with pytest.raises(NodeUnavailable, match="it is not connected"):
                 await made.orders.ask("one", FIND, 60.0)
             assert set(made.control._routes) == {"two", "three"}
@@ -154,10 +132,10 @@ def test_what_could_not_be_posted_is_an_error_at_once():
 
 def test_a_flood_of_answers_is_taken_in_bursts(tmp_path):
     async def main():
-        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
-            node = await made.node("one")
+        with control_stage(f"ipc://{tmp_path}/c/p.sock", Stage) as made:
+            node = await made.reporting("one")
             taken, bursts = 0, [0]
-            take, serve = made.control._take, made.control._serve
+            take, serve = made.control._take_in, made.control._serve
 
             def take_one(arrival):
                 nonlocal taken
@@ -168,7 +146,7 @@ def test_a_flood_of_answers_is_taken_in_bursts(tmp_path):
                 bursts[-1] += 1
                 serve()
 
-            made.control._take, made.control._serve = take_one, serve_some
+            made.control._take_in, made.control._serve = take_one, serve_some
             for _ in range(1000):
                 await node.socket.send(messages.encode(Reply(1, Effect([]))))
             async with asyncio.timeout(30):

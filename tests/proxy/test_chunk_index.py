@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 from events_bed import EventsBed, key, random_step
@@ -12,7 +13,7 @@ from pdx.node.events.follower import MAX_REPEATS, WINDOW, Follower
 from pdx.proxy import chunk_index
 from pdx.proxy.chunk_index import ANY, OTHERS, ChunkIndex
 from pdx.proxy.following import Following
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 from pdx.wire.base import MAX_RUN_KEYS
 from pdx.wire.messages import Changes, Run, decode_from_proxy, decode_to_proxy, encode
 
@@ -129,20 +130,15 @@ class Line:
 
     def __init__(self, bed, rng, loss):
         self.bed, self.rng, self.loss = bed, rng, loss
-        self.counters = Counter()
         self.now = 0.0
+        self.env = Env(lambda: self.now)
+        self.counters = self.env.counters
         self.to_proxy, self.to_node = [], []
         self.epoch = 1
-        self.follower = Follower(bed.log, self.epoch, self.send)
+        self.follower = Follower(bed.log, self.epoch)
         self.index = ChunkIndex(100_000, self.counters)
-        self.following = Following(
-            self.index,
-            lambda node, ask: self.to_node.append(encode(ask)),
-            timeout_s=10.0,
-            clock=lambda: self.now,
-            faults=Faults(self.counters),
-            counters=self.counters,
-        )
+        control = Mock(follow=lambda node, ask: self.to_node.append(encode(ask)))
+        self.following = Following(self.index, control, self.env, timeout_s=10.0)
 
     def send(self, changes):
         if len(self.to_proxy) >= 3:
@@ -160,7 +156,7 @@ class Line:
             if not self._is_lost():
                 self.follower.asked(decode_from_proxy(frame))
         self.bed.log.turn()
-        self.follower.turn()
+        self.follower.turn(self.send)
         frames, self.to_proxy = self.to_proxy, []
         for frame in frames:
             if not self._is_lost():
@@ -216,11 +212,11 @@ def test_a_proxy_that_does_not_read_is_sent_a_few_frames(line):
     line.following.heard("n", 1)
     line.pass_on()
     sent = []
-    line.follower._send = lambda changes: sent.append(changes) or True
+    line.send = lambda changes: sent.append(changes) or True
     for number in range(5000):
         line.bed.disk.put(number.to_bytes(16, "big"))
         line.bed.log.turn()
-        line.follower.turn()
+        line.follower.turn(line.send)
     assert len(sent) <= WINDOW
 
 
@@ -230,7 +226,7 @@ def test_a_node_of_whose_first_telling_a_part_was_lost_begins_anew(line):
     line.bed.log.turn()
     line.following.heard("n", 1)
     line.follower.asked(decode_from_proxy(line.to_node.pop()))
-    line.follower.turn()
+    line.follower.turn(line.send)
     line.following.took("n", decode_to_proxy(line.to_proxy.pop(0)))
     assert 0 < len(line.index) < 10_000
     line.to_proxy.clear()
@@ -253,7 +249,7 @@ def test_a_node_in_a_new_life_is_asked_for_everything(line):
     line.bed.disk.put(key(2))
     line.epoch = 2
     line.bed.log.leave(line.follower)
-    line.follower = Follower(line.bed.log, 2, line.send)
+    line.follower = Follower(line.bed.log, 2)
     line.settle()
     assert line.known() == {key(2): {"disk"}}
 
@@ -273,8 +269,8 @@ def test_a_silent_node_is_forgotten_and_comes_back(line):
 def test_a_large_change_goes_in_frames_of_bounded_size(line):
     line.settle()
     frames = []
-    send = line.follower._send
-    line.follower._send = lambda changes: frames.append(len(encode(changes))) or send(changes)
+    send = line.send
+    line.send = lambda changes: frames.append(len(encode(changes))) or send(changes)
     for number in range(10_000):
         line.bed.disk.put(number.to_bytes(16, "big"))
     line.settle()

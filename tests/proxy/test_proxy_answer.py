@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdx.errors import ProtocolError
 from pdx.proxy import sse
-from pdx.proxy.answer import Continued, decode_prefill, final_answer, first_token, is_final, merged_answer
+from pdx.proxy.answer import Continuation, decode_prefill, final_answer, is_final, is_forwardable, merged_answer
 
 
 def prefill(text="A", finish="length", tokens=(7,), prompt=(1, 2, 3), details=None):
@@ -61,8 +61,7 @@ def test_prefill_answer_must_be_one(raw):
 
 
 def test_first_token():
-    first = first_token(decode_prefill(prefill()))
-    assert (json.loads(bytes(first.prompt)), first.prompt_tokens, first.token, first.text) == ([1, 2, 3], 3, 7, "A")
+    assert is_forwardable(decode_prefill(prefill()))
     for odd in (
         {"text": ""},
         {"text": "ab\ufffd"},
@@ -71,7 +70,7 @@ def test_first_token():
         {"prompt": (1, 2)},
         {"finish": "abort"},
     ):
-        assert first_token(decode_prefill(prefill(**odd))) is None, odd
+        assert not is_forwardable(decode_prefill(prefill(**odd))), odd
 
 
 def test_final():
@@ -98,7 +97,7 @@ def test_merge():
         "kv_transfer_params": {"secret": 1},
         "metrics": {"x": 1},
     }
-    merged = json.loads(merged_answer(decode_prefill(prefill()), "A", json.dumps(decode).encode()))
+    merged = json.loads(merged_answer(decode_prefill(prefill()), json.dumps(decode).encode()))
     assert merged["choices"] == [{"index": 0, "text": "ABC", "finish_reason": "stop", "stop_reason": 3}]
     assert merged["usage"] == {
         "prompt_tokens": 3,
@@ -108,11 +107,11 @@ def test_merge():
     }
     assert merged["kv_transfer_params"] is None
     assert merged["metrics"] is None
-    merged = json.loads(merged_answer(decode_prefill(prefill(details=2)), "A", json.dumps(decode).encode()))
+    merged = json.loads(merged_answer(decode_prefill(prefill(details=2)), json.dumps(decode).encode()))
     assert merged["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     for broken in (b"{", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{"text":null}],"usage":{}}'):
         with pytest.raises(ProtocolError):
-            merged_answer(decode_prefill(prefill()), "A", broken)
+            merged_answer(decode_prefill(prefill()), broken)
 
 
 def test_events_of_the_decode_leg():
@@ -124,10 +123,10 @@ def test_events_of_the_decode_leg():
         b"data: not json\n\n",
         b"data: [1]\n\n",
     ):
-        assert Continued(whole).event(event) == event
+        assert Continuation(whole).event(event) == event
     chunk = {"id": "d", "created": 9, "model": "m", "choices": [{"text": "\ud800é"}]}
     chunk["usage"] = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
-    got = json.loads(sse.data(Continued(whole).event(b"data: " + json.dumps(chunk).encode() + b"\n\n")))
+    got = json.loads(sse.data(Continuation(whole).event(b"data: " + json.dumps(chunk).encode() + b"\n\n")))
     assert (got["id"], got["created"], got["choices"]) == ("cmpl-p", 5, [{"text": "\ud800é"}])
     assert got["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
@@ -156,9 +155,9 @@ HEADS = [
 )
 def test_events_that_begin_alike_come_out_as_if_each_had_been_read(events, end):
     whole = decode_prefill(prefill())
-    stream = Continued(whole)
+    stream = Continuation(whole)
     for head, tail in events:
         event = f'data: {{{head},"choices":[{tail}{end}'.encode()
-        one, other = stream.event(event), Continued(whole).event(event)
+        one, other = stream.event(event), Continuation(whole).event(event)
         if one != other:
             assert json.loads(sse.data(one)) == json.loads(sse.data(other))

@@ -270,7 +270,7 @@ def test_a_body_may_be_long_but_not_of_names():
         parse(json.dumps({"prompt": "a", "vllm_xargs": {f"name{number}": 1 for number in range(10_000)}}).encode())
 
 
-IDS = json.dumps(list(range(100_000)))
+IDS = json.dumps(list(range(50_000)))
 
 
 @pytest.mark.parametrize(
@@ -317,46 +317,38 @@ def test_values_too_long_to_be_looked_at_are_not_neutral():
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_large_bodies_reach_both_engines_whole(path):
-    async def main():
-        async with cluster(server=Server(model_len=1 << 20)) as made:
-            text = "é large prompt " * 20_000
-            body = {"max_tokens": 3, "temperature": 0, "odd": {"a": [None, "x"]}}
-            body |= {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
-            status, _, raw = await made.post(path, body, base=made.decode.url)
-            assert (await made.post(path, body))[0] == status == 200, raw
-            for engine in (made.prefill, made.decode):
-                seen = engine.bodies[-1]
-                assert seen.pop("kv_transfer_params")["transfer_id"]
-                seen.pop("stream", None)
-                assert seen | {"max_tokens": 3} == body
-
-    run(main)
+async def test_large_bodies_reach_both_engines_whole(path):
+    async with cluster(server=Server(model_len=1 << 20)) as made:
+        text = "é large prompt " * 20_000
+        body = {"max_tokens": 3, "temperature": 0, "odd": {"a": [None, "x"]}}
+        body |= {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+        status, _, raw = await made.post(path, body, base=made.decode.url)
+        assert (await made.post(path, body))[0] == status == 200, raw
+        for engine in (made.prefill, made.decode):
+            seen = engine.bodies[-1]
+            assert seen.pop("kv_transfer_params")["transfer_id"]
+            seen.pop("stream", None)
+            assert seen | {"max_tokens": 3} == body
 
 
-def test_token_ids_that_no_engine_takes_go_to_none():
-    async def main():
-        async with cluster() as made:
-            for prompt in ([7] * 513, [[7] * 600]):
-                status, _, raw = await made.post(COMPLETIONS, {**BODY, "prompt": prompt})
-                assert status == 400
-                assert "maximum context length is 512 tokens" in json.loads(raw)["error"]["message"]
-            assert made.prefill.seen == made.decode.seen == []
-            for taken in ({"prompt": [7] * 505}, {"prompt": [7] * 600, "truncate_prompt_tokens": 9}):
-                await made.post(COMPLETIONS, {**BODY, **taken})
-            assert len(made.decode.seen) == 2
-
-    run(main)
+async def test_token_ids_that_no_engine_takes_go_to_none():
+    async with cluster() as made:
+        for prompt in ([7] * 513, [[7] * 600]):
+            status, _, raw = await made.post(COMPLETIONS, {**BODY, "prompt": prompt})
+            fault = json.loads(raw)["error"]
+            assert (status, fault["type"], fault["param"]) == (400, "BadRequestError", "input_tokens")  # as vLLM does
+            assert "maximum context length is 512 tokens" in fault["message"]
+        assert made.prefill.seen == made.decode.seen == []
+        for taken in ({"prompt": [7] * 505}, {"prompt": [7] * 600, "truncate_prompt_tokens": 9}):
+            await made.post(COMPLETIONS, {**BODY, **taken})
+        assert len(made.decode.seen) == 2
 
 
-def test_where_an_engine_does_not_tell_its_length_it_is_asked():
-    async def main():
-        async with cluster(known=False) as made:
-            status, _, raw = await made.post(COMPLETIONS, {**BODY, "prompt": [7] * 600})
-            assert status == 400
-            assert "too many" in json.loads(raw)["error"]["message"]
-
-    run(main)
+async def test_where_an_engine_does_not_tell_its_length_it_is_asked():
+    async with cluster(known=False) as made:
+        status, _, raw = await made.post(COMPLETIONS, {**BODY, "prompt": [7] * 600})
+        assert status == 400
+        assert "too many" in json.loads(raw)["error"]["message"]
 
 
 def test_prompts_so_long_that_their_ids_are_costly_are_sampled():
@@ -380,84 +372,67 @@ async def answered(reader):
     return int(head.split()[1]), head.decode().lower()
 
 
-def test_a_body_announced_too_large_is_refused_before_it_is_sent():
-    async def main():
-        async with cluster() as made:
-            reader, writer = await begin(made.url, (64 << 20) + 1)
-            status, _ = await answered(reader)
-            assert status == 413
-            writer.close()
-            assert made.prefill.seen == made.decode.seen == []
-
-    run(main)
+async def test_a_body_announced_too_large_is_refused_before_it_is_sent():
+    async with cluster() as made:
+        reader, writer = await begin(made.url, (64 << 20) + 1)
+        status, _ = await answered(reader)
+        assert status == 413
+        writer.close()
+        assert made.prefill.seen == made.decode.seen == []
 
 
 @pytest.mark.parametrize("packed", [gzip.compress(b"{}"), b"not packed"], ids=["gzip", "nonsense"])
-def test_a_packed_body_is_refused_and_not_unpacked(packed):
+async def test_a_packed_body_is_refused_and_not_unpacked(packed):
     """Engines take none, and a megabyte may be a gigabyte."""
-
-    async def main():
-        async with cluster() as made:
-            reader, writer = await begin(made.url, len(packed), more="Content-Encoding: gzip\r\n")
-            writer.write(packed)
-            assert (await answered(reader))[0] == 415
-            assert b"gzip" in await within(reader.readuntil(b"}}"))
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await answered(reader))[0] == 200, "what nobody unpacks breaks no connection"
-            writer.close()
-            assert made.prefill.seen == made.decode.seen == []
-
-    run(main)
+    async with cluster() as made:
+        reader, writer = await begin(made.url, len(packed), more="Content-Encoding: gzip\r\n")
+        writer.write(packed)
+        assert (await answered(reader))[0] == 415
+        assert b"gzip" in await within(reader.readuntil(b"}}"))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await answered(reader))[0] == 200, "what nobody unpacks breaks no connection"
+        writer.close()
+        assert made.prefill.seen == made.decode.seen == []
 
 
-def test_a_body_that_becomes_too_large_is_refused():
-    async def main():
-        async with cluster(max_body_bytes=3 * PIECE) as made:
-            reader, writer = await begin(made.url, None)
-            writer.write(b"%x\r\n" % (4 * PIECE) + b"x" * 4 * PIECE)
-            assert (await answered(reader))[0] == 413
-            writer.close()
-            assert made.proxy._intake.held_bytes == 0
-
-    run(main)
+async def test_a_body_that_becomes_too_large_is_refused():
+    async with cluster(max_body_bytes=3 * PIECE) as made:
+        reader, writer = await begin(made.url, None)
+        writer.write(b"%x\r\n" % (4 * PIECE) + b"x" * 4 * PIECE)
+        assert (await answered(reader))[0] == 413
+        writer.close()
+        assert made.proxy._intake.held_bytes == 0
 
 
-def test_a_connection_that_is_closed_before_its_body_is_read_is_no_internal_error():
+async def test_a_connection_that_is_closed_before_its_body_is_read_is_no_internal_error():
     """It makes room for others, or its client goes: aiohttp says so with a RuntimeError."""
-
-    async def main():
-        intake = Intake(each_bytes=PIECE, all_bytes=PIECE, timeout_s=60.0)
-        content = StreamReader(BaseProtocol(asyncio.get_running_loop()), PIECE)
-        with pytest.raises(RequestRefused, match="did not arrive whole"):
-            async with intake.body(SimpleNamespace(content=content, content_length=10)):
-                pass
-
-    run(main)
+    intake = Intake(each_bytes=PIECE, all_bytes=PIECE, timeout_s=60.0)
+    content = StreamReader(BaseProtocol(asyncio.get_running_loop()), PIECE)
+    with pytest.raises(RequestRefused, match="did not arrive whole"):
+        async with intake.body(SimpleNamespace(content=content, content_length=10)):
+            pass
 
 
-def test_all_bodies_together_are_bounded():
-    async def main():
-        async with cluster(max_bodies_bytes=4 * PIECE) as made:
-            writers = []
-            for number in range(1, 5):
-                _, writer = await begin(made.url, 2 * PIECE)
-                writer.write(b" " * PIECE)
-                writers.append(writer)
-                await until(lambda number=number: made.proxy._intake.held_bytes == number * PIECE)
-            status, headers, raw = await made.post(COMPLETIONS, {**BODY, "user": "u" * PIECE})
-            assert (status, headers["Retry-After"]) == (503, "1")
-            assert json.loads(raw)["error"]["message"]
-            assert await made.metric("pdx_proxy_exhausted_total", lack="bodies") == 1
-            assert await made.metric("pdx_proxy_requests_total", outcome="unavailable") == 1
-            assert made.proxy._intake.held_bytes == 4 * PIECE
-            assert (await made.post(COMPLETIONS, BODY))[0] == 200, "few slow clients keep no small request out"
-            for writer in writers:
-                writer.close()
-            await until(lambda: made.proxy._intake.held_bytes == 0)
-            assert (await made.post(COMPLETIONS, BODY))[0] == 200
-            assert made.proxy._intake.held_bytes == 0
-
-    run(main)
+async def test_all_bodies_together_are_bounded():
+    async with cluster(max_bodies_bytes=4 * PIECE) as made:
+        writers = []
+        for number in range(1, 5):
+            _, writer = await begin(made.url, 2 * PIECE)
+            writer.write(b" " * PIECE)
+            writers.append(writer)
+            await until(lambda number=number: made.proxy._intake.held_bytes == number * PIECE)
+        status, headers, raw = await made.post(COMPLETIONS, {**BODY, "user": "u" * PIECE})
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(raw)["error"]["message"]
+        assert await made.metric("pdx_proxy_exhausted_total", lack="bodies") == 1
+        assert await made.metric("pdx_proxy_requests_total", outcome="unavailable") == 1
+        assert made.proxy._intake.held_bytes == 4 * PIECE
+        assert (await made.post(COMPLETIONS, BODY))[0] == 200, "few slow clients keep no small request out"
+        for writer in writers:
+            writer.close()
+        await until(lambda: made.proxy._intake.held_bytes == 0)
+        assert (await made.post(COMPLETIONS, BODY))[0] == 200
+        assert made.proxy._intake.held_bytes == 0
 
 
 def test_a_body_is_held_once():
@@ -492,31 +467,25 @@ def test_a_body_is_held_once():
         tracemalloc.stop()
 
 
-def test_a_body_counts_until_its_request_ends():
-    async def main():
-        async with cluster() as made:
-            made.decode.fault = "hold"
-            request = asyncio.create_task(made.post(CHAT, {"messages": [{"role": "user", "content": "hi"}]}))
-            await within(made.decode.arrived.wait())
-            assert made.proxy._intake.held_bytes > 0
-            made.decode.released.set()
-            assert (await request)[0] == 200
-            assert made.proxy._intake.held_bytes == 0
-
-    run(main)
+async def test_a_body_counts_until_its_request_ends():
+    async with cluster() as made:
+        made.decode.fault = "hold"
+        request = asyncio.create_task(made.post(CHAT, {"messages": [{"role": "user", "content": "hi"}]}))
+        await within(made.decode.arrived.wait())
+        assert made.proxy._intake.held_bytes > 0
+        made.decode.released.set()
+        assert (await request)[0] == 200
+        assert made.proxy._intake.held_bytes == 0
 
 
-def test_a_body_that_does_not_go_on_is_given_up():
-    async def main():
-        async with cluster(body_timeout_s=0.05) as made:
-            reader, writer = await begin(made.url, 1000)
-            writer.write(b'{"prompt":')
-            assert (await answered(reader))[0] == 408
-            writer.close()
-            assert made.proxy._intake.held_bytes == 0
-            assert made.prefill.seen == []
-
-    run(main)
+async def test_a_body_that_does_not_go_on_is_given_up():
+    async with cluster(body_timeout_s=0.05) as made:
+        reader, writer = await begin(made.url, 1000)
+        writer.write(b'{"prompt":')
+        assert (await answered(reader))[0] == 408
+        writer.close()
+        assert made.proxy._intake.held_bytes == 0
+        assert made.prefill.seen == []
 
 
 class _Upload:

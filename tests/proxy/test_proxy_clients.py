@@ -5,16 +5,16 @@ import json
 import logging
 import re
 import stat
-from collections import Counter
 from unittest import mock
 
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_harness import FORWARDED, HALF, cluster, events, run, until, within
+from proxy_harness import FORWARDED, HALF, cluster, events, until, within
 
 from pdx.errors import ConfigError
 from pdx.proxy.server import Server
+from pdx.telemetry.env import Env
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
@@ -34,278 +34,236 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_client_leaves(phase):
+async def test_client_leaves(phase):
     leg, fault, path, body = PHASES[phase]
-
-    async def main():
-        async with cluster() as made:
-            engine = getattr(made, leg)
-            engine.arrived.clear()
-            engine.fault = fault
-            request = asyncio.create_task(made.post(path, body))
-            await within(engine.arrived.wait())
-            if fault == "hang_mid":
-                await within(engine.progress.wait())
-            request.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await request
-            await within(engine.closed.wait())
-            transfer = engine.bodies[-1]["kv_transfer_params"]["transfer_id"]
-            assert await made.node.cancelled() == transfer
-            assert await made.metric("pdx_proxy_requests_total", outcome="client_gone") == 1
-            assert await made.metric("pdx_proxy_cancels_total", reason="client_gone") == 1
-            assert (await made.timeline(transfer))["outcome"] == "client_gone"
-            assert await made.metric("pdx_proxy_engine_in_flight", url=engine.url) == 0
-
-    run(main)
-
-
-def test_client_leaves_while_one_engine_serves_alone():
-    async def main():
-        async with cluster() as made:
-            made.decode.fault = "hang"
-            request = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "n": 2}))
-            await within(made.decode.arrived.wait())
-            request.cancel()
-            await within(made.decode.closed.wait())
-            await until(lambda: request.done())
-            assert await made.metric("pdx_proxy_cancels_total") == 0  # no transfer was ever announced
-
-    run(main)
-
-
-def test_client_leaves_while_it_sends():
-    async def main():
-        async with cluster() as made:
-            host, port = made.url.removeprefix("http://").split(":")
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: 1000\r\n\r\n{"
-            )
-            await writer.drain()
-            writer.close()
-            await writer.wait_closed()
-            assert (await made.get("/health"))[0] == 200
-            assert made.prefill.seen == []
-
-    run(main)
-
-
-def test_closing_the_proxy_ends_requests_under_way():
-    async def main():
-        async with cluster() as made:
-            made.prefill.fault = "hang"
-            request = asyncio.create_task(made.post(COMPLETIONS, BODY))
-            await within(made.prefill.arrived.wait())
-        # The harness has closed client and proxy; `run` checks that nothing of the request is left.
-        with pytest.raises(Exception):  # noqa: B017, PT011
+    async with cluster() as made:
+        engine = getattr(made, leg)
+        engine.arrived.clear()
+        engine.fault = fault
+        request = asyncio.create_task(made.post(path, body))
+        await within(engine.arrived.wait())
+        if fault == "hang_mid":
+            await within(engine.progress.wait())
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
             await request
+        await within(engine.closed.wait())
+        transfer = engine.bodies[-1]["kv_transfer_params"]["transfer_id"]
+        assert await made.node.cancelled() == transfer
+        assert await made.metric("pdx_proxy_requests_total", outcome="client_gone") == 1
+        assert await made.metric("pdx_proxy_cancels_total", reason="client_gone") == 1
+        assert (await made.timeline(transfer))["outcome"] == "client_gone"
+        assert await made.metric("pdx_proxy_engine_in_flight", url=engine.url) == 0
 
-    run(main)
+
+async def test_client_leaves_while_one_engine_serves_alone():
+    async with cluster() as made:
+        made.decode.fault = "hang"
+        request = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "n": 2}))
+        await within(made.decode.arrived.wait())
+        request.cancel()
+        await within(made.decode.closed.wait())
+        await until(lambda: request.done())
+        assert await made.metric("pdx_proxy_cancels_total") == 0  # no transfer was ever announced
+
+
+async def test_client_leaves_while_it_sends():
+    async with cluster() as made:
+        host, port = made.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 1000\r\n\r\n{"
+        )
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await made.get("/health"))[0] == 200
+        assert made.prefill.seen == []
+
+
+async def test_closing_the_proxy_ends_requests_under_way():
+    async with cluster() as made:
+        made.prefill.fault = "hang"
+        request = asyncio.create_task(made.post(COMPLETIONS, BODY))
+        await within(made.prefill.arrived.wait())
+    # The harness has closed client and proxy; `run` checks that nothing of the request is left.
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        await request
+
+
+LIMIT = "body is larger than 262144 bytes (0 MiB); pdx proxy --max-body raises this limit"
+LONG = b"x" * 300_000
 
 
 @pytest.mark.parametrize(
-    ("raw", "kind", "status"),
+    ("raw", "kind", "status", "said"),
     [
-        (b"", "application/json", 400),
-        (b"{", "application/json", 400),
-        (b"[1]", "application/json", 400),
-        (b"\xff\xfe\xfa", "application/json", 400),
-        (b'{"a":' + b"[" * 200_000, "application/json", 400),
-        (b'{"a":' + b"[" * 300_000, "application/json", 413),
-        (b'{"prompt":"' + b"x" * 300_000 + b'"}', "application/json", 413),
-        (b'{"prompt":"x"}', "text/plain", 400),
+        (b"", "application/json", 400, "not valid JSON"),
+        (b'{"prompt" "a"}', "application/json", 400, "not valid JSON: Expecting ':' delimiter: line 1 column 11"),
+        (b"[1]", "application/json", 400, "is a JSON list, and must be an object"),
+        (b"\xff\xfe\xfa", "application/json", 400, ""),
+        (b'{"prompt":"\xff"}', "application/json", 400, "is not UTF-8"),
+        (b'{"a":' + b"[" * 200_000, "application/json", 400, ""),
+        (b'{"a":' + b"[" * 300_000, "application/json", 413, LIMIT),
+        (b'{"prompt":"%b"}' % LONG, "application/json", 413, LIMIT),
+        (b'{"prompt":"x"}', "text/plain", 400, "Content-Type is text/plain; send JSON, as application/json"),
     ],
 )
-def test_nonsense_is_refused(raw, kind, status):
-    async def main():
-        async with cluster(max_body_bytes=1 << 18) as made:
-            async with made.client.post(made.url + CHAT, data=raw, headers={"Content-Type": kind}) as response:
-                assert response.status == status
-                fault = (await response.json())["error"]
-                assert fault["code"] == status
-                assert fault["message"]
-                assert "xxxx" not in fault["message"]
-            assert made.prefill.seen == made.decode.seen == []
-            assert await made.metric("pdx_proxy_requests_total", outcome="bad_request") == 1
-
-    run(main)
+async def test_nonsense_is_refused_and_told_what_is_wrong(raw, kind, status, said):
+    async with cluster(max_body_bytes=1 << 18) as made:
+        async with made.client.post(made.url + CHAT, data=raw, headers={"Content-Type": kind}) as response:
+            fault = (await response.json())["error"]
+            assert (response.status, fault["code"]) == (status, status)
+            assert fault["message"]
+            assert said in fault["message"]
+            assert "xxxx" not in fault["message"]
+        assert made.prefill.seen == made.decode.seen == []
+        assert await made.metric("pdx_proxy_requests_total", outcome="bad_request") == 1
 
 
-def test_transfer_parameters_of_clients_go_nowhere(caplog):
+async def test_transfer_parameters_of_clients_go_nowhere(caplog):
     """CVE-2026-116176: addresses in clients' transfer parameters were dialled. Not even names of nodes pass here."""
-
-    async def main():
-        async with cluster() as made:
-            mine = {"do_remote_prefill": True, "transfer_id": "mine", "remote_host": "10.0.0.1"}
-            mine |= {"decode_node": "tcp://mine:1", "prefill_node": "tcp://mine:2"}
-            for extra in ({}, {"n": 2}, {"logprobs": 1}):
-                body = {**BODY, **extra, "kv_transfer_params": mine, "vllm_xargs": {"kv_transfer_params": "mine"}}
-                await made.post(COMPLETIONS, body)
-            await made.post(CHAT, {**TALK, "kv_transfer_params": mine})
-            assert made.prefill.seen
-            seen = json.dumps(made.prefill.bodies + made.decode.bodies)
-            assert not any(word in seen for word in ("mine", "decode_node", "prefill_node"))
-            assert await made.metric("pdx_proxy_stripped_total") == 4
-        assert sum("transfer parameters" in record.message for record in caplog.records) == 1
-
-    run(main)
+    async with cluster() as made:
+        mine = {"do_remote_prefill": True, "transfer_id": "mine", "remote_host": "10.0.0.1"}
+        mine |= {"decode_node": "tcp://mine:1", "prefill_node": "tcp://mine:2"}
+        for extra in ({}, {"n": 2}, {"logprobs": 1}):
+            body = {**BODY, **extra, "kv_transfer_params": mine, "vllm_xargs": {"kv_transfer_params": "mine"}}
+            await made.post(COMPLETIONS, body)
+        await made.post(CHAT, {**TALK, "kv_transfer_params": mine})
+        assert made.prefill.seen
+        seen = json.dumps(made.prefill.bodies + made.decode.bodies)
+        assert not any(word in seen for word in ("mine", "decode_node", "prefill_node"))
+        assert await made.metric("pdx_proxy_stripped_total") == 4
+    assert sum("transfer parameters" in record.message for record in caplog.records) == 1
 
 
-def test_headers():
-    async def main():
-        async with cluster() as made:
-            sent = {
-                "Authorization": "Bearer key",
-                "X-Request-Id": "trace-1",
-                "X-data-parallel-rank": "3",
-                "Cookie": "a=b",
-                "X-Secret": "s",
-            }
-            _, headers, raw = await made.post(COMPLETIONS, BODY, headers=sent)
-            assert json.loads(raw)["id"] == "cmpl-trace-1"
-            for engine in (made.prefill, made.decode):
-                passed = {name.lower(): value for name, value in engine.seen[-1][2].items()}
-                assert passed["authorization"] == "Bearer key"
-                assert passed["x-request-id"] == "trace-1"
-                assert passed.get("x-data-parallel-rank") == ("3" if engine is made.decode else None)
-                assert not {"cookie", "x-secret"} & set(passed)
-            assert headers["x-pdx-transfer-id"] != "trace-1"
-            await made.post(COMPLETIONS, BODY, headers={"X-Request-Id": "evil id\x80"})
-            assert "evil" not in str(made.prefill.seen[-1][2])
-            await made.post(COMPLETIONS, {**BODY, "request_id": "own"})
-            assert "X-Request-Id" not in made.prefill.seen[-1][2]
-
-    run(main)
+async def test_headers():
+    async with cluster() as made:
+        sent = {
+            "Authorization": "Bearer key",
+            "X-Request-Id": "trace-1",
+            "X-data-parallel-rank": "3",
+            "Cookie": "a=b",
+            "X-Secret": "s",
+        }
+        _, headers, raw = await made.post(COMPLETIONS, BODY, headers=sent)
+        assert json.loads(raw)["id"] == "cmpl-trace-1"
+        for engine in (made.prefill, made.decode):
+            passed = {name.lower(): value for name, value in engine.seen[-1][2].items()}
+            assert passed["authorization"] == "Bearer key"
+            assert passed["x-request-id"] == "trace-1"
+            assert passed.get("x-data-parallel-rank") == ("3" if engine is made.decode else None)
+            assert not {"cookie", "x-secret"} & set(passed)
+        assert headers["x-pdx-transfer-id"] != "trace-1"
+        await made.post(COMPLETIONS, BODY, headers={"X-Request-Id": "evil id\x80"})
+        assert "evil" not in str(made.prefill.seen[-1][2])
+        await made.post(COMPLETIONS, {**BODY, "request_id": "own"})
+        assert "X-Request-Id" not in made.prefill.seen[-1][2]
 
 
-def test_transfer_ids_are_new_each_time():
-    async def main():
-        async with cluster() as made:
-            seen = set()
-            for _ in range(20):
-                seen.add((await made.post(COMPLETIONS, BODY))[1]["x-pdx-transfer-id"])
-            assert len(seen) == 20
-            assert all(len(each) == 32 for each in seen)
-
-    run(main)
+async def test_transfer_ids_are_new_each_time():
+    async with cluster() as made:
+        seen = set()
+        for _ in range(20):
+            seen.add((await made.post(COMPLETIONS, BODY))[1]["x-pdx-transfer-id"])
+        assert len(seen) == 20
+        assert all(len(each) == 32 for each in seen)
 
 
-def test_one_engine_named_for_both_roles():
-    async def main():
-        async with (
-            cluster(prefills=0) as made,
-            cluster(
-                prefills=0, decodes=0, named=False, prefill=(made.decode.url,), decode=(made.decode.url,)
-            ) as single,
-        ):
-            await single.node.report(("d", "both", made.decode.url))
-            await single.metric_reaches(2, "pdx_proxy_reports_total")
-            status, headers, raw = await single.post(COMPLETIONS, BODY)
-            assert (status, headers["x-pdx-mode"]) == (200, "forward")
-            assert len(made.decode.seen) == 2
-            _, headers, alone = await made.post(COMPLETIONS, BODY)
-            assert headers["x-pdx-mode"] == "alone"
-            assert json.loads(raw)["choices"][0]["text"] == json.loads(alone)["choices"][0]["text"]
-
-    run(main)
+async def test_one_engine_named_for_both_roles():
+    async with (
+        cluster(prefills=0) as made,
+        cluster(prefills=0, decodes=0, named=False, prefill=(made.decode.url,), decode=(made.decode.url,)) as single,
+    ):
+        await single.node.report(("d", "both", made.decode.url))
+        await single.metric_reaches(2, "pdx_proxy_reports_total")
+        status, headers, raw = await single.post(COMPLETIONS, BODY)
+        assert (status, headers["x-pdx-mode"]) == (200, "forward")
+        assert len(made.decode.seen) == 2
+        _, headers, alone = await made.post(COMPLETIONS, BODY)
+        assert headers["x-pdx-mode"] == "alone"
+        assert json.loads(raw)["choices"][0]["text"] == json.loads(alone)["choices"][0]["text"]
 
 
-def test_load_is_spread():
-    async def main():
-        async with cluster(prefills=2, decodes=3) as made:
-            await asyncio.gather(*(made.post(CHAT, TALK) for _ in range(30)))
-            assert [len(engine.seen) for engine in made.prefills] == [15, 15]
-            assert all(len(engine.seen) >= 6 for engine in made.decodes)
-
-    run(main)
+async def test_load_is_spread():
+    async with cluster(prefills=2, decodes=3) as made:
+        await asyncio.gather(*(made.post(CHAT, TALK) for _ in range(30)))
+        assert [len(engine.seen) for engine in made.prefills] == [15, 15]
+        assert all(len(engine.seen) >= 6 for engine in made.decodes)
 
 
-def test_surface():
-    async def main():
-        async with cluster() as made:
-            status, raw = await made.get("/v1/models")
-            assert (status, json.loads(raw)["data"][0]["owner"]) == (200, "d0")
-            status, raw = await made.get("/health")
-            assert (status, json.loads(raw)) == (200, {"status": "ok", "decoders": 1, "prefillers": 1, "nodes": 1})
-            _, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
-            assert events(raw)[-1] == "[DONE]"
-            listed = json.loads((await made.tell("/pdx/requests"))[1])["requests"]
-            assert [each["transfer_id"] for each in listed] == [headers["x-pdx-transfer-id"]]
-            one = await made.timeline(headers["x-pdx-transfer-id"])
-            assert one == listed[0]
-            assert [moment["event"] for moment in one["moments"]] == [
-                "received",
-                "prefill_sent",
-                "prefill_answered",
-                "first_token",
-                "decode_sent",
-                "decode_first",
-                "done",
-            ]
-            assert (one["mode"], one["prompt_tokens"]) == ("forward", len(FORWARDED) + 1)
-            assert FORWARDED not in json.dumps(one)
-            assert (await made.tell("/pdx/requests/unheard"))[0] == 404
-            assert json.loads((await made.get("/nowhere"))[1])["error"]["code"] == 404
-            labels = {"route": COMPLETIONS, "mode": "forward"}
-            assert await made.metric("pdx_proxy_ttft_seconds_count", **labels) == 1
-            assert await made.metric("pdx_proxy_request_seconds_count", **labels) == 1
-            for leg in ("prefill", "decode"):
-                assert await made.metric("pdx_proxy_leg_seconds_count", leg=leg) == 1
-            assert 'pdx_proxy_requests_total{mode="sampled",outcome="ok"' in (await made.tell("/metrics"))[1].decode()
-            assert await made.metric("pdx_proxy_requests_total", **labels, outcome="ok") == 1
-
-    run(main)
+async def test_surface():
+    async with cluster() as made:
+        status, raw = await made.get("/v1/models")
+        assert (status, json.loads(raw)["data"][0]["owner"]) == (200, "d0")
+        status, raw = await made.get("/health")
+        assert (status, json.loads(raw)) == (200, {"status": "ok", "decoders": 1, "prefillers": 1, "nodes": 1})
+        _, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
+        assert events(raw)[-1] == "[DONE]"
+        listed = json.loads((await made.tell("/pdx/requests"))[1])["requests"]
+        assert [each["transfer_id"] for each in listed] == [headers["x-pdx-transfer-id"]]
+        one = await made.timeline(headers["x-pdx-transfer-id"])
+        assert one == listed[0]
+        assert [moment["event"] for moment in one["moments"]] == [
+            "received",
+            "prefill_sent",
+            "prefill_answered",
+            "first_token",
+            "decode_sent",
+            "decode_first",
+            "done",
+        ]
+        assert (one["mode"], one["prompt_tokens"]) == ("forward", len(FORWARDED) + 1)
+        assert FORWARDED not in json.dumps(one)
+        assert (await made.tell("/pdx/requests/unheard"))[0] == 404
+        assert json.loads((await made.get("/nowhere"))[1])["error"]["code"] == 404
+        labels = {"route": COMPLETIONS, "mode": "forward"}
+        assert await made.metric("pdx_proxy_ttft_seconds_count", **labels) == 1
+        assert await made.metric("pdx_proxy_request_seconds_count", **labels) == 1
+        for leg in ("prefill", "decode"):
+            assert await made.metric("pdx_proxy_leg_seconds_count", leg=leg) == 1
+        assert 'pdx_proxy_requests_total{mode="sampled",outcome="ok"' in (await made.tell("/metrics"))[1].decode()
+        assert await made.metric("pdx_proxy_requests_total", **labels, outcome="ok") == 1
 
 
-def test_clients_are_told_nothing_of_others():
+async def test_clients_are_told_nothing_of_others():
     """Timelines say how much of a prompt was in a cache: whose key is refused by the engines could ask for them."""
-
-    async def main():
-        async with cluster(debug_headers=False) as made:
-            for body in (BODY, {**BODY, "stream": True}):
-                status, headers, _ = await made.post(COMPLETIONS, body)
-                assert status == 200
-                assert not [name for name in headers if name.lower().startswith("x-pdx")]
-            for path in ("/metrics", "/pdx/requests", "/pdx/requests/x"):
-                assert (await made.get(path))[0] == 404
-                assert (await made.tell(path))[0] == (404 if path.endswith("x") else 200)
-            assert (await made.tell("/v1/models"))[0] == 404
-
-    run(main)
+    async with cluster(debug_headers=False) as made:
+        for body in (BODY, {**BODY, "stream": True}):
+            status, headers, _ = await made.post(COMPLETIONS, body)
+            assert status == 200
+            assert not [name for name in headers if name.lower().startswith("x-pdx")]
+        for path in ("/metrics", "/pdx/requests", "/pdx/requests/x"):
+            assert (await made.get(path))[0] == 404
+            assert (await made.tell(path))[0] == (404 if path.endswith("x") else 200)
+        assert (await made.tell("/v1/models"))[0] == 404
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [BODY, {**BODY, "prompt": HALF}, {**BODY, "n": 2}])
-def test_what_an_engine_tells_its_client_in_headers(body, stream):
-    async def main():
-        async with cluster() as made:
-            made.decode.headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
-            _, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
-            is_early = stream and headers["x-pdx-mode"] == "forward"  # the decode leg has not answered yet
-            assert headers.get("Retry-After") == (None if is_early else "7")
-            assert headers.get("WWW-Authenticate") == (None if is_early else "Bearer")
-            assert headers["X-Request-Id"] == "mine"
-            assert "Set-Cookie" not in headers
-            assert headers["Server"] != "s"
-            made.prefill.headers = {"Retry-After": "7"}  # it is asked last
-            made.decode.fault = made.prefill.fault = 429
-            status, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream})
-            assert (status, headers["Retry-After"]) == (429, "7")
-
-    run(main)
+async def test_what_an_engine_tells_its_client_in_headers(body, stream):
+    async with cluster() as made:
+        made.decode.headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
+        _, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
+        is_early = stream and headers["x-pdx-mode"] == "forward"  # the decode leg has not answered yet
+        assert headers.get("Retry-After") == (None if is_early else "7")
+        assert headers.get("WWW-Authenticate") == (None if is_early else "Bearer")
+        assert headers["X-Request-Id"] == "mine"
+        assert "Set-Cookie" not in headers
+        assert headers["Server"] != "s"
+        made.prefill.headers = {"Retry-After": "7"}  # it is asked last
+        made.decode.fault = made.prefill.fault = 429
+        status, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream})
+        assert (status, headers["Retry-After"]) == (429, "7")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/health", "/nowhere"])
-def test_a_request_id_comes_back(path):
-    async def main():
-        async with cluster() as made:
-            for sent, told in (("trace-1", "trace-1"), ("evil id", None)):
-                async with made.client.post(made.url + path, data=b"{", headers={"X-Request-Id": sent}) as response:
-                    assert response.headers.get("X-Request-Id") == told
-
-    run(main)
+async def test_a_request_id_comes_back(path):
+    async with cluster() as made:
+        for sent, told in (("trace-1", "trace-1"), ("evil id", None)):
+            async with made.client.post(made.url + path, data=b"{", headers={"X-Request-Id": sent}) as response:
+                assert response.headers.get("X-Request-Id") == told
 
 
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type,authorization"}
@@ -316,108 +274,87 @@ PAGE = "https://page.example"
     ("allowed", "origin", "told"),
     [((), PAGE, None), ((PAGE,), PAGE, PAGE), ((PAGE,), "https://other.example", None), (("*",), PAGE, "*")],
 )
-def test_web_pages(allowed, origin, told):
+async def test_web_pages(allowed, origin, told):
     """Browsers ask before they send JSON to another origin than the page's."""
-
-    async def main():
-        async with cluster(allowed_origins=allowed) as made:
-            url, sent = made.url + COMPLETIONS, {"Origin": origin}
-            async with made.client.options(url, headers={**sent, **PREFLIGHT}) as response:
-                assert response.status == (204 if told else 403 if allowed else 405)
-                assert response.headers.get("Access-Control-Allow-Origin") == told
-                if told:
-                    assert response.headers["Access-Control-Allow-Headers"] == "content-type,authorization"
-                    assert "POST" in response.headers["Access-Control-Allow-Methods"]
-            for body in (BODY, {**BODY, "stream": True}, {}):
-                _, headers, _ = await made.post(COMPLETIONS, body, headers=sent)
-                assert headers.get("Access-Control-Allow-Origin") == told
-                assert ("Vary" in headers) == (allowed not in ((), ("*",)))
-            async with made.client.options(url) as response:
-                assert response.status == 405
-
-    run(main)
+    async with cluster(allowed_origins=allowed) as made:
+        url, sent = made.url + COMPLETIONS, {"Origin": origin}
+        async with made.client.options(url, headers={**sent, **PREFLIGHT}) as response:
+            assert response.status == (204 if told else 403 if allowed else 405)
+            assert response.headers.get("Access-Control-Allow-Origin") == told
+            if told:
+                assert response.headers["Access-Control-Allow-Headers"] == "content-type,authorization"
+                assert "POST" in response.headers["Access-Control-Allow-Methods"]
+        for body in (BODY, {**BODY, "stream": True}, {}):
+            _, headers, _ = await made.post(COMPLETIONS, body, headers=sent)
+            assert headers.get("Access-Control-Allow-Origin") == told
+            assert ("Vary" in headers) == (allowed not in ((), ("*",)))
+        async with made.client.options(url) as response:
+            assert response.status == 405
 
 
-def test_prompts_are_not_logged(caplog):
+async def test_prompts_are_not_logged(caplog):
     caplog.set_level(logging.DEBUG)
-
-    async def main():
-        async with cluster(prefills=2) as made:
-            made.prefills[0].fault = 500
-            made.prefills[1].fault = "nonsense"
-            for _ in range(2):
-                await made.post(COMPLETIONS, {**BODY, "prompt": "a-very-secret-prompt"})
-            assert "secret" not in (await made.tell("/pdx/requests"))[1].decode()
-            assert "secret" not in (await made.tell("/metrics"))[1].decode()
-
-    run(main)
+    async with cluster(prefills=2) as made:
+        made.prefills[0].fault = 500
+        made.prefills[1].fault = "nonsense"
+        for _ in range(2):
+            await made.post(COMPLETIONS, {**BODY, "prompt": "a-very-secret-prompt"})
+        assert "secret" not in (await made.tell("/pdx/requests"))[1].decode()
+        assert "secret" not in (await made.tell("/metrics"))[1].decode()
     assert any("prefill failed" in record.message for record in caplog.records)
     assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_token_comes_from_a_prefill_engine_alone(path, stream):
-    async def main():
-        async with cluster() as made:
-            body = {**(BODY if path == COMPLETIONS else TALK), "max_tokens": 1, "stream": stream}
-            status, headers, _ = await made.post(path, body)
-            assert (status, headers["x-pdx-mode"]) == (200, "alone")
-            assert (len(made.prefill.seen), len(made.decode.seen)) == (1, 0)
-            assert "kv_transfer_params" not in made.prefill.bodies[0]
-            assert await made.metric("pdx_proxy_cancels_total") == 0
-            await made.prefill.stop()
-            assert (await made.post(path, body))[0] == 200  # somebody serves it all the same
-            assert len(made.decode.seen) == 1
-
-    run(main)
+async def test_one_token_comes_from_a_prefill_engine_alone(path, stream):
+    async with cluster() as made:
+        body = {**(BODY if path == COMPLETIONS else TALK), "max_tokens": 1, "stream": stream}
+        status, headers, _ = await made.post(path, body)
+        assert (status, headers["x-pdx-mode"]) == (200, "alone")
+        assert (len(made.prefill.seen), len(made.decode.seen)) == (1, 0)
+        assert "kv_transfer_params" not in made.prefill.bodies[0]
+        assert await made.metric("pdx_proxy_cancels_total") == 0
+        await made.prefill.stop()
+        assert (await made.post(path, body))[0] == 200  # somebody serves it all the same
+        assert len(made.decode.seen) == 1
 
 
-def test_the_administrators_socket_is_this_users_alone(tmp_path):
-    async def main():
-        path = tmp_path / "private" / "admin.sock"
-        counters = Counter()
-        async with cluster() as made:
-            server = Server(made.proxy.admin_app(), counters=counters)
-            await server.start(str(path))
-            try:
-                assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-                assert stat.S_IMODE(path.stat().st_mode) == 0o600
-                async with (
-                    aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as client,
-                    client.get("http://admin/metrics") as response,
-                ):
-                    assert response.status == 200
-                second = Server(made.proxy.admin_app(), counters=counters)
-                with pytest.raises(ConfigError, match="another process listens"):
-                    await second.start(str(path))
-            finally:
-                await server.close()
-                await server.close()
-            assert not path.exists()
-
-    run(main)
+async def test_the_administrators_socket_is_this_users_alone(tmp_path):
+    path = tmp_path / "private" / "admin.sock"
+    async with cluster() as made:
+        server = Server(made.proxy.admin_app(), made.proxy.env)
+        await server.start(str(path))
+        try:
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as client,
+                client.get("http://admin/metrics") as response,
+            ):
+                assert response.status == 200
+            second = Server(made.proxy.admin_app(), made.proxy.env)
+            with pytest.raises(ConfigError, match="another process listens"):
+                await second.start(str(path))
+        finally:
+            await server.close()
+            await server.close()
+        assert not path.exists()
 
 
-def test_a_short_prompt_is_served_by_a_decode_engine_alone():
-    async def main():
-        async with cluster(min_split_tokens=16) as made:
-            for path, body in ((COMPLETIONS, BODY), (CHAT, TALK)):
-                assert (await made.post(path, body))[1]["x-pdx-mode"] == "alone"
-            assert (len(made.prefill.seen), len(made.decode.seen)) == (0, 2)
-            for path, body in ((COMPLETIONS, {**BODY, "prompt": "x" * 64}), (CHAT, {**TALK, "tools": ["x" * 64]})):
-                assert (await made.post(path, body))[1]["x-pdx-mode"] != "alone"
-
-    run(main)
+async def test_a_short_prompt_is_served_by_a_decode_engine_alone():
+    async with cluster(min_split_tokens=16) as made:
+        for path, body in ((COMPLETIONS, BODY), (CHAT, TALK)):
+            assert (await made.post(path, body))[1]["x-pdx-mode"] == "alone"
+        assert (len(made.prefill.seen), len(made.decode.seen)) == (0, 2)
+        for path, body in ((COMPLETIONS, {**BODY, "prompt": "x" * 64}), (CHAT, {**TALK, "tools": ["x" * 64]})):
+            assert (await made.post(path, body))[1]["x-pdx-mode"] != "alone"
 
 
 @pytest.mark.parametrize("address", ["", "8001", ":8001", "::1:8001", "127.0.0.1:", "127.0.0.1:70000", "[::1]"])
-def test_what_is_no_address(address):
-    async def main():
-        with pytest.raises(ConfigError, match="is not an address"):
-            await Server(web.Application(), counters=Counter()).start(address)
-
-    run(main)
+async def test_what_is_no_address(address):
+    with pytest.raises(ConfigError, match="is not an address"):
+        await Server(web.Application(), Env()).start(address)
 
 
 @pytest.mark.parametrize(
@@ -430,41 +367,30 @@ def test_what_is_no_address(address):
         (f"/tmp/{'long' * 30}/admin.sock", "long/admin.sock' cannot be had: AF_UNIX path too long"),
     ],
 )
-def test_an_address_that_cannot_be_had_is_named(address, said):
-    async def main():
-        with pytest.raises(ConfigError, match=re.escape(said)):
-            await Server(web.Application(), counters=Counter()).start(address)
-
-    run(main)
+async def test_an_address_that_cannot_be_had_is_named(address, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        await Server(web.Application(), Env()).start(address)
 
 
-def test_an_error_of_the_proxy_is_logged_once_and_counted(caplog):
+async def test_an_error_of_the_proxy_is_logged_once_and_counted(caplog):
     """A client that has found one could fill the disk with traces."""
-
-    async def main():
-        async with cluster() as made:
-            with mock.patch.object(made.proxy, "_models", mock.Mock(answer=mock.Mock(side_effect=ZeroDivisionError))):
-                for _ in range(20):
-                    assert (await made.get("/v1/models"))[0] == 500
-            assert made.proxy.counters["internal_errors"] == 20
-
-    run(main)
+    async with cluster() as made:
+        with mock.patch.object(made.proxy, "_probes", mock.Mock(answer=mock.Mock(side_effect=ZeroDivisionError))):
+            for _ in range(20):
+                assert (await made.get("/v1/models"))[0] == 500
+        assert made.proxy.env.counters["internal_errors"] == 20
     assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
-def test_an_error_of_the_proxy_in_the_middle_of_a_stream_ends_it(caplog):
+async def test_an_error_of_the_proxy_in_the_middle_of_a_stream_ends_it(caplog):
     """Its client has a status already, and would wait for ever."""
-
-    async def main():
-        async with cluster() as made:
-            with mock.patch("pdx.proxy.answer.Continued.event", side_effect=ZeroDivisionError):
-                status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
-            assert (status, headers["x-pdx-mode"]) == (200, "forward")
-            assert events(raw)[0]["choices"]
-            assert events(raw)[-1]["error"]["code"] == 500
-            assert made.proxy.counters["internal_errors"] == 1
-            assert await made.metric("pdx_proxy_requests_total", outcome="internal") == 1
-            assert (await made.post(COMPLETIONS, BODY))[0] == 200
-
-    run(main)
+    async with cluster() as made:
+        with mock.patch("pdx.proxy.answer.Continuation.event", side_effect=ZeroDivisionError):
+            status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
+        assert (status, headers["x-pdx-mode"]) == (200, "forward")
+        assert events(raw)[0]["choices"]
+        assert events(raw)[-1]["error"]["code"] == 500
+        assert made.proxy.env.counters["internal_errors"] == 1
+        assert await made.metric("pdx_proxy_requests_total", outcome="internal") == 1
+        assert (await made.post(COMPLETIONS, BODY))[0] == 200
     assert len([record for record in caplog.records if record.exc_info]) == 1

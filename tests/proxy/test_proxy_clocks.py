@@ -1,7 +1,5 @@
 """Moments of other hosts, by this host's clock."""
 
-from collections import Counter
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from pdx.proxy.engines import MAX_NODES, Engines
 from pdx.proxy.health import Health
 from pdx.proxy.timelines import WINDOW_NS, Clocks
 from pdx.telemetry.clock import WakingClock
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, NodeReport
 
 MS, S = 10**6, 10**9
@@ -74,13 +72,8 @@ def test_nobody_was_silent_while_the_proxy_itself_stood_still():
     """Its machine was stopped for a minute; the reports of that time are still to be read."""
     now = 100.0
     clock = WakingClock(1.0, lambda: now)
-    engines = Engines(
-        prefill=(),
-        decode=(),
-        heartbeat_timeout_s=3.0,
-        health=Health(clock=clock, chance=lambda: 0.0, silence_s=60.0, faults=Faults(Counter())),
-        clock=clock,
-    )
+    env = Env(clock)
+    engines = Engines(env, Health(env, silence_s=60.0), prefill=(), decode=(), heartbeat_timeout_s=3.0)
     engines.report(report(0, node="n"))
     now += 60.0
     assert not engines.expire()

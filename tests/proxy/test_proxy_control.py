@@ -2,17 +2,16 @@
 
 import asyncio
 import json
-import logging
 import os
 import socket
 import stat
 import time
-from collections import Counter
 
 import msgpack
 import pytest
 import zmq
-from proxy_harness import Node, cluster, run, until, within
+from control_stage import ControlStage, control_stage
+from proxy_harness import cluster, until, within
 
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
@@ -28,234 +27,159 @@ REPORT = messages.encode(
 )
 
 
-def test_nonsense_is_dropped_and_counted():
-    async def main():
-        async with cluster() as made:
-            good = [
-                b"not msgpack",
-                b"",
-                b"\xc1",
-                msgpack.packb(["NodeReport", 1]),
-                messages.encode(messages.Cancel(transfer=TRANSFER)),
-            ]
-            for frame in good:
-                await made.node.socket.send(frame)
-            await made.node.socket.send_multipart([b"two", b"frames"])
-            await made.node.report(version=99)
-            await made.node.report()
-            await made.metric_reaches(2, "pdx_proxy_reports_total")
-            assert await made.metric("pdx_proxy_control_dropped_total", reason="malformed") == 6
-            assert await made.metric("pdx_proxy_control_dropped_total", reason="version") == 1
-
-    run(main)
+async def test_nonsense_is_dropped_and_counted_and_logged_once_in_a_while(caplog):
+    async with cluster() as made:
+        cancel = messages.encode(messages.Cancel(transfer=TRANSFER))
+        for frame in (b"", b"\xc1", msgpack.packb(["NodeReport", 1]), cancel, *[b"not msgpack"] * 200):
+            await made.node.socket.send(frame)
+        await made.node.socket.send_multipart([b"two", b"frames"])
+        await made.node.report(version=99)
+        await made.node.report()
+        await made.metric_reaches(2, "pdx_proxy_reports_total")
+        assert await made.metric("pdx_proxy_control_dropped_total", reason="malformed") == 205
+        assert await made.metric("pdx_proxy_control_dropped_total", reason="version") == 1
+        assert made.proxy.env.counters["messages_dropped"] == 206
+    assert len([record for record in caplog.records if "dropped a message" in record.message]) <= 2
 
 
-def test_a_url_has_one_owner_while_that_one_is_there(caplog):
+async def test_a_url_has_one_owner_while_that_one_is_there(caplog):
     """A node that names another one's engine would get the KV that is meant for that one's node."""
-
-    async def main():
-        async with cluster(heartbeat_timeout_s=60.0) as made:
-            mine = ("d", "decode", made.decode.url)
-            await made.node.report(mine)
-            thief = made.other_node("thief")
-            for number in range(3):
-                await thief.report(mine, ("own", "decode", "http://127.0.0.1:9"))
-                await made.metric_reaches(number + 1, "pdx_proxy_control_dropped_total", reason="owned")
-            assert await made.metric("pdx_proxy_engines", role="decode") == 2, "the thief's own one is there"
-            await made.node.report()  # it has let go
-            await made.metric_reaches(6, "pdx_proxy_reports_total")
-            await thief.report(mine)
-            await made.metric_reaches(7, "pdx_proxy_reports_total")
-            assert await made.metric("pdx_proxy_control_dropped_total", reason="owned") == 3
-
-    run(main)
+    async with cluster(heartbeat_timeout_s=60.0) as made:
+        mine = ("d", "decode", made.decode.url)
+        await made.node.report(mine)
+        thief = made.other_node("thief")
+        for number in range(3):
+            await thief.report(mine, ("own", "decode", "http://127.0.0.1:9"))
+            await made.metric_reaches(number + 1, "pdx_proxy_control_dropped_total", reason="owned")
+        assert await made.metric("pdx_proxy_engines", role="decode") == 2, "the thief's own one is there"
+        await made.node.report()  # it has let go
+        await made.metric_reaches(6, "pdx_proxy_reports_total")
+        await thief.report(mine)
+        await made.metric_reaches(7, "pdx_proxy_reports_total")
+        assert await made.metric("pdx_proxy_control_dropped_total", reason="owned") == 3
     warned = [record.getMessage() for record in caplog.records if "is not believed" in record.getMessage()]
     assert len(warned) == 1, warned
     assert "'thief'" in warned[0]
     assert "'node'" in warned[0]
 
 
-def test_what_cannot_be_asked_is_counted_and_said_once(caplog):
-    async def main():
-        async with cluster() as made:
-            for _ in range(3):
-                await made.node.report(
-                    ("x", "decode", ""), ("y", "decode", "http://0.0.0.0:1"), ("z", "decode", "http://u:secret@a:1")
-                )
-            await made.metric_reaches(9, "pdx_proxy_control_dropped_total", reason="unroutable")
-            await made.node.report(*[("e", "prefill", f"http://e:{port}") for port in range(1, 1025)])
-            await made.metric_reaches(1, "pdx_proxy_control_dropped_total", reason="engines")
-            assert await made.metric("pdx_proxy_engines", role="prefill") == 1 + 62, "it named two before"
-            assert await made.metric("pdx_proxy_engines", role="decode") == 1
-
-    run(main)
+async def test_what_cannot_be_asked_is_counted_and_said_once(caplog):
+    async with cluster() as made:
+        for _ in range(3):
+            await made.node.report(
+                ("x", "decode", ""), ("y", "decode", "http://0.0.0.0:1"), ("z", "decode", "http://u:secret@a:1")
+            )
+        await made.metric_reaches(9, "pdx_proxy_control_dropped_total", reason="unroutable")
+        await made.node.report(*[("e", "prefill", f"http://e:{port}") for port in range(1, 1025)])
+        await made.metric_reaches(1, "pdx_proxy_control_dropped_total", reason="engines")
+        assert await made.metric("pdx_proxy_engines", role="prefill") == 1 + 62, "it named two before"
+        assert await made.metric("pdx_proxy_engines", role="decode") == 1
     assert sum("engine 'x'" in record.getMessage() for record in caplog.records) == 1
     assert "secret" not in caplog.text
 
 
-def test_cancels_reach_every_node_and_survive_one_that_left(tmp_path):
-    async def main():
-        reports, drops = [], []
-        folder = tmp_path / "c"
-        control = Control(f"ipc://{folder}/p.sock", on_report=reports.append, on_drop=drops.append)
-        control.start()
-        try:
-            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-            one, two = Node(control.address, "one"), Node(control.address, "two")
-            await one.report()
-            await two.report()
-            await until(lambda: len(reports) == 2)
-            control.cancel(TRANSFER, {""})
-            assert await one.cancelled() == TRANSFER
-            assert await two.cancelled() == TRANSFER
-            two.close()
-            three = Node(control.address, "three")
-            await three.report()
-            await until(lambda: len(reports) == 3)
-            for number in range(20):
-                control.cancel(f"{number:032d}", {""})
-            assert [await one.cancelled() for _ in range(20)] == [f"{number:032d}" for number in range(20)]
-            assert await three.cancelled() == f"{0:032d}"
-            one.close()
-            three.close()
-            assert drops == []
-        finally:
-            control.close()
-            control.close()
-        assert not (folder / "p.sock").exists()
-
-    run(main)
+async def test_cancels_reach_every_node_and_survive_one_that_left(tmp_path):
+    folder = tmp_path / "c"
+    with control_stage(f"ipc://{folder}/p.sock") as made:
+        control = made.control
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        one, two = made.node("one"), made.node("two")
+        await one.report()
+        await two.report()
+        await until(lambda: len(made.reports) == 2)
+        control.cancel(TRANSFER, {""})
+        assert await one.cancelled() == await two.cancelled() == TRANSFER
+        two.close()
+        three = made.node("three")
+        await three.report()
+        await until(lambda: len(made.reports) == 3)
+        for number in range(20):
+            control.cancel(f"{number:032d}", {""})
+        assert [await one.cancelled() for _ in range(20)] == [f"{number:032d}" for number in range(20)]
+        assert await three.cancelled() == f"{0:032d}"
+        assert made.drops == []
+        control.close()
+    assert not (folder / "p.sock").exists()
 
 
-def test_a_cancel_goes_to_the_nodes_of_its_transfer(tmp_path):
+async def test_a_cancel_goes_to_the_nodes_of_its_transfer(tmp_path):
     """Each one costs a node time, and whoever can send requests can end them."""
-
-    async def main():
-        reports, drops = [], []
-        control = Control(f"ipc://{tmp_path}/c/p.sock", on_report=reports.append, on_drop=drops.append)
-        control.start()
-        nodes = [Node(control.address, name) for name in ("one", "two", "three")]
-        one, two, three = nodes
-        try:
-            for node in nodes:
-                await node.report()
-            await until(lambda: len(reports) == 3)
-            control.cancel("a" * 32, {"one", "two"})
-            control.cancel("b" * 32, {"three", "left long ago"})
-            control.cancel("c" * 32, {"two", ""})
-            assert [await one.cancelled() for _ in range(2)] == ["a" * 32, "c" * 32]
-            assert [await two.cancelled() for _ in range(2)] == ["a" * 32, "c" * 32]
-            assert [await three.cancelled() for _ in range(2)] == ["b" * 32, "c" * 32]
-        finally:
-            for node in nodes:
-                node.close()
-            control.close()
-
-    run(main)
+    with control_stage(f"ipc://{tmp_path}/c/p.sock") as made:
+        nodes = [made.node(name) for name in ("one", "two", "three")]
+        for node in nodes:
+            await node.report()
+        await until(lambda: len(made.reports) == 3)
+        made.control.cancel("a" * 32, {"one", "two"})
+        made.control.cancel("b" * 32, {"three", "left long ago"})
+        made.control.cancel("c" * 32, {"two", ""})
+        for node, first in zip(nodes, "aab", strict=True):
+            assert [await node.cancelled() for _ in range(2)] == [first * 32, "c" * 32]
 
 
-def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name():
+async def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name():
     """Else a node without a name has all others begin anew, again and again."""
-
-    async def main():
-        async with cluster() as made:
-            nameless = made.other_node()
-            nameless.name = ""
-            await nameless.report()
-            await made.metric_reaches(2, "pdx_proxy_reports_total")
-            made.proxy._control.follow("", Follow(1))
-            made.proxy._control.follow("node", Follow(2))
-            made.proxy._control.follow("nobody", Follow(3))
-            assert (await nameless._next(Follow)).stream == 1
-            assert (await made.node._next(Follow)).stream == 2
-
-    run(main)
+    async with cluster() as made:
+        nameless = made.other_node()
+        nameless.name = ""
+        await nameless.report()
+        await made.metric_reaches(2, "pdx_proxy_reports_total")
+        made.proxy._control.follow("", Follow(1))
+        made.proxy._control.follow("node", Follow(2))
+        made.proxy._control.follow("nobody", Follow(3))
+        assert (await nameless._next(Follow)).stream == 1
+        assert (await made.node._next(Follow)).stream == 2
 
 
-def test_no_message_is_left_lying(tmp_path):
+async def test_no_message_is_left_lying(tmp_path):
     """ZMQ tells of incoming messages once; neither a full batch nor sending may lose that news."""
-
-    async def main():
-        reports, drops = [], []
-        control = Control(f"ipc://{tmp_path}/c/p.sock", on_report=reports.append, on_drop=drops.append)
-        control.start()
-        context = zmq.Context()
-        node = context.socket(zmq.DEALER)
-        try:
-            node.connect(control.address)
+    with (
+        control_stage(f"ipc://{tmp_path}/c/p.sock") as made,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as node,
+    ):
+        node.setsockopt(zmq.LINGER, 0)
+        node.connect(made.control.address)
+        node.send(REPORT)
+        await until(lambda: len(made.took) == 1)
+        for _ in range(900):  # the loop does not run meanwhile: they pile up
             node.send(REPORT)
-            await until(lambda: len(reports) == 1)
-            for _ in range(900):  # the loop does not run meanwhile: they pile up
-                node.send(REPORT)
-            await until(lambda: len(reports) == 901)
-            node.send(REPORT)
-            arrived_by = time.monotonic() + 0.1
-            while time.monotonic() < arrived_by:
-                control.cancel(TRANSFER, {""})
-            await until(lambda: len(reports) == 902)
-        finally:
-            node.close(linger=0)
-            context.term()
-            control.close()
-
-    run(main)
+        await until(lambda: len(made.took) == 901)
+        node.send(REPORT)
+        arrived_by = time.monotonic() + 0.1
+        while time.monotonic() < arrived_by:
+            made.control.cancel(TRANSFER, {""})
+        await until(lambda: len(made.took) == 902)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else for a moment")
-def test_another_user_is_not_heard_where_the_folder_was_opened(place):
+async def test_another_user_is_not_heard_where_the_folder_was_opened(place):
     """The folder keeps others out; where somebody widens its mode, the kernel still says who connects."""
-
-    async def main():
-        reports = []
-        control = Control(f"ipc://{place}/c/p.sock", on_report=reports.append, on_drop=print)
-        control.start()
-        try:
-            for path, mode in ((place, 0o711), (place / "c", 0o711), (place / "c" / "p.sock", 0o777)):
-                path.chmod(mode)
-            with socket.socket(socket.AF_UNIX) as stranger:
-                os.seteuid(65534)
-                try:
-                    stranger.connect(f"{place}/c/p.sock")
-                finally:
-                    os.seteuid(0)
-                stranger.setblocking(False)
-                assert await within(asyncio.get_running_loop().sock_recv(stranger, 10)) == b""
-            own = Node(control.address, "own")
-            await own.report()
-            await until(lambda: reports)
-            own.close()
-        finally:
-            control.close()
-            place.chmod(0o700)
-
-    run(main)
+    with control_stage(f"ipc://{place}/c/p.sock") as made:
+        for path, mode in ((place, 0o711), (place / "c", 0o711), (place / "c" / "p.sock", 0o777)):
+            path.chmod(mode)
+        with socket.socket(socket.AF_UNIX) as stranger:
+            os.seteuid(65534)
+            try:
+                stranger.connect(f"{place}/c/p.sock")
+            finally:
+                os.seteuid(0)
+            stranger.setblocking(False)
+            assert await within(asyncio.get_running_loop().sock_recv(stranger, 10)) == b""
+        await made.node("own").report()
+        await until(lambda: made.reports)
+    place.chmod(0o700)
 
 
-def test_an_address_has_one_owner(tmp_path):
-    async def main():
-        address = f"ipc://{tmp_path}/c/p.sock"
-        one = Control(address, on_report=print, on_drop=print)
-        two = Control(address, on_report=print, on_drop=print)
-        one.start()
-        with pytest.raises(ConfigError, match="another proxy"):
-            two.start()
-        two.close()
-        one.close()
-        two.start()
-        two.close()
-
-    run(main)
-
-
-def test_addresses_that_are_not_private(tmp_path):
-    async def main():
-        os.chmod(tmp_path, 0o755)
-        with pytest.raises(ConfigError, match="0700"):
-            Control(f"ipc://{tmp_path}/p.sock", on_report=print, on_drop=print).start()
-        with pytest.raises(ConfigError, match="ipc"):
-            Control("tcp://0.0.0.0:1", on_report=print, on_drop=print)
-
-    run(main)
+async def test_an_address_has_one_owner_and_a_private_folder(tmp_path):
+    address = f"ipc://{tmp_path}/c/p.sock"
+    second = ControlStage(address).control
+    with control_stage(address), pytest.raises(ConfigError, match="another proxy"):
+        second.start()
+    second.start()
+    second.close()
+    os.chmod(tmp_path, 0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        ControlStage(f"ipc://{tmp_path}/p.sock").control.start()
 
 
 def test_the_proxy_takes_its_keys_from_its_configuration(tmp_path):
@@ -264,123 +188,91 @@ def test_the_proxy_takes_its_keys_from_its_configuration(tmp_path):
             Proxy(ProxyConfig(control="tcp://10.0.0.1:7600", **settings))
 
 
-def test_marks_of_nodes_join_the_timeline():
-    async def main():
-        async with cluster() as made:
-            _, headers, _ = await made.post("/v1/completions", {"prompt": "beta", "temperature": 0})
-            transfer = headers["x-pdx-transfer-id"]
-            marks = [
-                MarkReport(transfer=transfer, event=event, at_ns=at, nbytes=nbytes, tokens=tokens, engine="p0")
-                for event, at, nbytes, tokens in [
-                    ("admitted", 10, 0, 64),
-                    ("prefill_end", 20, 30, 0),
-                    ("sealed", 30, 40, 0),
-                ]
+async def test_marks_of_nodes_join_the_timeline():
+    async with cluster() as made:
+        _, headers, _ = await made.post("/v1/completions", {"prompt": "beta", "temperature": 0})
+        transfer = headers["x-pdx-transfer-id"]
+        marks = [
+            MarkReport(transfer=transfer, event=event, at_ns=at, nbytes=nbytes, tokens=tokens, engine="p0")
+            for event, at, nbytes, tokens in [
+                ("admitted", 10, 0, 64),
+                ("prefill_end", 20, 30, 0),
+                ("sealed", 30, 40, 0),
             ]
-            await made.node.report(marks=marks)
-            await made.metric_reaches(2, "pdx_proxy_reports_total")
-            timeline = await made.timeline(transfer)
-            assert len(timeline["moments"]) == 7 + 3
-            assert timeline["breakdown"]["moved_bytes"] == 40
-            assert timeline["breakdown"]["hidden_share"] == 0.75
-            assert timeline["breakdown"]["reused_tokens"] == 64
-            assert timeline["outcome"] == "ok"
+        ]
+        await made.node.report(marks=marks)
+        await made.metric_reaches(2, "pdx_proxy_reports_total")
+        timeline = await made.timeline(transfer)
+        assert len(timeline["moments"]) == 7 + 3
+        assert timeline["breakdown"]["moved_bytes"] == 40
+        assert timeline["breakdown"]["hidden_share"] == 0.75
+        assert timeline["breakdown"]["reused_tokens"] == 64
+        assert timeline["outcome"] == "ok"
 
-    run(main)
 
-
-def test_what_goes_wrong_in_the_control_socket_ends_nothing(tmp_path, monkeypatch, caplog):
+async def test_what_goes_wrong_in_the_control_socket_ends_nothing(tmp_path, monkeypatch, caplog):
     """Once an error of ZMQ in a message to one node kept the next node from being told."""
 
-    async def main():
-        reports, counters = [], Counter()
-
-        def take(report):
-            if report.node == "bad":
+    class Stage(ControlStage):
+        def take(self, node, message):
+            if node == "bad":
                 raise RuntimeError("of the report's taker")
-            reports.append(report)
+            super().take(node, message)
 
-        control = Control(f"ipc://{tmp_path}/c/p.sock", on_report=take, on_drop=print, counters=counters)
-        control.start()
-        nodes = [Node(control.address, name) for name in ("bad", "one", "two")]
-        try:
-            await nodes[0].report()
-            await until(lambda: counters["internal_errors"])
-            for node in nodes[1:]:
-                await node.report()
-            await until(lambda: len(reports) == 2)
-            assert counters["internal_errors"] == 1
-            post, bad = PeerSocket.post, next(iter(control._peers))
+    with control_stage(f"ipc://{tmp_path}/c/p.sock", Stage) as made:
+        counters, nodes = made.env.counters, [made.node(name) for name in ("bad", "one", "two")]
+        await nodes[0].report()
+        await until(lambda: counters["internal_errors"])
+        for node in nodes[1:]:
+            await node.report()
+        await until(lambda: len(made.reports) == 2)
+        assert counters["internal_errors"] == 1
+        post, bad = PeerSocket.post, next(iter(made.control._peers))
 
-            def failing(self, route, frame):
-                if route == bad:
-                    raise zmq.ZMQError(zmq.EFSM)
-                return post(self, route, frame)
+        def failing(self, route, frame):
+            if route == bad:
+                raise zmq.ZMQError(zmq.EFSM)
+            return post(self, route, frame)
 
-            monkeypatch.setattr(PeerSocket, "post", failing)
-            control.cancel(TRANSFER, {""})
-            assert counters["internal_errors"] == 2
-            assert await nodes[1].cancelled() == await nodes[2].cancelled() == TRANSFER
-            await nodes[1].report()
-            await until(lambda: len(reports) == 3)
-        finally:
-            for node in nodes:
-                node.close()
-            control.close()
-
-    run(main)
+        monkeypatch.setattr(PeerSocket, "post", failing)
+        made.control.cancel(TRANSFER, {""})
+        assert counters["internal_errors"] == 2
+        assert await nodes[1].cancelled() == await nodes[2].cancelled() == TRANSFER
+        await nodes[1].report()
+        await until(lambda: len(made.reports) == 3)
     assert [record.message for record in caplog.records if "internal error" in record.message]
 
 
-def test_silent_nodes_are_noticed_although_telling_others_failed(monkeypatch):
-    async def main():
-        async with cluster(heartbeat_timeout_s=1.0) as made:
-            failures = [zmq.ZMQError(zmq.EFSM)]
-            send = Control.send_peers
+async def test_silent_nodes_are_noticed_although_telling_others_failed(monkeypatch):
+    async with cluster(heartbeat_timeout_s=1.0) as made:
+        failures = [zmq.ZMQError(zmq.EFSM)]
+        send = Control.send_peers
 
-            def failing(self, entries):
-                if failures:
-                    raise failures.pop()
-                send(self, entries)
+        def failing(self, entries):
+            if failures:
+                raise failures.pop()
+            send(self, entries)
 
-            monkeypatch.setattr(Control, "send_peers", failing)
-            assert json.loads((await made.get("/health"))[1])["nodes"] == 1
-            made.proxy._told_peers = {("nobody", 1): None}  # so that there is news
-            async with asyncio.timeout(60):
-                while failures or json.loads((await made.get("/health"))[1])["nodes"]:
-                    await asyncio.sleep(0.02)
-            assert made.proxy.counters["internal_errors"] == 1
-
-    run(main)
+        monkeypatch.setattr(Control, "send_peers", failing)
+        assert json.loads((await made.get("/health"))[1])["nodes"] == 1
+        made.proxy._told_peers = {("nobody", 1): None}  # so that there is news
+        async with asyncio.timeout(60):
+            while failures or json.loads((await made.get("/health"))[1])["nodes"]:
+                await asyncio.sleep(0.02)
+        assert made.proxy.env.counters["internal_errors"] == 1
 
 
-def test_bad_messages_are_logged_once_in_a_while(caplog):
-    async def main():
-        async with cluster() as made:
-            for _ in range(200):
-                await made.node.socket.send(b"nonsense")
-            await made.metric_reaches(200, "pdx_proxy_control_dropped_total", reason="malformed")
-            assert made.proxy.counters["messages_dropped"] == 200
-
-    with caplog.at_level(logging.DEBUG):
-        run(main)
-    assert len([record for record in caplog.records if "dropped a message" in record.message]) == 1
-
-
-def test_a_raw_frame_larger_than_any_report_ends_that_connection_only():
-    async def main():
-        async with cluster() as made:
-            context = zmq.Context()
-            big = context.socket(zmq.DEALER)
-            big.setsockopt(zmq.LINGER, 0)
-            big.connect(made_address(made))
-            big.send(b"x" * (messages.MAX_FRAME_BYTES + 1))
-            await made.node.report()
-            await made.metric_reaches(2, "pdx_proxy_reports_total")
-            big.close(linger=0)
-            context.term()
-
-    run(main)
+async def test_a_raw_frame_larger_than_any_report_ends_that_connection_only():
+    async with cluster() as made:
+        context = zmq.Context()
+        big = context.socket(zmq.DEALER)
+        big.setsockopt(zmq.LINGER, 0)
+        big.connect(made_address(made))
+        big.send(b"x" * (messages.MAX_FRAME_BYTES + 1))
+        await made.node.report()
+        await made.metric_reaches(2, "pdx_proxy_reports_total")
+        big.close(linger=0)
+        context.term()
 
 
 def made_address(made):

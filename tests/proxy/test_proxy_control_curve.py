@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import Counter
 
 import pytest
-from proxy_harness import Node, run, until, within
+from control_stage import control_stage
+from proxy_harness import until, within
 
 from pdx.errors import ConfigError
 from pdx.proxy.control import Control
-from pdx.security.curve_keys import KeyPair, secure_client
+from pdx.security.curve_keys import KeyPair
+from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.messages import PeerEntry, PeerList
 
 PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
-
-
-class Stage:
-    """A control socket, what it took and dropped, and nodes that connect to it."""
-
-    def __init__(self, address, **files):
-        self.reports, self.drops, self.counters = [], [], Counter()
-        self.control = Control(
-            address, on_report=self.reports.append, on_drop=self.drops.append, counters=self.counters, **files
-        )
-        self.nodes = []
-
-    def node(self, name, own=None, server_key=None):
-        node = Node("inproc://nowhere-yet", name)
-        node.socket.disconnect("inproc://nowhere-yet")
-        secure_client(node.socket, own=own, server_key=server_key)
-        node.socket.connect(self.control.address)
-        self.nodes.append(node)
-        return node
-
-
-@contextlib.contextmanager
-def stage(address="tcp://127.0.0.1:0", **files):
-    made = Stage(address, **files)
-    made.control.start()
-    try:
-        yield made
-    finally:
-        for node in made.nodes:
-            node.close()
-        made.control.close()
 
 
 @pytest.fixture
@@ -74,92 +43,77 @@ async def peers_of(node):
             return message.peers
 
 
-def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
-    async def main():
-        with stage(f"ipc://{tmp_path}/c/p.sock") as made:
-            one = made.node("one")
-            await one.report()
-            await until(lambda: made.reports)
-            made.control.send_peers(PEERS[:1])
-            assert await peers_of(one) == PEERS[:1]
-            two = made.node("two")
-            await two.report()
-            assert await peers_of(two) == PEERS[:1]
-            made.control.send_peers(PEERS)
-            assert await peers_of(one) == await peers_of(two) == PEERS
-            await two.report()
-            await until(lambda: len(made.reports) == 3)
-            made.control.cancel("t" * 16, {""})
-            frame = await within(two.socket.recv())
-            assert isinstance(messages.decode_from_proxy(frame), messages.Cancel), "a list is told once"
-            assert made.drops == []
-
-    run(main)
+async def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
+    with control_stage(f"ipc://{tmp_path}/c/p.sock") as made:
+        one = made.node("one")
+        await one.report()
+        await until(lambda: made.reports)
+        made.control.send_peers(PEERS[:1])
+        assert await peers_of(one) == PEERS[:1]
+        two = made.node("two")
+        await two.report()
+        assert await peers_of(two) == PEERS[:1]
+        made.control.send_peers(PEERS)
+        assert await peers_of(one) == await peers_of(two) == PEERS
+        await two.report()
+        await until(lambda: len(made.reports) == 3)
+        made.control.cancel("t" * 16, {""})
+        frame = await within(two.socket.recv())
+        assert isinstance(messages.decode_from_proxy(frame), messages.Cancel), "a list is told once"
+        assert made.drops == []
 
 
-def test_members_of_the_roster_report_and_are_told(members):
+async def test_members_of_the_roster_report_and_are_told(members):
     pairs, files, _ = members
-
-    async def main():
-        with stage(**files) as made:
-            for name in ("one", "two"):
-                await made.node(name, pairs[name], pairs["proxy"].public).report()
-            await until(lambda: len(made.reports) == 2)
-            made.control.send_peers(PEERS)
-            assert await peers_of(made.nodes[0]) == await peers_of(made.nodes[1]) == PEERS
-            assert made.drops == []
-
-    run(main)
+    with control_stage(**files) as made:
+        for name in ("one", "two"):
+            await made.node(name, pairs[name], pairs["proxy"].public).report()
+        await until(lambda: len(made.reports) == 2)
+        made.control.send_peers(PEERS)
+        assert await peers_of(made.nodes[0]) == await peers_of(made.nodes[1]) == PEERS
+        assert made.drops == []
 
 
-def test_a_report_under_anothers_name_is_dropped(members):
+async def test_a_report_under_anothers_name_is_dropped(members):
     """CVE-2026-92972: a registration that was not authenticated poisoned the routing table."""
     pairs, files, _ = members
-
-    async def main():
-        with stage(**files) as made:
-            liar = made.node("two", pairs["one"], pairs["proxy"].public)
-            await liar.report()
-            await until(lambda: made.drops)
-            assert made.drops == ["not_its_name"]
-            assert made.reports == []
-            made.control.send_peers(PEERS)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(liar.socket.recv(), 0.05)
-
-    run(main)
+    with control_stage(**files) as made:
+        liar = made.node("two", pairs["one"], pairs["proxy"].public)
+        await liar.report()
+        await until(lambda: made.drops)
+        assert made.drops == ["not_its_name"]
+        assert made.reports == []
+        made.control.send_peers(PEERS)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(liar.socket.recv(), 0.05)
 
 
-def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
+async def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
     """CVE-2026-92972, CVE-2026-103765."""
     pairs, files, write = members
-
-    async def main():
-        with stage(**files) as made:
-            await made.node("one").report()  # without a key
-            await made.node("one", pairs["one"], pairs["stranger"].public).report()  # to another server
-            stranger = made.node("stranger", pairs["stranger"], pairs["proxy"].public)
-            await stranger.report()
-            await until(lambda: made.counters["peers_denied"])
-            await made.node("two", pairs["two"], pairs["proxy"].public).report()
-            await until(lambda: made.reports)
-            assert [report.node for report in made.reports] == ["two"]
-            stranger.close()  # ZMQ tries again by itself, and its report would count
-            write("one", "two", "stranger")
-            fresh = made.node("stranger", pairs["stranger"], pairs["proxy"].public)
-            await fresh.report()
-            await until(lambda: len(made.reports) == 2)
-            write("one")
-            fresh_one = made.node("one", pairs["one"], pairs["proxy"].public)
-            await fresh_one.report()
-            await until(lambda: len(made.reports) == 3)
-            await fresh.report()  # over the connection that it still has
-            await until(lambda: made.drops)
-            assert made.control.members() == {"one"}
-            assert [report.node for report in made.reports] == ["two", "stranger", "one"]
-            assert made.drops == ["not_its_name"]
-
-    run(main)
+    with control_stage(**files) as made:
+        await made.node("one").report()  # without a key
+        await made.node("one", pairs["one"], pairs["stranger"].public).report()  # to another server
+        stranger = made.node("stranger", pairs["stranger"], pairs["proxy"].public)
+        await stranger.report()
+        await until(lambda: made.env.counters["peers_denied"])
+        await made.node("two", pairs["two"], pairs["proxy"].public).report()
+        await until(lambda: made.reports)
+        assert [report.node for report in made.reports] == ["two"]
+        stranger.close()  # ZMQ tries again by itself, and its report would count
+        write("one", "two", "stranger")
+        fresh = made.node("stranger", pairs["stranger"], pairs["proxy"].public)
+        await fresh.report()
+        await until(lambda: len(made.reports) == 2)
+        write("one")
+        fresh_one = made.node("one", pairs["one"], pairs["proxy"].public)
+        await fresh_one.report()
+        await until(lambda: len(made.reports) == 3)
+        await fresh.report()  # over the connection that it still has
+        await until(lambda: made.drops)
+        assert made.control.members() == {"one"}
+        assert [report.node for report in made.reports] == ["two", "stranger", "one"]
+        assert made.drops == ["not_its_name"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +130,7 @@ def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
         ({"address": "tcp://beta:1"}, False, ["https://beta:8100"]),
     ],
 )  # fmt: skip
-def test_an_engine_lies_on_its_nodes_host(members, entry, here, taken, caplog):
+async def test_an_engine_lies_on_its_nodes_host(members, entry, here, taken, caplog):
     """One host that was broken into must not get the prompts meant for others, nor those of the proxy's own host."""
     pairs, files, write = members
     write("one", **entry)
@@ -185,34 +139,26 @@ def test_an_engine_lies_on_its_nodes_host(members, entry, here, taken, caplog):
         "http://localhost:1", "http://[::1]:1", "http://127.1:8100", "http://10.0.0.1.example:1", "https://beta:8100",
         "http://0.0.0.0:8100",
     ]  # fmt: skip
-
-    async def main():
-        with stage(**files) as made:
-            engines = [(f"e{number}", "both", url) for number, url in enumerate(urls)]
-            node = made.node("one", pairs["one"], pairs["proxy"].public)
-            await node.report(*engines, host=host_id() if here else "another kernel")
-            await until(lambda: made.reports)
-            assert [engine.url for engine in made.reports[0].engines] == taken
-            assert made.drops == ["not_its_host"] * (len(urls) - len(taken))
-
-    run(main)
+    with control_stage(**files) as made:
+        engines = [(f"e{number}", "both", url) for number, url in enumerate(urls)]
+        node = made.node("one", pairs["one"], pairs["proxy"].public)
+        await node.report(*engines, host=host_id() if here else "another kernel")
+        await until(lambda: made.reports)
+        assert [engine.url for engine in made.reports[0].engines] == taken
+        assert made.drops == ["not_its_host"] * (len(urls) - len(taken))
     said = [record.getMessage() for record in caplog.records if "is not believed" in record.getMessage()]
     assert len(said) == (1 if len(taken) < len(urls) else 0), "of each node once in a minute"
 
 
-def test_a_roster_that_is_lost_meanwhile_takes_no_engine_away(members):
+async def test_a_roster_that_is_lost_meanwhile_takes_no_engine_away(members):
     """A file with a mistake in it changes nothing."""
     pairs, files, write = members
-
-    async def main():
-        with stage(**files) as made:
-            node = made.node("one", pairs["one"], pairs["proxy"].public)
-            write("one", more="engine_hosts = 7")
-            await node.report(("e", "both", "http://10.0.0.1:1"))
-            await until(lambda: made.reports)
-            assert len(made.reports[0].engines) == 1
-
-    run(main)
+    with control_stage(**files) as made:
+        node = made.node("one", pairs["one"], pairs["proxy"].public)
+        write("one", more="engine_hosts = 7")
+        await node.report(("e", "both", "http://10.0.0.1:1"))
+        await until(lambda: made.reports)
+        assert len(made.reports[0].engines) == 1
 
 
 @pytest.mark.parametrize(
@@ -229,19 +175,16 @@ def test_a_roster_that_is_lost_meanwhile_takes_no_engine_away(members):
 def test_addresses_that_are_refused(members, address, with_files, why):
     """CVE-2026-103765, CVE-2026-107205: all interfaces, and no authentication."""
     with pytest.raises(ConfigError, match=why):
-        Control(address, on_report=print, on_drop=print, **(members[1] if with_files else {}))
+        Control(address, Env(), print, **(members[1] if with_files else {}))
 
 
 def test_without_keys_everybody_is_a_member(tmp_path):
-    assert Control(f"ipc://{tmp_path}/p.sock", on_report=print, on_drop=print).members() is None
+    assert Control(f"ipc://{tmp_path}/p.sock", Env(), print).members() is None
 
 
-def test_an_address_that_is_taken_leaves_nothing_open(members):
-    async def main():
-        with stage(**members[1]) as made:
-            second = Control(made.control.address, on_report=print, on_drop=print, **members[1])
-            with pytest.raises(ConfigError, match="cannot listen"):
-                second.start()
-            second.close()
-
-    run(main)
+async def test_an_address_that_is_taken_leaves_nothing_open(members):
+    with control_stage(**members[1]) as made:
+        second = Control(made.control.address, Env(), print, **members[1])
+        with pytest.raises(ConfigError, match="cannot listen"):
+            second.start()
+        second.close()

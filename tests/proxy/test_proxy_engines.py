@@ -1,6 +1,6 @@
 """Which engines and nodes are known, how engines are, and which timelines are kept."""
 
-from collections import Counter
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from pdx.proxy.health import FIRST_S, LONGEST_S, PROBE_S, EngineState, Health, R
 from pdx.proxy.plan import Mode, Route
 from pdx.proxy.timelines import Timeline, Timelines
 from pdx.security.address import base_url
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, EngineFacts, EngineReport, MarkReport, NodeReport, PeerEntry
 
 
@@ -24,12 +24,12 @@ class Clock:
 
 
 def health_of(clock, chance=1.0):
-    return Health(clock=clock, chance=lambda: chance, silence_s=60.0, faults=Faults(Counter()))
+    return Health(Env(clock), silence_s=60.0, chance=Mock(random=lambda: chance))
 
 
 def engines(clock, prefill=(), decode=(), health=None):
     health = health or health_of(clock)
-    return Engines(prefill=prefill, decode=decode, heartbeat_timeout_s=3.0, health=health, clock=clock)
+    return Engines(Env(clock), health, prefill=prefill, decode=decode, heartbeat_timeout_s=3.0)
 
 
 def report(*engines, node="n", epoch=1):
@@ -503,7 +503,7 @@ def mark(transfer, at_ns, event="sealed"):
 
 def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
     monkeypatch.setattr(module, "MAX_MOMENTS", 3)
-    kept = Timelines(keep=2)
+    kept = Timelines(2)
     for name in ("one", "two", "three"):
         kept.open(timeline(name))
     assert [each["transfer_id"] for each in kept.view()] == ["two", "three"]
@@ -517,7 +517,7 @@ def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
 
 
 def test_ledger_keeps_moments_of_other_hosts_by_this_hosts_clock():
-    kept = Timelines(keep=2)
+    kept = Timelines(2)
     kept.open(timeline("one"))
     kept.merge([mark("one", 100)], -150)
     kept.merge([mark("one", 100)])

@@ -6,7 +6,7 @@ import resource
 import socket
 
 import aiohttp
-from proxy_harness import Node, run
+from proxy_harness import Node
 from proxy_process import proxy_process
 
 from pdx.cli.ports import free_ports
@@ -46,97 +46,78 @@ async def honest_are_served(made):
         assert await made.ask(newcomer) == 200
 
 
-def test_strangers_at_the_control_port_keep_nobody_out(tmp_path):
+async def test_strangers_at_the_control_port_keep_nobody_out(tmp_path):
     """Once 400 connections took all descriptors: no client could connect, and the process used a core up."""
     options, secure = curve(tmp_path)
     (port,) = free_ports(1)
-
-    async def main():
-        async with proxy_process(tmp_path, *options, limit=LIMIT, control=f"tcp://127.0.0.1:{port}") as made:
-            with contextlib.ExitStack() as flood:
-                for _ in range(400):
-                    flood.enter_context(made.dial(port))
-                await honest_are_served(made)
-                with contextlib.closing(node_of(made, secure)) as node:
-                    await node.report()
-                    async with made.client.get(made.url + "/health") as response:
-                        assert response.status == 200
-                    await known(made, 1)
-            assert made.process.returncode is None
-            assert len(made.log) < 10_000
-
-    run(main)
-
-
-def test_idle_connections_keep_nobody_out(tmp_path):
-    """Once they took all descriptors: honest clients got 503, and a node that connected made ZMQ end the process."""
-
-    async def main():
-        async with proxy_process(tmp_path, limit=LIMIT) as made:
-            with contextlib.ExitStack() as flood:
-                for _ in range(600):
-                    flood.enter_context(made.dial())
-                await honest_are_served(made)
-                with contextlib.closing(node_of(made, lambda _: None)) as node:
-                    await node.report()
-                    await known(made, 1)
-            assert made.process.returncode is None
-            assert len(made.log) < 10_000
-
-    run(main)
-
-
-def test_without_a_descriptor_left_nobody_ends_the_proxy(tmp_path):
-    """ZMQ ends the process where its accept at a Unix socket finds none."""
-
-    async def main():
-        async with proxy_process(tmp_path, limit=LIMIT) as made:
-            path = made.control.removeprefix("ipc://")
-            async with made.client.get(made.url + "/health") as response:
-                assert response.status == 200
-            resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (made.num_files(), LIMIT))
-            with contextlib.ExitStack() as flood, contextlib.closing(node_of(made, lambda _: None)) as node:
-                for _ in range(64):
-                    stream = flood.enter_context(socket.socket(socket.AF_UNIX))
-                    stream.setblocking(False)
-                    stream.connect_ex(path)
-                    flood.enter_context(made.dial())
+    async with proxy_process(tmp_path, *options, limit=LIMIT, control=f"tcp://127.0.0.1:{port}") as made:
+        with contextlib.ExitStack() as flood:
+            for _ in range(400):
+                flood.enter_context(made.dial(port))
+            await honest_are_served(made)
+            with contextlib.closing(node_of(made, secure)) as node:
                 await node.report()
-                for _ in range(20):
-                    async with made.client.get(made.url + "/health") as response:
-                        assert response.status in (200, 503)  # its probe of an engine may find no descriptor
-                assert made.process.returncode is None
-                resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+                async with made.client.get(made.url + "/health") as response:
+                    assert response.status == 200
                 await known(made, 1)
-                await healthy(made)
-            assert await made.ask() == 200
-            assert len(made.log) < 10_000
-
-    run(main)
+        assert made.process.returncode is None
+        assert len(made.log) < 10_000
 
 
-def test_with_many_engines_and_few_files_clients_are_still_let_in(tmp_path):
+async def test_idle_connections_keep_nobody_out(tmp_path):
+    """Once they took all descriptors: honest clients got 503, and a node that connected made ZMQ end the process."""
+    async with proxy_process(tmp_path, limit=LIMIT) as made:
+        with contextlib.ExitStack() as flood:
+            for _ in range(600):
+                flood.enter_context(made.dial())
+            await honest_are_served(made)
+            with contextlib.closing(node_of(made, lambda _: None)) as node:
+                await node.report()
+                await known(made, 1)
+        assert made.process.returncode is None
+        assert len(made.log) < 10_000
+
+
+async def test_without_a_descriptor_left_nobody_ends_the_proxy(tmp_path):
+    """ZMQ ends the process where its accept at a Unix socket finds none."""
+    async with proxy_process(tmp_path, limit=LIMIT) as made:
+        path = made.control.removeprefix("ipc://")
+        async with made.client.get(made.url + "/health") as response:
+            assert response.status == 200
+        resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (made.num_files(), LIMIT))
+        with contextlib.ExitStack() as flood, contextlib.closing(node_of(made, lambda _: None)) as node:
+            for _ in range(64):
+                stream = flood.enter_context(socket.socket(socket.AF_UNIX))
+                stream.setblocking(False)
+                stream.connect_ex(path)
+                flood.enter_context(made.dial())
+            await node.report()
+            for _ in range(20):
+                async with made.client.get(made.url + "/health") as response:
+                    assert response.status in (200, 503)  # its probe of an engine may find no descriptor
+            assert made.process.returncode is None
+            resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+            await known(made, 1)
+            await healthy(made)
+        assert await made.ask() == 200
+        assert len(made.log) < 10_000
+
+
+async def test_with_many_engines_and_few_files_clients_are_still_let_in(tmp_path):
     """Descriptors are left for engines; once so many that none was for clients."""
     engines = [f"--prefill=http://127.0.0.1:{port}" for port in range(1, 80)]
-
-    async def main():
-        async with proxy_process(tmp_path, *engines, limit=LIMIT) as made:
-            with contextlib.ExitStack() as others:
-                for _ in range(8):
-                    others.enter_context(made.dial())
-                async with aiohttp.ClientSession() as newcomer:
-                    assert await made.ask(newcomer) == 200
-                assert await made.ask() == 200
-
-    run(main)
+    async with proxy_process(tmp_path, *engines, limit=LIMIT) as made:
+        with contextlib.ExitStack() as others:
+            for _ in range(8):
+                others.enter_context(made.dial())
+            async with aiohttp.ClientSession() as newcomer:
+                assert await made.ask(newcomer) == 200
+            assert await made.ask() == 200
 
 
-def test_the_soft_limit_of_files_is_raised(tmp_path):
-    async def main():
-        async with proxy_process(tmp_path, limit=(LIMIT, 2 * LIMIT)) as made:
-            assert resource.prlimit(made.pid, resource.RLIMIT_NOFILE) == (2 * LIMIT, 2 * LIMIT)
-
-    run(main)
+async def test_the_soft_limit_of_files_is_raised(tmp_path):
+    async with proxy_process(tmp_path, limit=(LIMIT, 2 * LIMIT)) as made:
+        assert resource.prlimit(made.pid, resource.RLIMIT_NOFILE) == (2 * LIMIT, 2 * LIMIT)
 
 
 async def healthy(made):

@@ -3,18 +3,17 @@
 import asyncio
 import errno
 import json
-from collections import Counter
 from unittest.mock import Mock, patch
 
 import aiohttp
 import pytest
-from proxy_harness import FORWARDED, cluster, patience, run, until, within
+from proxy_harness import FORWARDED, cluster, patience, until, within
 
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import EngineState, Health, Reason
 from pdx.proxy.leg import failed
-from pdx.proxy.probe import Models, Probes
-from pdx.telemetry.faults import Faults
+from pdx.proxy.probe import Probes
+from pdx.telemetry.env import Env
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
@@ -22,160 +21,144 @@ BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 
 @pytest.mark.parametrize("fault", ["reset", 500, "nonsense", "stuck", "elsewhere"])
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_one_bad_engine_of_four_is_no_black_hole(leg, fault):
+async def test_one_bad_engine_of_four_is_no_black_hole(leg, fault):
     """Its first requests are served by others, and once it is suspect it gets none."""
+    async with cluster(prefills=4, decodes=4, **patience(fault)) as made:
+        bad = getattr(made, leg)
+        bad.fault = fault
 
-    async def main():
-        async with cluster(prefills=4, decodes=4, **patience(fault)) as made:
-            bad = getattr(made, leg)
-            bad.fault = fault
+        async def burst():
+            body = {**BODY, "stream": fault == "stuck"}  # a whole answer that does not come is not asked for again
+            asked = (made.post(COMPLETIONS, {**body, "seed": number}) for number in range(24))
+            answers = await within(asyncio.gather(*asked))
+            assert not any(b'"error"' in raw for _, _, raw in answers)
+            return {status for status, _, _ in answers}
 
-            async def burst():
-                body = {**BODY, "stream": fault == "stuck"}  # a whole answer that does not come is not asked for again
-                asked = (made.post(COMPLETIONS, {**body, "seed": number}) for number in range(24))
-                answers = await within(asyncio.gather(*asked))
-                assert not any(b'"error"' in raw for _, _, raw in answers)
-                return {status for status, _, _ in answers}
-
+        assert await burst() == {200}
+        assert bad.seen
+        seen = len(bad.seen)
+        probed = len(bad.probed)
+        await until(lambda: len(bad.probed) > probed)
+        for _ in range(2):
             assert await burst() == {200}
-            assert bad.seen
-            seen = len(bad.seen)
-            probed = len(bad.probed)
-            await until(lambda: len(bad.probed) > probed)
-            for _ in range(2):
-                assert await burst() == {200}
-            assert len(bad.seen) == seen
-
-    run(main)
+        assert len(bad.seen) == seen
 
 
-def test_an_engine_behind_a_key_gets_one_request_at_a_time_until_one_succeeds():
+async def test_an_engine_behind_a_key_gets_one_request_at_a_time_until_one_succeeds():
     """The probe has no key, so it cannot tell whether the engine generates."""
+    async with cluster(prefills=0, decodes=2) as made:
+        bad, good = made.decodes
+        key = {"Authorization": "Bearer k"}
+        bad.key = good.key = key["Authorization"]
 
-    async def main():
-        async with cluster(prefills=0, decodes=2) as made:
-            bad, good = made.decodes
-            key = {"Authorization": "Bearer k"}
-            bad.key = good.key = key["Authorization"]
+        def ask(**more):
+            return made.post(COMPLETIONS, {**BODY, "n": 2, **more}, headers=key)
 
-            def ask(**more):
-                return made.post(COMPLETIONS, {**BODY, "n": 2, **more}, headers=key)
-
-            bad.fault = 500
-            assert (await ask())[0] == 200
-            assert (await ask())[0] == 200
-            bad.fault = "hold"
-            bad.seen.clear()
-            await until(lambda: "token" in bad.probed)
-            await made.metric_reaches(1, "pdx_proxy_engine_ready", url=bad.url)
-            good.fault = "hold"
-            asked = [asyncio.create_task(ask()) for _ in range(8)]
-            await until(lambda: len(bad.seen) + len(good.seen) >= 10)
-            assert len(bad.seen) == 1
-            for each in (bad, good):
-                each.released.set()
-            assert {answer[0] for answer in await within(asyncio.gather(*asked))} == {200}
-            bad.seen.clear()
-            assert {(await ask())[0] for _ in range(4)} == {200}
-            assert len(bad.seen) == 2
-
-    run(main)
+        bad.fault = 500
+        assert (await ask())[0] == 200
+        assert (await ask())[0] == 200
+        bad.fault = "hold"
+        bad.seen.clear()
+        await until(lambda: "token" in bad.probed)
+        await made.metric_reaches(1, "pdx_proxy_engine_ready", url=bad.url)
+        good.fault = "hold"
+        asked = [asyncio.create_task(ask()) for _ in range(8)]
+        await until(lambda: len(bad.seen) + len(good.seen) >= 10)
+        assert len(bad.seen) == 1
+        for each in (bad, good):
+            each.released.set()
+        assert {answer[0] for answer in await within(asyncio.gather(*asked))} == {200}
+        bad.seen.clear()
+        assert {(await ask())[0] for _ in range(4)} == {200}
+        assert len(bad.seen) == 2
 
 
-def test_a_request_that_fails_everywhere_says_nothing_for_an_engine_that_broke_the_connection():
-    async def main():
-        async with cluster(prefills=0, decodes=3) as made:
-            for turn in range(3):
-                assert (await made.post(COMPLETIONS, {**BODY, "n": 2, "seed": turn}))[0] == 200
-            dead, *others = sorted(made.decodes, key=lambda each: each.seen[-1][1]["seed"])
-            dead.fault = "reset"
-            for each in others:
-                each.fault = 500
-            assert (await made.post(COMPLETIONS, {**BODY, "n": 2}))[0] == 500
-            ready = [await made.metric("pdx_proxy_engine_ready", url=each.url) for each in (dead, *others)]
-            assert ready == [0, 1, 1]
-
-    run(main)
+async def test_a_request_that_fails_everywhere_says_nothing_for_an_engine_that_broke_the_connection():
+    async with cluster(prefills=0, decodes=3) as made:
+        for turn in range(3):
+            assert (await made.post(COMPLETIONS, {**BODY, "n": 2, "seed": turn}))[0] == 200
+        dead, *others = sorted(made.decodes, key=lambda each: each.seen[-1][1]["seed"])
+        dead.fault = "reset"
+        for each in others:
+            each.fault = 500
+        assert (await made.post(COMPLETIONS, {**BODY, "n": 2}))[0] == 500
+        ready = [await made.metric("pdx_proxy_engine_ready", url=each.url) for each in (dead, *others)]
+        assert ready == [0, 1, 1]
 
 
 @pytest.mark.parametrize("lack", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL])
-def test_what_the_proxy_lacks_is_no_engines_fault(lack):
+async def test_what_the_proxy_lacks_is_no_engines_fault(lack):
     connect = aiohttp.TCPConnector.connect
+    async with cluster() as made:
 
-    async def main():
-        async with cluster() as made:
+        async def lacking(connector, request, *rest, **more):
+            if str(request.url.origin()) in (made.prefill.url, made.decode.url):
+                raise aiohttp.ClientConnectorError(request.connection_key, OSError(lack, "lacking"))
+            return await connect(connector, request, *rest, **more)
 
-            async def lacking(connector, request, *rest, **more):
-                if str(request.url.origin()) in (made.prefill.url, made.decode.url):
-                    raise aiohttp.ClientConnectorError(request.connection_key, OSError(lack, "lacking"))
-                return await connect(connector, request, *rest, **more)
-
-            with patch.object(aiohttp.TCPConnector, "connect", lacking):
-                for body in (BODY, {**BODY, "n": 2}):
-                    status, headers, raw = await made.post(COMPLETIONS, body)
-                    assert (status, headers["Retry-After"]) == (503, "1")
-                    assert json.loads(raw)["error"]["code"] == 503
-                assert (await made.get("/v1/models"))[0] == 503
-            assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 3
-            assert json.loads((await made.get("/health"))[1])["decoders"] == 1
-            status, headers, _ = await made.post(COMPLETIONS, BODY)
-            assert (status, headers["x-pdx-mode"]) == (200, "forward")
-
-    run(main)
+        with patch.object(aiohttp.TCPConnector, "connect", lacking):
+            for body in (BODY, {**BODY, "n": 2}):
+                status, headers, raw = await made.post(COMPLETIONS, body)
+                assert (status, headers["Retry-After"]) == (503, "1")
+                assert json.loads(raw)["error"]["code"] == 503
+            assert (await made.get("/v1/models"))[0] == 503
+        assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 3
+        assert json.loads((await made.get("/health"))[1])["decoders"] == 1
+        status, headers, _ = await made.post(COMPLETIONS, BODY)
+        assert (status, headers["x-pdx-mode"]) == (200, "forward")
 
 
-def test_health_is_readiness():
+async def test_health_is_readiness():
     """It says whether somebody can decode now, by probes of the engines themselves."""
+    async with cluster(probe_s=0.2) as made:
+        made.decode.health = 503
 
-    async def main():
-        async with cluster(probe_s=0.2) as made:
-            made.decode.health = 503
+        async def health():
+            status, raw = await made.get("/health")
+            return status, json.loads(raw)["decoders"], json.loads(raw)["prefillers"]
 
-            async def health():
-                status, raw = await made.get("/health")
-                return status, json.loads(raw)["decoders"], json.loads(raw)["prefillers"]
-
-            async with asyncio.timeout(10):
-                while await health() != (503, 0, 1):
-                    await asyncio.sleep(0.01)
-            assert (await made.post(COMPLETIONS, BODY))[0] == 200  # the prefill engine serves alone meanwhile
-            assert made.decode.seen == []
-            made.decode.health = 200
-            async with asyncio.timeout(10):
-                while await health() != (200, 1, 1):
-                    await asyncio.sleep(0.01)
-            await made.prefill.stop()
-            await made.decode.stop()
-            async with asyncio.timeout(10):
-                while await health() != (503, 0, 0):
-                    await asyncio.sleep(0.01)
-
-    run(main)
+        async with asyncio.timeout(10):
+            while await health() != (503, 0, 1):
+                await asyncio.sleep(0.01)
+        assert (await made.post(COMPLETIONS, BODY))[0] == 200  # the prefill engine serves alone meanwhile
+        assert made.decode.seen == []
+        made.decode.health = 200
+        async with asyncio.timeout(10):
+            while await health() != (200, 1, 1):
+                await asyncio.sleep(0.01)
+        await made.prefill.stop()
+        await made.decode.stop()
+        async with asyncio.timeout(10):
+            while await health() != (503, 0, 0):
+                await asyncio.sleep(0.01)
 
 
-def test_models_are_those_of_all_engines_that_are_well():
-    async def main():
-        async with cluster(prefills=2, decodes=2) as made:
-            await made.decodes[0].stop()
-            await made.prefills[0].stop()
-            made.decodes[1].models_served = ["hash", "adapter"]
-            made.prefills[1].models_served = ["hash", "other"]
-            made.decodes[1].listed = made.prefills[1].listed = 0
-            for _ in range(5):
-                status, raw = await made.get("/v1/models")
-                assert status == 200
-                cards = json.loads(raw)["data"]
-                assert [card["id"] for card in cards] == ["hash", "adapter", "other"]
-                assert cards[0]["owner"] == "d1"
-            assert (made.decodes[1].listed, made.prefills[1].listed) == (1, 1)  # the answer is kept
+async def test_models_are_those_of_all_engines_that_are_well():
+    async with cluster(prefills=2, decodes=2) as made:
+        await made.decodes[0].stop()
+        await made.prefills[0].stop()
+        made.decodes[1].models_served = ["hash", "adapter"]
+        made.prefills[1].models_served = ["hash", "other"]
+        made.decodes[1].listed = made.prefills[1].listed = 0
+        for _ in range(5):
+            status, raw = await made.get("/v1/models")
+            assert status == 200
+            cards = json.loads(raw)["data"]
+            assert [card["id"] for card in cards] == ["hash", "adapter", "other"]
+            assert cards[0]["owner"] == "d1"
+        assert (made.decodes[1].listed, made.prefills[1].listed) == (1, 1)  # the answer is kept
 
-    run(main)
+
+def probes_of(clock, known, ask):
+    """The probes of these engines, and their health."""
+    env = Env(clock)
+    health = Health(env, silence_s=60.0)
+    return Probes(health, Mock(ask=ask), env, engines=Mock(all=lambda: known), first_byte_timeout_s=600.0), health
 
 
 @pytest.mark.parametrize("well", [0, 1])
 def test_engines_that_hang_do_not_make_a_list_of_models_wait_for_each_of_them(well):
     now, asked = 0.0, []
-    health = Health(clock=lambda: now, chance=lambda: 0.0, silence_s=60.0, faults=Faults(Counter()))
     known = [Engine(url=f"http://e{number}", name="e", prefills=True, decodes=True, named=True) for number in range(50)]
 
     async def ask(engine, path, *, headers, timeout_s):
@@ -186,7 +169,7 @@ def test_engines_that_hang_do_not_make_a_list_of_models_wait_for_each_of_them(we
         now += timeout_s
         raise failed(Reason.TIMEOUT, engine)
 
-    models = Models(health, Mock(ask=ask), engines=Mock(all=lambda: known))
+    models, _ = probes_of(lambda: now, known, ask)
     assert asyncio.run(models.answer({})).status == (200 if well else 503)
     assert len(asked) < 10
 
@@ -207,7 +190,6 @@ class _Ahead(asyncio.SelectorEventLoop):
 
 def test_many_engines_that_hang_keep_no_other_from_being_probed():
     async def main():
-        health = Health(clock=asyncio.get_running_loop().time, chance=lambda: 0.0, silence_s=60.0, faults=Mock())
         known = [Engine(url=f"http://e{n}", name="e", prefills=True, decodes=True, named=True) for n in range(401)]
 
         async def ask(engine, path, *, headers, timeout_s):
@@ -216,15 +198,7 @@ def test_many_engines_that_hang_keep_no_other_from_being_probed():
                 raise failed(Reason.TIMEOUT, engine)
             return Mock(status=200), b""
 
-        engines = Mock(all=lambda: known)
-        probes = Probes(
-            health,
-            Mock(ask=ask),
-            engines=engines,
-            models=Models(health, Mock(ask=ask), engines=engines),
-            faults=Faults(Counter()),
-            first_byte_timeout_s=600.0,
-        )
+        probes, health = probes_of(asyncio.get_running_loop().time, known, ask)
         probes.look()
         while health.of(known[-1].url).state is not EngineState.WELL:
             await asyncio.sleep(0.25)
@@ -237,7 +211,6 @@ def test_many_engines_that_hang_keep_no_other_from_being_probed():
 
 def test_clients_who_name_many_keys_do_not_take_all_descriptors():
     """For each key, all engines are asked."""
-    health = Health(clock=lambda: 0.0, chance=lambda: 0.0, silence_s=60.0, faults=Faults(Counter()))
     known = [Engine(url=f"http://e{number}", name="e", prefills=True, decodes=True, named=True) for number in range(50)]
     under_way, most = 0, 0
 
@@ -251,31 +224,28 @@ def test_clients_who_name_many_keys_do_not_take_all_descriptors():
         return Mock(status=200, failure=None), b'{"data": [{"id": "m"}]}'
 
     async def main():
-        models = Models(health, Mock(ask=ask), engines=Mock(all=lambda: known))
+        models, _ = probes_of(lambda: 0.0, known, ask)
         await asyncio.gather(*(models.answer({"Authorization": str(key)}) for key in range(10)))
 
     asyncio.run(main())
     assert most <= 16 + 10
 
 
-def test_models_are_told_to_each_client_by_its_own_key_and_are_no_load():
-    async def main():
-        async with cluster(prefills=0, decodes=2) as made:
-            first = made.decode
-            first.key = "Bearer a"
-            first.fault = "hang"
-            listed = first.listed
+async def test_models_are_told_to_each_client_by_its_own_key_and_are_no_load():
+    async with cluster(prefills=0, decodes=2) as made:
+        first = made.decode
+        first.key = "Bearer a"
+        first.fault = "hang"
+        listed = first.listed
 
-            async def ask(key):
-                async with made.client.get(made.url + "/v1/models", headers={"Authorization": key}) as response:
-                    return response.status
+        async def ask(key):
+            async with made.client.get(made.url + "/v1/models", headers={"Authorization": key}) as response:
+                return response.status
 
-            asked = asyncio.create_task(ask("Bearer a"))
-            await until(lambda: first.listed > listed)
-            assert await made.metric("pdx_proxy_engine_in_flight", url=first.url) == 0
-            asked.cancel()
-            first.fault = None
-            assert await ask("Bearer b") == 401
-            assert await ask("Bearer a") == 200
-
-    run(main)
+        asked = asyncio.create_task(ask("Bearer a"))
+        await until(lambda: first.listed > listed)
+        assert await made.metric("pdx_proxy_engine_in_flight", url=first.url) == 0
+        asked.cancel()
+        first.fault = None
+        assert await ask("Bearer b") == 401
+        assert await ask("Bearer a") == 200

@@ -1,19 +1,19 @@
 """The limits of one leg: of connecting, and of silence."""
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from proxy_harness import cluster, run, until, within
+from proxy_harness import cluster, until, within
 
 from pdx.errors import ClientGone, LegFailed
+from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import EngineState, Health
 from pdx.proxy.leg import Legs
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 
 COMPLETIONS = "/v1/completions"
 ESTABLISHED, KEEPALIVE = "01", "02"  # a connection's state, and its timer, in /proc/net/tcp
@@ -22,9 +22,7 @@ ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=Tru
 
 
 def legs_of(session, clock):
-    health = Health(clock=clock, chance=lambda: 0.0, silence_s=120.0, faults=Faults(Counter()))
-    limits = {"first_byte_timeout_s": 600.0, "answer_timeout_s": 3600.0, "idle_timeout_s": 120.0}
-    return Legs(session, health=health, connect_timeout_s=2.0, **limits)
+    return Legs(session, Health(Env(clock), silence_s=120.0), ProxyConfig())
 
 
 class StoppedWhileConnecting:
@@ -109,131 +107,107 @@ class Alone:
             await asyncio.sleep(0)
 
 
-def test_a_stream_may_last_as_long_as_bytes_come():
-    async def main():
-        alone = Alone()
-        await alone.after(599)
-        for _ in range(50):
-            await alone.after(119, b"x")
-        assert not alone.task.done()
-        alone.session.bytes.put_nowait(b"")
-        await alone.task
-        assert alone.legs._health.of(ENGINE.url).failures == 0
-
-    run(main)
+async def test_a_stream_may_last_as_long_as_bytes_come():
+    alone = Alone()
+    await alone.after(599)
+    for _ in range(50):
+        await alone.after(119, b"x")
+    assert not alone.task.done()
+    alone.session.bytes.put_nowait(b"")
+    await alone.task
+    assert alone.legs._health.of(ENGINE.url).failures == 0
 
 
 @pytest.mark.parametrize(
     ("data", "limit", "is_whole"), [(None, 600, False), (b"x", 120, False), (None, 3600, True), (b"x", 120, True)]
 )
-def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit, is_whole):
-    async def main():
-        alone = Alone(is_whole=is_whole)
-        await alone.after(0)
-        await alone.after(limit - 1, data)
-        assert not alone.task.done()
-        await alone.after(1)
-        with pytest.raises(LegFailed, match=f"timeout: nothing for {limit} s"):
-            await within(alone.task)
-        assert alone.legs._health.of(ENGINE.url).state is EngineState.SUSPECT
-
-    run(main)
+async def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit, is_whole):
+    alone = Alone(is_whole=is_whole)
+    await alone.after(0)
+    await alone.after(limit - 1, data)
+    assert not alone.task.done()
+    await alone.after(1)
+    with pytest.raises(LegFailed, match=f"timeout: nothing for {limit} s"):
+        await within(alone.task)
+    assert alone.legs._health.of(ENGINE.url).state is EngineState.SUSPECT
 
 
 @pytest.mark.parametrize(("is_whole", "others"), [(True, False), (True, True), (False, False)])
-def test_an_engine_that_is_silent_over_a_whole_answer_is_asked_whether_it_generates(is_whole, others):
+async def test_an_engine_that_is_silent_over_a_whole_answer_is_asked_whether_it_generates(is_whole, others):
     """Not one from which others hear, nor where the limit of a first byte finds out."""
-
-    async def main():
-        alone = Alone(is_whole=is_whole)
-        record = alone.legs._health.of(ENGINE.url)
-        await alone.after(0)
-        await alone.after(599)
-        assert not record.unproven
-        record.heard_at = alone.now if others else record.heard_at
-        if is_whole:
-            await alone.after(1)
-            assert record.unproven == (not others)
-            assert record.state is EngineState.NEW
-        record.unproven = False  # the probe saw a token
-        await alone.after(0 if is_whole else 0.5)
-        assert not record.unproven, "once for each leg"
-        assert not alone.task.done()
-        alone.session.bytes.put_nowait(b"")
-        await alone.task
-
-    run(main)
+    alone = Alone(is_whole=is_whole)
+    record = alone.legs._health.of(ENGINE.url)
+    await alone.after(0)
+    await alone.after(599)
+    assert not record.unproven
+    record.heard_at = alone.now if others else record.heard_at
+    if is_whole:
+        await alone.after(1)
+        assert record.unproven == (not others)
+        assert record.state is EngineState.NEW
+    record.unproven = False  # the probe saw a token
+    await alone.after(0 if is_whole else 0.5)
+    assert not record.unproven, "once for each leg"
+    assert not alone.task.done()
+    alone.session.bytes.put_nowait(b"")
+    await alone.task
 
 
-def test_the_kernel_asks_whether_a_silent_engines_host_is_there():
+async def test_the_kernel_asks_whether_a_silent_engines_host_is_there():
     """A host that lost its power says nothing, and an answer that is not streamed may be silent for an hour."""
+    async with cluster(prefills=0) as made:
+        made.decode.fault = "hold"
+        asked = asyncio.create_task(made.post(COMPLETIONS, {"prompt": "beta", "max_tokens": 4}))
+        await within(made.decode.arrived.wait())
+        port = f":{int(made.decode.url.rpartition(':')[2]):04X}"
 
-    async def main():
-        async with cluster(prefills=0) as made:
-            made.decode.fault = "hold"
-            asked = asyncio.create_task(made.post(COMPLETIONS, {"prompt": "beta", "max_tokens": 4}))
-            await within(made.decode.arrived.wait())
-            port = f":{int(made.decode.url.rpartition(':')[2]):04X}"
+        def timers():
+            rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            return {row[5].partition(":")[0] for row in rows if row[2].endswith(port) and row[3] == ESTABLISHED}
 
-            def timers():
-                rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-                return {row[5].partition(":")[0] for row in rows if row[2].endswith(port) and row[3] == ESTABLISHED}
-
-            await until(lambda: timers() == {KEEPALIVE})
-            made.decode.released.set()
-            assert (await within(asked))[0] == 200
-
-    run(main)
+        await until(lambda: timers() == {KEEPALIVE})
+        made.decode.released.set()
+        assert (await within(asked))[0] == 200
 
 
-def test_a_client_that_takes_nothing_is_not_the_engines_fault():
-    async def main():
-        alone = Alone()
-        alone.may_read.clear()
-        await alone.after(121, b"x")
-        with pytest.raises(ClientGone, match="120 s"):
-            await within(alone.task)
-        assert not alone.legs._health.of(ENGINE.url).avoided
-
-    run(main)
+async def test_a_client_that_takes_nothing_is_not_the_engines_fault():
+    alone = Alone()
+    alone.may_read.clear()
+    await alone.after(121, b"x")
+    with pytest.raises(ClientGone, match="120 s"):
+        await within(alone.task)
+    assert not alone.legs._health.of(ENGINE.url).avoided
 
 
-def test_a_small_answer_has_one_limit_for_all_of_it():
+async def test_a_small_answer_has_one_limit_for_all_of_it():
     """An engine whose `GET /health` sends a byte now and then would be probed for ever."""
-
-    async def main():
-        now = 0.0
-        session = Silence()
-        legs = legs_of(session, lambda: now)
-        asked = asyncio.create_task(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0))
-        for _ in range(5):
-            assert not asked.done()
-            session.bytes.put_nowait(b"x")
-            await until(session.bytes.empty)
-            now += 1.0
-            legs.end_silent()
-        with pytest.raises(LegFailed, match="timeout"):
-            await within(asked)
-
-    run(main)
+    now = 0.0
+    session = Silence()
+    legs = legs_of(session, lambda: now)
+    asked = asyncio.create_task(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0))
+    for _ in range(5):
+        assert not asked.done()
+        session.bytes.put_nowait(b"x")
+        await until(session.bytes.empty)
+        now += 1.0
+        legs.end_silent()
+    with pytest.raises(LegFailed, match="timeout"):
+        await within(asked)
 
 
 @pytest.mark.parametrize("how", ["asked", "refused", "read"])
-def test_what_comes_in_one_piece_is_not_read_without_end(how):
-    async def main():
-        session = Silence(status=500 if how == "refused" else 200)
-        legs = legs_of(session, lambda: 0.0)
-        piece = b"x" * (1 << 20 if how != "read" else 1 << 24)
-        for _ in range(64):
-            session.bytes.put_nowait(piece)
+async def test_what_comes_in_one_piece_is_not_read_without_end(how):
+    session = Silence(status=500 if how == "refused" else 200)
+    legs = legs_of(session, lambda: 0.0)
+    piece = b"x" * (1 << 20 if how != "read" else 1 << 24)
+    for _ in range(64):
+        session.bytes.put_nowait(piece)
 
-        async def posted():
-            async with legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}) as answer:
-                await answer.read()
+    async def posted():
+        async with legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}) as answer:
+            await answer.read()
 
-        with pytest.raises(LegFailed, match="malformed"):
-            await within(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0) if how == "asked" else posted())
-        assert session.bytes.qsize() > 40
-        assert not legs._under_way
-
-    run(main)
+    with pytest.raises(LegFailed, match="malformed"):
+        await within(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0) if how == "asked" else posted())
+    assert session.bytes.qsize() > 40
+    assert not legs._under_way

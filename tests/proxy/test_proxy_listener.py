@@ -14,18 +14,13 @@ from pdx.proxy import server as listener
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
-NO_MORE = 1 << 40  # descriptors that are left to others: more than there are
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
-class Room:
-    """Whether there is room for another connection."""
-
-    def __init__(self):
-        self.spared = 0
-
-    def settings(self, **more):
-        return {"served": {"spared": lambda: self.spared, **more}}
+@pytest.fixture
+def room(monkeypatch):
+    """Says whether there is room for another connection."""
+    return lambda is_there: monkeypatch.setattr(listener, "MOST", 1 << 14 if is_there else 0)
 
 
 async def dial(made):
@@ -37,20 +32,19 @@ async def event(made, name):
     return await made.metric("pdx_proxy_events_total", event=name)
 
 
-def test_without_room_an_idle_connection_makes_room(caplog):
+def test_without_room_an_idle_connection_makes_room(caplog, room):
     async def main():
-        room = Room()
-        async with cluster(**room.settings()) as made, aiohttp.ClientSession() as newcomer:
+        async with cluster() as made, aiohttp.ClientSession() as newcomer:
             assert (await made.get("/health"))[0] == 200  # its connection is older, but was served
             oldest, writer = await dial(made)
             _, younger = await dial(made)
             assert (await made.post(COMPLETIONS, BODY))[0] == 200
-            room.spared = NO_MORE
+            room(False)
             async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
                 assert response.status == 200
             assert await within(oldest.read()) == b"", "the one that has been silent for longest"
             assert await event(made, "connections_displaced") == 1
-            room.spared = 0
+            room(True)
             writer.close()
             younger.close()
             assert (await made.get("/health"))[0] == 200
@@ -60,131 +54,107 @@ def test_without_room_an_idle_connection_makes_room(caplog):
     assert [record.message for record in caplog.records if "idle connections are closed" in record.message]
 
 
-def test_those_who_have_just_come_do_not_make_room_for_each_other():
+async def test_those_who_have_just_come_do_not_make_room_for_each_other(room):
     """Strangers who ask once and keep their connection would leave newcomers no time to send a head."""
-
-    async def main():
-        room = Room()
-        async with cluster(**room.settings()) as made:
-            served = []
-            for _ in range(5):
-                reader, writer = await dial(made)
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert b"}" in await within(reader.readuntil(b"}"))
-                served.append((reader, writer))
-            young, writer = await dial(made)
-            room.spared = NO_MORE
-            _, other = await dial(made)
-            assert await within(served[0][0].read()) == b""
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            assert b" 200 OK" in await within(young.read())
-            room.spared = 0
-            for each in (other, writer, *(pair[1] for pair in served)):
-                each.close()
-
-    run(main)
+    async with cluster() as made:
+        served = []
+        for _ in range(5):
+            reader, writer = await dial(made)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"}" in await within(reader.readuntil(b"}"))
+            served.append((reader, writer))
+        young, writer = await dial(made)
+        room(False)
+        _, other = await dial(made)
+        assert await within(served[0][0].read()) == b""
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b" 200 OK" in await within(young.read())
+        room(True)
+        for each in (other, writer, *(pair[1] for pair in served)):
+            each.close()
 
 
-def test_a_connection_whose_body_does_not_come_makes_room():
+async def test_a_connection_whose_body_does_not_come_makes_room(room):
     """It costs a stranger nothing to begin a request on each connection that there may be."""
+    async with cluster() as made, aiohttp.ClientSession() as newcomer:
+        assert (await made.get("/health"))[0] == 200  # its connection is older and idle, but was served
+        slow, writer = await dial(made)
+        writer.write(HEAD + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{")
+        await until(lambda: len(made.proxy.drain) == 1)
+        room(False)
+        async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
+            assert response.status == 200
+        assert await within(slow.read()) == b""
+        writer.close()
+        await until(lambda: len(made.proxy.drain) == 0)
+        room(True)
+        assert await event(made, "connections_displaced") == 1
+        assert await event(made, "connections_refused") == 0
+        assert (await made.get("/health"))[0] == 200
 
-    async def main():
-        room = Room()
-        async with cluster(**room.settings()) as made, aiohttp.ClientSession() as newcomer:
-            assert (await made.get("/health"))[0] == 200  # its connection is older and idle, but was served
-            slow, writer = await dial(made)
-            writer.write(HEAD + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{")
-            await until(lambda: len(made.proxy.drain) == 1)
-            room.spared = NO_MORE
-            async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
-                assert response.status == 200
-            assert await within(slow.read()) == b""
+
+async def test_where_all_are_busy_a_newcomer_is_told_to_come_again(room):
+    async with cluster() as made:
+        made.prefill.fault = made.decode.fault = "hold"
+        busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
+        await within(made.prefill.arrived.wait())
+        room(False)
+        for _ in range(3):
+            reader, writer = await dial(made)
+            head, _, body = (await within(reader.read())).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"Retry-After: 1\r\n" in head
+            assert b"Connection: close" in head
+            assert json.loads(body)["error"]["code"] == 503
             writer.close()
-            await until(lambda: len(made.proxy.drain) == 0)
-            room.spared = 0
-            assert await event(made, "connections_displaced") == 1
-            assert await event(made, "connections_refused") == 0
-            assert (await made.get("/health"))[0] == 200
-
-    run(main)
-
-
-def test_where_all_are_busy_a_newcomer_is_told_to_come_again():
-    async def main():
-        room = Room()
-        async with cluster(**room.settings()) as made:
-            made.prefill.fault = made.decode.fault = "hold"
-            busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
-            await within(made.prefill.arrived.wait())
-            room.spared = NO_MORE
-            for _ in range(3):
-                reader, writer = await dial(made)
-                head, _, body = (await within(reader.read())).partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 503 ")
-                assert b"Retry-After: 1\r\n" in head
-                assert b"Connection: close" in head
-                assert json.loads(body)["error"]["code"] == 503
-                writer.close()
-            room.spared = 0
-            made.prefill.released.set()
-            made.decode.released.set()
-            assert (await within(busy))[0] == 200
-            assert await event(made, "connections_refused") == 3
-
-    run(main)
+        room(True)
+        made.prefill.released.set()
+        made.decode.released.set()
+        assert (await within(busy))[0] == 200
+        assert await event(made, "connections_refused") == 3
 
 
 @pytest.mark.parametrize("begins", [b"", b"GET /health HT", HEAD])
-def test_a_head_that_does_not_come_ends_its_connection(begins):
+async def test_a_head_that_does_not_come_ends_its_connection(begins):
     """aiohttp waits 3,630 s for it."""
-
-    async def main():
-        async with cluster(served={"head_s": 0.2}) as made:
-            reader, writer = await dial(made)
-            writer.write(begins)
-            assert await within(reader.read()) == b""
-            writer.close()
-            assert await event(made, "heads_overdue") == 1
-
-    run(main)
+    async with cluster(served={"head_s": 0.2}) as made:
+        reader, writer = await dial(made)
+        writer.write(begins)
+        assert await within(reader.read()) == b""
+        writer.close()
+        assert await event(made, "heads_overdue") == 1
 
 
-def test_a_connection_that_was_served_may_rest_but_not_dawdle():
-    async def main():
-        async with cluster(served={"head_s": 0.2}) as made:
-            reader, writer = await dial(made)
-            for _ in range(2):
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert b" 200 OK" in await within(reader.readuntil(b"\r\n"))
-                length = 0
-                while (line := await within(reader.readline())) != b"\r\n":
-                    if line.lower().startswith(b"content-length"):
-                        length = int(line.split(b":")[1])
-                await within(reader.readexactly(length))
-                silent, other = await dial(made)  # it is closed for its head, and the one that rests is not
-                assert await within(silent.read()) == b""
-                other.close()
-            writer.write(b"GET /hea")
-            assert await within(reader.read()) == b""
-            writer.close()
-
-    run(main)
-
-
-def test_a_request_under_way_outlasts_the_time_for_a_head():
-    async def main():
-        async with cluster(served={"head_s": 0.2}) as made:
-            made.prefill.fault = made.decode.fault = "hold"
-            busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
-            await within(made.prefill.arrived.wait())
-            silent, writer = await dial(made)
+async def test_a_connection_that_was_served_may_rest_but_not_dawdle():
+    async with cluster(served={"head_s": 0.2}) as made:
+        reader, writer = await dial(made)
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 OK" in await within(reader.readuntil(b"\r\n"))
+            length = 0
+            while (line := await within(reader.readline())) != b"\r\n":
+                if line.lower().startswith(b"content-length"):
+                    length = int(line.split(b":")[1])
+            await within(reader.readexactly(length))
+            silent, other = await dial(made)  # it is closed for its head, and the one that rests is not
             assert await within(silent.read()) == b""
-            writer.close()
-            made.prefill.released.set()
-            made.decode.released.set()
-            assert (await within(busy))[0] == 200
+            other.close()
+        writer.write(b"GET /hea")
+        assert await within(reader.read()) == b""
+        writer.close()
 
-    run(main)
+
+async def test_a_request_under_way_outlasts_the_time_for_a_head():
+    async with cluster(served={"head_s": 0.2}) as made:
+        made.prefill.fault = made.decode.fault = "hold"
+        busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
+        await within(made.prefill.arrived.wait())
+        silent, writer = await dial(made)
+        assert await within(silent.read()) == b""
+        writer.close()
+        made.prefill.released.set()
+        made.decode.released.set()
+        assert (await within(busy))[0] == 200
 
 
 class Failing:
@@ -206,39 +176,36 @@ class Failing:
 
 def test_an_accept_that_fails_is_tried_again_later(caplog):
     """asyncio logs a traceback for each, a hundred at a time."""
-    real = listener.Listener.start
+    real = listener._tcp_sockets
 
-    def start(self, sockets):
-        real(self, [Failing(each) for each in sockets])
+    async def failing(host, port):
+        return [Failing(each) for each in await real(host, port)]
 
     async def main():
-        with mock.patch.object(listener.Listener, "start", start), mock.patch.object(listener, "_REST_S", 0.01):
+        with mock.patch.object(listener, "_tcp_sockets", failing), mock.patch.object(listener, "_REST_S", 0.01):
             async with cluster() as made:
                 assert (await made.post(COMPLETIONS, BODY))[0] == 200
                 assert await event(made, "accepts_failed") == 6  # of two listeners
 
     with caplog.at_level(logging.WARNING):
         run(main)
-    assert len([record for record in caplog.records if "no connection can be taken now" in record.message]) == 2
+    assert len([record for record in caplog.records if "no connection can be taken now" in record.message]) == 1
     assert len(caplog.text) < 4000
 
 
-def test_an_error_of_the_listener_is_contained(caplog):
+async def test_an_error_of_the_listener_is_contained(caplog):
     """The selector would call it again at once, and asyncio would log each time."""
-    real, failures = listener.Listener._room, [RuntimeError("of the room")]
+    real, failures = listener.Server._room, [RuntimeError("of the room")]
 
     def room(self):
         if failures:
             raise failures.pop()
         return real(self)
 
-    async def main():
-        with mock.patch.object(listener.Listener, "_room", room), mock.patch.object(listener, "_REST_S", 0.01):
-            async with cluster() as made:
-                assert (await made.post(COMPLETIONS, BODY))[0] == 200
-                assert made.proxy.counters["internal_errors"] == 1
-
-    run(main)
+    with mock.patch.object(listener.Server, "_room", room), mock.patch.object(listener, "_REST_S", 0.01):
+        async with cluster() as made:
+            assert (await made.post(COMPLETIONS, BODY))[0] == 200
+            assert made.proxy.env.counters["internal_errors"] == 1
     assert [record.message for record in caplog.records if "an internal error in taking connections" in record.message]
 
 
@@ -250,20 +217,16 @@ def test_an_error_of_the_listener_is_contained(caplog):
         HEAD + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
     ],
 )
-def test_what_is_no_request_is_logged_once_in_a_while(malformed, caplog):
+async def test_what_is_no_request_is_logged_once_in_a_while(malformed, caplog):
     """aiohttp logs a traceback for each: anybody could fill the disk."""
-
-    async def main():
-        async with cluster() as made:
-            for _ in range(20):
-                reader, writer = await dial(made)
-                writer.write(malformed)
-                assert b" 400 Bad Request" in await within(reader.read())  # to the end of the connection
-                writer.close()
-            assert await event(made, "requests_malformed") == 20
-            assert await event(made, "internal_errors") == 0
-
-    run(main)
+    async with cluster() as made:
+        for _ in range(20):
+            reader, writer = await dial(made)
+            writer.write(malformed)
+            assert b" 400 Bad Request" in await within(reader.read())  # to the end of the connection
+            writer.close()
+        assert await event(made, "requests_malformed") == 20
+        assert await event(made, "internal_errors") == 0
     assert [record.message for record in caplog.records if "a request was not understood" in record.message]
     assert len(caplog.text) < 2000
 
@@ -274,18 +237,14 @@ async def keep_asking(stream):
         await within(asyncio.get_running_loop().sock_sendall(stream, ask), 60)
 
 
-def test_a_client_that_reads_nothing_loses_its_connection():
+async def test_a_client_that_reads_nothing_loses_its_connection():
     """Its request counts as under way, so it would keep its place for ever."""
-
-    async def main():
-        with mock.patch.object(listener, "_UNREAD_MS", 300):
-            async with cluster() as made:
-                host, port = made.url.removeprefix("http://").split(":")
-                with socket.socket() as deaf:
-                    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                    deaf.setblocking(False)
-                    await asyncio.get_running_loop().sock_connect(deaf, (host, int(port)))
-                    with pytest.raises(ConnectionError):
-                        await keep_asking(deaf)
-
-    run(main)
+    with mock.patch.object(listener, "_UNREAD_MS", 300):
+        async with cluster() as made:
+            host, port = made.url.removeprefix("http://").split(":")
+            with socket.socket() as deaf:
+                deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                deaf.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(deaf, (host, int(port)))
+                with pytest.raises(ConnectionError):
+                    await keep_asking(deaf)

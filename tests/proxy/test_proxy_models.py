@@ -5,7 +5,7 @@ import json
 
 import pytest
 from engine_standin import Server
-from proxy_harness import FORWARDED, cluster, run, until
+from proxy_harness import FORWARDED, cluster, until
 
 from pdx.proxy import probe
 
@@ -27,119 +27,92 @@ def asked(made):
 
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_a_request_goes_to_engines_of_its_model(path, body):
-    async def main():
-        async with two_models() as made:
-            models = "aabb" * 5  # not in turns, as engines are asked where nobody looks at models
-            answers = await asyncio.gather(*(made.post(path, {**body, "model": model}) for model in models))
-            assert {status for status, _, _ in answers} == {200}
-            assert asked(made)["d0"] == {"a"}
-            assert asked(made)["d1"] == {"b"}
-            assert asked(made)["p0"] <= {"a"}
-            assert asked(made)["p1"] <= {"b"}
-
-    run(main)
+async def test_a_request_goes_to_engines_of_its_model(path, body):
+    async with two_models() as made:
+        models = "aabb" * 5  # not in turns, as engines are asked where nobody looks at models
+        answers = await asyncio.gather(*(made.post(path, {**body, "model": model}) for model in models))
+        assert {status for status, _, _ in answers} == {200}
+        assert asked(made)["d0"] == {"a"}
+        assert asked(made)["d1"] == {"b"}
+        assert asked(made)["p0"] <= {"a"}
+        assert asked(made)["p1"] <= {"b"}
 
 
-def test_both_legs_of_a_request_without_a_model_are_of_one():
-    async def main():
-        async with two_models() as made:
-            for _ in range(6):
-                assert (await made.post(COMPLETIONS, BODY))[0] == 200
-            assert {name for name, models in asked(made).items() if models} == {"p0", "d0"}
-
-    run(main)
+async def test_both_legs_of_a_request_without_a_model_are_of_one():
+    async with two_models() as made:
+        for _ in range(6):
+            assert (await made.post(COMPLETIONS, BODY))[0] == 200
+        assert {name for name, models in asked(made).items() if models} == {"p0", "d0"}
 
 
-def test_what_nobody_has_is_refused_in_an_engines_words():
-    async def main():
-        async with two_models() as made:
-            status, _, raw = await made.post(COMPLETIONS, {**BODY, "model": "c"})
-            assert (status, json.loads(raw)["error"]["message"]) == (404, "The model `c` does not exist.")
-
-    run(main)
+async def test_what_nobody_has_is_refused_in_an_engines_words():
+    async with two_models() as made:
+        status, _, raw = await made.post(COMPLETIONS, {**BODY, "model": "c"})
+        assert (status, json.loads(raw)["error"]["message"]) == (404, "The model `c` does not exist.")
 
 
-def test_an_adapter_that_was_loaded_a_moment_ago_is_found_and_one_that_left_is_looked_for_elsewhere():
-    async def main():
-        async with two_models() as made:
-            for engine in (made.prefills[1], made.decodes[1]):
-                engine.models_served.append("adapter")
-            for _ in range(4):
-                assert (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] == 200
-            assert asked(made) == {"p0": set(), "d0": set(), "p1": {"adapter"}, "d1": {"adapter"}}
-            made.decodes[1].models_served.remove("adapter")
-            made.prefills[1].models_served.remove("adapter")
-            for engine in (made.prefills[0], made.decodes[0]):
-                engine.models_served.append("adapter")
-            assert (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] == 404
-            async with asyncio.timeout(10):
-                while (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] != 200:
-                    pass
-
-    run(main)
+async def test_an_adapter_that_was_loaded_a_moment_ago_is_found_and_one_that_left_is_looked_for_elsewhere():
+    async with two_models() as made:
+        for engine in (made.prefills[1], made.decodes[1]):
+            engine.models_served.append("adapter")
+        for _ in range(4):
+            assert (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] == 200
+        assert asked(made) == {"p0": set(), "d0": set(), "p1": {"adapter"}, "d1": {"adapter"}}
+        made.decodes[1].models_served.remove("adapter")
+        made.prefills[1].models_served.remove("adapter")
+        for engine in (made.prefills[0], made.decodes[0]):
+            engine.models_served.append("adapter")
+        assert (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] == 404
+        async with asyncio.timeout(10):
+            while (await made.post(COMPLETIONS, {**BODY, "model": "adapter"}))[0] != 200:
+                pass
 
 
-def test_engines_behind_a_key_are_asked_with_the_clients():
-    async def main():
-        async with two_models(key="Bearer k") as made:
-            right, wrong = ({"Authorization": f"Bearer {key}"} for key in "kw")
-            assert (await made.post(COMPLETIONS, {**BODY, "model": "b"}, headers=wrong))[0] == 401
-            before = {name: len(engine.seen) for name, engine in zip("01", made.decodes, strict=True)}
-            for model in "abab":
-                assert (await made.post(COMPLETIONS, {**BODY, "model": model}, headers=right))[0] == 200
-            assert [len(engine.seen) - before[name] for name, engine in zip("01", made.decodes, strict=True)] == [2, 2]
-
-    run(main)
+async def test_engines_behind_a_key_are_asked_with_the_clients():
+    async with two_models(key="Bearer k") as made:
+        right, wrong = ({"Authorization": f"Bearer {key}"} for key in "kw")
+        assert (await made.post(COMPLETIONS, {**BODY, "model": "b"}, headers=wrong))[0] == 401
+        before = {name: len(engine.seen) for name, engine in zip("01", made.decodes, strict=True)}
+        for model in "abab":
+            assert (await made.post(COMPLETIONS, {**BODY, "model": model}, headers=right))[0] == 200
+        assert [len(engine.seen) - before[name] for name, engine in zip("01", made.decodes, strict=True)] == [2, 2]
 
 
-def test_a_long_prompt_is_measured_by_engines_of_its_model():
-    async def main():
-        servers = {"p0": Server(model_len=64), "d0": Server(model_len=64)}
-        async with two_models(servers=servers) as made:
-            long = {"prompt": [7] * 100, "max_tokens": 2}
-            assert (await made.post(COMPLETIONS, {**long, "model": "b"}))[0] == 200
-            status, _, raw = await made.post(COMPLETIONS, {**long, "model": "a"})
-            assert status == 400
-            assert "maximum context length is 64 tokens" in json.loads(raw)["error"]["message"]
-
-    run(main)
+async def test_a_long_prompt_is_measured_by_engines_of_its_model():
+    servers = {"p0": Server(model_len=64), "d0": Server(model_len=64)}
+    async with two_models(servers=servers) as made:
+        long = {"prompt": [7] * 100, "max_tokens": 2}
+        assert (await made.post(COMPLETIONS, {**long, "model": "b"}))[0] == 200
+        status, _, raw = await made.post(COMPLETIONS, {**long, "model": "a"})
+        assert status == 400
+        assert "maximum context length is 64 tokens" in json.loads(raw)["error"]["message"]
 
 
-def test_an_engine_whose_list_does_not_come_keeps_a_request_waiting_once(monkeypatch):
-    async def main():
-        async with cluster(prefills=0, decodes=2, key="Bearer k") as made:
-            silent = made.decodes[1]
-            silent.fault = "hang"
-            monkeypatch.setattr(probe, "_LIST_S", 0.05)
-            monkeypatch.setattr(probe, "_AGAIN_S", 0.0)
-            key = {"Authorization": "Bearer k"}
-            listed = silent.listed
-            answers = [await made.post(COMPLETIONS, {**BODY, "n": 2, "model": "hash"}, headers=key) for _ in range(3)]
-            assert [status for status, _, _ in answers] == [200] * 3
-            assert silent.listed == listed + 1
-
-    run(main)
+async def test_an_engine_whose_list_does_not_come_keeps_a_request_waiting_once(monkeypatch):
+    async with cluster(prefills=0, decodes=2, key="Bearer k") as made:
+        silent = made.decodes[1]
+        silent.fault = "hang"
+        monkeypatch.setattr(probe, "_LIST_S", 0.05)
+        monkeypatch.setattr(probe, "_AGAIN_S", 0.0)
+        key = {"Authorization": "Bearer k"}
+        listed = silent.listed
+        answers = [await made.post(COMPLETIONS, {**BODY, "n": 2, "model": "hash"}, headers=key) for _ in range(3)]
+        assert [status for status, _, _ in answers] == [200] * 3
+        assert silent.listed == listed + 1
 
 
-def test_a_name_that_nobody_has_asks_for_lists_once_in_a_while():
-    async def main():
-        async with two_models() as made:
-            listed = made.decode.listed
-            await asyncio.gather(*(made.post(COMPLETIONS, {**BODY, "model": "c"}) for _ in range(10)))
-            assert made.decode.listed == listed + 1
-
-    run(main)
+async def test_a_name_that_nobody_has_asks_for_lists_once_in_a_while():
+    async with two_models() as made:
+        listed = made.decode.listed
+        await asyncio.gather(*(made.post(COMPLETIONS, {**BODY, "model": "c"}) for _ in range(10)))
+        assert made.decode.listed == listed + 1
 
 
-def test_an_engine_that_is_well_is_not_asked_for_its_list_with_each_probe():
-    async def main():
-        async with cluster(probe_s=0.02) as made:
-            await until(lambda: len(made.decode.probed) >= 5)
-            assert made.decode.listed == 1
-            made.decode.health = 503
-            await until(lambda: made.proxy._health.of(made.decode.url).state == "suspect")
-            made.decode.health = 200
-            await until(lambda: made.decode.listed == 2)
-
-    run(main)
+async def test_an_engine_that_is_well_is_not_asked_for_its_list_with_each_probe():
+    async with cluster(probe_s=0.02) as made:
+        await until(lambda: len(made.decode.probed) >= 5)
+        assert made.decode.listed == 1
+        made.decode.health = 503
+        await until(lambda: made.proxy._health.of(made.decode.url).state == "suspect")
+        made.decode.health = 200
+        await until(lambda: made.decode.listed == 2)

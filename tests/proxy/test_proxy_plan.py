@@ -1,6 +1,5 @@
 """Which mode a body gets, and what the legs are asked."""
 
-import copy
 import json
 
 import msgspec
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from read_at_once import classify, parse
 
-from pdx.proxy.body import continuation_body, encode, located, prefill_body, sampled_body
+from pdx.proxy.body import as_engines_read, continuation_body, encode, located, prefill_body, sampled_body
 from pdx.proxy.plan import ONE_TOKEN, Mode, Plan, Route, strip_control, token_limit
 
 TRANSFER = "t" * 32
@@ -187,8 +186,8 @@ NAMES = st.sampled_from(
 
 @given(body=st.dictionaries(NAMES, JSON), route=st.sampled_from(Route))
 def test_any_body_has_a_mode_and_its_legs_leave_it_as_it_was(body, route):
-    before = copy.deepcopy(body)
-    body = taken(before)
+    before = {name: as_engines_read(name, value) for name, value in body.items()}
+    body = taken(body)
     clean, stripped = strip_control(body)
     assert stripped == ("kv_transfer_params" in body)
     fields = given_back(clean)
@@ -266,11 +265,3 @@ def test_legs_name_the_other_legs_node_only_if_told():
     found = located(decode, "one")
     assert found["kv_transfer_params"] == {**decode["kv_transfer_params"], "prefill_node": "one"}
     assert json.dumps(decode) == before, "the leg may go to another engine, too"
-
-
-def test_json_comes_out_as_it_came_in():
-    raw = b'{"a":"\\ud800 \\u00e9","b":NaN,"c":1e2,"d":123456789012345678901234567890}'
-    again = given_back(parse(raw))
-    assert again["a"] == "\ud800 é"
-    assert again["d"] == 123456789012345678901234567890
-    assert again["c"] == 100.0

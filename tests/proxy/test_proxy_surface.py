@@ -6,7 +6,7 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
-from proxy_harness import FORWARDED, cluster, run, within
+from proxy_harness import FORWARDED, cluster, within
 
 from pdx.proxy.body import as_engines_read
 from pdx.proxy.plan import SWITCHES, WHOLE
@@ -24,60 +24,40 @@ async def post_large(made, path, body):
         return response.status, (await response.json())["error"]["message"].encode()
 
 
-def test_a_picture_in_a_chat_is_no_large_body():
+async def test_a_picture_in_a_chat_is_no_large_body():
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * (20 << 20)}"}}
     words = {"type": "text", "text": "What is this?"}
     talk = {"messages": [{"role": "user", "content": [words, picture]}], "max_tokens": 12, "n": 2}
-
-    async def main():
-        async with cluster() as made:
-            made.decode.fault = 418  # it is given the request, and reads no pictures
-            assert await post_large(made, CHAT, talk) == (418, b"as the test wishes")
-            sent = made.decode.bodies[-1]["messages"][0]["content"][1]
-            assert sent == picture
-
-    run(main)
+    async with cluster() as made:
+        made.decode.fault = 418  # it is given the request, and reads no pictures
+        assert await post_large(made, CHAT, talk) == (418, b"as the test wishes")
+        sent = made.decode.bodies[-1]["messages"][0]["content"][1]
+        assert sent == picture
 
 
-def test_who_sends_too_large_a_body_is_told_the_limit_and_how_to_raise_it():
-    async def main():
-        async with cluster(max_body_bytes=2 << 20) as made:
-            said = b"the request's body is larger than 2097152 bytes (2 MiB); pdx proxy --max-body raises this limit"
-            assert await post_large(made, COMPLETIONS, {"prompt": "x" * (3 << 20)}) == (413, said)
-
-    run(main)
-
-
-def test_the_rest_of_a_body_that_was_answered_early_is_no_head():
+async def test_the_rest_of_a_body_that_was_answered_early_is_no_head():
     """Clients that send all before they read must get the answer, too."""
     head = "POST {} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     size = 16 << 20
-
-    async def main():
-        async with cluster(max_body_bytes=2 << 20) as made:
-            parts = urlsplit(made.url)
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-            writer.write(head.format(COMPLETIONS, size).encode())
-            for _ in range(size >> 16):
-                writer.write(b"a" * (1 << 16))
-                await writer.drain()
-            assert (await reader.readline()).split()[1] == b"413"
-            writer.close()
-            await writer.wait_closed()
-            assert made.proxy.counters["heads_too_large"] == 0
-
-    run(main)
+    async with cluster(max_body_bytes=2 << 20) as made:
+        parts = urlsplit(made.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(head.format(COMPLETIONS, size).encode())
+        for _ in range(size >> 16):
+            writer.write(b"a" * (1 << 16))
+            await writer.drain()
+        assert (await reader.readline()).split()[1] == b"413"
+        writer.close()
+        await writer.wait_closed()
+        assert made.proxy.env.counters["heads_too_large"] == 0
 
 
-def test_a_long_token_is_passed_on():
-    async def main():
-        async with cluster() as made:
-            token = f"Bearer {'t' * 40_000}"
-            status, _, _ = await made.post(COMPLETIONS, BODY, headers={"Authorization": token, "Cookie": "c" * 40_000})
-            assert status == 200
-            assert {engine.seen[-1][2]["Authorization"] for engine in (made.prefill, made.decode)} == {token}
-
-    run(main)
+async def test_a_long_token_is_passed_on():
+    async with cluster() as made:
+        token = f"Bearer {'t' * 40_000}"
+        status, _, _ = await made.post(COMPLETIONS, BODY, headers={"Authorization": token, "Cookie": "c" * 40_000})
+        assert status == 200
+        assert {engine.seen[-1][2]["Authorization"] for engine in (made.prefill, made.decode)} == {token}
 
 
 async def talk(url, said):
@@ -91,122 +71,72 @@ async def talk(url, said):
         writer.close()
 
 
-def test_too_long_a_header_is_refused_in_the_form_of_all_errors():
-    async def main():
-        async with cluster() as made:
-            said = await talk(made.url, b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 70_000 + b"\r\n\r\n")
-            head, _, content = said.partition(b"\r\n\r\n")
-            assert head.split()[1] == b"400"
-            assert b"aiohttp" not in head
-            assert json.loads(content)["error"]["code"] == 400
-
-    run(main)
+async def test_too_long_a_header_is_refused_in_the_form_of_all_errors():
+    async with cluster() as made:
+        said = await talk(made.url, b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 70_000 + b"\r\n\r\n")
+        head, _, content = said.partition(b"\r\n\r\n")
+        assert head.split()[1] == b"400"
+        assert b"aiohttp" not in head
+        assert json.loads(content)["error"]["code"] == 400
 
 
-def test_a_head_without_end_is_cut_off():
-    async def main():
-        async with cluster() as made:
-            line = b"A" * 100 + b": " + b"a" * 60_000 + b"\r\n"
-            head = b"GET /health HTTP/1.1\r\nHost: x\r\n" + line * (2 * _HEAD_BYTES // len(line)) + b"\r\n"
-            with pytest.raises((ConnectionError, AssertionError)):
-                assert await talk(made.url, head)
-            assert made.proxy.counters["heads_too_large"] == 1
-            assert (await made.get("/health"))[0] == 200
-
-    run(main)
+async def test_a_head_without_end_is_cut_off():
+    async with cluster() as made:
+        line = b"A" * 100 + b": " + b"a" * 60_000 + b"\r\n"
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\n" + line * (2 * _HEAD_BYTES // len(line)) + b"\r\n"
+        with pytest.raises((ConnectionError, AssertionError)):
+            assert await talk(made.url, head)
+        assert made.proxy.env.counters["heads_too_large"] == 1
+        assert (await made.get("/health"))[0] == 200
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream": True}, {"max_tokens": 1}], ids=str)
-def test_a_rank_is_one_of_the_engine_that_answers(more):
+async def test_a_rank_is_one_of_the_engine_that_answers(more):
     """The prefill engine has ranks of its own."""
-
-    async def main():
-        async with cluster() as made:
-            made.prefill.ranks, made.decode.ranks = (4, 2) if "max_tokens" in more else (2, 4)
-            answers = made.prefill if "max_tokens" in more else made.decode
-            mode = "alone" if "n" in more or "max_tokens" in more else "sampled"
-            status, headers, _ = await made.post(COMPLETIONS, {**BODY, **more}, headers={"X-data-parallel-rank": "3"})
-            assert (status, headers["x-pdx-mode"]) == (200, mode)
-            for engine in (made.prefill, made.decode):
-                told = [sent.get("X-data-parallel-rank") for _, _, sent in engine.seen]
-                assert set(told) <= {"3" if engine is answers else None}
-            status, _, raw = await made.post(COMPLETIONS, {**BODY, **more}, headers={"X-data-parallel-rank": "4"})
-            assert (status, json.loads(raw)["error"]["message"]) == (400, "rank 4 of 4")
-
-    run(main)
+    async with cluster() as made:
+        made.prefill.ranks, made.decode.ranks = (4, 2) if "max_tokens" in more else (2, 4)
+        answers = made.prefill if "max_tokens" in more else made.decode
+        mode = "alone" if "n" in more or "max_tokens" in more else "sampled"
+        status, headers, _ = await made.post(COMPLETIONS, {**BODY, **more}, headers={"X-data-parallel-rank": "3"})
+        assert (status, headers["x-pdx-mode"]) == (200, mode)
+        for engine in (made.prefill, made.decode):
+            told = [sent.get("X-data-parallel-rank") for _, _, sent in engine.seen]
+            assert set(told) <= {"3" if engine is answers else None}
+        status, _, raw = await made.post(COMPLETIONS, {**BODY, **more}, headers={"X-data-parallel-rank": "4"})
+        assert (status, json.loads(raw)["error"]["message"]) == (400, "rank 4 of 4")
 
 
 @pytest.mark.parametrize("body", [BODY, {**BODY, "n": 2}, {**BODY, "prompt": "prompt 17"}])  # the last ends at once
-def test_an_engines_load_is_told_to_who_asks(body):
-    async def main():
-        async with cluster() as made:
-            for engine in (made.prefill, made.decode):
-                engine.headers = {"endpoint-load-metrics": "TEXT named_metrics.kv_cache_usage_perc=0.5"}
-            asked = {"endpoint-load-metrics-format": "TEXT"}
-            _, headers, _ = await made.post(COMPLETIONS, body, headers=asked)
-            assert headers["endpoint-load-metrics"] == "TEXT named_metrics.kv_cache_usage_perc=0.5"
-            last = [engine.seen[-1][2] for engine in (made.prefill, made.decode) if engine.seen]
-            assert all(each["endpoint-load-metrics-format"] == "TEXT" for each in last)
-
-    run(main)
+async def test_an_engines_load_is_told_to_who_asks(body):
+    async with cluster() as made:
+        for engine in (made.prefill, made.decode):
+            engine.headers = {"endpoint-load-metrics": "TEXT named_metrics.kv_cache_usage_perc=0.5"}
+        asked = {"endpoint-load-metrics-format": "TEXT"}
+        _, headers, _ = await made.post(COMPLETIONS, body, headers=asked)
+        assert headers["endpoint-load-metrics"] == "TEXT named_metrics.kv_cache_usage_perc=0.5"
+        last = [engine.seen[-1][2] for engine in (made.prefill, made.decode) if engine.seen]
+        assert all(each["endpoint-load-metrics-format"] == "TEXT" for each in last)
 
 
 @pytest.mark.parametrize(("path", "leads"), [(COMPLETIONS, True), ("/health", True), ("/nowhere", False)])
-def test_a_slash_too_many(path, leads):
-    async def main():
-        async with cluster() as made:
-            url = f"{made.url}{path}/?a=b"
-            async with made.client.post(url, json=BODY, allow_redirects=False) as response:
-                assert response.status == (307 if leads else 404)
-                assert response.headers.get("Location") == (f"{path}?a=b" if leads else None)
-            if path == COMPLETIONS:
-                assert (await made.post(f"{path}/", BODY))[0] == 200
-
-    run(main)
+async def test_a_slash_too_many(path, leads):
+    async with cluster() as made:
+        url = f"{made.url}{path}/?a=b"
+        async with made.client.post(url, json=BODY, allow_redirects=False) as response:
+            assert response.status == (307 if leads else 404)
+            assert response.headers.get("Location") == (f"{path}?a=b" if leads else None)
+        if path == COMPLETIONS:
+            assert (await made.post(f"{path}/", BODY))[0] == 200
 
 
-def test_a_wrong_method_is_told_the_right_one():
-    async def main():
-        async with cluster() as made:
-            async with made.client.get(made.url + COMPLETIONS) as response:
-                assert (response.status, response.headers["Allow"]) == (405, "POST")
-                assert (await response.json())["error"]["type"] == "Method Not Allowed"
-            async with made.client.post(made.url + "/health") as response:
-                assert response.headers["Allow"] == "GET,HEAD"
-                assert response.headers["Server"] == "pdx"
-
-    run(main)
-
-
-@pytest.mark.parametrize(
-    ("content", "kind", "said"),
-    [
-        (b"{}", "text/plain", "Content-Type is text/plain; send JSON, as application/json"),
-        (b'{"prompt" "a"}', "application/json", "not valid JSON: Expecting ':' delimiter: line 1 column 11"),
-        (b"[1]", "application/json", "is a JSON list, and must be an object"),
-        (b'{"prompt":"\xff"}', "application/json", "is not UTF-8"),
-        (b'{"x":NaN,"prompt":"%s"}' % (b"a" * (1 << 18)), "application/json", "may also have no NaN"),
-    ],
-)
-def test_a_refusal_says_what_is_wrong(content, kind, said):
-    async def main():
-        async with cluster() as made:
-            url, headers = made.url + COMPLETIONS, {"Content-Type": kind}
-            async with made.client.post(url, data=content, headers=headers) as response:
-                assert response.status == 400
-                assert said in (await response.json())["error"]["message"]
-
-    run(main)
-
-
-def test_a_prompt_that_is_too_long_is_refused_as_vllm_does():
-    async def main():
-        async with cluster() as made:
-            status, _, raw = await made.post(COMPLETIONS, {"prompt": [7] * 600, "max_tokens": 1})
-            fault = json.loads(raw)["error"]
-            assert (status, fault["type"], fault["param"]) == (400, "BadRequestError", "input_tokens")
-
-    run(main)
+async def test_a_wrong_method_is_told_the_right_one():
+    async with cluster() as made:
+        async with made.client.get(made.url + COMPLETIONS) as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")
+            assert (await response.json())["error"]["type"] == "Method Not Allowed"
+        async with made.client.post(made.url + "/health") as response:
+            assert response.headers["Allow"] == "GET,HEAD"
+            assert response.headers["Server"] == "pdx"
 
 
 NUMBERS = [
@@ -248,14 +178,11 @@ def test_values_are_read_as_pydantic_reads_them_for_vllm(names, kind, values):
 
 
 @pytest.mark.parametrize("limit", ["5", 5.0])
-def test_odd_forms_of_numbers_are_no_reason_to_serve_a_request_by_one_engine(limit):
-    async def main():
-        async with cluster() as made:
-            status, headers, raw = await made.post(COMPLETIONS, {**BODY, "max_tokens": limit, "stream": "no"})
-            assert (status, headers["x-pdx-mode"]) == (200, "forward")
-            assert json.loads(raw)["usage"]["completion_tokens"] == 5
-            _, headers, raw = await made.post(COMPLETIONS, {**BODY, "max_tokens": True, "n": "1"})
-            assert made.prefill.bodies[-1]["max_tokens"] == 1
-            assert json.loads(raw)["usage"]["completion_tokens"] == 1
-
-    run(main)
+async def test_odd_forms_of_numbers_are_no_reason_to_serve_a_request_by_one_engine(limit):
+    async with cluster() as made:
+        status, headers, raw = await made.post(COMPLETIONS, {**BODY, "max_tokens": limit, "stream": "no"})
+        assert (status, headers["x-pdx-mode"]) == (200, "forward")
+        assert json.loads(raw)["usage"]["completion_tokens"] == 5
+        _, headers, raw = await made.post(COMPLETIONS, {**BODY, "max_tokens": True, "n": "1"})
+        assert made.prefill.bodies[-1]["max_tokens"] == 1
+        assert json.loads(raw)["usage"]["completion_tokens"] == 1

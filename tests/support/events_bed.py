@@ -74,9 +74,7 @@ class EventsBed:
         self.tiers = SimpleNamespace(below=[[self.disk], [self.remote]])
         self.counters = self.env.counters
         self.names = ["host", *gpus]
-        self.log = EventLog(
-            self.store, self.tiers, ["", *gpus], self.counters, wall_clock=lambda: 1000.0 + self.now, **settings
-        )
+        self.log = EventLog(self.store, self.tiers, ["", *gpus], self.env, born_at=1000.0, **settings)
 
     def close(self):
         for arena in self.arenas:

@@ -20,11 +20,9 @@ WINDOW = 8  # frames that the proxy has not said it has
 class Follower:
     """One proxy. Owned by the control loop; nothing waits."""
 
-    def __init__(self, events: EventLog, epoch: int, send: Callable[[Changes], bool]) -> None:
-        """`send`: False where that one cannot be sent now."""
+    def __init__(self, events: EventLog, epoch: int) -> None:
         self._events = events
         self._epoch = epoch
-        self._send = send
         self._stream = 0  # none
         self._telling = 0
         self._frame = self._come = 0
@@ -70,8 +68,9 @@ class Follower:
         """Whether there is something that the proxy has not been told."""
         return self._stream > 0 and bool(self._frames or self._feed is not None or self._seq != self._events.seq)
 
-    def turn(self) -> None:
-        """Send what there is, as far as the proxy keeps up; after each turn of the control loop."""
+    def turn(self, send: Callable[[Changes], bool]) -> None:
+        """Send what there is, as far as the proxy keeps up; after each turn of the control loop. `send` is False where
+        a frame cannot be sent now."""
         while self.is_behind and self._frame - self._come < WINDOW:
             if not self._frames and not self._fill():
                 return
@@ -87,7 +86,7 @@ class Follower:
                 first=self._is_first,
                 whole=is_whole,
             )
-            if not self._send(frame):
+            if not send(frame):
                 return
             self._frames.popleft()
             self._frame += 1

@@ -11,8 +11,8 @@ has what is there, whatever he thought before of the keys that he heard of.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Tier
 from pdx.store.tiers import Tiers
+from pdx.telemetry.env import Env
 
 HOST = "host"
 RING_KEYS = 1 << 17  # in the batches that are kept: about 10 MB …
@@ -74,25 +75,26 @@ class EventLog:
         store: Store,
         tiers: Tiers,
         arenas: Sequence[str],
-        counters: Counter[str],
+        env: Env,
         *,
         ring_keys: int = RING_KEYS,
-        wall_clock: Callable[[], float] = time.time,
+        born_at: float | None = None,
     ) -> None:
-        """`arenas`: of each the GPU that it is on, or nothing."""
+        """`arenas`: of each the GPU that it is on, or nothing. `born_at`: seconds since 1970; None: now."""
         self._store = store
         self._index = store.index
         self._tiers = tiers
         self._names = [gpu or HOST for gpu in arenas]
-        self._counters = counters
+        self.env = env
+        self._counters = env.counters
         self._ring_keys = ring_keys
-        self._wall_clock = wall_clock
+        self._clock_began_at = (time.time() if born_at is None else born_at) - env.clock()  # seconds since 1970
         self._is_on = False
         self._followers: dict[object, bool] = {}  # whether it wants to know of names
         self._ring: deque[Batch] = deque()
         self._kept = 0  # keys in the ring
         self._moved: list[tuple[bytes, str, str]] = []
-        self.seq = int(wall_clock() * 1000) << FIRST_SHIFT
+        self.seq = int((self._clock_began_at + env.clock()) * 1000) << FIRST_SHIFT
 
     # ---- who follows ------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class EventLog:
 
     def _add(self, changes: Sequence[Change]) -> Batch:
         self.seq += 1
-        batch = Batch(self.seq, self._wall_clock(), changes)
+        batch = Batch(self.seq, self._clock_began_at + self.env.clock(), changes)
         kept = [Change(each.tier, each.is_stored, each.keys) for each in changes]  # records are not kept from going
         self._ring.append(Batch(self.seq, batch.ts, kept))
         count = batch.count

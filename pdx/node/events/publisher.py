@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
@@ -79,16 +79,15 @@ class Publisher:
         topic: str = "",
         as_bytes: bool = False,
         readers: Readers | None = None,
-        counters: Counter[str] | None = None,
         max_kept: int = MAX_KEPT,
         max_queued: int = MAX_QUEUED,
     ) -> None:
         """`replay`: where what was missed is asked for; empty: nowhere. `readers`: on other hosts; None: nobody.
-        `counters` has who was not let in.
 
         :raises ConfigError: an address is none, or cannot be had, or is beyond this host, where there are no keys.
         """
-        self.published = self.replayed = self.snapshots = 0  # batches, batches, and answers; the thread's
+        # For the node's status: batches, batches, and answers with all that is there; the thread's.
+        self.counts = {"events_seq": 0, "events_published": 0, "events_replayed": 0, "events_snapshots": 0}
         self._events = events
         self._blocks = Blocks(as_bytes=as_bytes)
         self._topic = topic.encode()
@@ -109,15 +108,11 @@ class Publisher:
         with contextlib.ExitStack() as undo:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake)
-            self._sockets = EventSockets(
-                address, replay, readers or Readers(), Counter() if counters is None else counters
-            )
-            undo.callback(self._sockets.close)
-            self._pub, self._router = self._sockets.pub, self._sockets.router
-            self.address, self.replay = self._sockets.address, self._sockets.replay
+            self.sockets = EventSockets(address, replay, readers or Readers(), events.env.counters)
+            undo.callback(self.sockets.close)
             self._undo = undo.pop_all()
         events.follow(self, names=True)
-        self._seq = events.seq
+        self.counts["events_seq"] = events.seq
         self._begin_anew()
         self._thread = threading.Thread(target=self._run, name="pdx-events", daemon=True)
         self._thread.start()
@@ -152,14 +147,9 @@ class Publisher:
             os.eventfd_write(self._wake, 1)
 
     @property
-    def counts(self) -> dict[str, int]:
-        """For the node's status."""
-        return {
-            "events_seq": self._seq,
-            "events_published": self.published,
-            "events_replayed": self.replayed,
-            "events_snapshots": self.snapshots,
-        }
+    def seq(self) -> int:
+        """The number of the last batch that was taken in."""
+        return self.counts["events_seq"]
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -176,7 +166,7 @@ class Publisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        for socket in self._sockets.all:
+        for socket in self.sockets.all:
             poller.register(socket, zmq.POLLIN)
         is_busy = False
         while not self._is_closing:
@@ -193,10 +183,10 @@ class Publisher:
         """Whether there was a batch."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        self._sockets.heed()
+        self.sockets.heed()
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
-                self._note_subscription(self._pub.recv(zmq.NOBLOCK))
+                self._note_subscription(self.sockets.pub.recv(zmq.NOBLOCK))
         is_busy = bool(self._queue)
         while self._queue:
             self._take(self._queue.popleft())
@@ -232,13 +222,13 @@ class Publisher:
             self._blocks.apply(item)
 
     def _publish(self, seq: int, ts: float, events: Sequence[object]) -> None:
-        self._seq = seq
+        self.counts["events_seq"] = seq
         if not self._subscribed:
             self._forget_kept()
             return
         payload = encode_batch(EventBatch(ts, events))  # type: ignore[arg-type]
-        self._pub.send_multipart((self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload), zmq.NOBLOCK)
-        self.published += 1
+        self.sockets.pub.send_multipart((self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload), zmq.NOBLOCK)
+        self.counts["events_published"] += 1
         if len(self._kept) == self._kept.maxlen:
             self._kept_bytes -= len(self._kept[0][1])
         self._kept.append((seq, payload))
@@ -253,11 +243,12 @@ class Publisher:
     # ---- replay -----------------------------------------------------------------------------
 
     def _hear_replays(self) -> None:
-        if self._router is None or not self._is_whole:
+        router = self.sockets.router
+        if router is None or not self._is_whole:
             return  # who asks now would not get all
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
-                client, *rest = self._router.recv_multipart(zmq.NOBLOCK)
+                client, *rest = router.recv_multipart(zmq.NOBLOCK)
                 if len(rest) == 2 and not rest[0] and len(rest[1]) == SEQ_BYTES:
                     self._replays.pop(client, None)  # he has given up the one before
                     if len(self._replays) < MAX_REPLAYS:
@@ -266,30 +257,30 @@ class Publisher:
     def _answer(self, start: int) -> Iterator[list[bytes]] | None:
         """All messages from number `start` on. Who has heard higher numbers has heard them of a life before, and gets
         what is there now, too. None: that cannot be told yet."""
-        if start != self._seq + 1 and not (self._kept and self._kept[0][0] <= start <= self._seq):
+        if start != self.seq + 1 and not (self._kept and self._kept[0][0] <= start <= self.seq):
             payload = self._snapshot()
             if payload is None:
                 return None
-            self.snapshots += 1
-            return iter([[self._topic, self._seq.to_bytes(SEQ_BYTES, "big"), payload], [b"", END_SEQ, b""]])
+            self.counts["events_snapshots"] += 1
+            return iter([[self._topic, self.seq.to_bytes(SEQ_BYTES, "big"), payload], [b"", END_SEQ, b""]])
         return self._missed(start)
 
     def _missed(self, start: int) -> Iterator[list[bytes]]:
-        for seq, payload in list(self._kept) if start <= self._seq else ():
+        for seq, payload in list(self._kept) if start <= self.seq else ():
             if seq >= start:
                 yield [self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload]
-                self.replayed += 1
+                self.counts["events_replayed"] += 1
         yield [b"", END_SEQ, b""]
 
     def _snapshot(self) -> bytes | None:
         """What is there: made once for all who ask before it changes. None: not now, because readers take too long with
         those before, or the thread does little else."""
         began = time.monotonic()
-        if self._whole[0] != self._seq:
+        if self._whole[0] != self.seq:
             unread = {id(payload): len(payload) for _, payload in self._unread.values()}
             if began < self._whole_from or sum(unread.values()) >= MAX_UNREAD_BYTES:
                 return None
-            self._whole = self._seq, self._encoded()
+            self._whole = self.seq, self._encoded()
             ended = time.monotonic()
             self._whole_until = ended + REPLAY_S
             self._whole_from = ended + (ended - began) * (1.0 / _SNAPSHOT_SHARE - 1.0)
@@ -335,11 +326,12 @@ class Publisher:
 
     def _send(self, client: bytes, frame: list[bytes]) -> None:
         """:raises zmq.ZMQError: its reader takes no more now (`Again`), or is gone."""
-        assert self._router is not None
+        router = self.sockets.router
+        assert router is not None
         parts = [client, b"", *frame]
         if len(frame[-1]) < LARGE_BYTES:
-            self._router.send_multipart(parts, zmq.NOBLOCK)
+            router.send_multipart(parts, zmq.NOBLOCK)
             return
-        tracker = self._router.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
+        tracker = router.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
         assert tracker is not None
         self._unread[client] = tracker, frame[-1]

@@ -163,9 +163,8 @@ def test_numbers_of_a_node_that_starts_again_are_higher(bed):
     for number in range(100):
         first.disk.put(key(number))
         first.log.turn()
-    second = EventsBed.__new__(EventsBed)
-    second.log = type(first.log)(first.store, first.tiers, [""], first.counters, wall_clock=lambda: 1000.2)
-    assert second.log.seq > first.log.seq
+    second = log.EventLog(first.store, first.tiers, [""], first.env, born_at=1000.2)
+    assert second.seq > first.log.seq
 
 
 @pytest.mark.parametrize("gpus", [(), ("GPU-a",)])

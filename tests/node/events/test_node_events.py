@@ -2,7 +2,6 @@
 
 import asyncio
 import struct
-from collections import Counter
 
 import pytest
 import zmq
@@ -13,10 +12,10 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.proxy.chunk_index import ANY, ChunkIndex
 from pdx.proxy.control import Control
 from pdx.proxy.following import Following
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire.kv_events import decode_batch
-from pdx.wire.messages import Admit, Delete, Fill
+from pdx.wire.messages import Admit, Delete, Fill, NodeReport
 
 BLOCKS = 4  # of a chunk
 LAYERS = 2
@@ -112,28 +111,21 @@ def test_a_node_does_not_publish_to_others_hosts_without_keys(place):
 
 
 def test_a_proxy_that_follows_a_node_knows_its_chunks(start_node, attach, place):
-    counters = Counter()
-    index = ChunkIndex(1000, counters)
+    env = Env()
+    index = ChunkIndex(1000, env.counters)
 
     async def main():
         heard = []
 
-        def on_report(report):
-            heard.append(report.node)
-            following.heard(report.node, report.epoch)
+        def take(name, message):
+            if isinstance(message, NodeReport):
+                heard.append(name)
+                following.heard(name, message.epoch)
+            else:
+                following.took(name, message)
 
-        def on_changes(node, changes):
-            following.took(node, changes)
-
-        control = Control(f"ipc://{place}/proxy.sock", on_report=on_report, on_changes=on_changes, on_drop=print)
-        following = Following(
-            index,
-            control.follow,
-            timeout_s=60.0,
-            clock=lambda: 0.0,
-            faults=Faults(counters),
-            counters=counters,
-        )
+        control = Control(f"ipc://{place}/proxy.sock", env, take)
+        following = Following(index, control, env, timeout_s=60.0)
         control.start()
         try:
             node = await asyncio.to_thread(start_node, proxy=control.address, report_s=0.1)

@@ -8,7 +8,6 @@ import random
 import socket
 import struct
 import threading
-from collections import Counter
 
 import msgspec
 import pytest
@@ -195,7 +194,7 @@ def test_who_comes_late_knows_what_was_there(stage):
         stage.settle(subscriber)
         assert subscriber.leading(as_ints(blocks_of(0) + blocks_of(1))) == {"host": 4}
         assert subscriber.leading(as_ints(blocks_of(1) + blocks_of(0))) == {"host": 4, "disk": 2}
-        wait_until(lambda: stage.publisher.snapshots)
+        wait_until(lambda: stage.publisher.counts["events_snapshots"])
 
 
 def test_a_node_that_starts_again_with_lower_numbers_is_asked_for_all(stage):
@@ -263,8 +262,8 @@ def test_nothing_is_encoded_while_nobody_subscribes(stage):
     stage = stage()
     stage.put(0, 1, 2)
     stage.turn()
-    wait_until(lambda: stage.publisher._seq == stage.bed.log.seq)
-    assert (stage.publisher.published, len(stage.publisher._kept)) == (0, 0)
+    wait_until(lambda: stage.publisher.seq == stage.bed.log.seq)
+    assert (stage.publisher.counts["events_published"], len(stage.publisher._kept)) == (0, 0)
 
 
 def test_a_publisher_ends_while_it_encodes_what_is_there(stage):
@@ -324,7 +323,7 @@ def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
     stage.put(0, 1)
     stage.turn()
     publisher, made = stage.publisher, []
-    wait_until(lambda: publisher._is_whole and publisher._seq == stage.bed.log.seq, what="it is taken in")
+    wait_until(lambda: publisher._is_whole and publisher.seq == stage.bed.log.seq, what="it is taken in")
     publisher.close()  # the test is its thread from here on
     whole = publisher._blocks.everything
 
@@ -335,7 +334,7 @@ def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
     publisher._blocks.everything = counted
 
     def ask(count):
-        publisher._router = Asked(count)
+        publisher.sockets.router = Asked(count)
         publisher._hear_replays()
         for client in publisher._replays:
             publisher._go_on(client)
@@ -345,7 +344,7 @@ def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
     assert (count, len(before), times) == (20, 1, 1)
     publisher._replays.clear()
     publisher._whole_from = 0.0  # without a pause
-    publisher._take(Batch(publisher._seq + 1, 0.0, [Change("host", False, [key(0)])]))
+    publisher._take(Batch(publisher.seq + 1, 0.0, [Change("host", False, [key(0)])]))
     count, after, times = ask(1)
     assert (count, len(after), times) == (1, 1, 2)
     assert after != before
@@ -363,7 +362,7 @@ def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time_and_shares_i
         return bytes(8 << 20)
 
     monkeypatch.setattr(publisher, "_encoded", encoded)
-    wait_until(lambda: publisher._is_whole and publisher._seq == stage.bed.log.seq, what="it is taken in")
+    wait_until(lambda: publisher._is_whole and publisher.seq == stage.bed.log.seq, what="it is taken in")
     asked = [b"", (1).to_bytes(8, "big")]
     with zmq.Context() as context, context.socket(zmq.DEALER) as unread, context.socket(zmq.DEALER) as reads:
         unread.setsockopt(zmq.RCVHWM, 1)
@@ -375,10 +374,10 @@ def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time_and_shares_i
             assert reads.poll(20_000)
             while reads.recv_multipart()[-2] != END_SEQ:
                 pass
-        assert publisher.snapshots - 60 <= 4  # what its own side takes, and one
+        assert publisher.counts["events_snapshots"] - 60 <= 4  # what its own side takes, and one
         assert len(made) == 1
         answers = 0
-        while answers < publisher.snapshots - 60:  # what is there for it comes
+        while answers < publisher.counts["events_snapshots"] - 60:  # what is there for it comes
             assert unread.poll(20_000)
             answers += unread.recv_multipart()[-2] != END_SEQ
         unread.send_multipart(asked)
@@ -396,7 +395,8 @@ def test_no_snapshot_is_made_while_readers_have_too_much_that_they_do_not_take(s
     assert publisher._snapshot() is None
     publisher._unread = {b"a": (None, payload[:99]), b"b": (None, payload[:0])}
     assert publisher._snapshot() == publisher._snapshot()
-    publisher._whole_from, publisher._seq = math.inf, publisher._seq + 1  # one took long a moment ago
+    publisher.counts["events_seq"] += 1
+    publisher._whole_from = math.inf  # one took long a moment ago
     assert publisher._snapshot() is None
     assert publisher._answer(1) is None
 
@@ -422,14 +422,15 @@ def test_only_where_it_helps_a_refused_address_names_the_option_that_does_withou
 
 def test_who_subscribes_to_ever_more_topics_is_cut_off(stage):
     """ZMQ keeps each of them: 500 MB a second were taken by one stranger."""
-    made = stage(ip="127.0.0.1", counters=(counters := Counter()))
+    made = stage(ip="127.0.0.1")
+    counters = made.bed.counters
     with zmq.Context() as context, context.socket(zmq.SUB) as talker:
         talker.setsockopt(zmq.LINGER, 0)
-        talker.connect(made.publisher.address)
+        talker.connect(made.publisher.sockets.address)
         for number in range(100):
             talker.setsockopt(zmq.SUBSCRIBE, number.to_bytes(900, "big"))
         wait_until(lambda: counters["strangers_dropped"])
-        with Subscriber(made.publisher.address, made.publisher.replay, check_s=0.2) as subscriber:
+        with Subscriber(made.publisher.sockets.address, made.publisher.sockets.replay, check_s=0.2) as subscriber:
             made.put(0, 1)
             made.settle(subscriber)
 
@@ -464,15 +465,16 @@ def test_what_is_put_while_the_thread_falls_asleep_is_published(stage, monkeypat
                 wait_until(lambda: mine.publisher._is_asleep, pause_s=0.0005, what="it has nothing to do")
             mine.put(number % SHORT)
             mine.turn()
-            wait_until(lambda: mine.publisher._seq == mine.bed.log.seq, pause_s=0.0005, what="it is published")
+            wait_until(lambda: mine.publisher.seq == mine.bed.log.seq, pause_s=0.0005, what="it is published")
 
 
 def test_beyond_this_host_readers_need_a_key_that_the_roster_lets_in(stage, own_ip, tmp_path, caplog):
     files = {name: str(KeyPair.make().save(tmp_path, name)[0]) for name in ("node", "reader", "other")}
     own, reader, other = (KeyPair.load(file) for file in files.values())
-    let_in, counters = [frozenset({reader.public, other.public})], Counter()
-    made = stage(ip=own_ip, readers=Readers(own, lambda: let_in[0], handshake_s=5.0), counters=counters)
-    where = (made.publisher.address, made.publisher.replay)
+    let_in = [frozenset({reader.public, other.public})]
+    made = stage(ip=own_ip, readers=Readers(own, lambda: let_in[0], handshake_s=5.0))
+    counters = made.bed.counters
+    where = (made.publisher.sockets.address, made.publisher.sockets.replay)
     assert own_ip in where[0]
     made.put(0, 1)
     keys = {"server_key": own.public, "check_s": 0.2}
@@ -500,19 +502,20 @@ def test_beyond_this_host_readers_need_a_key_that_the_roster_lets_in(stage, own_
 
 def test_readers_need_no_key_where_that_was_said(stage, own_ip):
     made = stage(ip=own_ip, readers=Readers(is_open=True))
-    with Subscriber(made.publisher.address, made.publisher.replay, check_s=0.2) as subscriber:
+    with Subscriber(made.publisher.sockets.address, made.publisher.sockets.replay, check_s=0.2) as subscriber:
         made.put(0, 1)
         made.settle(subscriber)
 
 
 def test_a_flood_of_connections_does_not_keep_readers_out(stage):
     """Nor uses up the node's descriptors: each takes one until it has to speak ZMQ, and few may be so young."""
-    made = stage(ip="127.0.0.1", counters=(counters := Counter()))
-    where = tcp_endpoint(made.publisher.address)
+    made = stage(ip="127.0.0.1")
+    counters = made.bed.counters
+    where = tcp_endpoint(made.publisher.sockets.address)
     with contextlib.ExitStack() as flood:
         for _ in range(200):
             flood.enter_context(contextlib.closing(socket.create_connection(where)))
-        with Subscriber(made.publisher.address, made.publisher.replay, check_s=0.2) as subscriber:
+        with Subscriber(made.publisher.sockets.address, made.publisher.sockets.replay, check_s=0.2) as subscriber:
             made.put(0, 1)
             made.settle(subscriber)
         wait_until(lambda: counters["strangers_dropped"] >= 200 - MAX_YOUNG_OF_ADDRESS)
