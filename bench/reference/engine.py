@@ -155,7 +155,6 @@ class ReferenceEngine:
         self.free = list(range(1, num_blocks))
         self.waiting: list[Request] = []
         self.loading: dict[str, Request] = {}
-        self.loads_in_step: list[Request] = []  # of the next step
         self.running: list[Request] = []
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
@@ -223,10 +222,9 @@ class ReferenceEngine:
         if self.worker is not None:
             self.worker.end_forward()
         now = computed_at()
-        failed = self._take_loaded()
+        self._take_loaded()
         for index, (request, start, end) in enumerate(work):
-            if request not in failed:
-                self._advance(request, start, end, now, sampled, index)
+            self._advance(request, start, end, now, sampled, index)
 
     # ---- scheduling -------------------------------------------------------------------------
 
@@ -246,11 +244,6 @@ class ReferenceEngine:
             request.stats.scheduled_ns = time.monotonic_ns()
             if found:
                 request.stats.loaded_tokens = found
-            if found and self.scheduler is not None and self.scheduler.is_in_step(request.request_id):
-                request.num_computed = found
-                self.loads_in_step.append(request)
-                self.running.append(request)
-            elif found:
                 self.loading[request.request_id] = request
             else:
                 self.running.append(request)
@@ -290,8 +283,7 @@ class ReferenceEngine:
             logits = self.graphs.forward(Batch.of(inputs, self.device))
         else:
             parts = [Batch.of([one], self.device) for one in inputs] if self.exact else [Batch.of(inputs, self.device)]
-            hooks = (self._save_layer, self._wait_layer) if self.worker is not None else ()
-            logits = self.model.forward(parts, self.kv, *hooks)
+            logits = self.model.forward(parts, self.kv, self._save_layer if self.worker is not None else None)
         if self.device.type == "cpu":
             now = time.monotonic_ns()
             return logits.argmax(-1), lambda: now
@@ -300,10 +292,6 @@ class ReferenceEngine:
         event = torch.cuda.Event()
         event.record()
         return sampled, lambda: event.synchronize() or time.monotonic_ns()
-
-    def _wait_layer(self, layer: int) -> None:
-        assert self.worker is not None
-        self.worker.wait_layer(f"layer.{layer}")
 
     def _save_layer(self, layer: int) -> None:
         assert self.worker is not None
@@ -329,17 +317,9 @@ class ReferenceEngine:
         if self.scheduler is not None:
             self.scheduler.finished(request)
 
-    def _take_loaded(self) -> list[Request]:
-        """Requests whose load is over run from the first block on that did not come, at least for one token.
-
-        :returns: those whose load in this step has failed: what the step computed of them is void.
-        """
+    def _take_loaded(self) -> None:
+        """Requests whose load is over run from the first block on that did not come, at least for one token."""
         finished, failed = self.worker.finished_loads() if self.worker is not None else (set(), set())
-        in_step, self.loads_in_step = self.loads_in_step, []
-        void = [request for request in in_step if not failed.isdisjoint(request.block_ids)]
-        for request in void:
-            first = min(at for at, block in enumerate(request.block_ids) if block in failed)
-            request.num_computed = request.stats.loaded_tokens = first * self.kv.block_tokens
         if self.scheduler is not None and self.worker is not None:
             if failed:
                 self.scheduler.not_loaded(failed)
@@ -355,7 +335,6 @@ class ReferenceEngine:
             request.stats.loaded_tokens, request.stats.loaded_ns = loaded, time.monotonic_ns()
             request.num_computed = min(loaded, request.num_prompt_tokens - 1)
             self.running.append(request)
-        return void
 
     def close(self) -> None:
         """Detach from the node. Idempotent."""

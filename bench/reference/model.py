@@ -127,19 +127,15 @@ class Model:
         parts: Sequence[Batch],
         kv: PagedKv,
         on_layer: Callable[[int], None] | None = None,
-        before_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Compute the parts' KV into `kv`, layer by layer; returns the logits of each request's last token.
 
-        A part's result does not depend on what the other parts are. `before_layer` is called before a layer's KV is
-        read or written, `on_layer` when it is written.
+        A part's result does not depend on what the other parts are. `on_layer` is called when a layer's KV is written.
         """
         with torch.inference_mode():
             hidden = [self._embedding[part.tokens] for part in parts]
             turns = [self._turns(part.positions) for part in parts]
             for layer in range(self.shapes.layers):
-                if before_layer is not None:
-                    before_layer(layer)
                 for index, part in enumerate(parts):
                     hidden[index] = self._layer(layer, hidden[index], part, turns[index], kv)
                 if on_layer is not None:

@@ -29,7 +29,6 @@ class Off(msgspec.Struct, frozen=True):
     """In place of a step's plan: PDX is off for this engine. `loads`: blocks that nobody will load, by request."""
 
     loads: dict[str, list[int]]
-    in_step: list[int] = []  # blocks of in-step loads: this step computes without them
 
 
 class _Guard:
@@ -89,9 +88,7 @@ class SchedulerGuard(_Guard):
         super().__init__(half)
         self._block_tokens = block_tokens
         self._local_tokens = 0  # of the request that was asked about last, which is the one that is allocated next
-        self.in_step = False  # the tokens of that request are loaded in the step that computes the rest
         self._promised: dict[str, list[int]] = {}  # blocks to be loaded, until the step's plan is with the workers
-        self._promised_in_step: list[int] = []  # likewise
         self._is_told = False  # the workers know that PDX is off
 
     def arrived(self, request: EngineRequest) -> None:
@@ -100,19 +97,13 @@ class SchedulerGuard(_Guard):
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         self._local_tokens = local_tokens
         nothing: int | None = 0
-        tokens = self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
-        self.in_step = bool(tokens) and self._run(self._half.is_in_step, request.request_id, otherwise=False)
-        return tokens
+        return self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
 
     def allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], num_external: int) -> None:
         if num_external:
             first = self._local_tokens // self._block_tokens
             end = -(-(self._local_tokens + num_external) // self._block_tokens)
-            promised = [block for group in blocks for block in group[first:end]]
-            if self.in_step:
-                self._promised_in_step += promised
-            else:
-                self._promised[request.request_id] = promised
+            self._promised[request.request_id] = [block for group in blocks for block in group[first:end]]
         self._run(self._half.allocated, request, blocks, num_external, otherwise=None)
 
     def not_loaded(self, block_ids: Set[int]) -> Set[int]:
@@ -135,11 +126,10 @@ class SchedulerGuard(_Guard):
 
         plan: StepPlan | Off | None = self._run(plan_step, otherwise=None)
         promised, self._promised = self._promised, {}
-        in_step, self._promised_in_step = self._promised_in_step, []
         if plan is not None:
             return plan
         self._is_told = True
-        return Off(promised, in_step)
+        return Off(promised)
 
     def finished(self, request: EngineRequest) -> dict[str, str]:
         nothing: dict[str, str] = {}
@@ -161,7 +151,6 @@ class WorkerGuard(_Guard):
     def __init__(self, half: WorkerHalf) -> None:
         super().__init__(half)
         self._loads: dict[str, LoadPlan] = {}
-        self._in_step: set[int] = set()  # blocks of this step's in-step loads
         self._lost: dict[str, list[int]] = {}  # the scheduler half was switched off before it told of them
         self._is_known = False
         self._failed_loads: set[str] = set()  # of those that `finished_loads` told of last
@@ -179,15 +168,10 @@ class WorkerGuard(_Guard):
         if isinstance(plan, Off):
             self._is_known = True
             self._lost.update(plan.loads)
-            self._in_step = set(plan.in_step)
             self.switch_off("the scheduler half is off")
             return
-        self._loads.update({load.request_id: load for load in plan.loads if not load.in_step})
-        self._in_step = {block for load in plan.loads if load.in_step for block in load.block_ids}
+        self._loads.update({load.request_id: load for load in plan.loads})
         self._run(self._half.begin, plan, otherwise=None)
-
-    def wait_layer(self, name: str) -> None:
-        self._run(self._half.wait_layer, name, otherwise=None)
 
     def save_layer(self, name: str) -> None:
         self._run(self._half.save_layer, name, otherwise=None)
@@ -201,13 +185,8 @@ class WorkerGuard(_Guard):
         """
         nothing: tuple[set[str], set[int]] = (set(), set())
         finished, failed = self._run(self._half.finished_loads, otherwise=nothing)
-        if self.is_off and self._in_step and self._closing is not None:
-            self._closing.join()  # the step has computed without these blocks: until then they may be written, too
         if self._closing is not None and not self._closing.is_alive():
             finished, failed = self._last_loads()
-        if self.is_off:
-            failed = failed | self._in_step
-        self._in_step = set()
         loads = {request_id: self._loads.pop(request_id, None) for request_id in finished}
         self._failed_loads = {
             name for name, load in loads.items() if failed and (load is None or not failed.isdisjoint(load.block_ids))

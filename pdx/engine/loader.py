@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 from pdx.client.connection import Connection
 from pdx.engine.copier import Scatter
@@ -30,7 +30,6 @@ LOOK_S = 0.0005  # how often a load looks for more slices: what is filled last w
 LOOK_AT_ALL_S = 0.02  # … of the first chunk that lacks some; how often it looks at all of them
 PIECE_S = 0.004  # for so long a load stands behind a piece of another one …
 PIECE_BYTES = 4 << 20  # … which has so much at least
-IN_STEP_BYTES = 2 << 20  # of an in-step load are copied at once, at least
 ALIVE_S = 0.05  # how often one that finds none asks whether the node lives
 
 
@@ -42,8 +41,6 @@ class _Job:
         self.connection = connection
         self.arena = arena
         self.failed: set[int] = set()  # blocks
-        self.layers_copied = 0  # of an in-step load: so many leading ones of all its chunks
-        self.has_ended = False
         self._scatter = scatter
         self._left: dict[int, tuple[PagesPlan, int]] | None = None  # by number: slices from this one on are not copied
         self._watched: tuple[Slot, int] | None = None  # the first chunk that lacks slices, and how many it had
@@ -62,14 +59,10 @@ class _Job:
         """Whether all of it is copied, or has failed."""
         return not self._left
 
-    def advance(
-        self, layout: KvLayout, most_bytes: float, on_layers: Callable[[_Job, int], None]
-    ) -> list[tuple[range, int, int, int]]:
+    def advance(self, layout: KvLayout, most_bytes: float) -> list[tuple[range, int, int, int]]:
         """Copy what is filled and not copied, about `most_bytes` of it at most, and a chunk at least.
 
         :returns: (layers, bytes, from when, until when) of each copy.
-
-        `on_layers`: of an in-step load called when so many leading layers of all its chunks are copied.
         """
         assert self._left is not None
         if self._watched is not None and time.monotonic() < self._look_at:
@@ -92,16 +85,14 @@ class _Job:
             if stop == NEVER:
                 self._lose(pages_of.values())
                 continue
-            for layers in self._groups(range(start, min(stop, layout.num_layers)), pages_of.values(), layout):
-                start_ns = time.monotonic_ns()
-                lost = {id(pages) for pages in self._scatter.copy(list(pages_of.values()), layers)}
-                end_ns = time.monotonic_ns()
-                self._lose(pages for pages in pages_of.values() if id(pages) in lost)
-                pages_of = {number: pages for number, pages in pages_of.items() if id(pages) not in lost}
-                num_pages = sum(len(pages.block_ids) for pages in pages_of.values())
-                copies.append((layers, num_pages * len(layers) * layout.page_bytes, start_ns, end_ns))
-                if self.load.in_step and len(runs) == 1:
-                    on_layers(self, layers.stop)
+            layers = range(start, min(stop, layout.num_layers))
+            start_ns = time.monotonic_ns()
+            lost = {id(pages) for pages in self._scatter.copy(list(pages_of.values()), layers)}
+            end_ns = time.monotonic_ns()
+            self._lose(pages for pages in pages_of.values() if id(pages) in lost)
+            pages_of = {number: pages for number, pages in pages_of.items() if id(pages) not in lost}
+            num_pages = sum(len(pages.block_ids) for pages in pages_of.values())
+            copies.append((layers, num_pages * len(layers) * layout.page_bytes, start_ns, end_ns))
             if layers.stop < layout.num_layers:
                 self._left |= {number: (pages, layers.stop) for number, pages in pages_of.items()}
         self._watched = None
@@ -113,15 +104,6 @@ class _Job:
             self.start_ns = self.start_ns or copies[0][2]
             self.moved_at = time.monotonic()
         return copies
-
-    def _groups(self, layers: range, pages: Iterable[PagesPlan], layout: KvLayout) -> Iterator[range]:
-        """The layers that are copied at once: all of them, unless a step waits for each."""
-        size = len(layers)
-        if self.load.in_step:
-            nbytes = sum(len(each.block_ids) for each in pages) * layout.page_bytes
-            size = max(1, -(-IN_STEP_BYTES // max(1, nbytes)))
-        for start in range(layers.start, layers.stop, max(1, size)):
-            yield range(start, min(start + size, layers.stop))
 
     def give_up(self) -> None:
         """What is not copied yet will not be."""
@@ -148,8 +130,7 @@ class Loader:
     A load's place is what was submitted before it plus `OVERTAKEN` times its own blocks: a small one overtakes large
     ones, and those behind a load that go before it have at most `OVERTAKEN` times its blocks. A load is copied in
     pieces of about `PIECE_S`, and after each the first in place goes on: a small load does not stand behind a large one
-    that has begun. One whose chunks are still being filled lets others go before it meanwhile. An in-step load goes
-    first, in one piece, because its step waits.
+    that has begun. One whose chunks are still being filled lets others go before it meanwhile.
     """
 
     def __init__(self, layout: KvLayout, shard: int, tracer: Tracer | None = None, *, patience_s: float = 30.0) -> None:
@@ -166,8 +147,6 @@ class Loader:
         self._under_way = 0
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._in_step: list[_Job] = []  # of the step that runs
-        self._has_step_failed = False
         self._thread = threading.Thread(target=self._run, name="pdx-load", daemon=True)
         self._thread.start()
 
@@ -176,10 +155,6 @@ class Loader:
         with self._lock:
             self._under_way += 1
         job = _Job(load, scatter, connection, arena)
-        if load.in_step:
-            self._in_step.append(job)
-            self._jobs.put((-math.inf, next(self._numbers), job))
-            return
         num_blocks = len(load.block_ids)
         place = self._submitted_blocks + OVERTAKEN * num_blocks
         self._submitted_blocks += num_blocks
@@ -189,29 +164,8 @@ class Loader:
         """These cannot be loaded: the engine recomputes their blocks."""
         with self._lock:
             for load in loads:
-                if load.in_step:
-                    self._has_step_failed = True
-                else:
-                    self._finished.add(load.request_id)
+                self._finished.add(load.request_id)
                 self._failed_blocks.update(load.block_ids)
-
-    def begin_step(self) -> None:
-        """A step begins: the in-step loads that are submitted from now on are its own."""
-        self._in_step, self._has_step_failed = [], False
-
-    def wait_layer(self, layer: int) -> bool:
-        """Wait until this layer of the step's loads is copied, or failed to be; whether all of it is there so far."""
-        with self._lock:
-            while not all(job.layers_copied > layer or job.has_ended for job in self._in_step):
-                self._lock.wait()
-        return not self._has_step_failed and not any(job.failed for job in self._in_step)
-
-    def fail_step(self) -> None:
-        """The step has computed layers without waiting for them: its loads have failed, whatever came of them."""
-        self.wait_layer(self._layout.num_layers - 1)
-        self._has_step_failed = True
-        with self._lock:
-            self._failed_blocks.update(block for job in self._in_step for block in job.load.block_ids)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a load is over, if one is under way."""
@@ -231,7 +185,6 @@ class Loader:
         if self._thread.is_alive():
             self._jobs.put((math.inf, next(self._numbers), None))
             self._thread.join()
-        self._in_step = []
 
     # ---- the load thread --------------------------------------------------------------------
 
@@ -263,16 +216,12 @@ class Loader:
                 job.give_up()
                 self._end(job)
 
-    def _piece_bytes(self, job: _Job) -> float:
-        """How much of it is copied at once."""
-        return math.inf if job.load.in_step else max(PIECE_BYTES, self._rate.gb_s * PIECE_S * 1e9)
-
     def _advance(self, job: _Job) -> bool:
         """Copy a piece of what is there of it; whether there was any."""
         copies: list[tuple[range, int, int, int]] = []
         try:
             job.begin(self._shard)
-            copies = job.advance(self._layout, self._piece_bytes(job), self._layers_copied)
+            copies = job.advance(self._layout, max(PIECE_BYTES, self._rate.gb_s * PIECE_S * 1e9))
             self._tell(job, copies)
             if not job.is_over and not copies and self._is_lost(job):
                 job.give_up()
@@ -283,11 +232,6 @@ class Loader:
         if job.is_over:
             self._end(job)
         return bool(copies)
-
-    def _layers_copied(self, job: _Job, count: int) -> None:
-        with self._lock:
-            job.layers_copied = count
-            self._lock.notify_all()
 
     def _is_lost(self, job: _Job) -> bool:
         """Whether nothing more of it comes, as far as can be known: the node ends what its writers leave."""
@@ -326,10 +270,8 @@ class Loader:
             job.connection.tell(Mark(load.transfer, Event.LOAD_END, time.monotonic_ns(), nbytes=nbytes))
         with self._lock:
             self._under_way -= 1
-            if not load.in_step:
-                self._finished.add(load.request_id)
+            self._finished.add(load.request_id)
             self._failed_blocks |= job.failed
-            job.has_ended = True
             self._lock.notify_all()
         if self._tracer is not None:
             self._tracer.flush()

@@ -58,7 +58,6 @@ class LoadPlan(msgspec.Struct, frozen=True):
     num_shards: int
     packed: bytes
     epoch: int  # the node's life that its slots are of
-    in_step: bool = False  # the step computes the rest of the request meanwhile, and each layer waits for its pages
 
     @classmethod
     def of(
@@ -67,8 +66,6 @@ class LoadPlan(msgspec.Struct, frozen=True):
         transfer: str | None,
         pages: Sequence[PagesPlan],
         epoch: int = NO_EPOCH,
-        *,
-        in_step: bool = False,
     ) -> LoadPlan:
         """These pages, whose slots are those of all shards."""
         num_shards = len(pages[0].slots) if pages else 1
@@ -83,7 +80,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
         for each in pages:
             halves.extend(each.block_ids)
         packed = words.tobytes() + halves.tobytes()
-        return cls(request_id, transfer, len(pages), num_shards, packed, epoch, in_step)
+        return cls(request_id, transfer, len(pages), num_shards, packed, epoch)
 
     def pages_of(self, shard: int) -> list[PagesPlan]:
         """What the worker of this shard is to load."""
@@ -116,16 +113,12 @@ class StepPlan(msgspec.Struct, frozen=True):
     aborts: list[list[Slot]] = []  # per chunk, one slot per shard: nobody will finish them
     num_scheduled_tokens: int = 0
     number: int = 0  # of the step; grows
-    heard: int = 0  # the step of the last in-step load that failed, as far as the scheduler half knew then
     awaits: bool = False  # the scheduler half wants to know when the step is over
 
 
 class WorkerNews(msgspec.Struct, frozen=True):
     """What a worker half tells the scheduler half after a step, beside loads that are over and blocks that failed."""
 
-    loaded: list[str] = []  # requests whose in-step load is over
-    failed_step: int = 0  # the last step with an in-step load that failed
-    waits: bool = False  # in a step like that the engine waits for each layer (`WorkerHalf.wait_layer`)
     load_s: float = 0.0  # to load a chunk; 0: not known
     chunk_s: float = 0.0  # to compute one; 0: not known
     step: int = 0  # that is over: what failed in it has been told

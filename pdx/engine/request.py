@@ -129,7 +129,6 @@ class TrackedRequest:
         self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
         self.part_blocks = 0  # of the last of these only so many blocks are the prompt's; 0: they are whole
         self.hit_tokens = 0
-        self.is_filling = False  # not all of the hits are sealed
         self.lease = 0
         self.lease_s = 0.0  # from `found` on
         self.reserved = False
@@ -147,7 +146,6 @@ class TrackedRequest:
         self.local_tokens = 0  # that the engine's own cache had, when it asked last
         self.vouched = 0  # tokens that this cache had, or that are loaded from the store: nobody else's promise
         self.doubt = 0  # see `pdx.engine.trust`
-        self.in_step = False  # what was hit is loaded in the step that computes the rest
         self.loading = False
         self.failed_block: int | None = None  # the first of its blocks that could not be loaded
         self.loaded_for = -1  # the request's count of preemptions when its load was planned
@@ -322,7 +320,7 @@ class TrackedRequest:
                 block_ids = self.block_ids[start:chunk_end]
                 num_blocks = self._layout.blocks_in(slots[0].nbytes)
                 pages.append(PagesPlan(slots, num_blocks, start - chunk_first, block_ids))
-        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.epoch, in_step=self.in_step)
+        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.epoch)
 
     def plan_save(self, computed: int, end: int) -> SavePlan | None:
         """Gather the pages that become final in a step that computes tokens [computed, end).

@@ -36,7 +36,7 @@ from pdx.wire.messages import VERSION, Abort, Cancel, EngineFacts, Hello, Releas
 
 log = logging.getLogger("pdx")
 
-MIN_REST = 64  # tokens: a step that computes fewer does not take the time of a load
+MIN_TOKENS = 64  # fewer are not worth a load as long as no prompt was measured
 
 
 class SchedulerHalf:
@@ -75,7 +75,7 @@ class SchedulerHalf:
         self._aborts: list[tuple[int, list[Slot]]] = []  # (epoch, slots) per chunk
         self._finished_loading: dict[str, tuple[int, int]] = {}  # finished while loading: (epoch, lease)
         self._running: set[str] = set()  # those that have blocks and wait for no load
-        self._step = self._heard = 0
+        self._step = 0
         self._times = StepTimes()
         self._loads_all = config.load == "always"
         self._trust = Trust(layout.block_tokens)
@@ -214,31 +214,10 @@ class SchedulerHalf:
         if not is_decided:
             return None
         tokens = max(0, tracked.hit_tokens - local_tokens)
-        tracked.in_step = self._pays_in_step(tracked, tokens)
-        if tokens and not tracked.in_step and not self._pays(tracked, tokens):
+        if tokens and not self._pays(tracked, tokens):
             self._link.count("load_not_worth")
             return 0
         return tokens
-
-    def is_in_step(self, request_id: str) -> bool:
-        """Whether the tokens that `matched_tokens` told of last are loaded in the step that computes the rest."""
-        tracked = self._requests.get(request_id)
-        return tracked is not None and tracked.in_step
-
-    def _pays_in_step(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Whether to load so many tokens layer by layer while the step computes the others.
-
-        The rule is that of CachedAttention's read buffer (Gao et al., ATC 2024, section 3.2.1): the load begins as much
-        earlier than computing as it takes longer. vLLM knows only all of it earlier, or nothing: a load that would keep
-        the other requests of the step waiting begins earlier.
-        """
-        rest = tracked.request.num_tokens - tracked.hit_tokens
-        is_able = self._news.waits and not tracked.is_filling and not self._loading  # which it would stand behind
-        if not (tokens and is_able and rest >= MIN_REST) or tracked.hit_tokens % self._layout.block_tokens:
-            return False
-        if self._running <= {tracked.request.request_id}:
-            return True
-        return 0.0 < self._news.load_s * tokens <= self._news.chunk_s * rest
 
     def _pays(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether to load so many tokens before the step that computes the rest (ADR 47).
@@ -251,7 +230,7 @@ class SchedulerHalf:
             return True
         news, chunk_tokens = self._news, self._layout.chunk_tokens
         if not news.chunk_s:  # no prompt was measured
-            return tokens >= MIN_REST
+            return tokens >= MIN_TOKENS
         loading_s = max(self._times.step_s, news.load_s * tokens / chunk_tokens)
         computing_s = self._times.token_s(news.chunk_s / chunk_tokens) * tokens
         return computing_s * max(1, len(self._turns)) >= loading_s
@@ -270,8 +249,7 @@ class SchedulerHalf:
         if is_left_out:
             return
         self._turns.remove(request.request_id)
-        tracked.in_step = tracked.in_step and num_external > 0
-        if tracked.in_step or not num_external:
+        if not num_external:
             self._running.add(request.request_id)
         if num_external:
             tracked.vouched = tracked.local_tokens + num_external
@@ -280,8 +258,6 @@ class SchedulerHalf:
             tracked.loaded_for = request.num_preemptions
             self._loading[request.request_id] = tracked
             self._loads.append(tracked.plan_load(num_external))
-            if tracked.in_step and tracked.is_decode and self._link.connection is not None:
-                self._lookup.mark(tracked, self._link.connection, Event.RUNNABLE)
         elif not tracked.loading:
             self._lookup.release(tracked, self._link.connection)
 
@@ -324,16 +300,8 @@ class SchedulerHalf:
 
     def heard(self, news: Sequence[WorkerNews]) -> None:
         """What the worker halves told after a step, one for each."""
-        self._heard = max(self._heard, *(each.failed_step for each in news))
         self._due.update(self._trust.heard(min(each.step for each in news)))
-        loaded = {request_id for each in news for request_id in each.loaded}
-        self._news = WorkerNews(
-            waits=all(each.waits for each in news),
-            load_s=max(each.load_s for each in news),
-            chunk_s=min(each.chunk_s for each in news),
-        )
-        for request_id in loaded:
-            self.loaded(request_id)
+        self._news = WorkerNews(max(each.load_s for each in news), min(each.chunk_s for each in news))
 
     def loaded(self, request_id: str) -> None:
         """All workers have scattered the request's chunks, or have given up on them."""
@@ -355,7 +323,7 @@ class SchedulerHalf:
         if has_failed:
             self._lookup.reserve_again(tracked, connection)
             self._due.add(request_id)
-        if tracked.is_decode and not tracked.in_step:
+        if tracked.is_decode:
             self._lookup.mark(tracked, connection, Event.RUNNABLE)
 
     # ---- each step --------------------------------------------------------------------------
@@ -391,7 +359,7 @@ class SchedulerHalf:
         aborts, self._aborts = self._aborts, []
         current = [slots for of_epoch, slots in aborts if of_epoch == epoch]
         awaits = self._trust.is_waiting
-        return StepPlan(epoch, saves, loads, current, record.num_tokens, self._step, self._heard, awaits)
+        return StepPlan(epoch, saves, loads, current, record.num_tokens, self._step, awaits)
 
     def _plan_save(self, step: StepRequest, connection: Connection | None) -> SavePlan | None:
         left_out = self._left_out.get(step.request_id)

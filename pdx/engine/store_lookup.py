@@ -392,7 +392,7 @@ class StoreLookup:
             hits = hits - 1
         count = hits + (part_blocks > 0)
         tracked.hit_slots = [answer.slots[start : start + shards] for start in range(0, count * shards, shards)]
-        tracked.part_blocks, tracked.is_filling = part_blocks, answer.filling
+        tracked.part_blocks = part_blocks
         tracked.hit_tokens = hits * chunk_tokens + part_blocks * self._layout.block_tokens
         if has_tail and tracked.is_decode:
             tracked.hit_tokens = tracked.transfer_tokens

@@ -20,7 +20,7 @@ from pdx.config import ConnectorConfig
 from pdx.engine.copier import PageCopier
 from pdx.engine.link import NodeLink
 from pdx.engine.loader import Loader
-from pdx.engine.pace import MIN_TOKENS, Pace
+from pdx.engine.pace import Pace
 from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.step_save import StepSave
 from pdx.engine.streams import Streams
@@ -62,12 +62,6 @@ class WorkerHalf:
         self._copier: PageCopier | None = None  # once there is a KV cache
         self._idle = True
         self._pace = Pace(layout)
-        self._all_layers = (1 << layout.num_layers) - 1
-        self._awaited = 0  # bit l: the engine has waited for layer l in this step
-        self._waits: bool | None = None  # whether it does so in steps with prompts; None: none was seen
-        self._in_step: list[str] = []  # requests with an in-step load in this step
-        self._loaded: list[str] = []  # those whose in-step load is over, until the scheduler half is told
-        self._failed_step = 0  # the last step with one that failed
         self._number = 0  # of this step
         self._has_news = False
         self._told_chunk_s = 0.0  # the pace that the scheduler half knows
@@ -134,10 +128,8 @@ class WorkerHalf:
         """A step starts: let go of what is aborted, start its loads, find out where its saves go."""
         self._idle = not plan.num_scheduled_tokens
         self._step = plan.num_scheduled_tokens, time.monotonic_ns()
-        self._awaited, self._number = 0, plan.number
+        self._number = plan.number
         self._has_news = self._has_news or plan.awaits
-        self._in_step = [load.request_id for load in plan.loads if load.in_step]
-        self._loader.begin_step()
         self._give_up()
         if self._epoch != plan.epoch:
             self._epoch = plan.epoch
@@ -157,9 +149,7 @@ class WorkerHalf:
                 self._loader.submit(load, scatter, connection, arena)
         if plan.aborts:
             copier.after_copies(partial(connection.tell, Abort(self._aborted(plan))))
-        if plan.saves and plan.heard < self._failed_step:  # what such a step computes may rest on pages that failed
-            self._spoil([pages for save in plan.saves for pages in save.pages], copier, connection)
-        elif plan.saves:
+        if plan.saves:
             self._saving = self._open(plan.saves, copier, connection, arena)
 
     def _miss(self, plan: StepPlan) -> None:
@@ -232,35 +222,6 @@ class WorkerHalf:
             saving.copier.end()  # gather no more, seal nothing
             self._spoil(saving.pages, saving.copier, saving.connection)
 
-    def wait_layer(self, name: str) -> None:
-        """This layer is computed next: wait until the pages of the step's in-step loads are there."""
-        layer = self._layers.get(name)
-        if layer is None:  # it has no KV cache of its own
-            return
-        self._awaited |= 1 << layer
-        if self._in_step and not self._loader.wait_layer(layer):
-            self._fail_step()
-
-    def _fail_step(self) -> None:
-        """What this step computes rests on pages that are not there: none of it is saved, and blocks are reported."""
-        self._failed_step = self._number
-        self._give_up()
-
-    def _check_in_step(self) -> None:
-        """The forward pass is over: do the step's in-step loads hold? Idempotent."""
-        has_failed = sys.exc_info()[0] is not None
-        if self._awaited == self._all_layers:
-            if self._waits is None and self._step[0] >= MIN_TOKENS:
-                self._waits = self._has_news = True
-        elif self._in_step and not has_failed and self._waits is not False:
-            self._waits = False
-            text = "a step did not wait for its loads, which count as failed; no others are planned in a step"
-            self._link.count("in_step_missed", text)
-        if self._in_step and (self._awaited != self._all_layers or has_failed):
-            self._loader.fail_step()
-        if self._in_step and not self._loader.wait_layer(self._layout.num_layers - 1):
-            self._fail_step()
-
     def save_layer(self, name: str) -> None:
         """The pages of this layer that become final in this step are final now: gather them."""
         if self._saving is not None:
@@ -275,13 +236,11 @@ class WorkerHalf:
         if sys.exc_info()[0] is not None:
             self._give_up()
             return
-        self._check_in_step()
         saving, self._saving = self._saving, None
         if saving is None:
             return
         if saving.finish():
-            if not self._in_step:  # else the step may have waited for its loads
-                saving.copier.after_copies(partial(self._stepped, saving.connection, *self._step))
+            saving.copier.after_copies(partial(self._stepped, saving.connection, *self._step))
         else:
             self._spoil(saving.pages, saving.copier, saving.connection)
 
@@ -299,11 +258,8 @@ class WorkerHalf:
         """
         if self._idle and self._copier is not None:
             self._loader.wait(GPU_IDLE_WAIT_S if self._copier.is_asynchronous else IDLE_WAIT_S)
-        self._check_in_step()  # an engine may ask before it says that the forward pass is over, or the pass has failed
         finished, failed = self._loader.take_finished()
-        self._has_news = self._has_news or bool(finished or self._in_step)
-        self._loaded += self._in_step
-        self._in_step = []
+        self._has_news = self._has_news or bool(finished)
         return finished, failed
 
     def take_news(self) -> WorkerNews | None:
@@ -312,10 +268,9 @@ class WorkerHalf:
         if not self._has_news and abs(chunk_s - self._told_chunk_s) <= NEWS_SHARE * self._told_chunk_s:
             return None
         self._has_news, self._told_chunk_s = False, chunk_s
-        loaded, self._loaded = self._loaded, []
         connection = self._link.connection
         load_s = connection.load_s if connection is not None else 0.0
-        return WorkerNews(loaded, self._failed_step, bool(self._waits), load_s, chunk_s, self._number)
+        return WorkerNews(load_s, chunk_s, self._number)
 
     def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
         """See `NodeLink.count`."""

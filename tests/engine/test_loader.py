@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
-import msgspec
 import pytest
 from toy_engine import PAGE_BYTES, layout
 
@@ -287,62 +286,3 @@ def test_how_long_a_chunk_takes_is_told_once_bytes_were_copied(loader: Loader) -
     submit(loader, load_of("a", 4), Copies(), node)
     wait_until(lambda: loader.take_finished()[0], what="loaded")
     assert 0 < node.load_s < 60
-
-
-def in_step(load: LoadPlan) -> LoadPlan:
-    return msgspec.structs.replace(load, in_step=True)
-
-
-def test_a_step_waits_for_each_layer_of_its_loads_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "IN_STEP_BYTES", 1)
-    loader, turns, waited = Loader(layout(), 0), threading.Semaphore(0), []
-    try:
-        copies = Copies(turns.acquire)
-        loader.begin_step()
-        submit(loader, in_step(load_of("a", 2, num_chunks=2)), copies)
-        step = threading.Thread(target=lambda: [waited.append(loader.wait_layer(layer)) for layer in range(LAYERS)])
-        step.start()
-        for layer in range(LAYERS):
-            assert len(waited) == layer
-            turns.release()
-            wait_until(lambda layer=layer: len(waited) == layer + 1, what="one layer more")
-        step.join()
-        assert waited == [True] * LAYERS
-        assert copies.calls == [([0, 1], range(layer, layer + 1)) for layer in range(LAYERS)]
-        assert loader.take_finished() == (set(), set()), "the engine takes the request as loaded from the start"
-    finally:
-        loader.close()
-
-
-def test_an_in_step_load_goes_first_and_keeps_nobody_s_place(gate: Gate) -> None:
-    wait_until(lambda: gate.began == ["first"], what="it is under way")
-    gate.loader.begin_step()
-    gate.submit(("large", 1000), ("small", 1))
-    submit(gate.loader, in_step(load_of("now", 5000)), Copies(partial(gate._copied, "now")))
-    gate.submit(("smaller", 0))
-    assert list(dict.fromkeys(gate.run())) == ["first", "now", "smaller", "small", "large"]
-
-
-def test_what_is_lost_on_the_way_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "IN_STEP_BYTES", 1)
-    node, loader = Node(), Loader(layout(), 0)
-    node.stale = {1}
-    loader.begin_step()
-    submit(loader, in_step(load_of("a", 2, num_chunks=3)), Copies(), node)
-    assert not loader.wait_layer(LAYERS - 1)
-    assert loader.take_finished() == (set(), {2, 3})
-    loader.begin_step()
-    assert loader.wait_layer(0), "the next step has no loads"
-    loader.fail([in_step(load_of("b", 1))])
-    assert not loader.wait_layer(0)
-    assert loader.take_finished() == (set(), {0})
-    loader.close()
-
-
-def test_layers_are_copied_together_where_they_are_small() -> None:
-    loader, copies = Loader(layout(), 0), Copies()
-    loader.begin_step()
-    submit(loader, in_step(load_of("a", 2)), copies)
-    assert loader.wait_layer(0)
-    loader.close()
-    assert copies.calls == [([0], range(LAYERS))]

@@ -9,7 +9,7 @@ from test_toy_engine import at_rest, tokens
 from toy_engine import CHUNK, Request
 
 from pdx.engine.plan import WorkerNews
-from pdx.engine.scheduler import MIN_REST
+from pdx.engine.scheduler import MIN_TOKENS
 from pdx.testing.waiting import wait_until
 
 DECODE = {"do_remote_prefill": True, "transfer_id": "t" * 20}
@@ -20,7 +20,7 @@ STEP_S = 0.03
     ("num_tokens", "chunk_ms", "load_ms", "waiting", "params", "settings", "pays"),
     [
         (16, 0, 0, 1, None, {}, False),  # nothing was measured: what is smaller than a prompt is not loaded
-        (MIN_REST, 0, 0, 1, None, {}, True),
+        (MIN_TOKENS, 0, 0, 1, None, {}, True),
         (16, 5, 1, 1, None, {}, False),  # a step of 30 ms against 5
         (16, 31, 1, 1, None, {}, True),
         (112, 5, 1, 1, None, {}, True),

@@ -135,11 +135,7 @@ class ToyEngine:
         self.waiting: dict[str, set[int]] = {}  # ranks that have not reported a load, by request
         self.weights = ""
         self.failed: set[int] = set()  # blocks that the workers reported in the last step
-        self.right: list[
-            bool
-        ] = []  # of in-step loads, for each layer, whether its pages were right when it was computed
         self.skip_hooks = False
-        self.reads: list[tuple[Request, int]] = []  # in-step loads of the next step, and their tokens
         self.fails_at: tuple[int, int] | None = None  # the rank and layer whose computation raises `ForwardFailed`
 
     # ---- the scheduler's side ---------------------------------------------------------------
@@ -152,17 +148,16 @@ class ToyEngine:
             self.idle()
         return found
 
-    def allocate(self, request: Request, num_external: int, *, in_step: bool = False) -> None:
+    def allocate(self, request: Request, num_external: int) -> None:
         need = -(-(request.num_tokens + 64) // BLOCK)
         request.block_ids += [self.free.pop(0) for _ in range(need - len(request.block_ids))]
-        if num_external and not in_step:
+        if num_external:
             self.waiting[request.request_id] = set(range(len(self.workers)))
         self.scheduler_guard.allocated(request, [request.block_ids], num_external)
 
     def admit(self, request: Request) -> set[int]:
         """Look up, allocate, load; returns the blocks that could not be loaded."""
         external = self.match(request)
-        assert not self.scheduler_guard.in_step, "of a part of a prompt: admit_in_step, or skip_hooks"
         self.allocate(request, external)
         if not external:
             return set()
@@ -172,23 +167,6 @@ class ToyEngine:
             first = min(request.block_ids.index(block) for block in failed)
             request.num_computed = first * BLOCK
         return failed
-
-    def admit_in_step(self, request: Request, count: int | None = None) -> set[int]:
-        """As vLLM does with a load that the scheduler takes for done: compute `count` tokens behind it (all by default)
-        in the same step, where each layer finds its pages right; returns the blocks that were reported.
-
-        Of a load that has failed what was computed counts for nothing, and the next steps compute it from there on.
-        """
-        external = self.match(request)
-        assert self.scheduler_guard.in_step
-        self.allocate(request, external, in_step=True)
-        request.num_computed = external
-        self.reads.append((request, external))
-        self.failed = set()
-        self.step((request, count or request.num_tokens - external))
-        if self.failed:
-            request.num_computed = BLOCK * min(request.block_ids.index(block) for block in self.failed)
-        return self.failed
 
     def finish_load(self, request: Request) -> set[int]:
         failed: set[int] = set()
@@ -236,7 +214,6 @@ class ToyEngine:
         scheduled = {request.request_id: (request, count) for request, count in work}
         plan = self.scheduler_guard.plan_step(partial(step_record, self.output(scheduled)))
         results = [self.run_worker(shard, plan, scheduled)[1] for shard in range(len(self.workers))]
-        self.reads = []
         self.failed = set().union(*results)
         if self.failed:
             self.scheduler_guard.not_loaded(self.failed)
@@ -272,11 +249,6 @@ class ToyEngine:
         for layer in range(LAYERS) if scheduled else ():
             if (shard, layer) == self.fails_at:
                 raise ForwardFailed(f"layer {layer} of rank {shard}")
-            if not self.skip_hooks:
-                self.worker_guards[shard].wait_layer(f"layer.{layer}")
-            for request, external in self.reads:
-                if not self.skip_hooks and self.by_rank[shard] is None:
-                    self.right.append(self.holds(shard, layer, request, external))
             for request, count in scheduled.values():
                 self.compute(shard, layer, request, request.num_computed, request.num_computed + count)
             if not self.skip_hooks:

@@ -240,23 +240,6 @@ def test_the_engine_is_small() -> None:
     assert all(len(path.read_text().splitlines()) <= 430 for path in paths)
 
 
-def test_what_is_loaded_while_the_rest_is_computed_gives_the_same_tokens(
-    make_engine: MakeEngine, node: NodeProcess
-) -> None:
-    """A long rest is computed in the step that loads what the node has, layer by layer."""
-    prompt = prompt_of(31, 8 * CHUNK + 5)
-    expected = outputs(make_engine(), prompt)
-    engine = make_engine(node, piece_tokens=4 * CHUNK)
-    outputs(engine, prompt[: 4 * CHUNK])
-    wait_until(is_sealed(node, 4), what="saved")
-    request = engine.add("again", prompt, 10)
-    engine.run()
-    assert request.output == expected[0]
-    assert (request.stats.loaded_tokens, request.stats.loaded_ns) == (4 * CHUNK, 0), "it never waited for a load"
-    wait_until(lambda: not node.status().leases, what="nothing is held")
-    assert [request.output] == outputs(engine, prompt) == outputs(make_engine(node), prompt)
-
-
 def test_a_step_never_waits_for_a_transfer(make_engine: MakeEngine, node: NodeProcess) -> None:
     """While one request waits for its transfer, another runs to its end."""
     first, second = make_engine(node), make_engine(node)
