@@ -123,6 +123,7 @@ class StandIn:
         self.progress = asyncio.Event()  # a stream has sent something
         self.probed = []  # the answer to each GET /health, and "token" for each probe of one token
         self.fault = None
+        self.hanging = 0  # requests that it never goes on with
         self.health = 200  # the answer to GET /health
         self.key = ""  # what requests must have in Authorization
         self.headers = {}  # of every answer
@@ -194,11 +195,18 @@ class StandIn:
             self.closed.set()
             raise
 
+    async def hang(self):
+        self.hanging += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.hanging -= 1
+
     async def answer(self, request, body):
         if self.key and request.headers.get("Authorization") != self.key:
             return refusal(401, "a key is needed")
         if self.fault in ("hang", "stuck"):
-            await asyncio.Event().wait()
+            await self.hang()
         if self.fault == "hold":
             await self.released.wait()
         if self.fault == "reset":
@@ -304,7 +312,7 @@ class StandIn:
             if count == 2 and self.fault == "end_mid":
                 return response
             if count == 2 and self.fault == "hang_mid":
-                await asyncio.Event().wait()
+                await self.hang()
         if options.get("include_usage"):
             await send(response, {**head, "choices": [], "usage": self.usage(body, len(prompt), count)})
         await response.write(self.end)

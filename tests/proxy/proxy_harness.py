@@ -21,6 +21,7 @@ from pdx.wire import messages
 from pdx.wire.messages import EngineReport, NodeReport
 
 DEADLINE_S = 10.0
+HANG_S = 3.0
 PLAIN = Server().facts
 
 
@@ -121,6 +122,17 @@ class Cluster:
         """(status, headers, bytes)"""
         async with self.client.post((base or self.url) + path, json=body, **kwargs) as response:
             return response.status, response.headers, await within(response.read())
+
+    async def outlast(self, request):
+        """What becomes of a request though an engine hangs: while one does, the proxy's clock goes past its limits."""
+        task = asyncio.create_task(request)
+        async with asyncio.timeout(DEADLINE_S):
+            while not task.done():
+                await asyncio.sleep(0.02)
+                if any(engine.hanging for engine in (*self.prefills, *self.decodes)):
+                    self.proxy.env.clock._passed_s += HANG_S
+                    await asyncio.wait([task], timeout=0.3)
+        return await task
 
     async def get(self, path, base=None):
         async with self.client.get((base or self.url) + path) as response:
@@ -269,5 +281,5 @@ def events(raw):
 
 def patience(fault):
     """Settings of a proxy: a leg's limit strikes healthy engines, too, so it is short only where nothing else ends."""
-    limits = {"first_byte_timeout_s": 3.0, "answer_timeout_s": 3.0, "idle_timeout_s": 3.0}
+    limits = {"first_byte_timeout_s": HANG_S, "answer_timeout_s": HANG_S, "idle_timeout_s": HANG_S}
     return limits if fault in ("hang", "stuck", "hang_mid") else {}

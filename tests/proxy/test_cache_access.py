@@ -113,7 +113,7 @@ def test_wrong_tokens_of_one_address_are_bounded(tmp_path, monkeypatch):
             assert (await made.post("health", token="y" * 32))[0] == 429
             assert (await made.post("health"))[0] == 429, "or guesses would go on"
             clock = made.made.proxy._cache._routes._access
-            clock._clock = lambda: made.made.proxy._clock() + access.WINDOW_S
+            clock._clock = lambda: made.made.proxy.env.clock() + access.WINDOW_S
             assert (await made.post("query_ip"))[0] == 200
 
     run(main)

@@ -56,30 +56,27 @@ async def test_client_leaves(phase):
         assert await made.metric("pdx_proxy_engine_in_flight", url=engine.url) == 0
 
 
-async def test_client_leaves_while_one_engine_serves_alone():
-    async with cluster() as made:
-        made.decode.fault = "hang"
-        request = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "n": 2}))
-        await within(made.decode.arrived.wait())
-        request.cancel()
-        await within(made.decode.closed.wait())
-        await until(lambda: request.done())
-        assert await made.metric("pdx_proxy_cancels_total") == 0  # no transfer was ever announced
+async def test_client_leaves_while_one_engine_serves_alone(made):
+    made.decode.fault = "hang"
+    request = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "n": 2}))
+    await within(made.decode.arrived.wait())
+    request.cancel()
+    await within(made.decode.closed.wait())
+    await until(lambda: request.done())
+    assert await made.metric("pdx_proxy_cancels_total") == 0  # no transfer was ever announced
 
 
-async def test_client_leaves_while_it_sends():
-    async with cluster() as made:
-        host, port = made.url.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 1000\r\n\r\n{"
-        )
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-        assert (await made.get("/health"))[0] == 200
-        assert made.prefill.seen == []
+async def test_client_leaves_while_it_sends(made):
+    host, port = made.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+    )
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+    assert (await made.get("/health"))[0] == 200
+    assert made.prefill.seen == []
 
 
 async def test_closing_the_proxy_ends_requests_under_way():
@@ -138,37 +135,35 @@ async def test_transfer_parameters_of_clients_go_nowhere(caplog):
     assert sum("transfer parameters" in record.message for record in caplog.records) == 1
 
 
-async def test_headers():
-    async with cluster() as made:
-        sent = {
-            "Authorization": "Bearer key",
-            "X-Request-Id": "trace-1",
-            "X-data-parallel-rank": "3",
-            "Cookie": "a=b",
-            "X-Secret": "s",
-        }
-        _, headers, raw = await made.post(COMPLETIONS, BODY, headers=sent)
-        assert json.loads(raw)["id"] == "cmpl-trace-1"
-        for engine in (made.prefill, made.decode):
-            passed = {name.lower(): value for name, value in engine.seen[-1][2].items()}
-            assert passed["authorization"] == "Bearer key"
-            assert passed["x-request-id"] == "trace-1"
-            assert passed.get("x-data-parallel-rank") == ("3" if engine is made.decode else None)
-            assert not {"cookie", "x-secret"} & set(passed)
-        assert headers["x-pdx-transfer-id"] != "trace-1"
-        await made.post(COMPLETIONS, BODY, headers={"X-Request-Id": "evil id\x80"})
-        assert "evil" not in str(made.prefill.seen[-1][2])
-        await made.post(COMPLETIONS, {**BODY, "request_id": "own"})
-        assert "X-Request-Id" not in made.prefill.seen[-1][2]
+async def test_headers(made):
+    sent = {
+        "Authorization": "Bearer key",
+        "X-Request-Id": "trace-1",
+        "X-data-parallel-rank": "3",
+        "Cookie": "a=b",
+        "X-Secret": "s",
+    }
+    _, headers, raw = await made.post(COMPLETIONS, BODY, headers=sent)
+    assert json.loads(raw)["id"] == "cmpl-trace-1"
+    for engine in (made.prefill, made.decode):
+        passed = {name.lower(): value for name, value in engine.seen[-1][2].items()}
+        assert passed["authorization"] == "Bearer key"
+        assert passed["x-request-id"] == "trace-1"
+        assert passed.get("x-data-parallel-rank") == ("3" if engine is made.decode else None)
+        assert not {"cookie", "x-secret"} & set(passed)
+    assert headers["x-pdx-transfer-id"] != "trace-1"
+    await made.post(COMPLETIONS, BODY, headers={"X-Request-Id": "evil id\x80"})
+    assert "evil" not in str(made.prefill.seen[-1][2])
+    await made.post(COMPLETIONS, {**BODY, "request_id": "own"})
+    assert "X-Request-Id" not in made.prefill.seen[-1][2]
 
 
-async def test_transfer_ids_are_new_each_time():
-    async with cluster() as made:
-        seen = set()
-        for _ in range(20):
-            seen.add((await made.post(COMPLETIONS, BODY))[1]["x-pdx-transfer-id"])
-        assert len(seen) == 20
-        assert all(len(each) == 32 for each in seen)
+async def test_transfer_ids_are_new_each_time(made):
+    seen = set()
+    for _ in range(20):
+        seen.add((await made.post(COMPLETIONS, BODY))[1]["x-pdx-transfer-id"])
+    assert len(seen) == 20
+    assert all(len(each) == 32 for each in seen)
 
 
 async def test_one_engine_named_for_both_roles():
@@ -186,45 +181,37 @@ async def test_one_engine_named_for_both_roles():
         assert json.loads(raw)["choices"][0]["text"] == json.loads(alone)["choices"][0]["text"]
 
 
-async def test_load_is_spread():
-    async with cluster(prefills=2, decodes=3) as made:
-        await asyncio.gather(*(made.post(CHAT, TALK) for _ in range(30)))
-        assert [len(engine.seen) for engine in made.prefills] == [15, 15]
-        assert all(len(engine.seen) >= 6 for engine in made.decodes)
-
-
-async def test_surface():
-    async with cluster() as made:
-        status, raw = await made.get("/v1/models")
-        assert (status, json.loads(raw)["data"][0]["owner"]) == (200, "d0")
-        status, raw = await made.get("/health")
-        assert (status, json.loads(raw)) == (200, {"status": "ok", "decoders": 1, "prefillers": 1, "nodes": 1})
-        _, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
-        assert events(raw)[-1] == "[DONE]"
-        listed = json.loads((await made.tell("/pdx/requests"))[1])["requests"]
-        assert [each["transfer_id"] for each in listed] == [headers["x-pdx-transfer-id"]]
-        one = await made.timeline(headers["x-pdx-transfer-id"])
-        assert one == listed[0]
-        assert [moment["event"] for moment in one["moments"]] == [
-            "received",
-            "prefill_sent",
-            "prefill_answered",
-            "first_token",
-            "decode_sent",
-            "decode_first",
-            "done",
-        ]
-        assert (one["mode"], one["prompt_tokens"]) == ("forward", len(FORWARDED) + 1)
-        assert FORWARDED not in json.dumps(one)
-        assert (await made.tell("/pdx/requests/unheard"))[0] == 404
-        assert json.loads((await made.get("/nowhere"))[1])["error"]["code"] == 404
-        labels = {"route": COMPLETIONS, "mode": "forward"}
-        assert await made.metric("pdx_proxy_ttft_seconds_count", **labels) == 1
-        assert await made.metric("pdx_proxy_request_seconds_count", **labels) == 1
-        for leg in ("prefill", "decode"):
-            assert await made.metric("pdx_proxy_leg_seconds_count", leg=leg) == 1
-        assert 'pdx_proxy_requests_total{mode="sampled",outcome="ok"' in (await made.tell("/metrics"))[1].decode()
-        assert await made.metric("pdx_proxy_requests_total", **labels, outcome="ok") == 1
+async def test_surface(made):
+    status, raw = await made.get("/v1/models")
+    assert (status, json.loads(raw)["data"][0]["owner"]) == (200, "d0")
+    status, raw = await made.get("/health")
+    assert (status, json.loads(raw)) == (200, {"status": "ok", "decoders": 1, "prefillers": 1, "nodes": 1})
+    _, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
+    assert events(raw)[-1] == "[DONE]"
+    listed = json.loads((await made.tell("/pdx/requests"))[1])["requests"]
+    assert [each["transfer_id"] for each in listed] == [headers["x-pdx-transfer-id"]]
+    one = await made.timeline(headers["x-pdx-transfer-id"])
+    assert one == listed[0]
+    assert [moment["event"] for moment in one["moments"]] == [
+        "received",
+        "prefill_sent",
+        "prefill_answered",
+        "first_token",
+        "decode_sent",
+        "decode_first",
+        "done",
+    ]
+    assert (one["mode"], one["prompt_tokens"]) == ("forward", len(FORWARDED) + 1)
+    assert FORWARDED not in json.dumps(one)
+    assert (await made.tell("/pdx/requests/unheard"))[0] == 404
+    assert json.loads((await made.get("/nowhere"))[1])["error"]["code"] == 404
+    labels = {"route": COMPLETIONS, "mode": "forward"}
+    assert await made.metric("pdx_proxy_ttft_seconds_count", **labels) == 1
+    assert await made.metric("pdx_proxy_request_seconds_count", **labels) == 1
+    for leg in ("prefill", "decode"):
+        assert await made.metric("pdx_proxy_leg_seconds_count", leg=leg) == 1
+    assert 'pdx_proxy_requests_total{mode="sampled",outcome="ok"' in (await made.tell("/metrics"))[1].decode()
+    assert await made.metric("pdx_proxy_requests_total", **labels, outcome="ok") == 1
 
 
 async def test_clients_are_told_nothing_of_others():
@@ -242,28 +229,26 @@ async def test_clients_are_told_nothing_of_others():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [BODY, {**BODY, "prompt": HALF}, {**BODY, "n": 2}])
-async def test_what_an_engine_tells_its_client_in_headers(body, stream):
-    async with cluster() as made:
-        made.decode.headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
-        _, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
-        is_early = stream and headers["x-pdx-mode"] == "forward"  # the decode leg has not answered yet
-        assert headers.get("Retry-After") == (None if is_early else "7")
-        assert headers.get("WWW-Authenticate") == (None if is_early else "Bearer")
-        assert headers["X-Request-Id"] == "mine"
-        assert "Set-Cookie" not in headers
-        assert headers["Server"] != "s"
-        made.prefill.headers = {"Retry-After": "7"}  # it is asked last
-        made.decode.fault = made.prefill.fault = 429
-        status, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream})
-        assert (status, headers["Retry-After"]) == (429, "7")
+async def test_what_an_engine_tells_its_client_in_headers(made, body, stream):
+    made.decode.headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
+    _, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
+    is_early = stream and headers["x-pdx-mode"] == "forward"  # the decode leg has not answered yet
+    assert headers.get("Retry-After") == (None if is_early else "7")
+    assert headers.get("WWW-Authenticate") == (None if is_early else "Bearer")
+    assert headers["X-Request-Id"] == "mine"
+    assert "Set-Cookie" not in headers
+    assert headers["Server"] != "s"
+    made.prefill.headers = {"Retry-After": "7"}  # it is asked last
+    made.decode.fault = made.prefill.fault = 429
+    status, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream})
+    assert (status, headers["Retry-After"]) == (429, "7")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/health", "/nowhere"])
-async def test_a_request_id_comes_back(path):
-    async with cluster() as made:
-        for sent, told in (("trace-1", "trace-1"), ("evil id", None)):
-            async with made.client.post(made.url + path, data=b"{", headers={"X-Request-Id": sent}) as response:
-                assert response.headers.get("X-Request-Id") == told
+async def test_a_request_id_comes_back(made, path):
+    for sent, told in (("trace-1", "trace-1"), ("evil id", None)):
+        async with made.client.post(made.url + path, data=b"{", headers={"X-Request-Id": sent}) as response:
+            assert response.headers.get("X-Request-Id") == told
 
 
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type,authorization"}
@@ -307,17 +292,16 @@ async def test_prompts_are_not_logged(caplog):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_token_comes_from_a_prefill_engine_alone(path, stream):
-    async with cluster() as made:
-        body = {**(BODY if path == COMPLETIONS else TALK), "max_tokens": 1, "stream": stream}
-        status, headers, _ = await made.post(path, body)
-        assert (status, headers["x-pdx-mode"]) == (200, "alone")
-        assert (len(made.prefill.seen), len(made.decode.seen)) == (1, 0)
-        assert "kv_transfer_params" not in made.prefill.bodies[0]
-        assert await made.metric("pdx_proxy_cancels_total") == 0
-        await made.prefill.stop()
-        assert (await made.post(path, body))[0] == 200  # somebody serves it all the same
-        assert len(made.decode.seen) == 1
+async def test_one_token_comes_from_a_prefill_engine_alone(made, path, stream):
+    body = {**(BODY if path == COMPLETIONS else TALK), "max_tokens": 1, "stream": stream}
+    status, headers, _ = await made.post(path, body)
+    assert (status, headers["x-pdx-mode"]) == (200, "alone")
+    assert (len(made.prefill.seen), len(made.decode.seen)) == (1, 0)
+    assert "kv_transfer_params" not in made.prefill.bodies[0]
+    assert await made.metric("pdx_proxy_cancels_total") == 0
+    await made.prefill.stop()
+    assert (await made.post(path, body))[0] == 200  # somebody serves it all the same
+    assert len(made.decode.seen) == 1
 
 
 async def test_the_administrators_socket_is_this_users_alone(tmp_path):

@@ -116,18 +116,17 @@ async def test_a_cancel_goes_to_the_nodes_of_its_transfer(tmp_path):
             assert [await node.cancelled() for _ in range(2)] == [first * 32, "c" * 32]
 
 
-async def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name():
+async def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name(made):
     """Else a node without a name has all others begin anew, again and again."""
-    async with cluster() as made:
-        nameless = made.other_node()
-        nameless.name = ""
-        await nameless.report()
-        await made.metric_reaches(2, "pdx_proxy_reports_total")
-        made.proxy._control.follow("", Follow(1))
-        made.proxy._control.follow("node", Follow(2))
-        made.proxy._control.follow("nobody", Follow(3))
-        assert (await nameless._next(Follow)).stream == 1
-        assert (await made.node._next(Follow)).stream == 2
+    nameless = made.other_node()
+    nameless.name = ""
+    await nameless.report()
+    await made.metric_reaches(2, "pdx_proxy_reports_total")
+    made.proxy._control.follow("", Follow(1))
+    made.proxy._control.follow("node", Follow(2))
+    made.proxy._control.follow("nobody", Follow(3))
+    assert (await nameless._next(Follow)).stream == 1
+    assert (await made.node._next(Follow)).stream == 2
 
 
 async def test_no_message_is_left_lying(tmp_path):
@@ -188,26 +187,25 @@ def test_the_proxy_takes_its_keys_from_its_configuration(tmp_path):
             Proxy(ProxyConfig(control="tcp://10.0.0.1:7600", **settings))
 
 
-async def test_marks_of_nodes_join_the_timeline():
-    async with cluster() as made:
-        _, headers, _ = await made.post("/v1/completions", {"prompt": "beta", "temperature": 0})
-        transfer = headers["x-pdx-transfer-id"]
-        marks = [
-            MarkReport(transfer=transfer, event=event, at_ns=at, nbytes=nbytes, tokens=tokens, engine="p0")
-            for event, at, nbytes, tokens in [
-                ("admitted", 10, 0, 64),
-                ("prefill_end", 20, 30, 0),
-                ("sealed", 30, 40, 0),
-            ]
+async def test_marks_of_nodes_join_the_timeline(made):
+    _, headers, _ = await made.post("/v1/completions", {"prompt": "beta", "temperature": 0})
+    transfer = headers["x-pdx-transfer-id"]
+    marks = [
+        MarkReport(transfer=transfer, event=event, at_ns=at, nbytes=nbytes, tokens=tokens, engine="p0")
+        for event, at, nbytes, tokens in [
+            ("admitted", 10, 0, 64),
+            ("prefill_end", 20, 30, 0),
+            ("sealed", 30, 40, 0),
         ]
-        await made.node.report(marks=marks)
-        await made.metric_reaches(2, "pdx_proxy_reports_total")
-        timeline = await made.timeline(transfer)
-        assert len(timeline["moments"]) == 7 + 3
-        assert timeline["breakdown"]["moved_bytes"] == 40
-        assert timeline["breakdown"]["hidden_share"] == 0.75
-        assert timeline["breakdown"]["reused_tokens"] == 64
-        assert timeline["outcome"] == "ok"
+    ]
+    await made.node.report(marks=marks)
+    await made.metric_reaches(2, "pdx_proxy_reports_total")
+    timeline = await made.timeline(transfer)
+    assert len(timeline["moments"]) == 7 + 3
+    assert timeline["breakdown"]["moved_bytes"] == 40
+    assert timeline["breakdown"]["hidden_share"] == 0.75
+    assert timeline["breakdown"]["reused_tokens"] == 64
+    assert timeline["outcome"] == "ok"
 
 
 async def test_what_goes_wrong_in_the_control_socket_ends_nothing(tmp_path, monkeypatch, caplog):
@@ -262,17 +260,16 @@ async def test_silent_nodes_are_noticed_although_telling_others_failed(monkeypat
         assert made.proxy.env.counters["internal_errors"] == 1
 
 
-async def test_a_raw_frame_larger_than_any_report_ends_that_connection_only():
-    async with cluster() as made:
-        context = zmq.Context()
-        big = context.socket(zmq.DEALER)
-        big.setsockopt(zmq.LINGER, 0)
-        big.connect(made_address(made))
-        big.send(b"x" * (messages.MAX_FRAME_BYTES + 1))
-        await made.node.report()
-        await made.metric_reaches(2, "pdx_proxy_reports_total")
-        big.close(linger=0)
-        context.term()
+async def test_a_raw_frame_larger_than_any_report_ends_that_connection_only(made):
+    context = zmq.Context()
+    big = context.socket(zmq.DEALER)
+    big.setsockopt(zmq.LINGER, 0)
+    big.connect(made_address(made))
+    big.send(b"x" * (messages.MAX_FRAME_BYTES + 1))
+    await made.node.report()
+    await made.metric_reaches(2, "pdx_proxy_reports_total")
+    big.close(linger=0)
+    context.term()
 
 
 def made_address(made):

@@ -5,7 +5,7 @@ import json
 import signal
 
 import pytest
-from proxy_harness import FORWARDED, cluster, within
+from proxy_harness import FORWARDED, within
 from proxy_process import proxy_process
 
 COMPLETIONS = "/v1/completions"
@@ -24,67 +24,64 @@ async def stream(made, until_end, path=COMPLETIONS):
     return found
 
 
-async def test_new_requests_are_refused_and_those_under_way_go_on():
-    async with cluster() as made:
-        made.prefill.fault = made.decode.fault = "hold"
-        before = asyncio.create_task(made.post(COMPLETIONS, BODY))
-        await within(made.prefill.arrived.wait())
-        made.proxy.drain.begin()
-        for path in ("/health", "/v1/models"):
-            async with made.client.get(made.url + path) as response:
-                assert (response.status, response.headers["Retry-After"]) == (503, "1")
-        status, headers, raw = await made.post(COMPLETIONS, BODY)
-        assert (status, headers["Retry-After"], headers["Connection"]) == (503, "1", "close")
-        assert json.loads(raw)["error"]["code"] == 503
-        assert await made.metric("pdx_proxy_events_total", event="refused_while_stopping") == 3
-        waiting = asyncio.create_task(made.proxy.drain.wait(60))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        made.prefill.released.set()
-        made.decode.released.set()
-        assert (await within(before))[0] == 200
-        await within(waiting)
-        assert await made.metric("pdx_proxy_requests_total", outcome="ok") == 1
+async def test_new_requests_are_refused_and_those_under_way_go_on(made):
+    made.prefill.fault = made.decode.fault = "hold"
+    before = asyncio.create_task(made.post(COMPLETIONS, BODY))
+    await within(made.prefill.arrived.wait())
+    made.proxy.drain.begin()
+    for path in ("/health", "/v1/models"):
+        async with made.client.get(made.url + path) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+    status, headers, raw = await made.post(COMPLETIONS, BODY)
+    assert (status, headers["Retry-After"], headers["Connection"]) == (503, "1", "close")
+    assert json.loads(raw)["error"]["code"] == 503
+    assert await made.metric("pdx_proxy_events_total", event="refused_while_stopping") == 3
+    waiting = asyncio.create_task(made.proxy.drain.wait(60))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    made.prefill.released.set()
+    made.decode.released.set()
+    assert (await within(before))[0] == 200
+    await within(waiting)
+    assert await made.metric("pdx_proxy_requests_total", outcome="ok") == 1
 
 
-async def test_at_the_end_streams_get_an_error_event_and_others_an_error():
+async def test_at_the_end_streams_get_an_error_event_and_others_an_error(made):
     """Once streams were cut in the middle of the chunked body, and counted as clients that had left."""
-    async with cluster() as made:
-        begun = asyncio.Event()
-        made.decode.fault = "hang_mid"
-        streaming = asyncio.create_task(stream(made, begun))
-        await within(begun.wait())
-        await within(made.decode.progress.wait())
-        made.prefill.arrived.clear()
-        made.prefill.fault = "hang"
-        whole = asyncio.create_task(made.post(COMPLETIONS, BODY))
-        await within(made.prefill.arrived.wait())
-        assert len(made.proxy.drain) == 2
-        made.proxy.drain.end()
-        error = json.loads((await within(streaming))[-1])["error"]
-        assert (error["code"], error["message"]) == (503, "the proxy is being stopped")
-        status, _, raw = await within(whole)
-        assert (status, json.loads(raw)["error"]["message"]) == (503, "the proxy is being stopped")
-        await made.metric_reaches(2, "pdx_proxy_requests_total", outcome="stopped")
-        assert await made.metric("pdx_proxy_requests_total", outcome="client_gone") == 0
-        assert await made.metric("pdx_proxy_cancels_total", reason="stopped") == 2
-        await within(made.prefill.closed.wait())
-        assert len(made.proxy.drain) == 0
+    begun = asyncio.Event()
+    made.decode.fault = "hang_mid"
+    streaming = asyncio.create_task(stream(made, begun))
+    await within(begun.wait())
+    await within(made.decode.progress.wait())
+    made.prefill.arrived.clear()
+    made.prefill.fault = "hang"
+    whole = asyncio.create_task(made.post(COMPLETIONS, BODY))
+    await within(made.prefill.arrived.wait())
+    assert len(made.proxy.drain) == 2
+    made.proxy.drain.end()
+    error = json.loads((await within(streaming))[-1])["error"]
+    assert (error["code"], error["message"]) == (503, "the proxy is being stopped")
+    status, _, raw = await within(whole)
+    assert (status, json.loads(raw)["error"]["message"]) == (503, "the proxy is being stopped")
+    await made.metric_reaches(2, "pdx_proxy_requests_total", outcome="stopped")
+    assert await made.metric("pdx_proxy_requests_total", outcome="client_gone") == 0
+    assert await made.metric("pdx_proxy_cancels_total", reason="stopped") == 2
+    await within(made.prefill.closed.wait())
+    assert len(made.proxy.drain) == 0
 
 
-async def test_a_body_that_is_still_coming_is_ended_too():
-    async with cluster() as made:
-        host, port = made.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        writer.write(head + b"Content-Length: 1000\r\n\r\n{")
-        async with asyncio.timeout(10):
-            while not len(made.proxy.drain):
-                await asyncio.sleep(0.005)
-        made.proxy.drain.end()
-        assert b" 503 " in await within(reader.readline())
-        writer.close()
-        assert await made.metric("pdx_proxy_requests_total", outcome="stopped") == 1
+async def test_a_body_that_is_still_coming_is_ended_too(made):
+    host, port = made.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Content-Length: 1000\r\n\r\n{")
+    async with asyncio.timeout(10):
+        while not len(made.proxy.drain):
+            await asyncio.sleep(0.005)
+    made.proxy.drain.end()
+    assert b" 503 " in await within(reader.readline())
+    writer.close()
+    assert await made.metric("pdx_proxy_requests_total", outcome="stopped") == 1
 
 
 async def test_a_signal_lets_requests_finish(tmp_path):

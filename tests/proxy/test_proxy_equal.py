@@ -69,21 +69,20 @@ async def test_stream(path, options, details):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_whole(path):
-    async with cluster() as made:
-        modes = set()
-        for prompt in PROMPTS:
-            body = {"model": "hash", "temperature": 0, "max_tokens": 12}
-            body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
-            modes.add(await assert_equal(made, path, body))
-        assert modes == ({"forward", "sampled"} if path == COMPLETIONS else {"sampled"})
-        legs = [body["kv_transfer_params"] for body in made.decode.bodies if "kv_transfer_params" in body]
-        assert len(legs) >= len(PROMPTS) * 2 // 3
-        assert all(leg["do_remote_prefill"] for leg in legs)
-        if path == CHAT:  # sent before the prefill leg has counted any tokens
-            assert all(leg["is_early"] for leg in legs)
-        else:
-            assert all(leg["prefill_tokens"] > 1 for leg in legs)
+async def test_whole(made, path):
+    modes = set()
+    for prompt in PROMPTS:
+        body = {"model": "hash", "temperature": 0, "max_tokens": 12}
+        body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+        modes.add(await assert_equal(made, path, body))
+    assert modes == ({"forward", "sampled"} if path == COMPLETIONS else {"sampled"})
+    legs = [body["kv_transfer_params"] for body in made.decode.bodies if "kv_transfer_params" in body]
+    assert len(legs) >= len(PROMPTS) * 2 // 3
+    assert all(leg["do_remote_prefill"] for leg in legs)
+    if path == CHAT:  # sent before the prefill leg has counted any tokens
+        assert all(leg["is_early"] for leg in legs)
+    else:
+        assert all(leg["prefill_tokens"] > 1 for leg in legs)
 
 
 FIELDS = {
@@ -148,31 +147,28 @@ async def test_any_mix_of_fields(seed):
         {"stream_interval": 0},
     ],
 )
-async def test_no_token_is_sent_before_an_engine_has_read_odd_stream_options(fields):
-    async with cluster() as made:
-        for prompt in (FORWARDED, ENDED):
-            body = {"prompt": prompt, "temperature": 0, "stream": True, **fields}
-            assert await assert_equal(made, COMPLETIONS, body) != "forward"
+async def test_no_token_is_sent_before_an_engine_has_read_odd_stream_options(made, fields):
+    for prompt in (FORWARDED, ENDED):
+        body = {"prompt": prompt, "temperature": 0, "stream": True, **fields}
+        assert await assert_equal(made, COMPLETIONS, body) != "forward"
 
 
-async def test_forwarded_token_is_sent_before_the_decode_leg_starts():
-    async with cluster() as made:
-        body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": True}
-        made.decode.fault = "hang"
-        async with made.client.post(made.url + COMPLETIONS, json=body) as response:
-            assert response.headers["x-pdx-mode"] == "forward"
-            first = json.loads((await response.content.readuntil(b"\n\n"))[6:])
-            assert first["choices"][0]["text"]
-            assert first["choices"][0]["finish_reason"] is None
+async def test_forwarded_token_is_sent_before_the_decode_leg_starts(made):
+    body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": True}
+    made.decode.fault = "hang"
+    async with made.client.post(made.url + COMPLETIONS, json=body) as response:
+        assert response.headers["x-pdx-mode"] == "forward"
+        first = json.loads((await response.content.readuntil(b"\n\n"))[6:])
+        assert first["choices"][0]["text"]
+        assert first["choices"][0]["finish_reason"] is None
 
 
-async def test_first_token_that_is_half_a_character_is_sampled_by_the_decoder():
-    async with cluster() as made:
-        body = {"prompt": HALF, "temperature": 0, "max_tokens": 6}
-        assert await assert_equal(made, COMPLETIONS, body) == "sampled"
-        assert await assert_equal(made, COMPLETIONS, {**body, "stream": True}) == "sampled"
-        assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token") == 2
-        assert made.decode.bodies[-1]["kv_transfer_params"]["do_remote_prefill"]
+async def test_first_token_that_is_half_a_character_is_sampled_by_the_decoder(made):
+    body = {"prompt": HALF, "temperature": 0, "max_tokens": 6}
+    assert await assert_equal(made, COMPLETIONS, body) == "sampled"
+    assert await assert_equal(made, COMPLETIONS, {**body, "stream": True}) == "sampled"
+    assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token") == 2
+    assert made.decode.bodies[-1]["kv_transfer_params"]["do_remote_prefill"]
 
 
 async def test_without_forward_every_completion_is_sampled():
@@ -191,8 +187,7 @@ SERVERS = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(("name", "stream"), [*((name, True) for name in SERVERS), ("penalty", False), ("cap", False)])
 async def test_what_a_server_adds_to_every_request(name, stream):
     async with cluster(server=SERVERS[name]) as made:
         modes = set()
@@ -253,21 +248,20 @@ async def test_an_engine_that_would_continue_otherwise_is_not_asked_to(other, st
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("news", ["detached", "unknown", "another"])
-async def test_what_is_known_of_the_decoder_when_the_first_token_comes_decides(news, stream):
+async def test_what_is_known_of_the_decoder_when_the_first_token_comes_decides(made, news, stream):
     """While the prompt is computed the engines' node says something else of them: no answer ends with that."""
-    async with cluster() as made:
-        made.prefill.fault = "hold"
-        body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": stream}
-        request = asyncio.create_task(made.post(COMPLETIONS, body))
-        await within(made.prefill.arrived.wait())
-        engines = [] if news == "detached" else [("p0", "prefill", made.prefill.url), ("d0", "decode", made.decode.url)]
-        made.decode.server = Server(logits_processor=news == "another")
-        facts = None if news == "unknown" else made.decode.server.facts
-        await made.node.report(*engines, facts=facts)
-        await made.metric_reaches(2, "pdx_proxy_reports_total")
-        made.prefill.released.set()
-        status, headers, got = await within(request)
-        assert (status, headers["x-pdx-mode"]) == (200, "sampled")
-        _, _, alone = await made.post(COMPLETIONS, body, base=made.decode.url, headers={"X-Request-Id": "x"})
-        normal = normal_stream if stream else normal_whole
-        assert normal(got) == normal(alone)
+    made.prefill.fault = "hold"
+    body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": stream}
+    request = asyncio.create_task(made.post(COMPLETIONS, body))
+    await within(made.prefill.arrived.wait())
+    engines = [] if news == "detached" else [("p0", "prefill", made.prefill.url), ("d0", "decode", made.decode.url)]
+    made.decode.server = Server(logits_processor=news == "another")
+    facts = None if news == "unknown" else made.decode.server.facts
+    await made.node.report(*engines, facts=facts)
+    await made.metric_reaches(2, "pdx_proxy_reports_total")
+    made.prefill.released.set()
+    status, headers, got = await within(request)
+    assert (status, headers["x-pdx-mode"]) == (200, "sampled")
+    _, _, alone = await made.post(COMPLETIONS, body, base=made.decode.url, headers={"X-Request-Id": "x"})
+    normal = normal_stream if stream else normal_whole
+    assert normal(got) == normal(alone)

@@ -74,7 +74,7 @@ async def test_prefill_fails_and_one_engine_serves_alone(path, stream, fault, re
             monkeypatch.setattr(relay.answer, "decode_prefill", defective)
         else:
             await broken(made.prefill, fault)
-        status, headers, raw = await made.post(path, body)
+        status, headers, raw = await made.outlast(made.post(path, body))
         assert (status, headers["x-pdx-mode"], text_of(raw, stream=stream)) == (200, "alone", want)
         assert len(made.decode.seen) == 1
         assert await made.node.cancelled() == headers["x-pdx-transfer-id"]
@@ -90,7 +90,7 @@ async def test_another_prefill_engine_takes_over(fault):
     async with cluster(prefills=2, **patience(fault)) as made:
         want = await expected(made)
         await broken(made.prefill, fault)
-        status, headers, raw = await made.post(COMPLETIONS, BODY)
+        status, headers, raw = await made.outlast(made.post(COMPLETIONS, BODY))
         assert (status, headers["x-pdx-mode"], text_of(raw)) == (200, "forward", want)
         assert await made.metric("pdx_proxy_failovers_total", leg="prefill") == 1
         assert {transfer_of(made.prefills[1]), transfer_of(made.decode)} == {headers["x-pdx-transfer-id"]}
@@ -100,13 +100,12 @@ async def test_another_prefill_engine_takes_over(fault):
             assert await made.node.cancelled() == transfer_of(made.prefill)
 
 
-async def test_prefill_that_refused_is_left_in_peace_for_a_moment():
-    async with cluster() as made:
-        await made.prefill.stop()
-        for _ in range(3):
-            assert (await made.post(COMPLETIONS, BODY))[1]["x-pdx-mode"] == "alone"
-        assert await made.metric("pdx_proxy_fallbacks_total", reason="prefill_refused") == 1
-        assert await made.metric("pdx_proxy_fallbacks_total", reason="no_prefiller") == 2
+async def test_prefill_that_refused_is_left_in_peace_for_a_moment(made):
+    await made.prefill.stop()
+    for _ in range(3):
+        assert (await made.post(COMPLETIONS, BODY))[1]["x-pdx-mode"] == "alone"
+    assert await made.metric("pdx_proxy_fallbacks_total", reason="prefill_refused") == 1
+    assert await made.metric("pdx_proxy_fallbacks_total", reason="no_prefiller") == 2
 
 
 async def test_connect_timeout():
@@ -235,14 +234,13 @@ async def test_a_chat_that_leaves_ends_both_of_its_legs():
         assert await made.node.cancelled() == transfer
 
 
-async def test_a_chat_that_its_decode_engine_refuses_is_not_late():
-    async with cluster() as made:
-        made.prefill.fault = "hold"
-        made.decode.fault = 404
-        assert (await made.post(CHAT, TALK))[0] == 404
-        await within(made.prefill.closed.wait())
-        assert await made.node.cancelled() == transfer_of(made.prefill)
-        assert await made.metric("pdx_proxy_cancels_total", reason="decode_refused") == 1
+async def test_a_chat_that_its_decode_engine_refuses_is_not_late(made):
+    made.prefill.fault = "hold"
+    made.decode.fault = 404
+    assert (await made.post(CHAT, TALK))[0] == 404
+    await within(made.prefill.closed.wait())
+    assert await made.node.cancelled() == transfer_of(made.prefill)
+    assert await made.metric("pdx_proxy_cancels_total", reason="decode_refused") == 1
 
 
 # ---- defects ------------------------------------------------------------------------------------
@@ -256,13 +254,12 @@ async def test_a_chat_that_its_decode_engine_refuses_is_not_late():
         (CHAT, TALK, (relay.router, "decoder", lambda *_args, **_kwargs: None), "no_decoder", 503),
     ],
 )
-async def test_nodes_are_told_where_no_engine_decodes(path, body, broken, reason, code, monkeypatch):
+async def test_nodes_are_told_where_no_engine_decodes(made, path, body, broken, reason, code, monkeypatch):
     """For a defect, or because none is left."""
-    async with cluster() as made:
-        monkeypatch.setattr(*broken)
-        assert (await made.post(path, body))[0] == code
-        assert await made.node.cancelled() == transfer_of(made.prefill)
-        assert await made.metric("pdx_proxy_cancels_total", reason=reason) == 1
+    monkeypatch.setattr(*broken)
+    assert (await made.post(path, body))[0] == code
+    assert await made.node.cancelled() == transfer_of(made.prefill)
+    assert await made.metric("pdx_proxy_cancels_total", reason=reason) == 1
 
 
 # ---- the decode leg -----------------------------------------------------------------------------
@@ -284,7 +281,7 @@ async def test_decoder_dies_before_it_answers_and_another_takes_over(prompt, fau
             await made.post(COMPLETIONS, BODY)
         made.decode.seen.clear()
         await broken(made.decode, fault)
-        status, _, raw = await made.post(COMPLETIONS, {**body, "stream": stream})
+        status, _, raw = await made.outlast(made.post(COMPLETIONS, {**body, "stream": stream}))
         assert made.decode.seen or fault == "refuse", "the test is about the engine that was planned"
         assert (status, text_of(raw, stream=stream)) == (200, want)
         assert "kv_transfer_params" in made.decodes[1].bodies[-1]
@@ -296,26 +293,25 @@ async def test_no_engine_answers(fault, code):
     async with cluster(prefills=0, decodes=2, **patience(fault)) as made:
         for engine in made.decodes:
             engine.fault = fault
-        status, _, raw = await made.post(COMPLETIONS, {**BODY, "n": 2, "stream": fault == "hang"})
+        status, _, raw = await made.outlast(made.post(COMPLETIONS, {**BODY, "n": 2, "stream": fault == "hang"}))
         assert (status, json.loads(raw)["error"]["code"]) == (code, code)
         assert [len(engine.seen) for engine in made.decodes] == [1, 1]
 
 
 @pytest.mark.parametrize(("fault", "code"), [("reset", 502), (429, 429)])
-async def test_the_transfer_of_a_request_that_nobody_answers_is_cancelled(fault, code):
-    async with cluster() as made:
-        made.prefill.fault = "hold"
-        request = asyncio.create_task(made.post(COMPLETIONS, BODY))
-        await within(made.prefill.arrived.wait())
-        made.decode.fault = fault
-        transfer = transfer_of(made.prefill)
-        made.prefill.released.set()
-        made.decode.arrived.clear()
-        await within(made.decode.arrived.wait())
-        made.prefill.fault = fault  # it has answered; as the last resort it fails, too
-        status, headers, raw = await within(request)
-        assert (status, json.loads(raw)["error"]["code"]) == (code, code)
-        assert headers["x-pdx-transfer-id"] == await made.node.cancelled() == transfer
+async def test_the_transfer_of_a_request_that_nobody_answers_is_cancelled(made, fault, code):
+    made.prefill.fault = "hold"
+    request = asyncio.create_task(made.post(COMPLETIONS, BODY))
+    await within(made.prefill.arrived.wait())
+    made.decode.fault = fault
+    transfer = transfer_of(made.prefill)
+    made.prefill.released.set()
+    made.decode.arrived.clear()
+    await within(made.decode.arrived.wait())
+    made.prefill.fault = fault  # it has answered; as the last resort it fails, too
+    status, headers, raw = await within(request)
+    assert (status, json.loads(raw)["error"]["code"]) == (code, code)
+    assert headers["x-pdx-transfer-id"] == await made.node.cancelled() == transfer
 
 
 @pytest.mark.parametrize(("fault", "code"), [("reset", 502), (429, 429)])
@@ -361,37 +357,34 @@ async def test_a_proxy_that_stood_still_after_a_refusal_tries_another(monkeypatc
         assert await made.metric("pdx_proxy_failovers_total", reason="refused") == 1
 
 
-async def test_prefill_engine_decodes_as_a_last_resort():
-    async with cluster() as made:
-        want = await expected(made)
-        await made.decode.stop()
-        status, _, raw = await made.post(COMPLETIONS, BODY)
-        assert (status, text_of(raw)) == (200, want)
-        assert await made.metric("pdx_proxy_failovers_total", reason="refused") == 1
-        status, headers, raw = await made.post(COMPLETIONS, BODY)  # now it is known: no second leg
-        assert (status, headers["x-pdx-mode"], text_of(raw)) == (200, "alone", want)
+async def test_prefill_engine_decodes_as_a_last_resort(made):
+    want = await expected(made)
+    await made.decode.stop()
+    status, _, raw = await made.post(COMPLETIONS, BODY)
+    assert (status, text_of(raw)) == (200, want)
+    assert await made.metric("pdx_proxy_failovers_total", reason="refused") == 1
+    status, headers, raw = await made.post(COMPLETIONS, BODY)  # now it is known: no second leg
+    assert (status, headers["x-pdx-mode"], text_of(raw)) == (200, "alone", want)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_continuation_is_refused(stream):
-    async with cluster() as made:
-        await made.post(COMPLETIONS, BODY)
-        made.decode.fault = 400
-        status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": stream})
-        if stream:  # the first token was gone already
-            assert (status, events(raw)[-1]["error"]["code"]) == (200, 502)
-        else:  # the second opinion, on the client's own request
-            assert (status, headers["x-pdx-mode"]) == (400, "alone")
-            assert made.decode.bodies[-1] == {**BODY, "stream": False}
+async def test_continuation_is_refused(made, stream):
+    await made.post(COMPLETIONS, BODY)
+    made.decode.fault = 400
+    status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": stream})
+    if stream:  # the first token was gone already
+        assert (status, events(raw)[-1]["error"]["code"]) == (200, 502)
+    else:  # the second opinion, on the client's own request
+        assert (status, headers["x-pdx-mode"]) == (400, "alone")
+        assert made.decode.bodies[-1] == {**BODY, "stream": False}
 
 
-async def test_a_request_the_engine_refuses_is_refused_by_the_engine():
-    async with cluster() as made:
-        body = {**BODY, "max_tokens": 5000}
-        direct = await made.post(COMPLETIONS, body, base=made.decode.url)
-        status, _, raw = await made.post(COMPLETIONS, body)
-        assert (status, raw) == (direct[0], direct[2]) == (400, direct[2])
-        assert await made.metric("pdx_proxy_requests_total", outcome="client_error") == 1
+async def test_a_request_the_engine_refuses_is_refused_by_the_engine(made):
+    body = {**BODY, "max_tokens": 5000}
+    direct = await made.post(COMPLETIONS, body, base=made.decode.url)
+    status, _, raw = await made.post(COMPLETIONS, body)
+    assert (status, raw) == (direct[0], direct[2]) == (400, direct[2])
+    assert await made.metric("pdx_proxy_requests_total", outcome="client_error") == 1
 
 
 # ---- streams ------------------------------------------------------------------------------------
@@ -416,7 +409,7 @@ async def test_an_error_in_place_of_a_first_event_goes_to_no_client():
 async def test_decoder_dies_in_the_middle_of_a_stream(prompt, fault):
     async with cluster(**patience(fault)) as made:
         made.decode.fault = fault
-        status, headers, raw = await made.post(COMPLETIONS, {**BODY, "prompt": prompt, "stream": True})
+        status, headers, raw = await made.outlast(made.post(COMPLETIONS, {**BODY, "prompt": prompt, "stream": True}))
         assert status == 200
         found = events(raw)
         assert all("choices" in chunk for chunk in found[:-1])
@@ -456,15 +449,14 @@ async def test_what_comes_after_the_end_of_a_stream_is_no_error(prompt, monkeypa
         assert await made.metric("pdx_proxy_cancels_total") == 0
 
 
-async def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone():
-    async with cluster() as made:
-        made.decode.fault = "hang_after"
-        async with made.client.post(made.url + COMPLETIONS, json={**BODY, "stream": True}) as response:
-            await within(response.content.readuntil(DONE))
-            response.close()
-        await within(made.decode.closed.wait())
-        await made.metric_reaches(1, "pdx_proxy_requests_total", outcome="ok")
-        assert await made.metric("pdx_proxy_cancels_total") == 0
+async def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone(made):
+    made.decode.fault = "hang_after"
+    async with made.client.post(made.url + COMPLETIONS, json={**BODY, "stream": True}) as response:
+        await within(response.content.readuntil(DONE))
+        response.close()
+    await within(made.decode.closed.wait())
+    await made.metric_reaches(1, "pdx_proxy_requests_total", outcome="ok")
+    assert await made.metric("pdx_proxy_cancels_total") == 0
 
 
 # ---- nodes --------------------------------------------------------------------------------------

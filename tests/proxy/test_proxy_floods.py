@@ -6,6 +6,7 @@ import resource
 import socket
 
 import aiohttp
+import pytest
 from proxy_harness import Node
 from proxy_process import proxy_process
 
@@ -46,6 +47,7 @@ async def honest_are_served(made):
         assert await made.ask(newcomer) == 200
 
 
+@pytest.mark.long
 async def test_strangers_at_the_control_port_keep_nobody_out(tmp_path):
     """Once 400 connections took all descriptors: no client could connect, and the process used a core up."""
     options, secure = curve(tmp_path)
@@ -64,6 +66,7 @@ async def test_strangers_at_the_control_port_keep_nobody_out(tmp_path):
         assert len(made.log) < 10_000
 
 
+@pytest.mark.long
 async def test_idle_connections_keep_nobody_out(tmp_path):
     """Once they took all descriptors: honest clients got 503, and a node that connected made ZMQ end the process."""
     async with proxy_process(tmp_path, limit=LIMIT) as made:
@@ -78,6 +81,7 @@ async def test_idle_connections_keep_nobody_out(tmp_path):
         assert len(made.log) < 10_000
 
 
+@pytest.mark.long
 async def test_without_a_descriptor_left_nobody_ends_the_proxy(tmp_path):
     """ZMQ ends the process where its accept at a Unix socket finds none."""
     async with proxy_process(tmp_path, limit=LIMIT) as made:

@@ -37,16 +37,15 @@ async def test_the_log_says_who_is_there_and_who_is_gone(caplog):
         assert len(said()) == len(set(said()))
 
 
-async def test_where_no_engine_can_be_reached_the_answer_says_so_and_when_to_come_back(caplog):
-    async with cluster() as made:
-        await made.prefill.stop()
-        await made.decode.stop()
-        for stream in (False, True):
-            status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": stream})
-            said = "no engine that could serve this request can be reached (refused); come back later"
-            assert (status, json.loads(raw)["error"]["message"]) == (503, said)
-            assert 1 <= int(headers["Retry-After"]) <= 30
-        assert {record.name for record in caplog.records if record.levelno == logging.WARNING} == {"pdx.proxy.app"}
+async def test_where_no_engine_can_be_reached_the_answer_says_so_and_when_to_come_back(made, caplog):
+    await made.prefill.stop()
+    await made.decode.stop()
+    for stream in (False, True):
+        status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": stream})
+        said = "no engine that could serve this request can be reached (refused); come back later"
+        assert (status, json.loads(raw)["error"]["message"]) == (503, said)
+        assert 1 <= int(headers["Retry-After"]) <= 30
+    assert {record.name for record in caplog.records if record.levelno == logging.WARNING} == {"pdx.proxy.app"}
 
 
 async def test_without_any_engine_a_client_is_told_to_come_back():

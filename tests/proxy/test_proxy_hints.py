@@ -39,41 +39,39 @@ async def answer(node, *verdicts):
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, BODY), (CHAT, CHATTED)])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_engines_of_pdx_are_handed_the_envelope_and_the_client_is_told_what_became_of_it(path, body, stream):
-    async with cluster() as made:
-        verdicts = [Verdict("lease_s", "clipped", "longer is above", "60"), Verdict("priority", "accepted")]
-        node = asyncio.create_task(answer(made.node, *verdicts))
-        asks = {**body, "stream": stream, "pdx_hints": SAID, "cache_salt": "salt"}
-        status, headers, _ = await made.post(path, asks, headers={"X-Request-Id": "abc"})
-        assert status == 200
-        assert await node == "abc"
-        assert headers["X-PDX-Hints"].split(", ") == [
-            f"session={NOTHING}",
-            "priority=accepted",
-            'lease_s=clipped:60;why="longer is above"',
-            f"prefetch={NOTHING}",
-            'color=refused;why="version 1 has no such field"',
-        ]
-        for engine in (made.prefill, made.decode):
-            assert "pdx_hints" not in engine.bodies[-1], "it is no field of an engine's"
-            assert engine.bodies[-1]["kv_transfer_params"]["pdx_hints"] == TOLD
-            assert engine.bodies[-1]["cache_salt"] == "salt"
+async def test_engines_are_handed_the_envelope_and_clients_told_of_it(made, path, body, stream):
+    verdicts = [Verdict("lease_s", "clipped", "longer is above", "60"), Verdict("priority", "accepted")]
+    node = asyncio.create_task(answer(made.node, *verdicts))
+    asks = {**body, "stream": stream, "pdx_hints": SAID, "cache_salt": "salt"}
+    status, headers, _ = await made.post(path, asks, headers={"X-Request-Id": "abc"})
+    assert status == 200
+    assert await node == "abc"
+    assert headers["X-PDX-Hints"].split(", ") == [
+        f"session={NOTHING}",
+        "priority=accepted",
+        'lease_s=clipped:60;why="longer is above"',
+        f"prefetch={NOTHING}",
+        'color=refused;why="version 1 has no such field"',
+    ]
+    for engine in (made.prefill, made.decode):
+        assert "pdx_hints" not in engine.bodies[-1], "it is no field of an engine's"
+        assert engine.bodies[-1]["kv_transfer_params"]["pdx_hints"] == TOLD
+        assert engine.bodies[-1]["cache_salt"] == "salt"
 
 
-async def test_a_node_hears_of_the_session_within_its_tenant():
-    async with cluster() as made:
-        for session, salt, told in (
-            ({"X-Session-ID": "mine"}, {"cache_salt": "salt"}, ("mine", "salt")),
-            ({}, {"pdx_hints": SAID}, ("mine", "")),
-            ({"X-Session-ID": "other"}, {"pdx_hints": SAID, "cache_salt": "s"}, ("mine", "s")),
-            ({"X-Session-ID": "other"}, {"pdx_hints": {"version": 1}, "cache_salt": 5}, ("other", "")),
-        ):
-            tell = asyncio.create_task(made.post(COMPLETIONS, {**BODY, **salt}, headers=session))
-            arriving = await made.node._next(messages.Arriving)
-            assert (arriving.session, arriving.salt) == (digest(told[0]), tenant(told[1]))
-            if "pdx_hints" in salt and salt["pdx_hints"] is SAID:
-                await answer(made.node)
-            assert (await tell)[0] == 200
+async def test_a_node_hears_of_the_session_within_its_tenant(made):
+    for session, salt, told in (
+        ({"X-Session-ID": "mine"}, {"cache_salt": "salt"}, ("mine", "salt")),
+        ({}, {"pdx_hints": SAID}, ("mine", "")),
+        ({"X-Session-ID": "other"}, {"pdx_hints": SAID, "cache_salt": "s"}, ("mine", "s")),
+        ({"X-Session-ID": "other"}, {"pdx_hints": {"version": 1}, "cache_salt": 5}, ("other", "")),
+    ):
+        tell = asyncio.create_task(made.post(COMPLETIONS, {**BODY, **salt}, headers=session))
+        arriving = await made.node._next(messages.Arriving)
+        assert (arriving.session, arriving.salt) == (digest(told[0]), tenant(told[1]))
+        if "pdx_hints" in salt and salt["pdx_hints"] is SAID:
+            await answer(made.node)
+        assert (await tell)[0] == 200
 
 
 async def test_an_engine_that_pdx_is_not_in_gets_none_of_it(monkeypatch):
@@ -134,32 +132,30 @@ def test_what_is_deep_large_or_no_number_is_refused(raw):
         ("request_id", False),  # an engine's stream says it as well, and cannot
     ],
 )
-async def test_half_a_character_costs_its_request_nothing(field, stream):
+async def test_half_a_character_costs_its_request_nothing(made, field, stream):
     """Python's reader of JSON makes texts of it that have no bytes."""
-    async with cluster() as made:
-        said = {"version": 1, "color": "red"}
-        asks = {**BODY, "stream": stream, "pdx_hints": said}
-        (asks if field == "request_id" else said)[field] = ["\ud800"] if field == "prefetch" else "\ud800"
-        node = asyncio.create_task(answer(made.node)) if field != "request_id" else None
-        status, headers, told = await made.post(COMPLETIONS, asks)
-        assert status == 200
-        assert 'color=refused;why="version 1 has no such field"' in headers["X-PDX-Hints"]
-        assert b"choices" in told
-        assert not made.proxy.env.counters["internal_errors"]
-        if node is not None:
-            await node
+    said = {"version": 1, "color": "red"}
+    asks = {**BODY, "stream": stream, "pdx_hints": said}
+    (asks if field == "request_id" else said)[field] = ["\ud800"] if field == "prefetch" else "\ud800"
+    node = asyncio.create_task(answer(made.node)) if field != "request_id" else None
+    status, headers, told = await made.post(COMPLETIONS, asks)
+    assert status == 200
+    assert 'color=refused;why="version 1 has no such field"' in headers["X-PDX-Hints"]
+    assert b"choices" in told
+    assert not made.proxy.env.counters["internal_errors"]
+    if node is not None:
+        await node
 
 
 @pytest.mark.parametrize("request_id", ["", "r" * 257])
-async def test_of_a_request_without_a_name_that_nodes_know_none_is_asked(request_id):
-    async with cluster() as made:
-        asks = {**BODY, "pdx_hints": {"version": 1, "priority": 4}, "request_id": request_id}
-        _, headers, _ = await made.post(COMPLETIONS, asks)
-        assert headers["X-PDX-Hints"] == f"priority={NOTHING}"
-        asks["request_id"] = "named"
-        tell = asyncio.create_task(made.post(COMPLETIONS, asks))
-        assert await answer(made.node, Verdict("priority", "accepted")) == "named"
-        assert (await tell)[1]["X-PDX-Hints"] == "priority=accepted"
+async def test_of_a_request_without_a_name_that_nodes_know_none_is_asked(made, request_id):
+    asks = {**BODY, "pdx_hints": {"version": 1, "priority": 4}, "request_id": request_id}
+    _, headers, _ = await made.post(COMPLETIONS, asks)
+    assert headers["X-PDX-Hints"] == f"priority={NOTHING}"
+    asks["request_id"] = "named"
+    tell = asyncio.create_task(made.post(COMPLETIONS, asks))
+    assert await answer(made.node, Verdict("priority", "accepted")) == "named"
+    assert (await tell)[1]["X-PDX-Hints"] == "priority=accepted"
 
 
 async def test_what_clients_may_ask_for_is_clipped():

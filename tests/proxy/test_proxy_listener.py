@@ -54,24 +54,23 @@ def test_without_room_an_idle_connection_makes_room(caplog, room):
     assert [record.message for record in caplog.records if "idle connections are closed" in record.message]
 
 
-async def test_those_who_have_just_come_do_not_make_room_for_each_other(room):
+async def test_those_who_have_just_come_do_not_make_room_for_each_other(made, room):
     """Strangers who ask once and keep their connection would leave newcomers no time to send a head."""
-    async with cluster() as made:
-        served = []
-        for _ in range(5):
-            reader, writer = await dial(made)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert b"}" in await within(reader.readuntil(b"}"))
-            served.append((reader, writer))
-        young, writer = await dial(made)
-        room(False)
-        _, other = await dial(made)
-        assert await within(served[0][0].read()) == b""
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        assert b" 200 OK" in await within(young.read())
-        room(True)
-        for each in (other, writer, *(pair[1] for pair in served)):
-            each.close()
+    served = []
+    for _ in range(5):
+        reader, writer = await dial(made)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"}" in await within(reader.readuntil(b"}"))
+        served.append((reader, writer))
+    young, writer = await dial(made)
+    room(False)
+    _, other = await dial(made)
+    assert await within(served[0][0].read()) == b""
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b" 200 OK" in await within(young.read())
+    room(True)
+    for each in (other, writer, *(pair[1] for pair in served)):
+        each.close()
 
 
 async def test_a_connection_whose_body_does_not_come_makes_room(room):
@@ -93,25 +92,24 @@ async def test_a_connection_whose_body_does_not_come_makes_room(room):
         assert (await made.get("/health"))[0] == 200
 
 
-async def test_where_all_are_busy_a_newcomer_is_told_to_come_again(room):
-    async with cluster() as made:
-        made.prefill.fault = made.decode.fault = "hold"
-        busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
-        await within(made.prefill.arrived.wait())
-        room(False)
-        for _ in range(3):
-            reader, writer = await dial(made)
-            head, _, body = (await within(reader.read())).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 503 ")
-            assert b"Retry-After: 1\r\n" in head
-            assert b"Connection: close" in head
-            assert json.loads(body)["error"]["code"] == 503
-            writer.close()
-        room(True)
-        made.prefill.released.set()
-        made.decode.released.set()
-        assert (await within(busy))[0] == 200
-        assert await event(made, "connections_refused") == 3
+async def test_where_all_are_busy_a_newcomer_is_told_to_come_again(made, room):
+    made.prefill.fault = made.decode.fault = "hold"
+    busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
+    await within(made.prefill.arrived.wait())
+    room(False)
+    for _ in range(3):
+        reader, writer = await dial(made)
+        head, _, body = (await within(reader.read())).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: 1\r\n" in head
+        assert b"Connection: close" in head
+        assert json.loads(body)["error"]["code"] == 503
+        writer.close()
+    room(True)
+    made.prefill.released.set()
+    made.decode.released.set()
+    assert (await within(busy))[0] == 200
+    assert await event(made, "connections_refused") == 3
 
 
 @pytest.mark.parametrize("begins", [b"", b"GET /health HT", HEAD])

@@ -34,30 +34,28 @@ async def answer(node, *found):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_asks_is_told_in_a_header(stream):
-    async with cluster() as made:
-        node = asyncio.create_task(
-            answer(made.node, explained("decoder-1", "cmpl-abc-0"), explained("prefiller", "cmpl-abc-0"))
-        )
-        status, headers, _ = await made.post(COMPLETIONS, {**BODY, "stream": stream}, headers=ASKS)
-        assert status == 200
-        assert await node == "abc"
-        parts = headers["X-PDX-Why"].split("; ")
-        assert sorted(parts) == [
-            f"{name} 5/8 chunks, from memory:3 disk:2, missing evicted:2 new:1" for name in ("decoder-", "prefille")
-        ]
+async def test_a_client_that_asks_is_told_in_a_header(made, stream):
+    node = asyncio.create_task(
+        answer(made.node, explained("decoder-1", "cmpl-abc-0"), explained("prefiller", "cmpl-abc-0"))
+    )
+    status, headers, _ = await made.post(COMPLETIONS, {**BODY, "stream": stream}, headers=ASKS)
+    assert status == 200
+    assert await node == "abc"
+    parts = headers["X-PDX-Why"].split("; ")
+    assert sorted(parts) == [
+        f"{name} 5/8 chunks, from memory:3 disk:2, missing evicted:2 new:1" for name in ("decoder-", "prefille")
+    ]
 
 
-async def test_a_node_that_tells_without_end_makes_no_header_that_clients_refuse():
+async def test_a_node_that_tells_without_end_makes_no_header_that_clients_refuse(made):
     """aiohttp's own client takes 8,190 bytes."""
-    async with cluster() as made:
-        reasons = [Reason(0, 1, True, chr(0x4E00 + kind) * 16, "") for kind in range(64)]
-        told = [Explanation("cmpl-abc-0", f"e{at}", 0.0, 0.0, 8, 5, reasons) for at in range(32)]
-        node = asyncio.create_task(answer(made.node, *told))
-        status, headers, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
-        await node
-        assert status == 200
-        assert len(headers["X-PDX-Why"].encode()) < 8190
+    reasons = [Reason(0, 1, True, chr(0x4E00 + kind) * 16, "") for kind in range(64)]
+    told = [Explanation("cmpl-abc-0", f"e{at}", 0.0, 0.0, 8, 5, reasons) for at in range(32)]
+    node = asyncio.create_task(answer(made.node, *told))
+    status, headers, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
+    await node
+    assert status == 200
+    assert len(headers["X-PDX-Why"].encode()) < 8190
 
 
 def test_names_of_others_are_not_told():
@@ -82,32 +80,29 @@ async def test_without_debug_headers_nobody_is_told():
         assert "X-PDX-Why" not in told
 
 
-async def test_nodes_that_do_not_answer_or_do_not_know_cost_a_moment():
-    async with cluster() as made:
-        node = asyncio.create_task(answer(made.node))
-        status, told, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
-        assert status == 200
-        assert told["X-PDX-Why"] == "no node knows this request"
-        await node
+async def test_nodes_that_do_not_answer_or_do_not_know_cost_a_moment(made):
+    node = asyncio.create_task(answer(made.node))
+    status, told, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
+    assert status == 200
+    assert told["X-PDX-Why"] == "no node knows this request"
+    await node
 
 
-async def test_what_a_node_says_of_another_request_is_no_answer():
-    async with cluster() as made:
-        node = asyncio.create_task(answer(made.node, explained("e", "cmpl-xyz-0")))
-        _, told, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
-        assert told["X-PDX-Why"] == "no node knows this request"
-        await node
+async def test_what_a_node_says_of_another_request_is_no_answer(made):
+    node = asyncio.create_task(answer(made.node, explained("e", "cmpl-xyz-0")))
+    _, told, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
+    assert told["X-PDX-Why"] == "no node knows this request"
+    await node
 
 
-async def test_who_has_not_reported_is_not_believed():
-    async with cluster() as made:
-        stranger = Node(made.node.address, "stranger")
-        await stranger.socket.send(messages.encode(Explained([explained("e", "cmpl-abc-0")], 1)))
-        node = asyncio.create_task(answer(made.node, explained("decoder", "cmpl-abc-0")))
-        _, told, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
-        assert told["X-PDX-Why"].startswith("decoder 5/8")
-        await node
-        stranger.close()
+async def test_who_has_not_reported_is_not_believed(made):
+    stranger = Node(made.node.address, "stranger")
+    await stranger.socket.send(messages.encode(Explained([explained("e", "cmpl-abc-0")], 1)))
+    node = asyncio.create_task(answer(made.node, explained("decoder", "cmpl-abc-0")))
+    _, told, _ = await made.post(COMPLETIONS, BODY, headers=ASKS)
+    assert told["X-PDX-Why"].startswith("decoder 5/8")
+    await node
+    stranger.close()
 
 
 async def test_only_so_many_may_wait_for_it(monkeypatch):

@@ -125,7 +125,7 @@ def random_step(bed, rng):
     """Something happens to some chunk."""
     at = key(rng.randrange(24))
     tier = rng.choice([bed.disk, bed.remote])
-    match rng.randrange(8):
+    match rng.randrange(7):
         case 0 | 1 | 2:
             chunks = [key(rng.randrange(24)) for _ in range(rng.randrange(1, 5))]
             bed.put(*dict.fromkeys(chunks), shards=1 + (at[1] % 2 if len(bed.names) == 1 else 0))
@@ -137,5 +137,3 @@ def random_step(bed, rng):
             tier.drop(at)
         case 6 if len(bed.names) > 1:
             bed.put(at, arenas=(1,))
-        case 7:
-            bed.log.moved(at, rng.choice(bed.names), tier.name)

@@ -63,6 +63,9 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
         return sum(len(change.keys) for change in self.changes)
 
 
+_Told = dict[tuple[bool, str], list[bytes]]  # whether these keys are there now, and in which tier
+
+
 class EventLog:
     """Owned by the control loop. Until somebody follows it costs nothing, and knows nothing of what was before.
 
@@ -93,7 +96,6 @@ class EventLog:
         self._followers: dict[object, bool] = {}  # whether it wants to know of names
         self._ring: deque[Batch] = deque()
         self._kept = 0  # keys in the ring
-        self._moved: list[tuple[bytes, str, str]] = []
         self.seq = int((self._clock_began_at + env.clock()) * 1000) << FIRST_SHIFT
 
     # ---- who follows ------------------------------------------------------------------------
@@ -123,47 +125,31 @@ class EventLog:
         for level in self._tiers.below:
             yield from level
 
-    def moved(self, key: bytes, source: str, target: str) -> None:
-        """One verb has brought this key from one tier to another: both are told in one batch."""
-        self._counters["events_moved"] += 1
-        if self._is_on:
-            self._moved.append((key, source, target))
-
     # ---- what changed -----------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
         """Whether `turn` has something to tell, or might have."""
-        news = self._index.changed_keys or self._index.changed or self._moved
-        return bool(news or any(tier.changed for tier in self._below()))
+        return bool(self._index.changed_keys or self._index.changed or any(tier.changed for tier in self._below()))
 
     def turn(self) -> Batch | None:
         """What has changed since the last turn; to be called at the end of one, if not of each."""
         if not self._is_on:
             return None
-        stored: dict[str, list[bytes]] = {}
-        removed: dict[str, list[bytes]] = {}
+        told: _Told = {}
         named: dict[str, list[Named]] = {}
         if self._index.changed_keys:
             keys, self._index.changed_keys = self._index.changed_keys, []
-            self._of_one_arena(keys, stored, removed, named)
+            self._of_one_arena(keys, told, named)
         if self._index.changed:
             changed, self._index.changed = self._index.changed, []
-            self._of_arenas(changed, stored, removed, named)
+            self._of_arenas(changed, told, named)
         for tier in self._below():
             if tier.changed:
                 touched, tier.changed = tier.changed, {}
                 for key, shards in touched.items():
-                    to = stored if tier.holds(key, shards) else removed
-                    to.setdefault(tier.name, []).append(key)
-        for key, *places in self._moved:
-            for place in places:
-                to = stored if self._is_in(key, place) else removed
-                to.setdefault(place, []).append(key)
-        self._moved.clear()
-        changes = [Change(tier, True, keys, named.get(tier, ())) for tier, keys in stored.items()]
-        changes += [Change(tier, False, keys) for tier, keys in removed.items()]
-        return self._add(changes) if changes else None
+                    told.setdefault((tier.holds(key, shards), tier.name), []).append(key)
+        return self._add(_changes(told, named)) if told else None
 
     def _add(self, changes: Sequence[Change]) -> Batch:
         self.seq += 1
@@ -177,30 +163,18 @@ class EventLog:
             self._kept -= self._ring.popleft().count
         return batch
 
-    def _of_one_arena(
-        self,
-        keys: Sequence[bytes],
-        stored: dict[str, list[bytes]],
-        removed: dict[str, list[bytes]],
-        named: dict[str, list[Named]],
-    ) -> None:
+    def _of_one_arena(self, keys: Sequence[bytes], told: _Told, named: dict[str, list[Named]]) -> None:
         """As `_of_arenas`, where the index has sorted out what was never whole."""
         whole, name = self._index.whole, self._names[0]
         here = [key for key in keys if key in whole]
         if here:
-            stored[name] = here
+            told[True, name] = here
             if any(self._followers.values()):
                 named[name] = [chunk for key in here if (chunk := whole[key][0]).blocks]
         if len(here) < len(keys):
-            removed[name] = [key for key in keys if key not in whole]
+            told[False, name] = [key for key in keys if key not in whole]
 
-    def _of_arenas(
-        self,
-        changed: Sequence[Chunk],
-        stored: dict[str, list[bytes]],
-        removed: dict[str, list[bytes]],
-        named: dict[str, list[Named]],
-    ) -> None:
+    def _of_arenas(self, changed: Sequence[Chunk], told: _Told, named: dict[str, list[Named]]) -> None:
         """A tail without names is found by nobody but its transfer, and never told of; nor is a chunk that has never
         been whole."""
         sealed = State.SEALED
@@ -214,7 +188,7 @@ class EventLog:
             if (chunk.tail and not chunk.blocks) or not (is_here or any(each.state is not sealed for each in chunks)):
                 continue
             for name in dict.fromkeys(self._names[arena] for arena in arenas or (0,)):
-                (stored if is_here else removed).setdefault(name, []).append(key)
+                told.setdefault((is_here, name), []).append(key)
                 if is_here and chunk.blocks and wants_names:
                     named.setdefault(name, []).append(chunk)
 
@@ -244,24 +218,20 @@ class EventLog:
                 yield [change for change in changes if change.keys]
 
     def _piece(self, keys: Iterable[bytes]) -> list[Change]:
-        stored: dict[str, list[bytes]] = {}
-        removed: dict[str, list[bytes]] = {}
+        told: _Told = {}
         named: dict[str, list[Named]] = {}
         if len(self._names) == 1:
             whole = self._index.whole
             keys = [key for key in keys if (found := whole.get(key)) and not (found[0].tail and not found[0].blocks)]
-            self._of_one_arena(keys, stored, removed, named)
+            self._of_one_arena(keys, told, named)
         else:
-            chunks = [chunk for key in keys for chunk in self._index.of(key)]
-            self._of_arenas(chunks, stored, removed, named)
-        return [Change(tier, True, found, named.get(tier, ())) for tier, found in stored.items()]
+            self._of_arenas([chunk for key in keys for chunk in self._index.of(key)], told, named)
+        return [change for change in _changes(told, named) if change.is_stored]
 
-    def _is_in(self, key: bytes, place: str) -> bool:
-        for tier in self._below():
-            if tier.name == place:
-                return tier.holds(key)
-        return any(
-            place in {self._names[arena] for arena in tuple(chunk.arenas) or (0,)}
-            and self._index.is_whole(key, chunk.shards, chunk.arenas)
-            for chunk in self._index.of(key)
-        )
+
+def _changes(told: _Told, named: dict[str, list[Named]]) -> list[Change]:
+    """What is stored first."""
+    return [
+        Change(tier, is_stored, keys, named.get(tier, ()) if is_stored else ())
+        for (is_stored, tier), keys in sorted(told.items(), key=lambda each: not each[0][0])
+    ]

@@ -93,21 +93,6 @@ def test_a_tail_that_is_for_one_request_is_never_told_of(bed):
     assert bed.log.turn() is None
 
 
-def test_a_move_is_told_in_one_batch(bed):
-    bed = bed()
-    bed.log.follow("me")
-    bed.put(key(1))
-    bed.log.turn()
-    bed.disk.put(key(1))
-    bed.log.turn()
-    bed.store.delete([key(1)])
-    bed.log.moved(key(1), "host", "disk")
-    batch = told(bed.log.turn())
-    assert ("disk", True, [key(1)]) in batch
-    assert ("host", False, [key(1), key(1)]) in batch
-    assert bed.counters["events_moved"] == 1
-
-
 def test_arenas_of_gpus_are_tiers_of_their_own(bed):
     bed = bed(gpus=["GPU-a", "GPU-b"])
     bed.log.follow("me")
@@ -118,7 +103,6 @@ def test_arenas_of_gpus_are_tiers_of_their_own(bed):
     (of_gpu,) = (chunk for chunk in bed.store.of(key(1)) if chunk.slot.arena == 2)
     bed.store.pools[2].drop(of_gpu, "evicted")
     assert told(bed.log.turn()) == [("GPU-a", False, [key(1)]), ("GPU-b", False, [key(1)])]
-    assert bed.log._is_in(key(1), "host")
 
 
 def test_names_that_are_told_later_are_told_again(bed):
