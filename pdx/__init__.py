@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return Controller
     if name == "Prompt":
-        from pdx.client.prompt import Prompt
+        from pdx.wire.prompt import Prompt
 
         return Prompt
     if name == "__version__":

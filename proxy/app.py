@@ -31,7 +31,6 @@ from pdx.proxy.plan import Body, Mode, Plan, Route, model_of, planning, strip_co
 from pdx.proxy.probe import Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import (
-    TRANSFER_HEADER,
     Handler,
     Reply,
     allow_origins,
@@ -43,15 +42,16 @@ from pdx.proxy.router import serving
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.proxy.turns import in_turns
-from pdx.proxy.why import HEADER, Explainer
+from pdx.proxy.why import Explainer
 from pdx.security import descriptors
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
-from pdx.wire import messages
+from pdx.wire import proxy as wire
+from pdx.wire.explained import Explained
 from pdx.wire.hints import Envelope
-from pdx.wire.messages import Changes, Explained, NodeReport, PeerEntry
+from pdx.wire.proxy import Changes, NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,6 @@ class Proxy:
         allow_origins(app, self._config.allowed_origins)
         app.middlewares.extend((self._contain, redirect_slashes))
         app.on_response_prepare.append(_echo_request_id)
-        app.on_response_prepare.append(self._tell_why)
         app.on_response_prepare.append(self._tell_hints)
         for route in Route:
             app.router.add_post(route, self._generate)
@@ -211,7 +210,7 @@ class Proxy:
                 self._take_report(message)
             case Explained():
                 self._explainer.told(message)
-            case messages.Reply():
+            case wire.Reply():
                 self._cache.replied(node, message)
             case Changes() if self.chunks is not None:
                 self.chunks.took(node, message)
@@ -364,14 +363,8 @@ class Proxy:
             metrics=self._metrics,
         )
 
-    async def _tell_why(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Headers are about to be sent, so that engines have asked their nodes."""
-        if HEADER in request.headers and TRANSFER_HEADER in response.headers:
-            own = headers.request_id(request.headers)  # by which engines know it, else by its transfer
-            response.headers[HEADER] = await self._explainer.why(own or response.headers[TRANSFER_HEADER])
-
     async def _tell_hints(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Likewise. Who has said nothing of its chunks waits for nothing."""
+        """Engines have asked their nodes by now. Who has said nothing of its chunks waits for nothing."""
         hinted: tuple[Envelope, str] | None = request.get(_HINTED)
         if hinted is not None:
             envelope, name = hinted

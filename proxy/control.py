@@ -31,13 +31,13 @@ from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
+from pdx.wire.explained import Explained
 from pdx.wire.hints import Hints
-from pdx.wire.messages import (
+from pdx.wire.messages import Cancel
+from pdx.wire.proxy import (
     Arriving,
-    Cancel,
     Changes,
     EngineReport,
-    Explained,
     Follow,
     NodeReport,
     Order,
@@ -45,8 +45,9 @@ from pdx.wire.messages import (
     PeerList,
     Prefilled,
     Reply,
-    Why,
+    decode_to_proxy,
 )
+from pdx.wire.verbs import Why
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -269,7 +270,7 @@ class Control:
 
     def _take_in(self, arrival: Arrival) -> None:
         try:
-            report = messages.decode_to_proxy(arrival.frame)
+            report = decode_to_proxy(arrival.frame)
         except ProtocolError as error:
             self._drop("malformed", arrival.key, str(error))
             return

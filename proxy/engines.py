@@ -18,7 +18,8 @@ from pdx.proxy.health import Health
 from pdx.security.address import base_url, is_wildcard, url_host
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
-from pdx.wire.messages import EngineFacts, EngineReport, NodeReport, PeerEntry
+from pdx.wire.messages import EngineFacts
+from pdx.wire.proxy import EngineReport, NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pdx.proxy.control import Control
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_RUN_KEYS
-from pdx.wire.messages import Changes, Follow
+from pdx.wire.proxy import Changes, Follow
 
 ACKNOWLEDGE = 4  # frames at a time
 

@@ -65,14 +65,19 @@ def _hidden(envelope: Envelope, session: str) -> Envelope:
     return msgspec.structs.replace(envelope, hints=told)
 
 
-def advice(raw: bytes, salt: str) -> Envelope:
-    """An envelope of whoever runs the proxy, of any priority, with digests for names; `salt`: of its tenant.
+def advice(raw: bytes) -> Envelope:
+    """An envelope of whoever runs the proxy, of any priority, with digests for names; it may have the `cache_salt` of
+    the tenant in it.
 
     :raises SelectionError: it is none, or names no session.
     """
     if len(raw) > MAX_BYTES:
         raise SelectionError(f"the hints have more than {MAX_BYTES} bytes")
-    envelope = parse(_read(Raw(raw), MAX_BYTES, _NOT_READ), salt)
+    said = _read(Raw(raw), MAX_BYTES, _NOT_READ)
+    salt = said.pop(_SALT, None) if isinstance(said, dict) else None
+    if not isinstance(salt, str | None):
+        raise SelectionError(f"the {_SALT} of the hints is no text")
+    envelope = parse(said, salt)
     whole = next((verdict for verdict in envelope.decided if verdict.field == "version"), None)
     if whole is not None:
         raise SelectionError(f"the hints are refused: {whole.text}")

@@ -11,7 +11,7 @@ import msgspec
 from pdx.proxy.engines import MAX_NODES
 from pdx.proxy.plan import Mode, Route
 from pdx.telemetry.timeline import Moment, breakdown
-from pdx.wire.messages import MarkReport, NodeReport
+from pdx.wire.proxy import MarkReport, NodeReport
 
 KEPT = 1000  # timelines
 MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too

@@ -30,7 +30,7 @@ from pdx.bench.reference.model import SHAPES, Shapes
 from pdx.bench.reference.pair import NODES, EngineProcess, hand_over, legs, nodes_for
 from pdx.client.api import connect
 from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
-from pdx.wire.messages import NodeReport, decode_to_proxy
+from pdx.wire.proxy import NodeReport, decode_to_proxy
 
 
 class Scribe:

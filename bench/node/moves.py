@@ -27,8 +27,9 @@ from pdx.cli.machine import huge_pages
 from pdx.client.connection import Connection
 from pdx.store.disk.workers import THREADS
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import VERSION, Admit, Admitted, Done, Fill, Hello, Kind, Push
-from pdx.wire.verbs import Clear, EndJob, Find, Found, Jobs, JobStatus, Move, Selection
+from pdx.wire.base import Kind
+from pdx.wire.messages import VERSION, Admit, Admitted, Done, Fill, Hello, Push
+from pdx.wire.verbs import CheckFinish, Clear, EndJob, Find, Found, JobStatus, Move, Selection
 
 CHUNKS, CHUNK_BYTES = 128, 8 << 20
 TOTAL_BYTES = CHUNKS * CHUNK_BYTES
@@ -84,7 +85,7 @@ class Controller:
         self.connection.call(Clear(Selection(list(keys))), ATTACH_S)
 
     def job(self, name: str) -> JobStatus:
-        answer = self.connection.call(Jobs(name), ATTACH_S)
+        answer = self.connection.call(CheckFinish(name), ATTACH_S)
         assert isinstance(answer, JobStatus)
         return answer
 

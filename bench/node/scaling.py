@@ -18,8 +18,9 @@ from typing import Any, Protocol
 from pdx.bench.harness.nodes import Asking, asking, one_node
 from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.wire.messages import Abort, Admit, Admitted, Answer, Ask, Bye, Cancel, Done, Fill, Release, Status
+from pdx.wire.messages import Abort, Admit, Admitted, Answer, Ask, Bye, Cancel, Done, Fill, Release
 from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import Status
 
 SIZES = (10_000, 100_000, 500_000)
 ROUNDS = 15

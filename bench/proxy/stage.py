@@ -23,7 +23,8 @@ from pdx.bench.proxy.stand_in_engine import MODEL_LEN, Pace
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Process, Processes, ProcessState
 from pdx.cli.ready import answers_health
-from pdx.wire.messages import VERSION, EngineFacts, EngineReport, NodeReport, encode
+from pdx.wire.messages import VERSION, EngineFacts, encode
+from pdx.wire.proxy import EngineReport, NodeReport
 
 START_S = 60.0
 LOOK_S = 0.05

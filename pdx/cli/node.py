@@ -25,8 +25,9 @@ from pdx.config import NodeConfig, NodeOptions, default_node, default_proxy, par
 from pdx.errors import ChannelUnavailable, ConfigError, NodeError, NodeUnavailable
 from pdx.transports.channel import Availability
 from pdx.transports.registry import find, schemes
-from pdx.wire.messages import VERSION, Hello, Status
+from pdx.wire.messages import VERSION, Hello
 from pdx.wire.status import AttachedStatus, NodeStatus
+from pdx.wire.verbs import Status
 
 TIMEOUT_S = 30.0
 ANSWER_S = 5.0

@@ -13,7 +13,7 @@ from pdx.cli.options import option
 from pdx.cli.tables import duration, table
 from pdx.config import default_node
 from pdx.errors import PdxError
-from pdx.wire.messages import Explained, Explanation
+from pdx.wire.explained import Explained, Explanation
 
 
 @click.command()

@@ -21,32 +21,29 @@ from pdx.config import default_node
 from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, NodeUnavailable, ProtocolError, StaleSlot
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
+from pdx.wire.explained import Explained
 from pdx.wire.hints import parse
 from pdx.wire.messages import (
     VERSION,
     Abort,
     Admit,
     Admitted,
-    Advise,
-    Advised,
     Answer,
     Ask,
     Delete,
     Done,
-    Explained,
     Fill,
     Hello,
     Pin,
     Push,
     Release,
     Renew,
-    Status,
     ToNode,
-    Why,
     decode_to_node,
     encode,
 )
 from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import Advise, Advised, Status, Why
 
 if TYPE_CHECKING:
     import torch

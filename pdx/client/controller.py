@@ -1,4 +1,4 @@
-"""Look after the chunks of nodes from Python: where a prompt's chunks are, and to move, pin, clear and check them.
+"""Look after the chunks of nodes from Python: where a prompt's chunks are, and to move, pin and clear them.
 
 with pdx.Controller() as cache:                      # the node of this host
     cache.lookup([1, 2, 3, …])                       # {"alpha": {"host": 512, "disk": 1024}}
@@ -13,18 +13,24 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pdx.client.local_nodes import LocalNodes
-from pdx.client.prompt import ALL, Health, Job, Lookup, Place, Prompt, Tokens, prompt_of
 from pdx.client.proxy_http import ThroughProxy
 from pdx.client.reach import Reach, error_of
+from pdx.client.results import ALL, Health, Job, Lookup, Place
 from pdx.config import default_node
-from pdx.errors import ProtocolError, SelectionError
-from pdx.wire.messages import Explained, Outcome, Refused, Verb, Why
+from pdx.errors import NodeError, ProtocolError, SelectionError
+from pdx.wire.messages import Outcome, Refused
+from pdx.wire.prompt import Prompt
+from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import (
     MAX_EVICTED,
+    AnyVerb,
+    CheckFinish,
     Clear,
     Effect,
     EndJob,
     Evict,
+    Find,
+    Found,
     JobList,
     Jobs,
     JobStatus,
@@ -35,13 +41,15 @@ from pdx.wire.verbs import (
     PinIn,
     Recode,
     Selection,
-    Verify,
+    Status,
+    node_of,
 )
 
 _T = TypeVar("_T")
+Tokens = Prompt | Sequence[int] | str
 _PlaceLike = Place | tuple[str, str] | str
 _NOTHING = Selection()  # until `Reach.ask` puts a prompt's in
-_LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job
+_LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job, or at tiers that have not answered
 
 
 class Controller:
@@ -92,23 +100,49 @@ class Controller:
 
     def find(self, tokens: Tokens, instances: Sequence[str] = (), *, wait_s: float = 5.0) -> Lookup:
         """The same with all that nodes say of it. Tiers that have to ask a store elsewhere have `wait_s` for it."""
-        return self._reach.find(prompt_of(tokens), instances, wait_s)
+        prompt, names = prompt_of(tokens), list(instances)
+        until, pause_s = time.monotonic() + wait_s, _LOOK_S
+        outcomes = self._reach.ask(Find(_NOTHING), names, prompt)
+        while asking := [name for name, each in outcomes.items() if isinstance(each, Found) and each.asking]:
+            if time.monotonic() + pause_s >= until:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _SELDOM_S)
+            try:
+                again = self._reach.ask(Find(_NOTHING), asking, prompt)
+            except (NodeError, ProtocolError):
+                break  # what they have said before counts
+            outcomes.update({name: each for name, each in again.items() if isinstance(each, Found)})
+        return Lookup.of(
+            {name: each for name, each in outcomes.items() if isinstance(each, Found)},
+            {name: each.text for name, each in outcomes.items() if isinstance(each, Refused)},
+        )
 
-    def query_ip(self, instances: Sequence[str] = ()) -> dict[str, str]:
-        """Where nodes are: the address that their peers connect to."""
-        return self._reach.addresses(instances)
+    def query_ip(self, instances: Sequence[str] = ()) -> dict[str, str | Refused]:
+        """Where nodes are: the address that their peers connect to, or else the socket where they are reached."""
+        outcomes = self._outcomes(Status(), instances, None)
+        return {
+            name: each.listen or self._reach.address(name)
+            if isinstance(each, NodeStatus)
+            else _or_refused(each, Refused)
+            for name, each in outcomes.items()
+        }
 
     def health(self, instance: str = ALL) -> dict[str, Health]:
         """How nodes are; one that does not answer is not well."""
-        return self._reach.health(self._names(instance))
+        names = self._names(instance)
+        try:
+            told = self._reach.ask(Status(), names)
+        except (NodeError, ProtocolError) as error:
+            told = {name: Refused.of(error) for name in names or self._reach.names()}
+        return {
+            name: Health(each) if isinstance(each, NodeStatus) else Health(None, _or_refused(each, Refused).text)
+            for name, each in told.items()
+        }
 
     def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, Listing | Refused]:
         """What is in memory, by model and by session; of those whose name contains `model` or `session`."""
         return self._each(List(session, model), instance, Listing)
-
-    def why(self, request: str = "", instance: str = ALL) -> dict[str, Explained | Refused]:
-        """Why chunks of the last requests whose name contains this were hits or not."""
-        return self._each(Why(request), instance, Explained)
 
     # ---- changing ---------------------------------------------------------------------------
 
@@ -186,10 +220,6 @@ class Controller:
             kept = Kept(kept.name, kept.chunks + last.chunks, kept.nbytes + last.nbytes)
         return Effect([kept])
 
-    def verify(self, instance: str, tier: str, *, remove: bool = False, dry_run: bool = False) -> Job:
-        """Read all chunks of a disk and compare their digests; `remove`: those that are not what they were."""
-        return self._job(Verify(tier, remove, dry_run), instance)
-
     # ---- jobs -------------------------------------------------------------------------------
 
     def check_finish(self, job: Job | str) -> Job:
@@ -197,16 +227,16 @@ class Controller:
 
         :raises JobUnknown: its node knows no such job (any more).
         """
-        name, number = self._of_job(job)
-        return self._job(Jobs(number), name)
+        name = _name_of(job)
+        return self._job(CheckFinish(name), node_of(name))
 
     def cancel(self, job: Job | str) -> Job:
         """End a job: what it has moved stays moved. One that is over stays as it is.
 
         :raises JobUnknown: see `check_finish`.
         """
-        name, number = self._of_job(job)
-        return self._job(EndJob(number), name)
+        name = _name_of(job)
+        return self._job(EndJob(name), node_of(name))
 
     def wait(
         self, job: Job | str, on_progress: Callable[[Job], None] | None = None, timeout_s: float = float("inf")
@@ -260,13 +290,7 @@ class Controller:
             raise SelectionError(f"say which node of {', '.join(names) or 'none'}, or {ALL} for all")
         return names
 
-    def _of_job(self, job: Job | str) -> tuple[str, str]:
-        name = job.name if isinstance(job, Job) else job
-        if isinstance(job, Job) and not name:
-            raise SelectionError("that job was only planned: it was asked for with dry_run")
-        return Job.split(name)
-
-    def _outcomes(self, verb: Verb, names: Sequence[str], prompt: Prompt | None) -> dict[str, Outcome]:
+    def _outcomes(self, verb: AnyVerb, names: Sequence[str], prompt: Prompt | None) -> dict[str, Outcome]:
         """:raises NodeError: all of them refuse; the error is that of the first one."""
         outcomes = self._reach.ask(verb, names, prompt)
         refused = [outcome for outcome in outcomes.values() if isinstance(outcome, Refused)]
@@ -274,16 +298,31 @@ class Controller:
             raise error_of(refused[0].error, refused[0].text)
         return outcomes
 
-    def _each(self, verb: Verb, instance: str, kind: type[_T], prompt: Prompt | None = None) -> dict[str, _T | Refused]:
+    def _each(
+        self, verb: AnyVerb, instance: str, kind: type[_T], prompt: Prompt | None = None
+    ) -> dict[str, _T | Refused]:
         outcomes = self._outcomes(verb, self._names(instance), prompt)
         return {name: _or_refused(outcome, kind) for name, outcome in outcomes.items()}
 
-    def _job(self, verb: Verb, instance: str, prompt: Prompt | None = None) -> Job:
+    def _job(self, verb: AnyVerb, instance: str, prompt: Prompt | None = None) -> Job:
         names = self._names(instance)
         if len(names) != 1:
             raise SelectionError("a job is of one node: name it")
         ((name, outcome),) = self._outcomes(verb, names, prompt).items()
         return Job(name, _checked(outcome, JobStatus))
+
+
+def prompt_of(tokens: Tokens) -> Prompt:
+    """Ids of tokens, or a text, as a prompt of the only model there is."""
+    if isinstance(tokens, Prompt):
+        return tokens
+    return Prompt(text=tokens) if isinstance(tokens, str) else Prompt(tokens=list(tokens))
+
+
+def _name_of(job: Job | str) -> str:
+    if isinstance(job, Job) and not job.name:
+        raise SelectionError("that job was only planned: it was asked for with dry_run")
+    return job.name if isinstance(job, Job) else job
 
 
 def _or_refused(outcome: Outcome, kind: type[_T]) -> _T | Refused:

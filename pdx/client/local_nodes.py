@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar, get_args
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from pdx.client.connection import Connection
-from pdx.client.prompt import Health, Lookup, Prompt
-from pdx.client.reach import named
-from pdx.client.tokenizer import tokens_of
-from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, SelectionError
-from pdx.memory.form import LossyName
-from pdx.wire.messages import VERSION, Answer, Hello, Outcome, Refused, Status, ToNode, Verb, decode_to_node, encode
+from pdx.client.http_call import call
+from pdx.errors import NodeError, NodeUnavailable, ProtocolError, SelectionError
+from pdx.wire.messages import VERSION, Answer, Hello, Outcome, Refused, ToNode, decode_to_node, encode
+from pdx.wire.prompt import Prompt, about
 from pdx.wire.status import NodeStatus
-from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, form_text, num_shards
-from pdx.wire.verbs import Find, Found, Model, ModelList, Models, Recode, Selection
+from pdx.wire.verbs import AnyVerb, Model, ModelList, Models, Status
 
 _T = TypeVar("_T")
 
 _LOOK_S = 0.2  # between two looks whether a node that has not answered lives
-_AGAIN_S, _SELDOM_S = 0.02, 0.5  # until tiers that had not answered are asked again
+TOKENIZE_S = 30.0
 
 
 class LocalNodes:
@@ -61,70 +59,25 @@ class LocalNodes:
     def names(self) -> list[str]:
         return list(self._nodes)
 
-    def ask(self, verb: Verb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
+    def address(self, name: str) -> str:
+        return self._nodes[name].address
+
+    def ask(self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
+        if unknown := [name for name in instances if name not in self._nodes]:
+            raise SelectionError(f"no node {unknown[0]!r:.80} is known here; there are {', '.join(self._nodes)}")
         if prompt is not None:
-            prompt, models = self._read(prompt)
-            verb = msgspec.structs.replace(verb, what=_selection(prompt, models))
-            if isinstance(verb, Recode):
-                verb = _with_new_keys(verb, prompt, models)
-        return self._each(instances, lambda connection: self._call(connection, verb, None))
-
-    def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> Lookup:
-        prompt, models = self._read(prompt)
-        selection = _selection(prompt, models)
-        sizes = {chunk_tokens(model) for model in models if model.shape.get("chunk_tokens")}
-        per_chunk = sizes.pop() if len(sizes) == 1 else 0  # 0: not known
-        until = time.monotonic() + wait_s
-        found = self._each(instances, lambda connection: self._found(connection, Find(selection), until))
-        tiers, hits, pinned, asking, errors = {}, {}, {}, {}, {}
-        chunks = len(selection.keys)
-        for name, outcome in found.items():
-            if isinstance(outcome, Refused):
-                errors[name] = outcome.text
-                continue
-            assert isinstance(outcome, Found)
-            chunks = max(chunks, outcome.chunks)
-            tiers[name], pinned[name] = _scaled(outcome.tiers, per_chunk), _scaled(outcome.pinned, per_chunk)
-            hits[name] = outcome.hits * (per_chunk or 1)
-            asking[name] = list(outcome.asking)
-        return Lookup(chunks, per_chunk, tiers, hits, _only(pinned), _only(asking), errors)
-
-    def _found(self, connection: Connection, ask: Find, until: float) -> Found:
-        """What a node has, once all its tiers have answered, or what is known of it by then."""
-        pause_s = _AGAIN_S
-        while True:
-            found = self._call(connection, ask, Found)
-            if not found.asking or time.monotonic() + pause_s >= until:
-                return found
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _SELDOM_S)
-
-    def addresses(self, instances: Sequence[str]) -> dict[str, str]:
-        found = {}
-        for name in named(instances, self._nodes):
-            connection = self._nodes[name]
-            found[name] = self._call(connection, Status(), NodeStatus).listen or connection.address
-        return found
-
-    def health(self, instances: Sequence[str]) -> dict[str, Health]:
-        found = {}
-        for name in named(instances, self._nodes):
+            models = prompt.engines(self._models())
+            verb = about(verb, _in_tokens(prompt, models), models)
+        names = list(dict.fromkeys(instances or self._nodes))
+        found: dict[str, Outcome] = {}
+        for name in names:
             try:
-                found[name] = Health(self._call(self._nodes[name], Status(), NodeStatus))
-            except PdxError as error:
-                found[name] = Health(None, str(error))
+                found[name] = self._call(self._nodes[name], verb, verb.answers)  # type: ignore[arg-type]
+            except (NodeError, ProtocolError) as error:
+                if len(names) == 1:
+                    raise
+                found[name] = Refused.of(error)
         return found
-
-    def _read(self, prompt: Prompt) -> tuple[Prompt, list[Model]]:
-        """The prompt, as tokens where it is a text, and the engines that make keys of these; of a request: all there
-        are."""
-        models = self._models()
-        if prompt.request:
-            return prompt, models
-        models = chosen(models, prompt.model)
-        if prompt.text is not None:
-            prompt = msgspec.structs.replace(prompt, text=None, tokens=tokens_of(prompt.text, models))
-        return prompt, models
 
     def _models(self) -> list[Model]:
         """Of the nodes that answer: the others' own verbs say what is the matter with them."""
@@ -134,19 +87,7 @@ class LocalNodes:
                 found += self._call(connection, Models(), ModelList).models
         return found
 
-    def _each(self, instances: Sequence[str], ask: Callable[[Connection], Outcome]) -> dict[str, Outcome]:
-        names = named(instances, self._nodes)
-        found: dict[str, Outcome] = {}
-        for name in names:
-            try:
-                found[name] = ask(self._nodes[name])
-            except (NodeError, ProtocolError) as error:
-                if len(names) == 1:
-                    raise
-                found[name] = Refused.of(error)
-        return found
-
-    def _call(self, connection: Connection, ask: Verb, kind: type[_T] | None) -> _T:
+    def _call(self, connection: Connection, ask: AnyVerb, kind: type[_T]) -> _T:
         """A node's answer, of this kind.
 
         :raises NodeUnavailable: the node has died, or does not answer.
@@ -161,37 +102,32 @@ class LocalNodes:
             if answer is None and gone:
                 connection.forget(seq)
                 raise NodeUnavailable(f"the node at {connection.address} {gone}")
-        if kind is not None and not isinstance(answer, kind):
+        if not isinstance(answer, kind):
             raise ProtocolError(f"the node answers {type(answer).__name__} to {type(ask).__name__}")
-        return answer  # type: ignore[return-value]
+        return answer
 
 
-def _selection(prompt: Prompt, models: Sequence[Model]) -> Selection:
-    if prompt.request:
-        return Selection(request=prompt.request)
-    return Selection(chunk_keys(models[0], prompt.tokens or (), prompt.salt, prompt.codec), num_shards(models[0]))
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
-def _with_new_keys(verb: Recode, prompt: Prompt, models: Sequence[Model]) -> Recode:
-    """Of a lossy codec: its form, and the keys that the chunks have then."""
-    if prompt.request:
-        if verb.codec in get_args(LossyName):
-            raise SelectionError(
-                f"chunks that are stored by {verb.codec} get other keys, which no request's id tells: name tokens or a "
-                f"text"
-            )
-        return verb
-    form = form_text(models[0], verb.codec)
-    if not form:
-        return verb
-    lossy = msgspec.structs.replace(prompt, codec=verb.codec)
-    return msgspec.structs.replace(verb, codec=form, new_keys=_selection(lossy, models).keys)
+def _in_tokens(prompt: Prompt, models: Sequence[Model]) -> Prompt:
+    """A text as tokens, by the first of these engines with a URL, whose /tokenize adds special tokens as to prompts.
 
-
-def _scaled(counts: dict[str, int], per_chunk: int) -> dict[str, int]:
-    return {name: count * (per_chunk or 1) for name, count in counts.items()}
-
-
-def _only(said: dict[str, _T]) -> dict[str, _T]:
-    """Of those who have said something."""
-    return {name: each for name, each in said.items() if each}
+    :raises SelectionError: none of them has told its URL, or it does not answer as vLLM does.
+    """
+    if (body := prompt.untokenized) is None:
+        return prompt
+    url = next((model.url for model in models if model.url), "")
+    if not url:
+        raise SelectionError(
+            f"engine {models[0].engine!r} has not told where it serves HTTP, so nobody makes tokens of a text: give ids"
+        )
+    try:
+        answer = call(url, "/tokenize", body, timeout_s=TOKENIZE_S)
+        if answer.status != 200:
+            raise SelectionError(f"the engine at {url} answers {answer.status} to /tokenize: {answer.text[:200]!r}")
+        tokens = msgspec.json.decode(answer.body, type=_Tokens).tokens
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError, ValueError) as error:
+        raise SelectionError(f"the engine at {url} makes no tokens of a text: {error}") from error
+    return msgspec.structs.replace(prompt, text=None, messages=None, tokens=tokens)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from pdx import errors
-from pdx.client.prompt import Health, Lookup, Prompt
-from pdx.errors import NodeError, PdxError, ProxyError, SelectionError
-from pdx.wire.messages import Outcome, Verb
+from pdx.errors import NodeError, PdxError, ProxyError
+from pdx.wire.messages import Outcome
+from pdx.wire.prompt import Prompt
+from pdx.wire.verbs import AnyVerb
 
 _NOT_BY_NAME = frozenset({"RequestRefused", "LegFailed", "TierError", "Exhausted", "VerbRefused", "PdxError"})
 
@@ -19,17 +20,11 @@ class Reach(Protocol):
     def names(self) -> list[str]:
         """The nodes there are."""
 
-    def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> Lookup:
-        """Where a prompt's chunks are; tiers that have to ask elsewhere have `wait_s` for it."""
+    def address(self, name: str) -> str:
+        """Where this node is reached from here; empty: through a proxy."""
 
-    def addresses(self, instances: Sequence[str]) -> dict[str, str]:
-        """Where nodes are."""
-
-    def health(self, instances: Sequence[str]) -> dict[str, Health]:
-        """How nodes are."""
-
-    def ask(self, verb: Verb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
-        """What came of a verb at each of these nodes; its selection, if it has one, is that of the prompt.
+    def ask(self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
+        """What came of a verb at each of these nodes, of none: at all; its chunks, if it has any, are the prompt's.
 
         A node that refuses, or does not answer, has a `Refused`; where it is the only one, that is raised.
         """
@@ -47,14 +42,3 @@ def error_of(name: str, text: str) -> PdxError:
     if name in _NOT_BY_NAME:
         return ProxyError(text)
     return kind(text)
-
-
-def named(instances: Sequence[str], known: Mapping[str, object] | Sequence[str]) -> list[str]:
-    """These nodes, each once; all that are known where none is named.
-
-    :raises SelectionError: one is not known.
-    """
-    for name in instances:
-        if name not in known:
-            raise SelectionError(f"no node {name!r:.80} is known here; there are {', '.join(known) or 'none'}")
-    return list(dict.fromkeys(instances or known))

@@ -42,24 +42,18 @@ from pdx.wire.burst import burst
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
     Answer,
-    Arriving,
     Bye,
     Cancel,
-    Follow,
     FromNode,
     Hello,
-    Order,
     Outcome,
-    PeerList,
-    Prefilled,
     Refused,
-    Reply,
     ToNode,
-    Verb,
-    Why,
     decode_to_node,
     encode,
 )
+from pdx.wire.proxy import Arriving, Follow, Order, PeerList, Prefilled, Reply
+from pdx.wire.verbs import AnyVerb, Why
 
 log = logging.getLogger("pdx.node")
 
@@ -381,7 +375,7 @@ class Daemon:
                     case Order(number, verb):
                         self._reply(number, self._carried_out(verb))
 
-    def _carried_out(self, verb: Verb) -> Outcome:
+    def _carried_out(self, verb: AnyVerb) -> Outcome:
         """What came of a verb that a controller has said to the proxy."""
         name = type(verb).__name__
         outcome: Outcome = Refused(NodeError.__name__, f"an internal error ended this {name}; see the node's log")

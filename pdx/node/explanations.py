@@ -17,7 +17,8 @@ from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_NAME, MAX_REASONS
-from pdx.wire.messages import Admit, Admitted, Explained, Explanation, Reason
+from pdx.wire.explained import Explained, Explanation, Reason
+from pdx.wire.messages import Admit, Admitted
 
 MAX_REQUESTS = 4096  # that are remembered
 MAX_KEYS = 1 << 17  # of all requests whose keys are remembered

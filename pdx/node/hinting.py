@@ -21,7 +21,8 @@ from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.env import Env
 from pdx.wire.hints import OWN, Hints, Verdict
-from pdx.wire.messages import Admit, Advise, Advised
+from pdx.wire.messages import Admit
+from pdx.wire.verbs import Advise, Advised
 
 AGAIN_S = 1.0  # what is being filled when it should be forgotten is looked at again after that
 TTL = "deleted: its time to live was over"

@@ -13,7 +13,8 @@ from pdx.errors import ProtocolError
 from pdx.security.address import needs_ipv6
 from pdx.telemetry.faults import Faults
 from pdx.wire.burst import burst
-from pdx.wire.messages import MAX_FRAME_BYTES, FromProxy, ToProxy, decode_from_proxy, encode
+from pdx.wire.messages import MAX_FRAME_BYTES, encode
+from pdx.wire.proxy import FromProxy, ToProxy, decode_from_proxy
 
 log = logging.getLogger("pdx.node")
 

@@ -18,7 +18,8 @@ from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
-from pdx.wire.messages import VERSION, EngineReport, MarkReport, NodeReport
+from pdx.wire.messages import VERSION
+from pdx.wire.proxy import EngineReport, MarkReport, NodeReport
 from pdx.wire.status import ArenaStatus, AttachedStatus, NodeStatus
 
 MAX_MARKS = 4096

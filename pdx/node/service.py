@@ -39,13 +39,13 @@ from pdx.telemetry.faults import counted
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.base import MAX_SLOTS
+from pdx.wire.explained import Explained
 from pdx.wire.messages import (
     RIGHTS,
     VERSION,
     Abort,
     Admit,
     Admitted,
-    Advise,
     Answer,
     Ask,
     Bye,
@@ -53,22 +53,19 @@ from pdx.wire.messages import (
     Delete,
     Done,
     Expect,
-    Explained,
     Fill,
     Hello,
     Mark,
-    MarkReport,
     Outcome,
     Pin,
     Ping,
     Push,
     Release,
     Renew,
-    Status,
-    Verb,
     Welcome,
-    Why,
 )
+from pdx.wire.proxy import MarkReport
+from pdx.wire.verbs import Advise, AnyVerb, Status, Why
 
 log = logging.getLogger("pdx.node")
 
@@ -348,7 +345,7 @@ class Service:
             Renew: self._renew,
             Pin: self._pin,
             Delete: self._delete,
-            **dict.fromkeys(get_args(Verb), self._verb),
+            **dict.fromkeys(get_args(AnyVerb), self._verb),
             Advise: self._advise,
             Cancel: self._cancel,
             Mark: self._mark,
@@ -482,10 +479,10 @@ class Service:
     def _mark_own(self, transfer: str, event: Event, nbytes: int, at_ns: int) -> None:
         self.reports.mark(MarkReport(transfer, event, at_ns, nbytes, 0, ""))
 
-    def _verb(self, session: Session, ask: Verb) -> Answer:
+    def _verb(self, session: Session, ask: AnyVerb) -> Answer:
         return self.control(ask)
 
-    def control(self, verb: Verb) -> Outcome:
+    def control(self, verb: AnyVerb) -> Outcome:
         """What a controller asks for, wherever it was let in.
 
         :raises NodeError: refused. :raises ProtocolError: it makes no sense.

@@ -32,7 +32,7 @@ from pdx.config import check_name
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address
 from pdx.security.curve_keys import check_key
-from pdx.wire.messages import PeerEntry
+from pdx.wire.proxy import PeerEntry
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,7 @@ MAX_SLOTS = MAX_KEYS * 8  # in one answer
 MAX_RUN_KEYS = 4096  # of one tier, in one frame of changes …
 MAX_RUNS = 256  # … and runs in it
 
+Kind = Literal["scheduler", "worker", "client", "peer", "controller"]  # of a session
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 BlockNames = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_BLOCKS)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]

@@ -1,4 +1,4 @@
-"""What sessions say to a node, what it answers, and what nodes and proxies tell each other.
+"""What sessions say to a node, and what it answers. Between a node and the proxy: `pdx.wire.proxy`.
 
 A session is a process of this host or a peer, another node. Both speak one protocol: they attach, ask for leases and
 room, fill, give back, push; `RIGHTS` says which kind of session may say what. A node and its peer are each a session
@@ -11,7 +11,7 @@ No I/O here. Tests decode the same bytes with the independent `msgpack` package.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,9 +25,6 @@ from pdx.wire.base import (
     MAX_BLOCKS,
     MAX_KEYS,
     MAX_LAYERS,
-    MAX_REASONS,
-    MAX_RUN_KEYS,
-    MAX_RUNS,
     MAX_SCHEMES,
     BlockNames,
     Count,
@@ -35,13 +32,13 @@ from pdx.wire.base import (
     GpuId,
     HostId,
     Keys,
+    Kind,
     LayerCount,
     Layout,
     Layouts,
     Message,
     Name,
     Number,
-    PublicKey,
     Schemes,
     Shard,
     ShardCount,
@@ -51,27 +48,7 @@ from pdx.wire.base import (
     Verdicts,
 )
 from pdx.wire.hints import Hints, Seconds
-from pdx.wire.status import NodeStatus
-from pdx.wire.verbs import (
-    Clear,
-    Effect,
-    EndJob,
-    Evict,
-    Find,
-    Found,
-    JobList,
-    Jobs,
-    JobStatus,
-    List,
-    Listing,
-    ModelList,
-    Models,
-    Move,
-    PinIn,
-    Recode,
-    Settle,
-    Verify,
-)
+from pdx.wire.verbs import VERBS, AnyAnswer, AnyVerb, Found
 
 _T = TypeVar("_T")
 
@@ -88,8 +65,6 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 # ---- from a session to its node -----------------------------------------------------------------
-
-Kind = Literal["scheduler", "worker", "client", "peer", "controller"]
 
 
 class Hello(Message, frozen=True):
@@ -282,6 +257,16 @@ class Chosen(Message, frozen=True):
     scheme: SchemeName
 
 
+class Settle(Message, frozen=True):
+    """From a peer, of chunks that it has pushed here: store them in this tier of the node's, and let memory be free of
+    those that no request has found here; an empty name: they stay in memory. The answer is a `Found`, at once: it is
+    asked again until the tier has them."""
+
+    keys: Keys
+    shards: ShardCount = 1
+    tier: Name = ""
+
+
 class Renew(Message, frozen=True):
     """Let a lease run `lease_s` from now."""
 
@@ -303,18 +288,6 @@ class Delete(Message, frozen=True):
     keys: Keys
 
 
-class Advise(Message, frozen=True):
-    """An application says something of the future of `keys`, in each of so many shards, or, without keys, of what the
-    last request of `hints.session` used. Of another tenant (`hints.salt`) nothing is found by its name. `Advised`.
-
-    From a controller: of chunks in the node's first arena.
-    """
-
-    hints: Hints
-    keys: Keys = []
-    shards: ShardCount = 1
-
-
 class Cancel(Message, frozen=True):
     """Give up a transfer: its unsealed slots are aborted and whoever waits for it stops waiting.
 
@@ -332,16 +305,6 @@ class Mark(Message, frozen=True):
     at_ns: Stamp
     nbytes: Bytes = 0
     tokens: Count = 0
-
-
-class Status(Message, frozen=True):
-    """Ask for a `NodeStatus`."""
-
-
-class Why(Message, frozen=True):
-    """Ask why chunks of the last requests whose name contains `request` were hits or not: an `Explained`."""
-
-    request: Name = ""
 
 
 # ---- from a node to an attached process ---------------------------------------------------------
@@ -407,12 +370,6 @@ class Done(Message, frozen=True):
     count: Count = 0
 
 
-class Advised(Message, frozen=True):
-    """What became of an `Advise`, for each field of its hints that says something."""
-
-    verdicts: Verdicts = []
-
-
 class Refused(Message, frozen=True):
     """The request was not carried out; `error` is the name of a class in `pdx.errors`.
 
@@ -429,42 +386,9 @@ class Refused(Message, frozen=True):
         return Refused(type(error).__name__, str(error)[:1024])
 
 
-class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """Why chunks [first, first + count) of a request were a hit, or were not."""
-
-    first: Count
-    count: Count
-    is_hit: bool
-    kind: Annotated[str, Meta(max_length=16)]  # one word: where from, or why not
-    text: Annotated[str, Meta(max_length=1024)]
-
-
-class Explanation(msgspec.Struct, array_like=True, frozen=True):
-    """The node's last answer to one request. `chunks` counts what may be hit, `hits` the whole ones that were."""
-
-    request: Name
-    engine: Name
-    age_s: Annotated[float, Meta(ge=0.0, le=1e9)]
-    waited_s: Seconds  # until what was missing had come, or did not come in time
-    chunks: Count
-    hits: Count
-    reasons: Annotated[list[Reason], Meta(max_length=MAX_REASONS)]
-    notes: Annotated[list[Annotated[str, Meta(max_length=2048)]], Meta(max_length=8)] = []
-    verdicts: Verdicts = []  # what became of its hints
-
-
-class Explained(Message, frozen=True):
-    """The newest first, 32 at most; `remembered`: of how many requests the node knows."""
-
-    requests: Annotated[list[Explanation], Meta(max_length=32)]
-    remembered: Count
-
-
 _Keep = Release | Renew | Pin | Delete
-_Look = Find | List | Jobs | Models | Status | Why
-Verb = _Look | Move | Clear | PinIn | Recode | Evict | Verify | EndJob | Advise
-Ask = Hello | Bye | Ping | Expect | Admit | Push | Fill | Abort | _Keep | Cancel | Mark | Chosen | Settle | Verb
-Outcome = Found | Effect | JobStatus | JobList | Listing | ModelList | NodeStatus | Explained | Advised | Refused
+Ask = Hello | Bye | Ping | Expect | Admit | Push | Fill | Abort | _Keep | Cancel | Mark | Chosen | Settle | AnyVerb
+Outcome = AnyAnswer | Refused
 Answer = Welcome | Admitted | Done | Outcome
 
 
@@ -484,16 +408,20 @@ class FromNode(msgspec.Struct, array_like=True, frozen=True):
 
 
 _ENGINE: frozenset[type[Message]] = frozenset({Bye, Ping, Fill, Abort, Mark})
-_REQUESTS: frozenset[type[Message]] = frozenset(
-    {Expect, Admit, Push, Release, Renew, Pin, Delete, Advise, Cancel, Status, Why}
-)
+_REQUESTS: frozenset[type[Message]] = frozenset({Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel})
+
+
+def _verbs(kind: Kind) -> frozenset[type[Message]]:
+    return frozenset(verb for verb in VERBS.values() if kind in verb.said_by)
+
+
 # What each kind of session may say once it is attached. A peer fills by its writes (`Landed`).
 RIGHTS: dict[Kind, frozenset[type[Message]]] = {
     "worker": _ENGINE,
-    "scheduler": _ENGINE - {Fill} | _REQUESTS,
-    "client": _ENGINE | _REQUESTS,
+    "scheduler": _ENGINE - {Fill} | _REQUESTS | _verbs("scheduler"),
+    "client": _ENGINE | _REQUESTS | _verbs("client"),
     "peer": frozenset({Bye, Ping, Chosen, Admit, Release, Push, Cancel, Settle}),
-    "controller": frozenset({Bye, Ping, *get_args(Verb)}),
+    "controller": _verbs("controller") | {Bye, Ping},
 }
 
 
@@ -533,149 +461,14 @@ class Landed(msgspec.Struct, array_like=True, frozen=True):
     slices: Annotated[list[Slices], Meta(max_length=4096)]
 
 
-# ---- between a node and the proxy ---------------------------------------------------------------
-
-
-class EngineReport(msgspec.Struct, array_like=True, frozen=True):
-    """One engine attached to the reporting node."""
-
-    engine: Name
-    role: Literal["prefill", "decode", "both"]
-    url: Name
-    running: Count
-    facts: EngineFacts | None = None  # not known: nothing may be taken for granted
-    layout: Layout = b""  # see `Model` …
-    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}
-
-
-class MarkReport(msgspec.Struct, array_like=True, frozen=True):
-    """One moment of a transfer's timeline; `engine` saw it; empty: the node itself."""
-
-    transfer: TransferId
-    event: Annotated[str, Meta(max_length=32)]
-    at_ns: Stamp
-    nbytes: Bytes
-    tokens: Count
-    engine: Name
-
-
-class NodeReport(Message, frozen=True):
-    """Node to proxy, every second and at once when engines come or go: registration and heartbeat in one.
-
-    `listen` is where peers reach the node, `public_key` its CURVE key (Z85), both empty where it has none. `host` is
-    equal exactly on one running kernel; `sent_ns` is the node's clock, so that the proxy can compare marks of hosts.
-    """
-
-    version: Count
-    node: Name
-    epoch: Number
-    arena_bytes: Bytes
-    free_bytes: Bytes
-    engines: Annotated[list[EngineReport], Meta(max_length=1024)]
-    marks: Annotated[list[MarkReport], Meta(max_length=4096)]
-    listen: Name = ""
-    public_key: PublicKey = ""
-    host: Annotated[str, Meta(max_length=64)] = ""
-    sent_ns: Stamp = 0
-
-
-class PeerEntry(msgspec.Struct, array_like=True, frozen=True):
-    """One node as the proxy knows it."""
-
-    name: Name
-    address: Name
-    public_key: PublicKey = ""
-
-
-class Arriving(Message, frozen=True):
-    """Proxy to the nodes of the engines that it has chosen: a request of this session (`Hints.session`) comes to them.
-    What the last one used is loaded ahead and evicted last."""
-
-    session: Annotated[str, Meta(min_length=1, max_length=64)]
-    salt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""  # of its tenant (`Hints.salt`)
-
-
-class Follow(Message, frozen=True):
-    """Proxy to a node: tell of all chunks that come into a tier or go, behind change `seq` of the node's life `epoch`;
-    if that is too long ago, what is where first. `stream` is drawn by the proxy: what was told under another is void.
-
-    Said again with each `frame` of the stream that came: so many are here, and a few more may be sent. 0: of none.
-    """
-
-    stream: Number
-    epoch: Number = 0
-    seq: Number = 0
-    frame: Number = 0
-
-
-class PeerList(Message, frozen=True):
-    """Proxy to nodes, whenever it changes: the nodes that report to it. Believed only as far as a node's own roster
-    file allows; without one, for addresses on this host."""
-
-    peers: Annotated[list[PeerEntry], Meta(max_length=1024)]
-
-
-class Run(msgspec.Struct, array_like=True, frozen=True):
-    """These keys, one after the other, came into a tier, or they are not there any more."""
-
-    tier: Name
-    is_stored: bool
-    keys: Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_RUN_KEYS)]
-
-
-class Changes(Message, frozen=True):
-    """Node to proxy, as it was asked by `Follow`: one frame of the stream, the `frame`th. `telling` is another number
-    where the node has begun the stream anew, because it had lost the proxy.
-
-    `first`: what was told before is void, and what is where begins. `whole`: all of that has been told by now, and with
-    it all changes up to `seq`.
-    """
-
-    stream: Number
-    telling: Number
-    frame: Number
-    epoch: Number
-    seq: Number
-    runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
-    first: bool = False
-    whole: bool = True
-
-
-class Prefilled(Message, frozen=True):
-    """Proxy to the nodes of a transfer: its prefill leg is over. A node that has not heard of it by now does not keep
-    those waiting who expect it."""
-
-    transfer: TransferId
-
-
-class Order(Message, frozen=True):
-    """Proxy to a node: a verb of a controller that the proxy has let in. The answer is a `Reply` of this number."""
-
-    number: Number
-    verb: Verb
-
-
-class Reply(Message, frozen=True):
-    """Node to proxy: what came of the `Order` of this number."""
-
-    number: Number
-    outcome: Outcome
-
-
-ToProxy = NodeReport | Explained | Changes | Reply
-FromProxy = Arriving | Cancel | Follow | Order | PeerList | Prefilled | Why
-
-
 _encoder = msgspec.msgpack.Encoder()
 _to_node = msgspec.msgpack.Decoder(ToNode)
 _from_node = msgspec.msgpack.Decoder(FromNode)
-_to_proxy: msgspec.msgpack.Decoder[ToProxy] = msgspec.msgpack.Decoder(ToProxy)
-_from_proxy: msgspec.msgpack.Decoder[FromProxy] = msgspec.msgpack.Decoder(FromProxy)
 _peer = msgspec.msgpack.Decoder(PeerFrame)
 _landed = msgspec.msgpack.Decoder(Landed)
 
 
-def encode(message: ToNode | FromNode | PeerFrame | Landed | ToProxy | FromProxy) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """One frame; of a `Landed` one notification, at most MAX_NOTIFY_BYTES if the sender keeps to few slices."""
     return _encoder.encode(message)
 
@@ -701,16 +494,6 @@ def decode_to_node(frame: bytes) -> ToNode:
 def decode_from_node(frame: bytes) -> FromNode:
     """:raises ProtocolError: not a `FromNode` within bounds."""
     return decode_frame(_from_node, frame)
-
-
-def decode_to_proxy(frame: bytes) -> ToProxy:
-    """:raises ProtocolError: nothing that a node may say to the proxy, within bounds."""
-    return decode_frame(_to_proxy, frame)
-
-
-def decode_from_proxy(frame: bytes) -> FromProxy:
-    """:raises ProtocolError: not a `FromProxy` within bounds."""
-    return decode_frame(_from_proxy, frame)
 
 
 def decode_peer(frame: bytes) -> PeerFrame:

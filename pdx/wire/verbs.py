@@ -1,147 +1,56 @@
-"""What controllers ask of a node, and what it answers: `pdx.node.control` does it."""
+"""What controllers ask of a node, and what it answers: `pdx.node.control` does it.
+
+A verb is one struct, which declares its name, who may say it and what answers it. The rights of sessions, `POST
+/cache/<name>` of the proxy, the Python client and the table in docs/controller.md follow from that. A new verb is a
+struct here and in `AnyVerb`, its execution in `pdx.node.control`, and its line in `pdx.cli.cache`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
+from pdx.errors import JobUnknown
 from pdx.memory.slot import Bytes
-from pdx.wire.base import Count, FieldName, Keys, Layout, Message, Name, ShardCount
-from pdx.wire.hints import FormText
+from pdx.wire.base import Count, FieldName, Keys, Kind, Layout, Message, Name, ShardCount, Verdicts
+from pdx.wire.explained import Explained
+from pdx.wire.hints import FormText, Hints
+from pdx.wire.status import NodeStatus
 
-JobId = Annotated[str, Meta(max_length=64, pattern=r"^([0-9a-f]+-[0-9]+)?\Z")]  # the node's epoch, and a number
-CodecName = Annotated[str, Meta(max_length=16, pattern=r"^[a-z0-9]*\Z")]
+# NODE:EPOCH-NUMBER: the node, its epoch, and a number.
+JobName = Annotated[str, Meta(max_length=320, pattern=r"^([^\n]{1,256}:[0-9a-f]+-[0-9]+)?\Z")]
 MAX_LISTED = 1_000
 MAX_MODELS = 256
 MAX_EVICTED = 2048  # chunks, by one message
+ANYBODY: frozenset[Kind] = frozenset({"controller", "scheduler", "client"})
 
 
-class Selection(msgspec.Struct, array_like=True, frozen=True):
-    """Which chunks a verb is about: these `keys`, in each of so many shards; or, where there are none, those that the
-    last request asked for whose name contains `request`."""
+def node_of(job: str) -> str:
+    """The node whose job this is.
 
-    keys: Keys = []
-    shards: ShardCount = 1
-    request: Name = ""
-
-
-class Find(Message, frozen=True):
-    """Ask where chunks are: a `Found`."""
-
-    what: Selection
-
-
-class Move(Message, frozen=True):
-    """Copy chunks from the tier `source` of this node, any that has them where it is empty, to the tier `target` of the
-    node `node` (empty: this one), and drop them at the source unless it `keeps` them. The answer is a `JobStatus`.
-
-    A chunk is dropped only when the target has said that it has it. A chunk that is there already is not copied again.
-    `dry_run`: here as in all verbs, nothing is done, and the answer says what would be.
+    :raises JobUnknown: that is no job's name.
     """
-
-    what: Selection
-    source: Name
-    target: Name
-    node: Name = ""
-    keeps: bool = False
-    dry_run: bool = False
-
-
-class Clear(Message, frozen=True):
-    """Forget chunks in a tier (empty: in all of this node), pinned or not; the last lease of those that are read frees
-    them. The answer is an `Effect`. `everything`: all that the tier has, whatever `what` says; the answer is a
-    `JobStatus`."""
-
-    what: Selection
-    tier: Name = ""
-    everything: bool = False
-    dry_run: bool = False
-
-
-class PinIn(Message, frozen=True):
-    """Pin chunks in one tier (empty: the first that has them all), or unpin them there. The answer is an `Effect`."""
-
-    what: Selection
-    tier: Name = ""
-    pinned: bool = True
-    dry_run: bool = False
-
-
-class Recode(Message, frozen=True):
-    """Store chunks of a tier by another codec: "none" (as they are), "lossless", or with a loss, by the text of a
-    `pdx.memory.form.Form`. The answer is a `JobStatus`.
-
-    `new_keys`: of a lossy codec, under which keys they are found from then on, one for each key.
-    """
-
-    what: Selection
-    tier: Name
-    codec: FormText
-    new_keys: Keys = []
-    dry_run: bool = False
-
-
-class Evict(Message, frozen=True):
-    """Evict from an arena (empty: the first) up to `nbytes` of what has a lower priority than `below`, in the order of
-    its policy. The answer is an `Effect`; where it has MAX_EVICTED chunks there may be more: ask again."""
-
-    below: Annotated[int, Meta(ge=1, le=10)]
-    nbytes: Bytes
-    tier: Name = ""
-    dry_run: bool = False
-
-
-class Verify(Message, frozen=True):
-    """Read all chunks of a tier that is a disk, and compare their digests. The answer is a `JobStatus`."""
-
-    tier: Name
-    remove: bool = False
-    dry_run: bool = False
-
-
-class List(Message, frozen=True):
-    """Ask what memory holds, by model and by session: a `Listing`. `session`, `model`: only those whose name contains
-    this."""
-
-    session: Name = ""
-    model: Name = ""
-
-
-class Jobs(Message, frozen=True):
-    """Ask how a job is doing (a `JobStatus`); without a name, how all are that the node knows of (a `JobList`)."""
-
-    job: JobId = ""
-
-
-class EndJob(Message, frozen=True):
-    """Cancel a job: what it has moved stays moved, nothing more is. The answer is its `JobStatus`."""
-
-    job: JobId
-
-
-class Settle(Message, frozen=True):
-    """From a peer, of chunks that it has pushed here: store them in this tier of the node's, and let memory be free of
-    those that no request has found here; an empty name: they stay in memory. The answer is a `Found`, at once: it is
-    asked again until the tier has them."""
-
-    keys: Keys
-    shards: ShardCount = 1
-    tier: Name = ""
-
-
-class Models(Message, frozen=True):
-    """Ask how the engines here name the chunks of a prompt: a `ModelList`."""
+    if not job or len(job) > 320 or not re.fullmatch(r"[^\n]{1,256}:[0-9a-f]+-[0-9]+", job):
+        raise JobUnknown(f"{job!r:.80} is no job's name, which is NODE:EPOCH-NUMBER; pdx cache jobs lists them")
+    return job.rpartition(":")[0]
 
 
 # ---- answers -----------------------------------------------------------------------------------
 
 
+class Advised(Message, frozen=True):
+    """What became of an `Advise`, for each field of its hints that says something."""
+
+    verdicts: Verdicts = []
+
+
 class Found(Message, frozen=True):
     """By tier, how many leading ones of the chunks it has; `hits`: how many leading ones some tier has; `chunks`: how
     many were asked for. `asking`: tiers that are being asked and have not answered; ask again. `nbytes`: of a chunk of
-    one shard, 0: not known."""
+    one shard, `chunk_tokens`: of a chunk; 0: not known. `by_index`: no node was asked, so no pins are known."""
 
     chunks: Count
     hits: Count
@@ -149,6 +58,8 @@ class Found(Message, frozen=True):
     pinned: Annotated[dict[Name, Count], Meta(max_length=256)] = {}  # leading ones that are pinned there
     asking: Annotated[list[Name], Meta(max_length=64)] = []
     nbytes: Bytes = 0
+    chunk_tokens: Count = 0
+    by_index: bool = False
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
@@ -175,7 +86,7 @@ class JobStatus(Message, frozen=True):
     """One job of a node, or (`job` empty) what it would be. `state` "failed" and `why` go together; `why` of one
     that is done is what it has found. One that was cancelled, or has failed, says how much it has done before that."""
 
-    job: JobId
+    job: JobName
     verb: Annotated[str, Meta(max_length=16)]
     state: Literal["planned", "running", "done", "failed", "cancelled"]
     chunks: Count  # of one shard each: all there are to do, without those that a store turned out to lack …
@@ -220,3 +131,190 @@ class ModelList(Message, frozen=True):
     """The engines that are attached and have told the shape of their chunks."""
 
     models: Annotated[list[Model], Meta(max_length=MAX_MODELS)]
+
+
+# ---- verbs -------------------------------------------------------------------------------------
+
+
+class Selection(msgspec.Struct, array_like=True, frozen=True):
+    """Which chunks a verb is about: these `keys`, in each of so many shards; or, where there are none, those that the
+    last request asked for whose name contains `request`. `chunk_tokens`: of each, 0: not known."""
+
+    keys: Keys = []
+    shards: ShardCount = 1
+    request: Name = ""
+    chunk_tokens: Count = 0
+
+
+class Verb(Message, frozen=True):
+    """Base of all verbs. Those with a `what` are about chunks; those with a `dry_run` change something, and with it
+    they do nothing and answer what would be. One that is answered by a `JobStatus` alone is of one node."""
+
+    name: ClassVar[str]
+    answers: ClassVar[tuple[type[Message], ...]]
+    said_by: ClassVar[frozenset[Kind]] = frozenset({"controller"})
+
+    @classmethod
+    def is_of_one_node(cls) -> bool:
+        """Whether it is never said to several nodes at once."""
+        return cls.answers == (JobStatus,)
+
+    @classmethod
+    def only_looks(cls) -> bool:
+        """Whether it changes no chunk, so that it is for all nodes where none is named."""
+        return "dry_run" not in cls.__struct_fields__
+
+
+class Find(Verb, frozen=True):
+    """Say how many leading chunks each tier has. `ask`: ask the nodes, also where the proxy has an index."""
+
+    name = "lookup"
+    answers = (Found,)
+    what: Selection
+    ask: bool = False
+
+
+class Move(Verb, frozen=True):
+    """Copy chunks from the tier `source` of this node, any that has them where it is empty, to the tier `target` of the
+    node `target_node` (empty: this one), and drop them at the source unless it `keeps` them: a job.
+
+    A chunk is dropped only when the target has said that it has it. A chunk that is there already is not copied again.
+    """
+
+    name = "move"
+    answers = (JobStatus,)
+    what: Selection
+    source: Name
+    target: Name
+    target_node: Name = ""
+    keeps: bool = False
+    dry_run: bool = False
+
+
+class Clear(Verb, frozen=True):
+    """Forget chunks in a tier (empty: in all of this node), pinned or not; the last lease of those that are read frees
+    them. `everything`: all that the tier has, whatever `what` says, which is a job."""
+
+    name = "clear"
+    answers = (Effect, JobStatus)
+    what: Selection
+    tier: Name = ""
+    everything: bool = False
+    dry_run: bool = False
+
+
+class PinIn(Verb, frozen=True):
+    """Pin chunks in one tier (empty: the first that has them all), or (`pinned` is false) unpin them there."""
+
+    name = "pin"
+    answers = (Effect,)
+    what: Selection
+    tier: Name = ""
+    pinned: bool = True
+    dry_run: bool = False
+
+
+class Recode(Verb, frozen=True):
+    """Store chunks of a tier by another codec: "none" (as they are), "lossless", or with a loss, by the text of a
+    `pdx.memory.form.Form`: a job.
+
+    `new_keys`: of a lossy codec, under which keys they are found from then on, one for each key.
+    """
+
+    name = "compress"
+    answers = (JobStatus,)
+    what: Selection
+    tier: Name
+    codec: FormText
+    new_keys: Keys = []
+    dry_run: bool = False
+
+
+class Evict(Verb, frozen=True):
+    """Evict from an arena (empty: the first) up to `nbytes` of what has a lower priority than `below`, in the order of
+    its policy. Where the answer has MAX_EVICTED chunks there may be more: ask again."""
+
+    name = "evict"
+    answers = (Effect,)
+    below: Annotated[int, Meta(ge=1, le=10)]
+    nbytes: Bytes
+    tier: Name = ""
+    dry_run: bool = False
+
+
+class List(Verb, frozen=True):
+    """Say what memory holds, by model and by session. `session`, `model`: only those whose name contains this."""
+
+    name = "ls"
+    answers = (Listing,)
+    session: Name = ""
+    model: Name = ""
+
+
+class Jobs(Verb, frozen=True):
+    """Say how the jobs are that the node knows of."""
+
+    name = "jobs"
+    answers = (JobList,)
+
+
+class CheckFinish(Verb, frozen=True):
+    """Say how a job is doing."""
+
+    name = "check_finish"
+    answers = (JobStatus,)
+    job: JobName
+
+
+class EndJob(Verb, frozen=True):
+    """Cancel a job: what it has moved stays moved, nothing more is."""
+
+    name = "cancel"
+    answers = (JobStatus,)
+    job: JobName
+
+
+class Models(Verb, frozen=True):
+    """Say how the engines here name the chunks of a prompt."""
+
+    name = "models"
+    answers = (ModelList,)
+
+
+class Status(Verb, frozen=True):
+    """Say how the node is."""
+
+    name = "health"
+    answers = (NodeStatus,)
+    said_by = ANYBODY
+
+
+class Why(Verb, frozen=True):
+    """Say why chunks of the last requests whose name contains `request` were hits or not."""
+
+    name = "why"
+    answers = (Explained,)
+    said_by = ANYBODY
+    request: Name = ""
+
+
+class Advise(Verb, frozen=True):
+    """An application says something of the future of `keys`, in each of so many shards, or, without keys, of what the
+    last request of `hints.session` used. Of another tenant (`hints.salt`) nothing is found by its name.
+
+    From a controller: of chunks in the node's first arena.
+    """
+
+    name = "advise"
+    answers = (Advised,)
+    said_by = ANYBODY
+    hints: Hints
+    keys: Keys = []
+    shards: ShardCount = 1
+
+
+AnyVerb = (
+    Find | Move | Clear | PinIn | Recode | Evict | List | Jobs | CheckFinish | EndJob | Models | Status | Why | Advise
+)
+VERBS: dict[str, type[Verb]] = {verb.name: verb for verb in get_args(AnyVerb)}
+AnyAnswer = Found | Effect | JobStatus | JobList | Listing | ModelList | NodeStatus | Explained | Advised

@@ -1,4 +1,4 @@
-"""The nodes that controllers name: what each has last said of itself, and addresses of tiers, `NODE/TIER`."""
+"""The nodes that controllers name: what each has last said of itself."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import msgspec
 
 from pdx.errors import NodeUnavailable, SelectionError
 from pdx.proxy.engines import MAX_NODES
-from pdx.wire.messages import EngineReport, NodeReport
-from pdx.wire.tokens import chosen
+from pdx.wire.proxy import NodeReport
 from pdx.wire.verbs import Model
 
 FORGET_S = 3600.0  # a node without a roster that was silent for so long is forgotten
 _NAMED = 16  # names in an error's text …
-ALL = "*"
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -23,14 +21,6 @@ class Instance(msgspec.Struct, frozen=True):
     name: str
     report: NodeReport | None
     seen_at: float
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Where a verb goes: to these nodes, and there to this tier; empty: none is named."""
-
-    instances: tuple[Instance, ...]
-    tier: str
-    is_one: bool
 
 
 class Instances:
@@ -94,57 +84,15 @@ class Instances:
         age_s = self._clock() - instance.seen_at
         return f"has not been heard of for {age_s:.0f} s" if age_s >= self._silent_s else ""
 
-    def age_s(self, instance: Instance) -> float:
-        """Since its last report."""
-        return self._clock() - instance.seen_at
-
-    def place(self, address: str) -> Place:
-        """What an address means: `NODE`, `NODE/TIER`, `*` or `*/TIER`.
-
-        :raises SelectionError: there is no such node.
-        """
-        known = self.all()
-        head, _, tier = address.partition("/")
-        if head == ALL:
-            return Place(tuple(known.values()), tier, is_one=False)
-        # A name may have slashes: the longest one that is known counts.
-        ends = [at for at, char in enumerate(address) if char == "/"]
-        for end in (len(address), *reversed(ends)):
-            if address[:end] in known:
-                return Place((known[address[:end]],), address[end + 1 :], is_one=True)
-        raise _unknown(head, known)
-
-    def tier(self, address: str, what: str) -> Place:
-        """The same, of an address that has to name one tier.
-
-        :raises SelectionError: it does not, or there is no such node.
-        """
-        place = self.place(address)
-        if not place.is_one or not place.tier:
-            raise SelectionError(f"{what} {address!r} names no tier: write NODE/TIER")
-        return place
-
     def models(self) -> list[Model]:
         """How the engines that are attached to nodes name the chunks of a prompt, of those that have told."""
         return [
-            model_of(engine)
+            Model(engine.engine, engine.url, engine.layout, engine.shape)
             for each in self.all().values()
             if each.report is not None and not self.problem(each)
             for engine in each.report.engines
             if engine.layout and engine.shape
         ]
-
-    def model(self, name: str) -> list[Model]:
-        """Engines that name chunks alike: those of this name, URL, model or layout; of no name: all there are.
-
-        :raises SelectionError: there are none, or they do not name chunks alike.
-        """
-        return chosen(self.models(), name)
-
-
-def model_of(engine: EngineReport) -> Model:
-    """What an engine's report says of the keys that it makes."""
-    return Model(engine.engine, engine.url, engine.layout, engine.shape)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -152,4 +100,4 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _unknown(name: str, known: Collection[str]) -> SelectionError:
-    return SelectionError(f"no node is named {name!r:.80}; there are {_listed(known) or 'none'}")
+    return SelectionError(f"no node {name!r:.80} is known here; there are {_listed(known) or 'none'}")

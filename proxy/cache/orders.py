@@ -6,57 +6,23 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pdx.errors import NodeUnavailable, ProtocolError
 from pdx.telemetry.faults import Faults, printable
-from pdx.wire.base import Message
-from pdx.wire.messages import Advise, Advised, Explained, Order, Outcome, Refused, Reply, Status, Verb, Why
-from pdx.wire.status import NodeStatus
+from pdx.wire.messages import Outcome, Refused
+from pdx.wire.proxy import Order, Reply
 from pdx.wire.verbs import (
-    Clear,
-    Effect,
-    EndJob,
-    Evict,
-    Find,
-    Found,
-    JobList,
-    Jobs,
-    JobStatus,
-    List,
-    Listing,
-    ModelList,
-    Models,
-    Move,
-    PinIn,
-    Recode,
-    Verify,
+    AnyVerb,
 )
 
 AT_A_TIME = 32  # of one node; it can leave 64 answers unread by the proxy, reports included
-# What a node may answer to each verb, beside `Refused`.
-ANSWERS: Mapping[type[Message], tuple[type[Message], ...]] = {
-    Advise: (Advised,),
-    Clear: (Effect, JobStatus),
-    EndJob: (JobStatus,),
-    Evict: (Effect,),
-    Find: (Found,),
-    Jobs: (JobStatus, JobList),
-    List: (Listing,),
-    Models: (ModelList,),
-    Move: (JobStatus,),
-    PinIn: (Effect,),
-    Recode: (JobStatus,),
-    Status: (NodeStatus,),
-    Verify: (JobStatus,),
-    Why: (Explained,),
-}
 
 
 class _Asked:
     """An order under way, of the node `node`."""
 
-    def __init__(self, node: str, verb: Verb) -> None:
+    def __init__(self, node: str, verb: AnyVerb) -> None:
         self.node = node
         self.verb = verb
         self.answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -90,7 +56,7 @@ class Orders:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    async def ask(self, node: str, verb: Verb, wait_s: float) -> Outcome:
+    async def ask(self, node: str, verb: AnyVerb, wait_s: float) -> Outcome:
         """What the node answers, which may be `Refused`. Waiting for a turn counts, too.
 
         :raises NodeUnavailable: it cannot be reached, or has not answered in `wait_s`, or was started again.
@@ -110,7 +76,7 @@ class Orders:
             if not turns.users:
                 del self._turns[node]
 
-    async def _ask(self, node: str, verb: Verb) -> Outcome:
+    async def _ask(self, node: str, verb: AnyVerb) -> Outcome:
         number = next(self._numbers)
         asked = self._under_way[number] = _Asked(node, verb)
         try:
@@ -127,7 +93,7 @@ class Orders:
             self._drop("replies_late", node, "its answer comes too late, or again")
         elif asked.node != node:
             self._drop("replies_misplaced", node, f"it answers what node {asked.node!r} was asked")
-        elif not isinstance(reply.outcome, (Refused, *ANSWERS[type(asked.verb)])):
+        elif not isinstance(reply.outcome, (Refused, *asked.verb.answers)):
             text = f"node {node!r} answered {type(asked.verb).__name__} with {type(reply.outcome).__name__}"
             self._drop("replies_wrong", node, text)
             asked.answer.set_exception(ProtocolError(text))

@@ -1,4 +1,4 @@
-"""Verbs over HTTP: POST /cache/VERB on the administrator's address. docs/controller-http.md is the contract.
+"""Verbs over HTTP: POST /cache/VERB on the administrator's address. docs/controller.md is the contract.
 
 Neither a token nor what a body says is ever logged: bodies have the tokens of users' prompts.
 """
@@ -6,8 +6,8 @@ Neither a token nor what a body says is ever logged: bodies have the tokens of u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -30,25 +30,15 @@ from pdx.errors import (
 )
 from pdx.proxy.body import Intake
 from pdx.proxy.cache.access import Access
-from pdx.proxy.cache.bodies import (
-    AdviseBody,
-    ClearBody,
-    EvictBody,
-    JobBody,
-    ListBody,
-    Lookup,
-    MoveBody,
-    OfChunks,
-    OfNodes,
-    RecodeBody,
-    VerifyBody,
-    WhyBody,
-)
 from pdx.proxy.cache.verbs import Verbs
 from pdx.proxy.metrics import Metrics
+from pdx.wire.messages import Refused
+from pdx.wire.objects import Failure, encode_answers, form_of
+from pdx.wire.verbs import VERBS
 
 LARGE_BYTES = 256 << 10  # to decode more takes its time
 AT_A_TIME = 1024  # verbs under way
+WAIT_S, LEAST_WAIT_S, MOST_WAIT_S = 5.0, 0.05, 60.0  # that each node has to answer
 # Of what is not in here 409 where a node refused: what it has now does not allow it. Else 502.
 _STATUS: Mapping[str, int] = {
     ChunkMissing.__name__: 404,
@@ -62,86 +52,90 @@ _STATUS: Mapping[str, int] = {
 }
 
 
-class _Verb(NamedTuple):
-    body: msgspec.json.Decoder[Any]
-    carry_out: Callable[[Any], Awaitable[dict[str, Any]]]
-
-
 class Routes:
     """The routes, on the loop of the proxy."""
 
-    def __init__(self, verbs: Verbs, access: Access, *, intake: Intake, metrics: Metrics) -> None:
+    def __init__(
+        self, verbs: Verbs, access: Access, *, nodes: Callable[[], Iterable[str]], intake: Intake, metrics: Metrics
+    ) -> None:
+        """`nodes`: the names of those there are."""
+        self._verbs = verbs
         self._access = access
+        self._nodes = nodes
         self._intake = intake
         self._metrics = metrics
         self._under_way = 0
         self._turn = asyncio.Semaphore(1)
-
-        def verb(body: type[Any], carry_out: Callable[[Any], Awaitable[dict[str, Any]]]) -> _Verb:
-            return _Verb(msgspec.json.Decoder(body), carry_out)
-
-        self._verbs = {
-            "lookup": verb(Lookup, verbs.lookup),
-            "query_ip": verb(OfNodes, verbs.query_ip),
-            "models": verb(OfNodes, verbs.models),
-            "health": verb(OfNodes, verbs.health),
-            "ls": verb(ListBody, verbs.ls),
-            "why": verb(WhyBody, verbs.why),
-            "jobs": verb(OfNodes, verbs.jobs),
-            "advise": verb(AdviseBody, verbs.advise),
-            "clear": verb(ClearBody, verbs.clear),
-            "pin": verb(OfChunks, verbs.pin),
-            "unpin": verb(OfChunks, verbs.unpin),
-            "evict": verb(EvictBody, verbs.evict),
-            "move": verb(MoveBody, verbs.move),
-            "compress": verb(RecodeBody, verbs.compress),
-            "decompress": verb(RecodeBody, verbs.decompress),
-            "verify": verb(VerifyBody, verbs.verify),
-            "check_finish": verb(JobBody, verbs.check_finish),
-            "cancel": verb(JobBody, verbs.cancel),
-        }
+        self._decoders = {name: msgspec.json.Decoder(form_of(verb)) for name, verb in VERBS.items()}
 
     def install(self, app: web.Application) -> None:
         """Serve them there."""
+        app.router.add_get("/cache", self._list)
         app.router.add_post("/cache/{verb}", self._serve)
-        for name in self._verbs:  # so that the first one counts for `rate`
+        for name in VERBS:  # so that the first one counts for `rate`
             self._metrics.verbs.labels(name, "ok")
+
+    async def _list(self, request: web.Request) -> web.Response:
+        """What can be said, and to which nodes."""
+        try:
+            self._access.check(request)
+        except PdxError as error:
+            return _error(error)
+        told = msgspec.json.encode({"nodes": list(self._nodes()), "verbs": list(VERBS)})
+        return web.Response(body=told, content_type="application/json")
 
     async def _serve(self, request: web.Request) -> web.Response:
         name = request.match_info["verb"]
         outcome = "error"
         try:
             self._access.check(request)
-            if name not in self._verbs:
-                raise RequestRefused(404, f"there is no such verb; there are {', '.join(self._verbs)}")
-            answer = await self._answer(request, self._verbs[name])
+            if name not in VERBS:
+                raise RequestRefused(404, f"there is no such verb; there are {', '.join(VERBS)}")
+            answer = await self._answer(request, name)
             outcome = "ok"
-            return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+            return web.Response(body=answer, content_type="application/json")
         except PdxError as error:
             outcome = _kind(error)
             return _error(error)
         finally:
-            label = name if name in self._verbs else ""
-            self._metrics.verbs.labels(label, outcome).inc()
+            self._metrics.verbs.labels(name if name in VERBS else "", outcome).inc()
 
-    async def _answer(self, request: web.Request, verb: _Verb) -> dict[str, Any]:
+    async def _answer(self, request: web.Request, name: str) -> bytes:
         if request.content_type != "application/json":
             raise RequestRefused(415, "the request must have Content-Type: application/json")
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestRefused(415, "the request must be sent unpacked, without Content-Encoding")
+        names, wait_s = _asked(request)
         if self._under_way >= AT_A_TIME:
             raise RequestRefused(503, f"{AT_A_TIME} verbs are under way", retry_after_s=1)
         self._under_way += 1
         try:
             async with self._intake.body(request) as raw:
-                if len(raw) <= LARGE_BYTES:
-                    return await verb.carry_out(_decoded(verb.body, raw))
-                async with self._turn:  # decoding takes its time: one after the other, and others between
-                    await asyncio.sleep(0)
-                    said = _decoded(verb.body, raw)
-                return await verb.carry_out(said)
+                if len(raw) > LARGE_BYTES:
+                    async with self._turn:  # decoding takes its time: one after the other, and others between
+                        await asyncio.sleep(0)
+                        said = _decoded(self._decoders[name], raw)
+                else:
+                    said = _decoded(self._decoders[name], raw)
+                found = await self._verbs.carry_out(VERBS[name], said, names, wait_s)
         finally:
             self._under_way -= 1
+        refused = {
+            node: Failure(_known(each.error), each.text) for node, each in found.items() if isinstance(each, Refused)
+        }
+        return encode_answers({node: each for node, each in found.items() if not isinstance(each, Refused)}, refused)
+
+
+def _asked(request: web.Request) -> tuple[list[str], float]:
+    """`?node=NAME` as often as there are nodes to ask, and `wait_s`: how long each has to answer."""
+    unknown = request.query.keys() - {"node", "wait_s"}
+    try:
+        wait_s = float(request.query.get("wait_s", WAIT_S))
+    except ValueError:
+        wait_s = -1.0
+    if unknown or not LEAST_WAIT_S <= wait_s <= MOST_WAIT_S:
+        raise RequestRefused(400, f"the query has node=NAME and wait_s={LEAST_WAIT_S} to {MOST_WAIT_S}, and no more")
+    return list(dict.fromkeys(request.query.getall("node", []))), wait_s
 
 
 def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes | bytearray) -> Any:
@@ -153,10 +147,12 @@ def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes | bytearray) -> Any:
 
 def _kind(error: PdxError) -> str:
     """The name of a class in `pdx.errors`, whatever a node says."""
-    if not isinstance(error, VerbRefused):
-        return type(error).__name__
-    kind = getattr(errors, error.error, None)
-    return error.error if isinstance(kind, type) and issubclass(kind, PdxError) else NodeError.__name__
+    return _known(error.error) if isinstance(error, VerbRefused) else type(error).__name__
+
+
+def _known(name: str) -> str:
+    kind = getattr(errors, name, None)
+    return name if isinstance(kind, type) and issubclass(kind, PdxError) else NodeError.__name__
 
 
 def _error(error: PdxError) -> web.Response:
@@ -170,5 +166,5 @@ def _error(error: PdxError) -> web.Response:
             headers["Retry-After"] = str(error.retry_after_s)
         if status == 401:
             headers["WWW-Authenticate"] = 'Bearer realm="pdx"'
-    body = msgspec.json.encode({"error": {"type": kind, "message": str(error)}})
+    body = msgspec.json.encode({"error": Failure(kind, str(error))})
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)

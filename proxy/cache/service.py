@@ -14,7 +14,6 @@ from pdx.proxy.body import Intake
 from pdx.proxy.cache.access import Access, Token
 from pdx.proxy.cache.instances import Instances
 from pdx.proxy.cache.orders import Orders
-from pdx.proxy.cache.prompts import Prompts
 from pdx.proxy.cache.routes import Routes
 from pdx.proxy.cache.verbs import Index, Verbs
 from pdx.proxy.config import ProxyConfig
@@ -24,7 +23,7 @@ from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
 from pdx.security.address import base_url
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import NodeReport, Reply
+from pdx.wire.proxy import NodeReport, Reply
 from pdx.wire.verbs import Model
 
 _TOKENIZE_S = 30.0
@@ -59,12 +58,13 @@ class CacheControl:
         self._legs = legs
         self._instances = Instances(members=control.members, silent_s=config.heartbeat_timeout_s, clock=clock)
         self._orders = Orders(control.order, counters=counters, faults=faults)
-        self._verbs = Verbs(self._instances, self._orders, Prompts(self._instances, self._tokenize), index=index)
+        self._verbs = Verbs(self._instances, self._orders, self._tokenize, index=index)
         token = Token(config.cache_token_file) if config.cache_token_file else None
         largest = config.max_body_bytes
         self._routes = Routes(
             self._verbs,
             Access(token, counters=counters, faults=faults, clock=clock),
+            nodes=self._instances.all,
             intake=Intake(each_bytes=largest, all_bytes=_ALL_BODIES * largest, timeout_s=config.body_timeout_s),
             metrics=metrics,
         )

@@ -29,10 +29,10 @@ from pdx.wire.messages import (
     Mark,
     Ping,
     Release,
-    Status,
     decode_to_node,
     encode,
 )
+from pdx.wire.verbs import Status
 
 SLOTS = 1500
 TRANSFER = "t" * 16

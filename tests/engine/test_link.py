@@ -14,7 +14,8 @@ from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import VERSION, Hello, decode_to_proxy
+from pdx.wire.messages import VERSION, Hello
+from pdx.wire.proxy import decode_to_proxy
 
 
 def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(

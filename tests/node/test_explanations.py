@@ -15,7 +15,9 @@ from pdx.store import history
 from pdx.store.tier import Grant, Held, Tier
 from pdx.telemetry.env import Env
 from pdx.wire.base import MAX_NAME, MAX_REASONS
-from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Explained, Fill, Hello, Hints, Pin, Release, Why
+from pdx.wire.explained import Explained
+from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, Hello, Hints, Pin, Release
+from pdx.wire.verbs import Why
 
 CHUNKS = 256  # as many as the smallest arena has
 LAYOUT = b"layout"

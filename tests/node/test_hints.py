@@ -16,7 +16,8 @@ from pdx.store.tier import Grant, Held, Tier
 from pdx.telemetry.env import Env
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import OWN, Hints, tenant
-from pdx.wire.messages import VERSION, Abort, Admit, Advise, Bye, Delete, Expect, Fill, Hello, Pin, Release
+from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Expect, Fill, Hello, Pin, Release
+from pdx.wire.verbs import Advise
 
 CHUNKS = 256  # as many as the smallest arena has
 A, B = tenant("a"), tenant("b")

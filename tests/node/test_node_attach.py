@@ -23,7 +23,8 @@ from pdx.node.daemon import Daemon
 from pdx.node.service import MAX_DEGRADED, PROBE_BYTES
 from pdx.node.sessions import MAX_OF_ONE_PROCESS, Sessions
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import VERSION, Admit, Admitted, Bye, Done, Hello, Ping, Refused, Status, Welcome
+from pdx.wire.messages import VERSION, Admit, Admitted, Bye, Done, Hello, Ping, Refused, Welcome
+from pdx.wire.verbs import Status
 
 KEY = b"k" * 16
 

@@ -32,7 +32,6 @@ from pdx.wire.messages import (
     Abort,
     Admit,
     Admitted,
-    Advise,
     Bye,
     Cancel,
     Delete,
@@ -47,14 +46,12 @@ from pdx.wire.messages import (
     Refused,
     Release,
     Renew,
-    Status,
     ToNode,
     Welcome,
-    Why,
     encode,
 )
 from pdx.wire.status import NodeStatus
-from pdx.wire.verbs import Jobs
+from pdx.wire.verbs import Advise, Jobs, Status, Why
 
 
 @pytest.fixture

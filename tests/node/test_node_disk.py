@@ -17,8 +17,9 @@ from pdx.client.api import connect
 from pdx.errors import ChunkExists, ChunkMissing
 from pdx.telemetry import trace
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Fill, Ping, Release, Why
+from pdx.wire.messages import Admit, Fill, Ping, Release
 from pdx.wire.status import COUNTING
+from pdx.wire.verbs import Why
 
 NAMES = [f"chunk {number}" for number in range(12)]
 

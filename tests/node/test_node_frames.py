@@ -22,11 +22,11 @@ from pdx.wire.messages import (
     Refused,
     Release,
     Renew,
-    Status,
     ToNode,
     Welcome,
     encode,
 )
+from pdx.wire.verbs import Status
 
 KEY = b"k" * 16
 

@@ -15,8 +15,6 @@ from pdx.wire.messages import (
     Abort,
     Admit,
     Admitted,
-    Advise,
-    Arriving,
     Bye,
     Cancel,
     Delete,
@@ -24,15 +22,11 @@ from pdx.wire.messages import (
     Fill,
     Hints,
     Mark,
-    Order,
     Ping,
-    Prefilled,
-    Reply,
-    Status,
-    decode_to_proxy,
     encode,
 )
-from pdx.wire.verbs import Clear, Find, Selection
+from pdx.wire.proxy import Arriving, Order, Prefilled, Reply, decode_to_proxy
+from pdx.wire.verbs import Advise, Clear, Find, Selection, Status
 
 TRANSFER = "transfer-0123456789"
 OTHER_TRANSFER, THIRD_TRANSFER = "other-" + TRANSFER, "third-" + TRANSFER

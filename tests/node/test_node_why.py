@@ -7,7 +7,8 @@ from node_harness import MIB, attached
 from remote_bed import made
 
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Fill, Release, Why
+from pdx.wire.messages import Admit, Fill, Release
+from pdx.wire.verbs import Why
 
 CHUNK_BYTES = 64 << 10
 LAYERS = 4

@@ -9,7 +9,6 @@ from pdx.wire.messages import (
     RIGHTS,
     Abort,
     Admit,
-    Advise,
     Ask,
     Bye,
     Cancel,
@@ -25,10 +24,11 @@ from pdx.wire.messages import (
     Refused,
     Release,
     Renew,
-    Status,
-    Why,
+    Settle,
 )
 from pdx.wire.verbs import (
+    Advise,
+    CheckFinish,
     Clear,
     EndJob,
     Evict,
@@ -40,8 +40,8 @@ from pdx.wire.verbs import (
     PinIn,
     Recode,
     Selection,
-    Settle,
-    Verify,
+    Status,
+    Why,
 )
 
 TRANSFER = "transfer-0123456789"
@@ -53,10 +53,10 @@ VERBS = [
     PinIn(NOTHING),
     Recode(NOTHING, "disk", "none"),
     Evict(1, 0),
-    Verify("disk"),
     List(),
     Jobs(),
-    EndJob("1-1"),
+    CheckFinish("a:1-1"),
+    EndJob("a:1-1"),
     Models(),
 ]
 SAID = [

@@ -8,10 +8,11 @@ import json
 import secrets
 from contextlib import asynccontextmanager, suppress
 
-from proxy_harness import cluster, within
+from proxy_harness import cluster, until, within
 
 from pdx.wire import messages
-from pdx.wire.messages import EngineReport, NodeReport, Order, Refused, Reply
+from pdx.wire.messages import Refused
+from pdx.wire.proxy import EngineReport, NodeReport, Order, Reply, decode_from_proxy
 from pdx.wire.verbs import Found
 
 TOKEN = secrets.token_hex(16)
@@ -58,7 +59,7 @@ class Ruled:
 
     async def _serve(self):
         while True:
-            message = messages.decode_from_proxy(await self.node.socket.recv())
+            message = decode_from_proxy(await self.node.socket.recv())
             if isinstance(message, Order):
                 self.orders.append(message)
                 if (outcome := self.answers(message.verb)) is not None:
@@ -80,32 +81,48 @@ class Stage:
     def counters(self):
         return self.made.proxy.env.counters
 
-    async def post(self, verb, body=None, *, token=TOKEN, raw=None, headers=None):
-        """(status, answer)"""
+    async def post(self, verb, body=None, *, node=(), wait_s=None, token=TOKEN, raw=None, headers=None, query=()):
+        """(status, answer) of a verb at the nodes of these names."""
         sent = {"Content-Type": "application/json", **(headers or {})}
         if token:
             sent["Authorization"] = f"Bearer {token}"
         data = io.BytesIO(json.dumps(body or {}).encode() if raw is None else raw)
+        nodes = [("node", each) for each in ([node] if isinstance(node, str) else node)]
+        asked = [*nodes, *([("wait_s", str(wait_s))] if wait_s is not None else []), *query]
         url = f"{self.made.admin}/cache/{verb}"
-        async with self.made.client.post(url, data=data, headers=sent) as response:
+        async with self.made.client.post(url, params=asked, data=data, headers=sent) as response:
             return response.status, json.loads(await within(response.read()))
 
-    async def ok(self, verb, **body):
-        status, answer = await self.post(verb, body)
+    async def ok(self, verb, *, node=(), wait_s=None, **body):
+        status, answer = await self.post(verb, body, node=node, wait_s=wait_s)
         assert status == 200, answer
         return answer
 
-    async def error(self, verb, **body):
+    async def answers(self, verb, **said):
+        """What nodes have answered, by their names."""
+        return (await self.ok(verb, **said))["nodes"]
+
+    async def error(self, verb, *, node=(), wait_s=None, **body):
         """(status, class, text)"""
-        status, answer = await self.post(verb, body)
+        status, answer = await self.post(verb, body, node=node, wait_s=wait_s)
         assert status != 200, answer
         return status, answer["error"]["type"], answer["error"]["message"]
+
+    async def listed(self, token=TOKEN):
+        """(status, answer) of what there is."""
+        headers = {"Authorization": f"Bearer {token}"}
+        async with self.made.client.get(f"{self.made.admin}/cache", headers=headers) as response:
+            return response.status, json.loads(await within(response.read()))
 
     async def known(self, *names):
         """Wait for these nodes to have reported."""
         async with asyncio.timeout(10):
-            while not set(names) <= set((await self.ok("query_ip"))["instances"]):
+            while not set(names) <= set((await self.listed())[1]["nodes"]):
                 await asyncio.sleep(0.005)
+
+    async def told(self, count=1):
+        """Wait until so many engines have told how they name chunks."""
+        await until(lambda: len(self.made.proxy._cache._instances.models()) >= count)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from proxy_harness import Node
 from pdx.proxy.control import Control
 from pdx.security.curve_keys import secure_client
 from pdx.telemetry.env import Env
-from pdx.wire.messages import NodeReport
+from pdx.wire.proxy import NodeReport
 
 
 class ControlStage:

@@ -18,7 +18,7 @@ from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server as HttpServer
 from pdx.wire import messages
-from pdx.wire.messages import EngineReport, NodeReport
+from pdx.wire.proxy import Arriving, EngineReport, NodeReport, PeerList, Prefilled, decode_from_proxy
 
 DEADLINE_S = 10.0
 HANG_S = 3.0
@@ -72,19 +72,19 @@ class Node:
 
     async def prefilled(self):
         """The transfer named by the next Prefilled."""
-        return (await self._next(messages.Prefilled)).transfer
+        return (await self._next(Prefilled)).transfer
 
     async def arriving(self):
         """The session named by the next Arriving."""
-        return (await self._next(messages.Arriving)).session
+        return (await self._next(Arriving)).session
 
     async def peers(self):
         """The names and addresses in the next PeerList."""
-        return {peer.name: peer.address for peer in (await self._next(messages.PeerList)).peers}
+        return {peer.name: peer.address for peer in (await self._next(PeerList)).peers}
 
     async def _next(self, kind):
         while True:
-            message = messages.decode_from_proxy(await within(self.socket.recv()))
+            message = decode_from_proxy(await within(self.socket.recv()))
             if isinstance(message, kind):
                 return message
 
@@ -168,7 +168,7 @@ def settle_with(control, engines):
 
     def told(message, nodes):
         tell(message, nodes)
-        if not isinstance(message, messages.Arriving):
+        if not isinstance(message, Arriving):
             settled[message.transfer].set()
 
     control._tell = told

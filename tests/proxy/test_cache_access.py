@@ -19,15 +19,15 @@ from proxy_process import proxy_process
 from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
-from pdx.proxy.cache import access, prompts, routes
+from pdx.proxy.cache import access, routes, verbs
 from pdx.proxy.cache.access import Token
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
 from pdx.security.token_file import load
-from pdx.wire.verbs import JobStatus
+from pdx.wire.verbs import Find, JobStatus, Selection
 
-RUNNING = JobStatus("3f-7", "move", "running", 4)
-SAID = {"keys": [KEY]}
+RUNNING = JobStatus("a:3f-7", "move", "running", 4)
+SAID = {"what": {"keys": [KEY]}}
 
 
 @pytest.mark.parametrize("token", ["", "x" * 32, TOKEN[:-1], TOKEN + "x", "é" * 16], ids=range(5))
@@ -35,7 +35,7 @@ def test_without_the_token_nothing_is_told_and_nothing_done(tmp_path, token, cap
     async def main():
         async with stage(tmp_path, "a") as made:
             for verb in ("clear", "health", "nonsense"):
-                status, answer = await made.post(verb, {**SAID, "at": "a"}, token=token)
+                status, answer = await made.post(verb, SAID, node="a", token=token)
                 assert status == 401
                 assert answer["error"]["type"] == "RequestRefused"
             assert made.nodes["a"].verbs == []
@@ -54,13 +54,13 @@ def test_the_token_is_read_again_when_its_file_changes(tmp_path, caplog):
             fresh.write_text(other)
             fresh.chmod(0o600)
             fresh.replace(file)
-            assert (await made.post("query_ip"))[0] == 401
-            assert (await made.post("query_ip", token=other))[0] == 200
+            assert (await made.listed())[0] == 401
+            assert (await made.listed(token=other))[0] == 200
             file.chmod(0o644)  # others can read it: it is worth nothing
-            status, answer = await made.post("query_ip", token=other)
+            status, answer = await made.listed(token=other)
             assert (status, answer["error"]["message"]) == (503, "the proxy's token file cannot be used; see its log")
             file.unlink()
-            assert (await made.post("query_ip", token=other))[0] == 503
+            assert (await made.listed(token=other))[0] == 503
 
     run(main)
     assert "nobody may say verbs: token file" in caplog.text
@@ -114,7 +114,7 @@ def test_wrong_tokens_of_one_address_are_bounded(tmp_path, monkeypatch):
             assert (await made.post("health"))[0] == 429, "or guesses would go on"
             clock = made.made.proxy._cache._routes._access
             clock._clock = lambda: made.made.proxy.env.clock() + access.WINDOW_S
-            assert (await made.post("query_ip"))[0] == 200
+            assert (await made.listed())[0] == 200
 
     run(main)
 
@@ -150,11 +150,11 @@ def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp_path,
             assert (folder / "s.sock").stat().st_mode & 0o777 == 0o600
             connector = aiohttp.UnixConnector(f"{folder}/s.sock")
             async with aiohttp.ClientSession(connector=connector) as client:
-                async with client.post("http://pdx/cache/query_ip", json={}) as response:
+                async with client.get("http://pdx/cache") as response:
                     assert response.status == (401 if has_token else 200)
                 headers = {"Authorization": f"Bearer {TOKEN}"}
-                async with client.post("http://pdx/cache/query_ip", json={}, headers=headers) as response:
-                    assert list((await response.json())["instances"]) == ["a"]
+                async with client.get("http://pdx/cache", headers=headers) as response:
+                    assert (await response.json())["nodes"] == ["a"]
             await server.close()
 
     run(main)
@@ -165,25 +165,19 @@ def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp_path,
     [
         (b"not json", 400),
         (b"[]", 400),
-        (b'{"keys": ["ab"]}', 400),
-        (b'{"keys": "' + b"ab" * 16 + b'"}', 400),
-        (b'{"keys": []}', 400),
-        (b'{"tokens": [1.5]}', 400),
-        (b'{"tokens": [true]}', 400),
-        (b'{"tokens": [-1]}', 400),
-        (b'{"tokens": [99999999999999999999]}', 400),
-        (b'{"tokens": ["1"]}', 400),
-        (b'{"unknown": 1, "tokens": [1]}', 400),
-        (b'{"tokens": [1], "wait_s": 1e9}', 400),
-        (b'{"tokens": [1], "wait_s": NaN}', 400),
-        (b'{"text": "\xff"}', 400),
-        (b'{"text": ' + b"[" * 100_000, 400),
+        (b'{"what": {"keys": ["ab"]}}', 400),
+        (b'{"what": {"keys": "' + b"ab" * 16 + b'"}}', 400),
+        (b'{"what": {"keys": []}}', 400),
+        *((b'{"what": {"tokens": [' + bad + b"]}}", 400) for bad in (b"1.5", b"true", b"-1", b"9" * 20, b'"1"')),
+        (b'{"unknown": 1, "what": {"tokens": [1]}}', 400),
+        (b'{"what": {"tokens": [1], "unknown": 1}}', 400),
+        (b'{"what": {"text": "\xff"}}', 400),
+        (b'{"what": {"text": ' + b"[" * 100_000, 400),
         (b"{}", 400),
         (b"", 400),
-        (b'{"text": "a", "request": "b"}', 400),
-        (b'{"tokens": [' + b"1," * 600_000 + b"1]}", 413),
-        (b'{"keys": [' + b",".join([b'"' + b"ab" * 16 + b'"'] * 16_385) + b"]}", 400),
-        (b'{"instances": [' + b",".join([b'"a"'] * 1_025) + b'], "request": "r"}', 400),
+        (b'{"what": {"text": "a", "request": "b"}}', 400),
+        (b'{"what": {"tokens": [' + b"1," * 600_000 + b"1]}}", 413),
+        (b'{"what": {"keys": [' + b",".join([b'"' + b"ab" * 16 + b'"'] * 16_385) + b"]}}", 400),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_words_and_reaches_no_node(tmp_path, raw, status):
@@ -199,6 +193,16 @@ def test_what_makes_no_sense_is_refused_in_words_and_reaches_no_node(tmp_path, r
     run(main)
 
 
+@pytest.mark.parametrize("query", [("wait_s", "1e9"), ("wait_s", "nan"), ("wait_s", "x"), ("at", "a/host")])
+def test_a_query_that_makes_no_sense_is_refused(tmp_path, query):
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            status, answer = await made.post("lookup", SAID, query=[query])
+            assert (status, "node=NAME and wait_s" in answer["error"]["message"]) == (400, True)
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"), [({"Content-Type": "text/plain"}, 415), ({"Content-Encoding": "gzip"}, 415)]
 )
@@ -207,43 +211,47 @@ def test_pages_of_others_and_packed_bodies_are_refused(tmp_path, headers, status
 
     async def main():
         async with stage(tmp_path, "a") as made:
-            assert (await made.post("clear", {**SAID, "at": "a"}, headers=headers))[0] == status
+            assert (await made.post("clear", SAID, node="a", headers=headers))[0] == status
             assert made.nodes["a"].verbs == []
 
     run(main)
 
 
 @pytest.mark.parametrize(
-    ("verb", "body", "error", "text"),
+    ("verb", "said", "error", "text"),
     [
-        ("lookup", {**SAID, "instances": ["x"]}, "SelectionError", "no node is named 'x'; there are a, b/c"),
-        ("clear", {**SAID, "at": "x/host"}, "SelectionError", "no node is named 'x'; there are a, b/c"),
-        ("move", {**SAID, "source": "a/host", "target": "x/host"}, "SelectionError", "no node is named 'x'"),
-        ("move", {**SAID, "source": "a/host", "target": "a"}, "SelectionError", "names no tier"),
-        ("move", {**SAID, "source": "*/host", "target": "a/host"}, "SelectionError", "names no tier"),
-        ("verify", {"at": "a"}, "SelectionError", "names no tier"),
-        ("decompress", {**SAID, "at": "a/disk", "method": "fp8"}, "SelectionError", "that is compress"),
-        ("lookup", {"tokens": [1]}, "SelectionError", "no engine is attached"),
-        ("check_finish", {"job": "yesterday"}, "JobUnknown", "is no job's name"),
-        ("check_finish", {"job": "a:yesterday"}, "JobUnknown", "is no job's name"),
-        ("check_finish", {"job": ":3f-7"}, "JobUnknown", "is no job's name"),
-        ("check_finish", {"job": "x:3f-7"}, "SelectionError", "no node is named 'x'"),
+        ("lookup", {**SAID, "node": "x"}, "SelectionError", "no node 'x' is known here; there are a, b/c"),
+        ("clear", {**SAID, "tier": "host"}, "SelectionError", "say at which node"),
+        ("move", {**SAID, "node": "a", "source": "host"}, "RequestRefused", "missing required field `target`"),
+        ("lookup", {"what": {"tokens": [1]}}, "SelectionError", "no engine is attached"),
+        ("compress", {**SAID, "node": "a", "tier": "disk", "codec": "fp8"}, "SelectionError", "get other keys"),
+        ("check_finish", {"job": "yesterday"}, "RequestRefused", "job"),
+        ("check_finish", {"job": ""}, "JobUnknown", "is no job's name"),
+        ("check_finish", {"job": "x:3f-7"}, "SelectionError", "no node 'x' is known here"),
         ("dance", {}, "RequestRefused", "there is no such verb; there are lookup"),
     ],
 )
-def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, body, error, text):
+def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, said, error, text):
     async def main():
         async with stage(tmp_path, "a", "b/c") as made:
-            status, kind, message = await made.error(verb, **body)
+            status, kind, message = await made.error(verb, **said)
             assert (kind, 400 <= status < 500) == (error, True)
             assert text in message
             assert all(node.verbs == [] for node in made.nodes.values())
-            place = made.made.proxy._cache._instances.place
-            assert ([each.name for each in place("b/c/disk x").instances], place("b/c/disk x").tier) == (
-                ["b/c"],
-                "disk x",
-            )
-            assert ([each.name for each in place("b/c").instances], place("b/c").tier) == (["b/c"], "")
+
+    run(main)
+
+
+def test_a_move_goes_to_no_node_that_is_not_there(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a", "b") as made:
+            told = made.made.proxy._cache._instances
+            problem, move = told.problem, {**SAID, "source": "host", "target": "host"}
+            told.problem = lambda each: "is silent" if each.name == "b" else problem(each)
+            for node, why in (("x", (400, "SelectionError")), ("b", (504, "NodeUnavailable"))):
+                status, answer = await made.post("move", {**move, "target_node": node}, node="a")
+                assert (status, answer["error"]["type"]) == why
+            assert made.nodes["a"].verbs == []
 
     run(main)
 
@@ -275,22 +283,20 @@ def test_engines_that_name_chunks_differently_have_to_be_named(tmp_path):
         async with stage(tmp_path, "a", "b") as made:
             await made.nodes["a"].report(("ea", ""), layout=b"a" * 16)
             await made.nodes["b"].report(("eb", ""), layout=b"b" * 16, shape={**SHAPE, "model": "other"})
-            async with asyncio.timeout(10):
-                while len([n for n in (await made.ok("models"))["instances"].values() if n["models"]]) < 2:
-                    await asyncio.sleep(0.005)
+            await made.told(2)
             tokens = list(range(32))
-            _, kind, text = await made.error("lookup", tokens=tokens)
+            _, kind, text = await made.error("lookup", what={"tokens": tokens})
             assert kind == "SelectionError"
             assert "say of which model" in text
             assert ("ea" in text, "eb" in text) == (True, True)
             for model in ("ea", (b"a" * 16).hex(), (b"a" * 16).hex()[:6], "m"):
-                assert (await made.ok("lookup", tokens=tokens, model=model))["tokens"] == 32
-            _, _, text = await made.error("lookup", tokens=tokens, model="llama")
+                assert await made.answers("lookup", what={"tokens": tokens, "model": model})
+            _, _, text = await made.error("lookup", what={"tokens": tokens, "model": "llama"})
             assert "no engine here is, or has, the model 'llama'" in text
-            _, kind, text = await made.error("lookup", tokens=[500] * 32, model="ea")
+            _, kind, text = await made.error("lookup", what={"tokens": [500] * 32, "model": "ea"})
             assert kind == "SelectionError"
             assert "another model" in text
-            _, kind, _ = await made.error("clear", tokens=[1, 2], model="ea", at="a")
+            _, kind, _ = await made.error("clear", what={"tokens": [1, 2], "model": "ea"}, node="a")
             assert kind == "SelectionError", "less than a chunk is never all chunks"
 
     run(main)
@@ -308,8 +314,8 @@ def test_a_thousand_verbs_at_once_are_answered(tmp_path):
                 return RUNNING
 
             node.answers = answer
-            told = await asyncio.gather(*(made.ok("check_finish", job="a:3f-7", wait_s=60) for _ in range(1000)))
-            assert {each["job"] for each in told} == {"a:3f-7"}
+            told = await asyncio.gather(*(made.answers("check_finish", job="a:3f-7", wait_s=60) for _ in range(1000)))
+            assert {each["a"]["job"] for each in told} == {"a:3f-7"}
             assert len(node.orders) == 1000
             assert len({order.number for order in node.orders}) == 1000
             assert 1 < most <= 32
@@ -342,7 +348,7 @@ def test_large_bodies_that_came_together_are_decoded_one_in_a_turn_of_the_loop(t
         async with stage(tmp_path, "a") as made:
             together.clear()
             came.clear()
-            asked = [asyncio.create_task(made.post("lookup", {"keys": [KEY] * 10_000})) for _ in range(5)]
+            asked = [asyncio.create_task(made.post("lookup", {"what": {"keys": [KEY] * 10_000}})) for _ in range(5)]
             await until(lambda: len(came) == 5)
             decoded.clear()
             together.set()
@@ -361,10 +367,10 @@ def test_a_conversation_of_any_depth_is_no_internal_error(tmp_path):
     async def main():
         async with stage(tmp_path, "a") as made:
             await made.nodes["a"].report(("engine", "http://127.0.0.1:1"))
-            await until(lambda: made.made.proxy._cache._instances.models())
+            await made.told()
             found = set()
             for depth in range(900, 1000):
-                raw = b'{"messages": [{"content": ' + b"[" * depth + b"]" * depth + b"}]}"
+                raw = b'{"what": {"messages": [{"content": ' + b"[" * depth + b"]" * depth + b"}]}}"
                 found.add((await made.post("lookup", raw=raw))[0])
             assert found == {400, 503}
             assert made.counters["internal_errors"] == 0
@@ -381,15 +387,15 @@ def test_keys_of_prompts_are_made_one_prompt_after_the_other(tmp_path, monkeypat
         most = max(most, making)
         together.wait(0.2)
         making -= 1
-        return [bytes.fromhex(KEY)]
+        return Find(Selection([bytes.fromhex(KEY)]))
 
-    monkeypatch.setattr(prompts, "chunk_keys", make)
+    monkeypatch.setattr(verbs, "about", make)
 
     async def main():
         async with stage(tmp_path, "a") as made:
             await made.nodes["a"].report(("engine", "http://127.0.0.1:1"))
-            await until(lambda: made.made.proxy._cache._instances.models())
-            await asyncio.gather(*(made.ok("lookup", tokens=[1] * 32) for _ in range(4)))
+            await made.told()
+            await asyncio.gather(*(made.ok("lookup", what={"tokens": [1] * 32}) for _ in range(4)))
             assert most == 1
 
     run(main)
@@ -402,13 +408,13 @@ def test_too_many_verbs_are_refused_with_when_to_come_back(tmp_path, monkeypatch
         async with stage(tmp_path, "a") as made:
             node = made.nodes["a"]
             node.answers = lambda _: None
-            first = asyncio.create_task(made.post("check_finish", {"job": "a:3f-7", "wait_s": 60}))
+            first = asyncio.create_task(made.post("check_finish", {"job": "a:3f-7"}, wait_s=60))
             await until(lambda: node.orders)
-            status, answer = await made.post("query_ip")
+            status, answer = await made.post("why")
             assert (status, answer["error"]["type"]) == (503, "RequestRefused")
             await node.reply(node.orders[0].number, RUNNING)
             assert (await first)[0] == 200
-            assert (await made.post("query_ip"))[0] == 200
+            assert (await made.listed())[0] == 200
 
     run(main)
 
@@ -418,10 +424,10 @@ def test_one_dead_node_does_not_hold_up_the_others(tmp_path):
         async with stage(tmp_path, "a", "b") as made:
             a, b = made.nodes.values()
             a.answers = lambda _: None
-            b.answers = lambda _: RUNNING
-            dead = [asyncio.create_task(made.post("check_finish", {"job": "a:3f-7", "wait_s": 60})) for _ in range(50)]
+            b.answers = lambda _: JobStatus("b:3f-7", "move", "running", 4)
+            dead = [asyncio.create_task(made.post("check_finish", {"job": "a:3f-7"}, wait_s=60)) for _ in range(50)]
             await until(lambda: len(a.orders) == 32)
-            assert (await made.ok("check_finish", job="b:3f-7"))["job"] == "b:3f-7"
+            assert (await made.answers("check_finish", job="b:3f-7"))["b"]["job"] == "b:3f-7"
             await a.report(epoch=9)  # it died, and another life began
             done = await asyncio.gather(*dead[:32])
             assert {status for status, _ in done} == {504}
@@ -439,7 +445,7 @@ def test_a_proxy_that_is_started_again_finds_jobs_by_their_names(tmp_path):
         for _ in range(2):
             async with stage(tmp_path, "a") as made:
                 made.nodes["a"].answers = lambda _: RUNNING
-                assert (await made.ok("check_finish", job="a:3f-7"))["state"] == "running"
+                assert (await made.answers("check_finish", job="a:3f-7"))["a"]["state"] == "running"
                 numbers.append(made.nodes["a"].orders[0].number)
         assert abs(numbers[0] - numbers[1]) > 1000, "an answer to its last life is none to this one"
 
@@ -469,9 +475,9 @@ def test_neither_tokens_nor_texts_are_logged(tmp_path, caplog):
 
     async def main():
         async with stage(tmp_path, "a") as made:
-            await made.post("lookup", {"text": "confidential", "tokens": [8675309]})
-            await made.post("lookup", {"tokens": [8675309] * 40})
-            await made.post("lookup", raw=b'{"text": "confidential"')
+            await made.post("lookup", {"what": {"text": "confidential", "tokens": [8675309]}})
+            await made.post("lookup", {"what": {"tokens": [8675309] * 40}})
+            await made.post("lookup", raw=b'{"what": {"text": "confidential"')
 
     run(main)
     assert "confidential" not in caplog.text

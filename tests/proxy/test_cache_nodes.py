@@ -46,18 +46,23 @@ class Says:
     def __init__(self, client):
         self.client = client
 
-    async def post(self, verb, **body):
-        async with self.client.post(f"http://pdx/cache/{verb}", json=body) as response:
+    async def post(self, verb, node=(), **body):
+        nodes = [("node", each) for each in ([node] if isinstance(node, str) else node)]
+        async with self.client.post(f"http://pdx/cache/{verb}", params=nodes, json=body) as response:
             return response.status, json.loads(await within(response.read()))
 
-    async def ok(self, verb, **body):
-        status, answer = await self.post(verb, **body)
-        assert status == 200, answer
-        return answer
+    async def ok(self, verb, node=(), **body):
+        """By the names of nodes."""
+        status, answer = await self.post(verb, node, **body)
+        assert (status, answer.get("errors")) == (200, {}), answer
+        return answer["nodes"]
+
+    async def job(self, verb, node, **body):
+        return (await self.ok(verb, node, **body))[node]
 
     async def finished(self, job):
         async with asyncio.timeout(20):
-            while (status := await self.ok("check_finish", job=job))["state"] == "running":
+            while (status := await self.job("check_finish", job.partition(":")[0], job=job))["state"] == "running":
                 await asyncio.sleep(0.01)
         return status
 
@@ -71,7 +76,7 @@ async def proxy(control, folder):
     async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(f"{folder}/admin/s.sock")) as client:
         says = Says(client)
         async with asyncio.timeout(20):
-            while sum(bool(each["models"]) for each in (await says.ok("models"))["instances"].values()) < 2:
+            while sum(bool(each["models"]) for each in (await says.ok("models")).values()) < 2:
                 await asyncio.sleep(0.01)
         yield says
     await admin.close()
@@ -87,40 +92,41 @@ def save(engines, node, tokens):
     engines[node].save({key: os.urandom(CHUNK_BYTES) for key in keys})
 
 
-ALL = NUM * PER_CHUNK
-
-
 def test_lookup_move_pin_and_clear_over_http(pair):
     _, engines, control, folder = pair
     tokens = prompt(1)
     save(engines, "a", tokens)
+    what = {"tokens": tokens}
 
     async def main():
         async with proxy(control, folder) as says:
 
             async def where():
-                return (await says.ok("lookup", tokens=tokens))["instances"]
+                return {name: each["tiers"] for name, each in (await says.ok("lookup", what=what)).items()}
 
-            assert await where() == {"a": {"host": ALL, "disk": 0}, "b": {"host": 0, "disk": 0}}
-            planned = await says.ok("move", tokens=tokens, source="a/host", target="b/disk", dry_run=True)
+            assert await where() == {"a": {"host": NUM, "disk": 0}, "b": {"host": 0, "disk": 0}}
+            move = {"what": what, "source": "host", "target": "disk", "target_node": "b"}
+            planned = await says.job("move", "a", **move, dry_run=True)
             assert (planned["state"], planned["job"], planned["chunks"]) == ("planned", "", NUM)
-            job = await says.ok("move", tokens=tokens, source="a/host", target="b/disk")
+            job = await says.job("move", "a", **move)
             assert job["job"].startswith("a:")
             done = await says.finished(job["job"])
             assert (done["state"], done["chunks_done"], done["why"]) == ("done", NUM, "")
-            assert await where() == {"a": {"host": 0, "disk": 0}, "b": {"host": 0, "disk": ALL}}
+            assert await where() == {"a": {"host": 0, "disk": 0}, "b": {"host": 0, "disk": NUM}}
 
-            effect = (await says.ok("pin", tokens=tokens[: 2 * PER_CHUNK], at="b/disk"))["instances"]["b"]
+            some = {"tokens": tokens[: 2 * PER_CHUNK]}
+            effect = (await says.ok("pin", "b", what=some, tier="disk"))["b"]
             assert effect["tiers"][0]["chunks"] == 2
-            assert (await says.ok("lookup", tokens=tokens))["pinned"] == {"b": {"disk": 2 * PER_CHUNK}}
-            status, answer = await says.post("move", tokens=tokens, source="b/disk", target="b/host")
+            found = (await says.ok("lookup", what=what))["b"]
+            assert (found["pinned"], found["chunk_tokens"]) == ({"disk": 2}, PER_CHUNK)
+            status, answer = await says.post("move", "b", what=what, source="disk", target="host")
             assert (status, "pinned" in answer["error"]["message"]) == (409, True)
-            await says.ok("unpin", tokens=tokens, at="b/disk")
+            await says.ok("pin", "b", what=what, tier="disk", pinned=False)
 
-            would = (await says.ok("clear", tokens=tokens, at="*", dry_run=True))["instances"]
+            would = await says.ok("clear", "*", what=what, dry_run=True)
             assert {name: each["type"] for name, each in would.items()} == {"a": "Effect", "b": "Effect"}
-            assert (await where())["b"]["disk"] == ALL
-            await says.ok("clear", tokens=tokens, at="b")
+            assert (await where())["b"]["disk"] == NUM
+            await says.ok("clear", "b", what=what)
             assert await where() == {"a": {"host": 0, "disk": 0}, "b": {"host": 0, "disk": 0}}
 
     run(main)
@@ -133,25 +139,21 @@ def test_what_two_nodes_say_of_themselves(pair):
 
     async def main():
         async with proxy(control, folder) as says:
-            health = (await says.ok("health"))["instances"]
-            assert {name: each["reachable"] for name, each in health.items()} == {"a": True, "b": True}
-            assert health["a"]["status"]["name"] == "a"
-            assert health["a"]["epoch"] == f"{health['a']['status']['epoch']:x}"
-            assert [tier["name"] for tier in health["b"]["status"]["tiers"]] == ["disk"]
-            places = (await says.ok("query_ip"))["instances"]
-            assert places["b"]["address"] == f"{cluster.address('b')}.peers"
-            listed = (await says.ok("ls", instances=["b"]))["instances"]["b"]
+            health = await says.ok("health")
+            assert [health[name]["name"] for name in "ab"] == ["a", "b"]
+            assert [tier["name"] for tier in health["b"]["tiers"]] == ["disk"]
+            assert health["b"]["listen"] == f"{cluster.address('b')}.peers"
+            listed = (await says.ok("ls", "b"))["b"]
             assert sum(model["chunks"] for model in listed["models"]) == NUM
-            status, answer = await says.post("clear", tokens=tokens, at="b/tape")
+            status, answer = await says.post("clear", "b", what={"tokens": tokens}, tier="tape")
             assert (status, answer["error"]["type"]) == (404, "TierUnknown")
             assert "'host', 'disk'" in answer["error"]["message"]
             status, answer = await says.post("check_finish", job="b:3f-1")
             assert (status, answer["error"]["type"]) == (404, "JobUnknown")
-            assert (await says.ok("why", instances=["b"]))["instances"]["b"]["type"] == "Explained"
-            job = (await says.ok("verify", at="b/disk"))["job"]
-            assert (await says.finished(job))["state"] == "done"
-            await says.ok("clear", at="*", everything=True)
-            assert (await says.ok("lookup", tokens=tokens))["hits"] == {"a": 0, "b": 0}
+            assert (await says.ok("why", "b"))["b"]["type"] == "Explained"
+            await says.ok("clear", "*", everything=True)
+            found = await says.ok("lookup", what={"tokens": tokens})
+            assert {name: each["hits"] for name, each in found.items()} == {"a": 0, "b": 0}
 
     run(main)
 
@@ -163,11 +165,11 @@ def test_a_job_outlives_the_proxy_that_it_was_asked_through(pair):
 
     async def main():
         async with proxy(control, folder) as says:
-            job = (await says.ok("move", tokens=tokens, source="a/host", target="a/disk"))["job"]
+            job = (await says.job("move", "a", what={"tokens": tokens}, source="host", target="disk"))["job"]
         async with proxy(control, folder) as says:
             assert (await says.finished(job))["state"] == "done"
-            jobs = (await says.ok("jobs"))["instances"]["a"]["jobs"]
-            assert job in [each["job"] for each in jobs]
-            assert (await says.ok("lookup", tokens=tokens))["instances"]["a"] == {"host": 0, "disk": ALL}
+            assert job in [each["job"] for each in (await says.ok("jobs"))["a"]["jobs"]]
+            found = (await says.ok("lookup", what={"tokens": tokens}))["a"]
+            assert found["tiers"] == {"host": 0, "disk": NUM}
 
     run(main)

@@ -17,8 +17,9 @@ from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import Arrival
 from pdx.telemetry.faults import Faults
 from pdx.wire import messages
-from pdx.wire.messages import Explained, Order, Reply
-from pdx.wire.verbs import Effect, Find, Found, JobStatus, Selection, Verify
+from pdx.wire.explained import Explained
+from pdx.wire.proxy import Order, Reply, decode_from_proxy
+from pdx.wire.verbs import Effect, Find, Found, Selection
 
 FIND = Find(Selection([bytes.fromhex(KEY)]))
 
@@ -49,7 +50,7 @@ class Stage(ControlStage):
 
 async def answering(node, outcome):
     """The node carries out one order."""
-    while not isinstance(message := messages.decode_from_proxy(await within(node.socket.recv())), Order):
+    while not isinstance(message := decode_from_proxy(await within(node.socket.recv())), Order):
         pass
     await node.socket.send(messages.encode(Reply(message.number, outcome)))
 
@@ -109,12 +110,12 @@ def test_an_answer_that_comes_twice_at_once_counts_once():
     async def main():
         counters, sent = Counter(), []
         orders = Orders(lambda _, order: sent.append(order) or "", counters=counters, faults=Faults(counters))
-        asked = asyncio.create_task(orders.ask("a", Verify("disk"), 60.0))
+        asked = asyncio.create_task(orders.ask("a", FIND, 60.0))
         await asyncio.sleep(0)
-        for state in ("done", "failed"):
-            orders.replied("a", Reply(sent[0].number, JobStatus("3f-7", "verify", state, 1)))
+        for count in (1, 2):
+            orders.replied("a", Reply(sent[0].number, Found(count, 0, {})))
         orders.lost("a", "was started again")
-        assert (await asked).state == "done"
+        assert (await asked).chunks == 1
         assert counters["replies_late"] == 1
 
     run(main)
@@ -124,7 +125,7 @@ def test_what_could_not_be_posted_is_an_error_at_once():
     async def main():
         orders = Orders(lambda _, order: "it is gone", counters=Counter(), faults=None)
         with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
-            await orders.ask("a", Verify("disk"), 60.0)
+            await orders.ask("a", FIND, 60.0)
         assert len(orders) == 0
 
     run(main)

@@ -15,7 +15,8 @@ from pdx.proxy.chunk_index import ANY, OTHERS, ChunkIndex
 from pdx.proxy.following import Following
 from pdx.telemetry.env import Env
 from pdx.wire.base import MAX_RUN_KEYS
-from pdx.wire.messages import Changes, Run, decode_from_proxy, decode_to_proxy, encode
+from pdx.wire.messages import encode
+from pdx.wire.proxy import Changes, Run, decode_from_proxy, decode_to_proxy
 
 KEYS = [key(number) for number in range(40)]
 

@@ -8,7 +8,8 @@ from pdx.proxy.health import Health
 from pdx.proxy.timelines import WINDOW_NS, Clocks
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.env import Env
-from pdx.wire.messages import VERSION, NodeReport
+from pdx.wire.messages import VERSION
+from pdx.wire.proxy import NodeReport
 
 MS, S = 10**6, 10**9
 

@@ -19,11 +19,11 @@ from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.security.peer_socket import PeerSocket
 from pdx.wire import messages
-from pdx.wire.messages import Follow, MarkReport
+from pdx.wire.proxy import Follow, MarkReport, NodeReport
 
 TRANSFER = "x" * 32
 REPORT = messages.encode(
-    messages.NodeReport(version=messages.VERSION, node="n", epoch=1, arena_bytes=0, free_bytes=0, engines=[], marks=[])
+    NodeReport(version=messages.VERSION, node="n", epoch=1, arena_bytes=0, free_bytes=0, engines=[], marks=[])
 )
 
 

@@ -14,7 +14,7 @@ from pdx.security.curve_keys import KeyPair
 from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
-from pdx.wire.messages import PeerEntry, PeerList
+from pdx.wire.proxy import PeerEntry, PeerList, decode_from_proxy
 
 PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
 
@@ -38,7 +38,7 @@ def members(tmp_path):
 async def peers_of(node):
     """The next list of peers that a node is told."""
     while True:
-        message = messages.decode_from_proxy(await within(node.socket.recv()))
+        message = decode_from_proxy(await within(node.socket.recv()))
         if isinstance(message, PeerList):
             return message.peers
 
@@ -59,7 +59,7 @@ async def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
         await until(lambda: len(made.reports) == 3)
         made.control.cancel("t" * 16, {""})
         frame = await within(two.socket.recv())
-        assert isinstance(messages.decode_from_proxy(frame), messages.Cancel), "a list is told once"
+        assert isinstance(decode_from_proxy(frame), messages.Cancel), "a list is told once"
         assert made.drops == []
 
 

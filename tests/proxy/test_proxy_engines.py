@@ -13,7 +13,8 @@ from pdx.proxy.plan import Mode, Route
 from pdx.proxy.timelines import Timeline, Timelines
 from pdx.security.address import base_url
 from pdx.telemetry.env import Env
-from pdx.wire.messages import VERSION, EngineFacts, EngineReport, MarkReport, NodeReport, PeerEntry
+from pdx.wire.messages import VERSION, EngineFacts
+from pdx.wire.proxy import EngineReport, MarkReport, NodeReport, PeerEntry
 
 
 class Clock:

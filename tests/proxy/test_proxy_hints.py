@@ -10,8 +10,10 @@ from read_at_once import parse
 from pdx.proxy import hints, why
 from pdx.proxy.hints import digest
 from pdx.wire import messages
+from pdx.wire.explained import Explained, Explanation
 from pdx.wire.hints import Hints, Verdict, tenant
-from pdx.wire.messages import Explained, Explanation
+from pdx.wire.proxy import Arriving
+from pdx.wire.verbs import Why
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 4}
@@ -32,7 +34,7 @@ def explained(request, *verdicts):
 
 async def answer(node, *verdicts):
     """The node is asked for one request, and tells this of its hints."""
-    asked = (await node._next(messages.Why)).request
+    asked = (await node._next(Why)).request
     await node.socket.send(messages.encode(Explained([explained(f"cmpl-{asked}-0", *verdicts)], 1)))
     return asked
 
@@ -67,7 +69,7 @@ async def test_a_node_hears_of_the_session_within_its_tenant(made):
         ({"X-Session-ID": "other"}, {"pdx_hints": {"version": 1}, "cache_salt": 5}, ("other", "")),
     ):
         tell = asyncio.create_task(made.post(COMPLETIONS, {**BODY, **salt}, headers=session))
-        arriving = await made.node._next(messages.Arriving)
+        arriving = await made.node._next(Arriving)
         assert (arriving.session, arriving.salt) == (digest(told[0]), tenant(told[1]))
         if "pdx_hints" in salt and salt["pdx_hints"] is SAID:
             await answer(made.node)

@@ -10,7 +10,7 @@ from proxy_harness import FORWARDED, HALF, cluster, until, within
 from pdx.proxy.hints import digest
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
-from pdx.wire.messages import MarkReport
+from pdx.wire.proxy import MarkReport, Prefilled, decode_from_proxy
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
@@ -142,10 +142,10 @@ async def test_a_transfer_is_cancelled_where_it_is_known(gone, detached, told):
         await made.metric_reaches(1, "pdx_proxy_cancels_total")
         await made.node.report(listen="ipc:///new")  # all hear of it, after what they heard before
         for node in nodes:
-            heard = messages.decode_from_proxy(await within(node.socket.recv()))
-            if isinstance(heard, messages.Prefilled):  # the same nodes hear of that, too
+            heard = decode_from_proxy(await within(node.socket.recv()))
+            if isinstance(heard, Prefilled):  # the same nodes hear of that, too
                 assert node.name in told
-                heard = messages.decode_from_proxy(await within(node.socket.recv()))
+                heard = decode_from_proxy(await within(node.socket.recv()))
             assert isinstance(heard, messages.Cancel) == (node.name in told), node.name
 
 

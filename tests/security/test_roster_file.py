@@ -10,7 +10,7 @@ from pdx.errors import ConfigError, PeerUnknown
 from pdx.security import roster as roster_module
 from pdx.security.address import check_address, check_listen, needs_ipv6
 from pdx.security.roster import Roster, RosterFile
-from pdx.wire.messages import PeerEntry
+from pdx.wire.proxy import PeerEntry
 
 # Always the same, so that the tests have the same names in each process.
 KEYS = [

@@ -19,7 +19,8 @@ from pdx.node.peers.connection import Identity
 from pdx.node.peers.connections import Connections
 from pdx.security.curve_keys import KeyPair
 from pdx.transports.channel import RemoteRegion
-from pdx.wire.messages import VERSION, Hello, PeerEntry, PeerFrame, Ping, decode_peer, encode
+from pdx.wire.messages import VERSION, Hello, PeerFrame, Ping, decode_peer, encode
+from pdx.wire.proxy import PeerEntry
 
 TIMEOUT_S = 4.0
 PING_S = 1.0

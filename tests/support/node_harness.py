@@ -27,13 +27,13 @@ from pdx.wire.messages import (
     Bye,
     Hello,
     Refused,
-    Status,
     ToNode,
     Welcome,
     decode_from_node,
     encode,
 )
 from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import Status
 
 MIB = 1 << 20
 _PUPPET = Path(__file__).with_name("node_puppet.py")

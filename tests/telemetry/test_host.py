@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from pdx.telemetry.host import host_id
-from pdx.wire.messages import NodeReport
+from pdx.wire.proxy import NodeReport
 
 
 def test_processes_of_one_host_agree_and_reports_can_carry_it():

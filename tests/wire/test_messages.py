@@ -26,15 +26,22 @@ from pdx.wire.messages import (
     Fill,
     FromNode,
     Mark,
-    NodeReport,
-    PeerList,
-    Prefilled,
     ToNode,
     decode_from_node,
-    decode_from_proxy,
     decode_to_node,
-    decode_to_proxy,
     encode,
+)
+from pdx.wire.proxy import (
+    Arriving,
+    Changes,
+    Follow,
+    NodeReport,
+    Order,
+    PeerList,
+    Prefilled,
+    Reply,
+    decode_from_proxy,
+    decode_to_proxy,
 )
 
 DECODERS = {
@@ -44,11 +51,11 @@ DECODERS = {
     Cancel: decode_from_proxy,
     PeerList: decode_from_proxy,
     Prefilled: decode_from_proxy,
-    messages.Arriving: decode_from_proxy,
-    messages.Order: decode_from_proxy,
-    messages.Reply: decode_to_proxy,
-    messages.Follow: decode_from_proxy,
-    messages.Changes: decode_to_proxy,
+    Arriving: decode_from_proxy,
+    Order: decode_from_proxy,
+    Reply: decode_to_proxy,
+    Follow: decode_from_proxy,
+    Changes: decode_to_proxy,
 }
 BODIES = [*msgspec.inspect.type_info(messages.Ask).types, *msgspec.inspect.type_info(messages.Answer).types]
 # Only a node makes these, and only tools read them, of its own user or through a proxy; no number there is acted on.

@@ -11,7 +11,12 @@ from msgspec import inspect
 from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 
-TEXTS = ("abcdef0123456789", "abcdef-0123456789", "abcdef")  # for every pattern there is, one of them is good
+TEXTS = (
+    "abcdef0123456789",
+    "abcdef-0123456789",
+    "abcdef",
+    "a:bcdef-0123456789",
+)  # one for each pattern
 
 
 def within(kind):

@@ -17,8 +17,8 @@ from pdx.cli.cache.jobs import as_object, echo, finish
 from pdx.cli.cache.options import choosing, controller, detach, dry_run, prompt, reaching
 from pdx.cli.options import option
 from pdx.cli.tables import duration, size, table
-from pdx.client.prompt import ALL, Job, Place
-from pdx.errors import PdxError, SelectionError
+from pdx.client.results import ALL, Job, Place
+from pdx.errors import SelectionError
 from pdx.telemetry.faults import printable
 from pdx.wire.messages import Refused
 from pdx.wire.verbs import Effect, Kept
@@ -78,11 +78,10 @@ def _some(count: int) -> str:
 def query_ip(nodes: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Where are nodes?"""
     with controller(**options) as made:
-        found = made.query_ip(nodes)
-    if as_json:
-        click.echo(msgspec.json.encode(found))
-    else:
-        _show(table("", ("node", "address"), found.items()))
+        told, refused = _told(made.query_ip(nodes), as_json=as_json)
+    if not as_json:
+        _show(table("", ("node", "address"), told.items()))
+    _complain(refused)
 
 
 @cache.command()
@@ -126,32 +125,6 @@ def ls(node: str, session: str, model: str, as_json: bool, **options: Any) -> No
     if not as_json and (more := sum(listing.more for listing in told.values())):
         click.echo(f"and {more:,} more")
     _complain(refused)
-
-
-@cache.command()
-@click.argument("request", default="")
-@click.argument("node", default=ALL)
-@reaching
-def why(request: str, node: str, as_json: bool, **options: Any) -> None:
-    """Why were the chunks of REQUEST hits, or not? See also pdx why."""
-    with controller(**options) as made:
-        found = made.why(request, node)
-    told, refused = _told(found, as_json=as_json)
-    rows = [
-        (name, one.request, f"{reason.first}-{reason.first + reason.count - 1}", _verdict(reason.is_hit), reason.text)
-        for name, explained in told.items()
-        for one in explained.requests
-        for reason in one.reasons
-    ]
-    _complain(refused)
-    if not rows:
-        raise PdxError(f"no node here was asked about a request whose id contains {request!r}")
-    if not as_json:
-        _show(table("", ("node", "request", "chunks", "", "why"), rows))
-
-
-def _verdict(is_hit: bool) -> str:
-    return "hit" if is_hit else "missing"
 
 
 # ---- changing -----------------------------------------------------------------------------------
@@ -277,27 +250,16 @@ def evict(place: str, below: int, nbytes: str, dry_run: bool, as_json: bool, **o
 
 
 @cache.command()
-@click.argument("place", metavar="FOLDER|PLACE")
+@click.argument("folder", type=click.Path(path_type=Path))
 @option("--remove", is_flag=True, help="Remove the files that are not what they were.")
-@dry_run
-@detach
-@reaching
-def verify(place: str, remove: bool, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
-    """Read all chunks of a disk and compare their digests: of PLACE by its node, or of FOLDER here and now.
+@option("--json", "as_json", is_flag=True, help="One JSON object.")
+def verify(folder: Path, remove: bool, as_json: bool) -> None:
+    """Read all chunks of a disk on this host and compare their digests.
 
     FOLDER is what --disk names; a node may use it meanwhile. Ends with status 1 where a file that is not what was
     written is there still. A node finds such a file, too, when it would load it.
     """
-    folder = Path(place)
-    if folder.is_dir() or "/" not in place or place.startswith(("/", ".")):
-        if dry_run or detach:
-            raise SelectionError(f"--dry-run and --detach are for a PLACE, as alpha/disk, and {place!r:.100} is none")
-        verify_folder(folder, remove=remove, as_json=as_json)
-        return
-    at = Place.of(place, needs_tier=True)
-    with controller(**options) as made:
-        start = partial(made.verify, at.node, at.tier, remove=remove, dry_run=dry_run)
-        finish(made, start, detach=detach, as_json=as_json)
+    verify_folder(folder, remove=remove, as_json=as_json)
 
 
 # ---- jobs ---------------------------------------------------------------------------------------

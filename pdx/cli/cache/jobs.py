@@ -16,7 +16,7 @@ from pdx.telemetry.faults import printable
 
 if TYPE_CHECKING:
     from pdx.client.controller import Controller
-    from pdx.client.prompt import Job
+    from pdx.client.results import Job
 
 INTERRUPTED = 130  # the exit status of what SIGINT has ended
 

@@ -12,9 +12,9 @@ import click
 import msgspec
 
 from pdx.cli.options import option
-from pdx.client.prompt import Prompt
 from pdx.errors import ConfigError, SelectionError
 from pdx.security.token_file import load
+from pdx.wire.prompt import Prompt
 
 if TYPE_CHECKING:
     from pdx.client.controller import Controller

@@ -1,8 +1,8 @@
 """The long verbs of controllers: jobs that go on in small steps, between the messages of the control loop.
 
 A job is a generator: it does a little, and yields until it can go on. It ends by itself, by an error, or because it is
-cancelled; then its `finally` gives back what it holds. Its name has the node's epoch in it, so that a name of another
-life of the node is told from one that never was.
+cancelled; then its `finally` gives back what it holds. Its name has the node's own and its epoch in it, so that a name
+of another life of the node is told from one that never was.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Job(msgspec.Struct, eq=False):
 class JobTable:
     """The jobs of a node that run, and the last that have ended. Owned by the control loop."""
 
-    def __init__(self, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._epoch = f"{epoch:x}"
+    def __init__(self, node: str, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._life = f"{node}:{epoch:x}"
         self._clock = clock
         self._count = 0
         self._jobs: OrderedDict[str, Job] = OrderedDict()
@@ -110,7 +110,7 @@ class JobTable:
         if len(self._running) >= MAX_RUNNING:
             raise NodeError(f"{MAX_RUNNING} jobs run on this node already; wait for one, or cancel one")
         self._count += 1
-        job.name, job.steps = f"{self._epoch}-{self._count}", steps
+        job.name, job.steps = f"{self._life}-{self._count}", steps
         job.begun_at = job.moved_at = self._clock()
         self._jobs[job.name] = job
         self._running.append(job)
@@ -186,8 +186,8 @@ class JobTable:
         job = self._jobs.get(name)
         if job is not None:
             return job
-        epoch, _, number = name.partition("-")
-        if epoch != self._epoch:
+        life, _, number = name.rpartition("-")
+        if life != self._life:
             why = "it is of another life of this node, or of another node: nothing of it runs here"
         elif number.isdecimal() and 0 < int(number) <= self._count:
             why = f"it is over, and {MAX_REMEMBERED} others have ended since"

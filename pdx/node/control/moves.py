@@ -25,8 +25,7 @@ from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
-from pdx.wire.messages import Refused
-from pdx.wire.verbs import Settle
+from pdx.wire.messages import Refused, Settle
 
 BATCH_BYTES = 64 << 20
 BATCH_SHARE = 0.125  # of the first arena, at most, may be held by a batch

@@ -6,15 +6,12 @@ What is done at once is bounded by the message that asks for it; all else is a j
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-from pdx.errors import ArenaFull, ChunkMissing, JobConflict, NodeError, PdxError, ProtocolError, TierError
+from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
 from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
@@ -26,17 +23,17 @@ from pdx.node.sessions import Sessions
 from pdx.store.chunk import Chunk, from_node
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, CopyState
-from pdx.store.disk.scrub import scrub
-from pdx.store.disk.tier import DiskTier
 from pdx.store.recoding import check
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_SLOTS
-from pdx.wire.messages import Outcome, Verb
+from pdx.wire.messages import Outcome, Settle
 from pdx.wire.verbs import (
     MAX_EVICTED,
     MAX_LISTED,
+    AnyVerb,
+    CheckFinish,
     Clear,
     Effect,
     EndJob,
@@ -56,8 +53,6 @@ from pdx.wire.verbs import (
     PinIn,
     Recode,
     Selection,
-    Settle,
-    Verify,
 )
 
 _T = TypeVar("_T")
@@ -99,7 +94,7 @@ class Controls:
         self._pin_share = pin_share
         self._counters = counters
         self.places = Places(store, tiers, gpus)
-        self.jobs = JobTable(epoch, clock)
+        self.jobs = JobTable(name, epoch, clock)
         self._mover = Mover(
             store,
             tiers,
@@ -112,23 +107,22 @@ class Controls:
             clock=clock,
         )
         self._settling: dict[tuple[str, bytes], Copy] = {}  # of what peers have pushed here, by tier and key
-        self._verified: set[Path] = set()  # folders that threads read
         peers.on_settle = self._settle
-        self._handlers: dict[type[Verb], Callable[[Any], Outcome]] = {
+        self._handlers: dict[type[AnyVerb], Callable[[Any], Outcome]] = {
             Find: self._find,
             Move: self._move,
             Clear: self._clear,
             PinIn: self._pin,
             Recode: self._recode,
             Evict: self._evict,
-            Verify: self._verify,
             List: self._list,
             Jobs: self._jobs,
+            CheckFinish: self._check_finish,
             EndJob: self._end_job,
             Models: self._models,
         }
 
-    def handle(self, verb: Verb) -> Outcome:
+    def handle(self, verb: AnyVerb) -> Outcome:
         """What came of it, or which job will do it.
 
         :raises NodeError: refused. :raises ProtocolError: it makes no sense.
@@ -184,6 +178,7 @@ class Controls:
             {name: count for name, count in pinned.items() if count},
             asking,
             held.nbytes if held is not None else 0,
+            ask.what.chunk_tokens,
         )
 
     def _leading_pinned(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
@@ -227,7 +222,7 @@ class Controls:
 
     def _move(self, ask: Move) -> JobStatus:
         keys, shards = self._selected(ask.what)
-        node = "" if ask.node == self._name else ask.node
+        node = "" if ask.target_node == self._name else ask.target_node
         tier = ask.target or self.places.first.name
         target = tier if node else self.places.at(tier)
         sources = [self.places.at(ask.source)] if ask.source else self.places.all
@@ -530,22 +525,11 @@ class Controls:
                 recoding.cancel()
         return errors
 
-    def _verify(self, ask: Verify) -> JobStatus:
-        place = self.places.at(ask.tier)
-        if not isinstance(place.tier, DiskTier):
-            raise NodeError(f"{place.name} is no disk: what is loaded from elsewhere is verified each time")
-        root = place.tier.root
-        what = f"verify {place.name} ({root})"
-        chunks = place.tier.num_chunks
-        if ask.dry_run:
-            return JobStatus("", "verify", "planned", chunks, what=what)
-        if root in self._verified:  # also where a cancelled one waits for a disk that does not answer
-            raise JobConflict(f"the files of {place.name} are being read already: wait until that is over")
-        job = Job("verify", what, (), chunks, 0)
-        return self.jobs.start(job, _verifying(job, root, self._verified, remove=ask.remove))
+    def _jobs(self, ask: Jobs) -> JobList:
+        return JobList(self.jobs.all()[:MAX_LISTED])
 
-    def _jobs(self, ask: Jobs) -> JobStatus | JobList:
-        return self.jobs.status(ask.job) if ask.job else JobList(self.jobs.all()[:MAX_LISTED])
+    def _check_finish(self, ask: CheckFinish) -> JobStatus:
+        return self.jobs.status(ask.job)
 
     def _end_job(self, ask: EndJob) -> JobStatus:
         return self.jobs.cancel(ask.job)
@@ -561,46 +545,3 @@ def _model(name: str, layout: bytes) -> str:
     if not layout:
         return "not known: from a tier below, a peer, or a client"
     return printable(name or f"layout {layout.hex()}", 255)
-
-
-def _verifying(job: Job, root: Path, verified: set[Path], *, remove: bool) -> Steps:
-    """Have a thread read all files; what it tells comes by a queue. `verified` has the folder until the thread ends."""
-    told: queue.SimpleQueue[PdxError | str | None] = queue.SimpleQueue()  # None: one file more
-    is_over = threading.Event()
-
-    def on_file(error: TierError | None) -> None:
-        if is_over.is_set():
-            raise TierError("cancelled", "cancelled")
-        told.put(None)
-
-    def run() -> None:
-        try:
-            report = scrub(root, on_file, remove=remove)
-            bad = sum(report.bad.values())
-            told.put(f"{report.good} chunks are good, {bad} are not, and {report.left} of these are still there")
-        except PdxError as error:
-            told.put(error)
-        except Exception as error:  # noqa: BLE001 - the thread's root
-            told.put(NodeError(f"{type(error).__name__}: {error}"))
-        finally:
-            verified.discard(root)
-
-    verified.add(root)
-    thread = threading.Thread(target=run, name="pdx-verify", daemon=True)
-    thread.start()
-    try:
-        while True:
-            for _ in range(STEP_KEYS):
-                try:
-                    news = told.get_nowait()
-                except queue.Empty:
-                    break
-                if isinstance(news, str):
-                    job.why = news
-                    return
-                if news is not None:
-                    raise news
-                job.did(1, 0)
-            yield
-    finally:
-        is_over.set()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdx.node.events.log import Change, EventLog
 from pdx.wire.base import MAX_RUN_KEYS, MAX_RUNS
-from pdx.wire.messages import Changes, Follow, Run
+from pdx.wire.proxy import Changes, Follow, Run
 
 MAX_REPEATS = 3
 WINDOW = 8  # frames that the proxy has not said it has

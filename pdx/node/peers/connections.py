@@ -40,19 +40,8 @@ from pdx.security.roster import Roster
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.faults import Faults
 from pdx.wire.burst import burst
-from pdx.wire.messages import (
-    PEER_ANSWERS,
-    RIGHTS,
-    Bye,
-    Hello,
-    PeerEntry,
-    PeerFrame,
-    Ping,
-    Refused,
-    Welcome,
-    decode_peer,
-    encode,
-)
+from pdx.wire.messages import PEER_ANSWERS, RIGHTS, Bye, Hello, PeerFrame, Ping, Refused, Welcome, decode_peer, encode
+from pdx.wire.proxy import PeerEntry
 
 log = logging.getLogger(__name__)
 

@@ -38,21 +38,10 @@ from pdx.telemetry.faults import Faults, counted, printable
 from pdx.telemetry.host import host_id
 from pdx.telemetry.mailbox import Mailbox
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import (
-    Admit,
-    Admitted,
-    Cancel,
-    Chosen,
-    Done,
-    PeerBody,
-    PeerEntry,
-    Push,
-    Refused,
-    Release,
-    Welcome,
-)
+from pdx.wire.messages import Admit, Admitted, Cancel, Chosen, Done, PeerBody, Push, Refused, Release, Settle, Welcome
+from pdx.wire.proxy import PeerEntry
 from pdx.wire.status import PeerStatus
-from pdx.wire.verbs import Found, Settle
+from pdx.wire.verbs import Found
 
 log = logging.getLogger("pdx.node")
 

@@ -14,7 +14,7 @@ from remote_bed import made
 from pdx.memory.keys import named_key
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Fill, Refused
-from pdx.wire.verbs import Clear, EndJob, Find, Jobs, JobStatus, Move, PinIn, Selection, Verify
+from pdx.wire.verbs import CheckFinish, Clear, Find, JobStatus, Move, PinIn, Selection
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def over(wire, status, timeout_s=20.0):
     states = [status]
 
     def is_over():
-        states.append(wire.ask(Jobs(status.job)))
+        states.append(wire.ask(CheckFinish(status.job)))
         return states[-1].is_over
 
     wait_until(is_over, timeout_s=timeout_s, what="the job is over")
@@ -148,23 +148,11 @@ def test_a_move_whose_batches_all_end_at_once_goes_on(bed):
     assert wire.ask(Find(Selection(what.keys[-1:]))).tiers == {"host": 1, "disk": 0}
 
 
-def test_a_disk_is_read_by_one_verify_at_a_time_and_jobs_do_not_keep_others_from_what_is_done_at_once(bed):
+def test_jobs_do_not_keep_others_from_what_is_done_at_once(bed):
     node, engine, wire = bed
     contents = contents_of(1, 1000, 4096)
     engine.save(contents)
     what = Selection(list(contents))
-    over(wire, wire.ask(Move(what, "host", "disk", keeps=True)))
-    numbers = [wire.tell(Verify("disk"), reply=True) for _ in range(100)]
-    answers = dict(wire.answer() for _ in numbers)
-    assert isinstance(answers[numbers[0]], JobStatus)
-    assert {each.error for each in answers.values() if isinstance(each, Refused)} == {"JobConflict"}
-    wire.ask(EndJob(answers[numbers[0]].job))
-
-    def is_free():
-        answer = wire.ask(Verify("disk"))
-        return isinstance(answer, JobStatus) and over(wire, answer)
-
-    wait_until(is_free, what="the thread of the first has ended")
     others = contents_of(2, 65, 4096)
     engine.save(others)
     numbers = [wire.tell(Move(Selection([one]), "host", "disk"), reply=True) for one in others]

@@ -12,8 +12,8 @@ from raw_engine import CHUNK_BYTES, Engine, key
 from remote_bed import made
 
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Refused
-from pdx.wire.verbs import Clear, EndJob, Find, Found, Jobs, JobStatus, Move, PinIn, Selection, Settle
+from pdx.wire.messages import Refused, Settle
+from pdx.wire.verbs import CheckFinish, Clear, EndJob, Find, Found, Jobs, JobStatus, Move, PinIn, Selection
 
 NUM = 12
 
@@ -58,7 +58,7 @@ def run(wire, ask):
     states = [status]
 
     def is_over():
-        states.append(wire.ask(Jobs(states[-1].job)))
+        states.append(wire.ask(CheckFinish(states[-1].job)))
         return states[-1].is_over
 
     wait_until(is_over, what="the job is over")
@@ -160,8 +160,8 @@ def test_a_pinned_chunk_is_not_moved_away(pair):
 
 def test_jobs_of_yesterday_and_such_that_never_were(pair):
     _, _, wires = pair
-    for name, why in (("abc-1", "another life"), (f"{_epoch(wires['a'])}-99999", "never was one")):
-        for ask in (Jobs(name), EndJob(name)):
+    for name, why in (("a:abc-1", "another life"), (f"a:{_epoch(wires['a'])}-99999", "never was one")):
+        for ask in (CheckFinish(name), EndJob(name)):
             refused = wires["a"].ask(ask)
             assert (refused.error, why in refused.text) == ("JobUnknown", True)
 
@@ -232,7 +232,7 @@ def test_a_node_that_dies_meanwhile_loses_nothing(place, dies):
             states = []
 
             def is_over():
-                states.append(wire.ask(Jobs(started.job)))
+                states.append(wire.ask(CheckFinish(started.job)))
                 return states[-1].is_over
 
             wait_until(is_over, timeout_s=60, what="the job notices")

@@ -18,7 +18,7 @@ from pdx.store.hints.tenant_leases import TenantLeases
 from pdx.store.store import Claim
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
-from pdx.wire.verbs import Settle
+from pdx.wire.messages import Settle
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from pdx.store.store import Claim
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
-from pdx.wire.verbs import Clear, Find, Jobs, Move, PinIn, Recode, Selection
+from pdx.wire.verbs import CheckFinish, Clear, Find, Move, PinIn, Recode, Selection
 
 
 class Shelf(Backend):
@@ -114,8 +114,8 @@ class Bed:
         return list(claim.keys)
 
     def over(self, status):
-        self.until(lambda: self.service.control(Jobs(status.job)).is_over, "the job is over")
-        return self.service.control(Jobs(status.job))
+        self.until(lambda: self.service.control(CheckFinish(status.job)).is_over, "the job is over")
+        return self.service.control(CheckFinish(status.job))
 
     def move(self, keys, source, target):
         return self.over(self.service.control(Move(Selection(keys), source, target)))
@@ -225,10 +225,10 @@ def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
 
     def is_over():
         bed.now += 0.05
-        return bed.service.control(Jobs(job)).is_over
+        return bed.service.control(CheckFinish(job)).is_over
 
     bed.until(is_over, "the job is over")
-    status = bed.service.control(Jobs(job))
+    status = bed.service.control(CheckFinish(job))
     assert status.state == "failed"
     assert "b/disk did not take 4 chunks" in status.why
     assert bed.found(keys)["disk"] == [1] * 4

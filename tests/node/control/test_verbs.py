@@ -15,12 +15,12 @@ from pdx.config import NodeConfig
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Fill, Hints, Ping, Release
 from pdx.wire.verbs import (
+    CheckFinish,
     Clear,
     Effect,
     Evict,
     Find,
     Found,
-    Jobs,
     JobStatus,
     Kept,
     List,
@@ -29,7 +29,6 @@ from pdx.wire.verbs import (
     PinIn,
     Recode,
     Selection,
-    Verify,
 )
 
 SHAPE = {"model": "0123abcd", "block_tokens": "16", "chunk_tokens": "64"}
@@ -58,7 +57,7 @@ def over(wire, status):
     states = [status]
 
     def is_over():
-        states.append(wire.ask(Jobs(status.job)))
+        states.append(wire.ask(CheckFinish(status.job)))
         return states[-1].is_over
 
     wait_until(is_over, what="the job is over")
@@ -161,24 +160,6 @@ def test_evict_takes_the_low_priorities_first_and_no_others(bed):
     assert wire.ask(Find(Selection(list(high)))).hits == 10
     assert wire.ask(Evict(6, 100 * MIB)).chunks == 10
     assert wire.refused(Evict(3, 1, "disk")) == "NodeError"
-
-
-def test_verify_reads_a_disk_and_says_what_is_bad(bed, place):
-    _, engine, wire = bed
-    contents = contents_of(0)
-    engine.save(contents)
-    over(wire, wire.ask(Move(Selection(list(contents)), "host", "disk")))
-    assert wire.ask(Verify("disk", dry_run=True)).chunks == 8
-    status = over(wire, wire.ask(Verify("disk")))
-    assert (status.state, status.chunks_done) == ("done", 8)
-    assert status.why.startswith("8 chunks are good, 0 are not")
-    path = next((place / "disk").glob("*/*.chunk"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    status = over(wire, wire.ask(Verify("disk", remove=True)))
-    assert status.why == "7 chunks are good, 1 are not, and 0 of these are still there"
-    assert wire.refused(Verify("host")) == "NodeError"
 
 
 def test_a_request_names_its_chunks(bed):

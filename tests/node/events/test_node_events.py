@@ -15,7 +15,8 @@ from pdx.proxy.following import Following
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire.kv_events import decode_batch
-from pdx.wire.messages import Admit, Delete, Fill, NodeReport
+from pdx.wire.messages import Admit, Delete, Fill
+from pdx.wire.proxy import NodeReport
 
 BLOCKS = 4  # of a chunk
 LAYERS = 2

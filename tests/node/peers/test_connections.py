@@ -18,7 +18,8 @@ from pdx.errors import ConfigError, PeerUnknown
 from pdx.node.peers.connection import ConnectionState, ConnectionStep, Epochs
 from pdx.telemetry.host import host_id
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Done, PeerEntry, Push, Refused, Welcome
+from pdx.wire.messages import Done, Push, Refused, Welcome
+from pdx.wire.proxy import PeerEntry
 
 PUSH = Push([b"k" * 16])
 

@@ -11,7 +11,8 @@ from connection_stage import PING_S, TIMEOUT_S, Raw, key_files, write_roster
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.node.peers.connection import ConnectionState, ConnectionStep
 from pdx.security.curve_keys import KeyPair
-from pdx.wire.messages import Bye, PeerEntry, Push, Refused
+from pdx.wire.messages import Bye, Push, Refused
+from pdx.wire.proxy import PeerEntry
 
 
 class Cluster:

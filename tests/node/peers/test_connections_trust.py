@@ -28,7 +28,6 @@ from pdx.wire.messages import (
     Fill,
     Hello,
     Mark,
-    PeerEntry,
     PeerFrame,
     Pin,
     Ping,
@@ -36,10 +35,11 @@ from pdx.wire.messages import (
     Refused,
     Release,
     Renew,
-    Status,
     Welcome,
     encode,
 )
+from pdx.wire.proxy import PeerEntry
+from pdx.wire.verbs import Status
 
 PUSH = Push([b"k" * 16])
 HELLO = Hello(VERSION, 7, "peer", "raw", epoch=5, host="h", schemes=["tcp"])

@@ -16,8 +16,8 @@ from pdx.node.peers.peers import Peers
 from pdx.store.copy import Priority
 from pdx.store.paying import UNKNOWN
 from pdx.store.transfers import Transfers
-from pdx.wire.messages import Admit, Push
-from pdx.wire.verbs import Found, Settle
+from pdx.wire.messages import Admit, Push, Settle
+from pdx.wire.verbs import Found
 
 TRANSFER = "transfer-0123456789"
 

@@ -13,7 +13,8 @@ from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
 from pdx.node.peers.connection import ConnectionState
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Bye, Cancel, Fill, Ping, Why
+from pdx.wire.messages import Admit, Bye, Cancel, Fill, Ping
+from pdx.wire.verbs import Why
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
 TRANSFER = "transfer-0123456789"

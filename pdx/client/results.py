@@ -1,56 +1,17 @@
-"""What a controller's verb is about, and where: the prompt whose chunks are meant, the places they are in, and jobs."""
+"""What a controller speaks of beside prompts: the places that chunks are in, jobs, lookups, and how nodes are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from pdx.errors import JobUnknown, SelectionError
+from pdx.errors import SelectionError
 from pdx.wire.status import NodeStatus
-from pdx.wire.verbs import JobId, JobStatus
+from pdx.wire.verbs import Found, JobStatus
 
 ALL = "*"  # in place of a node's name
-
-
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose chunks: exactly one of `tokens`, `text` and `request`, a part of a request's id.
-
-    `model`: whose chunks, where engines of several models are attached: an engine's name or URL, or how its layout or
-    its model begins. `salt`: the requests' `cache_salt`; it is shown nowhere. `codec`: the lossy one that the requests
-    ask for, whose chunks have other keys than those of exact requests; empty: none.
-    """
-
-    tokens: Sequence[int] | None = None
-    text: str | None = None
-    request: str = ""
-    model: str = ""
-    salt: str = ""
-    codec: str = ""
-
-    def __post_init__(self) -> None:
-        given = (self.tokens is not None) + (self.text is not None) + bool(self.request)
-        if given != 1:
-            raise SelectionError("name the chunks by one of tokens, a text, and a part of a request's id")
-
-    def __repr__(self) -> str:
-        if self.request:
-            return f"<Prompt of request {self.request!r}>"
-        return f"<Prompt of {'a text' if self.tokens is None else f'{len(self.tokens)} tokens'}>"
-
-
-Tokens = Prompt | Sequence[int] | str
-
-
-def prompt_of(tokens: Tokens) -> Prompt:
-    """Ids of tokens, or a text, as a prompt of the only model there is.
-
-    :raises SelectionError: it is none of these.
-    """
-    if isinstance(tokens, Prompt):
-        return tokens
-    return Prompt(text=tokens) if isinstance(tokens, str) else Prompt(tokens=list(tokens))
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -93,27 +54,12 @@ class Job(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """By which `check_finish` and `cancel` know it."""
-        return f"{self.instance}:{self.status.job}" if self.status.job else ""
+        return self.status.job
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more comes of it."""
         return self.status.is_over
-
-    @staticmethod
-    def split(name: str) -> tuple[str, str]:
-        """The node, and what it calls the job.
-
-        :raises JobUnknown: that is no job's name.
-        """
-        instance, _, job = name.rpartition(":")
-        try:
-            msgspec.convert(job, JobId)
-        except msgspec.ValidationError:
-            job = ""
-        if not instance or not job:
-            raise JobUnknown(f"{name!r:.80} is no job's name, which is NODE:EPOCH-NUMBER; pdx cache jobs lists them")
-        return instance, job
 
 
 class Lookup(msgspec.Struct, frozen=True):
@@ -132,6 +78,24 @@ class Lookup(msgspec.Struct, frozen=True):
     def tokens(self) -> int:
         """That were asked for; of whole chunks."""
         return self.chunks * self.chunk_tokens
+
+    @staticmethod
+    def of(found: Mapping[str, Found], errors: dict[str, str]) -> Lookup:
+        """What nodes have told, and why others have not."""
+        unit = max((each.chunk_tokens for each in found.values()), default=0)
+
+        def scaled(counts: Mapping[str, int]) -> dict[str, int]:
+            return {tier: count * (unit or 1) for tier, count in counts.items()}
+
+        return Lookup(
+            max((each.chunks for each in found.values()), default=0),
+            unit,
+            {name: scaled(each.tiers) for name, each in found.items()},
+            {name: each.hits * (unit or 1) for name, each in found.items()},
+            {name: scaled(each.pinned) for name, each in found.items() if each.pinned},
+            {name: list(each.asking) for name, each in found.items() if each.asking},
+            errors,
+        )
 
 
 class Health(msgspec.Struct, frozen=True):

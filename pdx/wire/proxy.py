@@ -1,0 +1,171 @@
+"""What nodes tell the proxy, and what it tells them. Wire format and bounds as in `pdx.wire.messages`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdx.memory.keys import KEY_BYTES
+from pdx.memory.slot import Bytes
+from pdx.wire.base import (
+    MAX_RUN_KEYS,
+    MAX_RUNS,
+    Count,
+    FieldName,
+    Layout,
+    Message,
+    Name,
+    Number,
+    PublicKey,
+    Stamp,
+    TransferId,
+)
+from pdx.wire.explained import Explained
+from pdx.wire.messages import Cancel, EngineFacts, Outcome, decode_frame
+from pdx.wire.verbs import AnyVerb, Why
+
+
+class EngineReport(msgspec.Struct, array_like=True, frozen=True):
+    """One engine attached to the reporting node."""
+
+    engine: Name
+    role: Literal["prefill", "decode", "both"]
+    url: Name
+    running: Count
+    facts: EngineFacts | None = None  # not known: nothing may be taken for granted
+    layout: Layout = b""  # see `Model` …
+    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}
+
+
+class MarkReport(msgspec.Struct, array_like=True, frozen=True):
+    """One moment of a transfer's timeline; `engine` saw it; empty: the node itself."""
+
+    transfer: TransferId
+    event: Annotated[str, Meta(max_length=32)]
+    at_ns: Stamp
+    nbytes: Bytes
+    tokens: Count
+    engine: Name
+
+
+class NodeReport(Message, frozen=True):
+    """Node to proxy, every second and at once when engines come or go: registration and heartbeat in one.
+
+    `listen` is where peers reach the node, `public_key` its CURVE key (Z85), both empty where it has none. `host` is
+    equal exactly on one running kernel; `sent_ns` is the node's clock, so that the proxy can compare marks of hosts.
+    """
+
+    version: Count
+    node: Name
+    epoch: Number
+    arena_bytes: Bytes
+    free_bytes: Bytes
+    engines: Annotated[list[EngineReport], Meta(max_length=1024)]
+    marks: Annotated[list[MarkReport], Meta(max_length=4096)]
+    listen: Name = ""
+    public_key: PublicKey = ""
+    host: Annotated[str, Meta(max_length=64)] = ""
+    sent_ns: Stamp = 0
+
+
+class PeerEntry(msgspec.Struct, array_like=True, frozen=True):
+    """One node as the proxy knows it."""
+
+    name: Name
+    address: Name
+    public_key: PublicKey = ""
+
+
+class Arriving(Message, frozen=True):
+    """Proxy to the nodes of the engines that it has chosen: a request of this session (`Hints.session`) comes to them.
+    What the last one used is loaded ahead and evicted last."""
+
+    session: Annotated[str, Meta(min_length=1, max_length=64)]
+    salt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""  # of its tenant (`Hints.salt`)
+
+
+class Follow(Message, frozen=True):
+    """Proxy to a node: tell of all chunks that come into a tier or go, behind change `seq` of the node's life `epoch`;
+    if that is too long ago, what is where first. `stream` is drawn by the proxy: what was told under another is void.
+
+    Said again with each `frame` of the stream that came: so many are here, and a few more may be sent. 0: of none.
+    """
+
+    stream: Number
+    epoch: Number = 0
+    seq: Number = 0
+    frame: Number = 0
+
+
+class PeerList(Message, frozen=True):
+    """Proxy to nodes, whenever it changes: the nodes that report to it. Believed only as far as a node's own roster
+    file allows; without one, for addresses on this host."""
+
+    peers: Annotated[list[PeerEntry], Meta(max_length=1024)]
+
+
+class Run(msgspec.Struct, array_like=True, frozen=True):
+    """These keys, one after the other, came into a tier, or they are not there any more."""
+
+    tier: Name
+    is_stored: bool
+    keys: Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_RUN_KEYS)]
+
+
+class Changes(Message, frozen=True):
+    """Node to proxy, as it was asked by `Follow`: one frame of the stream, the `frame`th. `telling` is another number
+    where the node has begun the stream anew, because it had lost the proxy.
+
+    `first`: what was told before is void, and what is where begins. `whole`: all of that has been told by now, and with
+    it all changes up to `seq`.
+    """
+
+    stream: Number
+    telling: Number
+    frame: Number
+    epoch: Number
+    seq: Number
+    runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
+    first: bool = False
+    whole: bool = True
+
+
+class Prefilled(Message, frozen=True):
+    """Proxy to the nodes of a transfer: its prefill leg is over. A node that has not heard of it by now does not keep
+    those waiting who expect it."""
+
+    transfer: TransferId
+
+
+class Order(Message, frozen=True):
+    """Proxy to a node: a verb of a controller that the proxy has let in. The answer is a `Reply` of this number."""
+
+    number: Number
+    verb: AnyVerb
+
+
+class Reply(Message, frozen=True):
+    """Node to proxy: what came of the `Order` of this number."""
+
+    number: Number
+    outcome: Outcome
+
+
+ToProxy = NodeReport | Explained | Changes | Reply
+FromProxy = Arriving | Cancel | Follow | Order | PeerList | Prefilled | Why
+
+
+_to_proxy: msgspec.msgpack.Decoder[ToProxy] = msgspec.msgpack.Decoder(ToProxy)
+_from_proxy: msgspec.msgpack.Decoder[FromProxy] = msgspec.msgpack.Decoder(FromProxy)
+
+
+def decode_to_proxy(frame: bytes) -> ToProxy:
+    """:raises ProtocolError: nothing that a node may say to the proxy, within bounds."""
+    return decode_frame(_to_proxy, frame)
+
+
+def decode_from_proxy(frame: bytes) -> FromProxy:
+    """:raises ProtocolError: not a `FromProxy` within bounds."""
+    return decode_frame(_from_proxy, frame)
