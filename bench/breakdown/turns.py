@@ -22,6 +22,7 @@ from pdx.bench.breakdown.observer import Asker, Observer, Seen
 from pdx.bench.breakdown.records import Again, Copy, Kind, Request, Result
 from pdx.bench.harness.ask import AskFailed
 from pdx.bench.harness.interrupts import whole
+from pdx.bench.harness.lists import rotated
 from pdx.bench.harness.prompts import Bodies
 from pdx.bench.systems.engine_metrics import CacheNotReset
 from pdx.errors import PdxError
@@ -69,16 +70,11 @@ def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> l
     for round_ in range(settings.rounds):
         if all_at_once:
             for index, (tokens, concurrency) in enumerate(points):
-                turns += [Turn(round_, tokens, concurrency, name) for name in _rotated(systems, round_ + index)]
+                turns += [Turn(round_, tokens, concurrency, name) for name in rotated(systems, round_ + index)]
         else:
-            for name in _rotated(systems, round_):
+            for name in rotated(systems, round_):
                 turns += [Turn(round_, tokens, concurrency, name) for tokens, concurrency in points]
     return turns
-
-
-def _rotated(names: Sequence[str], by: int) -> list[str]:
-    first = by % len(names) if names else 0
-    return [*names[first:], *names[:first]]
 
 
 class Breakdown:

@@ -1,8 +1,8 @@
-"""Types of options that are lists, written with commas."""
+"""Lists: types of options that are written with commas, and turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -42,3 +42,9 @@ def counts(least: int = 1) -> Callable[[Any], tuple[int, ...]]:
 
 
 NAMES, BYTE_SIZES = listed(str), listed(parse_bytes)  # such as shm,tcp and 64KiB,1MiB
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """The same in turns: each begins as often."""
+    first = by % len(names) if names else 0
+    return [*names[first:], *names[:first]]

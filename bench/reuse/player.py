@@ -11,7 +11,7 @@ import aiohttp
 from pdx.bench.harness.ask import AskFailed, ask, completion
 from pdx.bench.harness.prompts import Prompts
 from pdx.bench.reuse.records import Asked
-from pdx.bench.serve.workloads import Passage, Session
+from pdx.bench.reuse.workload import Passage, Session
 
 
 class Player:
@@ -66,12 +66,12 @@ class Player:
         start_s: float,
         on_answer: Callable[[], None],
     ) -> list[Asked]:
-        said = self._ids(session.system) if session.system else []
+        said = self._ids(session.document) if session.document else []
         asked: list[Asked] = []
-        for number, turn in enumerate(session.turns):
+        for number, turn in enumerate(session.messages):
             if number:
                 due_s = time.monotonic() - start_s + turn.think_s
-            said += self._ids(turn.message)
+            said += self._ids(turn.passage)
             await asyncio.sleep(start_s + due_s - time.monotonic())
             self._num_sent += 1
             body = completion(self._model, said, self._output_tokens, wants_ids=True)

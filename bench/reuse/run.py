@@ -24,9 +24,7 @@ from pdx.bench.reuse.figures import reference
 from pdx.bench.reuse.player import Player
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, Asked, Point, Result
 from pdx.bench.reuse.systems import SOURCES, CentralRunning, Source
-from pdx.bench.reuse.workload import Settings, Turn, order, sessions_of
-from pdx.bench.serve.workloads import Passage, Session
-from pdx.bench.serve.workloads import Turn as Message
+from pdx.bench.reuse.workload import Message, Passage, Session, Settings, Turn, order, sessions_of
 from pdx.bench.systems import engine_metrics
 from pdx.bench.systems.fleet import Fleet
 from pdx.bench.systems.system import Bed, Running, System, is_cpu_build

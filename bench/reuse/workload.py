@@ -1,4 +1,6 @@
-"""What is asked, at which load and in which order. Pure; the plans are those of `pdx bench serve`.
+"""What is asked, at which load, when and in which order, and who shares which text with whom. Pure.
+
+A text has a name, and the same name means the same text.
 
 The same settings give the same plan, for every system and in every run. Documents stay the same within a repeat; what
 is asked about them, and all that sessions say, is new at each load.
@@ -7,12 +9,13 @@ is asked about them, and all that sessions say, is new at each load.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
+from pdx.bench.harness.lists import rotated
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS
-from pdx.bench.serve.workloads import Passage, Session, Shape, Workload, plan
 from pdx.errors import ConfigError
 
 TOGETHER = 3  # requests that an engine's small KV cache holds at once
@@ -66,6 +69,32 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Passage:
+    """A text."""
+
+    name: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One request of a session."""
+
+    passage: Passage
+    think_s: float = 0.0  # pause before it, after the last answer
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One client: its requests follow each other, each after the answer to the one before."""
+
+    index: int
+    start_s: float  # when the first request is sent
+    messages: tuple[Message, ...]
+    document: Passage | None = None  # stands before everything
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One load of one workload on one system. `share`: of its burst; `rate`: in its place."""
 
@@ -103,9 +132,9 @@ def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> l
     for repeat in range(settings.repeats):
         if all_at_once:
             for index, (workload, load) in enumerate(loads):
-                turns += [Turn(repeat, name, workload, *load) for name in _rotated(systems, repeat + index)]
+                turns += [Turn(repeat, name, workload, *load) for name in rotated(systems, repeat + index)]
         else:
-            for name in _rotated(systems, repeat):
+            for name in rotated(systems, repeat):
                 turns += [Turn(repeat, name, workload, *load) for workload, load in loads]
     return turns
 
@@ -120,50 +149,49 @@ def sessions_of(settings: Settings, turn: Turn, burst_per_s: float | None) -> li
         if burst_per_s is None:
             raise ValueError(f"{turn}: its rate is a share of a burst that was not measured")
         rate = turn.share * burst_per_s
-    return [_named(turn, session) for session in plan(_shape(settings, turn, rate))]
-
-
-def _shape(settings: Settings, turn: Turn, rate: float | None) -> Shape:
-    """`rate`: None: once about each document; `ALONE` sessions."""
-    seed = settings.seed + turn.repeat
+    seed, name = settings.seed + turn.repeat, f"{turn.repeat} {turn.load} own"
+    draw = random.Random(f"{seed} content")
     if turn.workload == DOCUMENTS:
-        return Shape(
-            workload=Workload.LONG_DOCUMENT,
-            requests=settings.documents * (1 if rate is None else settings.rounds),
-            input_tokens=settings.tokens + settings.question_tokens,
-            output_tokens=settings.output_tokens,
-            rate=math.inf if rate is None else rate,
-            seed=seed,
-            shared=settings.documents,
-            shared_tokens=settings.tokens,
+        count = settings.documents * (1 if rate is None else settings.rounds)
+        documents = [number % settings.documents for number in range(count)]  # each as often as any other
+        draw.shuffle(documents)
+        return [
+            Session(
+                index,
+                start_s,
+                (Message(Passage(f"{name} {index}", settings.question_tokens)),),
+                Passage(f"{turn.repeat} shared {document}", settings.tokens),
+            )
+            for index, (start_s, document) in enumerate(zip(_arrivals(count, rate, seed), documents, strict=True))
+        ]
+    count = min(ALONE, settings.sessions) if rate is None else settings.sessions
+    # A session pauses as long as each of the others needs for one request, so that about so many requests come later,
+    # too, and the others' KV comes between two of its own.
+    think_s = 0.0 if rate is None else settings.sessions / rate
+    return [
+        Session(index, start_s, _messages(settings, f"{name} {index}", think_s, draw))
+        for index, start_s in enumerate(_arrivals(count, rate, seed))
+    ]
+
+
+def _messages(settings: Settings, name: str, think_s: float, draw: random.Random) -> tuple[Message, ...]:
+    """Of one session."""
+    first = Message(Passage(f"{name} round 0", settings.first_tokens))
+    later = (
+        Message(
+            Passage(f"{name} round {number}", settings.message_tokens),
+            draw.expovariate(1 / think_s) if think_s else 0.0,
         )
-    return Shape(
-        workload=Workload.CHAT,
-        requests=settings.turns * (min(ALONE, settings.sessions) if rate is None else settings.sessions),
-        input_tokens=settings.first_tokens,
-        output_tokens=settings.output_tokens,
-        # First messages come at this rate. A session then pauses as long as each of the others needs for one request,
-        # so that about so many requests come later, too, and the others' KV comes between two of its own.
-        rate=math.inf if rate is None else rate * settings.turns,
-        seed=seed,
-        rounds=settings.turns,
-        message_tokens=settings.message_tokens,
-        think_s=0.0 if rate is None else settings.sessions / rate,
+        for number in range(1, settings.turns)
     )
+    return (first, *later)
 
 
-def _named(turn: Turn, session: Session) -> Session:
-    """Texts of this repeat; questions and messages of this load, so that no other one has them."""
-    turns = tuple(
-        replace(each, message=Passage(f"{turn.repeat} {turn.load} {each.message.name}", each.message.tokens))
-        for each in session.turns
-    )
-    system = session.system
-    if system is not None:
-        system = Passage(f"{turn.repeat} {system.name}", system.tokens)
-    return replace(session, turns=turns, system=system)
-
-
-def _rotated(names: Sequence[str], by: int) -> list[str]:
-    first = by % len(names) if names else 0
-    return [*names[first:], *names[:first]]
+def _arrivals(count: int, rate: float | None, seed: int) -> list[float]:
+    """Poisson arrivals in seconds, stretched so that the last one is at `count / rate`; None, inf: all at once."""
+    if rate is None or math.isinf(rate):
+        return [0.0] * count
+    draw, times = random.Random(f"{seed} arrivals"), [0.0]
+    for _ in range(count):
+        times.append(times[-1] + draw.expovariate(1.0))
+    return [time * count / rate / times[-1] for time in times[1:]]

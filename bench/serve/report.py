@@ -1,206 +1,276 @@
-"""What `pdx bench serve` shows and keeps: vLLM's figures by vLLM's keys, and ours beside them under "pdx"."""
+"""What `pdx bench serve` shows and keeps: the keys of `vllm bench serve`, and ours beside them under "pdx"."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy
 from rich.table import Table
 
 from pdx.bench.harness.report import console, machine
-from pdx.bench.serve import client as serve_engines
-from pdx.bench.serve.client import BACKENDS, METRICS, PERCENTILES, Client
-from pdx.bench.serve.comparison import compare, verdict
-from pdx.bench.serve.goodput import Slo, goodput
-from pdx.bench.serve.run import Settings, Tally
-from pdx.bench.serve.workloads import Workload
+from pdx.bench.serve.run import BACKENDS, LISTS, Block, Result, Settings, Tally, total
+from pdx.errors import ConfigError
 
-KIND = "pdx-bench-serve"
-VERSION = 1
+PERCENTILES = (50, 95, 99)
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # vLLM's names
+SHOWN = ("mean", *(f"p{percentile}" for percentile in PERCENTILES))
+RATES = ("request_throughput", "output_throughput", "request_goodput")
+TOLERATED_GAPS = 0.05  # of a request's gaps may be longer than `itl`
 BUSY = 0.5  # of one core: above this share the client's own work shows in what it measures
-LATE_MS = 10.0
-# What `vllm bench serve` leaves out without --save-detailed.
-DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
-_SHOWN = ("mean", *(f"p{percentile}" for percentile in PERCENTILES))
+_UNITS_MS = {"ms": 1.0, "s": 1000.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
-Result = dict[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The most that each may take in ms; None: no matter. All that are given must hold for a request to be good."""
+
+    ttft: float | None = None  # sent -> first token
+    itl: float | None = None  # between two tokens, for all but `TOLERATED_GAPS` of the request's gaps
+    tpot: float | None = None  # mean time per token after the first one
+    e2e: float | None = None  # sent -> last token
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Of `ttft=2s,itl=50ms`; "" is the objective that everything meets.
+
+        :raises ConfigError: a name or a duration is none of these, or comes twice.
+        """
+        names = [each.name for each in fields(cls)]
+        found: dict[str, float] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = (piece.strip() for piece in part.partition("="))
+            match = _DURATION.fullmatch(value)
+            if name not in names or match is None:
+                raise ConfigError(
+                    f"--slo {part!r}: write NAME=DURATION, names {', '.join(names)}, durations 2s or 50ms"
+                )
+            if name in found:
+                raise ConfigError(f"--slo names {name} twice: {text!r}")
+            found[name] = float(match[1]) * _UNITS_MS[match[2]]
+        return cls(**found)
+
+    def bounds(self) -> dict[str, float]:
+        """The objectives that are set, in ms."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+
+    def missed(self, *, ttft: float, itls: Sequence[float], latency: float, tokens: int) -> list[str]:
+        """The objectives that this request, whose times are seconds, did not meet."""
+        gaps = sorted(itls)
+        tolerated = gaps[len(gaps) - 1 - int(len(gaps) * TOLERATED_GAPS)] if gaps else 0.0
+        tpot = (latency - ttft) / (tokens - 1) if tokens > 1 else 0.0
+        took = {"ttft": ttft, "itl": tolerated, "tpot": tpot, "e2e": latency}
+        return [name for name, bound in self.bounds().items() if took[name] > bound / 1000]
+
+
+def summary(results: Sequence[Result], slo: Slo) -> Result:
+    """One result of several: vLLM's keys and arithmetic, over the requests of all of them that succeeded.
+
+    `goodput` is ours: it knows `itl`, too.
+    """
+    lists = {name: [value for each in results for value in each[name]] for name in LISTS}
+    good = [at for at, error in enumerate(lists["errors"]) if not error]
+    duration_s = sum(each["duration"] for each in results)
+
+    def per_s(amount: float) -> float:
+        return amount / duration_s if duration_s else 0.0
+
+    def taken(name: str) -> list[Any]:
+        return [lists[name][at] for at in good]
+
+    ttfts, latencies, tokens, itls = taken("ttfts"), taken("latencies"), taken("output_lens"), taken("itls")
+    times = {
+        "ttft": ttfts,
+        "tpot": [(end - first) / (n - 1) for first, end, n in zip(ttfts, latencies, tokens, strict=True) if n > 1],
+        "itl": [gap for each in itls for gap in each],
+        "e2el": latencies,
+    }
+    missed = [
+        slo.missed(ttft=ttft, itls=gaps, latency=latency, tokens=count)
+        for ttft, gaps, latency, count in zip(ttfts, itls, latencies, tokens, strict=True)
+    ]
+    met = sum(not names for names in missed)
+    found: Result = {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(lists["errors"]) - len(good),
+        "total_input_tokens": sum(taken("input_lens")),
+        "total_output_tokens": sum(tokens),
+        "request_throughput": per_s(len(good)),
+        "request_goodput": per_s(met) if slo.bounds() else None,
+        "output_throughput": per_s(sum(tokens)),
+        "total_token_throughput": per_s(sum(tokens) + sum(taken("input_lens"))),
+        **lists,
+        "goodput": {
+            "good": met,
+            "share": met / len(lists["errors"]) if lists["errors"] else 0.0,
+            "per_s": per_s(met),
+            "missed": {name: sum(name in each for each in missed) for name in slo.bounds()},
+        },
+    }
+    for metric, values in times.items():
+        ms = numpy.array(values or [0.0]) * 1000
+        found |= {f"mean_{metric}_ms": float(ms.mean()), f"median_{metric}_ms": float(numpy.median(ms))}
+        found[f"std_{metric}_ms"] = float(ms.std())
+        found |= {f"p{share}_{metric}_ms": float(numpy.percentile(ms, share)) for share in PERCENTILES}
+    return found
 
 
 class Report:
     """Makes results of tallies, keeps them in `folder` and shows them."""
 
-    def __init__(
-        self, settings: Settings, slo: Slo, client: Client, folder: Path, *, tokenizer: str, is_detailed: bool = False
-    ) -> None:
+    def __init__(self, settings: Settings, slo: Slo, folder: Path, *, tokenizer: str, is_detailed: bool) -> None:
         self._settings = settings
         self._slo = slo
-        self._client = client
         self._folder = folder
         self._tokenizer = tokenizer
         self._is_detailed = is_detailed
 
     def result(self, tally: Tally, *, is_complete: bool) -> Result:
-        """All that is known of one server, ready for JSON, with every request's details."""
-        answers = tally.answers
-        outputs = [answer.output for answer in answers]
-        duration_s = tally.duration_s or math.inf  # nothing began: every rate is 0
-        figures = self._client.statistics(outputs, duration_s, self._slo)
-        good = goodput(outputs, self._slo, duration_s)
-        if self._slo.bounds():
-            figures["request_goodput"] = good.per_s  # also by `itl`, of which vLLM knows nothing
-        figures["duration"] = tally.duration_s
+        """All that is known of one server, ready for JSON."""
+        settings = self._settings
+        figures = self._figures(tally.blocks)
+        rounds = zip_longest(*(block.results for block in tally.blocks))
+        rate = "inf" if math.isinf(settings.rate) else settings.rate
         ours = {
-            "kind": KIND,
-            "version": VERSION,
+            "kind": "pdx-bench-serve",
             "is_complete": is_complete,
-            "planned": sum(block.planned for block in tally.blocks),
-            "workload": _finite(asdict(self._settings.shape)),
-            "api": self._settings.api,
-            "blocks": [self._block(tally, number) for number in range(len(tally.blocks))],
+            "workload": {**asdict(settings), "rate": rate},
+            "blocks": [self._block(block) for block in tally.blocks],
             "slo_ms": self._slo.bounds(),
-            "goodput": asdict(good),
-            "errors": dict(Counter(output.error for output in outputs if not output.success)),
-            "ttft_by_round_ms": _by_round(tally),
-            "prompt_tokens": _spread([output.prompt_len for output in outputs if output.success]),
-            "found_tokens": _found(tally),
-            "reset_cache": self._settings.reset_cache,
-            "client": _client(tally),
-            "vllm_bench_serve": vllm_command(self._settings, self._slo, tally),
-            "salt": self._settings.salt,
+            "goodput": figures.pop("goodput"),
+            "errors": dict(Counter(filter(None, figures["errors"]))),
+            "ttft_by_round_ms": {
+                str(number): summary([one for one in each if one], self._slo)["mean_ttft_ms"]
+                for number, each in enumerate(rounds)
+            },
+            "found_tokens": _found(tally.blocks),
+            "client_cpu_share_of_a_core": _cpu_share(tally),
+            "machine": machine(),
         }
-        return {**self._header(tally), **figures, "pdx": ours}
-
-    def write(self, tallies: Sequence[Tally], *, is_complete: bool) -> list[Path]:
-        """Keep one file for each server, and for two servers their comparison; returns the files."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        here = machine()
-        for tally in tallies:
-            result = self.result(tally, is_complete=is_complete)
-            result["pdx"]["machine"] = here
-            kept = {key: value for key, value in result.items() if self._is_detailed or key not in DETAILS}
-            written.append(self._save(file_name(tally.server.label), kept))
-        if len(tallies) == 2:
-            written.append(self._save("comparison.json", self._compare(tallies)))
-        return written
-
-    def show(self, tallies: Sequence[Tally]) -> None:
-        """Print the tables and what is to be said about them."""
-        console.print(self._latencies(tallies))
-        console.print(self._totals(tallies))
-        if any(tally.found for tally in tallies):
-            console.print(_sources(tallies))
-        for tally in tallies:
-            for line in self._remarks(tally):
-                console.print(f"{tally.server.label}: {line}", markup=False, soft_wrap=True)
-        if len(tallies) == 2:
-            for line in verdict(self._compare(tallies)):
-                console.print(line, markup=False, soft_wrap=True)
-
-    def _header(self, tally: Tally) -> Result:
-        """The keys that `vllm bench serve` writes before its figures."""
-        settings, rate = self._settings, self._settings.shape.rate
-        return {
+        header = {
             "date": time.strftime("%Y%m%d-%H%M%S"),
             "endpoint_type": BACKENDS[settings.api],
             "backend": BACKENDS[settings.api],
             "label": tally.server.label,
             "model_id": tally.server.root,
             "tokenizer_id": self._tokenizer,
-            "num_prompts": settings.shape.requests,
-            "request_rate": "inf" if math.isinf(rate) else rate,
+            "num_prompts": settings.requests,
+            "request_rate": rate,
             "burstiness": 1.0,
             "max_concurrency": settings.concurrency,
         }
+        kept = {key: value for key, value in figures.items() if self._is_detailed or key not in LISTS}
+        return {**header, **kept, "pdx": ours}
 
-    def _save(self, name: str, result: Result) -> Path:
-        path = self._folder / name
-        partial = path.with_suffix(".partial")
-        partial.write_text(_lines(result))
-        partial.replace(path)
-        return path
+    def write(self, tallies: Sequence[Tally], *, is_complete: bool) -> list[Path]:
+        """Keep one file for each server, and for two servers their comparison; returns the files."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found = {file_name(each.server.label): self.result(each, is_complete=is_complete) for each in tallies}
+        if len(tallies) == 2:
+            found["comparison.json"] = self.compare(*tallies)
+        for name, result in found.items():
+            partial = self._folder / f"{name}.partial"
+            partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            partial.replace(self._folder / name)
+        return [self._folder / name for name in found]
 
-    def _figures(self, tally: Tally) -> Result:
-        """What is compared, of all blocks."""
-        outputs = [answer.output for answer in tally.answers]
-        duration_s = tally.duration_s or math.inf
-        figures = self._client.statistics(outputs, duration_s, self._slo)
-        return {**_compact(figures), "goodput": goodput(outputs, self._slo, duration_s).per_s}
-
-    def _compare(self, tallies: Sequence[Tally]) -> Result:
-        keys = [f"{name}_{metric}_ms" for metric in METRICS for name in _SHOWN]
-        keys += ["request_throughput", "output_throughput", *(["goodput"] if self._slo.bounds() else [])]
-        return compare(tallies[0], tallies[1], figures=self._figures, keys=keys)
-
-    def _block(self, tally: Tally, number: int) -> Result:
-        """The same of one block."""
-        alone = Tally(tally.server, [tally.blocks[number]])
-        return {**self._figures(alone), "duration": alone.duration_s, "found_tokens": _found(alone)}
-
-    def _latencies(self, tallies: Sequence[Tally]) -> Table:
-        title = f"{self._settings.shape.workload}: {self._settings.shape.requests} requests"
-        table = Table(title=f"{title}, latencies in ms", title_justify="left")
-        for column in ("", *_SHOWN):
-            table.add_column(column, justify="right" if column else "left")
-        figures = [self._figures(tally) for tally in tallies]
-        ratios = self._compare(tallies)["ratios"] if len(tallies) == 2 else {}
-        for metric in METRICS:
-            for tally, found in zip(tallies, figures, strict=True):
-                label = f" {tally.server.label}" if len(tallies) > 1 else ""
-                table.add_row(_NAMES[metric] + label, *(f"{found[f'{name}_{metric}_ms']:,.2f}" for name in _SHOWN))
-            if ratios:
-                each = [ratios[f"{name}_{metric}_ms"]["all"] for name in _SHOWN]
-                table.add_row("  times lower", *("–" if one is None else f"{one:.2f} x" for one in each))
-        return table
-
-    def _totals(self, tallies: Sequence[Tally]) -> Table:
-        table = Table(title="requests and rates", title_justify="left")
-        for column in ("", "done", "failed", "not sent", "seconds", "requests/s", "tokens/s", "goodput/s", "good"):
-            table.add_column(column, justify="right" if column else "left")
-        for tally in tallies:
-            outputs = [answer.output for answer in tally.answers]
-            good = goodput(outputs, self._slo, tally.duration_s)
-            found = self._figures(tally)
-            table.add_row(
-                tally.server.label,
-                *(str(found["completed"]), str(found["failed"])),
-                str(sum(block.planned for block in tally.blocks) - len(outputs)),
-                *(f"{tally.duration_s:,.1f}", f"{found['request_throughput']:.3f}"),
-                f"{found['output_throughput']:,.1f}",
-                *((f"{good.per_s:.3f}", f"{good.share:.0%}") if self._slo.bounds() else ("–", "–")),
+    def compare(self, first: Tally, second: Tally) -> Result:
+        """How many times better the first did, in each block that both got through. The blocks are what tells how much
+        of a ratio is chance: both did each of them within the same minutes."""
+        both = list(zip(first.blocks, second.blocks, strict=False))
+        blocks = [(self._figures([one]), self._figures([other])) for one, other in both]
+        keys = [f"{name}_{metric}_ms" for metric in METRICS for name in SHOWN]
+        ratios = {}
+        for key in (*keys, *RATES):
+            each = [found for pair in blocks if (found := ratio(key, *pair)) is not None]
+            ratios[key] = {"median_of_blocks": statistics.median(each) if each else None, "blocks": each}
+        texts = [
+            one == other
+            for pair in blocks
+            for one, other, *errors in zip(
+                pair[0]["generated_texts"],
+                pair[1]["generated_texts"],
+                pair[0]["errors"],
+                pair[1]["errors"],
+                strict=True,
             )
-        return table
-
-    def _remarks(self, tally: Tally) -> list[str]:
-        outputs = [answer.output for answer in tally.answers]
-        client = _client(tally)
-        found = [
-            f"the client used {client['cpu_share_of_a_core']:.0%} of one core; "
-            f"its timers were {client['lag_p99_ms']:.1f} ms late at p99, requests {client['late_p99_ms']:.1f} ms"
+            if not any(errors)
         ]
-        if client["cpu_share_of_a_core"] > BUSY:
-            found.append("the client was too busy for these figures: lower --rate, or send from several machines")
-        elif client["is_bottleneck"]:
-            found.append("the client often had to wait for a processor, and its figures contain that: leave it a core")
-        if not tally.found:
-            found.append("where the tokens of prompts were found is not known: no vLLM engine is named (--admin)")
-        missed = goodput(outputs, self._slo, tally.duration_s).missed
-        if any(missed.values()):
-            found.append("missed " + ", ".join(f"{name}: {count} requests" for name, count in missed.items() if count))
-        errors = Counter(output.error for output in outputs if not output.success)
-        found += [f"{count} requests failed: {error}" for error, count in errors.most_common(5)]
-        return found
+        return {
+            "kind": "pdx-bench-serve-comparison",
+            "first": first.server.label,
+            "second": second.server.label,
+            "how": "latencies: second / first; throughput and goodput: first / second; above 1 the first is better",
+            "ratios": ratios,
+            "answers": {"both_answered": len(texts), "same": sum(texts)},
+        }
+
+    def show(self, tallies: Sequence[Tally]) -> None:
+        """Print the table and what is to be said about it."""
+        table = Table(title=f"{self._settings.workload}: {self._settings.requests} requests, ms", title_justify="left")
+        for column in ("", *SHOWN):
+            table.add_column(column, justify="right" if column else "left")
+        figures = {tally.server.label: self._figures(tally.blocks) for tally in tallies}
+        for metric, title in METRICS.items():
+            for label, found in figures.items():
+                table.add_row(f"{title} {label}", *(f"{found[f'{name}_{metric}_ms']:,.2f}" for name in SHOWN))
+        console.print(table)
+        for tally in tallies:
+            for line in self._remarks(tally, figures[tally.server.label]):
+                console.print(f"{tally.server.label}: {line}", markup=False, soft_wrap=True)
+        if len(tallies) == 2:
+            compared = self.compare(*tallies)
+            answers = compared["answers"]
+            console.print(f"the same text in {answers['same']} of {answers['both_answered']} answers")
+            for key in ("mean_ttft_ms", "mean_itl_ms", "request_throughput"):
+                if each := compared["ratios"][key]["blocks"]:
+                    middle = f"{statistics.median(each):.2f} × ({min(each):.2f} to {max(each):.2f})"
+                    console.print(f"{key}, times better, block by block: {middle}", markup=False)
+
+    def _remarks(self, tally: Tally, found: Result) -> list[str]:
+        done = f"{found['completed']} done, {found['failed']} failed in {found['duration']:.1f} s"
+        lines = [
+            f"{done}; {found['request_throughput']:.3f} requests/s, {found['output_throughput']:,.1f} tokens/s"
+            + (f", goodput {found['goodput']['per_s']:.3f} requests/s" if self._slo.bounds() else "")
+        ]
+        missed = {name: count for name, count in found["goodput"]["missed"].items() if count}
+        lines += [f"missed {', '.join(f'{name}: {count}' for name, count in missed.items())}"] if missed else []
+        lines += [f"{count} requests failed: {error}" for error, count in Counter(found["errors"]).items() if error]
+        if (share := _cpu_share(tally)) > BUSY:
+            lines.append(f"the client used {share:.0%} of one core, and its figures contain that: lower --rate")
+        by_engine = _found(tally.blocks)["engines"]
+        for url, each in by_engine.items():
+            parts = ", ".join(f"{each[name]:,.0f} {name}" for name in ("local", "external", "computed"))
+            lines.append(f"tokens of prompts at {url.partition('://')[2]}: {parts}")
+        if not by_engine:
+            lines.append("where the tokens of prompts were found is not known: no vLLM engine is named (--admin)")
+        return lines
+
+    def _figures(self, blocks: Sequence[Block]) -> Result:
+        return summary([result for block in blocks for result in block.results], self._slo)
+
+    def _block(self, block: Block) -> Result:
+        figures = self._figures([block])
+        kept = {key: value for key, value in figures.items() if key not in LISTS}
+        return {**kept, "found_tokens": _found([block])}
+
+
+def ratio(key: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> float | None:
+    """How many times better the first is; None where that cannot be said."""
+    above, below = (first[key], second[key]) if key in RATES else (second[key], first[key])
+    return above / below if above and below else None
 
 
 def file_name(label: str) -> str:
@@ -208,100 +278,15 @@ def file_name(label: str) -> str:
     return f"serve-{re.sub(r'[^0-9A-Za-z._-]+', '-', label)}.json"
 
 
-def vllm_command(settings: Settings, slo: Slo, tally: Tally) -> str:
-    """The `vllm bench serve` that sends such requests too; "" where it has no such workload."""
-    shape = settings.shape
-    if shape.workload is Workload.CHAT or settings.api != "completions":
-        return ""
-    words = [f"vllm bench serve --base-url {tally.server.url} --model {tally.server.root}"]
-    if tally.server.model != tally.server.root:
-        words.append(f"--served-model-name {tally.server.model}")
-    if shape.workload is Workload.RANDOM:
-        words.append(f"--dataset-name random --input-len {shape.input_tokens} --output-len {shape.output_tokens}")
-    else:
-        words.append(
-            f"--dataset-name prefix_repetition --prefix-repetition-num-prefixes {shape.shared} "
-            f"--prefix-repetition-prefix-len {shape.shared_tokens} "
-            f"--prefix-repetition-suffix-len {shape.input_tokens - shape.shared_tokens} "
-            f"--prefix-repetition-output-len {shape.output_tokens} --ignore-eos"
-        )
-    words.append(f"--num-prompts {shape.requests} --request-rate {shape.rate:g} --seed {shape.seed} --temperature 0")
-    words.append(f"--percentile-metrics {','.join(METRICS)} --metric-percentiles {','.join(map(str, PERCENTILES))}")
-    if settings.concurrency:
-        words.append(f"--max-concurrency {settings.concurrency}")
-    if slo.for_vllm():
-        words.append("--goodput " + " ".join(f"{name}:{bound:g}" for name, bound in slo.for_vllm().items()))
-    return " ".join([*words, "--save-result"])
+def _cpu_share(tally: Tally) -> float:
+    """Of one core, that this process used while requests were under way."""
+    duration_s = sum(result["duration"] for block in tally.blocks for result in block.results)
+    return sum(block.cpu_s for block in tally.blocks) / duration_s if duration_s else 0.0
 
 
-def _compact(figures: Result) -> Result:
-    return {key: value for key, value in figures.items() if not isinstance(value, list)}
-
-
-def _client(tally: Tally) -> Result:
-    """Whether the client itself was in the way."""
-    lags_ms = sorted(lag * 1000 for block in tally.blocks for lag in block.lags_s)
-    late_ms = sorted(answer.late_s * 1000 for answer in tally.answers)
-    cpu_s = sum(block.cpu_s for block in tally.blocks)
-    share = cpu_s / tally.duration_s if tally.duration_s else 0.0
-    return {
-        "cpu_s": cpu_s,
-        "cpu_share_of_a_core": share,
-        "cpus": os.cpu_count(),
-        "lag_p99_ms": _p99(lags_ms),
-        "lag_max_ms": max(lags_ms, default=0.0),
-        "late_p99_ms": _p99(late_ms),
-        "late_max_ms": max(late_ms, default=0.0),
-        "is_bottleneck": share > BUSY or _p99(lags_ms) > LATE_MS,
-    }
-
-
-def _found(tally: Tally) -> Result:
-    """Tokens of prompts by where an engine had them from; of all engines, and of each if there are several."""
-    found = tally.found
-    every = msgspec.structs.asdict(serve_engines.total(found.values())) if found else None
-    return {"all": every, "engines": {url: msgspec.structs.asdict(each) for url, each in found.items()}}
-
-
-def _sources(tallies: Sequence[Tally]) -> Table:
-    """A row for each engine."""
-    table = Table(title="where engines found the tokens of prompts", title_justify="left")
-    for column in ("", "engine", "in all", "own prefix cache", "connector", "computed"):
-        table.add_column(column, justify="right" if column not in ("", "engine") else "left")
-    for tally in tallies:
-        for url, found in tally.found.items():
-            each = (found.local, found.external, found.computed)
-            shares = (f"{count:,.0f} ({count / found.prompt:.0%})" if count else "0" for count in each)
-            table.add_row(tally.server.label, url.partition("://")[2], f"{found.prompt:,.0f}", *shares)
-    return table
-
-
-def _p99(ordered: Sequence[float]) -> float:
-    return ordered[math.ceil(len(ordered) * 0.99) - 1] if ordered else 0.0
-
-
-def _spread(counts: Sequence[int]) -> Result:
-    return {"min": min(counts, default=0), "mean": statistics.fmean(counts or [0]), "max": max(counts, default=0)}
-
-
-def _by_round(tally: Tally) -> dict[str, float]:
-    """Mean TTFT of each round of conversations: later rounds have longer prompts, and more of them is known."""
-    rounds: dict[int, list[float]] = defaultdict(list)
-    for answer in tally.answers:
-        if answer.output.success:
-            rounds[answer.round].append(answer.output.ttft * 1000)
-    return {str(number): statistics.fmean(found) for number, found in sorted(rounds.items())}
-
-
-def _lines(result: Result) -> str:
-    """JSON with a line for each key, so that lists of thousands of times are one line each."""
-    lines = [
-        f" {json.dumps(key)}: "
-        + json.dumps(value, indent=1 if isinstance(value, dict) else None, ensure_ascii=False, allow_nan=False)
-        for key, value in result.items()
-    ]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _finite(shape: Result) -> Result:
-    return {key: "inf" if value == math.inf else value for key, value in shape.items()}
+def _found(blocks: Sequence[Block]) -> Result:
+    """Tokens of prompts by where an engine had them from; of all engines, and of each."""
+    urls = sorted({url for block in blocks for url in block.found})
+    engines = {url: total([block.found[url] for block in blocks if url in block.found]) for url in urls}
+    every = msgspec.structs.asdict(total(list(engines.values()))) if engines else None
+    return {"all": every, "engines": {url: msgspec.structs.asdict(each) for url, each in engines.items()}}

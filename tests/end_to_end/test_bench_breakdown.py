@@ -9,7 +9,7 @@ from tiny import make_tiny
 
 from pdx.bench.breakdown import records
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 TOKENS, TOGETHER, OUTPUT = 600, 2, 8
 LAYERS, KV_BYTES = 4, 4 * 2 * 4 * 64 * 4

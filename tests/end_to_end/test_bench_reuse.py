@@ -10,7 +10,7 @@ from pdx.bench.harness.tiny_llama import make_model
 from pdx.bench.reuse import records
 from pdx.bench.reuse.records import BURST, FIRST
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 # Tokens of a document, those of them that are in whole blocks, and documents. A step of this model takes as long with
 # 300 tokens as with one, and what costs nothing to compute need not be loaded.

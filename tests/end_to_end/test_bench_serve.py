@@ -15,7 +15,7 @@ from pair import ENGINE_ENV, ENGINE_FLAGS
 from pdx.bench.harness.tiny_llama import make_model
 from pdx.cli.ports import free_ports
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(400)]
 PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
 
 
@@ -38,7 +38,7 @@ def test_two_conversations_of_two_rounds(service: Server, workplace: Path) -> No
     out = workplace / "bench"
     argv = ["--url", service.url, "--admin", service.admin_url]
     argv += ["--workload", "chat", "--requests", "4", "--rounds", "2", "--input-len", "400"]
-    argv += ["--message-len", "50", "--output-len", "20", "--think", "0", "--rate", "4", "--slo", "ttft=60s,itl=60s"]
+    argv += ["--message-len", "50", "--output-len", "20", "--rate", "4", "--slo", "ttft=60s,itl=60s"]
     done = subprocess.run(
         [*PDX, "bench", "serve", *argv, "--label", "pdx", "--out", str(out), "--detailed"],
         capture_output=True, text=True, check=False,
@@ -52,10 +52,9 @@ def test_two_conversations_of_two_rounds(service: Server, workplace: Path) -> No
     assert ours["is_complete"]
     assert ours["goodput"]["good"] == 4
     assert list(ours["ttft_by_round_ms"]) == ["0", "1"]
-    # One character is one token: the first message, then all of it with the answer and the second message. The
-    # chat template puts a token before each of the messages and one behind them.
-    assert sorted(result["input_lens"]) == [402, 402, 400 + 20 + 50 + 4, 400 + 20 + 50 + 4]
-    assert ours["client"]["cpu_s"] > 0
+    first, second = sorted(result["input_lens"])[:2], sorted(result["input_lens"])[2:]
+    assert min(second) > max(first) + 20 + 40  # the answer and the second message
+    assert ours["client_cpu_share_of_a_core"] > 0
     found = ours["found_tokens"]["engines"].values()
     assert len(found) == 2
     assert any(each["external"] > 0 for each in found)

@@ -41,10 +41,10 @@ def test_the_same_plan_for_every_system():
 
 
 def test_each_document_comes_as_often_and_in_no_order():
-    asked = [session.system.name for session in sessions_of(SETTINGS, turn(), 4.0)]
+    asked = [session.document.name for session in sessions_of(SETTINGS, turn(), 4.0)]
     assert set(Counter(asked).values()) == {SETTINGS.rounds}
     assert asked != sorted(asked)
-    assert [session.system.tokens for session in sessions_of(SETTINGS, turn(), 4.0)] == [2000] * 24
+    assert [session.document.tokens for session in sessions_of(SETTINGS, turn(), 4.0)] == [2000] * 24
 
 
 def test_documents_stay_and_questions_are_new_at_each_load():
@@ -52,15 +52,15 @@ def test_documents_stay_and_questions_are_new_at_each_load():
     for load in (turn(load=FIRST, share=None), turn(load=BURST, share=None, rate=math.inf), turn()):
         sessions = sessions_of(SETTINGS, load, 4.0)
         texts[load.load] = (
-            {session.system.name for session in sessions},
-            {each.message.name for session in sessions for each in session.turns},
+            {session.document.name for session in sessions},
+            {each.passage.name for session in sessions for each in session.messages},
         )
     documents = [texts[load][0] for load in texts]
     questions = [texts[load][1] for load in texts]
     assert documents[0] == documents[1] == documents[2]
     assert not questions[0] & questions[1]
     assert not questions[1] & questions[2]
-    assert not documents[0] & {s.system.name for s in sessions_of(SETTINGS, turn(repeat=1), 4.0)}
+    assert not documents[0] & {s.document.name for s in sessions_of(SETTINGS, turn(repeat=1), 4.0)}
 
 
 def test_requests_come_at_a_share_of_the_burst():
@@ -84,10 +84,10 @@ def test_a_session_pauses_while_the_others_are_asked():
     many = replace(SETTINGS, sessions=400)
     sessions = sessions_of(many, turn(SESSIONS, share=None, rate=8.0), None)
     assert max(session.start_s for session in sessions) == pytest.approx(400 / 8.0)
-    pauses = [each.think_s for session in sessions for each in session.turns[1:]]
+    pauses = [each.think_s for session in sessions for each in session.messages[1:]]
     assert statistics.mean(pauses) == pytest.approx(400 / 8.0, rel=0.1)
     alone = sessions_of(many, turn(SESSIONS, load=FIRST, share=None), None)
-    assert [[each.think_s for each in session.turns] for session in alone] == [[0.0] * 4] * ALONE
+    assert [[each.think_s for each in session.messages] for session in alone] == [[0.0] * 4] * ALONE
 
 
 def test_systems_take_turns_at_each_load_or_in_each_repeat():
