@@ -199,14 +199,10 @@ class Report:
         texts = [
             one == other
             for pair in blocks
-            for one, other, *errors in zip(
-                pair[0]["generated_texts"],
-                pair[1]["generated_texts"],
-                pair[0]["errors"],
-                pair[1]["errors"],
-                strict=True,
+            for one, other, first_error, second_error in zip(
+                *(each[name] for name in ("generated_texts", "errors") for each in pair), strict=True
             )
-            if not any(errors)
+            if not first_error and not second_error
         ]
         return {
             "kind": "pdx-bench-serve-comparison",
@@ -247,7 +243,8 @@ class Report:
         ]
         missed = {name: count for name, count in found["goodput"]["missed"].items() if count}
         lines += [f"missed {', '.join(f'{name}: {count}' for name, count in missed.items())}"] if missed else []
-        lines += [f"{count} requests failed: {error}" for error, count in Counter(found["errors"]).items() if error]
+        errors: list[str] = found["errors"]
+        lines += [f"{count} requests failed: {error}" for error, count in Counter(errors).items() if error]
         if (share := _cpu_share(tally)) > BUSY:
             lines.append(f"the client used {share:.0%} of one core, and its figures contain that: lower --rate")
         by_engine = _found(tally.blocks)["engines"]
