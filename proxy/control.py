@@ -107,9 +107,9 @@ class Control:
                 context,
                 self.address,
                 own=self._own_keys,
-                admits=self._admits,
+                admits=self._roster,
                 timeout_s=_HANDSHAKE_S,
-                taken=lambda _: ConfigError(f"another proxy listens on {self.address!r}; name another control address"),
+                taken=ConfigError(f"another proxy listens on {self.address!r}; name another control address"),
                 counters=self._counters,
             )
             undo.callback(self._peer_socket.close)
@@ -206,10 +206,6 @@ class Control:
         if name is not None and self._routes.get(name) == route:
             del self._routes[name]
 
-    def _admits(self, key: str) -> bool:
-        self._roster.refresh()
-        return self._roster.name_of(key) is not None
-
     # ---- what the loop calls ----------------------------------------------------------------
 
     def _heed(self) -> None:
@@ -246,6 +242,8 @@ class Control:
 
     def _serve(self) -> None:
         """Take in what is there, but not so much at once that requests wait."""
+        if self._own_keys is not None:
+            self._roster.refresh()
         for _ in burst():
             with self._faults.contain("the control socket"):
                 if not self._serve_next():

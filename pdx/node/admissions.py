@@ -204,7 +204,7 @@ class Admissions:
 
     def late_answers(self) -> Iterator[tuple[Session, int, Answer]]:
         """After each turn of the control loop: answers to what has waited, with the numbers of their messages."""
-        transfers, fetches = self._transfers.ended, self._peers.ended_fetches
+        transfers, fetches = self._transfers.ended, self._peers.fetches.ended
         self._waiting.changed(transfers)
         self._waiting.changed(("fetch", key) for key in fetches)
         self._waiting.changed(self._tiers.found)

@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 
 import zmq
 
-from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path, trace_folder
+from pdx.config import NodeConfig, handover_path, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer
@@ -34,7 +34,7 @@ from pdx.node.process_socket import Delivery, ProcessSocket
 from pdx.node.proxy_line import ProxyLine
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.security import descriptors
-from pdx.security.address import check_address, check_control, data_host
+from pdx.security.address import check_address, check_control
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.env import Env
@@ -121,11 +121,14 @@ class Daemon:
             self.env = env = Env(log=log)
             self._faults = env.faults
             undo.callback(env.mailbox.close)
-            self.service = Service(config, arenas, epoch, env)
+            self._poller = zmq.Poller()
+            self.service = Service(config, arenas, epoch, env, context=self._context, poller=self._poller)
+            self._peers = self.service.peers
             undo.callback(self.service.sessions.close)
+            undo.callback(self.service.copies.close)
+            undo.callback(self._peers.close)
             self._process_socket = ProcessSocket(self._context, path, self.env.counters)
             undo.callback(self._process_socket.close)
-            self._poller = zmq.Poller()
             for source in (self._process_socket.socket, self._process_socket.queue.fd, self.service.sessions.fd):
                 self._poller.register(source, zmq.POLLIN)
             self._handovers = []
@@ -133,15 +136,10 @@ class Daemon:
                 if isinstance(arena, GpuArena):
                     self._handovers.append(self._open_handover(number, arena))
                     undo.callback(self._handovers[-1].close)
-            self._peers = self.service.peers
-            undo.callback(self.service.copies.close)
-            undo.callback(self._peers.close)
             undo.callback(self.service.tiers.close)
             self.service.open_tiers()
             undo.callback(self.service.controls.close)
             self._poller.register(self.env.mailbox.fd, zmq.POLLIN)
-            listen = listen_address(config)
-            self._peers.open(self._context, listen, data_host(listen), self._watch, self._poller.unregister)
             if config.metrics:
                 undo.callback(
                     MetricsServer(
@@ -152,8 +150,8 @@ class Daemon:
                     ).close
                 )
             self._publisher: Publisher | None = None
+            connections = self._peers.connections
             if config.events:
-                connections = self._peers.connections
                 self._publisher = Publisher(
                     self.service.events,
                     address=config.events,
@@ -161,14 +159,17 @@ class Daemon:
                     topic=config.events_topic,
                     as_bytes=config.events_hashes == "bytes",
                     readers=Readers(
-                        connections.own_keys, connections.event_keys, config.events_open, config.peer_timeout_s
+                        connections.own,
+                        lambda: connections.roster.listeners,
+                        config.events_open,
+                        config.peer_timeout_s,
                     ),
                 )
                 undo.callback(self._publisher.close)
             self._proxy: ProxyLine | None = None
             self._follower: Follower | None = None
             if config.proxy:
-                self._proxy = ProxyLine(self._context, config.proxy, self._peers.connections.secure_proxy, self._faults)
+                self._proxy = ProxyLine(self._context, config.proxy, connections.roster, connections.own, self._faults)
                 undo.callback(self._proxy.close)
                 self._follower = Follower(self.service.events, epoch)
                 for line in self._proxy.sockets:
@@ -192,9 +193,6 @@ class Daemon:
             unwatch=self._poller.unregister,
             counters=self.env.counters,
         )
-
-    def _watch(self, source: zmq.Socket[bytes] | int) -> None:
-        self._poller.register(source, zmq.POLLIN)
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
@@ -398,7 +396,7 @@ class Daemon:
     def _report(self, now: float) -> None:
         if self._proxy is None or not self._proxy.is_up:
             return  # marks wait for it, the last 4,096 of them
-        if now < self._next_report and not self.service.reports.news:
+        if now < self._next_report and not (self.service.reports.news or self.service.reports.marks):
             return
         self._next_report = now + self._config.report_s
         if not self._proxy.send(self.service.reports.heartbeat()):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ProtocolError
 from pdx.security.address import needs_ipv6
+from pdx.security.curve_keys import KeyPair
+from pdx.security.roster import Roster
 from pdx.telemetry.faults import Faults
 from pdx.wire.burst import burst
 from pdx.wire.messages import MAX_FRAME_BYTES, encode
@@ -29,12 +31,13 @@ class ProxyLine:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
-        secure: Callable[[zmq.Socket[bytes], str], None],
+        roster: Roster,
+        own: KeyPair | None,
         faults: Faults,
     ) -> None:
-        """`secure`: puts keys on a socket that is to connect to this address.
+        """`roster` may say the proxy's key; `own`: this node's.
 
-        :raises ConfigError: it cannot.
+        :raises ConfigError: see `Roster.secure_proxy`.
         """
         self.is_up = False
         self._address = address
@@ -51,7 +54,7 @@ class ProxyLine:
                 self._dealer.setsockopt(option, value)
             self._events = undo.enter_context(self._monitor(context))
             undo.callback(self._dealer.disable_monitor)
-            secure(self._dealer, address)
+            roster.secure_proxy(self._dealer, own, address)
             self._dealer.connect(address)
             self._undo = undo.pop_all()
 

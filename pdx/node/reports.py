@@ -39,6 +39,7 @@ class Reports:
         transfers: Transfers,
         tiers: Tiers,
         peers: Peers,
+        marks: deque[MarkReport],
         gpus: Sequence[str],
     ) -> None:
         self._name = name
@@ -52,13 +53,8 @@ class Reports:
         self._gpus = gpus
         self._clock = env.clock
         self._started = env.clock()
-        self._marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
-        self.news = True  # engines came or went, or there are marks, since the last heartbeat
-
-    def mark(self, mark: MarkReport) -> None:
-        """To be told with the next heartbeat."""
-        self._marks.append(mark)
-        self.news = True
+        self.marks = marks  # to be told with the next heartbeat
+        self.news = True  # engines came or went since the last one
 
     def status(self) -> NodeStatus:
         """Everything `pdx node --status` shows."""
@@ -105,8 +101,8 @@ class Reports:
             for session in self._sessions
             if (hello := session.hello).kind == "scheduler"
         ]
-        marks = list(self._marks)
-        self._marks.clear()
+        marks = list(self.marks)
+        self.marks.clear()
         self.news = False
         return NodeReport(
             VERSION,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import zmq
 
 from pdx.config import NodeConfig, disk_names, handover_path, node_name
 from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
@@ -21,7 +23,8 @@ from pdx.node.events.log import EventLog
 from pdx.node.hinting import Hinting
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
-from pdx.node.reports import Reports
+from pdx.node.peers.regions import Regions
+from pdx.node.reports import MAX_MARKS, Reports
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
@@ -85,9 +88,12 @@ class Service:
         env: Env,
         *,
         policy: Maker | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        poller: zmq.Poller | None = None,
     ) -> None:
         """`arenas`: the first is where peers read and write; the others are those of GPUs. `policy`: in place of the
-        eviction policy that `config` names.
+        eviction policy that `config` names. `context`, `poller`: of the sockets between nodes; without them there are
+        no other nodes.
 
         :raises ConfigError: there is no such eviction policy.
         """
@@ -128,22 +134,20 @@ class Service:
             counters=env.counters,
             clock=env.clock,
         )
+        marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
+        chunk_bytes = self.store.pools[0].total_bytes
         self.peers = Peers(
             config,
-            name=self.name,
+            env,
             epoch=epoch,
-            arena=arena,
-            probe=Slot(self.store.pools[0].total_bytes, arena.nbytes - self.store.pools[0].total_bytes, 0),
+            regions=Regions(config, env, arena, probe=Slot(chunk_bytes, arena.nbytes - chunk_bytes, 0)),
             store=self.store,
             copies=self.copies,
             transfers=self.transfers,
-            counters=env.counters,
-            faults=env.faults,
-            mailbox=env.mailbox,
-            numbers=self.sessions.numbers,
-            layouts=lambda: [session.hello.layout for session in self.sessions],
-            mark=self._mark_own,
-            clock=env.clock,
+            sessions=self.sessions,
+            marks=marks,
+            context=context,
+            poller=poller,
         )
         if len(arenas) > 1:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, env)
@@ -184,6 +188,7 @@ class Service:
             transfers=self.transfers,
             tiers=self.tiers,
             peers=self.peers,
+            marks=marks,
             gpus=[each.gpu for each in arenas],
         )
         self.events = EventLog(self.store, self.tiers, [each.gpu for each in arenas], env)
@@ -456,7 +461,8 @@ class Service:
         """Give up a transfer, as `source` asks for; returns whether that is news."""
         news = self.transfers.give_up(transfer, self._clock(), source)
         self.copies.cancel(transfer)
-        self.peers.cancel(transfer)  # also if it was given up before: its chunks may have come to nothing one by one
+        # Also if it was given up before: its chunks may have come to nothing one by one.
+        self.peers.inbound.cancel(transfer)
         if news:
             self.counters["transfers_given_up"] += 1
             unsealed = self.store.unsealed(transfer)
@@ -471,13 +477,10 @@ class Service:
 
     def _mark(self, session: Session, ask: Mark) -> Answer:
         hello = session.hello
-        self.reports.mark(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, hello.engine))
+        self.reports.marks.append(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, hello.engine))
         if ask.event == Event.PREFILL_END:
             self.peers.tiers.prefill_ended(ask.transfer, ask.at_ns)
         return Done()
-
-    def _mark_own(self, transfer: str, event: Event, nbytes: int, at_ns: int) -> None:
-        self.reports.mark(MarkReport(transfer, event, at_ns, nbytes, 0, ""))
 
     def _verb(self, session: Session, ask: AnyVerb) -> Answer:
         return self.control(ask)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 
 import zmq
 from zmq.utils import z85
 
 from pdx.security.curve_keys import KeyPair
+from pdx.security.tcp_filter import TcpFilter
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +32,16 @@ class Gate:
         context: zmq.Context[zmq.Socket[bytes]],
         own: KeyPair,
         *,
-        admits: Callable[[str], bool],
+        admits: Container[str],
         counters: Counter[str],
-        newcomers: Callable[[], Sequence[str]] = tuple,
+        filters: Sequence[TcpFilter],
     ) -> None:
-        """`own` is what the sockets prove. `admits`: whether a public key may come in. Refusals are counted as
-        `peers_denied`. `newcomers`: who is at the port just now, where ZMQ does not see that itself."""
+        """`own` is what the sockets prove. `admits`: public keys that may come in. Refusals are counted as
+        `peers_denied`. `filters`: the ports in front of them, which know who has just come."""
         self._own = own
         self._admits = admits
         self._counters = counters
-        self._newcomers = newcomers
+        self._filters = filters
         self._warned: set[str] = set()
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -66,12 +67,13 @@ class Gate:
         who = mechanism.decode("ascii", "replace")
         if domain == _DOMAIN and mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             who = z85.encode(credentials[0]).decode("ascii")
-            if self._admits(who):
+            if who in self._admits:
                 return [version, request, b"200", b"OK", who.encode(), b""]
         self._counters["peers_denied"] += 1
         if who not in self._warned and len(self._warned) < _MAX_WARNED:
             self._warned.add(who)
-            where = " or ".join(self._newcomers()[:4]) or address.decode("ascii", "replace")
+            newcomers = sorted({each for port in self._filters for each in port.newcomers()})
+            where = " or ".join(newcomers[:4]) or address.decode("ascii", "replace")
             log.warning("%s at %s is not in the roster and was not let in", who, where)
         # 300: for now. After 400 ZMQ would never try again, though tomorrow the roster may have that key.
         return [version, request, b"300", b"not in the roster", b"", b""]

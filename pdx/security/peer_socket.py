@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Container
 
 import msgspec
 import zmq
@@ -18,14 +18,16 @@ import zmq
 from pdx.config import private_folder, socket_path
 from pdx.errors import ConfigError, PdxError, ProtocolError
 from pdx.security.accept_queue import AcceptQueue
-from pdx.security.address import tcp_endpoint
-from pdx.security.curve_keys import KeyPair
+from pdx.security.address import needs_ipv6, tcp_endpoint
+from pdx.security.curve_keys import KeyPair, secure_client
 from pdx.security.gate import Gate
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.security.tcp_filter import TcpFilter
 from pdx.wire.messages import MAX_FRAME_BYTES
+from pdx.wire.proxy import PeerEntry
 
 GONE = "its connection is gone"
+_RECONNECT_MS = 1000  # at most, between ZMQ's attempts to reach a peer that is dialled
 HIGH_WATER = 1024  # messages a peer may leave unread
 
 
@@ -46,46 +48,45 @@ class PeerSocket:
         listen: str,
         *,
         own: KeyPair | None,
-        admits: Callable[[str], bool],
+        admits: Container[str],
         timeout_s: float,
-        taken: Callable[[str], PdxError],
+        taken: PdxError,
         counters: Counter[str],
     ) -> None:
-        """`admits`: whether a public key may come in; asked only if there are keys. Refusals are counted as
-        `peers_denied`. `taken`: see `socket_lock.owned`.
+        """`admits`: public keys that may come in; asked only if there are keys. Refusals are counted as
+        `peers_denied`. `taken`: raised if another process owns the path of a Unix socket.
 
         :raises ConfigError: the address cannot be had.
-        :raises PdxError: another process owns the path of a Unix socket: what `taken` makes.
         """
         with contextlib.ExitStack() as undo:
             if listen.startswith("ipc://"):
                 path = socket_path(listen)
                 private_folder(path.parent)
-                undo.enter_context(owned(path, taken))
+                undo.enter_context(owned(path, lambda _: taken))
                 remove_socket(path)
             self._filter = self._new_filter(listen, timeout_s, counters) if listen.startswith("tcp://") else None
             if self._filter is not None:
                 undo.callback(self._filter.close)
             self._gate: Gate | None = None
             if own is not None:
-                newcomers = self._filter.newcomers if self._filter is not None else tuple
-                self._gate = Gate(context, own, admits=admits, counters=counters, newcomers=newcomers)
+                filters = [self._filter] if self._filter is not None else []
+                self._gate = Gate(context, own, admits=admits, counters=counters, filters=filters)
                 undo.callback(self._gate.close)
-            self._router = undo.enter_context(context.socket(zmq.ROUTER))
-            limit(self._router, timeout_s)
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer is gone, or does not read
+            self.router = undo.enter_context(context.socket(zmq.ROUTER))
+            limit(self.router, timeout_s)
+            self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer is gone, or does not read
             if self._gate is not None:
-                self._gate.guard(self._router)
+                self._gate.guard(self.router)
             self._queue: AcceptQueue | None = None
             if listen.startswith("ipc://"):
                 for user in (os.getuid(), 0):  # by the kernel's word, whatever the folder's mode has become
-                    self._router.setsockopt(zmq.IPC_FILTER_UID, user)
+                    self.router.setsockopt(zmq.IPC_FILTER_UID, user)
                 self._queue = undo.enter_context(
-                    contextlib.closing(AcceptQueue(socket_path(listen), self._router, counters))
+                    contextlib.closing(AcceptQueue(socket_path(listen), self.router, counters))
                 )
             elif self._filter is not None:
                 try:
-                    self._filter.bind(self._router)
+                    self._filter.bind(self.router)
                 except zmq.ZMQError as error:
                     raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
             self.address = self._filter.address if self._filter is not None else listen
@@ -97,8 +98,13 @@ class PeerSocket:
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Those to be polled, while it is open."""
-        both = (self._router, self._gate.socket if self._gate is not None else None)
+        both = (self.router, self._gate.socket if self._gate is not None else None)
         return [socket for socket in both if socket is not None and not socket.closed]
+
+    @property
+    def sources(self) -> list[zmq.Socket[bytes] | int]:
+        """Those, and `fd`."""
+        return [*self.sockets, self.fd] if self.sockets and self.fd >= 0 else [*self.sockets]
 
     @property
     def is_waited_for(self) -> bool:
@@ -126,30 +132,16 @@ class PeerSocket:
 
         :raises ProtocolError: it is not one frame.
         """
-        try:
-            route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        if len(frames) != 1:
-            raise ProtocolError(f"{len(frames)} frames instead of one")
-        return Arrival(route.bytes, frames[0].bytes, str(frames[0].get("User-Id")) if self._gate is not None else "")
+        return receive(self.router, routed=True, keyed=self._gate is not None)
 
     def post(self, route: bytes, frame: bytes) -> str:
         """Send without waiting; what was wrong, empty if nothing."""
-        try:
-            self._router.send_multipart([route, frame], zmq.NOBLOCK)
-        except zmq.Again:
-            return "it does not read what it is sent"
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return GONE
-        return ""
+        return post(self.router, route, frame)
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Stop listening; what was posted has `linger_ms` to leave, while the context ends. Idempotent."""
-        if not self._router.closed:
-            self._router.setsockopt(zmq.LINGER, linger_ms)
+        if not self.router.closed:
+            self.router.setsockopt(zmq.LINGER, linger_ms)
         self._undo.close()
 
     def _new_filter(self, listen: str, timeout_s: float, counters: Counter[str]) -> TcpFilter:
@@ -158,6 +150,55 @@ class PeerSocket:
             return TcpFilter(host, port, young_s=timeout_s, counters=counters)
         except OSError as error:
             raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
+
+
+def dialled(
+    context: zmq.Context[zmq.Socket[bytes]], peer: PeerEntry, own: KeyPair | None, timeout_s: float
+) -> zmq.Socket[bytes]:
+    """A socket that is connected to this peer, or will be.
+
+    :raises ConfigError: the peer has a key and this node has none, or the other way round, or its address is none.
+    """
+    try:
+        with contextlib.ExitStack() as undo:
+            socket = undo.enter_context(context.socket(zmq.DEALER))
+            limit(socket, timeout_s)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
+            socket.setsockopt(zmq.IPV6, int(needs_ipv6(peer.address)))
+            secure_client(socket, own=own, server_key=peer.public_key)
+            socket.connect(peer.address)
+            undo.pop_all()
+            return socket
+    except (ConfigError, zmq.ZMQError) as error:
+        raise ConfigError(f"peer {peer.name!r} at {peer.address!r}: {error}") from error
+
+
+def post(socket: zmq.Socket[bytes], route: bytes, frame: bytes) -> str:
+    """Send without waiting, with a route by a ROUTER; what was wrong, empty if nothing."""
+    try:
+        socket.send_multipart([route, frame] if route else [frame], zmq.NOBLOCK)
+    except zmq.Again:
+        return "it does not read what it is sent"
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        return GONE
+    return ""
+
+
+def receive(socket: zmq.Socket[bytes], *, routed: bool = False, keyed: bool = False) -> Arrival | None:
+    """What came next, None if nothing did. `routed`: to a ROUTER; `keyed`: from behind a `Gate`.
+
+    :raises ProtocolError: it is not one frame.
+    """
+    try:
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    route = frames.pop(0).bytes if routed else b""
+    if len(frames) != 1:
+        raise ProtocolError(f"{len(frames)} frames instead of one")
+    return Arrival(route, frames[0].bytes, str(frames[0].get("User-Id")) if keyed else "")
 
 
 def limit(socket: zmq.Socket[bytes], timeout_s: float) -> None:

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import zmq
 from msgspec import Meta
 
 from pdx.config import check_name
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address
-from pdx.security.curve_keys import check_key
+from pdx.security.curve_keys import KeyPair, check_key, secure_client
 from pdx.wire.proxy import PeerEntry
 
 log = logging.getLogger(__name__)
@@ -215,6 +216,27 @@ class Roster:
     def name_of(self, key: str) -> str | None:
         """Whose key this is now; None: no node's."""
         return self._by_key.get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    def is_named(self, name: str, key: str, address: str) -> bool:
+        """Whether it still names this node, with the same key and, if it was dialled, the same address."""
+        if not address:
+            return (not self._has_keys or self._by_key.get(key) == name) and self.admits_name(name)
+        entry = self._nodes.get(name)
+        return entry is not None and (entry.address, entry.key) == (address, key)
+
+    def secure_proxy(self, socket: zmq.Socket[bytes], own: KeyPair | None, address: str = "") -> None:
+        """Before a socket connects to the proxy at `address`: CURVE, if this node has keys, its `own`.
+
+        A Unix socket that the roster does not name as the proxy's is this user's alone, and needs none.
+
+        :raises ConfigError: it has keys, and the roster does not say the proxy's.
+        """
+        proxy = self.proxy
+        if not address.startswith("ipc://") or (proxy is not None and proxy.address == address):
+            secure_client(socket, own=own, server_key=proxy.key if proxy is not None else "")
 
     def refresh(self) -> bool:
         """Read the file again if it changed; True: something is different. A file that is wrong changes nothing."""

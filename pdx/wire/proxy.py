@@ -46,8 +46,8 @@ class MarkReport(msgspec.Struct, array_like=True, frozen=True):
     event: Annotated[str, Meta(max_length=32)]
     at_ns: Stamp
     nbytes: Bytes
-    tokens: Count
-    engine: Name
+    tokens: Count = 0
+    engine: Name = ""
 
 
 class NodeReport(Message, frozen=True):

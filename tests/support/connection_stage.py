@@ -7,17 +7,20 @@ machine is.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
 
-from pdx.node.peers.connection import Identity
+from pdx.config import NodeConfig
+from pdx.node.peers.connection import welcome
 from pdx.node.peers.connections import Connections
 from pdx.security.curve_keys import KeyPair
+from pdx.telemetry.env import Env
 from pdx.transports.channel import RemoteRegion
 from pdx.wire.messages import VERSION, Hello, PeerFrame, Ping, decode_peer, encode
 from pdx.wire.proxy import PeerEntry
@@ -30,17 +33,18 @@ class Recorder:
     """A node's core that writes down what it is told, and welcomes whoever comes unless it is told not to."""
 
     def __init__(self, name: str, epoch: int, schemes: tuple[str, ...]) -> None:
-        self.me = Identity(name=name, epoch=epoch, host="host", pid=4242, schemes=schemes)
+        self.me = Hello(VERSION, 4242, "peer", name, epoch=epoch, host="host", schemes=list(schemes))
+        self.regions = SimpleNamespace(why={})
         self.events: list[tuple[Any, ...]] = []
         self.on_hello: Callable[[Any], None] = self.welcome
         self.on_message: Callable[[Any, Any, int], None] = lambda peer, body, about: None
 
-    def identity(self) -> Identity:
+    def identity(self) -> Hello:
         return self.me
 
     def welcome(self, peer: Any) -> None:
         regions = [RemoteRegion(scheme, 4096, peer.token, b"") for scheme in self.me.schemes]
-        peer.welcome(self.me.welcome(regions, None))
+        peer.welcome(welcome(self.me, regions, None))
 
     def greeted(self, peer: Any, schemes: list[str]) -> None:
         self.events.append(("hello", peer, schemes))
@@ -53,8 +57,8 @@ class Recorder:
         self.events.append(("heard", peer, body, about))
         self.on_message(peer, body, about)
 
-    def over(self, peer: Any, step: Any, why: str) -> None:
-        self.events.append(("over", peer, step, why))
+    def over(self, peer: Any, ending: Any, why: str) -> None:
+        self.events.append(("over", peer, ending, why))
 
     def saw(self, kind: str) -> list[tuple[Any, ...]]:
         """All events of a kind, without their kind."""
@@ -68,20 +72,15 @@ class PeerNode:
         self.name = name
         self.stage = stage
         self.core = Recorder(name, epoch, schemes)
-        self.counters: Counter[str] = Counter()
+        self.env = Env(lambda: stage.now)
+        self.counters = self.env.counters
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stage.undo.callback(self.context.destroy, 0)
-        self.connections = Connections(
-            self.context,
-            self.core,
-            **{"listen": f"ipc://{stage.place}/{name}.sock", "keys": "", "roster": "", **settings},
-            timeout_s=TIMEOUT_S,
-            ping_s=PING_S,
-            watch=lambda socket: stage.poller.register(socket, zmq.POLLIN),
-            unwatch=stage.poller.unregister,
-            counters=self.counters,
-            clock=lambda: stage.now,
+        own = f"ipc://{stage.place}/{name}.sock"
+        config = NodeConfig(
+            name=name, address=own, peer_timeout_s=TIMEOUT_S, report_s=PING_S, **{"listen": own, **settings}
         )
+        self.connections = Connections(self.core, config, self.env, itertools.count(1), self.context, stage.poller)
         self.entry = PeerEntry(name, self.connections.address, self.connections.public_key)
         self.is_frozen = False  # does not get its turn: stopped, or starved
 

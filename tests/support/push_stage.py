@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
+from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.node.peers.notifications import piece, slices, spans
 from pdx.node.peers.peer_tiers import admit
 from pdx.node.peers.receive_thread import Verdict
-from pdx.node.peers.receiver import Receiver
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
@@ -330,29 +331,29 @@ class FakeListener(Listener):
         return []
 
     def expel(self, token: bytes) -> None:
-        raise NotImplementedError
+        pass
 
     def close(self) -> None:
         pass
 
 
 class ReceivingStage(StoreStage):
-    """The receiving side: an `Receiver` with a channel that checks writes ("sure") and one that does not ("blind")."""
+    """The receiving side, with a channel that checks writes ("sure") and one that does not ("blind")."""
 
     def __init__(self, folder: Path, *, granules: int = 16, peer_share: float = 1.0, other_granules: int = 0) -> None:
         super().__init__(folder, granules, other_granules=other_granules)
         self.transfers = Transfers(self.env)
         self.listeners = {"sure": FakeListener(), "blind": FakeListener(knows=False)}
         regions = {scheme: SimpleNamespace(checks_writes=scheme == "sure") for scheme in self.listeners}
-        self.receiver = Receiver(
-            self.store,
-            self.transfers,
-            regions=SimpleNamespace(listeners=self.listeners, regions=regions),
-            peer_share=peer_share,
-            push_s=60.0,
-            counters=self.counters,
+        config = NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share, push_s=60.0)
+        self.inbound = InboundPushes(
+            config,
+            self.env,
+            store=self.store,
+            transfers=self.transfers,
+            regions=SimpleNamespace(listeners=self.listeners, regions=regions, probe=Slot(0, 4096, 0)),
         )
-        self.changed, self.over = self.receiver.changed, self.receiver.over
+        self.changed, self.over = self.inbound.changed, self.inbound.over
         self._pushes: Counter[int] = Counter()
 
     @property
@@ -367,7 +368,9 @@ class ReceivingStage(StoreStage):
         self._pushes[session.number] += 1
         settings = {"nbytes": granules * GRANULE_BYTES, "layers": 1, "shards": 1, "wait_s": 5.0, **fields}
         number = self._pushes[session.number]
-        self.receiver.admit(session, scheme, number, Admit([key(each) for each in numbers], **settings), self.now)
+        if session not in self.inbound.sessions:
+            self.inbound.choose(session, scheme)
+        self.inbound.admit(session, number, Admit([key(each) for each in numbers], **settings))
         return number
 
     def land(
@@ -384,29 +387,27 @@ class ReceivingStage(StoreStage):
         slots = slots if slots is not None else granted.slots
         good = [Slices(slot.offset, slot.generation, *layers) for slot in slots]
         nbytes = sum(slot.nbytes for slot in slots)
-        self.receiver.landed(scheme, Verdict(session.token, push, good, [], nbytes), self.now)
+        self.inbound.landed(scheme, Verdict(session.token, push, good, [], nbytes))
 
     def let_go(self, session: FakeSession, push: int, *, complete: bool = True) -> None:
         """The sender is done."""
-        self.receiver.let_go(session, Release(push, complete), self.now)
+        self.inbound.let_go(session, Release(push, complete))
 
     def tick(self, seconds: float = 0.0) -> None:
         """Time passes."""
         self.now += seconds
-        self.receiver.tick(self.now)
+        self.inbound.tick()
         self.transfers.expire(self.now)
 
     def assert_idle(self) -> None:
         """No push is left, and none has left anything behind."""
-        assert len(self.receiver) == 0
-        assert not self.receiver.grants
-        assert not self.receiver._queue
-        assert not any(self.receiver._bytes_of.values())
-        assert not self.receiver._count_of
-        assert not self.receiver._of_transfer
-        assert not self.receiver._of_session
-        assert not self.receiver._closing
-        assert not self.receiver.writable
+        pushes = self.inbound
+        assert len(pushes) == 0
+        assert not pushes.grants
+        assert not pushes.writable
+        assert all((one.pushes, one.keys, one.nbytes) == (0, 0, 0) for one in pushes._accounts.values())
+        assert not any(writer.pushes or writer.is_over for writer in pushes._writers.values())
+        assert not any((pushes._queue, pushes._of_transfer, pushes._closing, pushes._deadlines._due))
         assert not any(spans for listener in self.listeners.values() for spans in listener.granted.values())
         assert not len(self.transfers), "somebody still waits for a transfer"
         assert set(self.store.census()[0]) <= {"sealed"}

@@ -105,7 +105,7 @@ class CarrierTransfer(Transfer):
 class CarrierChannel(Channel):
     """A stream, and a thread that sends one write after the other."""
 
-    def __init__(self, stream: socket.socket, memory: Memory, remote_nbytes: int, wake: Callable[[], None]) -> None:
+    def __init__(self, stream: socket.socket, memory: Memory, remote_nbytes: int, wake: threading.Event) -> None:
         self._stream = stream
         self._memory = memory
         self._remote_nbytes = remote_nbytes
@@ -139,7 +139,7 @@ class CarrierChannel(Channel):
     def _run(self) -> None:
         while (transfer := self._writes.get()) is not None:
             transfer.finish(self._carry(transfer))
-            self._wake()
+            self._wake.set()
 
     def _carry(self, transfer: CarrierTransfer) -> ChannelError | None:
         if transfer.is_aborted:
@@ -164,7 +164,7 @@ class CarrierChannel(Channel):
 class CarrierListener(SessionListener):
     """Accepts streams; a thread for each receives straight into the memory."""
 
-    def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
+    def __init__(self, memory: Memory, wake: threading.Event) -> None:
         super().__init__(memory, wake)
         self._name = secrets.token_hex(16)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -294,7 +294,7 @@ class CarrierRegion(Region):
         except OSError as error:
             raise ChannelUnavailable(f"cannot listen: {error}") from error
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> CarrierChannel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> CarrierChannel:
         name = self._name_of(remote)
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -38,6 +38,9 @@ class Readers(msgspec.Struct, frozen=True):
     is_open: bool = False
     handshake_s: float = 5.0
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.listeners()
+
 
 class EventSockets:
     """Open from construction to `close`. Made on one thread, used on another one."""
@@ -55,9 +58,7 @@ class EventSockets:
             context: zmq.Context[zmq.Socket[bytes]] = undo.enter_context(zmq.Context())
             self._gate: Gate | None = None
             if readers.own is not None and not readers.is_open:
-                self._gate = Gate(
-                    context, readers.own, admits=self._admits, counters=counters, newcomers=self._newcomers
-                )
+                self._gate = Gate(context, readers.own, admits=readers, counters=counters, filters=self._filters)
                 undo.callback(self._gate.close)
             self.pub = undo.enter_context(context.socket(zmq.XPUB))
             self.pub.setsockopt(zmq.SNDHWM, HIGH_WATER)
@@ -89,12 +90,6 @@ class EventSockets:
                 for each in self._filters:
                     each.drop()
             self._let_in = listeners
-
-    def _admits(self, key: str) -> bool:
-        return key in self._readers.listeners()
-
-    def _newcomers(self) -> list[str]:
-        return sorted({address for each in self._filters for address in each.newcomers()})
 
     def close(self) -> None:
         """Idempotent."""

@@ -4,27 +4,23 @@ Either node may dial. Each is a session of the other from then on: it may write 
 welcomed. Hello says who dials; the welcome of the node that was dialled says who that is and where its memory may be
 written; the welcome of the node that dialled says the same of its own. No clock here, and no I/O but the socket's.
 
-    DIALING ──welcome──► READY ──turn down, bye, lost, restarted, leave──► CLOSED
-    NEW ─────welcome─────► READY
-    DIALING, NEW ──turn down, bye, lost, restarted, leave──► CLOSED
-
-A connection that is closed never opens again: whoever dials next gets new tokens.
+A connection is DIALING or NEW, then READY with a welcome, and CLOSED by any `Ending`. It never opens again: whoever
+dials next gets new tokens.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
 
-import msgspec
 import zmq
 
 from pdx.config import is_name, is_tier_name
 from pdx.errors import PeerRefused, ProtocolError
 from pdx.memory.slot import Slot
+from pdx.security.peer_socket import post
 from pdx.telemetry.host import runs_here
 from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
 from pdx.wire.messages import (
@@ -33,7 +29,6 @@ from pdx.wire.messages import (
     Hello,
     PeerBody,
     PeerFrame,
-    Ping,
     Refused,
     Welcome,
     encode,
@@ -52,10 +47,9 @@ class ConnectionState(StrEnum):
     CLOSED = "closed"
 
 
-class ConnectionStep(StrEnum):
-    """What can happen to a connection."""
+class Ending(StrEnum):
+    """Why a connection is over, or never came about."""
 
-    WELCOME = "welcome"
     TURN_DOWN = "turn down"
     BYE = "bye"  # the peer says that it writes no more
     LOST = "lost"  # silent for too long, or its end failed: nobody knows whether the peer still writes
@@ -63,99 +57,35 @@ class ConnectionStep(StrEnum):
     LEAVE = "leave"  # this node writes no more
 
 
-_ENDS = (
-    ConnectionStep.TURN_DOWN,
-    ConnectionStep.BYE,
-    ConnectionStep.LOST,
-    ConnectionStep.RESTARTED,
-    ConnectionStep.LEAVE,
-)
-CONNECTION: dict[tuple[ConnectionState, ConnectionStep], ConnectionState] = {
-    (ConnectionState.DIALING, ConnectionStep.WELCOME): ConnectionState.READY,
-    (ConnectionState.NEW, ConnectionStep.WELCOME): ConnectionState.READY,
-    **{
-        (state, step): ConnectionState.CLOSED
-        for state in (ConnectionState.DIALING, ConnectionState.NEW, ConnectionState.READY)
-        for step in _ENDS
-    },
-}
-
-
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of itself; `layouts` are those of the engines attached to it now."""
-
-    name: str
-    epoch: int
-    host: str
-    pid: int
-    schemes: Sequence[str]
-    layouts: Sequence[bytes] = ()
-    without: Mapping[str, str] = {}  # why it has not got other schemes; told to a peer that has no other
-
-    def hello(self) -> Hello:
-        """The first message of a connection."""
-        return Hello(
-            VERSION,
-            self.pid,
-            "peer",
-            self.name,
-            epoch=self.epoch,
-            host=self.host,
-            schemes=list(self.schemes),
-            layouts=sorted(set(self.layouts)),
-        )
-
-    def welcome(self, regions: Sequence[RemoteRegion], probe: Slot | None) -> Welcome:
-        """The answer to a hello, and to that answer."""
-        return Welcome(
-            self.epoch,
-            self.pid,
-            version=VERSION,
-            name=self.name,
-            host=self.host,
-            regions=list(regions),
-            probe=probe,
-            layouts=sorted(set(self.layouts)),
-        )
-
-
 class PeerConnection:
     """A connection to one peer, and the session of that peer here. Owned by the control loop.
 
     `number` and `token` are those of the session: the peer's chunks are written by that number, and `token` is the
-    secret by which it is known to the channels. `epoch`, `host`, `pid` and `layouts` are the peer's own word. `why`
+    secret by which it is known to the channels. `epoch`, `host` and `pid` are the peer's own word. `why`
     says why the connection is not ready.
     """
 
     def __init__(
-        self,
-        number: int,
-        name: str,
-        *,
-        post: Callable[[bytes], str],
-        said: int = 0,
-        now: float,
+        self, number: int, name: str, socket: zmq.Socket[bytes], route: bytes = b"", *, said: int = 0, now: float
     ) -> None:
-        """`post` sends a frame without waiting and returns what was wrong; `said`: how many messages the peer was sent
-        already."""
+        """`route`: of a peer that dialled; a peer that was dialled has the socket for itself. `said`: how many messages
+        it was sent already."""
         self.number = number
         self.name = name
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.state = ConnectionState.NEW
-        self.why = ""
+        self.state = ConnectionState.NEW if route else ConnectionState.DIALING
+        self.why = "" if route else "dialled"
         self.epoch = self.pid = 0
         self.host = ""
-        self.layouts: Sequence[bytes] = ()
         self.key = ""  # that the peer has proved to have; empty without CURVE
         self.address = ""  # where it was dialled; empty: the peer dialled
-        self.socket: zmq.Socket[bytes] | None = None  # that is connected to it; None: it is known by its route
-        self.route = b""
-        self.heard_at = self.pinged_at = self.dialled_at = now  # on the clock of `Connections`
+        self.socket = socket
+        self.route = route
+        self.heard_at = self.dialled_at = now  # on the clock of `Connections`
         self.is_wanted = False  # something waited for it since it was dialled
         self.is_invited = False  # the peer has said where its memory may be written
         self.has_welcomed = False  # this node has said so
         self.fault = ""  # sending failed: to be lost at the next tick
-        self._post_frame = post
         self._said = said
         self._heard = 0
 
@@ -165,7 +95,7 @@ class PeerConnection:
     @property
     def is_dialled(self) -> bool:
         """Whether this node dialled."""
-        return bool(self.address)
+        return not self.route
 
     @property
     def source(self) -> str:
@@ -186,7 +116,7 @@ class PeerConnection:
             return
         self.has_welcomed = True
         if self.state is ConnectionState.NEW:
-            self.step(ConnectionStep.WELCOME)
+            self.stand()
         self.post(welcome)
 
     def is_dead_if(self, epoch: int, host: str) -> bool:
@@ -198,18 +128,18 @@ class PeerConnection:
 
     def is_of(self, word: Hello | Welcome) -> None:
         """The peer says who it is."""
-        self.epoch, self.host, self.pid, self.layouts = word.epoch, word.host, word.pid, word.layouts
+        self.epoch, self.host, self.pid = word.epoch, word.host, word.pid
 
-    def step(self, step: ConnectionStep, why: str = "") -> None:
-        """Move on, as `CONNECTION` says."""
-        self.state = CONNECTION[self.state, step]
-        self.why = why
+    def stand(self) -> None:
+        """It is ready: the node that was dialled has said its welcome."""
+        assert self.state in (ConnectionState.DIALING, ConnectionState.NEW)
+        self.state, self.why = ConnectionState.READY, ""
 
     def post(self, body: PeerBody, about: int = 0) -> None:
         """Say it, whatever the state."""
         if not self.fault:
             self._said += 1
-            self.fault = self._post_frame(encode(PeerFrame(self._said, about, body)))
+            self.fault = post(self.socket, self.route, encode(PeerFrame(self._said, about, body)))
 
     def take(self, frame: PeerFrame) -> None:
         """Number what was heard.
@@ -220,41 +150,18 @@ class PeerConnection:
             raise ProtocolError(f"message {frame.seq} was replayed; {self._heard} is the last")
         self._heard = frame.seq
 
-    def ping(self, now: float) -> None:
-        """A sign of life, once it is ready."""
-        self.pinged_at = now
-        self.send(Ping())
-
-    def end(self, step: ConnectionStep, why: str) -> None:
-        """Take a step that ends it, and tell the peer, unless the peer said so."""
-        if step is ConnectionStep.LEAVE or self.state is ConnectionState.DIALING:
+    def end(self, ending: Ending, why: str) -> None:
+        """Close it, and tell the peer, unless the peer said so."""
+        if ending is Ending.LEAVE or self.state is ConnectionState.DIALING:
             self.post(Bye())
-        elif step is not ConnectionStep.BYE and step is not ConnectionStep.RESTARTED:
+        elif ending not in (Ending.BYE, Ending.RESTARTED):
             self.post(refusal(why))
-        self.step(step, why)
+        self.close(why)
 
-
-class Handler(Protocol):
-    """What the node does about its connections; called from `Connections.serve` and `Connections.tick` only."""
-
-    def identity(self) -> Identity:
-        """What this node says of itself now."""
-
-    def greeted(self, peer: PeerConnection, schemes: list[str]) -> None:
-        """A peer is to be told by which of these schemes it may write here: `PeerConnection.welcome` or
-        `connections.Connections.turn_down`, now or later. Any earlier connection of that name is over."""
-
-    def invited(self, peer: PeerConnection, welcome: Welcome, schemes: list[str]) -> None:
-        """The peer says where it may be written, by these schemes of this node, best first."""
-
-    def message(self, peer: PeerConnection, body: PeerBody, about: int) -> None:
-        """Anything else that a peer may say. The numbers in it mean something between these two only.
-
-        :raises ProtocolError: it makes no sense; it is dropped and counted.
-        """
-
-    def over(self, peer: PeerConnection, step: ConnectionStep, why: str) -> None:
-        """The connection is over, or never came about; not after this node itself turned it down, left or closed."""
+    def close(self, why: str) -> None:
+        """It is over; nothing is said."""
+        assert self.state is not ConnectionState.CLOSED
+        self.state, self.why = ConnectionState.CLOSED, why
 
 
 class Epochs:
@@ -281,12 +188,28 @@ class Epochs:
             ended.append(before)
 
 
+def welcome(own: Hello, regions: Sequence[RemoteRegion], probe: Slot | None) -> Welcome:
+    """The answer to a hello, and to that answer: who this is, and where it may be written."""
+    return Welcome(
+        own.epoch,
+        own.pid,
+        version=own.version,
+        name=own.name,
+        host=own.host,
+        regions=list(regions),
+        probe=probe,
+        layouts=own.layouts,
+    )
+
+
 def refusal(text: str) -> Refused:
     """No, for this reason."""
     return Refused(PeerRefused.__name__, text[:1024])
 
 
-def check_hello(own: Identity, hello: Hello, *, authenticated: str | None, is_over: bool) -> list[str]:
+def check_hello(
+    own: Hello, hello: Hello, without: Mapping[str, str], *, authenticated: str | None, is_over: bool
+) -> list[str]:
     """The schemes to open for this peer, in our order of preference.
 
     `authenticated`: the name that the roster gives the peer's CURVE key; None where sockets are this user's alone.
@@ -308,10 +231,10 @@ def check_hello(own: Identity, hello: Hello, *, authenticated: str | None, is_ov
     if is_over:
         raise PeerRefused(f"epoch {hello.epoch} of {hello.name!r} has ended")
     _check_layouts(own, hello.name, hello.layouts)
-    return _common(own, hello.schemes, hello.name)
+    return _common(own, hello.schemes, hello.name, without)
 
 
-def check_welcome(own: Identity, expected: str, welcome: Welcome) -> list[str]:
+def check_welcome(own: Hello, expected: str, welcome: Welcome, without: Mapping[str, str]) -> list[str]:
     """The schemes that the peer opened and this node has, in our order of preference.
 
     :raises PeerRefused: it is not the peer that was dialled, or it cannot be worked with.
@@ -322,7 +245,7 @@ def check_welcome(own: Identity, expected: str, welcome: Welcome) -> list[str]:
     if welcome.epoch == own.epoch:
         raise PeerRefused(f"{expected!r} is this node itself")
     _check_layouts(own, welcome.name, welcome.layouts)
-    return _common(own, [region.scheme for region in welcome.regions], welcome.name)
+    return _common(own, [region.scheme for region in welcome.regions], welcome.name, without)
 
 
 def _check_version(version: int) -> None:
@@ -330,7 +253,7 @@ def _check_version(version: int) -> None:
         raise PeerRefused(f"this node speaks version {VERSION}, the peer {version}; upgrade the older")
 
 
-def _check_layouts(own: Identity, name: str, theirs: Sequence[bytes]) -> None:
+def _check_layouts(own: Hello, name: str, theirs: Sequence[bytes]) -> None:
     if own.layouts and theirs and not set(own.layouts) & set(theirs):
         raise PeerRefused(
             f"no engine of {name!r} has the KV layout of any engine of {own.name!r}: model, dtype, block size, "
@@ -338,10 +261,10 @@ def _check_layouts(own: Identity, name: str, theirs: Sequence[bytes]) -> None:
         )
 
 
-def _common(own: Identity, theirs: Sequence[str], name: str) -> list[str]:
+def _common(own: Hello, theirs: Sequence[str], name: str, without: Mapping[str, str]) -> list[str]:
     common = [scheme for scheme in own.schemes if scheme in set(theirs)]
     if not common:
-        reasons = "".join(f"; {scheme}: {own.without[scheme]}" for scheme in theirs if scheme in own.without)
+        reasons = "".join(f"; {scheme}: {without[scheme]}" for scheme in theirs if scheme in without)
         raise PeerRefused(
             f"no channel in common with {name!r}: one side has {', '.join(own.schemes) or 'none'}, "
             f"the other {', '.join(theirs) or 'none'}; `pdx doctor` says what is missing{reasons}"

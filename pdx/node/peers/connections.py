@@ -12,42 +12,40 @@ later, the rival is refused.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
+from pdx.config import NodeConfig, listen_address, node_name
 from pdx.errors import ConfigError, NodeRunning, PeerRefused, PeerUnknown, ProtocolError
 from pdx.node.peers.connection import (
     ConnectionState,
-    ConnectionStep,
+    Ending,
     Epochs,
-    Handler,
     PeerConnection,
     check_hello,
     check_welcome,
     refusal,
 )
-from pdx.security.address import check_listen, needs_ipv6
-from pdx.security.curve_keys import KeyPair, secure_client
-from pdx.security.peer_socket import Arrival, PeerSocket, limit
+from pdx.security.address import check_listen
+from pdx.security.curve_keys import KeyPair
+from pdx.security.peer_socket import Arrival, PeerSocket, dialled, receive
 from pdx.security.roster import Roster
 from pdx.telemetry.clock import WakingClock
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 from pdx.wire.burst import burst
 from pdx.wire.messages import PEER_ANSWERS, RIGHTS, Bye, Hello, PeerFrame, Ping, Refused, Welcome, decode_peer, encode
 from pdx.wire.proxy import PeerEntry
+
+if TYPE_CHECKING:
+    from pdx.node.peers.peers import Peers
 
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024  # peers that have dialled and are connected
 LINGER_MS = 200  # a socket that is closed may take so long to send what was said last
-_RECONNECT_MS = 1000  # at most, between ZMQ's attempts to reach a peer that is dialled
 _LAST_SEQ = (1 << 63) - 1  # of what is said to somebody without a session: nothing follows it
 _HEARD = RIGHTS["peer"] | PEER_ANSWERS
 
@@ -66,88 +64,73 @@ class Connections:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        handler: Handler,
-        *,
-        listen: str,
-        keys: str,
-        roster: str,
-        timeout_s: float,
-        ping_s: float,
-        watch: Callable[[zmq.Socket[bytes] | int], None],
-        unwatch: Callable[[zmq.Socket[bytes] | int], None],
-        counters: Counter[str],
-        numbers: Iterator[int] | None = None,
-        faults: Faults | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        node: Peers,
+        config: NodeConfig,
+        env: Env,
+        numbers: Iterator[int],
+        context: zmq.Context[zmq.Socket[bytes]] | None,
+        poller: zmq.Poller | None,
     ) -> None:
-        """`context`: of this node alone, because ZMQ has one ZAP socket per context. `watch` and `unwatch` add
-        and remove a socket, or a descriptor, of the poller that decides when to call `serve`. `numbers`: of sessions.
+        """`node` says what it is (`identity`), and hears what becomes of connections: `greeted`, `invited`, `message`
+        and `over`. `numbers`: of sessions. `context`: of this node alone, because ZMQ has one ZAP socket per context;
+        `poller` decides when to call `serve`. Without them the node has no peers.
 
-        :raises ConfigError: an address, the keys or the roster are wrong, or the address cannot be had.
+        :raises ConfigError: an address, the keys or the roster are wrong, no peer would let this node in by its own
+            entry in the roster, or the address cannot be had.
         :raises NodeRunning: another node owns the address.
         """
-        check_listen(listen, has_keys=bool(keys and roster))
-        self._context, self._handler, self._counters = context, handler, counters
-        self._own = KeyPair.load(keys) if keys else None
-        self._roster = Roster(roster, has_keys=self._own is not None)
-        self._numbers = numbers or itertools.count(1)
-        self._faults = faults or Faults(counters)
-        self._timeout_s, self._ping_s = timeout_s, ping_s
-        self._watch, self._unwatch = watch, unwatch
+        listen = listen_address(config)
+        check_listen(listen, has_keys=bool(config.keys and config.roster))
+        self._node, self._env, self._numbers = node, env, numbers
+        self._context, self._poller = context, poller or zmq.Poller()
+        self._timeout_s, self._ping_s = config.peer_timeout_s, config.report_s
+        self.own = KeyPair.load(config.keys) if config.keys else None  # to be proved at other sockets, too
+        self.roster = Roster(config.roster, has_keys=self.own is not None)
         # A node that was stopped, or starved, heard nobody; that is not the others' silence.
-        self._clock = WakingClock(timeout_s / 4, clock)
+        self._clock = WakingClock(self._timeout_s / 4, env.clock)
         self._now = self._clock()
+        self._next_ping = self._now
         self._last: dict[str, PeerConnection] = {}  # by name: the one that counts, or the last that did
         self._by_route: dict[bytes, PeerConnection] = {}  # of peers that dialled
         self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
         self._rivals: dict[str, _Rival] = {}
         self._said: dict[str, str] = {}  # by name: why it did not come about the last time
         self._epochs = Epochs()
-        self._peer_socket = PeerSocket(
-            context,
-            listen,
-            own=self._own,
-            admits=lambda key: self._roster.name_of(key) is not None,
-            timeout_s=timeout_s,
-            taken=lambda _: NodeRunning(f"another node already listens at {listen}; give this one another --listen"),
-            counters=counters,
-        )
-        for source in self._peer_socket_sources():
-            watch(source)
+        self._peer_socket: PeerSocket | None = None
+        if context is not None:
+            self._peer_socket = PeerSocket(
+                context,
+                listen,
+                own=self.own,
+                admits=self.roster,
+                timeout_s=self._timeout_s,
+                taken=NodeRunning(f"another node already listens at {listen}; give this one another --listen"),
+                counters=env.counters,
+            )
+            try:
+                warning = self.roster.check_self(node_name(config), self.public_key, self.address)
+            except ConfigError:
+                self._peer_socket.close()
+                raise
+            if warning:
+                log.warning("%s", warning)
+            for source in self._peer_socket.sources:
+                self._poller.register(source, zmq.POLLIN)
 
     @property
     def address(self) -> str:
-        """Where peers reach this node, as bound."""
-        return self._peer_socket.address
+        """Where peers reach this node, as bound; empty: nowhere."""
+        return self._peer_socket.address if self._peer_socket is not None else ""
+
+    @property
+    def _listening(self) -> PeerSocket:
+        assert self._peer_socket is not None, "a node without sockets hears nobody"
+        return self._peer_socket
 
     @property
     def public_key(self) -> str:
         """This node's, empty without CURVE."""
-        return self._own.public if self._own is not None else ""
-
-    @property
-    def own_keys(self) -> KeyPair | None:
-        """This node's, to be proved at other sockets, too."""
-        return self._own
-
-    def event_keys(self) -> frozenset[str]:
-        """Public keys with which the roster lets somebody hear of this node's chunks now. Any thread."""
-        return self._roster.listeners
-
-    def check_self(self, name: str) -> None:
-        """Compare this node, of that name, with its own entry in the roster; what may be wrong is warned about.
-
-        :raises ConfigError: no peer would let it in.
-        """
-        warning = self._roster.check_self(name, self.public_key, self.address)
-        if warning:
-            log.warning("%s", warning)
-
-    @property
-    def names(self) -> list[str]:
-        """All nodes that the roster names, this one perhaps included."""
-        return self._roster.names
+        return self.own.public if self.own is not None else ""
 
     @property
     def peers(self) -> list[PeerConnection]:
@@ -171,7 +154,7 @@ class Connections:
     def address_of(self, name: str) -> str:
         """Where the roster says that a peer is, empty if it does not name it."""
         try:
-            return self._roster.entry(name).address
+            return self.roster.entry(name).address
         except PeerUnknown:
             return ""
 
@@ -189,62 +172,42 @@ class Connections:
                 peer.is_wanted = True
                 peer.heard_at = self._now
             return peer
-        own = self._handler.identity()
-        if name == own.name:
+        own = self._node.identity()
+        if name == own.name or self._context is None:
             raise PeerUnknown(f"{name!r} is this node itself")
-        entry = self._roster.entry(name)
-        socket = self._connected(entry)
-        peer = self._new(name, partial(_post, socket))
-        peer.socket = socket
-        peer.state = ConnectionState.DIALING
-        peer.why = "dialled"
+        entry = self.roster.entry(name)
+        socket = dialled(self._context, entry, self.own, self._timeout_s)
+        peer = self._new(name, socket)
         peer.address, peer.key, peer.is_wanted = entry.address, entry.public_key, is_wanted
         self._by_socket[socket] = peer
-        self._watch(socket)
-        peer.post(own.hello())
+        self._poller.register(socket, zmq.POLLIN)
+        peer.post(own)
         return peer
 
-    def leave(self, peer: PeerConnection) -> None:
-        """End it: this node will write nothing more to that peer, so close the channels to it before. Idempotent."""
+    def leave(self, peer: PeerConnection, refusal: str = "") -> None:
+        """End it: this node will write nothing more to that peer, so close the channels to it before. With a reason, a
+        peer that dialled is not welcome. Nothing happens if it is over already."""
         if peer.state is not ConnectionState.CLOSED:
-            self._close(peer, ConnectionStep.LEAVE, "left")
-            self._accept_rival(peer.name)
-
-    def turn_down(self, peer: PeerConnection, why: str) -> None:
-        """A peer that dialled cannot write here, so it is not welcome. Nothing happens if it has gone meanwhile."""
-        if peer.state is not ConnectionState.CLOSED:
-            self._close(peer, ConnectionStep.TURN_DOWN, why)
+            self._close(peer, Ending.TURN_DOWN if refusal else Ending.LEAVE, refusal or "left")
             self._accept_rival(peer.name)
 
     def told(self, entries: list[PeerEntry]) -> None:
         """What the proxy says of the nodes there are; believed as far as `pdx.security.roster` says."""
-        self._roster.believe(entries)
+        self.roster.believe(entries)
         self._forget_strangers()
-
-    def secure_proxy(self, socket: zmq.Socket[bytes], address: str = "") -> None:
-        """Before a socket connects to the proxy at `address`: CURVE, if this node has keys.
-
-        A Unix socket that the roster does not name as the proxy's is this user's alone, and needs none.
-
-        :raises ConfigError: it has keys, and the roster does not say the proxy's.
-        """
-        proxy = self._roster.proxy
-        if address.startswith("ipc://") and (proxy is None or proxy.address != address):
-            return
-        secure_client(socket, own=self._own, server_key=proxy.key if proxy is not None else "")
 
     # ---- the loop ---------------------------------------------------------------------------
 
     def serve(self, socket: object) -> bool:
         """Take what is waiting on a socket or a descriptor that can be read; False: it is none of ours."""
-        if socket == self._peer_socket.fd:
+        if socket == self._listening.fd:
             self._heed()
             return True
         if not isinstance(socket, zmq.Socket):
             return False
-        if socket.closed or self._peer_socket.answer_zap(socket):
+        if socket.closed or self._listening.answer_zap(socket):
             return True  # closed: by what was handled in this very turn
-        if socket not in self._by_socket and socket not in self._peer_socket.sockets:
+        if socket not in self._by_socket and socket not in self._listening.sockets:
             return False
         self._serve(socket)
         return True
@@ -252,15 +215,20 @@ class Connections:
     def tick(self) -> None:
         """A few times a second: signs of life, silences, and whether the roster changed."""
         self._now = self._clock()
-        with self._faults.contain("the look at the roster"):
-            if self._roster.refresh():
+        with self._env.faults.contain("the look at the roster"):
+            if self.roster.refresh():
                 self._forget_strangers()
                 for peer in self.peers:
-                    if not self._is_named(peer):
-                        self._lose(peer, ConnectionStep.LOST, "the roster has changed")
+                    if not self.roster.is_named(peer.name, peer.key, peer.address):
+                        self._lose(peer, Ending.LOST, "the roster has changed")
         self._heed()
+        is_ping_due = self._now >= self._next_ping
+        if is_ping_due:
+            self._next_ping = self._now + self._ping_s
         for peer in self.peers:
-            with self._faults.contain("the tick of a connection") as part:
+            with self._env.faults.contain("the tick of a connection") as part:
+                if is_ping_due:
+                    peer.send(Ping())
                 self._tick(peer)
             if part.has_failed:
                 self._end_failed(peer)
@@ -272,19 +240,16 @@ class Connections:
         """
         self._rivals.clear()
         for peer in self.peers:
-            self._close(peer, ConnectionStep.LEAVE, "left")
-        for source in self._peer_socket_sources():
-            self._unwatch(source)
-        self._peer_socket.close(linger_ms=LINGER_MS)
-
-    def _peer_socket_sources(self) -> list[zmq.Socket[bytes] | int]:
-        """Nothing once the socket is closed."""
-        sockets = self._peer_socket.sockets
-        return [*sockets, self._peer_socket.fd] if sockets and self._peer_socket.fd >= 0 else [*sockets]
+            self._close(peer, Ending.LEAVE, "left")
+        if self._peer_socket is not None:
+            for source in self._peer_socket.sources:
+                self._poller.unregister(source)
+            self._peer_socket.close(linger_ms=LINGER_MS)
 
     def _heed(self) -> None:
-        with self._faults.contain("letting peers in"):
-            self._peer_socket.heed()
+        if self._peer_socket is not None:
+            with self._env.faults.contain("letting peers in"):
+                self._peer_socket.heed()
 
     # ---- what is heard ----------------------------------------------------------------------
 
@@ -292,11 +257,11 @@ class Connections:
         for _ in burst():
             peer = self._by_socket.get(socket)
             try:
-                arrival = self._from_peer(socket) if peer is not None else self._peer_socket.receive()
+                arrival = self._listening.receive() if peer is None else receive(socket)
                 if arrival is None:
                     return
                 peer = peer or self._by_route.get(arrival.route)
-                with self._faults.contain("a message of a peer", passing=(ProtocolError,)) as part:
+                with self._env.faults.contain("a message of a peer", passing=(ProtocolError,)) as part:
                     frame = decode_peer(arrival.frame)
                     if peer is not None:
                         self._hear(peer, arrival.key, frame)
@@ -305,26 +270,12 @@ class Connections:
                 if part.has_failed:
                     self._end_failed(peer or self._by_route.get(arrival.route))
             except ProtocolError as error:
-                self._faults.dropped(repr(peer.name) if peer else "a node without a session", error)
+                self._env.faults.dropped(repr(peer.name) if peer else "a node without a session", error)
             if socket.closed:
                 return
 
-    @staticmethod
-    def _from_peer(socket: zmq.Socket[bytes]) -> Arrival | None:
-        """What a peer that was dialled has said next.
-
-        :raises ProtocolError: it is not one frame.
-        """
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        if len(frames) != 1:
-            raise ProtocolError(f"{len(frames)} frames instead of one")
-        return Arrival(b"", frames[0], "")
-
     def _hear(self, peer: PeerConnection, key: str, frame: PeerFrame) -> None:
-        if not peer.is_dialled and self._own is not None and self._roster.name_of(key) != peer.name:
+        if not peer.is_dialled and self.own is not None and self.roster.name_of(key) != peer.name:
             raise ProtocolError(f"sent with a key that is not that of {peer.name!r}")
         peer.take(frame)
         peer.heard_at = self._now
@@ -333,14 +284,14 @@ class Connections:
             case Ping():
                 pass
             case Bye():
-                self._lose(peer, ConnectionStep.BYE, "it said bye")
+                self._lose(peer, Ending.BYE, "it said bye")
             case Refused(text=text) if not frame.about:
-                step = ConnectionStep.LOST if peer.is_invited else ConnectionStep.TURN_DOWN
+                step = Ending.LOST if peer.is_invited else Ending.TURN_DOWN
                 self._lose(peer, step, f"it says: {text}")
             case Welcome() if peer.state is not ConnectionState.NEW and not peer.is_invited:
                 self._hear_welcome(peer, frame.body)
             case body if is_ready and type(body) in _HEARD:
-                self._handler.message(peer, body, frame.about)
+                self._node.message(peer, body, frame.about)
             case body:
                 raise ProtocolError(f"a {type(body).__name__} in a connection that is {peer.state}")
         if is_ready:
@@ -348,23 +299,23 @@ class Connections:
 
     def _hear_welcome(self, peer: PeerConnection, welcome: Welcome) -> None:
         try:
-            schemes = check_welcome(self._handler.identity(), peer.name, welcome)
+            schemes = check_welcome(self._node.identity(), peer.name, welcome, self._node.regions.why)
             if self._epochs.is_over(peer.name, welcome.epoch) or welcome.epoch != (peer.epoch or welcome.epoch):
                 raise PeerRefused(f"epoch {welcome.epoch} of {peer.name!r} has ended")
         except PeerRefused as error:
-            self._counters["peers_refused"] += 1
+            self._env.counters["peers_refused"] += 1
             peer.post(refusal(str(error)))
-            self._lose(peer, ConnectionStep.TURN_DOWN, str(error))
+            self._lose(peer, Ending.TURN_DOWN, str(error))
             return
         peer.is_invited = True
         if peer.state is ConnectionState.READY:  # it dialled, and says now where it may be written
-            self._handler.invited(peer, welcome, schemes)
+            self._node.invited(peer, welcome, schemes)
             return
         peer.is_of(welcome)
         self._begin_life(peer.name, welcome.epoch, welcome.host)
-        peer.step(ConnectionStep.WELCOME)
-        self._handler.invited(peer, welcome, schemes)
-        self._handler.greeted(peer, schemes)
+        peer.stand()
+        self._node.invited(peer, welcome, schemes)
+        self._node.greeted(peer, schemes)
 
     def _hear_stranger(self, arrival: Arrival, frame: PeerFrame, said: int = 0) -> None:
         """`said`: how many messages it was sent already."""
@@ -375,7 +326,7 @@ class Connections:
             self._turn_away(arrival.route, "say hello first")
             return
         # A connection that is gone may leave a hello behind; it says nothing about who is alive now.
-        if self._peer_socket.post(arrival.route, encode(PeerFrame(said + 1, 0, Ping()))):
+        if self._listening.post(arrival.route, encode(PeerFrame(said + 1, 0, Ping()))):
             before = self._last.get(hello.name)
             if before is not None and before.is_dialled and before.epoch in (0, hello.epoch):
                 return  # it dialled while this node did, and has given that up
@@ -383,31 +334,32 @@ class Connections:
         try:
             schemes = self._admit(arrival.key, hello)
         except PeerRefused as error:
-            self._counters["peers_refused"] += 1
+            self._env.counters["peers_refused"] += 1
             log.warning("peer %r was turned down: %s", hello.name[:80], error)
             self._turn_away(arrival.route, str(error))
             return
         self._begin_life(hello.name, hello.epoch, hello.host)
         if (before := self._standing(hello.name)) is not None:
-            if before.is_dialled and self._handler.identity().name < hello.name:
+            if before.is_dialled and self._node.identity().name < hello.name:
                 self._rivals[hello.name] = _Rival(arrival, frame.seq, hello, self._now)
                 return
             if before.state is ConnectionState.DIALING:
                 self._replace(before)
             else:  # the same life, which lost its connection before this side noticed
-                self._lose(before, ConnectionStep.LOST, "it dialled anew")
+                self._lose(before, Ending.LOST, "it dialled anew")
         self._open(arrival, frame.seq, hello, schemes, said + 1)
 
     def _open(self, arrival: Arrival, seq: int, hello: Hello, schemes: list[str], said: int) -> None:
-        peer = self._new(hello.name, partial(self._peer_socket.post, arrival.route), said=said)
-        peer.key, peer.route = arrival.key, arrival.route
+        peer = self._new(hello.name, self._listening.router, arrival.route, said=said)
+        peer.key = arrival.key
         peer.is_of(hello)
         peer.take(PeerFrame(seq, 0, hello))
         self._by_route[arrival.route] = peer
-        self._handler.greeted(peer, schemes)
+        self._node.greeted(peer, schemes)
 
-    def _new(self, name: str, post: Callable[[bytes], str], said: int = 0) -> PeerConnection:
-        peer = self._last[name] = PeerConnection(next(self._numbers), name, post=post, said=said, now=self._now)
+    def _new(self, name: str, socket: zmq.Socket[bytes], route: bytes = b"", said: int = 0) -> PeerConnection:
+        peer = PeerConnection(next(self._numbers), name, socket, route, said=said, now=self._now)
+        self._last[name] = peer
         return peer
 
     def _admit(self, key: str, hello: Hello) -> list[str]:
@@ -415,27 +367,29 @@ class Connections:
 
         :raises PeerRefused: it is not let in.
         """
-        authenticated = (self._roster.name_of(key) or "nobody in the roster") if self._own is not None else None
+        authenticated = (self.roster.name_of(key) or "nobody in the roster") if self.own is not None else None
         is_over = self._epochs.is_over(hello.name, hello.epoch)
-        schemes = check_hello(self._handler.identity(), hello, authenticated=authenticated, is_over=is_over)
-        if not self._roster.admits_name(hello.name):
+        schemes = check_hello(
+            self._node.identity(), hello, self._node.regions.why, authenticated=authenticated, is_over=is_over
+        )
+        if not self.roster.admits_name(hello.name):
             raise PeerRefused(f"no node is named {hello.name[:80]!r} in the roster")
         if len(self._by_route) >= MAX_SESSIONS and self._standing(hello.name) is None:
             raise PeerRefused(f"{MAX_SESSIONS} peers are here already")
         return schemes
 
     def _turn_away(self, route: bytes, text: str) -> None:
-        self._counters["hellos_missing"] += 1
+        self._env.counters["hellos_missing"] += 1
         self._refuse(route, text)
 
     def _refuse(self, route: bytes, text: str) -> None:
-        self._peer_socket.post(route, encode(PeerFrame(_LAST_SEQ, 0, refusal(text))))
+        self._listening.post(route, encode(PeerFrame(_LAST_SEQ, 0, refusal(text))))
 
     # ---- two that dial each other -----------------------------------------------------------
 
     def _replace(self, dialled: PeerConnection) -> None:
         """The peer's own dialling counts, and what waits for this node's waits for that."""
-        dialled.step(ConnectionStep.LEAVE, "the peer dialled, too")
+        dialled.close("the peer dialled, too")
         self._forget(dialled)
 
     def _refuse_rival(self, name: str) -> None:
@@ -453,7 +407,7 @@ class Connections:
         try:
             self._hear_stranger(rival.arrival, PeerFrame(rival.seq, 0, rival.hello), said=1)
         except ProtocolError as error:
-            self._faults.dropped(repr(name), error)
+            self._env.faults.dropped(repr(name), error)
         return rival.arrival.route in self._by_route
 
     # ---- how they end -----------------------------------------------------------------------
@@ -466,54 +420,52 @@ class Connections:
         if peer is None or peer.epoch == epoch or peer.state in (ConnectionState.CLOSED, ConnectionState.DIALING):
             return
         if peer.is_dead_if(epoch, host):
-            self._lose(peer, ConnectionStep.RESTARTED, f"it was started anew (epoch {epoch})")
+            self._lose(peer, Ending.RESTARTED, f"it was started anew (epoch {epoch})")
         else:
             first = f"process {peer.pid} of this name runs" if host == peer.host else "another host has this name"
             why = f"{first}, and another node was started with it (epoch {epoch}): use another --name, or keys"
-            self._lose(peer, ConnectionStep.LOST, why)
+            self._lose(peer, Ending.LOST, why)
 
     def _tick(self, peer: PeerConnection) -> None:
-        if self._now - peer.pinged_at >= self._ping_s:
-            peer.ping(self._now)
         is_dialing = peer.state is ConnectionState.DIALING
         if is_dialing and peer.name in self._rivals and self._now - peer.dialled_at > self._timeout_s / 2:
             self._replace(peer)  # the peer reaches this node, and this node seems not to reach the peer
             if not self._accept_rival(peer.name):
-                self._handler.over(peer, ConnectionStep.LOST, "nothing was heard, and its own dialling has ended")
+                self._node.over(peer, Ending.LOST, "nothing was heard, and its own dialling has ended")
         elif peer.fault:
-            self._lose(peer, ConnectionStep.LOST, peer.fault)
+            self._lose(peer, Ending.LOST, peer.fault)
         elif self._now - peer.heard_at > self._timeout_s:
             hint = ""
             if is_dialing:
-                keys = ", and does its roster have this node's key" if self._own is not None else ""
+                keys = ", and does its roster have this node's key" if self.own is not None else ""
                 hint = f"; does {peer.name!r} run there{keys}?"
             where = f" from {peer.address}" if peer.is_dialled else ""
-            self._lose(peer, ConnectionStep.LOST, f"nothing heard{where} for {self._timeout_s:g} s{hint}")
+            self._lose(peer, Ending.LOST, f"nothing heard{where} for {self._timeout_s:g} s{hint}")
 
-    def _lose(self, peer: PeerConnection, step: ConnectionStep, why: str) -> None:
+    def _lose(self, peer: PeerConnection, step: Ending, why: str) -> None:
         was_ready = peer.state is ConnectionState.READY
         self._close(peer, step, why)
         # A peer that is not there is dialled again and again: said once.
         is_news = was_ready or why != self._said.get(peer.name)
         if peer.is_dialled:
             self._said[peer.name] = why
-        level = logging.INFO if step is ConnectionStep.BYE else logging.WARNING if is_news else logging.DEBUG
+        level = logging.INFO if step is Ending.BYE else logging.WARNING if is_news else logging.DEBUG
         text = "is lost" if was_ready else "did not come about"
         log.log(level, "the connection to peer %r %s: %s", peer.name, text, why)
-        self._counters["peers_lost"] += step in (ConnectionStep.LOST, ConnectionStep.RESTARTED)
+        self._env.counters["peers_lost"] += step in (Ending.LOST, Ending.RESTARTED)
         if not was_ready and peer.is_dialled and self._accept_rival(peer.name):
             return  # the peer has dialled meanwhile
-        self._handler.over(peer, step, why)
+        self._node.over(peer, step, why)
         self._accept_rival(peer.name)
 
-    def _close(self, peer: PeerConnection, step: ConnectionStep, why: str) -> None:
+    def _close(self, peer: PeerConnection, step: Ending, why: str) -> None:
         peer.end(step, why)
         self._forget(peer)
 
     def _forget(self, peer: PeerConnection) -> None:
-        if peer.socket is not None:
+        if peer.is_dialled:
             del self._by_socket[peer.socket]
-            self._unwatch(peer.socket)
+            self._poller.unregister(peer.socket)
             peer.socket.close(linger=LINGER_MS)
         else:
             del self._by_route[peer.route]
@@ -523,48 +475,13 @@ class Connections:
     def _end_failed(self, peer: PeerConnection | None) -> None:
         """What was done for this peer ended in an internal error: its connection ends, too."""
         if peer is not None and peer.state is not ConnectionState.CLOSED:
-            with self._faults.contain("the end of a connection"):
-                self._lose(peer, ConnectionStep.LOST, "an internal error")
+            with self._env.faults.contain("the end of a connection"):
+                self._lose(peer, Ending.LOST, "an internal error")
 
     def _forget_strangers(self) -> None:
         """Names that the roster has no longer, and that are not connected, are not kept: hosts may come and go."""
-        names = set(self._roster.names)
+        names = set(self.roster.names)
         self._said = {name: why for name, why in self._said.items() if name in names}
         for name in self._last.keys() - names:
             if self._last[name].state is ConnectionState.CLOSED:
                 del self._last[name]
-
-    def _is_named(self, peer: PeerConnection) -> bool:
-        """Whether the roster still names the peer, with the same key and, if it was dialled, the same address."""
-        if not peer.is_dialled:
-            is_same = self._own is None or self._roster.name_of(peer.key) == peer.name
-            return is_same and self._roster.admits_name(peer.name)
-        try:
-            entry = self._roster.entry(peer.name)
-        except PeerUnknown:
-            return False
-        return (entry.address, entry.public_key) == (peer.address, peer.key)
-
-    def _connected(self, entry: PeerEntry) -> zmq.Socket[bytes]:
-        socket = None
-        try:
-            socket = self._context.socket(zmq.DEALER)
-            limit(socket, self._timeout_s)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
-            socket.setsockopt(zmq.IPV6, int(needs_ipv6(entry.address)))
-            secure_client(socket, own=self._own, server_key=entry.public_key)
-            socket.connect(entry.address)
-        except (ConfigError, zmq.ZMQError) as error:
-            if socket is not None:
-                socket.close()
-            raise ConfigError(f"peer {entry.name!r} at {entry.address!r}: {error}") from error
-        return socket
-
-
-def _post(socket: zmq.Socket[bytes], frame: bytes) -> str:
-    """Send without waiting; what was wrong, empty if nothing."""
-    try:
-        socket.send(frame, zmq.NOBLOCK)
-    except zmq.Again:
-        return "it does not read what it is sent"
-    return ""

@@ -9,11 +9,11 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
-from enum import StrEnum
 
 import msgspec
 
 from pdx.node.peers.connection import ConnectionState, PeerConnection
+from pdx.node.peers.connections import Connections
 from pdx.store import paying
 from pdx.store.deadlines import Deadlines
 from pdx.store.paying import UNKNOWN, Computing
@@ -21,14 +21,6 @@ from pdx.telemetry.rate import Rate
 from pdx.wire.messages import Admit, Push
 
 KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
-
-
-class FetchState(StrEnum):
-    """How far a fetch is."""
-
-    ASKING = "asking"  # the peer may still be dialled
-    COMING = "coming"
-    OVER = "over"
 
 
 class Fetch(msgspec.Struct):
@@ -40,17 +32,17 @@ class Fetch(msgspec.Struct):
     name: bytes
     push: Push
     since: float
-    state: FetchState
     deadline: float
-    is_sent: bool = False
+    is_sent: bool = False  # else the peer is still dialled
+    is_over: bool = False
 
 
 class Fetches:
     """All questions to all peers. Owned by the control loop; the clock is a parameter. Each call costs what it changes,
     or how many questions that are not over were put to the peer that it names."""
 
-    def __init__(self, dial: Callable[[str], PeerConnection], fetch_s: float, counters: Counter[str]) -> None:
-        self._dial = dial
+    def __init__(self, connections: Connections, fetch_s: float, counters: Counter[str]) -> None:
+        self._connections = connections
         self._fetch_s = fetch_s
         self._counters = counters
         self._numbers = itertools.count(1)
@@ -87,7 +79,7 @@ class Fetches:
                     self._probe(ask, now)
                     return False
             fetch = self._begin(name, ask, Push(list(keys), "", ask.shards, ask.awaits), now, deadline)
-        return fetch.state is not FetchState.OVER and now < fetch.deadline
+        return not fetch.is_over and now < fetch.deadline
 
     def takes_s(self, name: str, count: int) -> float:
         """Seconds until so many chunks of a peer are here, behind those that were asked for; 0: not known."""
@@ -104,8 +96,8 @@ class Fetches:
             self._begin(b"", ask, push, now, now + self._fetch_s)
 
     def _begin(self, name: bytes, ask: Admit, push: Push, now: float, deadline: float) -> Fetch:
-        peer, number = self._dial(ask.source), next(self._numbers)
-        fetch = Fetch(number, ask.source, name, push, now, FetchState.ASKING, deadline)
+        peer, number = self._connections.dial(ask.source), next(self._numbers)
+        fetch = Fetch(number, ask.source, name, push, now, deadline)
         self._fetches[ask.source, name] = self._by_number[number] = self._asked[ask.source][number] = fetch
         self._deadlines.add([number], deadline)
         if push.transfer is not None:
@@ -119,18 +111,14 @@ class Fetches:
             self._send(fetch, peer)
 
     def _send(self, fetch: Fetch, peer: PeerConnection) -> None:
-        if peer.state is ConnectionState.READY and fetch.state is FetchState.ASKING and not fetch.is_sent:
+        if peer.state is ConnectionState.READY and not fetch.is_sent:
             fetch.is_sent = True
             peer.send(fetch.push, fetch.number)
 
     def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:
         """So many chunks come from the peer, it says; it may take a promise back."""
         fetch = self._by_number.get(number)
-        if fetch is None or fetch.source != peer.name or fetch.state is FetchState.OVER:
-            return
-        if count:
-            fetch.state = FetchState.COMING
-        else:
+        if fetch is not None and fetch.source == peer.name and not count:
             self._end(fetch, now)
 
     def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
@@ -170,7 +158,7 @@ class Fetches:
         late = 0
         for number in self._deadlines.take(now):
             fetch = self._by_number[number]
-            if fetch.state is FetchState.OVER:
+            if fetch.is_over:
                 self._forget(fetch)
             else:
                 late += 1
@@ -192,9 +180,9 @@ class Fetches:
                 del self._by_transfer[name, push.transfer]
 
     def _end(self, fetch: Fetch, now: float) -> None:
-        if fetch.state is FetchState.OVER:
+        if fetch.is_over:
             return
-        fetch.state = FetchState.OVER
+        fetch.is_over = True
         self._deadlines.discard(fetch.number, fetch.deadline)
         fetch.deadline = now + KEPT_S
         self._deadlines.add([fetch.number], fetch.deadline)

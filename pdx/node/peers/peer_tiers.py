@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,23 +12,23 @@ import msgspec
 
 from pdx.config import NodeConfig
 from pdx.errors import ChannelBroken, ChannelError, ConfigError, PeerError
-from pdx.memory.arena import Arena
-from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState, PeerConnection
 from pdx.node.peers.connections import Connections
 from pdx.node.peers.fetches import Fetches
+from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.node.peers.regions import Regions
 from pdx.node.peers.send_thread import SendThread, Target
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.deadlines import Deadlines
 from pdx.store.tier import Job, Tier
+from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
-from pdx.telemetry.mailbox import Mailbox
 from pdx.telemetry.timeline import Event
 from pdx.transports.registry import FOR_GPUS
 from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Cancel, Chosen, PeerBody, Release, Welcome
+from pdx.wire.proxy import MarkReport
 
 log = logging.getLogger("pdx.node")
 
@@ -145,37 +145,29 @@ class PeerTiers:
     def __init__(
         self,
         config: NodeConfig,
+        env: Env,
         *,
-        arena: Arena,
-        probe: Slot,
         copies: Copies,
         regions: Regions,
         connections: Connections,
-        mailbox: Mailbox,
-        counters: Counter[str],
-        mark: Callable[[str, Event, int, int], None],
         fetches: Fetches,
-        on_ended: Callable[[PeerConnection], None],
-        clock: Callable[[], float],
+        inbound: InboundPushes,
+        marks: deque[MarkReport],
     ) -> None:
-        """`on_ended`: nothing can be written to a peer any more, and nothing still is."""
+        """`marks`: of transfers, to be told to the proxy."""
         self.config = config
-        self._arena = arena
-        self._probe = probe
-        self._regions = regions
+        self.env = env
+        self.copies = copies
+        self.regions = regions
         self.connections = connections
-        self._mailbox = mailbox
-        self._counters = counters
-        self._mark = mark
         self._fetches = fetches
-        self._on_ended = on_ended
-        self._clock = clock
+        self._inbound = inbound
+        self._marks = marks
         self._tiers: dict[str, PeerTier] = {}
         self._chosen: dict[str, str] = {}  # by peer, also of earlier connections: what was measured once
         self._flows: dict[str, Flow] = {}
         self._flow_ends: Deadlines[str] = Deadlines()
         self._left: list[SendThread] = []  # senders that were told to end
-        self.copies = copies
 
     def tier(self, name: str) -> PeerTier:
         """The tier to this peer, open or not."""
@@ -206,7 +198,7 @@ class PeerTiers:
             return 0
         self.connections.dial(name)
         self.start(name)
-        now = self._clock()
+        now = self.env.clock()
         if transfer is not None:
             flow = self._flows.setdefault(transfer, Flow(0, 0, 0.0))
             self._flow_ends.discard(transfer, flow.deadline)
@@ -235,7 +227,7 @@ class PeerTiers:
         flow = self._flows.get(transfer)
         if flow is not None:
             so_far = flow.acked + self.copies.copied_bytes(transfer, PeerTier.kind)
-            self._mark(transfer, Event.ACROSS, so_far - flow.across, at_ns)
+            self._marks.append(MarkReport(transfer, Event.ACROSS, at_ns, so_far - flow.across))
             flow.across = so_far
 
     def copy_over(self, copy: Copy) -> None:
@@ -246,7 +238,7 @@ class PeerTiers:
         if flow is not None:
             flow.acked += copy.copied_bytes
         if copy.is_complete:
-            self._mark(copy.transfer, Event.PUSHED, copy.copied_bytes, time.monotonic_ns())
+            self._marks.append(MarkReport(copy.transfer, Event.PUSHED, time.monotonic_ns(), copy.copied_bytes))
 
     # ---- channels ---------------------------------------------------------------------------
 
@@ -269,40 +261,29 @@ class PeerTiers:
             tier.start()
 
     def _choose(self, tier: PeerTier, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str]) -> None:
-        order = [scheme for scheme in schemes if scheme in self._regions.regions]
+        order = [scheme for scheme in schemes if scheme in self.regions.regions]
         cached = self._chosen.get(tier.name)
         if cached in order:
             order = [cached, *(scheme for scheme in order if scheme != cached)]
+        is_on_gpu = bool(self.regions.arena.gpu)
         target = Target(
             remotes={region.scheme: region for region in welcome.regions},
             order=order,
             measure=not self.config.channels and cached not in order,
             probe=welcome.probe,
-            probe_from=self._probe.offset,
-            preferred=FOR_GPUS if self._arena.gpu else "",
+            preferred=FOR_GPUS if is_on_gpu else "",
         )
-        tier.expected = FOR_GPUS if self._arena.gpu and FOR_GPUS in order and welcome.host == host_id() else ""
-        tier.sender = self._sender(tier, peer, target)
+        tier.expected = FOR_GPUS if is_on_gpu and FOR_GPUS in order and welcome.host == host_id() else ""
+        tier.sender = SendThread(self, tier, peer, target)
 
-    def _sender(self, tier: PeerTier, peer: PeerConnection, target: Target) -> SendThread:
-        sender = SendThread(
-            tier.name,
-            memory=self._arena,
-            regions=self._regions.regions,
-            target=target,
-            digests=self.config.digests,
-            mailbox=self._mailbox,
-            on_chosen=lambda scheme, rates: self._channel_chosen(tier, sender, scheme, rates),
-            on_done=lambda job, error: self._written(tier, sender, job, error),
-            on_broken=lambda why: self._channel_broken(tier, sender, why),
-            on_ended=lambda: self._sender_ended(tier, peer, sender),
-        )
-        return sender
+    # ---- what a sender's thread tells, on the loop -------------------------------------------
 
-    def _channel_chosen(self, tier: PeerTier, sender: SendThread, scheme: str, rates: dict[str, float]) -> None:
+    def channel_chosen(self, sender: SendThread, scheme: str, rates: dict[str, float]) -> None:
+        """It writes by this scheme; `rates` in GB/s, where some were measured."""
+        tier = sender.tier
         if tier.sender is not sender:
             return
-        tier.scheme, tier.why = scheme, self._step_down(tier, sender)
+        tier.scheme, tier.why = scheme, self._step_down(sender)
         tier.rates = rates or tier.rates
         self._chosen[tier.name] = scheme
         tier.send(Chosen(scheme))
@@ -310,26 +291,30 @@ class PeerTiers:
         log.info("writing to %s by %s%s", tier.name, scheme, f" ({measured})" if measured else "")
         self.copies.ready(tier)
 
-    def _step_down(self, tier: PeerTier, sender: SendThread) -> str:
+    def _step_down(self, sender: SendThread) -> str:
         """What is to be said if another channel must do for the one that this peer ought to be reached by."""
+        tier = sender.tier
         why = sender.missing.get(tier.expected)
         if why is None:
             return ""
-        self._counters["channels_stepped_down"] += 1
+        self.env.counters["channels_stepped_down"] += 1
         log.warning("no %s to %s, which is slower without: %s", tier.expected, tier.name, why)
         return f"no {tier.expected}: {why}"
 
-    def _written(self, tier: PeerTier, sender: SendThread, job: Job, error: ChannelError | None) -> None:
+    def written(self, sender: SendThread, job: Job, error: ChannelError | None) -> None:
+        """A job is over."""
         if error is None:
-            tier.sent_bytes += job.nbytes
-        self.copies.done(tier, job, error)
+            sender.tier.sent_bytes += job.nbytes
+        self.copies.done(sender.tier, job, error)
         if isinstance(error, ChannelBroken):
-            self._channel_broken(tier, sender, str(error))
+            self.channel_broken(sender, str(error))
 
-    def _channel_broken(self, tier: PeerTier, sender: SendThread, why: str) -> None:
+    def channel_broken(self, sender: SendThread, why: str) -> None:
+        """No channel leads there, or it leads there no more."""
+        tier = sender.tier
         if tier.sender is not sender:
             return
-        self._counters["channels_broken"] += 1
+        self.env.counters["channels_broken"] += 1
         self._chosen.pop(tier.name, None)
         # A peer that cannot be reached is tried again and again: said once.
         level = logging.WARNING if tier.is_ready or why != tier.why else logging.DEBUG
@@ -353,7 +338,7 @@ class PeerTiers:
             if not self.connections.address_of(name):  # nobody can ask for it by name, until it comes again
                 del self._tiers[name]
                 self._chosen.pop(name, None)
-        self._fetches.lost(name, self._clock())
+        self._fetches.lost(name, self.env.clock())
 
     def drop_sender(self, tier: PeerTier) -> None:
         """End a peer's writing, without waiting for it. Idempotent."""
@@ -362,12 +347,15 @@ class PeerTiers:
             self._left.append(tier.sender)
             tier.sender = None
 
-    def _sender_ended(self, tier: PeerTier, peer: PeerConnection, sender: SendThread) -> None:
+    def sender_ended(self, sender: SendThread) -> None:
         """Its thread writes nothing more: only now the peer may be told so, and a new channel be had."""
         self._left.remove(sender)
-        if peer.state is ConnectionState.CLOSED or tier.start is not None:
+        peer = sender.peer
+        if peer.state is ConnectionState.CLOSED or sender.tier.start is not None:
             return
-        self._on_ended(peer)
+        self._fetches.lost(peer.name, self.env.clock())  # asked since the channel broke
+        self.connections.leave(peer)
+        self._inbound.session_over(peer, is_dead=False)
         if self.copies.of(self.look(peer.name)):
             try:
                 self.connections.dial(peer.name)
@@ -378,7 +366,7 @@ class PeerTiers:
 
     def forget_strangers(self) -> None:
         """Peers that are not connected, that the roster names no longer and that nothing goes to, are not kept."""
-        for name in self._tiers.keys() - set(self.connections.names):
+        for name in self._tiers.keys() - set(self.connections.roster.names):
             if self.connections.of(name) is None and not self.copies.of(self.look(name)):
                 del self._tiers[name]
                 self._chosen.pop(name, None)

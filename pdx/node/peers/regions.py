@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from pdx.config import NodeConfig, listen_address
 from pdx.cuda.arena import GpuArena
 from pdx.errors import PdxError
 from pdx.memory.arena import Arena
-from pdx.telemetry.mailbox import Mailbox
+from pdx.memory.slot import Slot
+from pdx.security.address import data_host
+from pdx.telemetry.env import Env
 from pdx.transports.channel import GpuMemory, Listener, Memory, Region
 from pdx.transports.registry import CLASHES, find, schemes
 
@@ -24,34 +26,23 @@ log = logging.getLogger("pdx.node")
 class Regions:
     """All regions of one arena. Owned by the control loop; `open` works on a thread of its own."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        channels: Sequence[str],
-        host: str,
-        mailbox: Mailbox,
-        *,
-        counters: Counter[str],
-        trusts_network: bool = False,
-        codec: str = "none",
-    ) -> None:
-        """`channels`: those to use; none: all that work and authenticate, and the others if `trusts_network`. `codec`:
-        by which those encode that can."""
-        self._codec = codec
-        self._arena = arena
-        self._channels = list(channels)
-        self._trusts_network = trusts_network
-        self._host = host
-        self._mailbox = mailbox
-        self._counters = counters
-        self._thread: threading.Thread | None = None
-        self._waiting: list[Callable[[], None]] = []
-        self._closing = threading.Event()
+    def __init__(self, config: NodeConfig, env: Env, arena: Arena, probe: Slot) -> None:
+        """`probe`: a slot that a peer may write to before it has chosen a channel.
+
+        Without `config.channels` all are used that work and authenticate, and the others in a trusted network.
+        """
+        self.arena = arena
+        self.probe = probe
         self.is_open = False
         self.regions: dict[str, Region] = {}
         self.listeners: dict[str, Listener] = {}
-        self.wakes: dict[str, threading.Event] = {}  # set when a notification is there
         self.why: dict[str, str] = {}  # schemes that do not work here
+        self._config = config
+        self._env = env
+        self._host = data_host(listen_address(config))
+        self._thread: threading.Thread | None = None
+        self._waiting: list[Callable[[], None]] = []
+        self._closing = threading.Event()
 
     @property
     def schemes(self) -> list[str]:
@@ -61,7 +52,7 @@ class Regions:
     @property
     def candidates(self) -> list[str]:
         """Those that may work here, in the order they were asked for."""
-        return self._channels or schemes(on_gpu=bool(self._arena.gpu))
+        return self._config.channels or schemes(on_gpu=bool(self.arena.gpu))
 
     def when_open(self, call: Callable[[], None]) -> None:
         """Call this on the control loop as soon as the regions are open, which the first caller sets off."""
@@ -74,33 +65,32 @@ class Regions:
             self._thread.start()
 
     def _open(self) -> None:
-        opened: list[tuple[str, Region, Listener, threading.Event]] = []
+        opened: dict[str, tuple[Region, Listener]] = {}
         why: dict[str, str] = {}
         memory = self._memory()
         for scheme in self.candidates:
             if self._closing.is_set():
                 break
-            wake = threading.Event()
             region: Region | None = None
             try:
                 kind = find(scheme)
-                if not (kind.is_authenticated or self._trusts_network or scheme in self._channels):
-                    why[scheme] = (
-                        f"it does not authenticate who writes; --channel {scheme} or --trusted-network allows it"
-                    )
+                is_trusted = self._config.trusted_network or scheme in self._config.channels
+                if not (kind.is_authenticated or is_trusted):
+                    hint = f"--channel {scheme} or --trusted-network allows it"
+                    why[scheme] = f"it does not authenticate who writes; {hint}"
                     continue
                 rival = CLASHES.get(scheme)
-                if scheme not in self._channels and any(name == rival for name, *_ in opened):
+                if scheme not in self._config.channels and rival in opened:
                     why[scheme] = f"not beside {rival}, which brings a UCX of its own; --channel {scheme} asks for it"
                     continue
                 availability = kind.availability()
                 if not availability.is_ok:
                     why[scheme] = f"{availability.why}; {availability.fix}"
                     continue
-                region = kind.register(memory, host=self._host, wake=wake)
+                region = kind.register(memory, host=self._host, wake=threading.Event())
                 if region.takes_codec:
-                    region.codec = self._codec
-                opened.append((scheme, region, region.listen(), wake))
+                    region.codec = self._config.wire_codec
+                opened[scheme] = region, region.listen()
             except Exception as error:  # a third party's code, too: this scheme does not work, the others may
                 if not isinstance(error, PdxError):
                     log.exception("channel %s failed", scheme)
@@ -108,21 +98,21 @@ class Regions:
                 if region is not None:
                     with contextlib.suppress(PdxError):
                         region.close()
-        self._mailbox.post(lambda: self._opened(opened, why))
+        self._env.mailbox.post(lambda: self._opened(opened, why))
 
     def _memory(self) -> Memory:
-        if isinstance(self._arena, GpuArena):
-            return GpuMemory(self._arena.device, self._arena.nbytes)
-        return Memory(self._arena.data, self._arena.path)
+        if isinstance(self.arena, GpuArena):
+            return GpuMemory(self.arena.device, self.arena.nbytes)
+        return Memory(self.arena.data, self.arena.path)
 
-    def _opened(self, opened: list[tuple[str, Region, Listener, threading.Event]], why: dict[str, str]) -> None:
+    def _opened(self, opened: dict[str, tuple[Region, Listener]], why: dict[str, str]) -> None:
         self.why = why
-        for scheme, region, listener, wake in opened:
-            self.regions[scheme], self.listeners[scheme], self.wakes[scheme] = region, listener, wake
+        for scheme, (region, listener) in opened.items():
+            self.regions[scheme], self.listeners[scheme] = region, listener
         for scheme, text in why.items():
             # Asked for by name, its absence is worth a warning; otherwise `pdx doctor` tells.
-            is_missed = scheme in self._channels
-            self._counters["channels_unavailable"] += is_missed
+            is_missed = scheme in self._config.channels
+            self._env.counters["channels_unavailable"] += is_missed
             log.log(logging.WARNING if is_missed else logging.INFO, "no channel %s: %s", scheme, text)
         self.is_open = True
         waiting, self._waiting = self._waiting, []
@@ -137,7 +127,7 @@ class Regions:
             self._thread.join()
             self._thread = None
             if not self.is_open:
-                self._mailbox.deliver()
+                self._env.mailbox.deliver()
         for region in self.regions.values():
             region.close()
         self.regions.clear()

@@ -7,18 +7,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
-from pdx.memory.digest import Readable
 from pdx.memory.slot import Slot
 from pdx.node.peers.notifications import Notifications, are_digests_due, piece
 from pdx.store.tier import Job
-from pdx.telemetry.mailbox import Mailbox
-from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
+from pdx.transports.channel import Channel, Piece, RemoteRegion, Transfer
 from pdx.wire.messages import Landed, encode
+
+if TYPE_CHECKING:
+    from pdx.node.peers.connection import PeerConnection
+    from pdx.node.peers.peer_tiers import PeerTier, PeerTiers
 
 log = logging.getLogger("pdx.node")
 
@@ -36,7 +38,6 @@ class Target(msgspec.Struct, frozen=True):
     order: Sequence[str]
     measure: bool  # use the fastest instead of the first
     probe: Slot | None  # the peer's, to be written to for measuring
-    probe_from: int = 0  # offset of as many local bytes
     preferred: str = ""  # used without measuring if it connects
 
 
@@ -48,48 +49,29 @@ class _Write(NamedTuple):
 
 
 class SendThread:
-    """All methods belong to the control loop's thread; results come through the mailbox, on that thread, too."""
+    """Of one connection to a peer. All methods belong to the control loop's thread, on which `PeerTiers` is told what
+    came of it: `channel_chosen`, `written` once for each job, `channel_broken`, and at last `sender_ended`."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        memory: Readable,
-        regions: Mapping[str, Region],
-        target: Target,
-        digests: str,
-        mailbox: Mailbox,
-        on_chosen: Callable[[str, dict[str, float]], None],
-        on_done: Callable[[Job, ChannelError | None], None],
-        on_broken: Callable[[str], None],
-        on_ended: Callable[[], None],
-    ) -> None:
-        """`digests`: the setting, see `NodeConfig`."""
-        self.name = name
-        self._memory = memory
-        self._regions = regions
+    def __init__(self, tiers: PeerTiers, tier: PeerTier, peer: PeerConnection, target: Target) -> None:
+        self.tier = tier
+        self.peer = peer
+        self.missing: dict[str, str] = {}  # why a scheme does not lead there; whole when the channel is chosen
+        self._tiers = tiers
         self._target = target
-        self._digests = digests
-        self._mailbox = mailbox
-        self._on_chosen = on_chosen
-        self._on_done = on_done
-        self._on_broken = on_broken
-        self._on_ended = on_ended
         self._jobs: deque[Job] = deque()
         self._event = threading.Event()
         self._closing = False
         self._aborted: set[int] = set()  # copies, by number
-        self.missing: dict[str, str] = {}  # why a scheme does not lead there; whole when `on_chosen` is called
-        self._thread = threading.Thread(target=self._run, name=f"pdx-push-{name}"[:15], daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"pdx-push-{tier.name}"[:15], daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Write it, in the order of submission; `on_done` will be called once."""
+        """Write it, in the order of submission."""
         self._jobs.append(job)
         self._event.set()
 
     def abort(self, copy: int) -> None:
-        """End the jobs of a copy as soon as possible; each still gets its `on_done`."""
+        """End the jobs of a copy as soon as possible."""
         self._aborted.add(copy)
         self._event.set()
 
@@ -118,13 +100,16 @@ class SendThread:
         except ChannelError as error:
             self._broken(str(error))
         except Exception as error:  # the thread's root; a third party's channel, too
-            log.exception("writing to %s failed", self.name)
+            log.exception("writing to %s failed", self.tier.name)
             self._broken(f"{type(error).__name__}: {error}")
         finally:
             self._end(channel, under_way)
 
+    def _post(self, call: Callable[[], None]) -> None:
+        self._tiers.env.mailbox.post(call)
+
     def _broken(self, why: str) -> None:
-        self._mailbox.post(lambda: self._on_broken(why))
+        self._post(lambda: self._tiers.channel_broken(self, why))
 
     def _end(self, channel: Channel | None, under_way: list[_Write]) -> None:
         """Whatever was asked for is answered, and no local byte is read any more."""
@@ -133,17 +118,18 @@ class SendThread:
         for write in under_way:
             # Not sent at all, or not known to have arrived: the push will not be taken as complete either way.
             self._over(write, write.transfer.error if write.transfer.poll() else ChannelBroken("closed"))
-        self._mailbox.post(self._ended)
+        self._post(self._ended)
 
     def _ended(self) -> None:
         """On the control loop's thread: it may have submitted until it heard that the channel is broken."""
         while self._jobs:
-            self._on_done(self._jobs.popleft(), ChannelBroken("closed"))
-        self._on_ended()
+            self._tiers.written(self, self._jobs.popleft(), ChannelBroken("closed"))
+        self._tiers.sender_ended(self)
 
     def _serve(self, scheme: str, channel: Channel, under_way: list[_Write]) -> None:
-        region = self._regions[scheme]
-        with Notifications(self._memory, digested=are_digests_due(self._digests, region)) as announcer:
+        region = self._tiers.regions.regions[scheme]
+        is_digested = are_digests_due(self._tiers.config.digests, region)
+        with Notifications(self._tiers.regions.arena, digested=is_digested) as announcer:
             while True:
                 self._event.clear()
                 if self._closing:
@@ -182,7 +168,7 @@ class SendThread:
         self._done(write.job, error)
 
     def _done(self, job: Job, error: ChannelError | None) -> None:
-        self._mailbox.post(lambda: self._on_done(job, error))
+        self._post(lambda: self._tiers.written(self, job, error))
 
     # ---- choosing ---------------------------------------------------------------------------
 
@@ -198,7 +184,7 @@ class SendThread:
             self._close_but("", connected)
             raise
         self._close_but(best, connected)
-        self._mailbox.post(lambda: self._on_chosen(best, rates))
+        self._post(lambda: self._tiers.channel_chosen(self, best, rates))
         return best, connected[best]
 
     def _close_but(self, kept: str, connected: Mapping[str, Channel]) -> None:
@@ -215,18 +201,20 @@ class SendThread:
                 break
             try:
                 remote = self._target.remotes[scheme]
-                region = self._regions[scheme]
+                region = self._tiers.regions.regions[scheme]
                 connected[scheme] = region.connect(remote, timeout_s=CONNECT_S, wake=self._event)
             except ChannelError as error:
                 why.append(self._without(scheme, error))
         rates = self._measure(connected, why) if len(connected) > 1 else {}
         if not connected:
-            raise ChannelBroken(f"no channel to {self.name}: {'; '.join(why) or 'none in common'}")
+            raise ChannelBroken(f"no channel to {self.tier.name}: {'; '.join(why) or 'none in common'}")
         return max(connected, key=lambda scheme: rates.get(scheme, 0.0)), rates
 
     def _without(self, scheme: str, error: ChannelError) -> str:
         # Asked for by name, it should work; among all there are, some never lead to some peers.
-        log.log(logging.INFO if self._target.measure else logging.WARNING, "no %s to %s: %s", scheme, self.name, error)
+        log.log(
+            logging.INFO if self._target.measure else logging.WARNING, "no %s to %s: %s", scheme, self.tier.name, error
+        )
         self.missing[scheme] = str(error)
         return f"{scheme}: {error}"
 
@@ -249,8 +237,8 @@ class SendThread:
     def _rate(self, channel: Channel, probe: Slot) -> float:
         """GB/s of a few writes to the peer's probe slot at a time, as in a push."""
         notify = encode(Landed(0, []))
-        nbytes = min(probe.nbytes, self._memory.nbytes - self._target.probe_from)
-        piece = Piece(self._target.probe_from, probe.offset, nbytes)
+        nbytes = min(probe.nbytes, self._tiers.regions.arena.nbytes - self._tiers.regions.probe.offset)
+        piece = Piece(self._tiers.regions.probe.offset, probe.offset, nbytes)
         start = time.perf_counter()
         transfers = [channel.write([piece], notify) for _ in range(PROBE_WRITES)]
         while not all([transfer.poll() for transfer in transfers]):

@@ -16,7 +16,7 @@ import pdx.node
 import pdx.store
 from pdx.bench.node import scaling
 from pdx.bench.node.scaling import Load, drive
-from pdx.config import NodeConfig, listen_address
+from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.store.allocator import Allocator
@@ -43,9 +43,8 @@ class Here:
         self.now = 0.0
         self._routes = 0
         self._arena = Arena(path, nbytes, writable_generations=True)
-        self.service = Service(config, [self._arena], 1, Env(lambda: self.now))
         self._context = zmq.Context()
-        self.service.peers.open(self._context, listen_address(config), "127.0.0.1", lambda _: None, lambda _: None)
+        self.service = Service(config, [self._arena], 1, Env(lambda: self.now), context=self._context)
 
     def attach(self):
         self._routes += 1

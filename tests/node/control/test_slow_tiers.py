@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from types import SimpleNamespace
 
 import pytest
 from raw_engine import CHUNK_BYTES, LAYERS, key
@@ -220,7 +219,7 @@ def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
 
     monkeypatch.setattr(peers, "ask", ask)
     monkeypatch.setattr(peers, "push", lambda *_: 0)
-    monkeypatch.setattr(peers, "tiers", SimpleNamespace(tier=lambda node: bed.remote), raising=False)
+    monkeypatch.setattr(peers.tiers, "tier", lambda node: bed.remote)
     job = bed.service.control(Move(Selection(keys), "disk", "disk", "b")).job
 
     def is_over():

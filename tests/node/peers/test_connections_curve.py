@@ -9,7 +9,7 @@ import zmq
 from connection_stage import PING_S, TIMEOUT_S, Raw, key_files, write_roster
 
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.node.peers.connection import ConnectionState, ConnectionStep
+from pdx.node.peers.connection import ConnectionState, Ending
 from pdx.security.curve_keys import KeyPair
 from pdx.wire.messages import Bye, Push, Refused
 from pdx.wire.proxy import PeerEntry
@@ -110,7 +110,7 @@ def test_a_wrong_key_of_the_server_is_no_link(loopback):
     alpha.connections.dial("beta")
     stage.pass_time(TIMEOUT_S + 1.0)
     ((_, step, why),) = alpha.core.saw("over")
-    assert step is ConnectionStep.LOST
+    assert step is Ending.LOST
     assert "does its roster have this node's key?" in why
     assert not beta.core.events
 
@@ -122,7 +122,7 @@ def test_a_key_taken_from_the_roster_is_worth_nothing_from_then_on(cluster):
     stage.until(peer.hear)
     cluster.write({"beta": cluster.keys["beta"].public})
     beta.connections.tick()
-    assert beta.core.saw("over")[0][1] is ConnectionStep.LOST
+    assert beta.core.saw("over")[0][1] is Ending.LOST
     assert stage.until(peer.hear) == Refused("PeerRefused", "the roster has changed")
     peer.hello(name="alpha")  # over the connection that still stands
     assert "nobody in the roster" in stage.until(peer.hear).text
@@ -139,7 +139,7 @@ def test_a_key_that_changes_hands_ends_the_session(cluster):
     stage.until(peer.hear)
     cluster.write({"alpha": cluster.keys["stranger"].public, "beta": cluster.keys["beta"].public})
     beta.connections.tick()
-    assert beta.core.saw("over")[0][1] is ConnectionStep.LOST
+    assert beta.core.saw("over")[0][1] is Ending.LOST
     fresh = cluster.raw(cluster.keys["stranger"])
     fresh.hello(name="alpha", epoch=6)
     stage.until(fresh.hear)
@@ -151,7 +151,7 @@ def test_a_changed_key_ends_the_link_to_it(loopback):
     loopback.stage.until(lambda: loopback.alpha.core.saw("ready"))
     loopback.write({"alpha": loopback.keys["alpha"].public, "beta": loopback.keys["stranger"].public})
     loopback.alpha.connections.tick()
-    assert loopback.alpha.core.saw("over")[0][1:] == (ConnectionStep.LOST, "the roster has changed")
+    assert loopback.alpha.core.saw("over")[0][1:] == (Ending.LOST, "the roster has changed")
 
 
 def test_a_route_of_another_is_not_taken_over(loopback):
@@ -165,10 +165,10 @@ def test_a_route_of_another_is_not_taken_over(loopback):
     first = loopback.raw(loopback.keys["alpha"], routing_id=b"same")
     first.hello(name="alpha")
     stage.until(first.hear)
-    monitor = beta.connections._peer_socket._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor = beta.connections._peer_socket.router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     first.close()
     assert monitor.poll(5000)
-    beta.connections._peer_socket._router.disable_monitor()
+    beta.connections._peer_socket.router.disable_monitor()
     monitor.close()
 
     thief = loopback.raw(third, routing_id=b"same")
@@ -233,20 +233,20 @@ def test_the_way_to_the_proxy_is_secured_by_the_roster(loopback):
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as local:
-            alpha.connections.secure_proxy(local, "ipc:///run/pdx/proxy.sock")  # not in the roster: this user's alone
+            alpha.connections.roster.secure_proxy(local, alpha.connections.own, "ipc:///run/pdx/proxy.sock")
             assert local.getsockopt(zmq.MECHANISM) == zmq.NULL
             for address in ("tcp://127.0.0.1:7600", "tcp://10.0.0.9:7600"):
                 with pytest.raises(ConfigError, match="has to be in the roster"):
-                    alpha.connections.secure_proxy(local, address)
+                    alpha.connections.roster.secure_proxy(local, alpha.connections.own, address)
         write_roster(loopback.roster, where, proxy=("tcp://127.0.0.1:7600", keys["stranger"].public))
         alpha.connections.tick()
         with context.socket(zmq.DEALER) as remote:
-            alpha.connections.secure_proxy(remote, "tcp://127.0.0.1:7600")
+            alpha.connections.roster.secure_proxy(remote, alpha.connections.own, "tcp://127.0.0.1:7600")
             assert remote.getsockopt(zmq.MECHANISM) == zmq.CURVE
         write_roster(loopback.roster, where, proxy=("ipc:///run/pdx/proxy.sock", keys["stranger"].public))
         alpha.connections.tick()
         with context.socket(zmq.DEALER) as named:
-            alpha.connections.secure_proxy(named, "ipc:///run/pdx/proxy.sock")
+            alpha.connections.roster.secure_proxy(named, alpha.connections.own, "ipc:///run/pdx/proxy.sock")
             assert named.getsockopt(zmq.MECHANISM) == zmq.CURVE
     finally:
         context.term()

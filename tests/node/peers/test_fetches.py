@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,7 +55,7 @@ def fetches(link, dialled, counters):
         dialled.append(name)
         return link
 
-    return Fetches(dial, FETCH_S, counters)
+    return Fetches(SimpleNamespace(dial=dial), FETCH_S, counters)
 
 
 def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):

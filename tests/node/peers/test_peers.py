@@ -1,7 +1,6 @@
 """What peers that dialled may ask for: what is here, as far as it may be held for one of them."""
 
-import itertools
-from collections import Counter
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +8,15 @@ from push_stage import FakeSession, Granted, SendingStage, key
 
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.slot import Slot
 from pdx.node.peers import peers as module
 from pdx.node.peers.connection import ConnectionState
-from pdx.node.peers.fetches import Fetches
 from pdx.node.peers.peers import Peers
+from pdx.node.peers.regions import Regions
+from pdx.node.sessions import Sessions
 from pdx.store.copy import Priority
-from pdx.store.paying import UNKNOWN
 from pdx.store.transfers import Transfers
-from pdx.wire.messages import Admit, Push, Settle
+from pdx.wire.messages import Push, Settle
 from pdx.wire.verbs import Found
 
 TRANSFER = "transfer-0123456789"
@@ -27,23 +27,20 @@ class Stage(SendingStage):
 
     def __init__(self, folder, *, peer_share=0.5, other_granules=0):
         super().__init__(folder, granules=16, other_granules=other_granules)
+        config = NodeConfig(address=f"ipc://{folder}/node.sock", name="a", peer_share=peer_share)
+        self.sessions = Sessions()
         self.peers = Peers(
-            NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share),
-            name="a",
+            config,
+            self.env,
             epoch=1,
-            arena=self.arena,
-            probe=None,
+            regions=Regions(config, self.env, self.arena, Slot(0, 4096, 0)),
             store=self.store,
             copies=self.copies,
             transfers=Transfers(self.env),
-            counters=self.counters,
-            faults=self.env.faults,
-            mailbox=self.env.mailbox,
-            numbers=itertools.count(1),
-            layouts=list,
-            mark=None,
-            clock=lambda: self.now,
+            sessions=self.sessions,
+            marks=deque(),
         )
+        self.tiers = self.peers.tiers
         self.peers.tiers = SimpleNamespace(
             is_pushing=lambda transfer, name: self.copies.of_transfer(transfer, self.way) is not None,
             push=self.push,
@@ -52,7 +49,9 @@ class Stage(SendingStage):
         self.peer = FakeSession(1, "b")
 
     def close(self):
+        self.peers.tiers = self.tiers
         self.peers.close()
+        self.sessions.close()
         super().close()
 
     def push(self, name, keys, shards, *, transfer, layout, want):
@@ -159,30 +158,11 @@ def test_a_peer_asks_for_no_more_pushes_than_may_be(stage, monkeypatch, caplog):
     assert stage.want([0], 5) == 1
 
 
-def test_what_was_asked_over_a_connection_that_this_node_leaves_is_not_waited_for(stage):
-    """It may have been asked after the channel broke, and before nothing was written by it any more."""
-    peers = stage.peers
-    peers.fetches = Fetches(lambda name: stage.peer, 5.0, Counter())
-    peers.connections = SimpleNamespace(leave=lambda peer: None)
-    peers.regions = SimpleNamespace(listeners={})
-    peers.receiver = SimpleNamespace(session_over=lambda peer, now, is_dead: None)
-    asked = []
-    stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: asked.append(body)
-    ask = Admit([key(0)], source="b")
-    assert peers.may_come(ask, 0, UNKNOWN)
-    assert asked == [Push([key(0)])]
-    peers._leave(stage.peer)
-    assert not peers.may_come(ask, 0, UNKNOWN)
-    assert peers.fetches.ended == [key(0)]
-
-
-def test_what_waits_for_a_peer_that_is_turned_down_waits_no_longer(stage):
+def test_what_waits_for_a_peer_that_is_turned_down_waits_no_longer(stage, monkeypatch):
     """No channel works here, and the peer has dialled this node while it was dialled."""
-    peers = stage.peers
-    told = []
-    peers.connections = SimpleNamespace(turn_down=lambda peer, why: told.append(why))
-    peers.regions = SimpleNamespace(listeners={}, why={}, when_open=lambda call: call())
-    peers.receiver = SimpleNamespace(sessions=[], session_over=lambda peer, now, is_dead: None)
+    peers, told = stage.peers, []
+    monkeypatch.setattr(peers.connections, "leave", lambda peer, why: told.append(why))
+    monkeypatch.setattr(peers.regions, "when_open", lambda call: call())
     peers.tiers.gone = lambda name, why: told.append((name, why))
     stage.peer.state = ConnectionState.NEW
     peers.greeted(stage.peer, ["tcp"])
@@ -190,11 +170,11 @@ def test_what_waits_for_a_peer_that_is_turned_down_waits_no_longer(stage):
     assert told == [why, ("b", why)]
 
 
-def test_an_answer_counts_only_from_the_peer_that_was_asked_and_once(stage):
+def test_an_answer_counts_only_from_the_peer_that_was_asked_and_once(stage, monkeypatch):
     """What a peer says to have is dropped here: nobody else may say so for it."""
     peers, other = stage.peers, FakeSession(2, "c")
     stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: None
-    peers.connections = SimpleNamespace(dial=lambda name: stage.peer)
+    monkeypatch.setattr(peers.connections, "dial", lambda name: stage.peer)
     number = peers.ask("b", Settle([key(0)], 1, "disk"))
     for about in range(number, number + 2 * module.MAX_ANSWERED):
         peers.message(other, Found(1, 1, {}), about)
@@ -206,10 +186,10 @@ def test_an_answer_counts_only_from_the_peer_that_was_asked_and_once(stage):
     assert stage.counters["answers_dropped"] == 2 * module.MAX_ANSWERED + 1
 
 
-def test_questions_that_nobody_answers_are_forgotten(stage):
+def test_questions_that_nobody_answers_are_forgotten(stage, monkeypatch):
     peers = stage.peers
     stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: None
-    peers.connections = SimpleNamespace(dial=lambda name: stage.peer)
+    monkeypatch.setattr(peers.connections, "dial", lambda name: stage.peer)
     numbers = [peers.ask("b", Settle([key(0)], 1, "disk")) for _ in range(2 * module.MAX_ANSWERED)]
     assert len(peers._asked) == module.MAX_ANSWERED
     peers.message(stage.peer, Found(1, 1, {}), numbers[0])

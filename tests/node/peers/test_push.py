@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.node.peers.receiver import RECEIVER, ReceiverState, ReceiverStep
+from pdx.node.peers.inbound_push import PUSH, PushState, PushStep
 from pdx.store.copy import COPY, CopyState, CopyStep
 
 TABLES = {
     "sender": (COPY, CopyState, CopyStep, CopyState.QUEUED),
-    "receiver": (RECEIVER, ReceiverState, ReceiverStep, ReceiverState.QUEUED),
+    "receiver": (PUSH, PushState, PushStep, PushState.QUEUED),
 }
-MAY_BE_WRITTEN = {ReceiverState.LANDING, ReceiverState.CLOSING}
+MAY_BE_WRITTEN = {PushState.LANDING, PushState.CLOSING}
 
 
 @pytest.fixture(params=TABLES.values(), ids=TABLES.keys())
@@ -62,22 +62,20 @@ def test_a_sender_can_always_give_up(state):
 
 def test_room_that_may_be_written_is_free_only_after_let_go_or_a_fence():
     """Invariant 3."""
-    freeing = {
-        step for (state, step), target in RECEIVER.items() if state in MAY_BE_WRITTEN and target is ReceiverState.OVER
-    }
-    assert freeing == {ReceiverStep.LET_GO, ReceiverStep.FENCED}
-    assert RECEIVER[ReceiverState.LANDING, ReceiverStep.LOST] is ReceiverState.CLOSING
-    assert (ReceiverState.LANDING, ReceiverStep.FENCED) not in RECEIVER
+    freeing = {step for (state, step), target in PUSH.items() if state in MAY_BE_WRITTEN and target is PushState.OVER}
+    assert freeing == {PushStep.LET_GO, PushStep.FENCED}
+    assert PUSH[PushState.LANDING, PushStep.LOST] is PushState.CLOSING
+    assert (PushState.LANDING, PushStep.FENCED) not in PUSH
 
 
 def test_who_waits_for_room_holds_none():
-    assert RECEIVER[ReceiverState.QUEUED, ReceiverStep.LOST] is ReceiverState.OVER
+    assert PUSH[PushState.QUEUED, PushStep.LOST] is PushState.OVER
 
 
-@pytest.mark.parametrize("state", [state for state in ReceiverState if state is not ReceiverState.OVER])
+@pytest.mark.parametrize("state", [state for state in PushState if state is not PushState.OVER])
 def test_a_receiver_takes_what_its_peer_does_in_every_state(state):
-    assert (state, ReceiverStep.LET_GO) in RECEIVER
-    assert (state, ReceiverStep.LOST) in RECEIVER or state is ReceiverState.CLOSING
+    assert (state, PushStep.LET_GO) in PUSH
+    assert (state, PushStep.LOST) in PUSH or state is PushState.CLOSING
 
 
 @given(st.sampled_from(list(TABLES.values())), st.data())
@@ -91,14 +89,14 @@ def test_every_walk_ends_over(side, data):
     assert len(seen) == len(set(seen)) <= len(states)
 
 
-@given(st.lists(st.sampled_from(ReceiverStep), max_size=20))
+@given(st.lists(st.sampled_from(PushStep), max_size=20))
 def test_a_receiver_that_granted_never_ends_before_let_go_or_a_fence(steps):
-    state, taken = ReceiverState.QUEUED, []
+    state, taken = PushState.QUEUED, []
     for step in steps:
-        target = RECEIVER.get((state, step))
+        target = PUSH.get((state, step))
         if target is None:
             continue
         taken.append(step)
         state = target
-    if state is ReceiverState.OVER and ReceiverStep.GRANT in taken:
-        assert taken[-1] in (ReceiverStep.LET_GO, ReceiverStep.FENCED)
+    if state is PushState.OVER and PushStep.GRANT in taken:
+        assert taken[-1] in (PushStep.LET_GO, PushStep.FENCED)

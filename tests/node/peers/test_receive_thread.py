@@ -1,6 +1,7 @@
 """Notifications become verdicts: which slices are what was sent, and which nobody waits for."""
 
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,15 +10,16 @@ from plain_memory import PlainMemory
 from pdx.errors import GpuError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.digest import digests
-from pdx.node.peers.receive_thread import MAX_UNHEARD, ReceiveThread, WriteGrant
-from pdx.telemetry.mailbox import Mailbox
+from pdx.memory.slot import Slot
+from pdx.node.peers.receive_thread import MAX_UNHEARD, ReceiveThread
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import Notification
 from pdx.wire.messages import Landed, Slices, encode
 
 TOKEN = b"t" * 16
 LAYERS = 4
-ROOM = WriteGrant(TOKEN, 7, GRANULE_BYTES, LAYERS)
+ROOM = SimpleNamespace(slot=Slot(GRANULE_BYTES, GRANULE_BYTES, 7), layers=LAYERS)
 SLICE = GRANULE_BYTES // LAYERS
 
 
@@ -43,31 +45,30 @@ class Stage:
 
     def __init__(self, *, needs_digests=True, is_polled=False):
         self.memory = memoryview(bytearray(range(256)) * (2 * GRANULE_BYTES // 256))
-        self.mailbox = Mailbox()
+        self.env = Env()
+        self.mailbox = self.env.mailbox
         self.listener = FakeListener()
         self.wake = threading.Event()
-        self.grants = {GRANULE_BYTES: ROOM}
         self.verdicts = []
-        self.malformed = []
-        self.thread = ReceiveThread(
-            "test",
-            listener=self.listener,
-            memory=PlainMemory(self.memory),
-            grants=self.grants,
-            wake=self.wake,
-            is_polled=is_polled,
-            needs_digests=needs_digests,
-            mailbox=self.mailbox,
-            on_landed=lambda scheme, verdict: self.verdicts.append(verdict),
-            on_malformed=lambda scheme, text: self.malformed.append((scheme, text)),
-        )
+        self.dropped = []
+        push = SimpleNamespace(session=SimpleNamespace(token=TOKEN), chunks={GRANULE_BYTES: ROOM})
+        self.grants = {GRANULE_BYTES: push}
+        self.regions = SimpleNamespace(arena=PlainMemory(self.memory))
+        region = SimpleNamespace(scheme="test", wake=self.wake, is_polled=is_polled, crosses_wire=needs_digests)
+        self.thread = ReceiveThread(self, region, self.listener, digests="wire")
+
+    def landed(self, scheme, verdict):
+        self.verdicts.append(verdict)
+
+    def malformed(self, scheme, text):
+        self.dropped.append((scheme, text))
 
     def notify(self, payload, token=TOKEN):
         """It lands, and the control loop hears of it."""
-        before = len(self.verdicts) + len(self.malformed)
+        before = len(self.verdicts) + len(self.dropped)
         self.listener.notifications.append(Notification(token, payload))
         self.wake.set()
-        wait_until(lambda: self.mailbox.deliver() or len(self.verdicts) + len(self.malformed) > before)
+        wait_until(lambda: self.mailbox.deliver() or len(self.verdicts) + len(self.dropped) > before)
 
     def land(self, *slices, push=5, token=TOKEN):
         self.notify(encode(Landed(push, list(slices))), token)
@@ -173,15 +174,15 @@ def test_layers_that_a_chunk_does_not_have_are_bad(stage, first, count):
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x92\x01", bytes(70_000), b"\x92\xff\x90"])
 def test_what_is_no_notification_is_counted_and_harms_nothing(stage, payload):
     stage.notify(payload)
-    assert [scheme for scheme, _ in stage.malformed] == ["test"]
+    assert [scheme for scheme, _ in stage.dropped] == ["test"]
     assert stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))).good
 
 
 def test_a_bug_of_a_listener_is_counted_and_ends_nothing(stage):
     stage.listener.bug = ZeroDivisionError("a bug")
     stage.wake.set()
-    wait_until(lambda: stage.mailbox.deliver() or stage.malformed)
-    assert stage.malformed == [("test", "ZeroDivisionError: a bug")]
+    wait_until(lambda: stage.mailbox.deliver() or stage.dropped)
+    assert stage.dropped == [("test", "ZeroDivisionError: a bug")]
     assert stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))).good
 
 
@@ -200,7 +201,7 @@ def test_a_notification_that_cannot_be_handled_takes_no_other_with_it(stage):
     stage.listener.notifications += [Notification(TOKEN, good)] * 3
     stage.wake.set()
     wait_until(lambda: stage.mailbox.deliver() or len(stage.verdicts) == 2)
-    assert stage.malformed == [("test", "ZeroDivisionError: a bug")]
+    assert stage.dropped == [("test", "ZeroDivisionError: a bug")]
     assert [len(one.good) for one in stage.verdicts] == [1, 1]
 
 

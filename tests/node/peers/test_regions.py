@@ -1,19 +1,20 @@
 """The arena's regions: opened once, on a thread, each for itself, and closed whatever state they are in."""
 
 import threading
-from collections import Counter
 
 import pytest
 from fake_cuda import fake_cuda
 from inproc import InprocRegion
 from push_stage import MIB
 
+from pdx.config import NodeConfig
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.errors import ChannelUnavailable
 from pdx.memory.arena import Arena
+from pdx.memory.slot import Slot
 from pdx.node.peers.regions import Regions
-from pdx.telemetry.mailbox import Mailbox
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.transports import registry
 from pdx.transports.channel import Piece
@@ -62,6 +63,10 @@ class BrokenRegion(InprocRegion):
         raise ZeroDivisionError("a bug")
 
 
+def regions_of(arena, env, *schemes):
+    return Regions(NodeConfig(address="ipc:///n.sock", channels=list(schemes)), env, arena, Slot(0, 4096, 0))
+
+
 @pytest.fixture(autouse=True)
 def schemes(monkeypatch):
     for event in (OPENING, GO_ON):
@@ -80,19 +85,19 @@ def schemes(monkeypatch):
 @pytest.fixture
 def open_regions(tmp_path):
     arena = Arena.create(tmp_path / "arena", MIB)
-    mailbox = Mailbox()
+    env = Env()
     made = []
 
     def make(*schemes):
-        made.append(Regions(arena, schemes, "127.0.0.1", mailbox, counters=Counter()))
-        made[-1].mailbox = mailbox
+        made.append(regions_of(arena, env, *schemes))
+        made[-1].mailbox = env.mailbox
         return made[-1]
 
     yield make
     GO_ON.set()
     for regions in made:
         regions.close()
-    mailbox.close()
+    env.mailbox.close()
     arena.close()
 
 
@@ -106,7 +111,7 @@ def test_what_works_is_opened_once_and_what_does_not_says_why(open_regions, capl
     assert regions.schemes == ["inproc", "slow"]
     assert set(regions.why) == {"deaf", "broken", "nonsense"}
     assert "ZeroDivisionError: a bug" in regions.why["broken"]
-    assert regions._counters == {"channels_unavailable": 3}
+    assert regions._env.counters == {"channels_unavailable": 3}
     assert len(CLOSED) == 1, "what was registered and cannot listen is closed"
     regions.when_open(lambda: called.append(3))
     assert called == [1, 2, 3]
@@ -131,15 +136,15 @@ def test_all_are_candidates(open_regions):
 
 def test_an_arena_on_a_gpu_is_registered_as_device_memory_and_only_where_that_works(tmp_path, caplog):
     TAKEN.clear()
-    mailbox = Mailbox()
+    env = Env()
     with fake_cuda(), GpuArena.create(tmp_path / "arena", MIB, Gpu.find("0")) as arena:
-        regions = Regions(arena, ["shm", "tcp", "device"], "127.0.0.1", mailbox, counters=Counter())
+        regions = regions_of(arena, env, "shm", "tcp", "device")
         regions.when_open(lambda: None)
-        wait_until(lambda: mailbox.deliver() or regions.is_open)
+        wait_until(lambda: env.mailbox.deliver() or regions.is_open)
         regions.close()
         assert (arena.gpu, arena.address, MIB) in TAKEN
-        assert Regions(arena, [], "127.0.0.1", mailbox, counters=Counter()).candidates[0] == "cuda_ipc"
-    mailbox.close()
+        assert regions_of(arena, env).candidates[0] == "cuda_ipc"
+    env.mailbox.close()
     assert regions.schemes == []
     assert all("moves host memory" in regions.why[scheme] for scheme in ("shm", "tcp"))
     assert caplog.text.count("no channel tcp") == 1
@@ -159,5 +164,5 @@ def test_notifications_and_writes_wake_each_their_own(open_regions):
         channels.append(writing.regions["inproc"].connect(remote, wake=event))
     assert channels[0].write([Piece(0, 0, 4096)], b"").error is None
     assert [event.is_set() for event in over] == [True, False]
-    assert landing.wakes["inproc"].is_set()
-    assert not writing.wakes["inproc"].is_set()
+    assert landing.regions["inproc"].wake.is_set()
+    assert not writing.regions["inproc"].wake.is_set()

@@ -1,7 +1,7 @@
 """The thread that writes to a peer: every write that was submitted is answered, whatever becomes of the channel."""
 
 import threading
-from collections import Counter
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.peer_tiers import PeerTiers
 from pdx.node.peers.send_thread import SendThread, Target
 from pdx.store.tier import Job, Part
-from pdx.telemetry.mailbox import Mailbox
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import TOKEN_BYTES, Memory, RemoteRegion
 from pdx.wire.messages import Chosen, Welcome, decode_landed
@@ -92,36 +92,37 @@ class Stage:
     """A sender with these regions, and what came of it."""
 
     def __init__(self, regions, *, measure=False, digests="wire", preferred=""):
-        self.regions = regions
-        self.mailbox = Mailbox()
+        self.env = Env()
+        self.mailbox = self.env.mailbox
         self.view = memoryview(bytearray(MIB))
         self.memory = Memory(self.view)
+        self.regions = SimpleNamespace(regions=regions, arena=PlainMemory(self.view), probe=Slot(0, 4096, 0))
+        self.config = SimpleNamespace(digests=digests)
         self.chosen = []
         self.done = []
         self.broken = []
         self.ended = 0
         self.jobs = []
         self.tags = {}  # by identity: what the test calls each of the jobs
-        self.sender = SendThread(
-            "peer",
-            memory=PlainMemory(self.view),
-            regions=regions,
-            target=Target(
-                remotes={name: RemoteRegion(name, MIB, TOKEN, b"") for name in regions},
-                order=list(regions),
-                measure=measure,
-                probe=Slot(0, 4096, 0),
-                preferred=preferred,
-            ),
-            digests=digests,
-            mailbox=self.mailbox,
-            on_chosen=lambda scheme, rates: self.chosen.append((scheme, rates)),
-            on_done=lambda job, error: self.done.append((self.tags[id(job)], type(error) if error else None)),
-            on_broken=self.broken.append,
-            on_ended=self._ended,
+        target = Target(
+            remotes={name: RemoteRegion(name, MIB, TOKEN, b"") for name in regions},
+            order=list(regions),
+            measure=measure,
+            probe=Slot(0, 4096, 0),
+            preferred=preferred,
         )
+        self.sender = SendThread(self, SimpleNamespace(name="peer"), None, target)
 
-    def _ended(self):
+    def channel_chosen(self, sender, scheme, rates):
+        self.chosen.append((scheme, rates))
+
+    def written(self, sender, job, error):
+        self.done.append((self.tags[id(job)], type(error) if error else None))
+
+    def channel_broken(self, sender, why):
+        self.broken.append(why)
+
+    def sender_ended(self, sender):
         self.ended += 1
 
     def until(self, condition):
@@ -131,7 +132,7 @@ class Stage:
     def channel(self):
         """The one that was chosen."""
         self.until(lambda: self.chosen)
-        return self.regions[self.chosen[0][0]].channels[-1]
+        return self.regions.regions[self.chosen[0][0]].channels[-1]
 
     def submit(self, tag, push=1):
         self.jobs.append(Job(push, [Part(bytes(16), 0, 2, 0, 2, Slot(0, 10, 0), Slot(0, 10, 7))], 10))
@@ -143,7 +144,7 @@ class Stage:
         self.sender.join(10)
         self.until(lambda: self.ended)
         assert self.ended == 1
-        assert all(channel.is_closed for region in self.regions.values() for channel in region.channels)
+        assert all(channel.is_closed for region in self.regions.regions.values() for channel in region.channels)
         self.mailbox.close()
 
 
@@ -235,9 +236,9 @@ def test_what_is_submitted_to_a_thread_that_has_ended_is_answered_too(stage_with
 
 def test_the_first_that_connects_is_used(stage_with):
     stage = stage_with(FakeRegion(fault=ChannelUnavailable("no")), FakeRegion(), FakeRegion())
-    assert stage.channel is stage.regions["s1"].channels[0]
+    assert stage.channel is stage.regions.regions["s1"].channels[0]
     assert stage.chosen == [("s1", {})]
-    assert stage.regions["s2"].channels == []
+    assert stage.regions.regions["s2"].channels == []
 
 
 def test_the_fastest_is_used_where_they_are_measured(stage_with):
@@ -259,34 +260,22 @@ def test_channels_that_were_tried_are_closed_when_another_has_a_bug(stage_with):
     stage = stage_with(FakeRegion(), FakeRegion(fault=ZeroDivisionError("a bug")), measure=True)
     stage.until(lambda: stage.ended)
     assert stage.broken == ["ZeroDivisionError: a bug"]
-    assert stage.regions["s0"].channels[0].is_closed
+    assert stage.regions.regions["s0"].channels[0].is_closed
 
 
 def test_the_preferred_channel_is_used_without_measuring_it_against_others(stage_with):
     stage = stage_with(FakeRegion(), FakeRegion(), measure=True, preferred="s0")
-    assert stage.channel is stage.regions["s0"].channels[0]
+    assert stage.channel is stage.regions.regions["s0"].channels[0]
     assert stage.chosen == [("s0", {})]
-    assert stage.regions["s1"].channels == []
+    assert stage.regions.regions["s1"].channels == []
 
 
 def test_where_the_preferred_one_does_not_connect_the_others_are_measured_and_the_reason_is_kept(stage_with):
     fault = ChannelUnavailable("no peer access")
     stage = stage_with(FakeRegion(fault=fault), FakeRegion(), FakeRegion(), measure=True, preferred="s0")
-    assert stage.channel in (stage.regions["s1"].channels[0], stage.regions["s2"].channels[0])
+    assert stage.channel in (stage.regions.regions["s1"].channels[0], stage.regions.regions["s2"].channels[0])
     assert set(stage.chosen[0][1]) == {"s1", "s2"}
     assert stage.sender.missing == {"s0": "no peer access"}
-
-
-def test_a_step_down_to_another_channel_is_said_and_counted(caplog):
-    tiers = SimpleNamespace(_counters=Counter())
-    way = SimpleNamespace(name="b", expected="cuda_ipc")
-    assert PeerTiers._step_down(tiers, way, SimpleNamespace(missing={"tcp": "far"})) == ""
-    assert (tiers._counters, caplog.records) == ({}, [])
-    assert PeerTiers._step_down(tiers, way, SimpleNamespace(missing={"cuda_ipc": "no peer access"})) == (
-        "no cuda_ipc: no peer access"
-    )
-    assert tiers._counters == {"channels_stepped_down": 1}
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 # ---- what becomes of the connection -------------------------------------------------------------
@@ -312,24 +301,21 @@ class TiersStage(SendingStage):
     def __init__(self, folder, region):
         super().__init__(folder)
         self.peer = Peer()
-        self.mailbox = Mailbox()
+        self.mailbox = self.env.mailbox
         self.gone = []
         self.left = []
+        connections = SimpleNamespace(
+            address_of=lambda name: "", of=lambda name: self.peer, dial=lambda name: self.peer, leave=self.left.append
+        )
         self.tiers = PeerTiers(
             NodeConfig(address=f"ipc://{folder}/node.sock", channels=["s0"]),
-            arena=self.arena,
-            probe=Slot(0, 4096, 0),
+            self.env,
             copies=self.copies,
-            regions=SimpleNamespace(regions={"s0": region}),
-            connections=SimpleNamespace(
-                address_of=lambda name: "", of=lambda name: self.peer, dial=lambda name: self.peer
-            ),
-            mailbox=self.mailbox,
-            counters=self.counters,
-            mark=None,
+            regions=SimpleNamespace(regions={"s0": region}, arena=self.arena, probe=Slot(0, 4096, 0)),
+            connections=connections,
             fetches=SimpleNamespace(lost=lambda name, now: self.gone.append(name)),
-            on_ended=self.left.append,
-            clock=lambda: self.now,
+            inbound=SimpleNamespace(session_over=lambda peer, is_dead: self.left.append((peer, is_dead))),
+            marks=deque(),
         )
         welcome = Welcome(1, 1, regions=[RemoteRegion("s0", MIB, TOKEN, b"")])
         self.tiers.ready(self.peer, welcome, ["s0"], at_once=True)
@@ -387,6 +373,17 @@ def test_a_channel_that_breaks_ends_the_connection_as_soon_as_nothing_is_written
     assert push(stage) == 1
     stage.tier.store(Job(7, [Part(bytes(16), 0, 2, 0, 2, Slot(0, 10, 0), Slot(0, 10, 7))], 10))
     stage.until(lambda: stage.left)
-    assert stage.left == [stage.peer]
-    assert "b" in stage.gone
+    assert stage.left == [stage.peer, (stage.peer, False)]
+    assert "b" in stage.gone, "what was asked since over that connection is not waited for"
     assert not stage.tier.is_ready
+
+
+def test_a_step_down_to_another_channel_is_said_and_counted(tiers_with, caplog):
+    stage = tiers_with(FakeRegion())
+    stage.until(lambda: stage.tier.is_ready)
+    assert (stage.tier.why, caplog.records) == ("", [])
+    stage.tier.expected, stage.tier.sender.missing = "cuda_ipc", {"cuda_ipc": "no peer access"}
+    stage.tiers.channel_chosen(stage.tier.sender, "s0", {})
+    assert stage.tier.why == "no cuda_ipc: no peer access"
+    assert stage.counters["channels_stepped_down"] == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

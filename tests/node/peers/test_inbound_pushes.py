@@ -6,9 +6,9 @@ from push_stage import FakeSession, Granted, ReceivingStage, Stop, key
 from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
-from pdx.node.peers import receiver as module
+from pdx.node.peers import inbound_pushes as module
+from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.node.peers.receive_thread import Verdict
-from pdx.node.peers.receiver import Receiver
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
 from pdx.wire.base import MAX_SLOTS
@@ -60,18 +60,18 @@ def test_slices_land_and_whole_chunks_are_sealed_one_by_one(stage, a):
     granted = a.granted(push)
     assert granted.granted == [0, 1]
     assert stage.transfers.is_under_way(TRANSFER)
-    assert {room.token for room in stage.receiver.grants.values()} == {a.token}
+    assert {one.session for one in stage.inbound.grants.values()} == {a}
     stage.land(a, push, granted.slots[:1], layers=(0, 1))
     stage.land(a, push, granted.slots[:1], layers=(0, 1))
     assert stage.store.find([key(0)], 1) == []
     stage.land(a, push, granted.slots[:1], layers=(1, 1))
     assert [chunk.key for chunk in stage.sealed] == [key(0)]
-    assert list(stage.receiver.grants) == [granted.slots[1].offset], "what is sealed takes no more writes"
+    assert list(stage.inbound.grants) == [granted.slots[1].offset], "what is sealed takes no more writes"
     assert granted.slots[0].offset not in stage.listeners["sure"].granted[a.token]
     stage.let_go(a, push)
-    assert len(stage.receiver) == 1, "the last notification may come behind the farewell"
+    assert len(stage.inbound) == 1, "the last notification may come behind the farewell"
     stage.land(a, push, granted.slots[1:], layers=(0, 2))
-    assert [landing.number for landing in stage.over] == [push]
+    assert [one.number for one in stage.over] == [push]
     assert not stage.transfers.is_under_way(TRANSFER)
     assert not stage.transfers.is_given_up(TRANSFER)
     stage.assert_idle()
@@ -81,7 +81,7 @@ def test_slices_land_and_whole_chunks_are_sealed_one_by_one(stage, a):
 def test_a_farewell_behind_the_last_notification_ends_it(stage, a):
     push = stage.offer(a, [0])
     stage.land(a, push)
-    assert len(stage.receiver) == 1, "until the sender says so it may still write"
+    assert len(stage.inbound) == 1, "until the sender says so it may still write"
     stage.let_go(a, push)
     stage.assert_idle()
 
@@ -102,7 +102,7 @@ def test_a_wrong_byte_gives_the_push_up(stage, a):
     first, second = a.granted(push).slots
     bad = Slices(second.offset, second.generation, 0, 1)
     good = Slices(first.offset, first.generation, 0, 1)
-    stage.receiver.landed("sure", Verdict(a.token, push, [good], [bad], 1), stage.now)
+    stage.inbound.landed("sure", Verdict(a.token, push, [good], [bad], 1))
     assert stage.counters["digest_mismatches"] == 1
     assert isinstance(a.sent[-1], Stop)
     assert stage.transfers.is_given_up(TRANSFER)
@@ -139,9 +139,9 @@ def test_notifications_of_others_or_of_the_past_fill_nothing(stage, a, b):
     stage.land(a, push, [slot], layers=(0, 2), scheme="blind")
     stage.land(a, push + 1, [slot], layers=(0, 2))
     assert stage.store.at(slot).filled == 0
-    stage.receiver.session_over(a, stage.now, is_dead=True)
+    stage.inbound.session_over(a, is_dead=True)
     stage.land(a, push, [slot], layers=(0, 2))
-    stage.receiver.session_over(b, stage.now, is_dead=True)
+    stage.inbound.session_over(b, is_dead=True)
     stage.assert_idle()
     assert stage.sealed == []
 
@@ -233,7 +233,7 @@ def test_a_share_is_of_the_arena_that_peers_write(stage_with, a):
     assert len(a.granted(first).slots) == 8
     assert a.answers(second) == [], "a has half of the arena"
     finish(stage, a, first)
-    stage.receiver.pump(stage.now)
+    stage.inbound.turn()
     finish(stage, a, second)
     stage.assert_idle()
 
@@ -246,7 +246,7 @@ def test_room_freed_in_the_arena_that_peers_write_is_seen_at_once(stage_with, a)
     assert a.answers(push) == []
     stage.store.abort([stage.store.at(slot) for slot in kept])
     stage.store.let_go([stage.store.at(slot) for slot in kept])
-    stage.receiver.pump(stage.now)
+    stage.inbound.turn()
     assert len(a.granted(push).slots) == 1
     finish(stage, a, push)
     stage.assert_idle()
@@ -257,23 +257,23 @@ def test_what_lands_of_a_peer_at_its_share_looks_at_no_offer_before_one_has_room
     first = stage.offer(a, list(range(8)))
     waiting = [stage.offer(a, [10 + 3 * n, 11 + 3 * n, 12 + 3 * n], wait_s=1000.0) for n in range(100)]
     looked_at = []
-    look = Receiver._look
-    monkeypatch.setattr(Receiver, "_look", lambda self, *args: looked_at.append(args) or look(self, *args))
+    look = InboundPushes._look
+    monkeypatch.setattr(InboundPushes, "_look", lambda self, *args: looked_at.append(args) or look(self, *args))
     slots = a.granted(first).slots
     for slot in slots[:2]:
         stage.land(a, first, [slot])
-        stage.receiver.pump(stage.now)
+        stage.inbound.turn()
     assert not looked_at
     stage.land(a, first, slots[2:3])
-    stage.receiver.pump(stage.now)
+    stage.inbound.turn()
     assert len(a.granted(waiting[0]).slots) == 3
     stage.land(a, first, slots[3:])
-    stage.receiver.pump(stage.now)
+    stage.inbound.turn()
     stage.let_go(a, first)
     assert a.granted(waiting[1]) is not None
     for push in waiting:
         finish(stage, a, push)
-        stage.receiver.pump(stage.now)
+        stage.inbound.turn()
     stage.assert_idle()
 
 
@@ -335,11 +335,11 @@ def test_a_peer_that_comes_again_has_one_share(stage_with, a):
     """What its earlier session may still write to counts, too."""
     stage = stage_with(peer_share=0.5)
     first = stage.offer(a, list(range(8)), scheme="blind")
-    stage.receiver.session_over(a, stage.now, is_dead=False)
+    stage.inbound.session_over(a, is_dead=False)
     again = FakeSession(9, a.name)
     second = stage.offer(again, [10])
     assert again.answers(second) == []
-    stage.receiver.session_over(a, stage.now, is_dead=True)
+    stage.inbound.session_over(a, is_dead=True)
     stage.tick()
     assert len(again.granted(second).slots) == 1
     finish(stage, again, second)
@@ -388,17 +388,17 @@ def test_nobody_looks_up_the_keys_of_an_offer_before_there_may_be_room(stage_wit
     for turn in range(399):
         stage.land(a, first, slots[turn : turn + 1])
         looked_up.clear()
-        stage.receiver.pump(stage.now)
+        stage.inbound.turn()
         assert not looked_up, f"{turn + 1} chunks are free, and 400 are needed"
     for number in range(2000, 2010):
         stage.offer(b, [number], wait_s=60.0)
     assert not looked_up, "whoever comes later waits behind it"
     stage.land(a, first, slots[399:400])
-    stage.receiver.pump(stage.now)
+    stage.inbound.turn()
     assert len(b.granted(second).slots) == 400
     finish(stage, b, second)
-    stage.receiver.session_over(a, stage.now, is_dead=True)
-    stage.receiver.session_over(b, stage.now, is_dead=True)
+    stage.inbound.session_over(a, is_dead=True)
+    stage.inbound.session_over(b, is_dead=True)
     stage.assert_idle()
 
 
@@ -410,7 +410,7 @@ def test_room_that_is_too_scattered_is_looked_at_again_now_and_then(stage, a, b,
     assert b.answers(push) == [], "eight granules, no two of them neighbours"
     looked_up.clear()
     for _ in range(100):
-        stage.receiver.pump(stage.now)
+        stage.inbound.turn()
     assert not looked_up
     stage.store.release(lease, 1)
     stage.tick(module.LOOK_S)
@@ -426,7 +426,7 @@ def test_whoever_is_first_and_leaves_makes_way(stage, a, b):
     third = stage.offer(b, [2], granules=4, wait_s=60.0)
     assert b.answers(third) == []
     stage.let_go(c, second, complete=False)
-    stage.receiver.pump(stage.now)
+    stage.inbound.turn()
     assert len(b.granted(third).slots) == 1
     finish(stage, a, first)
     finish(stage, b, third)
@@ -434,19 +434,19 @@ def test_whoever_is_first_and_leaves_makes_way(stage, a, b):
 
 
 def test_schemes_by_which_something_may_land(stage, a, b):
-    assert stage.receiver.writable == set()
+    assert stage.inbound.writable == set()
     first = stage.offer(a, [0])
     second = stage.offer(b, [1], scheme="blind")
-    assert stage.receiver.writable == {"sure", "blind"}
+    assert stage.inbound.writable == {"sure", "blind"}
     finish(stage, b, second, scheme="blind")
-    assert stage.receiver.writable == {"sure"}
+    assert stage.inbound.writable == {"sure"}
     finish(stage, a, first)
-    assert stage.receiver.writable == set()
+    assert stage.inbound.writable == set()
 
 
 def test_a_peer_has_no_more_pushes_under_way_than_may_be(stage, a, b, monkeypatch):
     """Each is remembered until its peer lets go, also if nothing was granted to it."""
-    monkeypatch.setattr(module, "MAX_LANDINGS", 3)
+    monkeypatch.setattr(module, "MAX_PUSHES", 3)
     finish(stage, b, stage.offer(b, [0]))
     pushes = [stage.offer(a, [0]) for _ in range(3)]
     (stop,) = a.answers(stage.offer(a, [0]))
@@ -475,7 +475,7 @@ def test_a_peer_has_no_more_keys_under_way_than_may_be(stage, a, b, monkeypatch)
     for push in pushes:
         finish(stage, a, push)
     stage.assert_idle()
-    assert not stage.receiver._keys_of
+    assert stage.inbound.account("a").keys == 0
 
 
 # ---- offers that make no sense -------------------------------------------------------------------
@@ -539,7 +539,7 @@ def test_given_up_while_something_is_landing_waits_for_it(stage, a):
     push = stage.offer(a, [0, 1], transfer=TRANSFER)
     slots = a.granted(push).slots
     stage.listeners["sure"].landing.add((a.token, slots[0].offset))
-    stage.receiver.cancel(TRANSFER, stage.now)
+    stage.inbound.cancel(TRANSFER)
     stage.let_go(a, push, complete=False)
     for _ in range(3):
         stage.tick(1.0)
@@ -566,14 +566,14 @@ def test_where_writes_are_not_checked_the_writer_must_let_go(stage, a):
 def test_a_silent_peer_may_still_write_where_nobody_checks(stage, a, scheme):
     push = stage.offer(a, [0], scheme=scheme, transfer=TRANSFER)
     waiting = stage.offer(a, [1], granules=16, scheme=scheme)
-    stage.receiver.session_over(a, stage.now, is_dead=False)
+    stage.inbound.session_over(a, is_dead=False)
     assert stage.transfers.is_given_up(TRANSFER)
-    assert [landing.number for landing in stage.over][-1:] == [waiting] or scheme == "sure"
-    assert len(stage.receiver) == (0 if scheme == "sure" else 1)
+    assert [one.number for one in stage.over][-1:] == [waiting] or scheme == "sure"
+    assert len(stage.inbound) == (0 if scheme == "sure" else 1)
     stage.tick(1000.0)
-    assert len(stage.receiver) == (0 if scheme == "sure" else 1)
-    stage.receiver.session_over(a, stage.now, is_dead=True)
-    assert {landing.number for landing in stage.over} == {push, waiting}
+    assert len(stage.inbound) == (0 if scheme == "sure" else 1)
+    stage.inbound.session_over(a, is_dead=True)
+    assert {one.number for one in stage.over} == {push, waiting}
     stage.assert_idle()
 
 
@@ -590,14 +590,14 @@ def test_every_event_in_every_state(stage, a, b, state, event, scheme):
     push = stage.offer(a, [] if state == "nothing" else [0, 1], scheme=scheme, transfer=TRANSFER, wait_s=10.0)
     reach(stage, a, push, state, scheme)
     happen(stage, a, push, event, scheme)
-    busy = bool(stage.receiver.of(a))
+    busy = bool(stage.inbound.of(a))
     stage.let_go(a, push, complete=False)
     if busy and scheme == "blind":
-        stage.receiver.session_over(a, stage.now, is_dead=True)
-    stage.receiver.session_over(b, stage.now, is_dead=True)
+        stage.inbound.session_over(a, is_dead=True)
+    stage.inbound.session_over(b, is_dead=True)
     stage.tick(100.0)
-    assert [landing.number for landing in stage.over].count(push) >= 1
-    assert len({id(landing) for landing in stage.over}) == len(stage.over), "a push ended twice"
+    assert [one.number for one in stage.over].count(push) >= 1
+    assert len({id(one) for one in stage.over}) == len(stage.over), "a push ended twice"
     stage.assert_idle()
     stage.free_what_is_sealed()
 
@@ -614,9 +614,9 @@ def reach(stage, session, push, state, scheme):
         case "let go":
             stage.let_go(session, push)
         case "stopped":
-            stage.receiver.cancel(TRANSFER, stage.now)
+            stage.inbound.cancel(TRANSFER)
         case "lost":
-            stage.receiver.session_over(session, stage.now, is_dead=False)
+            stage.inbound.session_over(session, is_dead=False)
 
 
 def happen(stage, session, push, event, scheme):
@@ -625,18 +625,18 @@ def happen(stage, session, push, event, scheme):
         case "let go" | "let go incomplete":
             stage.let_go(session, push, complete=event == "let go")
         case "cancel":
-            stage.receiver.cancel(TRANSFER, stage.now)
+            stage.inbound.cancel(TRANSFER)
         case "late":
             stage.tick(70.0)
         case "session dead" | "session silent":
-            stage.receiver.session_over(session, stage.now, is_dead=event == "session dead")
+            stage.inbound.session_over(session, is_dead=event == "session dead")
         case "bad":
             bad = [Slices(slot.offset, slot.generation, 0, 1) for slot in (granted.slots if granted else [])]
-            stage.receiver.landed(scheme, Verdict(session.token, push, [], bad, 0), stage.now)
+            stage.inbound.landed(scheme, Verdict(session.token, push, [], bad, 0))
         case "landed" if granted:
             stage.land(session, push, scheme=scheme)
 
 
 def test_a_farewell_nobody_waits_for_is_nothing(stage, a):
-    stage.receiver.let_go(a, Release(17, True), stage.now)
+    stage.inbound.let_go(a, Release(17, True))
     stage.assert_idle()
