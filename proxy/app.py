@@ -109,13 +109,10 @@ class Proxy:
         self._cache = CacheControl(
             config,
             self._control,
+            self.env,
             engines=self.engines,
-            legs=lambda: self._legs,
             metrics=self._metrics,
-            counters=self.env.counters,
-            faults=self._faults,
-            clock=self.env.clock,
-            index=self.chunks.lookup if self.chunks is not None else None,
+            chunks=self.chunks,
         )
 
     def app(self) -> web.Application:
@@ -158,7 +155,7 @@ class Proxy:
                 headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
             )
             await stack.enter_async_context(session)
-            self._legs = Legs(session, self._health, config)
+            self._legs = self._cache.verbs.legs = Legs(session, self._health, config)
             self._relay = Relay(
                 engines=self.engines,
                 health=self._health,

@@ -176,8 +176,7 @@ class Service:
             gpus=[each.gpu for each in arenas],
             pin_share=config.pin_share,
             copy_s=config.push_s,
-            counters=env.counters,
-            clock=env.clock,
+            env=env,
         )
         self.reports = Reports(
             env,

@@ -68,10 +68,8 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Attach this process, or this node as a peer. `engine` groups the processes of one engine; `shard` is the
-    worker's rank. A peer says in which life it is (`epoch`), on which running kernel (`host`), by which channels it
-    can write, and the KV `layouts` of its engines.
-    """
+    """Attach this process, or this node as a peer. `engine` groups the processes of one engine; `shard` is the worker's
+    rank. A peer says its life (`epoch`), its running kernel (`host`), its channels and the `layouts` of its engines."""
 
     version: Count
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -97,11 +95,8 @@ class Bye(Message, frozen=True):
 
 class Ping(Message, frozen=True):
     """Heartbeat; `running` is the engine's number of unfinished requests, `degraded` what it did without since.
-
     `chunk_s`: how long the engine computes for the tokens of a chunk, `load_s`: how long it copies a chunk into its KV
-    cache, as its worker has measured; 0: not known.
-    `keyed`: the fingerprint that the engine makes keys with now; empty: that of its layout.
-    """
+    cache, as measured; 0: not known. `keyed`: the fingerprint that it makes keys with now; empty: its layout's."""
 
     running: Count = 0
     degraded: Annotated[dict[Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")], Count], Meta(max_length=32)] = {}
@@ -218,9 +213,7 @@ class Push(Message, frozen=True):
 
 class Fill(Message, frozen=True):
     """The sender has filled slices [first_layer, first_layer + layers) of these slots; optionally seal them.
-
-    `Done.count` leaves out those whose reservation ended before: they are not sealed, and given back if `seal`.
-    """
+    `Done.count` leaves out those whose reservation ended before: they are not sealed, and given back if `seal`."""
 
     slots: Slots
     first_layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)] = 0
@@ -229,10 +222,8 @@ class Fill(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """These slots will not be finished. From their writer: and will not be written any more.
-
-    What is sealed or gone already is passed over. `unused`: from their owner, who never told a writer of them.
-    """
+    """These slots will not be finished. From their writer: and will not be written any more. What is sealed or gone
+    already is passed over. `unused`: from their owner, who never told a writer of them."""
 
     slots: Slots
     unused: bool = False

@@ -9,15 +9,13 @@ import hashlib
 import hmac
 import math
 import os
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict
 
 from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
 from pdx.security.token_file import load
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 
 MAX_FAILED = 32  # of one address, in …
 WINDOW_S = 10.0
@@ -60,18 +58,11 @@ def _digest(token: str) -> bytes:
 class Access:
     """Lets requests in, or not. `counters` counts refusals as `controllers_denied`."""
 
-    def __init__(
-        self,
-        token: Token | None,
-        *,
-        counters: Counter[str],
-        faults: Faults,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, token: Token | None, env: Env) -> None:
         self._token = token
-        self._counters = counters
-        self._faults = faults
-        self._clock = clock
+        self._counters = env.counters
+        self._faults = env.faults
+        self._clock = env.clock
         self._failed: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, and how many, by address
 
     def check(self, request: web.Request) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
 from pdx.errors import NodeUnavailable, SelectionError
+from pdx.proxy.control import Control
 from pdx.proxy.engines import MAX_NODES
+from pdx.telemetry.env import Env
 from pdx.wire.proxy import NodeReport
 from pdx.wire.verbs import Model
 
@@ -26,13 +28,10 @@ class Instance(msgspec.Struct, frozen=True):
 class Instances:
     """All calls on one thread. At most MAX_NODES are known."""
 
-    def __init__(
-        self, *, members: Callable[[], Collection[str] | None], silent_s: float, clock: Callable[[], float]
-    ) -> None:
-        """`members`: the names in the roster now, None: whoever reports is one."""
-        self._members = members
+    def __init__(self, control: Control, env: Env, *, silent_s: float) -> None:
+        self._control = control
         self._silent_s = silent_s
-        self._clock = clock
+        self._clock = env.clock
         self._seen: dict[str, Instance] = {}
 
     def report(self, report: NodeReport) -> bool:
@@ -47,7 +46,7 @@ class Instances:
 
     def all(self) -> dict[str, Instance]:
         """By name: those that have reported, and those that the roster names."""
-        members = self._members()
+        members = self._control.members()
         if members is None:
             self._expire()
             return dict(sorted(self._seen.items()))

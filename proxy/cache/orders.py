@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections import Counter
-from collections.abc import Callable
 
 from pdx.errors import NodeUnavailable, ProtocolError
-from pdx.telemetry.faults import Faults, printable
+from pdx.proxy.control import Control
+from pdx.telemetry.env import Env
+from pdx.telemetry.faults import printable
 from pdx.wire.messages import Outcome, Refused
 from pdx.wire.proxy import Order, Reply
 from pdx.wire.verbs import (
@@ -43,11 +43,10 @@ class Orders:
     not asked), `replies_wrong` (of another type than the verb has).
     """
 
-    def __init__(self, send: Callable[[str, Order], str], *, counters: Counter[str], faults: Faults) -> None:
-        """`send` posts to a node without waiting, and returns what was wrong, empty if nothing."""
-        self._send = send
-        self._counters = counters
-        self._faults = faults
+    def __init__(self, control: Control, env: Env) -> None:
+        self._control = control
+        self._counters = env.counters
+        self._faults = env.faults
         # Not from 1: an answer to this proxy's last life is no answer to this one.
         self._numbers = itertools.count(secrets.randbits(60))
         self._under_way: dict[int, _Asked] = {}
@@ -80,7 +79,7 @@ class Orders:
         number = next(self._numbers)
         asked = self._under_way[number] = _Asked(node, verb)
         try:
-            if problem := self._send(node, Order(number, verb)):
+            if problem := self._control.order(node, Order(number, verb)):
                 raise NodeUnavailable(f"node {node!r} was not asked: {problem}")
             return await asked.answer
         finally:

@@ -6,7 +6,7 @@ Neither a token nor what a body says is ever logged: bodies have the tokens of u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from pdx.errors import (
 )
 from pdx.proxy.body import Intake
 from pdx.proxy.cache.access import Access
+from pdx.proxy.cache.instances import Instances
 from pdx.proxy.cache.verbs import Verbs
 from pdx.proxy.metrics import Metrics
 from pdx.wire.messages import Refused
@@ -55,13 +56,10 @@ _STATUS: Mapping[str, int] = {
 class Routes:
     """The routes, on the loop of the proxy."""
 
-    def __init__(
-        self, verbs: Verbs, access: Access, *, nodes: Callable[[], Iterable[str]], intake: Intake, metrics: Metrics
-    ) -> None:
-        """`nodes`: the names of those there are."""
+    def __init__(self, verbs: Verbs, access: Access, instances: Instances, *, intake: Intake, metrics: Metrics) -> None:
         self._verbs = verbs
         self._access = access
-        self._nodes = nodes
+        self._instances = instances
         self._intake = intake
         self._metrics = metrics
         self._under_way = 0
@@ -81,7 +79,7 @@ class Routes:
             self._access.check(request)
         except PdxError as error:
             return _error(error)
-        told = msgspec.json.encode({"nodes": list(self._nodes()), "verbs": list(VERBS)})
+        told = msgspec.json.encode({"nodes": list(self._instances.all()), "verbs": list(VERBS)})
         return web.Response(body=told, content_type="application/json")
 
     async def _serve(self, request: web.Request) -> web.Response:

@@ -6,16 +6,20 @@ What is wrong with one of several nodes is in its entry, and the others are answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
-from pdx.errors import NodeUnavailable, PdxError, SelectionError, VerbRefused
+from pdx.errors import Exhausted, LegFailed, NodeUnavailable, NoEngine, PdxError, SelectionError, VerbRefused
 from pdx.proxy.cache.instances import Instance, Instances
 from pdx.proxy.cache.orders import Orders
 from pdx.proxy.chunk_index import ANY
+from pdx.proxy.engines import Engines
+from pdx.proxy.following import Following
 from pdx.proxy.hints import advice
+from pdx.proxy.leg import Legs
+from pdx.security.address import base_url
 from pdx.wire.messages import Outcome, Refused
 from pdx.wire.prompt import Prompt, about
 from pdx.wire.verbs import (
@@ -35,27 +39,24 @@ from pdx.wire.verbs import (
 )
 
 ALL = "*"
-Index = Callable[[Sequence[bytes]], tuple[Mapping[str, Mapping[str, int]], bool]]
+_TOKENIZE_S = 30.0
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 class Verbs:
     """All calls on one event loop. Each method raises what `pdx.errors` says of its body, its node, or its chunks."""
 
-    def __init__(
-        self,
-        instances: Instances,
-        orders: Orders,
-        tokenize: Callable[[Model, bytes], Awaitable[list[int]]],
-        *,
-        index: Index | None = None,
-    ) -> None:
-        """`tokenize` has that engine make tokens of the body of a request for its /tokenize. `index`: of some keys, how
-        many leading ones each tier of each node has, and whether that is known of all nodes; where it is not, and
-        without an index, nodes are asked."""
+    def __init__(self, instances: Instances, orders: Orders, engines: Engines, chunks: Following | None) -> None:
+        """`chunks`: what nodes tell of theirs; without it, and where that is not known of all nodes, they are asked.
+        Texts are made tokens of from the time on when `legs` is set."""
         self._instances = instances
         self._orders = orders
-        self._tokenize = tokenize
-        self._index = index
+        self._engines = engines
+        self._chunks = chunks
+        self.legs: Legs | None = None
         self._turn = asyncio.Semaphore(1)  # to make keys: more threads of Python would only hold up the loop
 
     async def carry_out(self, kind: type[Verb], said: Any, names: Collection[str], wait_s: float) -> dict[str, Outcome]:
@@ -116,9 +117,9 @@ class Verbs:
 
     def _by_index(self, ask: Find, nodes: Mapping[str, Instance]) -> dict[str, Outcome] | None:
         """What the index knows of it; None: nodes are to be asked."""
-        if self._index is None or not ask.what.keys or ask.ask:
+        if self._chunks is None or not ask.what.keys or ask.ask:
             return None
-        known, is_complete = self._index(ask.what.keys)
+        known, is_complete = self._chunks.lookup(ask.what.keys)
         if not is_complete:
             return None
         found: dict[str, Outcome] = {}
@@ -160,3 +161,22 @@ class Verbs:
             return Refused(error.error, str(error))
         except PdxError as error:
             return Refused.of(error)
+
+    async def _tokenize(self, model: Model, body: bytes) -> list[int]:
+        """The tokens that an engine makes of a text. It is asked without a key: a controller's is none of its own.
+
+        :raises NoEngine: it cannot be asked, or answers with something else.
+        """
+        url = base_url(model.url) if model.url else ""
+        engine = next((each for each in self._engines.all() if each.url == url), None)
+        if engine is None:
+            raise NoEngine(f"engine {model.engine!r} serves no HTTP that this proxy knows, so give token ids")
+        try:
+            assert self.legs is not None
+            answer, raw = await self.legs.ask(engine, "/tokenize", headers={}, timeout_s=_TOKENIZE_S, payload=body)
+            if answer.status == 200:
+                return msgspec.json.decode(raw, type=_Tokens).tokens
+            why = f"status {answer.status}"
+        except (LegFailed, Exhausted, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            why = str(error)
+        raise NoEngine(f"engine {model.engine!r} made no tokens of the text ({why[:200]}), so give token ids")

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import threading
-from collections import Counter
 
 import aiohttp
 import pytest
@@ -24,6 +23,7 @@ from pdx.proxy.cache.access import Token
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
 from pdx.security.token_file import load
+from pdx.telemetry.env import Env
 from pdx.wire.verbs import Find, JobStatus, Selection
 
 RUNNING = JobStatus("a:3f-7", "move", "running", 4)
@@ -121,7 +121,7 @@ def test_wrong_tokens_of_one_address_are_bounded(tmp_path, monkeypatch):
 
 def test_addresses_that_fail_are_forgotten_the_oldest_first(monkeypatch):
     monkeypatch.setattr(access, "_MAX_ADDRESSES", 2)
-    made = access.Access(None, counters=Counter(), faults=None, clock=lambda: 0.0)
+    made = access.Access(None, Env(lambda: 0.0))
     for address in ("a", "b", "c"):
         made._fail(address)
     assert list(made._failed) == ["b", "c"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from cache_stage import KEY, LAYOUT, SHAPE, refused, stage
@@ -166,7 +167,7 @@ def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(tmp_path):
         async with stage(tmp_path, "a", "b") as made:
             cache = made.made.proxy._cache
             known = {"a": {"any": 2, "memory": 1, "disk": 2}}
-            cache._verbs._index = lambda keys: (known if keys == KEYS.keys else {}, True)
+            cache.verbs._chunks = SimpleNamespace(lookup=lambda keys: (known if keys == KEYS.keys else {}, True))
             told = await made.answers("lookup", **SAID)
             assert [(each["tiers"], each["hits"], each["by_index"]) for each in told.values()] == [
                 ({"memory": 1, "disk": 2}, 2, True),
@@ -179,7 +180,7 @@ def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(tmp_path):
             assert (await made.ok("lookup", **SAID))["errors"] == silent
             cache._instances.problem = problem
             assert not (await made.answers("lookup", **SAID, ask=True))["a"]["by_index"]
-            cache._verbs._index = lambda _: (known, False)
+            cache.verbs._chunks.lookup = lambda _: (known, False)
             for what in (SAID["what"], {"request": "r"}):
                 assert not (await made.answers("lookup", what=what))["a"]["by_index"]
             assert len(made.nodes["a"].verbs) == 3

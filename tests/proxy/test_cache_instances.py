@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from cache_stage import LAYOUT, SHAPE
 
 from pdx.errors import NodeUnavailable, SelectionError
 from pdx.proxy.cache import instances as instances_module
 from pdx.proxy.cache.instances import FORGET_S, Instances
+from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION
 from pdx.wire.proxy import EngineReport, MarkReport, NodeReport
 
@@ -20,7 +23,9 @@ class Bed:
     def __init__(self, members=None):
         self.now = 100.0
         self.members = members
-        self.instances = Instances(members=lambda: self.members, silent_s=SILENT_S, clock=lambda: self.now)
+        self.instances = Instances(
+            SimpleNamespace(members=lambda: self.members), Env(lambda: self.now), silent_s=SILENT_S
+        )
 
     def heard(self, name):
         self.instances.check_heard(self.instances.get(name))

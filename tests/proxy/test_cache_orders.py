@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from cache_stage import KEY
@@ -15,7 +15,7 @@ from pdx.proxy import control as control_module
 from pdx.proxy.cache.orders import Orders
 from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import Arrival
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.env import Env
 from pdx.wire import messages
 from pdx.wire.explained import Explained
 from pdx.wire.proxy import Order, Reply, decode_from_proxy
@@ -29,7 +29,7 @@ class Stage(ControlStage):
 
     def __init__(self, address, **files):
         super().__init__(address, **files)
-        self.orders = Orders(self.control.order, counters=self.env.counters, faults=self.env.faults)
+        self.orders = Orders(self.control, self.env)
 
     def take(self, node, message):
         super().take(node, message)
@@ -108,22 +108,22 @@ def test_of_two_connections_with_one_name_the_last_is_told(tmp_path, monkeypatch
 
 def test_an_answer_that_comes_twice_at_once_counts_once():
     async def main():
-        counters, sent = Counter(), []
-        orders = Orders(lambda _, order: sent.append(order) or "", counters=counters, faults=Faults(counters))
+        env, sent = Env(), []
+        orders = Orders(SimpleNamespace(order=lambda _, order: sent.append(order) or ""), env)
         asked = asyncio.create_task(orders.ask("a", FIND, 60.0))
         await asyncio.sleep(0)
         for count in (1, 2):
             orders.replied("a", Reply(sent[0].number, Found(count, 0, {})))
         orders.lost("a", "was started again")
         assert (await asked).chunks == 1
-        assert counters["replies_late"] == 1
+        assert env.counters["replies_late"] == 1
 
     run(main)
 
 
 def test_what_could_not_be_posted_is_an_error_at_once():
     async def main():
-        orders = Orders(lambda _, order: "it is gone", counters=Counter(), faults=None)
+        orders = Orders(SimpleNamespace(order=lambda *_: "it is gone"), Env())
         with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
             await orders.ask("a", FIND, 60.0)
         assert len(orders) == 0

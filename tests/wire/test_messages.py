@@ -17,17 +17,29 @@ from wire_values import assert_bounded, refuse_all, valid, within
 from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
-from pdx.wire import messages
-from pdx.wire.base import MAX_KEYS
+from pdx.transports.channel import MAX_DETAIL_BYTES, MAX_NOTIFY_BYTES, TOKEN_BYTES, RemoteRegion
+from pdx.wire.base import DIGEST_BYTES, MAX_KEYS, MAX_SCHEMES
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
+    VERSION,
     Admit,
+    Admitted,
     Cancel,
     Fill,
     FromNode,
+    Hello,
+    Landed,
     Mark,
+    PeerFrame,
+    Push,
+    Refused,
+    Release,
+    Slices,
     ToNode,
+    Welcome,
     decode_from_node,
+    decode_landed,
+    decode_peer,
     decode_to_node,
     encode,
 )
@@ -56,8 +68,21 @@ DECODERS = {
     Reply: decode_to_proxy,
     Follow: decode_from_proxy,
     Changes: decode_to_proxy,
+    PeerFrame: decode_peer,
+    Landed: decode_landed,
 }
-BODIES = [*msgspec.inspect.type_info(messages.Ask).types, *msgspec.inspect.type_info(messages.Answer).types]
+# Of each envelope with bodies: how one is put into it.
+ENVELOPES = {ToNode: (1, True), FromNode: (1,), PeerFrame: (1, 0)}
+BODIES = [
+    (envelope, kind)
+    for envelope in ENVELOPES
+    for field in inspect.type_info(envelope).fields
+    if field.name == "body"
+    for kind in field.type.types
+]
+of_bodies = pytest.mark.parametrize(
+    ("envelope", "kind"), BODIES, ids=[f"{envelope.__name__}-{kind.tag}" for envelope, kind in BODIES]
+)
 # Only a node makes these, and only tools read them, of its own user or through a proxy; no number there is acted on.
 UNBOUNDED = {"NodeStatus", "AttachedStatus"}
 TRANSFER = "0123456789abcdef"
@@ -86,38 +111,77 @@ def test_the_bytes_of_a_message_are_pinned():
     frame = encode(ToNode(7, True, Fill([Slot(4096, 100, 3)], first_layer=2, seal=True)))
     assert msgpack.unpackb(frame) == [7, True, ["Fill", [[4096, 100, 3, 0]], 2, 1, True]]
     assert frame.hex() == "9307c395a446696c6c9194cd10006403000201c3"
+    assert VERSION == 7
+    frame = encode(PeerFrame(7, 3, Admitted(granted=[0, 2], granted_slots=[Slot(4096, 100, 3)])))
+    assert msgpack.unpackb(frame) == [
+        7,
+        3,
+        ["Admitted", 0, [], 0, False, [0, 2], [[4096, 100, 3, 0]], False, False, 0, False, [], 0.0],
+    ]
+    assert frame == bytes.fromhex(
+        "9307039da841646d69747465640090 00c29200029194cd1000640300c2c200c290 cb0000000000000000"
+    )
+    landed = encode(Landed(9, [Slices(8192, 4, 2, 1, b"01234567")]))
+    assert msgpack.unpackb(landed) == [9, [[8192, 4, 2, 1, b"01234567"]]]
 
 
 # ---- values out of bounds, from the types --------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BODIES[: len(inspect.type_info(messages.Ask).types)], ids=lambda kind: kind.tag)
-def test_a_node_refuses_every_value_out_of_bounds(kind):
+@of_bodies
+def test_every_value_of_a_body_out_of_bounds_is_refused(envelope, kind):
     """CVE-2026-93838, CVE-2026-94626: one unbounded integer was enough to exhaust memory."""
-    count = refuse_all(kind, lambda body: [1, True, body], decode_to_node)
-    assert count or not kind.fields
-
-
-@pytest.mark.parametrize("kind", BODIES[len(inspect.type_info(messages.Ask).types) :], ids=lambda kind: kind.tag)
-def test_a_client_refuses_every_value_out_of_bounds(kind):
     if kind.tag not in UNBOUNDED:
-        refuse_all(kind, lambda body: [1, body], decode_from_node)
+        count = refuse_all(kind, lambda body: [*ENVELOPES[envelope], body], DECODERS[envelope])
+        assert count or not kind.fields
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in (ToNode, FromNode)])
-def test_node_and_proxy_refuse_every_value_out_of_bounds(kind):
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in ENVELOPES])
+def test_every_value_out_of_bounds_is_refused(kind):
     assert refuse_all(inspect.type_info(kind), lambda body: body, DECODERS[kind])
 
 
 @pytest.mark.parametrize("seq", [0, -1, 1 << 63, "1", None, 1.0, []])
 def test_an_envelope_with_an_impossible_number_is_refused(seq):
-    with pytest.raises(ProtocolError):
-        decode_to_node(msgpack.packb([seq, True, ["Status"]]))
+    for decode, rest in ((decode_to_node, [True, ["Status"]]), (decode_peer, [0, ["Ping"]])):
+        with pytest.raises(ProtocolError):
+            decode(msgpack.packb([seq, *rest]))
 
 
 def test_every_field_that_crosses_a_process_has_a_bound():
     for kind in DECODERS:
         assert_bounded(inspect.type_info(kind), kind.__name__, UNBOUNDED)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        ["tcp", 1, b"t" * (TOKEN_BYTES - 1), b""],
+        ["tcp", 1, b"t" * (TOKEN_BYTES + 1), b""],
+        ["tcp", 0, b"t" * TOKEN_BYTES, b""],
+        ["tcp", (1 << 48) + 1, b"t" * TOKEN_BYTES, b""],
+        ["tcp", 1, b"t" * TOKEN_BYTES, b"d" * (MAX_DETAIL_BYTES + 1)],
+        ["../../evil", 1, b"t" * TOKEN_BYTES, b""],
+        ["os.system", 1, b"t" * TOKEN_BYTES, b""],
+        ["tcp", 1, "t" * TOKEN_BYTES, b""],
+        ["tcp", 1, b"t" * TOKEN_BYTES, ["pickle", b"."]],
+    ],
+)
+def test_a_handle_of_remote_memory_is_plain_and_bounded(region):
+    """CVE-2026-115912, CVE-2026-105192: handles of memory carried pickles; ours name no class and no path."""
+    with pytest.raises(ProtocolError):
+        decode_peer(msgpack.packb([1, 0, ["Welcome", 1, 1, "", 0, 0, "", "", b"", VERSION, "n", "h", [region]]]))
+
+
+def test_more_schemes_than_there_can_be_are_refused():
+    hello = msgspec.to_builtins(Hello(1, 1, "peer"), builtin_types=(bytes,))
+    for count in (MAX_SCHEMES, MAX_SCHEMES + 1):
+        hello[list(Hello.__struct_fields__).index("schemes") + 1] = ["s"] * count
+        if count == MAX_SCHEMES:
+            assert len(decode_peer(msgpack.packb([1, 0, hello])).body.schemes) == MAX_SCHEMES
+        else:
+            with pytest.raises(ProtocolError):
+                decode_peer(msgpack.packb([1, 0, hello]))
 
 
 # ---- frames that are no messages ------------------------------------------------------------------
@@ -129,11 +193,9 @@ def refused_by_all(frame):
             decode(frame)
 
 
-@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.tag)
-def test_a_message_cut_short_at_any_byte_is_refused(kind):
-    is_ask = kind in inspect.type_info(messages.Ask).types
-    frame = msgpack.packb([1, True, valid(kind)] if is_ask else [1, valid(kind)])
-    decode = decode_to_node if is_ask else decode_from_node
+@of_bodies
+def test_a_message_cut_short_at_any_byte_is_refused(envelope, kind):
+    frame, decode = msgpack.packb([*ENVELOPES[envelope], valid(kind)]), DECODERS[envelope]
     decode(frame)
     for length in range(len(frame)):
         with pytest.raises(ProtocolError):
@@ -144,11 +206,13 @@ def test_an_unknown_tag_is_refused():
     refused_by_all(msgpack.packb([1, True, ["Exec", "rm"]]))
     refused_by_all(msgpack.packb([1, ["Exec"]]))
     refused_by_all(msgpack.packb(["Exec"]))
+    refused_by_all(msgpack.packb([1, 0, ["Exec", "rm"]]))
+    refused_by_all(msgpack.packb([1, 0, ["Fill"]]))
 
 
 def test_trailing_bytes_are_refused():
-    for body in (encode(ToNode(1, True, Admit([]))), encode(Cancel(TRANSFER))):
-        refused_by_all(body + b"\x00")
+    for message in (ToNode(1, True, Admit([])), Cancel(TRANSFER), PeerFrame(1, 0, Admit([])), Landed(1, [])):
+        refused_by_all(encode(message) + b"\x00")
 
 
 def test_a_frame_beyond_the_limit_is_refused_before_it_is_read():
@@ -156,6 +220,8 @@ def test_a_frame_beyond_the_limit_is_refused_before_it_is_read():
     for decode in DECODERS.values():
         with pytest.raises(ProtocolError, match="exceeds the limit"):
             decode(frame)
+    with pytest.raises(ProtocolError, match="exceeds the limit"):
+        decode_landed(encode(Landed(1, [])) + bytes(MAX_NOTIFY_BYTES))
 
 
 def test_the_largest_message_fits_into_a_frame():
@@ -163,19 +229,67 @@ def test_the_largest_message_fits_into_a_frame():
     fill = ToNode((1 << 63) - 1, True, Fill(slots, 4095, 4096, seal=True))
     keys = [b"k" * KEY_BYTES] * MAX_KEYS
     admit = ToNode(1, True, Admit(keys, 1 << 48, 4096, 1023, 86_400.0, 1 << 48, True, "t" * 64, "expects"))
-    found = FromNode(1, messages.Admitted(MAX_KEYS, slots * 8, 1 << 62))
-    granted = FromNode(1, messages.Admitted(granted=list(range(MAX_KEYS)), granted_slots=slots * 8))
+    found = FromNode(1, Admitted(MAX_KEYS, slots * 8, 1 << 62))
+    granted = FromNode(1, Admitted(granted=list(range(MAX_KEYS)), granted_slots=slots * 8))
     for message in (fill, admit, found, granted):
         assert DECODERS[type(message)](encode(message)) == message
 
 
+def test_the_largest_messages_of_peers_fit_into_a_frame():
+    slots = [Slot(1 << 47, 1 << 47, (1 << 63) - 1)] * (MAX_KEYS * 8)
+    keys = [b"k" * KEY_BYTES] * MAX_KEYS
+    region = RemoteRegion("s" * 32, 1 << 48, b"t" * TOKEN_BYTES, bytes(MAX_DETAIL_BYTES))
+    for body in (
+        Admit(keys, 1 << 48, 4096, 1024, 0.0, 1 << 48, True, "t" * 64, layout=b"l" * KEY_BYTES, want=1 << 62),
+        Admitted(granted=[MAX_KEYS] * MAX_KEYS, granted_slots=slots),
+        Push(keys, "", 1024, "t" * 64),
+        Hello(
+            1,
+            1,
+            "peer",
+            "é" * 256,
+            epoch=1 << 62,
+            host="h" * 64,
+            schemes=["s" * 32] * MAX_SCHEMES,
+            layouts=[b"l" * KEY_BYTES] * 1024,
+        ),
+        Welcome(
+            1,
+            1,
+            name="n",
+            host="h",
+            regions=[region] * MAX_SCHEMES,
+            probe=slots[0],
+            layouts=[b"l" * KEY_BYTES] * 1024,
+        ),
+        Refused("PeerRefused", "é" * 1024),
+        Release(1, complete=True),
+    ):
+        message = PeerFrame((1 << 63) - 1, 1 << 62, body)
+        assert decode_peer(encode(message)) == message
+
+
+def test_a_notification_holds_all_layers_of_a_slice():
+    layers = 4096
+    landed = Landed(1 << 62, [Slices(1 << 48, 1 << 62, 0, layers, bytes(layers * DIGEST_BYTES))])
+    assert len(encode(landed)) <= MAX_NOTIFY_BYTES
+    assert decode_landed(encode(landed)) == landed
+
+
 @pytest.mark.parametrize(
     "bomb",
-    [b"\x91" * 100_000, b"\x81\xa1a" * 50_000, b"\x93\x01\xc3" * 50_000, b"\x94\xa4Fill" * 20_000],
+    [
+        b"\x91" * 100_000,
+        b"\x81\xa1a" * 50_000,
+        b"\x93\x01\xc3" * 50_000,
+        b"\x94\xa4Fill" * 20_000,
+        b"\x94\xa5Admit" * 20_000,
+    ],
 )
 def test_deep_nesting_is_refused(bomb):
     refused_by_all(bomb)
     refused_by_all(b"\x93\x01\xc3" + bomb)
+    refused_by_all(b"\x93\x01\x00" + bomb)
     refused_by_all(b"\x93\x01\xc3\x94\xa4Fill" + bomb)
 
 
@@ -183,6 +297,8 @@ def test_deep_nesting_is_refused(bomb):
 def test_a_length_that_lies_allocates_nothing(head):
     refused_by_all(head)
     refused_by_all(b"\x93\x01\xc3\x92\xa6Delete" + head)
+    refused_by_all(b"\x93\x01\x00\x93\xa8Admitted\x01" + head)
+    refused_by_all(b"\x93\x01\x00" + head)
 
 
 @given(st.binary(max_size=200))

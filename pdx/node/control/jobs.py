@@ -8,14 +8,14 @@ of another life of the node is told from one that never was.
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Literal
 
 import msgspec
 
 from pdx.errors import JobConflict, JobUnknown, NodeError, PdxError
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.wire.verbs import JobStatus
 
@@ -76,9 +76,9 @@ class Job(msgspec.Struct, eq=False):
 class JobTable:
     """The jobs of a node that run, and the last that have ended. Owned by the control loop."""
 
-    def __init__(self, node: str, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, node: str, epoch: int, env: Env) -> None:
         self._life = f"{node}:{epoch:x}"
-        self._clock = clock
+        self._clock = env.clock
         self._count = 0
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._running: list[Job] = []

@@ -8,8 +8,6 @@ whatever dies meanwhile, each chunk is somewhere.
 from __future__ import annotations
 
 import itertools
-import time
-from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from functools import partial
 
@@ -19,13 +17,16 @@ from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError
 from pdx.node.control.jobs import Job, Steps
 from pdx.node.control.places import Place, Places
 from pdx.node.peers.peers import Peers
+from pdx.store.chunk import from_node
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, CopyState, Priority
 from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
 from pdx.store.tiers import Tiers
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.wire.messages import Refused, Settle
+from pdx.wire.verbs import Found
 
 BATCH_BYTES = 64 << 20
 BATCH_SHARE = 0.125  # of the first arena, at most, may be held by a batch
@@ -35,6 +36,7 @@ ASK_S = 0.01  # between two questions to a peer
 ANSWER_S = 5.0  # that a remote store has to say what it has
 PUSH_AGAIN_S = 1.0  # what a peer does not have so long after it was pushed is pushed again
 SETTLE_S = 30.0  # that a peer has to store a batch
+MAX_SETTLING = 1 << 14  # chunks that are stored for peers, or of which no peer has asked what became
 
 
 class Errand(msgspec.Struct, frozen=True):
@@ -58,22 +60,19 @@ class Mover:
         places: Places,
         peers: Peers,
         *,
-        homes: Callable[[int], Sequence[int]],
         copy_s: float,
-        counters: Counter[str],
-        clock: Callable[[], float] = time.monotonic,
+        env: Env,
     ) -> None:
-        """`homes`: of a number of shards, the arenas on GPUs where the workers of an engine have theirs. A copy that
-        takes longer than `copy_s` is given up."""
+        """A copy that takes longer than `copy_s` is given up."""
         self._store = store
         self._tiers = tiers
         self._copies = copies
         self._places = places
         self._peers = peers
-        self._homes = homes
         self._copy_s = copy_s
-        self._counters = counters
-        self._clock = clock
+        self._counters = env.counters
+        self._clock = env.clock
+        self._settling: dict[tuple[str, bytes], Copy] = {}  # of what peers have pushed here, by tier and key
         self._crossing = 0  # batches that have room in the first arena, or are about to
 
     def steps(self, errand: Errand, keys: Sequence[tuple[bytes, Place]]) -> Steps:
@@ -145,7 +144,7 @@ class Mover:
                 yield from self._until_over(job, copies)
                 wanted = self._places.having(first, wanted, shards)
             if wanted and isinstance(target, Place) and target != first:
-                copies += self.take_away(target, wanted, shards)
+                copies += self._take_away(target, wanted, shards)
                 yield from self._until_over(job, copies)
             confirmed: Sequence[bytes]
             if isinstance(target, Place):
@@ -208,10 +207,10 @@ class Mover:
         held = [(key, tier, held) for key, held in self._places.found(source, absent, shards).items()]
         return self._copies.load(held, shards, priority=Priority.REBALANCE, deadline=deadline, who="a move")
 
-    def take_away(self, target: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
+    def _take_away(self, target: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
         """Copy these from the first arena to another tier of this node."""
         if target.tier is None:
-            return self._between(keys, self._places.first, self._homes(shards), shards)
+            return self._between(keys, self._places.first, self._places.homes(shards), shards)
         return self._stored(target.tier, keys, shards)
 
     def _between(self, keys: Sequence[bytes], source: Place, to: Sequence[int], shards: int) -> list[Copy]:
@@ -327,3 +326,58 @@ class Mover:
             why = target.tier.history.why(keys[0])
             state = f" ({now}{'; ' + why.why if why is not None else ''})"
         raise NodeError(f"{where} did not take {len(keys)} chunks{state}; {done}")
+
+    # ---- for peers ---------------------------------------------------------------------------
+
+    def settle(self, peer: str, ask: Settle) -> Found:
+        """What a peer has pushed here is to be in this tier. What others have brought to memory meanwhile stays there.
+
+        :raises NodeError: refused.
+        """
+        if len(ask.keys) > BATCH_KEYS:
+            raise NodeError(f"a peer may ask for {BATCH_KEYS} chunks to be stored at a time, not {len(ask.keys)}")
+        place = self._places.at(ask.tier) if ask.tier else self._places.first
+        self._places.check_homes(place, ask.shards)
+        first = self._places.first
+        count = self._places.leading(place, ask.keys, ask.shards)
+        if place.is_shared:
+            self._places.check_unnamed(ask.keys)
+        if self._places.seeks(place, ask.keys, ask.shards):  # others may have stored there what is not known here yet
+            return Found(len(ask.keys), count, {place.name: count})
+        if place != first:
+            self._settle_in(place, ask)
+            for key in self._places.having(place, ask.keys, ask.shards):
+                chunks = self._places.chunks(first, key, ask.shards)
+                if chunks and not any(
+                    chunk.is_found or chunk.is_kept or chunk.leases or chunk.origin.name != from_node(peer)
+                    for chunk in chunks
+                ):
+                    self._places.drop(first, [key], ask.shards, why="moved")
+        return Found(len(ask.keys), count, {place.name: count})
+
+    def _settle_in(self, place: Place, ask: Settle) -> None:
+        """Copy there what is here of it; each chunk once, however often and by however many it is asked.
+
+        :raises NodeError: the tier does not take it, or too much is under way.
+        """
+        there = self._places.found(place, ask.keys, ask.shards)
+        failed, wanted = 0, []
+        for key in ask.keys:
+            copy = self._settling.get((place.name, key))
+            if copy is not None and copy.state is not CopyState.OVER:
+                continue
+            self._settling.pop((place.name, key), None)
+            if key in there or not self._places.chunks(self._places.first, key, ask.shards):
+                continue
+            failed += copy is not None and not copy.is_complete
+            wanted.append(key)
+        if failed:
+            raise NodeError(f"{place.name} did not take {failed} of {len(ask.keys)} chunks")
+        if not wanted:
+            return
+        if len(self._settling) + len(wanted) > MAX_SETTLING:  # of some nobody asks any more
+            self._settling = {name: copy for name, copy in self._settling.items() if copy.state is not CopyState.OVER}
+        if len(self._settling) + len(wanted) > MAX_SETTLING:
+            raise NodeError(f"{len(self._settling)} chunks are being stored for peers already")
+        for copy in self._take_away(place, wanted, ask.shards):
+            self._settling.update(((place.name, key), copy) for key in copy.keys)

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdx.errors import TierUnknown
+from pdx.errors import NodeError, TierUnknown
+from pdx.memory.keys import is_named
+from pdx.node.sessions import Sessions
 from pdx.store.chunk import NODE, Chunk
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
@@ -50,10 +52,11 @@ class Place(msgspec.Struct, frozen=True):
 class Places:
     """See the module."""
 
-    def __init__(self, store: Store, tiers: Tiers, gpus: Sequence[str]) -> None:
+    def __init__(self, store: Store, tiers: Tiers, sessions: Sessions, gpus: Sequence[str]) -> None:
         """`gpus`: of each arena the UUID of its GPU; empty: it is in host memory."""
         self._store = store
         self._tiers = tiers
+        self._sessions = sessions
         host = frozenset(number for number, gpu in enumerate(gpus) if not gpu)
         self._memory = [
             Place(name, arenas) for name, arenas in ((HOST, host), (GPU, frozenset(range(len(gpus))) - host)) if arenas
@@ -80,6 +83,29 @@ class Places:
             known = ", ".join(repr(place.name) for place in self.all)
             raise TierUnknown(f"this node has no tier {name!r:.80}; it has {known}")
         return found
+
+    def homes(self, shards: int) -> tuple[int, ...]:
+        """Of chunks of so many shards the arenas on GPUs where the workers of an engine have theirs; empty: none is
+        attached that does."""
+        for session in self._sessions:
+            homes = self._sessions.arenas(session, shards) if session.hello.kind == "scheduler" else ()
+            if homes and all(homes):
+                return homes
+        gpu = next((place for place in self._memory if place.name == GPU), None)
+        return tuple(gpu.arenas) * shards if gpu is not None and len(gpu.arenas) == 1 else ()
+
+    def check_homes(self, place: Place, shards: int) -> None:
+        """:raises NodeError: chunks of so many shards have no arenas there."""
+        if place.name == GPU and place != self.first and not self.homes(shards):
+            raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
+
+    def check_unnamed(self, keys: Sequence[bytes]) -> None:
+        """A name says nothing of the bytes, which may be others at another node, or later.
+
+        :raises NodeError: a client has named one of these chunks.
+        """
+        if any(is_named(key) or any(chunk.is_named for chunk in self._store.of(key)) for key in keys):
+            raise NodeError("chunks that a client has named are not moved to where other nodes find them")
 
     # ---- what is there ----------------------------------------------------------------------
 

@@ -6,29 +6,26 @@ What is done at once is bounded by the message that asks for it; all else is a j
 from __future__ import annotations
 
 import itertools
-import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
-from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
-from pdx.node.control.moves import BATCH_KEYS, Errand, Mover
-from pdx.node.control.places import GPU, Place, Places
+from pdx.node.control.moves import Errand, Mover
+from pdx.node.control.places import Place, Places
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Sessions
-from pdx.store.chunk import Chunk, from_node
+from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
-from pdx.store.copy import Copy, CopyState
 from pdx.store.recoding import check
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
+from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_SLOTS
-from pdx.wire.messages import Outcome, Settle
+from pdx.wire.messages import Outcome
 from pdx.wire.verbs import (
     MAX_EVICTED,
     MAX_LISTED,
@@ -58,7 +55,6 @@ from pdx.wire.verbs import (
 _T = TypeVar("_T")
 
 STEP_KEYS = 256  # that a job drops, or begins to recode, between two messages of the control loop
-MAX_SETTLING = 1 << 14  # chunks that are stored for peers, or of which no peer has asked what became
 
 
 class Controls:
@@ -79,8 +75,7 @@ class Controls:
         gpus: Sequence[str],
         pin_share: float,
         copy_s: float,
-        counters: Counter[str],
-        clock: Callable[[], float] = time.monotonic,
+        env: Env,
     ) -> None:
         """`gpus`: see `Places`. `pin_share`: of all arenas, what may be pinned. A copy that takes longer than `copy_s`
         is given up."""
@@ -92,22 +87,19 @@ class Controls:
         self._admissions = admissions
         self._look_ahead = look_ahead
         self._pin_share = pin_share
-        self._counters = counters
-        self.places = Places(store, tiers, gpus)
-        self.jobs = JobTable(name, epoch, clock)
+        self._counters = env.counters
+        self.places = Places(store, tiers, sessions, gpus)
+        self.jobs = JobTable(name, epoch, env)
         self._mover = Mover(
             store,
             tiers,
             copies,
             self.places,
             peers,
-            homes=self._homes,
             copy_s=copy_s,
-            counters=counters,
-            clock=clock,
+            env=env,
         )
-        self._settling: dict[tuple[str, bytes], Copy] = {}  # of what peers have pushed here, by tier and key
-        peers.on_settle = self._settle
+        peers.on_settle = self._mover.settle
         self._handlers: dict[type[AnyVerb], Callable[[Any], Outcome]] = {
             Find: self._find,
             Move: self._move,
@@ -233,7 +225,7 @@ class Controls:
         elif same:
             raise ProtocolError(f"{ask.source} is moved to itself: name another tier to move to")
         if isinstance(target, Place):
-            self._check_homes(target, shards)
+            self.places.check_homes(target, shards)
         places, nbytes = self._whence(sources, keys, shards, is_named=bool(ask.source))
         found = [(key, places[key]) for key in keys if key in places]
         whence, where = ask.source or "any tier", f"{node or self._name}/{tier}"
@@ -245,7 +237,7 @@ class Controls:
         if not ask.keeps:
             self._check_unpinned(found, shards, "or keep it there (--keep)")
         if not isinstance(target, Place) or target.is_shared:
-            self._check_unnamed([key for key, _ in found])
+            self.places.check_unnamed([key for key, _ in found])
         verb = "copy" if ask.keeps else "move"
         what = f"{verb} {len(found)} of {len(keys)} chunks from {whence} to {where}"
         job = Job("move", what, [key for key, _ in found], len(found) * shards, nbytes)
@@ -276,77 +268,6 @@ class Controls:
         for key, place in found:
             if place.name in pinning and self.places.is_pinned(place, key, shards):
                 raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, {instead}")
-
-    def _check_unnamed(self, keys: Sequence[bytes]) -> None:
-        """A name says nothing of the bytes, which may be others at another node, or later."""
-        if any(is_named(key) or any(chunk.is_named for chunk in self._store.of(key)) for key in keys):
-            raise NodeError("chunks that a client has named are not moved to where other nodes find them")
-
-    def _check_homes(self, place: Place, shards: int) -> None:
-        if place.name == GPU and place != self.places.first and not self._homes(shards):
-            raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
-
-    def _homes(self, shards: int) -> tuple[int, ...]:
-        """The arenas on GPUs of the workers of an engine that has so many."""
-        for session in self._sessions:
-            homes = self._sessions.arenas(session, shards) if session.hello.kind == "scheduler" else ()
-            if homes and all(homes):
-                return homes
-        gpu = next((place for place in self.places.all if place.name == GPU), None)
-        return tuple(gpu.arenas) * shards if gpu is not None and len(gpu.arenas) == 1 else ()
-
-    def _settle(self, peer: str, ask: Settle) -> Found:
-        """What a peer has pushed here is to be in this tier. What others have brought to memory meanwhile stays there.
-
-        :raises NodeError: refused.
-        """
-        if len(ask.keys) > BATCH_KEYS:
-            raise NodeError(f"a peer may ask for {BATCH_KEYS} chunks to be stored at a time, not {len(ask.keys)}")
-        place = self.places.at(ask.tier) if ask.tier else self.places.first
-        self._check_homes(place, ask.shards)
-        first = self.places.first
-        count = self.places.leading(place, ask.keys, ask.shards)
-        if place.is_shared:
-            self._check_unnamed(ask.keys)
-        if self.places.seeks(place, ask.keys, ask.shards):  # others may have stored there what is not known here yet
-            return Found(len(ask.keys), count, {place.name: count})
-        if place != first:
-            self._settle_in(place, ask)
-            for key in self.places.having(place, ask.keys, ask.shards):
-                chunks = self.places.chunks(first, key, ask.shards)
-                if chunks and not any(
-                    chunk.is_found or chunk.is_kept or chunk.leases or chunk.origin.name != from_node(peer)
-                    for chunk in chunks
-                ):
-                    self.places.drop(first, [key], ask.shards, why="moved")
-        return Found(len(ask.keys), count, {place.name: count})
-
-    def _settle_in(self, place: Place, ask: Settle) -> None:
-        """Copy there what is here of it; each chunk once, however often and by however many it is asked.
-
-        :raises NodeError: the tier does not take it, or too much is under way.
-        """
-        there = self.places.found(place, ask.keys, ask.shards)
-        failed, wanted = 0, []
-        for key in ask.keys:
-            copy = self._settling.get((place.name, key))
-            if copy is not None and copy.state is not CopyState.OVER:
-                continue
-            self._settling.pop((place.name, key), None)
-            if key in there or not self.places.chunks(self.places.first, key, ask.shards):
-                continue
-            failed += copy is not None and not copy.is_complete
-            wanted.append(key)
-        if failed:
-            raise NodeError(f"{self._name}/{place.name} did not take {failed} of {len(ask.keys)} chunks")
-        if not wanted:
-            return
-        if len(self._settling) + len(wanted) > MAX_SETTLING:  # of some nobody asks any more
-            self._settling = {name: copy for name, copy in self._settling.items() if copy.state is not CopyState.OVER}
-        if len(self._settling) + len(wanted) > MAX_SETTLING:
-            raise NodeError(f"{len(self._settling)} chunks are being stored for peers already")
-        for copy in self._mover.take_away(place, wanted, ask.shards):
-            self._settling.update(((place.name, key), copy) for key in copy.keys)
 
     # ---- dropping ---------------------------------------------------------------------------
 

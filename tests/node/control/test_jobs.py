@@ -7,6 +7,7 @@ from collections import Counter
 
 from pdx.node.control import jobs as module
 from pdx.node.control.jobs import Job, JobTable
+from pdx.telemetry.env import Env
 
 
 def test_many_jobs_share_what_one_turn_of_the_loop_may_take():
@@ -19,7 +20,7 @@ def test_many_jobs_share_what_one_turn_of_the_loop_may_take():
             steps[name] += 1
             yield
 
-    table = JobTable("a", 1, lambda: now[0])
+    table = JobTable("a", 1, Env(lambda: now[0]))
     for number in range(module.MAX_RUNNING):
         table.start(Job("move", str(number), [bytes([number])], 1, 1), work(number))
     steps.clear()
@@ -37,7 +38,7 @@ def test_many_jobs_share_what_one_turn_of_the_loop_may_take():
 def test_what_is_done_between_two_steps_counts_as_well():
     """A tier tells of a chunk when it is done, which is seldom within a step of the job."""
     now = [0.0]
-    table = JobTable("a", 1, lambda: now[0])
+    table = JobTable("a", 1, Env(lambda: now[0]))
     job = Job("recode", "many chunks", [b"k"], 10, 10)
 
     def wait():
@@ -57,7 +58,7 @@ def test_what_is_done_between_two_steps_counts_as_well():
 
 def test_a_job_of_which_nothing_is_done_fails():
     now = [0.0]
-    table = JobTable("a", 1, lambda: now[0])
+    table = JobTable("a", 1, Env(lambda: now[0]))
     job = Job("move", "one chunk", [b"k"], 1, 1)
     name = table.start(job, (None for _ in itertools.count())).job
     now[0] += module.STALLED_S

@@ -10,7 +10,7 @@ from raw_engine import CHUNK_BYTES, LAYERS, key
 from pdx.config import NodeConfig
 from pdx.errors import NodeError
 from pdx.memory.arena import Arena
-from pdx.node.control import verbs as module
+from pdx.node.control import moves as module
 from pdx.node.control.moves import BATCH_KEYS
 from pdx.node.service import Service
 from pdx.store.chunk import NODE, Origin
@@ -63,10 +63,10 @@ def test_however_often_it_is_asked_each_chunk_is_copied_once(service, monkeypatc
         service.peers.on_settle("b", Settle(some, 1, "disk"))
     assert sum(len(copy.keys) for copy in service.copies.of(service.tiers.below[0][0])) == 64
     assert len(service.copies) - before <= 64
-    assert len(service.controls._settling) == 64
+    assert len(service.controls._mover._settling) == 64
     wait_until(lambda: turn(service) or settled(service, keys) == 64, what="they are stored")
     settled(service, keys)
-    assert not service.controls._settling
+    assert not service.controls._mover._settling
     assert not any(service.store.of(key) for key in keys)
 
 
@@ -96,7 +96,7 @@ def test_what_peers_ask_for_and_leave_is_bounded(service, monkeypatch):
     for first in range(0, 160, 8):
         keys = put(service, range(first, first + 8))
         settled(service, keys)
-        assert len(service.controls._settling) <= 16
+        assert len(service.controls._mover._settling) <= 16
         wait_until(lambda: turn(service) or not len(service.copies), what="they are stored")
     for first in (200, 208):
         settled(service, put(service, range(first, first + 8)))
