@@ -315,7 +315,7 @@ def test_a_frame_of_more_keys_than_a_frame_has_is_not_taken_in(line, caplog):
     assert line.known() == {key(7): {"disk"}}
 
 
-def test_when_a_node_that_filled_the_index_is_gone_the_others_are_known_whole_again(line):
+def test_others_are_known_whole_again_once_there_is_room(line):
     line.index._limit = 20
     line.following.heard("others", 1)
     line.index.add("others", "host", b"".join(KEYS[20:35]))

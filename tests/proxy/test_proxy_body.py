@@ -361,7 +361,7 @@ async def test_a_body_that_becomes_too_large_is_refused():
         assert made.proxy._intake.held_bytes == 0
 
 
-async def test_a_connection_that_is_closed_before_its_body_is_read_is_no_internal_error():
+async def test_a_connection_closed_before_its_body_is_no_internal_error():
     """It makes room for others, or its client goes: aiohttp says so with a RuntimeError."""
     intake = Intake(each_bytes=PIECE, all_bytes=PIECE, timeout_s=60.0)
     content = StreamReader(BaseProtocol(asyncio.get_running_loop()), PIECE)

@@ -63,17 +63,6 @@ async def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
         assert made.drops == []
 
 
-async def test_members_of_the_roster_report_and_are_told(members):
-    pairs, files, _ = members
-    with control_stage(**files) as made:
-        for name in ("one", "two"):
-            await made.node(name, pairs[name], pairs["proxy"].public).report()
-        await until(lambda: len(made.reports) == 2)
-        made.control.send_peers(PEERS)
-        assert await peers_of(made.nodes[0]) == await peers_of(made.nodes[1]) == PEERS
-        assert made.drops == []
-
-
 async def test_a_report_under_anothers_name_is_dropped(members):
     """CVE-2026-92972: a registration that was not authenticated poisoned the routing table."""
     pairs, files, _ = members

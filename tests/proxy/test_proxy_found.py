@@ -37,7 +37,7 @@ async def test_the_log_says_who_is_there_and_who_is_gone(caplog):
         assert len(said()) == len(set(said()))
 
 
-async def test_where_no_engine_can_be_reached_the_answer_says_so_and_when_to_come_back(made, caplog):
+async def test_where_no_engine_can_be_reached_the_answer_says_so(made, caplog):
     await made.prefill.stop()
     await made.decode.stop()
     for stream in (False, True):

@@ -133,7 +133,7 @@ async def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit, is_
 
 
 @pytest.mark.parametrize(("is_whole", "others"), [(True, False), (True, True), (False, False)])
-async def test_an_engine_that_is_silent_over_a_whole_answer_is_asked_whether_it_generates(is_whole, others):
+async def test_silence_over_a_whole_answer_has_the_engine_probed(is_whole, others):
     """Not one from which others hear, nor where the limit of a first byte finds out."""
     alone = Alone(is_whole=is_whole)
     record = alone.legs._health.of(ENGINE.url)

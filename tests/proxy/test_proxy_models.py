@@ -51,7 +51,7 @@ async def test_what_nobody_has_is_refused_in_an_engines_words():
         assert (status, json.loads(raw)["error"]["message"]) == (404, "The model `c` does not exist.")
 
 
-async def test_an_adapter_that_was_loaded_a_moment_ago_is_found_and_one_that_left_is_looked_for_elsewhere():
+async def test_adapters_are_found_where_they_are_loaded():
     async with two_models() as made:
         for engine in (made.prefills[1], made.decodes[1]):
             engine.models_served.append("adapter")

@@ -254,7 +254,7 @@ async def test_moments_of_another_host_are_told_by_this_hosts_clock(made):
 
 
 @pytest.mark.parametrize("request_kind", REQUESTS)
-async def test_the_nodes_of_both_engines_hear_of_a_session_before_its_legs_and_the_legs_name_it(request_kind):
+async def test_nodes_hear_of_a_session_before_its_legs_which_name_it(request_kind):
     async with cluster(**PATIENT) as made:
         await place(made, "one", "two")
         path, body = REQUESTS[request_kind]

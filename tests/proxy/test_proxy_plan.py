@@ -218,7 +218,7 @@ def test_a_field_nobody_has_thought_about_is_not_forwarded(name, value):
     assert classify(Route.COMPLETIONS, taken({**SIMPLE, unknown: 1})).why == "unknown_field"
 
 
-def test_transfer_parameters_of_clients_are_removed_wherever_vllm_would_find_them():
+def test_transfer_parameters_of_clients_are_removed():
     body = {
         **SIMPLE,
         "kv_transfer_params": {"do_remote_prefill": True},

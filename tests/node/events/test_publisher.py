@@ -350,7 +350,7 @@ def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
     assert after != before
 
 
-def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time_and_shares_it(stage, monkeypatch):
+def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time(stage, monkeypatch):
     """It asked again and again, and for each answer ZMQ kept a copy of all that was there."""
     stage = stage()
     stage.put(0)
@@ -384,7 +384,7 @@ def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time_and_shares_i
         assert unread.poll(20_000)
 
 
-def test_no_snapshot_is_made_while_readers_have_too_much_that_they_do_not_take(stage, monkeypatch):
+def test_no_snapshot_is_made_while_too_much_is_unread(stage, monkeypatch):
     stage = stage()
     publisher = stage.publisher
     wait_until(lambda: publisher._is_whole, what="it is taken in")
