@@ -54,9 +54,14 @@ async def test_without_any_engine_a_client_is_told_to_come_back():
         assert (status, headers["Retry-After"]) == (503, "1")
 
 
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return signed(tmp_path_factory.mktemp("tls"))
+
+
 @pytest.mark.parametrize("trusts", ["nobody", "option", "environment"])
-async def test_engines_with_tls(tmp_path, trusts, monkeypatch, caplog):
-    ca, cert, key = signed(tmp_path)
+async def test_engines_with_tls(certificates, trusts, monkeypatch, caplog):
+    ca, cert, key = certificates
     if trusts == "environment":
         monkeypatch.setenv("SSL_CERT_FILE", str(ca))
         aiohttps_own = ssl.create_default_context()  # made when aiohttp is imported, before this test
