@@ -1,6 +1,7 @@
 """One test per class of vulnerability that this kind of software had; each names the records it comes from."""
 
 import ast
+import functools
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ from node_harness import Wire, arenas_of, refused_node
 import pdx.config
 import pdx.memory.keys
 from pdx.errors import ConfigError, PeerUnknown
+from pdx.node.daemon import Daemon
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Bye, Cancel, Push, Refused, Release
 
@@ -26,11 +28,17 @@ CALLS = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {"recv_pyobj", "send_pyobj", "load_pyobj", "__reduce__", "__reduce_ex__", "__setstate__", "loads_pickle"}
 
 
+@functools.cache
+def all_nodes():
+    return [
+        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+    ]
+
+
 def nodes(kind):
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
-            if isinstance(node, kind):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+    return [(where, node) for where, node in all_nodes() if isinstance(node, kind)]
 
 
 def test_the_scan_sees_the_sources():
@@ -76,9 +84,9 @@ def test_no_socket_on_all_interfaces():
 
 def node_that_fails(settings):
     """What a node that does not start says."""
-    result = refused_node(**settings)
-    assert result.returncode == 1
-    return result.stderr
+    with pytest.raises(ConfigError) as failed:
+        Daemon(pdx.config.NodeConfig(arena_bytes=1 << 20, **settings))
+    return str(failed.value)
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "tcp://*:5555", "ipc://@pdx", "pgm://239.0.0.1:1"])
@@ -164,9 +172,7 @@ def test_a_folder_others_can_enter_is_refused(place, mode):
     folder = place / "open"
     folder.mkdir()
     folder.chmod(mode)
-    result = refused_node(f"ipc://{folder}/node.sock")
-    assert result.returncode == 1
-    assert "with mode 0700" in result.stderr
+    assert "with mode 0700" in node_that_fails({"address": f"ipc://{folder}/node.sock"})
     assert not list(folder.iterdir())
 
 
@@ -219,7 +225,7 @@ def test_names_without_end_open_no_sockets(place):
 def test_one_peer_cannot_speak_in_the_session_of_another(place):
     """CVE-2026-112266, CVE-2026-96762/96763: who guesses a number of somebody else's push reaches only its own.
 
-    What the node makes of it: tests/node/peers/test_receiver.py.
+    What the node makes of it: tests/node/peers/test_inbound_pushes.py.
     """
     stage = Stage(place)
     try:

@@ -168,6 +168,7 @@ def test_a_chunk_arrives_at_the_other_host_both_ways(machines: list[Machine]) ->
     wait_at_rest(machines, 5)
 
 
+@pytest.mark.long
 def test_nobody_listens_beyond_the_address_that_was_named(machines: list[Machine]) -> None:
     """Neither the link nor the data channel is open on another address of the host."""
     alpha, beta = machines
@@ -178,6 +179,7 @@ def test_nobody_listens_beyond_the_address_that_was_named(machines: list[Machine
         assert addresses == {machine.host.address}, listening
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["between writes", "in the middle of a write"])
 def test_the_cable_is_pulled_and_plugged_in_again(moment: str, machines: list[Machine]) -> None:
     """What was on its way is given up within deadlines, on both sides; nothing stays behind, and all works again."""
@@ -226,6 +228,7 @@ def works(alpha: Machine, beta: Machine) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_two_hosts_that_never_met_do_not_wait_for_each_other(machines: list[Machine]) -> None:
     """No cable from the start: pushing costs nothing but the push."""
     alpha, beta = machines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from cuda_world import one_gpu, two_gpus
 
 from pdx.testing.channel_conformance import BetweenKindsOfMemory, BetweenProcesses, ChannelConformance, ChannelSetting
@@ -16,6 +17,7 @@ class TestCudaIpc(ChannelConformance):
     world = one_gpu
 
 
+@pytest.mark.long
 class TestLegacyHandles(BetweenProcesses):
     """No process opens its own handles. The memory goes with its process."""
 
@@ -30,6 +32,7 @@ class TestFromGpuToHost(BetweenKindsOfMemory):
     world = one_gpu
 
 
+@pytest.mark.long
 class TestFromHostToGpu(BetweenKindsOfMemory):
     region = CudaIpcRegion
     memories = (HostFile, GpuBlock)

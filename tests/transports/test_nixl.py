@@ -30,6 +30,7 @@ class TestNixl(UcxConformance):
     region = NixlRegion
 
 
+@pytest.mark.long
 class TestNixlOverTcp(UcxConformance):
     region = NixlTcpRegion
 

@@ -45,10 +45,12 @@ class UcxTcpRegion(UcxRegion):
     settings: ClassVar[dict[str, str]] = {"TLS": "tcp"}
 
 
+@pytest.mark.long
 class TestUcx(UcxConformance):
     region = UcxRegion
 
 
+@pytest.mark.long
 class TestUcxOverTcp(UcxConformance):
     region = UcxTcpRegion
 

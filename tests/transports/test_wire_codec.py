@@ -35,6 +35,7 @@ class EncodingTcp(TcpRegion):
     codec: str = "lossless"
 
 
+@pytest.mark.long
 class TestEncodingTcp(ChannelConformance):
     region: ClassVar[type[TcpRegion]] = EncodingTcp
 

@@ -1,7 +1,5 @@
 """A channel that changes bytes on their way: what it changed never becomes a chunk. Two nodes in this process."""
 
-import contextlib
-import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -9,11 +7,9 @@ import msgspec
 import pytest
 from inproc import InprocListener, InprocRegion
 from node_harness import MIB
-from peers_harness import pattern, put, read
+from peers_harness import LocalCluster, pattern, put, read
 
 import pdx
-from pdx.config import NodeConfig
-from pdx.node.daemon import Daemon
 from pdx.testing.waiting import wait_until
 from pdx.transports import registry
 
@@ -47,52 +43,15 @@ class FlippingRegion(InprocRegion):
         return FlippingListener(self.memory, self.wake)
 
 
-@contextlib.contextmanager
-def daemon(config):
-    """A node on a thread of this process, and a client of it."""
-    ready, stop = threading.Event(), threading.Event()
-
-    def serve():
-        with Daemon(config) as node:
-            ready.set()
-            while not stop.is_set():
-                node.turn(0.05)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    assert ready.wait(10)
-    try:
-        with pdx.connect(config.address, timeout_s=30.0) as client:
-            yield client
-    finally:
-        stop.set()
-        thread.join()
-
-
 @pytest.fixture
 def nodes(place, monkeypatch):
     global COUNT
     COUNT = iter(range(1 << 30))
     WRONG.clear()
     monkeypatch.setitem(registry._OURS, "flipping", f"{__name__}:FlippingRegion")
-    roster = place / "roster.toml"
-    roster.write_text("".join(f'[nodes.{name}]\naddress = "ipc://{place}/{name}.sock.peers"\n' for name in "ab"))
-    roster.chmod(0o600)
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                daemon(
-                    NodeConfig(
-                        address=f"ipc://{place}/{name}.sock",
-                        name=name,
-                        roster=str(roster),
-                        arena_bytes=8 * MIB,
-                        channels=["flipping"],
-                    )
-                )
-            )
-            for name in "ab"
-        ]
+    with LocalCluster(place, "ab", arena_bytes=8 * MIB, channels=["flipping"]) as cluster:
+        cluster.start("a", "b")
+        yield cluster["a"], cluster["b"]
 
 
 @pytest.mark.parametrize("write", [0, 2, 3])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from connection_stage import Raw
 from node_harness import MIB, NodeProcess, attached
-from peers_harness import Cluster, pattern, put, read, why_not
+from peers_harness import Cluster, LocalCluster, pattern, put, read, why_not
 
 from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
@@ -20,17 +20,12 @@ CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
 TRANSFER = "transfer-0123456789"
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def channel(request):
-    return request.param
-
-
 @pytest.fixture
 def cluster_of(place):
     clusters = []
 
-    def start(names, up=None, **settings):
-        clusters.append(Cluster(place, names, **settings))
+    def start(names, up=None, kind=LocalCluster, **settings):
+        clusters.append(kind(place, names, **{"channels": ["tcp"], **settings}))
         clusters[-1].start(*(names if up is None else up))
         return clusters[-1]
 
@@ -39,11 +34,19 @@ def cluster_of(place):
         cluster.close()
 
 
-@pytest.mark.parametrize("scheme", ["shm", "tcp", "ucx", "nixl"])
-def test_parts_are_across_before_the_last_is_filled(cluster_of, scheme):
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [
+        ("shm", LocalCluster),
+        ("tcp", LocalCluster),
+        pytest.param("ucx", Cluster, marks=pytest.mark.long),
+        pytest.param("nixl", Cluster, marks=pytest.mark.long),
+    ],
+)
+def test_parts_are_across_before_the_last_is_filled(cluster_of, scheme, kind):
     if why := why_not(scheme):
         pytest.skip(why)
-    cluster = cluster_of("ab", channels=[scheme])
+    cluster = cluster_of("ab", kind=kind, channels=[scheme])
     a, b = cluster["a"], cluster["b"]
     data = pattern(1, 4 * MIB)
     with a.reserve("x", len(data), parts=4, push_to="b") as chunk:
@@ -61,8 +64,8 @@ def test_parts_are_across_before_the_last_is_filled(cluster_of, scheme):
     assert cluster.counter("b", "digest_mismatches") == 0
 
 
-def test_a_name_that_stands_twice_in_a_push_is_pushed_once(cluster_of, channel):
-    cluster = cluster_of("ab", channels=[channel])
+def test_a_name_that_stands_twice_in_a_push_is_pushed_once(cluster_of):
+    cluster = cluster_of("ab")
     a, b = cluster["a"], cluster["b"]
     for number, name in enumerate("xy"):
         put(a, name, pattern(number, 5000))
@@ -80,8 +83,8 @@ def test_who_waits_for_a_chunk_asks_less_often_the_longer_it_waits(cluster_of):
     assert a.status().counters["lookups"] < 200
 
 
-def test_sealed_chunks_are_pushed_and_fetched_in_both_directions(cluster_of, channel):
-    cluster = cluster_of("ab", channels=[channel])
+def test_sealed_chunks_are_pushed_and_fetched_in_both_directions(cluster_of):
+    cluster = cluster_of("ab")
     a, b = cluster["a"], cluster["b"]
     sizes = {"one": 1, "odd": 12_345, "granule": 4096, "large": 3 * MIB}
     for number, (name, nbytes) in enumerate(sizes.items()):
@@ -120,8 +123,8 @@ def an_engine_at_a(cluster):
         yield worker, scheduler, keys, hits
 
 
-def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(cluster_of, channel):
-    cluster = cluster_of("ab", channels=[channel])
+def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(cluster_of):
+    cluster = cluster_of("ab")
     with an_engine_at_a(cluster) as (worker, scheduler, keys, hits):
         assert hits(keys[0]) == 1, "how fast it is was not known"
         wait_until(lambda: not cluster.peer("a", "b").landing, what="b has said that all was written, so it is known")
@@ -134,8 +137,8 @@ def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(clust
         assert hits(keys[2]) == 1
 
 
-def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(cluster_of, channel):
-    cluster = cluster_of("ab", channels=[channel])
+def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(cluster_of):
+    cluster = cluster_of("ab")
     with an_engine_at_a(cluster) as (worker, _, keys, hits):
         worker.ask(Ping(chunk_s=0.5))
         with cluster["a"].reserve("most of it", 15 * MIB + MIB // 2):
@@ -146,8 +149,8 @@ def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(clust
         assert cluster.counter("a", "fetches_not_worth") == 0
 
 
-def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of, channel):
-    cluster = cluster_of("abc", channels=[channel])
+def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of):
+    cluster = cluster_of("abc")
     a, b, c = (cluster[name] for name in "abc")
     data = pattern(1, 4 * MIB)
     with a.reserve("x", len(data), parts=4, push_to="b") as chunk:
@@ -162,8 +165,8 @@ def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of, chann
     cluster.settle()
 
 
-def test_a_source_that_gives_up_ends_the_push_at_all_nodes(cluster_of, channel):
-    cluster = cluster_of("abc", channels=[channel])
+def test_a_source_that_gives_up_ends_the_push_at_all_nodes(cluster_of):
+    cluster = cluster_of("abc")
     a, b = cluster["a"], cluster["b"]
     with a.reserve("x", 4 * MIB, parts=4, push_to="b") as chunk:
         chunk.fill(0)
@@ -177,7 +180,7 @@ def test_a_source_that_gives_up_ends_the_push_at_all_nodes(cluster_of, channel):
 
 
 def test_names_that_no_roster_has(cluster_of):
-    cluster = cluster_of("a", channels=["shm"])
+    cluster = cluster_of("a")
     a = cluster["a"]
     put(a, "x", b"x", push_to="nobody")
     assert cluster.counter("a", "push_impossible") == 1
@@ -204,7 +207,7 @@ def test_a_peer_that_was_there_and_left_is_forgotten(place):
 
 
 def test_a_peer_that_is_not_there(place):
-    with Cluster(place, "ab", channels=["shm"], peer_timeout_s=1.0) as cluster:
+    with LocalCluster(place, "ab", channels=["shm"], peer_timeout_s=1.0) as cluster:
         cluster.start("a")
         put(cluster["a"], "x", b"x", push_to="b")
         with pytest.raises(ChunkMissing):
@@ -216,8 +219,8 @@ def test_a_peer_that_is_not_there(place):
         assert read(cluster["b"], "x", wait_s=10.0) == b"x"
 
 
-def test_a_full_peer_gets_it_when_there_is_room(cluster_of, channel):
-    cluster = cluster_of("ab", channels=[channel], of_one={"b": {"arena_bytes": MIB}}, grant_s=30.0)
+def test_a_full_peer_gets_it_when_there_is_room(cluster_of):
+    cluster = cluster_of("ab", of_one={"b": {"arena_bytes": MIB}}, grant_s=30.0)
     a, b = cluster["a"], cluster["b"]
     put(b, "old", pattern(1, CHUNK))
     with b.get("old"):
@@ -229,10 +232,8 @@ def test_a_full_peer_gets_it_when_there_is_room(cluster_of, channel):
     cluster.settle()
 
 
-def test_64_at_once_with_room_for_one_chunk_all_come_to_an_end(cluster_of, channel):
-    cluster = cluster_of(
-        "ab", channels=[channel], of_one={"a": {"arena_bytes": 64 * MIB}, "b": {"arena_bytes": MIB}}, grant_s=30.0
-    )
+def test_64_at_once_with_room_for_one_chunk_all_come_to_an_end(cluster_of):
+    cluster = cluster_of("ab", of_one={"a": {"arena_bytes": 64 * MIB}, "b": {"arena_bytes": MIB}}, grant_s=30.0)
     a, b = cluster["a"], cluster["b"]
     outcomes = {}
 
@@ -258,8 +259,8 @@ def test_64_at_once_with_room_for_one_chunk_all_come_to_an_end(cluster_of, chann
 
 
 @pytest.mark.parametrize("where", ["a", "b"])
-def test_a_transfer_that_is_cancelled_ends_at_both_nodes(cluster_of, channel, where):
-    cluster = cluster_of("ab", channels=[channel])
+def test_a_transfer_that_is_cancelled_ends_at_both_nodes(cluster_of, where):
+    cluster = cluster_of("ab")
     keys = [bytes([number]) * 16 for number in range(2)]
     with attached(cluster.address("a")) as prefill, attached(cluster.address("b")) as decode:
         reserved = prefill.ask(Admit(keys, 2 * MIB, layers=2, transfer=TRANSFER, push_to="b", part="writes"))
@@ -278,9 +279,9 @@ def test_a_transfer_that_is_cancelled_ends_at_both_nodes(cluster_of, channel, wh
 
 
 @pytest.mark.parametrize("is_up", [False, True], ids=["not up yet", "up"])
-def test_a_transfer_that_ended_before_it_was_offered_is_not_waited_for(cluster_of, channel, is_up):
+def test_a_transfer_that_ended_before_it_was_offered_is_not_waited_for(cluster_of, is_up):
     """Its prefill was aborted before a channel between the two nodes was chosen."""
-    cluster = cluster_of("ab", up="ab" if is_up else "a", channels=[channel])
+    cluster = cluster_of("ab", up="ab" if is_up else "a")
     keys = [bytes([number]) * 16 for number in range(2)]
     with attached(cluster.address("a")) as prefill:
         prefill.ask(Admit(keys, MIB, layers=2, transfer=TRANSFER, push_to="b", part="writes"))
@@ -294,8 +295,8 @@ def test_a_transfer_that_ended_before_it_was_offered_is_not_waited_for(cluster_o
     cluster.settle()
 
 
-def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, channel):
-    cluster = cluster_of("ab", channels=[channel])
+def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of):
+    cluster = cluster_of("ab")
     keys = [bytes([number]) * 16 for number in range(3)]
     with attached(cluster.address("a")) as prefill, attached(cluster.address("b")) as decode:
         reserve = Admit(keys, MIB, layers=2, tail_nbytes=5000, transfer=TRANSFER, push_to="b", part="writes")

@@ -1,11 +1,11 @@
-"""Spans of pushes between two real nodes: each write of a transfer, from its submission to its acknowledgement."""
+"""Spans of pushes between two nodes: each write of a transfer, from its submission to its acknowledgement."""
 
 import time
 from collections import Counter
 
 import pytest
 from node_harness import MIB, attached
-from peers_harness import Cluster, pattern, put, read
+from peers_harness import LocalCluster, pattern, put, read
 
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError
@@ -30,13 +30,8 @@ def folder(place):
 
 
 @pytest.fixture
-def channel():
-    return "tcp"
-
-
-@pytest.fixture
-def cluster(channel, place, folder):
-    with Cluster(place, "ab", channels=[channel], trace=str(folder), peer_share=1.0) as made:
+def cluster(place, folder):
+    with LocalCluster(place, "ab", channels=["tcp"], trace=str(folder), peer_share=1.0) as made:
         made.start("a", "b")
         yield made
 
@@ -69,7 +64,6 @@ def by_layer(spans):
     return dict(found)
 
 
-@pytest.mark.parametrize("channel", ["shm", "tcp"])
 def test_every_layer_is_written_once_and_when_it_is_filled(cluster, folder):
     bounds = []
     with attached(cluster.address("a")) as prefill:
