@@ -270,6 +270,9 @@ def run(main):
 
 # Prompts after which the stand-in's first token can be forwarded, is half a character, and ends the text.
 FORWARDED, HALF, ENDED = "beta", "p1", "prompt 17"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
+TALK = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 12}
 
 
 def events(raw):

@@ -16,7 +16,7 @@ from aiohttp.base_protocol import BaseProtocol
 from engine_standin import Server
 from hypothesis import example, given
 from hypothesis import strategies as st
-from proxy_harness import FORWARDED, cluster, run, until, within
+from proxy_harness import CHAT, COMPLETIONS, FORWARDED, cluster, run, until, within
 from read_at_once import classify, parse, single_prompt
 
 from pdx.errors import RequestRefused
@@ -27,7 +27,6 @@ from pdx.proxy.body import LENIENT_BYTES, PIECE, Intake, as_engines_read, encode
 from pdx.proxy.plan import Mode, Route, planning, strip_control
 from pdx.proxy.turns import in_turns
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 4}
 
 NUMBERS = ["0", "-0", "1e2", "1E400", "-1e-400", "NaN", "Infinity", "-Infinity", "1" * 4300, "1" * 5000, "0.1"]

@@ -10,15 +10,11 @@ from unittest import mock
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_harness import FORWARDED, HALF, cluster, events, until, within
+from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, cluster, events, until, within
 
 from pdx.errors import ConfigError
 from pdx.proxy.server import Server
 from pdx.telemetry.env import Env
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
-TALK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 30}
 
 PHASES = {
     "prefill": ("prefill", "hang", COMPLETIONS, BODY),

@@ -5,11 +5,8 @@ import json
 import signal
 
 import pytest
-from proxy_harness import FORWARDED, within
+from proxy_harness import BODY, COMPLETIONS, within
 from proxy_process import proxy_process
-
-COMPLETIONS = "/v1/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 
 
 async def stream(made, until_end, path=COMPLETIONS):

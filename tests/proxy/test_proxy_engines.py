@@ -1,4 +1,4 @@
-"""Which engines and nodes are known, how engines are, and which timelines are kept."""
+"""Which engines and nodes are known, and how engines are."""
 
 from unittest.mock import Mock
 
@@ -6,15 +6,12 @@ import msgspec
 import pytest
 
 from pdx.errors import ConfigError
-from pdx.proxy import timelines as module
 from pdx.proxy.engines import FORGET_S, MAX_ENGINES, MAX_ENGINES_OF_NODE, MAX_NODES, Engines
 from pdx.proxy.health import FIRST_S, LONGEST_S, PROBE_S, EngineState, Health, Reason
-from pdx.proxy.plan import Mode, Route
-from pdx.proxy.timelines import Timeline, Timelines
 from pdx.security.address import base_url
 from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, EngineFacts
-from pdx.wire.proxy import EngineReport, MarkReport, NodeReport, PeerEntry
+from pdx.wire.proxy import EngineReport, NodeReport, PeerEntry
 
 
 class Clock:
@@ -483,26 +480,3 @@ def test_peers_are_the_nodes_that_listen_each_with_its_latest_life():
     clock.now += 3.1
     found.expire()
     assert found.peers() == {}
-
-
-def timeline(transfer):
-    return Timeline(transfer=transfer, route=Route.CHAT, mode=Mode.SAMPLED, why="chat", moments=[])
-
-
-def mark(transfer, at_ns, event="sealed"):
-    return MarkReport(transfer=transfer, event=event, at_ns=at_ns, nbytes=7, tokens=1, engine="e")
-
-
-def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
-    monkeypatch.setattr(module, "MAX_MOMENTS", 3)
-    kept = Timelines(2)
-    for name in ("one", "two", "three"):
-        kept.open(timeline(name))
-    assert [each["transfer_id"] for each in kept.view()] == ["two", "three"]
-    kept.merge([mark("two", 5), mark("two", 3), mark("one", 1), mark("unheard of", 1)])
-    found = kept.find("two")
-    assert [moment.at_ns for moment in found["moments"]] == [3, 5]
-    assert found["breakdown"].moved_bytes == 14
-    kept.merge([mark("two", at) for at in range(100)])
-    assert len(kept.find("two")["moments"]) == 3
-    assert kept.find("one") is None

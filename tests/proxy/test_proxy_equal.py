@@ -6,9 +6,7 @@ import random
 
 import pytest
 from engine_standin import Server
-from proxy_harness import ENDED, FORWARDED, HALF, cluster, events, within
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+from proxy_harness import CHAT, COMPLETIONS, ENDED, FORWARDED, HALF, cluster, events, within
 
 
 def normal_whole(raw):

@@ -8,14 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 from engine_standin import Server, StandIn
-from proxy_harness import FORWARDED, HALF, cluster, events, patience, until, within
+from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, cluster, events, patience, until, within
 
 from pdx.proxy import leg, relay
 from pdx.proxy.health import Health
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
-TALK = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 12}
 
 
 def text_of(raw, *, stream=False):

@@ -7,14 +7,11 @@ import ssl
 
 import pytest
 from engine_standin import StandIn
-from proxy_harness import FORWARDED, cluster, until
+from proxy_harness import BODY, COMPLETIONS, cluster, until
 from remote_bed import signed
 
 from pdx.errors import ConfigError
 from pdx.proxy.leg import engine_tls
-
-COMPLETIONS = "/v1/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 
 
 async def test_the_log_says_who_is_there_and_who_is_gone(caplog):

@@ -7,16 +7,13 @@ from unittest.mock import Mock, patch
 
 import aiohttp
 import pytest
-from proxy_harness import FORWARDED, cluster, patience, until, within
+from proxy_harness import BODY, COMPLETIONS, cluster, patience, until, within
 
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import EngineState, Health, Reason
 from pdx.proxy.leg import failed
 from pdx.proxy.probe import Probes
 from pdx.telemetry.env import Env
-
-COMPLETIONS = "/v1/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+from unittest.mock import Mock
 
 import pytest
-from proxy_harness import FORWARDED, cluster
+from proxy_harness import CHAT, COMPLETIONS, FORWARDED, Node, cluster
 from read_at_once import parse
 
 from pdx.proxy import hints, why
@@ -15,7 +16,6 @@ from pdx.wire.hints import Hints, Verdict, tenant
 from pdx.wire.proxy import Arriving
 from pdx.wire.verbs import Why
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 4}
 CHATTED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 SAID = {"version": 1, "session": "mine", "priority": 5, "lease_s": 90, "prefetch": ["next"], "color": "red"}
@@ -171,3 +171,37 @@ async def test_what_clients_may_ask_for_is_clipped():
         _, headers, _ = await made.post(COMPLETIONS, {**BODY, "pdx_hints": {"version": 1, "priority": 3}})
         assert headers["X-PDX-Hints"] == "priority=accepted"
         await node
+
+
+def one(request, outcome="accepted"):
+    """A node tells of one request."""
+    return Explained([explained(request, Verdict("priority", outcome))], 1)
+
+
+async def test_what_others_say_or_of_other_requests_is_no_answer():
+    async with cluster() as made:
+
+        async def answer():
+            assert (await made.node._next(Why)).request == "abc"
+            for told in (one("cmpl-xyz-0", "refused"), one("cmpl-abc-0")):
+                await made.node.socket.send(messages.encode(told))
+
+        stranger = Node(made.node.address, "stranger")  # it has not reported
+        await stranger.socket.send(messages.encode(one("cmpl-abc-0", "refused")))
+        node = asyncio.create_task(answer())
+        asks = {**BODY, "pdx_hints": {"version": 1, "priority": 5}}
+        _, told, _ = await made.post(COMPLETIONS, asks, headers={"X-Request-Id": "abc"})
+        assert told["X-PDX-Hints"] == "priority=accepted"
+        await node
+        stranger.close()
+
+
+async def test_only_so_many_may_wait_for_it(monkeypatch):
+    monkeypatch.setattr(why, "MAX_ASKED", 1)
+    asked = []
+    explainer = why.Explainer(Mock(ask_why=asked.append))
+    first = asyncio.create_task(explainer.verdicts("a"))
+    await asyncio.sleep(0)
+    assert await explainer.verdicts("b") == []
+    explainer.told(one("cmpl-a-0"))
+    assert (await first, asked) == ([Verdict("priority", "accepted")], ["a"])

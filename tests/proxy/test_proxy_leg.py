@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from proxy_harness import cluster, until, within
+from proxy_harness import COMPLETIONS, cluster, until, within
 
 from pdx.errors import ClientGone, LegFailed
 from pdx.proxy.config import ProxyConfig
@@ -15,7 +15,6 @@ from pdx.proxy.health import EngineState, Health
 from pdx.proxy.leg import Legs
 from pdx.telemetry.env import Env
 
-COMPLETIONS = "/v1/completions"
 ESTABLISHED, KEEPALIVE = "01", "02"  # a connection's state, and its timer, in /proc/net/tcp
 
 ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=True)

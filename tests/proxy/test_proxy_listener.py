@@ -8,12 +8,10 @@ from unittest import mock
 
 import aiohttp
 import pytest
-from proxy_harness import FORWARDED, cluster, run, until, within
+from proxy_harness import BODY, COMPLETIONS, cluster, run, until, within
 
 from pdx.proxy import server as listener
 
-COMPLETIONS = "/v1/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 

@@ -5,13 +5,10 @@ import json
 
 import pytest
 from engine_standin import Server
-from proxy_harness import FORWARDED, cluster, until
+from proxy_harness import BODY, CHAT, COMPLETIONS, TALK, cluster, until
 
 from pdx.proxy import probe
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
-TALK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 12}
 FORMS = [(COMPLETIONS, BODY), (COMPLETIONS, {**BODY, "n": 2}), (COMPLETIONS, {**BODY, "stream": True}), (CHAT, TALK)]
 
 

@@ -5,16 +5,13 @@ import time
 
 import msgspec
 import pytest
-from proxy_harness import FORWARDED, HALF, cluster, until, within
+from proxy_harness import BODY, CHAT, COMPLETIONS, HALF, TALK, cluster, until, within
 
 from pdx.proxy.hints import digest
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.proxy import MarkReport, Prefilled, decode_from_proxy
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
-TALK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
 PATIENT = {"heartbeat_timeout_s": 60.0, "known": False}  # nodes report once in these tests, and only where placed
 REQUESTS = {
     "forward": (COMPLETIONS, BODY),

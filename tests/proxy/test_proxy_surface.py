@@ -6,14 +6,11 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
-from proxy_harness import FORWARDED, cluster, within
+from proxy_harness import BODY, CHAT, COMPLETIONS, cluster, within
 
 from pdx.proxy.body import as_engines_read
 from pdx.proxy.plan import SWITCHES, WHOLE
 from pdx.proxy.server import _HEAD_BYTES
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 
 
 async def post_large(made, path, body):

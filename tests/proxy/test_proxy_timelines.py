@@ -1,15 +1,17 @@
-"""Moments of other hosts, by this host's clock."""
+"""Which timelines are kept, and moments of other hosts by this host's clock."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdx.proxy import timelines as module
 from pdx.proxy.engines import MAX_NODES, Engines
 from pdx.proxy.health import Health
-from pdx.proxy.timelines import WINDOW_NS, Clocks
+from pdx.proxy.plan import Mode, Route
+from pdx.proxy.timelines import WINDOW_NS, Clocks, Timeline, Timelines
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION
-from pdx.wire.proxy import NodeReport
+from pdx.wire.proxy import MarkReport, NodeReport
 
 MS, S = 10**6, 10**9
 
@@ -83,3 +85,26 @@ def test_nobody_was_silent_while_the_proxy_itself_stood_still():
         now += 0.5
         engines.expire()
     assert engines.nodes() == 0
+
+
+def timeline(transfer):
+    return Timeline(transfer=transfer, route=Route.CHAT, mode=Mode.SAMPLED, why="chat", moments=[])
+
+
+def mark(transfer, at_ns, event="sealed"):
+    return MarkReport(transfer=transfer, event=event, at_ns=at_ns, nbytes=7, tokens=1, engine="e")
+
+
+def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
+    monkeypatch.setattr(module, "MAX_MOMENTS", 3)
+    kept = Timelines(2)
+    for name in ("one", "two", "three"):
+        kept.open(timeline(name))
+    assert [each["transfer_id"] for each in kept.view()] == ["two", "three"]
+    kept.merge([mark("two", 5), mark("two", 3), mark("one", 1), mark("unheard of", 1)])
+    found = kept.find("two")
+    assert [moment.at_ns for moment in found["moments"]] == [3, 5]
+    assert found["breakdown"].moved_bytes == 14
+    kept.merge([mark("two", at) for at in range(100)])
+    assert len(kept.find("two")["moments"]) == 3
+    assert kept.find("one") is None
