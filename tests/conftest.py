@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("pdx.testing")  # the suite's own modules, whichever test imports one of them first
 
-from node_harness import MIB, NodeProcess, Puppet, Wire, arenas_of, attached  # noqa: E402
+from node_harness import MIB, NodeProcess, NodeThread, Puppet, Wire, arenas_of, attached  # noqa: E402
 
 from pdx.config import NodeConfig  # noqa: E402
 
@@ -179,13 +179,12 @@ def address(place: Path) -> str:
 
 
 @contextlib.contextmanager
-def _nodes(address: str) -> Iterator[Callable[..., NodeProcess]]:
-    nodes: list[NodeProcess] = []
+def _nodes(address: str, make: Callable[[NodeConfig], Any] = NodeProcess.ready) -> Iterator[Callable[..., Any]]:
+    nodes: list[Any] = []
 
-    def start_node(**settings: Any) -> NodeProcess:
-        config = NodeConfig(**{"address": address, "arena_bytes": 8 * MIB, **settings})
-        nodes.append(NodeProcess(config))
-        return nodes[-1].wait_ready()
+    def start_node(**settings: Any) -> Any:
+        nodes.append(make(NodeConfig(**{"address": address, "arena_bytes": 8 * MIB, **settings})))
+        return nodes[-1]
 
     try:
         yield start_node
@@ -202,6 +201,13 @@ def start_node(address: str) -> Iterator[Callable[..., NodeProcess]]:
 
 
 @pytest.fixture
+def start_here(address: str) -> Iterator[Callable[..., NodeThread]]:
+    """Starts nodes in threads of this process, with the same settings; ends them after the test."""
+    with _nodes(address, NodeThread) as start:
+        yield start
+
+
+@pytest.fixture
 def node(start_node: Callable[..., NodeProcess]) -> NodeProcess:
     """A real node process with an arena of 8 MiB."""
     return start_node()
@@ -211,6 +217,13 @@ def node(start_node: Callable[..., NodeProcess]) -> NodeProcess:
 def module_node() -> Iterator[NodeProcess]:
     """One node process for all tests of a file, which must leave nothing in it."""
     with _private_place() as folder, _nodes(f"ipc://{folder}/node.sock") as start:
+        yield start()
+
+
+@pytest.fixture(scope="module")
+def node_here() -> Iterator[NodeThread]:
+    """The same in a thread of this process."""
+    with _private_place() as folder, _nodes(f"ipc://{folder}/node.sock", NodeThread) as start:
         yield start()
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from pdx.bench.harness.nodes import Asking, asking, one_node
 from pdx.bench.harness.report import Figure, at_most, plain, publish
 from pdx.memory.arena import Arena
-from pdx.store.store import Claim, Store
+from pdx.store.claim import Claim
+from pdx.store.store import Store
 from pdx.telemetry.env import Env
 from pdx.wire.messages import Abort, Admit, Fill, Ping, Release
 
@@ -100,7 +101,7 @@ def index_bytes() -> float:
             gc.collect()
             used = tracemalloc.get_traced_memory()[0] - before
             tracemalloc.stop()
-            assert store.census()[0] == {"sealed": INDEX_CHUNKS}
+            assert store.index.census()[0] == {"sealed": INDEX_CHUNKS}
             return used / INDEX_CHUNKS
 
 

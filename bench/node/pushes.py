@@ -23,9 +23,10 @@ from pdx.client.api import Node
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
+from pdx.store.claim import Claim
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until

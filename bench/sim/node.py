@@ -80,7 +80,7 @@ class SimulatedNode:
             scale=scale,
             chunk_bytes=GRANULE_BYTES,
             on_removed=service.tiers.storing.removed,
-            is_used=service.store.is_found,
+            is_used=service.store.index.is_found,
         )
 
     def _attach(self, kind: str) -> Session:
@@ -129,11 +129,11 @@ class SimulatedNode:
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         """Where the bytes of these, which are in host memory, came from: the name of a tier, or of the engine."""
-        return [chunks[0].origin.name for chunks in self.service.store.find(keys, 1)]
+        return [chunks[0].reservation.origin.name for chunks in self.service.store.find(keys, 1)]
 
     def refresh(self, keys: Sequence[bytes]) -> None:
         """What these are worth to an oracle has changed."""
-        self.service.store.refresh([chunk for key in keys for chunk in self.service.store.of(key)])
+        self.service.store.refresh([chunk for key in keys for chunk in self.service.store.index.of(key)])
 
     def _ask(self, session: Session, ask: Ask) -> Answer | None:
         self._tick()

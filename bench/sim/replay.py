@@ -18,8 +18,9 @@ from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.oracle import Belady, Future
 from pdx.bench.sim.requests import Request, Trace
 from pdx.memory.arena import GRANULE_BYTES, TABLE_BYTES, Arena
+from pdx.store.claim import Claim
 from pdx.store.policies import by_name
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.telemetry.env import Env
 
 SESSION = 1
@@ -65,7 +66,7 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
             if request.more:
                 _fill(store, request.more)
             if future is not None:
-                store.refresh([chunk for key in request.keys for chunk in store.of(key)])
+                store.refresh([chunk for key in request.keys for chunk in store.index.of(key)])
             most_bytes = max(most_bytes, store.total_bytes - store.free_bytes)
     return Kept(found / trace.tokens, most_bytes // GRANULE_BYTES)
 

@@ -67,7 +67,7 @@ class ModelledTier(Tier):
         on_removed: Callable[[Sequence[bytes]], None] = lambda keys: None,
         is_used: Callable[[bytes], bool] = lambda key: False,
     ) -> None:
-        """`on_done`: `Copies.done`; `on_removed`: `Storing.removed`; `is_used`: `Store.is_found`. `chunk_bytes`: of a
+        """`on_done`: `Copies.done`; `on_removed`: `Storing.removed`; `is_used`: `Index.is_found`. `chunk_bytes`: of a
         slot."""
         self.name, self.kind = device.name, device.kind
         self.max_job_bytes = chunk_bytes

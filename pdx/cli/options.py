@@ -225,7 +225,7 @@ _OF_NODES = (
         "--policy",
         default="lru",
         metavar="NAME",
-        help="Which chunks leave memory first: lru, lfu, fifo, s3fifo, gittins, sieve, age:SECONDS or idle:SECONDS.",
+        help="Which chunks leave memory first: lru, s3fifo, gittins, age:SECONDS or idle:SECONDS.",
     ),
     option(
         "--salt-quota",

@@ -17,7 +17,7 @@ from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
 from pdx.wire.base import TransferId
-from pdx.wire.hints import VERSION, Envelope, Hints, Verdict, parse, worst
+from pdx.wire.hints import Envelope, Hints, Verdict, parse, worst
 
 NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roster, never an address
 
@@ -58,21 +58,12 @@ def parse_params(params: Any) -> TransferParams | None:
     return parsed
 
 
-_OLDER = {"pdx_session": "session", "pdx_priority": "priority", "pdx_reuse_s": "reuse_s"}
-
-
 def parse_hints(params: Any, salt: str | None = None) -> Envelope:
     """What a request says of the future of its chunks: the envelope `pdx_hints` among its parameters. Never fails.
 
-    `salt`: its cache salt. Without an envelope, parameters of the older names are read as one.
+    `salt`: its cache salt.
     """
-    if not isinstance(params, Mapping):
-        return parse(None, salt)
-    envelope = params.get("pdx_hints")
-    if envelope is None:
-        older = {name: params[word] for word, name in _OLDER.items() if word in params}
-        envelope = {"version": VERSION, **older} if older else None
-    return parse(envelope, salt)
+    return parse(params.get("pdx_hints") if isinstance(params, Mapping) else None, salt)
 
 
 class Asked(NamedTuple):

@@ -22,15 +22,16 @@ from pdx.node.hinting import Hinting
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk, Origin
+from pdx.store.claim import Claim
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.paying import UNKNOWN, Computing
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
-from pdx.wire.base import MAX_SLOTS
+from pdx.wire.base import check_slots
 from pdx.wire.hints import Verdict
 from pdx.wire.messages import Admit, Admitted, Answer, Refused
 
@@ -173,8 +174,7 @@ class Admissions:
 
         :raises NodeError, ProtocolError: refused; nothing is held.
         """
-        if len(ask.keys) * ask.shards > MAX_SLOTS:
-            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        check_slots(len(ask.keys), ask.shards)
         least = min(ask.nbytes, ask.tail_nbytes or ask.nbytes)
         if ask.nbytes and ask.layers > least:
             raise ProtocolError(f"{ask.layers} slices do not fit into {least} bytes")
@@ -272,7 +272,8 @@ class Admissions:
             for chunk in chunks:
                 if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
                     chunk.hints = ask.hints
-        self._tiers.storing.found_by_request([chunk for chunk in chunks if chunk.state is State.SEALED])
+        if chunks:
+            self._tiers.storing.found_by_request([chunk for chunk in chunks if chunk.state is State.SEALED])
         lease, lease_s = 0, 0.0
         if chunks and ask.lease_s:
             lease_s = min(ask.lease_s, self._config.max_lease_s)
@@ -294,7 +295,7 @@ class Admissions:
             self._counters["looked_up_chunks"] += ask.sought
             self._counters["hit_chunks"] += min(len(hits), ask.sought)
             self._counters["part_hit_blocks"] += part_blocks
-            if len(hits) < ask.sought:
+            if len(hits) < ask.sought and self._tiers.below:
                 self._tiers.missed(ask.keys[len(hits)], is_named=session.hello.kind == "client")
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
@@ -328,7 +329,7 @@ class Admissions:
             return []
         found: list[tuple[Chunk, ...]] = []
         for key in reversed(ask.keys):  # where there was no room for all, the last ones are missing
-            chunks = self._store.known(key, ask.shards, arenas)
+            chunks = self._store.index.known(key, ask.shards, arenas)
             if chunks is None or not _is_of(ask.awaits, chunks):
                 return []
             found.append(tuple(chunks))
@@ -437,6 +438,8 @@ class Admissions:
         if not (names and ask.lease_s and ask.wait_s):
             return None
         who, computing = _who(session, ask), self._computing(session, ask.shards)
+        if not self._tiers.below:
+            return None
         for key, count in self._tiers.parts(ask.before(hits), names, ask.shards):
             more = count - self._part(ask, hits, arenas)[1]
             if more <= 0 or key in ask.keys[hits : hits + 1]:  # that one is not worth its load as a whole, or gone
@@ -458,16 +461,19 @@ class Admissions:
                 return 0.0
             if arenas and self._tiers.may_come(ask.keys, hits, ask.shards, arenas, transfer=awaited, who=who):
                 return math.inf
-            if self._transfers.is_under_way(awaited) or self._store.is_filling(ask.keys[hits], ask.shards):
+            if self._transfers.is_under_way(awaited) or self._store.index.is_filling(ask.keys[hits], ask.shards):
                 return math.inf
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
                 return math.inf
         is_named, computing = session.hello.kind == "client", self._computing(session, ask.shards)
-        patience_s = self._tiers.may_come(
-            ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who, computing=computing
-        )
-        if patience_s:
-            return patience_s
+        if self._tiers.below or arenas or ask.keys[hits] in self._store.index.partial:
+            patience_s = self._tiers.may_come(
+                ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who, computing=computing
+            )
+            if patience_s:
+                return patience_s
+        if ask.source in ("", self._name):
+            return 0.0
         try:
             return math.inf if self._peers.may_come(ask, hits, computing) else 0.0
         except (PeerError, ConfigError) as error:
@@ -480,13 +486,13 @@ class Admissions:
         if chunk_s == math.inf:
             return UNKNOWN
         workers = self._sessions.workers(session.hello.engine, shards)
-        unfilled = self._store.num_unfilled(workers[0].number) if workers else 0
+        unfilled = self._store.index.num_unfilled(workers[0].number) if workers else 0
         return Computing(chunk_s, BACKLOG_LEFT * unfilled * chunk_s)
 
 
 def _is_of(transfer: str, chunks: Sequence[Chunk]) -> bool:
     """Whether what is still being filled of these comes with the transfer."""
-    return all(chunk.state is State.SEALED or chunk.transfer == transfer for chunk in chunks)
+    return all(chunk.state is State.SEALED or chunk.reservation.transfer == transfer for chunk in chunks)
 
 
 def _who(session: Session, ask: Admit) -> str:

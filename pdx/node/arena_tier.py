@@ -24,9 +24,11 @@ from pdx.errors import ArenaTooSmall, GpuError, PdxError, StaleSlot, TransferAbo
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NODE, Origin
+from pdx.store.claim import Claim
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy
-from pdx.store.store import Claim, Store
+from pdx.store.history import Cause
+from pdx.store.store import Store
 from pdx.store.tier import Grant, Job, Part, Tier
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
@@ -66,7 +68,7 @@ class ArenaTier(Tier):
         claim = Claim(
             keys=copy.keys,
             nbytes=first.slot.nbytes,
-            layers=first.layers,
+            layers=first.reservation.layers,
             owner=NODE,
             writers=[NODE] * copy.shards,
             arenas=tuple(copy.arenas),
@@ -96,7 +98,7 @@ class ArenaTier(Tier):
     def over(self, copy: Copy) -> None:
         """What was not copied has no use any more."""
         self._cancelled.discard(copy.number)
-        self._copies.give_back(self._slots.pop(copy.number, []), "not copied between arenas in time")
+        self._copies.give_back(self._slots.pop(copy.number, []), Cause.NOT_COPIED)
 
     def close(self) -> None:
         """End the thread, and wait for the job that it does, for some seconds. Idempotent."""

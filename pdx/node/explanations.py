@@ -44,6 +44,7 @@ class Explanations:
         self._sessions = sessions
         self._why_not_fetched = why_not_fetched
         self._store = store
+        self._index = store.index
         self._tiers = tiers
         self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
         self._begun = Begun()
@@ -67,8 +68,8 @@ class Explanations:
         chunks, blocks = part
         found = [*self._of_hits(hits, now)]
         if chunks:
-            text = f"the leading {blocks} blocks, {_came_from(chunks[0].origin, now)}"
-            found.append(Reason(len(hits), 1, True, _kind(chunks[0].origin), text))
+            text = f"the leading {blocks} blocks, {_came_from(chunks[0].reservation.origin, now)}"
+            found.append(Reason(len(hits), 1, True, _kind(chunks[0].reservation.origin), text))
         return [*found, *self._of_misses(session, ask, len(hits) + bool(chunks), now)]
 
     def note(
@@ -141,7 +142,7 @@ class Explanations:
         of_session = {session.number: session.title for session in self._sessions}
         held = Counter({f"leased by {of_session.get(number, 'a peer')}": nbytes for number, nbytes in leased.items()})
         held.update({f"being filled for {name or 'others'}": nbytes for name, nbytes in filled.items() if nbytes > 0})
-        held["pinned"] += self._store.pinned_bytes
+        held["pinned"] += self._store.index.pinned_bytes
         return [f"{nbytes} {what}" for what, nbytes in held.most_common(MAX_HOLDERS) if nbytes]
 
     def of(self, request: str, now: float) -> Explained:
@@ -152,16 +153,16 @@ class Explanations:
 
     def _of_hits(self, hits: Sequence[tuple[Chunk, ...]], now: float) -> Iterator[Reason]:
         first = 0
-        for _, run in itertools.groupby(hits, key=lambda chunks: id(chunks[0].origin)):
+        for _, run in itertools.groupby(hits, key=lambda chunks: id(chunks[0].reservation.origin)):
             chunks = list(run)
-            origin = chunks[0][0].origin
+            origin = chunks[0][0].reservation.origin
             yield Reason(first, len(chunks), True, _kind(origin), _came_from(origin, now))
             first += len(chunks)
 
     def _of_misses(self, session: Session, ask: Admit, first: int, now: float) -> Iterator[Reason]:
         end = min(ask.sought, first + MAX_EXPLAINED)
         chunk_s = self._sessions.chunk_s(session, ask.shards)
-        slow = self._why_not_fetched(ask, ask.sought - first, chunk_s)
+        slow = self._why_not_fetched(ask, ask.sought - first, chunk_s) if ask.source else ""
         why = [self._why(session, ask, index, now, chunk_s, slow) for index in range(first, end)]
         why += [("gap", "behind the first that are missing")] * (ask.sought - end)
         for (kind, text), run in itertools.groupby(why):
@@ -172,23 +173,24 @@ class Explanations:
     def _why(self, session: Session, ask: Admit, index: int, now: float, chunk_s: float, slow: str) -> tuple[str, str]:
         """In one word, and in a sentence. `slow`: why its peer was not asked."""
         key = ask.keys[index]
-        if chunks := self._store.of(key):
+        if chunks := self._index.of(key):
             shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
             if any(chunk.state is State.FILLING for chunk in chunks):
-                return "filling", f"being filled by {chunks[0].origin.name or 'another request'} at that time"
+                by = chunks[0].reservation.origin.name or "another request"
+                return "filling", f"being filled by {by} at that time"
             if len(shards) >= ask.shards:
                 return "gap", "here, but behind one that is missing"
             if shards:
                 return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
         is_named = session.hello.kind == "client"
-        below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s) or slow
-        if below:
-            return "tier", below
+        has_tiers = self._tiers.below
+        below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s) if has_tiers else ""
+        if below or slow:
+            return "tier", below or slow
         gone = self._store.history.why(key)
-        lacking = dict(self._tiers.lacking(key, gone, is_named=is_named))  # the first of each kind
+        lacking = dict(self._tiers.lacking(key, gone, is_named=is_named)) if has_tiers else {}  # the first of each kind
         if gone is not None:
-            kind = next((kind for start, kind in _KINDS.items() if gone.why.startswith(start)), "gone")
-            text = gone.told(now)
+            kind, text = gone.why.kind, gone.told(now)
         elif lacking:
             kind, text = next(iter(lacking)), f"never in memory here{self._or_forgotten}"
         else:
@@ -201,25 +203,12 @@ class Explanations:
         return ", or so long ago that it is forgotten" if self._store.history.has_forgotten else ""
 
 
-# By how the history's words begin.
-_KINDS = {
-    "evicted": "evicted",
-    "deleted": "deleted",
-    "expired": "expired",
-    "dropped": "dropped",
-    "not loaded": "failed",
-    "never whole": "unfinished",
-    "not filled": "unfinished",
-}
-
-
 def _whose(session: Session) -> str:
     return session.hello.engine or session.hello.name
 
 
 def _kind(origin: Origin) -> str:
-    first = origin.name.partition(" ")[0]
-    return {"disk": "disk", "remote": "remote", "node": "peer"}.get(first, "memory")
+    return origin.kind if origin.kind in ("disk", "remote", "peer") else "memory"
 
 
 def _came_from(origin: Origin, now: float) -> str:

@@ -16,6 +16,7 @@ from pdx.node.look_ahead import LookAhead, Wanted
 from pdx.store.chunk import Chunk
 from pdx.store.hints.demotions import Demotions
 from pdx.store.hints.ends import Ends
+from pdx.store.history import Cause
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
@@ -25,7 +26,6 @@ from pdx.wire.messages import Admit
 from pdx.wire.verbs import Advise, Advised
 
 AGAIN_S = 1.0  # what is being filled when it should be forgotten is looked at again after that
-TTL = "deleted: its time to live was over"
 Outcome = tuple[str, str, str]  # of one field: outcome, why, and what it was clipped to
 
 
@@ -60,14 +60,19 @@ class Hinting:
         """A request was answered; `granted` are indices into its keys. What became of each field of its hints."""
         if not (ask.lease_s or ask.nbytes):
             return []  # it looks, and uses nothing
-        self.demotions.use(ask.keys)
-        if not ask.hints.ttl_s:
+        if self.demotions.keys:
+            self.demotions.use(ask.keys)
+        if self.ends.until and not ask.hints.ttl_s:
             self.ends.use(ask.keys)
         if not ask.hints.asks:
             return []
         new = {ask.keys[index] for index in granted if not self._tiers.has(ask.keys[index], ask.shards)}
         if ask.transfer is not None:  # the other leg of the same request has written these
-            new |= {key for key in ask.keys if any(one.transfer == ask.transfer for one in self._store.of(key))}
+            new |= {
+                key
+                for key in ask.keys
+                if any(one.reservation.transfer == ask.transfer for one in self._store.index.of(key))
+            }
         wanted = Wanted(ask.keys, ask.shards, arenas, is_named)
         return self._carry_out(ask.hints, Target(wanted, frozenset(new), is_request=True))
 
@@ -115,7 +120,7 @@ class Hinting:
     def _runs(self, hints: Hints, wanted: Wanted) -> Iterator[list[Chunk]]:
         """The leading keys of which memory has every shard, filled or still being filled: of this tenant alone."""
         for key in wanted.keys:
-            chunks = self._store.known(key, wanted.shards, wanted.arenas)
+            chunks = self._store.index.known(key, wanted.shards, wanted.arenas)
             if chunks is None or any(chunk.hints.salt not in (b"", hints.salt) for chunk in chunks):
                 return
             yield chunks
@@ -130,8 +135,9 @@ class Hinting:
         now = self._clock()
         chunks = self._all(hints, target.wanted)
         for chunk in chunks:
-            known = chunk.expected_at if chunk.expected_at > now else math.inf
-            chunk.expected_at = min(known, now + hints.reuse_s)
+            known = chunk.keep.expected_at if chunk.keep.expected_at > now else math.inf
+            at = min(known, now + hints.reuse_s)
+            chunk.keep = msgspec.structs.replace(chunk.keep, expected_at=at)
         self._store.refresh(chunks)
         return ("accepted", "", "") if chunks else ("refused", "none of its chunks is in memory", "")
 
@@ -146,7 +152,7 @@ class Hinting:
 
     def _end(self, hints: Hints, target: Target) -> Outcome:
         wanted = target.wanted
-        known = [key for key in wanted.keys if key not in target.new and self._store.of(key)]
+        known = [key for key in wanted.keys if key not in target.new and self._store.index.of(key)]
         if not target.is_request:
             known = [chunks[0].key for chunks in self._runs(hints, wanted)]
         ended, others, excess = self.ends.set(target.new, known, self._clock() + hints.ttl_s)
@@ -237,10 +243,10 @@ class Hinting:
         """Forget what has come to its end, and have chunks leave memory; call it a few times a second."""
         now = self._clock()
         if over := self.ends.take(now):
-            filling = {key for key in over if any(one.state is State.FILLING for one in self._store.of(key))}
+            filling = {key for key in over if any(one.state is State.FILLING for one in self._store.index.of(key))}
             self.ends.postpone(filling, now + AGAIN_S)
             gone = [key for key in over if key not in filling]
-            self._counters["ttl_deleted"] += max(self._tiers.forget(gone), self._store.delete(gone, TTL))
+            self._counters["ttl_deleted"] += max(self._tiers.forget(gone), self._store.delete(gone, Cause.ENDED))
         self.demotions.tick()
 
 

@@ -111,7 +111,7 @@ class LookAhead:
                 left_out += 1
                 continue
             looks += len(wanted.keys)
-            chunks = [chunk for key in wanted.keys for chunk in self._store.of(key)]
+            chunks = [chunk for key in wanted.keys for chunk in self._store.index.of(key)]
             found[name] = len(chunks), sum(chunk.slot.nbytes for chunk in chunks)
         return found, left_out
 

@@ -59,7 +59,7 @@ class Reports:
     def status(self) -> NodeStatus:
         """Everything `pdx node --status` shows."""
         now = self._clock()
-        chunks, nbytes, pins = self._store.census()
+        chunks, nbytes, pins = self._store.index.census()
         return NodeStatus(
             name=self._name,
             epoch=self._epoch,
@@ -82,7 +82,7 @@ class Reports:
                 for gpu, pool in zip(self._gpus, self._store.pools, strict=True)
             ],
             mapped=num_mapped(),
-            pinned_bytes=self._store.pinned_bytes,
+            pinned_bytes=self._store.index.pinned_bytes,
             tiers=self._tiers.statuses(),
         )
 

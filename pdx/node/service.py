@@ -41,7 +41,7 @@ from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
-from pdx.wire.base import MAX_SLOTS
+from pdx.wire.base import check_slots
 from pdx.wire.explained import Explained
 from pdx.wire.messages import (
     RIGHTS,
@@ -220,7 +220,7 @@ class Service:
                 reserve_bytes=config.disk_reserve_bytes,
                 codec=config.disk_codec,
                 name=name,
-                is_used=self.store.is_found,
+                is_used=self.store.index.is_found,
                 on_removed=self.tiers.storing.removed,
                 **common,
             )
@@ -378,8 +378,7 @@ class Service:
         return self.admissions.ask(session, ask)
 
     def _expect(self, session: Session, ask: Expect) -> Answer:
-        if len(ask.keys) * ask.shards > MAX_SLOTS:
-            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        check_slots(len(ask.keys), ask.shards)
         return Done(int(self.look_ahead.expect(session, ask, self.sessions.arenas(session, ask.shards))))
 
     def _push(self, session: Session, ask: Push) -> Answer:
@@ -405,7 +404,7 @@ class Service:
 
     def _abort(self, session: Session, ask: Abort) -> Answer:
         chunks = self.store.unfinished(ask.slots)
-        owned = [chunk for chunk in chunks if chunk.owner == session.number]
+        owned = [chunk for chunk in chunks if chunk.reservation.owner == session.number]
         mine = owned if ask.unused else [chunk for chunk in chunks if chunk.writer == session.number]
         self.store.abort(owned)
         self.store.let_go(mine)
@@ -431,8 +430,7 @@ class Service:
         return Done(1)
 
     def _pin(self, session: Session, ask: Pin) -> Answer:
-        if len(ask.keys) * ask.shards > MAX_SLOTS:
-            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        check_slots(len(ask.keys), ask.shards)
         arenas = self.sessions.arenas(session, ask.shards)
         if ask.pinned:
             found = (self.store.find([key], ask.shards, arenas) for key in ask.keys)
@@ -448,8 +446,7 @@ class Service:
         return Done(sum(max(count, self.store.delete([key])) for key, count in zip(ask.keys, below, strict=True)))
 
     def _advise(self, session: Session, ask: Advise) -> Answer:
-        if len(ask.keys) * ask.shards > MAX_SLOTS:
-            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        check_slots(len(ask.keys), ask.shards)
         arenas = self.sessions.arenas(session, ask.shards)
         return self.hinting.advise(ask, arenas, is_named=session.hello.kind == "client")
 
@@ -464,7 +461,7 @@ class Service:
         self.peers.inbound.cancel(transfer)
         if news:
             self.counters["transfers_given_up"] += 1
-            unsealed = self.store.unsealed(transfer)
+            unsealed = self.store.index.unsealed(transfer)
             self.store.abort(unsealed)
             self._changed(unsealed)  # they may be pushed for another transfer, and others may wait for them
             self.store.drop_tails(transfer)

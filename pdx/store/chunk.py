@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import msgspec
 
-from pdx.memory.arena import round_up
+from pdx.memory.keys import is_named
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
@@ -16,15 +17,11 @@ NO_HINTS = Hints("")
 NODE = 0  # the session that fills what a copy loads: the node itself
 
 
-def from_node(name: str) -> str:
-    """The name of the origin of what this peer has written here."""
-    return f"node {name}"
-
-
 class Origin(msgspec.Struct, gc=False):
     """Where the bytes of chunks came from: one for all chunks of a reservation, or of a load."""
 
     name: str
+    kind: str = ""  # that of a tier, `peer`; empty: an engine or a client
     sealed_at: float = 0.0  # of the last one, the store's clock
     nbytes: int = 0  # of a load: what was moved …
     start_ns: int = 0  # … from when …
@@ -42,7 +39,54 @@ class Origin(msgspec.Struct, gc=False):
         return self.nbytes / (self.end_ns - self.start_ns) if self.end_ns > self.start_ns else 0.0
 
 
+def from_node(name: str) -> Origin:
+    """Of what this peer has written here."""
+    return Origin(f"node {name}", "peer")
+
+
 Rank = tuple[int, int, int]  # of a chunk in its eviction policy; less goes first
+
+
+class Reservation(msgspec.Struct, kw_only=True, eq=False, gc=False):
+    """What is the same for all chunks that were reserved together, or loaded by one copy."""
+
+    layers: int
+    owner: int  # session that answers for it
+    writers: Sequence[int]  # session whose process fills shard 0, 1, …
+    arenas: Sequence[int] = ()  # where shard 0, 1, … lies; the first arena of the node by default
+    is_named: bool = False  # the keys are a client's names, which say nothing of the bytes
+    transfer: str | None = None
+    deadline: float = float("inf")
+    block_tokens: int = 0  # that a block has; 0: not known
+    origin: Origin = msgspec.field(default_factory=lambda: Origin(""))  # of the bytes
+    layout: bytes = b""  # the KV layout of the engine that fills them; empty: not known
+
+    @property
+    def shards(self) -> int:
+        """Of each key."""
+        return len(self.writers)
+
+
+class Keep(msgspec.Struct, frozen=True, gc=False):
+    """What was asked of how long one chunk stays."""
+
+    pins: int = 0
+    expected_at: float = 0.0  # a request has said that it is wanted again then (`Hints.reuse_s`); 0: none has
+    leased_until: float = 0.0  # a tenant keeps it from being evicted (`pdx.store.hints.tenant_leases`) …
+    lessee: bytes = b""  # … this one
+    expires_at: float = 0.0  # when it goes, if its eviction policy says so
+
+
+ORDINARY = Keep()  # nothing was asked
+NOBODYS = Reservation(layers=1, owner=NODE, writers=())
+
+
+class Standing(IntEnum):
+    """Of a chunk in the order of eviction."""
+
+    OUT = 0
+    IN = 1  # it may be evicted now
+    PARKED = 2  # it may not, but its eviction policy has not been told
 
 
 class Chunk(msgspec.Struct, eq=False, gc=False):
@@ -55,58 +99,60 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     key: bytes
     shard: int
     slot: Slot
-    layers: int
-    state: State = State.FILLING  # changed by the index alone
-    leases: int = 0
-    pins: int = 0
-    filled: int = 0  # bit l: slice l is filled
-    room_bytes: int = 0  # what its slot takes of the arena
+    reservation: Reservation
+    room_bytes: int  # what its slot takes of the arena
+    hints: Hints = NO_HINTS  # of the request for which it was reserved
     tail: bool = False  # fewer blocks than a chunk has: the end of a prompt
     blocks: bytes = b""  # names of its full blocks (`pdx.store.siblings`), where the engine has told them …
     parent: bytes = b""  # … and the key of the chunk that leads up to it
-    block_tokens: int = 0  # that a block has; 0: not known
+    state: State = State.FILLING  # changed by the index alone
+    filled: int = 0  # bit l: slice l is filled
+    leases: int = 0
+    keep: Keep = ORDINARY
     is_shared: bool = False  # a prompt was found that begins as it does
     is_found: bool = False  # a request has found it since it is here
     is_stored: bool = False  # the tiers below were given it, or it came from one
     is_stored_again: bool = False  # they were, a second time, and no request has found it since
-    keeps_place: bool = False  # it may not be evicted now, but its eviction policy has not been told
-    is_named: bool = False  # a client's name is its key, which says nothing of the bytes
-    shards: int = 1  # of its key, this one included …
-    arenas: Sequence[int] = ()  # … and where they lie, see `pdx.store.store.Store`
-    owner: int = 0  # session that reserved it
-    writer: int = 0  # session whose process fills it
-    transfer: str | None = None
-    deadline: float = 0.0
-    hints: Hints = NO_HINTS  # of the request for which it was reserved
-    expected_at: float = 0.0  # a request has said that it is wanted again then (`Hints.reuse_s`); 0: none has
-    leased_until: float = 0.0  # a tenant keeps it from being evicted (`pdx.store.hints.tenant_leases`) …
-    lessee: bytes = b""  # … this one
-    origin: Origin = msgspec.field(default_factory=lambda: Origin(""))
-    layout: bytes = b""  # the KV layout of the engine that filled it; empty: not known
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
-    is_in_order: bool = False  # of eviction: it may be evicted now (`pdx.store.eviction`) …
+    standing: Standing = Standing.OUT  # in the order of eviction (`pdx.store.eviction`) …
     level: int = 0  # … on this level
     is_over: bool = False  # its cache salt has used so much since that this one goes first (`pdx.store.quota`)
     rank: Rank | None = None  # its eviction policy's …
-    uses: int = 0  # … own knowledge of it, …
-    expires_at: float = 0.0  # … when it goes, if it says so
+    uses: int = 0  # … own knowledge of it
     older: Chunk | None = None  # its neighbours in `pdx.store.policies.lru`; None: it is not there
     newer: Chunk | None = None
-
-    def __post_init__(self) -> None:
-        self.room_bytes = round_up(self.slot.nbytes)
 
     def __repr__(self) -> str:
         return f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"
 
     @property
+    def writer(self) -> int:
+        """The session whose process fills it."""
+        return self.reservation.writers[self.shard]
+
+    @property
+    def layers(self) -> int:
+        """Slices that it has."""
+        return self.reservation.layers
+
+    @property
+    def block_tokens(self) -> int:
+        """That a block has; 0: not known."""
+        return self.reservation.block_tokens
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a client's name is its key, which says nothing of the bytes."""
+        return self.reservation.is_named or is_named(self.key)
+
+    @property
     def is_complete(self) -> bool:
         """Whether all slices are filled."""
-        return self.filled == (1 << self.layers) - 1
+        return self.filled == (1 << self.reservation.layers) - 1
 
     def span(self, first_layer: int, layers: int) -> tuple[int, int]:
         """Where slices [first_layer, first_layer + layers) lie in the slot: (start, bytes)."""
-        return slice_span(self.slot.nbytes, self.layers, first_layer, layers)
+        return slice_span(self.slot.nbytes, self.reservation.layers, first_layer, layers)
 
     @property
     def is_for_one(self) -> bool:
@@ -116,7 +162,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     @property
     def is_spare(self) -> bool:
         """Whether it is the end of a prompt that nobody is known to read."""
-        return self.tail and self.transfer is None
+        return self.tail and self.reservation.transfer is None
 
     @property
     def is_evictable(self) -> bool:
@@ -126,4 +172,4 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     @property
     def is_kept(self) -> bool:
         """Whether a pin or a tenant's lease keeps it from being evicted, though nobody reads it."""
-        return bool(self.pins or self.leased_until)
+        return bool(self.keep.pins or self.keep.leased_until)

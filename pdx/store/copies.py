@@ -18,13 +18,11 @@ that come of it. A message costs what it changes, whatever else is under way.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -32,48 +30,19 @@ import msgspec
 from pdx.errors import ArenaTooSmall, PdxError, ProtocolError, TierError
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NODE, Chunk, Origin
-from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority, size_class
+from pdx.store.claim import Claim
+from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority, alike
+from pdx.store.copy_queue import CopyQueue
 from pdx.store.deadlines import Deadlines
+from pdx.store.history import Cause
 from pdx.store.lifecycle import State
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
-from pdx.telemetry.trace import Lane, Tracer
+from pdx.telemetry.trace import Tracer
 
 log = logging.getLogger("pdx.node")
-
-OVERTAKEN = 4  # times its own bytes may overtake a load
-AHEAD_S = 0.05  # of loads a tier is given what it loads in this time, or `Tier.loads_at_once` if that is more
-
-LANES = {
-    "peer_stored": Lane.WIRE,
-    "disk_stored": Lane.DISK_STORE,
-    "disk_loaded": Lane.DISK_LOAD,
-    "remote_stored": Lane.REMOTE_STORE,
-    "remote_loaded": Lane.REMOTE_LOAD,
-    "arenas_stored": Lane.ARENAS,
-}
-
-
-class Queue(msgspec.Struct):
-    """What one tier is to do: its copies by number, and the ranks of those with a job to give, in their order."""
-
-    copies: dict[int, Copy] = {}
-    due: list[tuple[int, int, int]] = []  # of copies to the tier: sorted (priority, bytes to be filled, number) …
-    due_loads: list[tuple[int, int, int]] = []  # … and of loads: sorted (priority, `Copy.size_class`, number)
-    in_flight: int = 0  # bytes given and not over
-    loads: int = 0  # of these, jobs that load …
-    load_bytes: int = 0  # … and their bytes
-    loaded_ns: int = 0  # when the last bytes came from there
-    wants: int = 0  # copies that a peer asked for …
-    wanted_bytes: int = 0  # … and what they hold
-    stored_bytes: int = 0  # held by copies that nobody waits for
-    # bytes of loads not given yet, by priority and size class
-    to_load: Counter[tuple[int, int]] = msgspec.field(default_factory=Counter)
-    submitted: Counter[int] = msgspec.field(default_factory=Counter)  # bytes of all loads so far, by priority …
-    # … and at how many of these a load is overtaken no more
-    turns: defaultdict[int, Deadlines[int]] = msgspec.field(default_factory=partial(defaultdict, Deadlines))
 
 
 class Copies:
@@ -89,7 +58,7 @@ class Copies:
         self._numbers = itertools.count(1)
         self._copies: dict[int, Copy] = {}
         self._deadlines: Deadlines[int] = Deadlines()
-        self._queues: defaultdict[Tier, Queue] = defaultdict(Queue)  # a peer may have the name of a tier of this node
+        self._queues: defaultdict[Tier, CopyQueue] = defaultdict(CopyQueue)  # by tier: names are not unique
         self._of_transfer: defaultdict[str, list[Copy]] = defaultdict(list)
         self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
         self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
@@ -119,10 +88,7 @@ class Copies:
     def loading_bytes(self, tier: Tier, nbytes: int = 1 << 62) -> int:
         """Bytes of the loads from a tier that come before a load of `nbytes` that a request waits for."""
         queue = self._queues.get(tier)
-        if queue is None:
-            return 0
-        own = Priority.AWAITED, size_class(nbytes)
-        return queue.load_bytes + sum(left for turn, left in queue.to_load.items() if turn <= own)
+        return queue.bytes_before(nbytes) if queue is not None else 0
 
     def stored_bytes(self, tier: Tier) -> int:
         """Bytes of chunks that are held because they are stored in a tier and nobody waits for that."""
@@ -150,9 +116,9 @@ class Copies:
         """
         found: list[tuple[bytes, list[Chunk]]] = []
         for key in keys:
-            chunks = self._store.known(key, shards, arenas)
-            if chunks is None or chunks[0].slot.nbytes < chunks[0].layers:  # a slice without a byte cannot be copied
-                break
+            chunks = self._store.index.known(key, shards, arenas)
+            if chunks is None or chunks[0].slot.nbytes < chunks[0].reservation.layers:
+                break  # a slice without a byte cannot be copied
             found.append((key, chunks))
         for run in alike(found):
             chunks = [chunk for _, of_key in run for chunk in of_key]
@@ -210,9 +176,9 @@ class Copies:
                 keys.append(run[index][0])
                 chunks += [self._store.at(slot) for slot in slots[at * shards : (at + 1) * shards]]
             for tier, (keys, chunks) in of_tier.items():
-                origin = Origin(tier.name)
+                of_load = msgspec.structs.replace(chunks[0].reservation, origin=Origin(tier.name, tier.kind))
                 for chunk in chunks:
-                    chunk.origin = origin
+                    chunk.reservation = of_load
                     chunk.is_stored = True
                 copies.append(Copy(next(self._numbers), tier, keys, shards, chunks, priority, deadline, is_load=True))
                 self._add(copies[-1])
@@ -226,41 +192,14 @@ class Copies:
         self._copies[copy.number] = copy
         copy.begun_ns = int(self._clock() * 1e9)
         self._deadlines.add([copy.number], copy.deadline)
-        queue = self._queues[copy.tier]
-        queue.copies[copy.number] = copy
-        self._count(queue, copy, copy.held_bytes)
-        queue.wants += bool(copy.want)
-        if copy.is_load:
-            queue.to_load[copy.priority, copy.size_class] += copy.held_bytes
-            self._age(queue, copy)
+        for older in self._queues[copy.tier].add(copy):
+            self._rank(older)
         if copy.transfer is not None:
             self._of_transfer[copy.transfer].append(copy)
         if copy.is_load:
             self._grant(copy, Grant(range(len(copy.keys))))
         else:
             self._ask(copy)
-
-    def _age(self, queue: Queue, new: Copy) -> None:
-        """A load more: those of its priority that were overtaken by enough go first."""
-        priority, nbytes = new.priority, new.held_bytes
-        queue.turns[priority].add([new.number], queue.submitted[priority] + OVERTAKEN * nbytes)
-        queue.submitted[priority] += nbytes
-        for number in queue.turns[priority].take(queue.submitted[priority]):
-            copy = queue.copies.get(number)
-            if copy is not None and not copy.is_given_up:
-                left = copy.held_bytes - copy.given_bytes
-                queue.to_load[priority, copy.size_class] -= left
-                copy.size_class = 0
-                queue.to_load[priority, 0] += left
-                self._rank(copy)
-
-    @staticmethod
-    def _count(queue: Queue, copy: Copy, nbytes: int) -> None:
-        """A copy holds so many bytes more, or fewer."""
-        if copy.want:
-            queue.wanted_bytes += nbytes
-        elif copy.priority >= Priority.STORE:
-            queue.stored_bytes += nbytes
 
     def _ask(self, copy: Copy) -> None:
         """Ask the tier for room, once."""
@@ -303,7 +242,7 @@ class Copies:
         wanted = set(grant.keys)
         if not copy.is_load:
             self._store.unhold([chunk for at, chunk in enumerate(held) if at // copy.shards not in wanted])
-        self._count(self._queues[copy.tier], copy, copy.held_bytes - held_bytes)
+        self._queues[copy.tier].count(copy, copy.held_bytes - held_bytes)
         for item in copy.items:
             self._items[item.chunk].append(item)
         self._counters["offered_chunks"] += len(copy.keys) * copy.shards
@@ -353,7 +292,7 @@ class Copies:
 
     def is_filled_here(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
         """Whether a copy fills this key in an arena of this node."""
-        chunks = self._store.known(key, shards, arenas)
+        chunks = self._store.index.known(key, shards, arenas)
         return chunks is not None and any(chunk.writer == NODE and chunk.state is State.FILLING for chunk in chunks)
 
     def cancel(self, transfer: str) -> None:
@@ -367,12 +306,16 @@ class Copies:
         """Nobody needs these any more; how many were not over."""
         left = [copy for copy in copies if copy.number in self._copies]
         for copy in left:
-            if copy.state is CopyState.DRAINING:
-                copy.is_given_up = True
-                copy.tier.cancel(copy)
-            else:
-                self._give_up(copy, CopyStep.CANCEL)
+            self._end(copy)
         return len(left)
+
+    def _end(self, copy: Copy) -> None:
+        """Nobody needs it, whatever state it is in."""
+        if copy.state is CopyState.DRAINING:
+            copy.is_given_up = True
+            copy.tier.cancel(copy)
+        else:
+            self._give_up(copy, CopyStep.CANCEL)
 
     def tick(self, now: float) -> None:
         """Give up what is too late; write what spans there are."""
@@ -388,11 +331,7 @@ class Copies:
                     copy.tier.late_at = now
                 if not copy.copied_bytes:  # else its jobs have told how fast it was
                     copy.tier.load_rate.moved(0, copy.begun_ns, int(self._clock() * 1e9))
-            if copy.state is CopyState.DRAINING:
-                copy.is_given_up = True
-                copy.tier.cancel(copy)
-            else:
-                self._give_up(copy, CopyStep.CANCEL)
+            self._end(copy)
 
     def copied_bytes(self, transfer: str, kind: str) -> int:
         """What tiers of this kind have of the copies of a transfer that are under way."""
@@ -410,19 +349,10 @@ class Copies:
             queue = self._queues.get(self._may_give.pop())
             if queue is not None:
                 for due in (queue.due_loads, queue.due):
-                    while due and self._has_room(queue, copy := queue.copies[due[0][2]]):
+                    while due and queue.has_room(copy := queue.copies[due[0][2]]):
                         self._give(queue, copy)
 
-    def _has_room(self, queue: Queue, copy: Copy) -> bool:
-        """Whether the tier of this copy, which goes next, may be given another job."""
-        tier, limit = copy.tier, copy.tier.max_inflight_bytes
-        if copy.priority >= Priority.STORE:
-            limit = max(1, limit // 2)  # the other half is for what somebody waits for
-        if copy.is_load and queue.loads >= tier.loads_at_once:
-            limit = min(limit, queue.in_flight - queue.load_bytes + int(AHEAD_S * 1e9 * tier.load_rate.gb_s))
-        return tier.is_ready and queue.in_flight < limit
-
-    def _give(self, queue: Queue, copy: Copy) -> None:
+    def _give(self, queue: CopyQueue, copy: Copy) -> None:
         job = copy.next_job()
         queue.in_flight += job.nbytes
         copy.under_way += 1
@@ -441,15 +371,7 @@ class Copies:
     def _rank(self, copy: Copy) -> None:
         """Put a copy where it belongs among those of its tier that have a job to give."""
         queue = self._queues.get(copy.tier)
-        if queue is None:
-            return  # over, and the last one
-        due = queue.due_loads if copy.is_load else queue.due
-        if copy.rank is not None:
-            del due[bisect.bisect_left(due, copy.rank)]
-            copy.rank = None
-        if copy.state is CopyState.RUNNING and copy.is_due(self._group_bytes):
-            copy.rank = (copy.priority, copy.size_class if copy.is_load else copy.unfilled_bytes, copy.number)
-            bisect.insort(due, copy.rank)
+        if queue is not None and queue.rank(copy, self._group_bytes):  # else it is over, and the last one
             self._may_give.add(copy.tier)
 
     def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
@@ -465,8 +387,8 @@ class Copies:
                 copy.copied(job)
                 copy.tier.tally.moved(job, is_load=copy.is_load)
                 if copy.is_load:
-                    copy.chunks[0].origin.moved(job.nbytes, job.start_ns, job.end_ns)
-                self._record(copy, job)
+                    copy.chunks[0].reservation.origin.moved(job.nbytes, job.start_ns, job.end_ns)
+                copy.record(job, self._counters, self._tracer)
                 if copy.tier.changed is not None and not copy.is_load:
                     copy.tier.changed.update((part.key, copy.shards) for part in job.parts)
                 for part in job.parts if copy.is_load else ():
@@ -479,14 +401,14 @@ class Copies:
                     log.warning("%s failed: %s", repr(copy), str(error))
                 self._counters["jobs_failed"] += 1
                 if copy.is_load:  # the others may be good
-                    self.give_back([part.slot for part in job.parts], f"not loaded from {tier.name}: {error}")
+                    self.give_back([part.slot for part in job.parts], Cause.NOT_LOADED, f"{tier.name}: {error}")
                 elif copy.state is CopyState.RUNNING and copy.priority < Priority.STORE:  # somebody waits for all of it
                     self._give_up(copy, CopyStep.CANCEL)
             if copy.state is CopyState.DRAINING:
                 self._drain(copy)
         self._forget_if_idle(tier)
 
-    def _measure(self, queue: Queue, copy: Copy, job: Job) -> None:
+    def _measure(self, queue: CopyQueue, copy: Copy, job: Job) -> None:
         """How fast a job has moved its bytes, whether or not somebody still wants them."""
         if copy.is_load:
             queue.loads, queue.load_bytes = queue.loads - 1, queue.load_bytes - job.nbytes
@@ -497,22 +419,6 @@ class Copies:
         if copy.is_load:
             queue.loaded_ns = int(self._clock() * 1e9)
             copy.tier.late_at = -math.inf
-
-    def _record(self, copy: Copy, job: Job) -> None:
-        """Bytes, time and spans of what was moved, for tiers of every kind alike."""
-        what = f"{copy.tier.kind}_{'loaded' if copy.is_load else 'stored'}"
-        self._counters[f"{what}_bytes"] += job.nbytes
-        self._counters[f"{what}_ns"] += job.end_ns - job.start_ns
-        lane = LANES.get(what)
-        if self._tracer is None or lane is None or not job.end_ns or not self._tracer.is_on:
-            return
-        if lane is Lane.WIRE and job.transfer is None:
-            return  # nobody could tell what was pushed
-        nbytes: Counter[tuple[int, int]] = Counter()
-        for part in job.parts:
-            nbytes[part.first_layer, part.count] += part.span[1]
-        for (first, layers), moved in nbytes.items():  # one span for all chunks of which the job carried these layers
-            self._tracer.span(lane, job.transfer or "", first, layers, job.start_ns, job.end_ns, moved)
 
     def close(self) -> None:
         """Write the spans that are left. Idempotent."""
@@ -550,25 +456,23 @@ class Copies:
         self._remove(copy)
         if copy.is_load:
             # What was not loaded never will be.
-            self.give_back([chunk.slot for chunk in copy.chunks], f"not loaded from {copy.tier.name} in time")
+            slots = [chunk.slot for chunk in copy.chunks]
+            self.give_back(slots, Cause.NOT_LOADED, f"{copy.tier.name} in time")
         else:
             self._store.unhold(copy.chunks)
         copy.tier.over(copy)
 
-    def give_back(self, slots: Iterable[Slot], why: str) -> None:
+    def give_back(self, slots: Iterable[Slot], why: Cause, detail: str = "") -> None:
         """Nothing more is written to these slots, which are the node's own to fill: those not sealed are free again."""
         left = self._store.unfinished(slots)
-        self._store.let_go(left, why)
+        self._store.let_go(left, why, detail)
         self.landed += left
 
     def _remove(self, copy: Copy) -> None:
         del self._copies[copy.number]
         self._deadlines.discard(copy.number, copy.deadline)
         self._touched.pop(copy, None)
-        queue = self._queues[copy.tier]
-        del queue.copies[copy.number]
-        self._count(queue, copy, -copy.held_bytes)
-        queue.wants -= bool(copy.want)
+        self._queues[copy.tier].remove(copy)
         self._forget_if_idle(copy.tier)
         if copy.transfer is not None:
             _take(self._of_transfer, copy.transfer, copy)
@@ -579,22 +483,6 @@ class Copies:
         queue = self._queues[tier]
         if not queue.copies and not queue.in_flight:
             del self._queues[tier]
-
-
-def alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[bytes, list[Chunk]]]]:
-    """Runs of chunks that one copy can name: of one size, layer count and form, but for the size of a tail at the
-    end."""
-    run: list[tuple[bytes, list[Chunk]]] = []
-    for key, chunks in found:
-        chunk, first = chunks[0], run[0][1][0] if run else chunks[0]
-        is_alike = (chunk.layers, chunk.hints.form) == (first.layers, first.hints.form)
-        has_size = chunk.tail or chunk.slot.nbytes == first.slot.nbytes
-        if run and (run[-1][1][0].tail or not (is_alike and has_size)):
-            yield run
-            run = []
-        run.append((key, chunks))
-    if run:
-        yield run
 
 
 def _take(lists: dict[Any, list[Any]], key: object, value: object) -> None:

@@ -12,6 +12,7 @@ A copy in DRAINING has jobs under way, which still read or write the arena.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, StrEnum
 
@@ -22,7 +23,16 @@ from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.lifecycle import State
 from pdx.store.tier import Grant, Job, Part, Tier
+from pdx.telemetry.trace import Lane, Tracer
 
+LANES = {
+    "peer_stored": Lane.WIRE,
+    "disk_stored": Lane.DISK_STORE,
+    "disk_loaded": Lane.DISK_LOAD,
+    "remote_stored": Lane.REMOTE_STORE,
+    "remote_loaded": Lane.REMOTE_LOAD,
+    "arenas_stored": Lane.ARENAS,
+}
 MAX_SLICES = 1024  # in one job: the notification of a write to a peer has room for their digests
 
 
@@ -82,7 +92,7 @@ class Item(msgspec.Struct, eq=False):
     @property
     def slice_bytes(self) -> int:
         """Bytes of a slice; where they are not equal, the least of them."""
-        return max(1, self.chunk.slot.nbytes // self.chunk.layers)
+        return max(1, self.chunk.slot.nbytes // self.chunk.reservation.layers)
 
     @property
     def is_dead(self) -> bool:
@@ -93,9 +103,19 @@ class Item(msgspec.Struct, eq=False):
     def nbytes(self, bits: int) -> int:
         """Bytes of these slices."""
         slice_bytes = self.slice_bytes
-        if slice_bytes * self.chunk.layers == self.chunk.slot.nbytes:
+        if slice_bytes * self.chunk.reservation.layers == self.chunk.slot.nbytes:
             return slice_bytes * bits.bit_count()
         return sum(self.chunk.span(first, count)[1] for first, count in _runs(bits))
+
+
+class Left(msgspec.Struct):
+    """What of a copy is ready to be given, and how many slices were not given, or not copied."""
+
+    ready: list[int] = []  # a heap: the items with slices that are ready and not given
+    ready_bytes: int = 0
+    ready_slices: int = 0
+    ungiven: int = 0
+    uncopied: int = -1  # less than 0: it is not granted
 
 
 class Copy(msgspec.Struct, eq=False):
@@ -126,15 +146,9 @@ class Copy(msgspec.Struct, eq=False):
     given_bytes: int = 0  # of a load
     copied_bytes: int = 0
     unfilled_bytes: int = 0  # that are still to be computed
-    rank: tuple[int, int, int] | None = None  # its place among those with a job to give
-    is_granted: bool = False
     is_given_up: bool = False
     is_lost: bool = False  # the tier is gone: there is nobody to tell
-    _ready: list[int] = []  # a heap: the items with slices that are ready and not given
-    _ready_bytes: int = 0
-    _ready_slices: int = 0
-    _ungiven: int = 0  # slices
-    _uncopied: int = 0
+    left: Left = msgspec.field(default_factory=Left)
 
     def __post_init__(self) -> None:
         self.held_bytes = sum(chunk.slot.nbytes for chunk in self.chunks)
@@ -147,12 +161,12 @@ class Copy(msgspec.Struct, eq=False):
     @property
     def is_all_given(self) -> bool:
         """Whether nothing is left to give, now or later."""
-        return not self._ungiven
+        return not self.left.ungiven
 
     @property
     def is_complete(self) -> bool:
         """Whether all that it was granted room for is copied."""
-        return self.is_granted and not self._uncopied
+        return not self.left.uncopied
 
     def step(self, step: CopyStep) -> None:
         """Move on, as `COPY` says."""
@@ -164,10 +178,10 @@ class Copy(msgspec.Struct, eq=False):
         :raises ProtocolError: it does not fit what was asked for; nothing has changed.
         """
         self.items = self._items(grant)
-        self.is_granted = True
         self.chunks = [item.chunk for item in self.items]
         self.held_bytes = self.unfilled_bytes = sum(chunk.slot.nbytes for chunk in self.chunks)
-        self._ungiven = self._uncopied = sum(chunk.layers for chunk in self.chunks)
+        slices = sum(chunk.reservation.layers for chunk in self.chunks)
+        self.left.ungiven = self.left.uncopied = slices
         for item in self.items:
             self.note(item)
 
@@ -192,31 +206,32 @@ class Copy(msgspec.Struct, eq=False):
     def note(self, item: Item) -> bool:
         """Count what can be read of it since the last look; whether that is anything."""
         chunk = item.chunk
-        readable = (1 << chunk.layers) - 1 if self.is_load else chunk.filled
+        readable = (1 << chunk.reservation.layers) - 1 if self.is_load else chunk.filled
         new = readable & ~item.ready
         if not new or (self.tier.is_whole and not (self.is_load or chunk.is_complete)):
             return False
         if item.ready == item.sent:
-            heapq.heappush(self._ready, item.index)
+            heapq.heappush(self.left.ready, item.index)
         item.ready |= new
         nbytes = item.nbytes(new)
         self.unfilled_bytes -= nbytes
-        self._ready_bytes += nbytes
-        self._ready_slices += new.bit_count()
+        self.left.ready_bytes += nbytes
+        self.left.ready_slices += new.bit_count()
         return True
 
     def is_due(self, group_bytes: int) -> bool:
         """Whether there is a job to give: of `group_bytes`, or as large as a job may be, or the last."""
-        is_full = self._ready_bytes >= min(group_bytes, self.tier.max_job_bytes) or self._ready_slices >= MAX_SLICES
-        return bool(self._ready) and (is_full or self.tier.is_whole or not self.unfilled_bytes)
+        left, most = self.left, min(group_bytes, self.tier.max_job_bytes)
+        is_full = left.ready_bytes >= most or left.ready_slices >= MAX_SLICES
+        return bool(left.ready) and (is_full or self.tier.is_whole or not self.unfilled_bytes)
 
     def next_job(self) -> Job:
         """The slices that go next, of the first chunks that have some. It must be due."""
         limit = self.tier.max_job_bytes
         parts: list[Part] = []
         nbytes = count = 0
-        while self._ready:
-            item = self.items[self._ready[0]]
+        while self.left.ready:
+            item = self.items[self.left.ready[0]]
             first, layers = _first_run(item.ready & ~item.sent)
             fitting = layers
             if not self.tier.is_whole and (count + layers > MAX_SLICES or nbytes + layers * item.slice_bytes > limit):
@@ -227,22 +242,56 @@ class Copy(msgspec.Struct, eq=False):
                 fitting = 1  # a slice that is larger than a job goes alone
             chunk = item.chunk
             form = chunk.hints.form
-            parts.append(Part(chunk.key, chunk.shard, chunk.layers, first, fitting, chunk.slot, item.remote, form))
+            parts.append(
+                Part(chunk.key, chunk.shard, chunk.reservation.layers, first, fitting, chunk.slot, item.remote, form)
+            )
             item.sent |= ((1 << fitting) - 1) << first
             if item.sent == item.ready:
-                heapq.heappop(self._ready)
+                heapq.heappop(self.left.ready)
             nbytes, count = nbytes + chunk.span(first, fitting)[1], count + fitting
             if fitting < layers or self.tier.is_whole:
                 break
-        self._ready_bytes -= nbytes
-        self._ready_slices -= count
-        self._ungiven -= count
+        self.left.ready_bytes -= nbytes
+        self.left.ready_slices -= count
+        self.left.ungiven -= count
         return Job(self.number, parts, nbytes, transfer=self.transfer)
 
     def copied(self, job: Job) -> None:
         """A job of this copy is done."""
         self.copied_bytes += job.nbytes
-        self._uncopied -= sum(part.count for part in job.parts)
+        self.left.uncopied -= sum(part.count for part in job.parts)
+
+    def record(self, job: Job, counters: Counter[str], tracer: Tracer | None) -> None:
+        """Bytes, time and spans of what a job has moved, for tiers of every kind alike."""
+        what = f"{self.tier.kind}_{'loaded' if self.is_load else 'stored'}"
+        counters[f"{what}_bytes"] += job.nbytes
+        counters[f"{what}_ns"] += job.end_ns - job.start_ns
+        lane = LANES.get(what)
+        if tracer is None or lane is None or not job.end_ns or not tracer.is_on:
+            return
+        if lane is Lane.WIRE and job.transfer is None:
+            return  # nobody could tell what was pushed
+        nbytes: Counter[tuple[int, int]] = Counter()
+        for part in job.parts:
+            nbytes[part.first_layer, part.count] += part.span[1]
+        for (first, layers), moved in nbytes.items():  # one span for all chunks of which the job carried these layers
+            tracer.span(lane, job.transfer or "", first, layers, job.start_ns, job.end_ns, moved)
+
+
+def alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[bytes, list[Chunk]]]]:
+    """Runs of chunks that one copy can name: of one size, layer count and form, but for the size of a tail at the
+    end."""
+    run: list[tuple[bytes, list[Chunk]]] = []
+    for key, chunks in found:
+        chunk, first = chunks[0], run[0][1][0] if run else chunks[0]
+        is_alike = (chunk.reservation.layers, chunk.hints.form) == (first.reservation.layers, first.hints.form)
+        has_size = chunk.tail or chunk.slot.nbytes == first.slot.nbytes
+        if run and (run[-1][1][0].tail or not (is_alike and has_size)):
+            yield run
+            run = []
+        run.append((key, chunks))
+    if run:
+        yield run
 
 
 def size_class(nbytes: int) -> int:

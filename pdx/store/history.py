@@ -5,23 +5,59 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from enum import Enum
 
 import msgspec
 
 MAX_GONE = 1 << 16  # keys that are remembered
-_OUTLIVED = ("evicted", "expired")  # so begins why, where nobody asked for it to go
+
+
+class Cause(Enum):
+    """What became of a chunk: the kind of reason that `pdx why` shows, and a sentence with room for one detail."""
+
+    EVICTED = "evicted", "evicted for {}"
+    OVER_QUOTA = "evicted", "evicted for {}, being over the quota of its cache salt"
+    DEMOTED = "evicted", "evicted: a request or an application has had it demoted"
+    BY_CONTROLLER = "evicted", "evicted by a controller"
+    EXPIRED = "expired", "expired (--policy)"
+    DELETED = "deleted", "deleted"
+    ENDED = "deleted", "deleted: its time to live was over"
+    MOVED = "gone", "moved"
+    SHARD_MISSING = "dropped", "dropped, because another shard of it was missing"
+    LONGER = "dropped", "dropped, because a longer chunk has all of it"
+    TRANSFER_OVER = "dropped", "dropped with its transfer"
+    NOT_LOADED = "failed", "not loaded from {}"
+    NOT_COPIED = "failed", "not copied between arenas in time"
+    GIVEN_UP = "unfinished", "never whole: its writer gave it up"
+    DIED = "unfinished", "never whole: its process ended"
+    LATE = "unfinished", "not filled in time"
+    # In a tier:
+    NOT_STORED = "tier", "not stored: {}"
+    OVERRUN = "policy", "not stored: it did not keep up, and the chunk was evicted before its turn"
+    REMOVED = "evicted", "removed to make room"
+    FORGOTTEN = "evicted", "deleted, or broken"
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        self.text = text
 
 
 class Gone(msgspec.Struct, frozen=True, gc=False):
     """What became of a chunk, and when (the store's clock)."""
 
     at: float
-    why: str
+    why: Cause
+    detail: str = ""
     is_stored: bool = True  # when it was evicted from memory, the tiers below had been given it
 
+    @property
+    def text(self) -> str:
+        """Why, in a sentence."""
+        return self.why.text.format(self.detail)
+
     def told(self, now: float) -> str:
-        """In a sentence."""
-        return f"{self.why}, {ago(now - self.at)}"
+        """The same, and when."""
+        return f"{self.text}, {ago(now - self.at)}"
 
 
 class History:
@@ -31,9 +67,9 @@ class History:
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
         self.has_forgotten = False  # so that a key it does not know may have been here
 
-    def note(self, keys: Iterable[bytes], why: str, now: float, *, is_stored: bool = True) -> None:
+    def note(self, keys: Iterable[bytes], why: Cause, now: float, *, detail: str = "", is_stored: bool = True) -> None:
         """These are gone from now on."""
-        gone = Gone(now, why, is_stored)
+        gone = Gone(now, why, detail, is_stored)
         for key in keys:
             if key in self._gone:
                 self._gone.move_to_end(key)
@@ -49,7 +85,7 @@ class History:
     def is_missed(self, key: bytes) -> bool:
         """Whether the last chunk of this key was whole, and left memory for others or by its age: nobody deleted it."""
         gone = self._gone.get(key)
-        return gone is not None and gone.why.startswith(_OUTLIVED)
+        return gone is not None and gone.why.kind in ("evicted", "expired")
 
 
 def ago(seconds: float) -> str:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from msgspec.structs import replace
+
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import FINDABLE, WRITABLE, State, Step, advance
@@ -130,6 +132,11 @@ class Index:
             self.changed_keys.append(chunk.key)
 
     @property
+    def partial(self) -> Mapping[bytes, tuple[Chunk, ...]]:
+        """By key what is left: filling, or sealed in some shards."""
+        return self._partial
+
+    @property
     def whole(self) -> Mapping[bytes, tuple[Chunk, ...]]:
         """By key what is sealed in every shard; with several arenas, not all of that."""
         return self._whole
@@ -142,6 +149,7 @@ class Index:
         """New chunks of one reservation, to be filled; in its shard the key of each has no other."""
         if not chunks:
             return
+        reservation, state = chunks[0].reservation, chunks[0].state
         of_writer: dict[int, list[Chunk]] = {}
         nbytes = 0
         for chunk in chunks:
@@ -155,33 +163,33 @@ class Index:
             else:
                 self._partial[chunk.key] = tuple(sorted((*others, chunk), key=lambda each: each.shard))
             self.slots[chunk.slot.arena][chunk.slot.offset] = chunk
-            of_writer.setdefault(chunk.writer, []).append(chunk)
+            of_writer.setdefault(reservation.writers[chunk.shard], []).append(chunk)
             nbytes += chunk.slot.nbytes
-        self.nbytes[chunk.state] += nbytes
-        self.layouts[chunk.layout] += len(chunks)
-        self.layout_bytes[chunk.layout] += nbytes
+        self.nbytes[state] += nbytes
+        self.layouts[reservation.layout] += len(chunks)
+        self.layout_bytes[reservation.layout] += nbytes
         for writer, written in of_writer.items():
             self.writers.add(writer, written)
-        self.chunks[chunk.state] += len(chunks)
-        self.owners.add(chunk.owner, chunks)
-        self.deadlines.add(chunks, chunk.deadline)
-        if chunk.transfer is not None:
-            self.transfers.add(chunk.transfer, chunks)
+        self.chunks[state] += len(chunks)
+        self.owners.add(reservation.owner, chunks)
+        self.deadlines.add(chunks, reservation.deadline)
+        if reservation.transfer is not None:
+            self.transfers.add(reservation.transfer, chunks)
 
     def step(self, chunks: Iterable[Chunk], step: Step) -> None:
         """Move chunks on in their lives. Once FREE they are forgotten altogether, and their slots are nobody's."""
         changed, changed_keys = self.changed, self.changed_keys
         for chunk in chunks:
-            was = chunk.state
+            reservation, was = chunk.reservation, chunk.state
             state = chunk.state = advance(was, step)
             nbytes = chunk.slot.nbytes
             self.chunks[was] -= 1
             self.nbytes[was] -= nbytes
             if was is State.FILLING:
-                self.owners.discard(chunk.owner, chunk)
-                self.deadlines.discard(chunk, chunk.deadline)
+                self.owners.discard(reservation.owner, chunk)
+                self.deadlines.discard(chunk, reservation.deadline)
             if was in WRITABLE and state not in WRITABLE:
-                self.writers.discard(chunk.writer, chunk)
+                self.writers.discard(reservation.writers[chunk.shard], chunk)
             if chunk.blocks and state is State.SEALED:
                 self.siblings.add(chunk.parent, chunk.blocks, chunk.key)
             elif chunk.blocks and was is State.SEALED:
@@ -190,7 +198,7 @@ class Index:
                 if changed is not None:
                     changed.append(chunk)
                 of_key = self._partial[chunk.key]
-                if len(of_key) == chunk.shards and all(each.state is State.SEALED for each in of_key):
+                if len(of_key) == len(reservation.writers) and all(each.state is State.SEALED for each in of_key):
                     self._whole[chunk.key] = self._partial.pop(chunk.key)
                     if changed_keys is not None and not (chunk.tail and not chunk.blocks):
                         changed_keys.append(chunk.key)
@@ -198,13 +206,13 @@ class Index:
                 if changed is not None and was is State.SEALED:
                     changed.append(chunk)
                 self._hide(chunk)
-                if chunk.leased_until:
+                if chunk.keep.leased_until:
                     self.on_lost_lease(chunk)
-            if chunk.transfer is not None and not (chunk.tail and state is State.SEALED):
-                self.transfers.discard(chunk.transfer, chunk)
+            if reservation.transfer is not None and not (chunk.tail and state is State.SEALED):
+                self.transfers.discard(reservation.transfer, chunk)
             if state is State.FREE:
-                if chunk.pins:
-                    self.pin(chunk, -chunk.pins)
+                if chunk.keep.pins:
+                    self.pin(chunk, -chunk.keep.pins)
                 del self.slots[chunk.slot.arena][chunk.slot.offset]
                 self._uncount(chunk)
             else:
@@ -212,7 +220,7 @@ class Index:
                 self.nbytes[state] += nbytes
 
     def _uncount(self, chunk: Chunk) -> None:
-        layout = chunk.layout
+        layout = chunk.reservation.layout
         self.layouts[layout] -= 1
         self.layout_bytes[layout] -= chunk.slot.nbytes
         if not self.layouts[layout]:
@@ -220,16 +228,16 @@ class Index:
 
     def pin(self, chunk: Chunk, change: int) -> None:
         """Count so many pins more (or fewer) of a chunk; it never has fewer than none."""
-        was, was_kept = chunk.pins, chunk.is_kept
-        chunk.pins = max(0, was + change)
+        was, was_kept = chunk.keep.pins, chunk.is_kept
+        chunk.keep = replace(chunk.keep, pins=max(0, was + change))
         self.kept_bytes += chunk.slot.nbytes * (chunk.is_kept - was_kept)
-        self.pins += chunk.pins - was
-        self.pinned_bytes += chunk.slot.nbytes * (bool(chunk.pins) - bool(was))
+        self.pins += chunk.keep.pins - was
+        self.pinned_bytes += chunk.slot.nbytes * (bool(chunk.keep.pins) - bool(was))
 
     def lease_for(self, chunk: Chunk, tenant: bytes, until: float) -> None:
         """A tenant has leased the chunk until then; 0: nobody has."""
         was_kept = chunk.is_kept
-        chunk.leased_until, chunk.lessee = until, tenant
+        chunk.keep = replace(chunk.keep, leased_until=until, lessee=tenant)
         self.kept_bytes += chunk.slot.nbytes * (chunk.is_kept - was_kept)
 
     def _hide(self, chunk: Chunk) -> None:
@@ -241,3 +249,64 @@ class Index:
             self.changed_keys.append(chunk.key)
         if len(chunks) > 1:
             self._partial[chunk.key] = tuple(each for each in chunks if each is not chunk)
+
+    # ---- what others ask ----------------------------------------------------------------------
+
+    def is_found(self, key: bytes) -> bool:
+        """Whether a chunk of `key` is here, and a request has found it since it is."""
+        return any(chunk.is_found for chunk in self.of(key))
+
+    def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
+        """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
+        chunks = self.of(key, shards, arenas)
+        return list(chunks) if len(chunks) == shards else None
+
+    def is_filling(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
+        """Whether every shard of `key` is there or on its way, and at least one is on its way."""
+        chunks = self.of(key, shards, arenas)
+        return len(chunks) == shards and any(chunk.state is State.FILLING for chunk in chunks)
+
+    def anywhere(
+        self, key: bytes, shards: int, but: Sequence[int], *, is_filling: bool = False
+    ) -> tuple[int, ...] | None:
+        """The arenas, by shard, beside those in `but` where every shard of `key` is sealed, or (`is_filling`) may still
+        be filled; None: one is missing.
+        """
+        found: dict[int, int] = {}
+        for chunk in self.of(key):
+            may_be_read = is_filling or chunk.state is State.SEALED
+            if may_be_read and chunk.shard < shards and chunk.slot.arena != but[chunk.shard]:
+                found.setdefault(chunk.shard, chunk.slot.arena)
+        return tuple(found[shard] for shard in range(shards)) if len(found) == shards else None
+
+    def offsets(self, arena: int) -> list[int]:
+        """Where chunks lie in an arena, in any state: a list of these themselves takes ten times as long."""
+        return list(self.slots[arena])
+
+    def sealed_at(self, arena: int, offsets: Iterable[int]) -> list[bytes]:
+        """The keys of what lies there now and is sealed."""
+        slots = self.slots[arena]
+        found = (slots.get(offset) for offset in offsets)
+        return [chunk.key for chunk in found if chunk is not None and chunk.state is State.SEALED]
+
+    def num_chunks(self, arena: int) -> int:
+        """How many these are."""
+        return len(self.slots[arena])
+
+    def by_layout(self) -> dict[bytes, tuple[int, int]]:
+        """By KV layout, how many chunks there are, of one shard each and in any state, and their bytes."""
+        return {layout: (count, self.layout_bytes[layout]) for layout, count in self.layouts.items()}
+
+    def num_unfilled(self, session: int) -> int:
+        """How many chunks this session has yet to fill, or to let go."""
+        return self.writers.count(session)
+
+    def unsealed(self, transfer: str) -> list[Chunk]:
+        """The chunks of this transfer that are still being filled."""
+        return [chunk for chunk in self.transfers.of(transfer) if chunk.state is State.FILLING]
+
+    def census(self) -> tuple[dict[str, int], dict[str, int], int]:
+        """Chunks by state, bytes by state, pins."""
+        chunks = {str(state): count for state, count in self.chunks.items() if count}
+        nbytes = {str(state): self.nbytes[state] for state, count in self.chunks.items() if count}
+        return chunks, nbytes, self.pins

@@ -11,7 +11,7 @@ from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
 from pdx.store.clearing import Clearing
 from pdx.store.eviction import EvictionOrder
-from pdx.store.history import History
+from pdx.store.history import Cause, History
 from pdx.store.index import Index
 from pdx.store.lifecycle import Step
 from pdx.telemetry.env import Env
@@ -56,11 +56,11 @@ class SlotPool:
         """Bytes that would be nobody's if everything were evicted that may be."""
         return self._allocator.free_bytes + self.order.nbytes
 
-    def grant(self, sizes: Sequence[int], shards: int, *, partial: bool, why: str) -> list[list[Slot]]:
-        """New slots for chunks of these sizes, in order: for each a list of one slot per shard.
+    def grant(self, sizes: Sequence[int], shards: int, *, partial: bool, who: str) -> list[Slot]:
+        """New slots for chunks of these sizes, in order: for each one per shard.
 
         For all of them or for none; with `partial` for as many leading ones as fit. Evicts what it must, and without
-        `partial` nothing unless everything fits then. `why`: what is said of the chunks that are evicted.
+        `partial` nothing unless everything fits then. `who` wants them.
         """
         runs = [(nbytes, len(list(run)) * shards) for nbytes, run in itertools.groupby(sizes)]
         taken = [self._allocator.allocate_many(nbytes, count) for nbytes, count in runs]
@@ -69,7 +69,7 @@ class SlotPool:
             missing = len(sizes) * shards - sum(map(len, taken))
             for at in short:  # the slots may fit elsewhere once there is more room
                 self._allocator.free_many(taken[at])
-            self._make_room(max(runs[at][0] for at in short), missing, partial=partial, why=why)
+            self._make_room(max(runs[at][0] for at in short), missing, partial=partial, who=who)
             for at in short:
                 taken[at] = self._allocator.allocate_many(*runs[at])
         leading: list[int] = []
@@ -80,14 +80,11 @@ class SlotPool:
         whole = len(leading) // shards if partial or len(leading) == len(sizes) * shards else 0
         self._allocator.free_many([offset for got in taken for offset in got][whole * shards :])
         return [
-            [
-                Slot(offset, nbytes, self._next_generation(offset), self._number)
-                for offset in leading[at * shards : (at + 1) * shards]
-            ]
-            for at, nbytes in enumerate(sizes[:whole])
+            Slot(offset, sizes[at // shards], self._next_generation(offset), self._number)
+            for at, offset in enumerate(leading[: whole * shards])
         ]
 
-    def _make_room(self, nbytes: int, count: int, *, partial: bool, why: str) -> None:
+    def _make_room(self, nbytes: int, count: int, *, partial: bool, who: str) -> None:
         """Evict, so that `count` slots of `nbytes` more fit, with `partial` some of them; nothing if they would not."""
         size = round_up(nbytes)
         clearing = Clearing(self._allocator, self._index, self._number, size, count)
@@ -98,19 +95,19 @@ class SlotPool:
         unstored = sum(not (chunk.is_stored or chunk.tail) for chunk in victims)
         if unstored:
             self._counters["evicted_unstored"] += unstored
-        self._note(victims, why)
+        self._note(victims, who)
         self.free(victims, Step.EVICT)
 
-    def _note(self, victims: Sequence[Chunk], why: str) -> None:
-        """These are evicted."""
+    def _note(self, victims: Sequence[Chunk], who: str) -> None:
+        """These are evicted for somebody."""
         alike: dict[tuple[bool, bool], list[bytes]] = {}
         for chunk in victims:
             alike.setdefault((chunk.is_over, chunk.is_stored), []).append(chunk.key)
         for (is_over, is_stored), keys in alike.items():
-            text = f"{why}, being over the quota of its cache salt" if is_over else why
-            self._history.note(keys, text, self._clock(), is_stored=is_stored)
+            why = Cause.OVER_QUOTA if is_over else Cause.EVICTED
+            self._history.note(keys, why, self._clock(), detail=who, is_stored=is_stored)
 
-    def drop(self, chunk: Chunk, why: str) -> None:
+    def drop(self, chunk: Chunk, why: Cause) -> None:
         """Have a sealed chunk forgotten now, and its room free as soon as nobody reads it."""
         self._history.note((chunk.key,), why, self._clock())
         if chunk.leases:  # the last of those who read it frees it

@@ -15,84 +15,22 @@ from functools import partial
 import msgspec
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
-from pdx.memory.arena import Arena, round_up
-from pdx.memory.keys import KEY_BYTES, is_named
+from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.slot import Slot
-from pdx.store.chunk import NO_HINTS, NODE, Chunk, Origin
+from pdx.store.chunk import NODE, Chunk
+from pdx.store.claim import Claim
 from pdx.store.deadlines import Deadlines
 from pdx.store.eviction import EvictionOrder
 from pdx.store.hints.tenant_leases import TenantLeases
-from pdx.store.history import History
+from pdx.store.history import Cause, History
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.policies.by_name import Maker, find
 from pdx.store.quota import Quota
 from pdx.store.slot_pool import SlotPool
 from pdx.telemetry.env import Env
-from pdx.wire.hints import Hints
 
 LRU = find("lru")
-GIVEN_UP = "never whole: its writer gave it up"
-
-
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reservation asks for: `nbytes` and `layers` per chunk, one slot per shard and key."""
-
-    keys: Sequence[bytes]
-    nbytes: int
-    layers: int
-    owner: int  # session that answers for the reservation
-    writers: Sequence[int]  # session that fills shard 0, 1, …
-    arenas: Sequence[int] = ()  # where shard 0, 1, … goes; the first arena of the node by default
-    tail_nbytes: int = 0  # not 0: the last key is a tail of so many bytes
-    blocks: bytes = b""  # names of the full blocks of all of it, from the first key's first on; empty: not told …
-    chunk_blocks: int = 0  # … and how many a chunk has
-    parent: bytes = b""  # the key that leads up to the first one
-    block_tokens: int = 0  # that a block has; 0: not known
-    partial: bool = False
-    is_named: bool = False
-    transfer: str | None = None
-    deadline: float = float("inf")
-    hints: Hints = NO_HINTS  # of the request, for whoever decides what is kept
-    origin: Origin = msgspec.field(default_factory=lambda: Origin(""))  # of their bytes
-    layout: bytes = b""  # the KV layout of the engine that fills them; empty: not known
-    who: str = ""  # wants them, for the explanation of what goes for that
-
-    def is_tail(self, index: int) -> bool:
-        """Whether `keys[index]` is a tail."""
-        return bool(self.tail_nbytes) and index == len(self.keys) - 1
-
-    def size(self, index: int) -> int:
-        """Bytes of the slots of `keys[index]`."""
-        return self.tail_nbytes if self.is_tail(index) else self.nbytes
-
-    def names(self, index: int) -> bytes:
-        """Of the full blocks of `keys[index]`."""
-        width = self.chunk_blocks * KEY_BYTES
-        return self.blocks[index * width : (index + 1) * width]
-
-    def chunk(self, index: int, shard: int, slot: Slot) -> Chunk:
-        """The record of `keys[index]`, to be filled in `slot`."""
-        return Chunk(
-            self.keys[index],
-            shard,
-            slot,
-            self.layers,
-            tail=self.is_tail(index),
-            is_named=self.is_named or is_named(self.keys[index]),
-            blocks=self.names(index),
-            parent=self.keys[index - 1] if index else self.parent,
-            block_tokens=self.block_tokens,
-            shards=len(self.writers),
-            arenas=self.arenas,
-            owner=self.owner,
-            writer=self.writers[shard],
-            transfer=self.transfer,
-            deadline=self.deadline,
-            hints=self.hints,
-            origin=self.origin,
-            layout=self.layout,
-        )
 
 
 class Lease(msgspec.Struct):
@@ -139,21 +77,21 @@ class Store:
         self.history = History()
         # by key, for each request in a queue that wants it, where in its prompt it is; the first in the queue first
         self.wanted: dict[bytes, dict[int, int]] = {}
-        self._index = Index(1 + len(more))
+        self.index = Index(1 + len(more))  # for others to read only
         sizes = [nbytes or arena.nbytes, *(each.nbytes for each in more)]
         self.pools = [
             SlotPool(
                 number,
                 each,
                 size,
-                self._index,
+                self.index,
                 EvictionOrder(partial(policy, size), self.wanted, Quota.of(size, quota), env),
                 self.history,
                 env,
             )
             for number, (each, size) in enumerate(zip([arena, *more], sizes, strict=True))
         ]
-        self.tenant_leases = TenantLeases(self.pools, self._index, share=lease_share, kept_share=kept_share)
+        self.tenant_leases = TenantLeases(self.pools, self.index, share=lease_share, kept_share=kept_share)
         self._leases: dict[int, Lease] = {}
         self._leased_bytes: Counter[int] = Counter()  # by session
         self._leases_of: dict[int, dict[int, None]] = {}  # session -> numbers of its leases
@@ -164,7 +102,7 @@ class Store:
 
     def find(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[tuple[Chunk, ...]]:
         """The leading run of keys that are sealed in every shard: `shards` chunks per hit."""
-        return self._index.sealed(keys, shards, arenas)
+        return self.index.sealed(keys, shards, arenas)
 
     def part(
         self, parent: bytes, blocks: bytes, shards: int, arenas: Sequence[int] = ()
@@ -173,7 +111,7 @@ class Store:
 
         :returns: None if there is none with at least one of them.
         """
-        for key, count in self._index.siblings.like(parent, blocks):
+        for key, count in self.index.siblings.like(parent, blocks):
             for chunks in self.find([key], shards, arenas):
                 for chunk in chunks:
                     chunk.is_shared = True
@@ -184,43 +122,9 @@ class Store:
         """Sealed chunks of one key have these blocks: what came from elsewhere does not say so itself."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.blocks:
-                chunk.parent, chunk.blocks, chunk.block_tokens = parent, blocks, block_tokens
-                self._index.named(chunk)
-
-    @property
-    def index(self) -> Index:
-        """The records, for others to read only."""
-        return self._index
-
-    def of(self, key: bytes) -> Sequence[Chunk]:
-        """The chunks of `key`, filling or sealed, in all shards and arenas."""
-        return self._index.of(key)
-
-    def is_found(self, key: bytes) -> bool:
-        """Whether a chunk of `key` is here, and a request has found it since it is."""
-        return any(chunk.is_found for chunk in self._index.of(key))
-
-    def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
-        """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
-        chunks = self._index.of(key, shards, arenas)
-        return list(chunks) if len(chunks) == shards else None
-
-    def is_filling(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
-        """Whether every shard of `key` is there or on its way, and at least one is on its way."""
-        return any(chunk.state is State.FILLING for chunk in self.known(key, shards, arenas) or ())
-
-    def anywhere(
-        self, key: bytes, shards: int, but: Sequence[int], *, is_filling: bool = False
-    ) -> tuple[int, ...] | None:
-        """The arenas, by shard, beside those in `but` where every shard of `key` is sealed, or (`is_filling`) may still
-        be filled; None: one is missing.
-        """
-        found: dict[int, int] = {}
-        for chunk in self._index.of(key):
-            may_be_read = is_filling or chunk.state is State.SEALED
-            if may_be_read and chunk.shard < shards and chunk.slot.arena != but[chunk.shard]:
-                found.setdefault(chunk.shard, chunk.slot.arena)
-        return tuple(found[shard] for shard in range(shards)) if len(found) == shards else None
+                chunk.reservation.block_tokens = block_tokens
+                chunk.parent, chunk.blocks = parent, blocks
+                self.index.named(chunk)
 
     def lease(self, chunks: Iterable[Chunk], session: int, seconds: float) -> int:
         """Keep these chunks, sealed or being filled, for `seconds`; returns the lease's number."""
@@ -286,7 +190,7 @@ class Store:
             elif chunk.is_for_one:
                 freed[chunk.slot.arena, Step.EVICT].append(chunk)
             elif not chunk.is_kept:
-                is_read_once = chunk.tail and chunk.transfer is not None and not chunk.is_shared
+                is_read_once = chunk.tail and chunk.reservation.transfer is not None and not chunk.is_shared
                 self.pools[chunk.slot.arena].order.insert(chunk, goes_first=is_read_once)
         for (arena, step), of_arena in freed.items():
             self.pools[arena].free(of_arena, step)
@@ -317,7 +221,7 @@ class Store:
         self._refresh_keys(keys)
 
     def _refresh_keys(self, keys: Sequence[bytes]) -> None:
-        self.refresh([chunk for key in keys for chunk in self._index.of(key)])
+        self.refresh([chunk for key in keys for chunk in self.index.of(key)])
 
     # ---- reserving and filling --------------------------------------------------------------
 
@@ -332,10 +236,16 @@ class Store:
         if len(set(claim.keys)) != len(claim.keys):
             raise ProtocolError("a key stands twice in one reservation")
         shards = len(claim.writers)
-        wanted = [index for index, key in enumerate(claim.keys) if self._is_absent(key, shards, claim.arenas)]
-        of_pool: dict[int, int] = Counter(claim.arenas or [0] * shards)  # arena -> shards that go there
-        sizes = [claim.size(index) for index in wanted]
-        room_sizes = [round_up(nbytes) for nbytes in sizes]
+        known = self.index.whole, self.index.partial
+        wanted = [
+            index
+            for index, key in enumerate(claim.keys)
+            if (key not in known[0] and key not in known[1]) or self._is_absent(key, shards, claim.arenas)
+        ]
+        homes = claim.arenas or (0,) * shards
+        of_pool: dict[int, int] = Counter(homes)  # arena -> shards that go there
+        sizes = claim.sizes(wanted)
+        room_sizes = [-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes]
         for arena, count in of_pool.items():
             pool, total = self.pools[arena], sum(room_sizes) * count
             least = max(room_sizes, default=0) * count if claim.partial else total
@@ -344,41 +254,33 @@ class Store:
             if total > pool.available_bytes and not claim.partial:
                 self.counters["reserve_full"] += 1
                 return [], [], True
-        granted, places = wanted, {}
+        granted, slots_of = wanted, {}
         for arena, count in of_pool.items():
-            places[arena] = self.pools[arena].grant(
-                sizes[: len(granted)], count, partial=claim.partial, why=f"evicted for {claim.who or 'others'}"
+            slots_of[arena] = self.pools[arena].grant(
+                sizes[: len(granted)], count, partial=claim.partial, who=claim.who or "others"
             )
-            granted = granted[: len(places[arena])]
+            granted = granted[: len(slots_of[arena]) // count]
+        slots = slots_of[homes[0]]
         if len(of_pool) > 1:  # what one arena has no room for is no use in another
-            for arena, got in places.items():
-                self.pools[arena].give_back([slot for slots in got[len(granted) :] for slot in slots])
-        taken: Counter[int] = Counter()  # by arena: shards before this one that go there, too
-        order = []
-        for arena in claim.arenas or [0] * shards:
-            order.append((places[arena], taken[arena]))
-            taken[arena] += 1
-        chunks = [
-            claim.chunk(index, shard, got[at][place])
-            for at, index in enumerate(granted)
-            for shard, (got, place) in enumerate(order)
-        ]
-        for chunk, before in zip(chunks[shards:], chunks, strict=False):
-            chunk.before = before
-        self._index.add(chunks)
+            for arena, count in of_pool.items():
+                self.pools[arena].give_back(slots_of[arena][len(granted) * count :])
+            left = {arena: iter(got) for arena, got in slots_of.items()}
+            slots = [next(left[arena]) for _ in granted for arena in homes]
+        chunks = claim.chunks(granted, slots)
+        self.index.add(chunks)
         full = len(granted) < len(wanted)
         self.counters["reserve_full"] += full
-        return granted, [chunk.slot for chunk in chunks], full
+        return granted, slots, full
 
     def _is_absent(self, key: bytes, shards: int, arenas: Sequence[int]) -> bool:
         """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""
-        present = self._index.of(key, shards, arenas)
+        present = self.index.of(key, shards, arenas)
         if not present:
             return True
         if len(present) == shards or any(chunk.state is State.FILLING for chunk in present):
             return False
         for chunk in present:
-            self.pools[chunk.slot.arena].drop(chunk, "dropped, because another shard of it was missing")
+            self.pools[chunk.slot.arena].drop(chunk, Cause.SHARD_MISSING)
         return True
 
     def fill(self, slots: Iterable[Slot], first_layer: int, layers: int, session: int) -> list[Chunk]:
@@ -390,8 +292,10 @@ class Store:
         chunks = [self._written(slot, session) for slot in slots]
         bits = ((1 << layers) - 1) << first_layer
         for chunk in chunks:
-            if bits >> chunk.layers:
-                raise ProtocolError(f"layers up to {first_layer + layers} filled of {chunk!r} with {chunk.layers}")
+            if bits >> chunk.reservation.layers:
+                raise ProtocolError(
+                    f"layers up to {first_layer + layers} filled of {chunk!r} with {chunk.reservation.layers}"
+                )
             chunk.filled |= bits
             if chunk.state is State.FILLING:  # else it was aborted, which its readers have been told
                 self.pools[chunk.slot.arena].tell_filled(chunk)
@@ -408,11 +312,11 @@ class Store:
                 raise ProtocolError(f"{chunk!r} sealed with slices missing")
         sealed = [chunk for chunk in once if chunk.state is not State.QUARANTINED]
         self.let_go([chunk for chunk in once if chunk.state is State.QUARANTINED])  # aborted while it was being filled
-        self._index.step(sealed, Step.SEAL)
+        self.index.step(sealed, Step.SEAL)
         self.counters["sealed"] += len(sealed)
         now = self._clock()
         for chunk in sealed:
-            chunk.origin.sealed_at = now
+            chunk.reservation.origin.sealed_at = now
         self._make_evictable(sealed)
         for chunk in sealed:
             if chunk.blocks:
@@ -420,11 +324,11 @@ class Store:
 
     def _drop_beginnings(self, sealed: Chunk) -> None:
         """Ends of prompts that this chunk has all of are of no use any more."""
-        for key in self._index.siblings.beginnings(sealed.parent, sealed.blocks, sealed.key):
-            chunks = self._index.of(key)
+        for key in self.index.siblings.beginnings(sealed.parent, sealed.blocks, sealed.key):
+            chunks = self.index.of(key)
             if all(chunk.is_evictable and chunk.slot.arena == sealed.slot.arena for chunk in chunks):
                 for chunk in chunks:
-                    self.pools[chunk.slot.arena].drop(chunk, "dropped, because a longer chunk has all of it")
+                    self.pools[chunk.slot.arena].drop(chunk, Cause.LONGER)
 
     def _make_evictable(self, sealed: Sequence[Chunk]) -> None:
         """These were just sealed: each may be evicted from now on, before what leads up to it."""
@@ -438,23 +342,24 @@ class Store:
         for chunk in sealed:
             chunk.before = None
 
-    def abort(self, chunks: Iterable[Chunk], why: str = GIVEN_UP) -> None:
+    def abort(self, chunks: Iterable[Chunk], why: Cause = Cause.GIVEN_UP) -> None:
         """Their reservation ends unsealed; the room stays the writer's until it lets go. `why`: for the history."""
         filling = [chunk for chunk in dict.fromkeys(chunks) if chunk.state is State.FILLING]
         self.history.note((chunk.key for chunk in filling), why, self._clock())
         for chunk in filling:
             self.pools[chunk.slot.arena].tell_never(chunk)
-        self._index.step(filling, Step.ABORT)
+        self.index.step(filling, Step.ABORT)
         self.counters["aborted"] += len(filling)
 
-    def let_go(self, chunks: Iterable[Chunk], why: str = GIVEN_UP) -> None:
+    def let_go(self, chunks: Iterable[Chunk], why: Cause = Cause.GIVEN_UP, detail: str = "") -> None:
         """Their writer will not write them any more: the room is free again, or left to who still reads it."""
         given = [chunk for chunk in dict.fromkeys(chunks) if chunk.state in WRITABLE]
-        self.history.note((chunk.key for chunk in given if chunk.state is State.FILLING), why, self._clock())
-        self.counters["aborted"] += sum(chunk.state is State.FILLING for chunk in given)
+        filling = [chunk.key for chunk in given if chunk.state is State.FILLING]
+        self.history.note(filling, why, self._clock(), detail=detail)
+        self.counters["aborted"] += len(filling)
         for chunk in given:
             self.pools[chunk.slot.arena].tell_never(chunk)
-        self._index.step([chunk for chunk in given if chunk.leases], Step.DELETE)  # a copy still reads them
+        self.index.step([chunk for chunk in given if chunk.leases], Step.DELETE)  # a copy still reads them
         for number, pool in enumerate(self.pools):
             left = [chunk for chunk in given if chunk.slot.arena == number and chunk.state in WRITABLE]
             if left:
@@ -471,7 +376,7 @@ class Store:
         return chunk
 
     def _get(self, slot: Slot) -> Chunk | None:
-        slots = self._index.slots
+        slots = self.index.slots
         chunk = slots[slot.arena].get(slot.offset) if slot.arena < len(slots) else None
         return chunk if chunk is not None and chunk.slot == slot else None
 
@@ -499,36 +404,18 @@ class Store:
     def pin_chunks(self, chunks: Iterable[Chunk], *, pinned: bool) -> None:
         """Pin or unpin these, which are sealed (counted)."""
         for chunk in chunks:
-            self._index.pin(chunk, 1 if pinned else -1)
+            self.index.pin(chunk, 1 if pinned else -1)
             order = self.pools[chunk.slot.arena].order
             (order.insert if chunk.is_evictable else order.hold)(chunk)
 
-    def offsets(self, arena: int) -> list[int]:
-        """Where chunks lie in an arena, in any state: a list of these themselves takes ten times as long."""
-        return list(self._index.slots[arena])
-
-    def sealed_at(self, arena: int, offsets: Iterable[int]) -> list[bytes]:
-        """The keys of what lies there now and is sealed."""
-        slots = self._index.slots[arena]
-        found = (slots.get(offset) for offset in offsets)
-        return [chunk.key for chunk in found if chunk is not None and chunk.state is State.SEALED]
-
-    def num_chunks(self, arena: int) -> int:
-        """How many these are."""
-        return len(self._index.slots[arena])
-
-    def by_layout(self) -> dict[bytes, tuple[int, int]]:
-        """By KV layout, how many chunks there are, of one shard each and in any state, and their bytes."""
-        return {layout: (count, self._index.layout_bytes[layout]) for layout, count in self._index.layouts.items()}
-
-    def delete(self, keys: Iterable[bytes], why: str = "deleted") -> int:
+    def delete(self, keys: Iterable[bytes], why: Cause = Cause.DELETED) -> int:
         """Forget sealed chunks in every shard, pinned or not; leased ones are freed with their last lease.
 
         What a copy brings here is aborted: it would be found again afterwards.
         """
         count = 0
         for key in keys:
-            chunks = self._index.of(key)
+            chunks = self.index.of(key)
             self.abort([chunk for chunk in chunks if chunk.writer == NODE])
             sealed = [chunk for chunk in chunks if chunk.state is State.SEALED]
             count += bool(sealed)
@@ -538,20 +425,12 @@ class Store:
 
     def drop_tails(self, transfer: str) -> None:
         """Forget what was sealed for this transfer alone; what is being read is freed with its last lease."""
-        for chunk in self._index.transfers.of(transfer):
+        for chunk in self.index.transfers.of(transfer):
             if chunk.state is State.SEALED:
                 if chunk.is_for_one:
-                    self.pools[chunk.slot.arena].drop(chunk, "dropped with its transfer")
+                    self.pools[chunk.slot.arena].drop(chunk, Cause.TRANSFER_OVER)
                 else:
-                    self._index.transfers.discard(transfer, chunk)
-
-    def num_unfilled(self, session: int) -> int:
-        """How many chunks this session has yet to fill, or to let go."""
-        return self._index.writers.count(session)
-
-    def unsealed(self, transfer: str) -> list[Chunk]:
-        """The chunks of this transfer that are still being filled."""
-        return [chunk for chunk in self._index.transfers.of(transfer) if chunk.state is State.FILLING]
+                    self.index.transfers.discard(transfer, chunk)
 
     # ---- time and sessions ------------------------------------------------------------------
 
@@ -564,24 +443,24 @@ class Store:
                 if chunk.state is not State.SEALED:  # it was deleted, and is still read
                     continue
                 self.counters["chunks_expired"] += 1
-                pool.drop(chunk, "expired (--policy)")
+                pool.drop(chunk, Cause.EXPIRED)
         if ended := self.tenant_leases.expire(now):
             self.counters["tenant_leases_expired"] += ended
         for number in self._lease_ends.take(now):
             self.counters["leases_expired"] += 1
             self._end_lease(number)
-        late = self._index.deadlines.take(now)
-        self.abort(late, "not filled in time")
+        late = self.index.deadlines.take(now)
+        self.abort(late, Cause.LATE)
         return late
 
     def end_session(self, session: int) -> list[Chunk]:
         """The process is gone for good: its leases end, what it wrote is free, what it owned is aborted."""
         for number in list(self._leases_of.get(session, ())):
             self.release(number, session)
-        written = self._index.writers.of(session)
-        self.let_go(written, "never whole: its process ended")
-        owned = self._index.owners.of(session)
-        self.abort(owned, "never whole: its process ended")
+        written = self.index.writers.of(session)
+        self.let_go(written, Cause.DIED)
+        owned = self.index.owners.of(session)
+        self.abort(owned, Cause.DIED)
         return written + owned
 
     # ---- numbers ----------------------------------------------------------------------------
@@ -606,32 +485,15 @@ class Store:
         """Leases that run."""
         return len(self._leases)
 
-    def census(self) -> tuple[dict[str, int], dict[str, int], int]:
-        """Chunks by state, bytes by state, pins."""
-        index = self._index
-        chunks = {str(state): count for state, count in index.chunks.items() if count}
-        nbytes = {str(state): index.nbytes[state] for state, count in index.chunks.items() if count}
-        return chunks, nbytes, index.pins
-
     def holders(self) -> tuple[Counter[int], Counter[str]]:
         """Who keeps about how many bytes from being evicted: leased ones by session, and those that are being filled by
         their origin or transfer. What two leases keep counts twice. Costs a look at each session, owner and transfer,
         and not at their leases and chunks."""
         filled: Counter[str] = Counter()
-        for _, first, count in self._index.owners.sizes():
-            filled[first.origin.name] += count * first.room_bytes
-        for name, first, count in self._index.transfers.sizes():
+        for _, first, count in self.index.owners.sizes():
+            filled[first.reservation.origin.name] += count * first.room_bytes
+        for name, first, count in self.index.transfers.sizes():
             if first.state is State.FILLING:
-                filled[first.origin.name] -= count * first.room_bytes
+                filled[first.reservation.origin.name] -= count * first.room_bytes
                 filled[f"transfer {name}"] += count * first.room_bytes
         return Counter(self._leased_bytes), filled
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of chunks with a pin: no request evicts them, and they outlive whoever pinned them."""
-        return self._index.pinned_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of chunks with a pin or a tenant's lease."""
-        return self._index.kept_bytes

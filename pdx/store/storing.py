@@ -17,7 +17,7 @@ from pdx.config import StoreChoice
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
-from pdx.store.history import Gone
+from pdx.store.history import Cause, Gone
 from pdx.store.lifecycle import State
 from pdx.store.slot_pool import SlotPool
 from pdx.store.store import Store
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
 MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
-DROPPED = "not stored: it did not keep up, and the chunk was evicted before its turn"
 MAX_LOOKS = 512  # at chunks of one arena that will be evicted next, each time
 
 
@@ -83,7 +82,7 @@ class Storing:
             if not chunk.is_found:
                 chunk.is_found = True
                 self._tiers.hit(chunk)
-                if self._choice == "twice-seen" and not chunk.tail and not any(chunk.arenas):
+                if self._choice == "twice-seen" and not chunk.tail and not any(chunk.reservation.arenas):
                     self._wait(chunk, self.below(chunk))
 
     def removed(self, keys: Iterable[bytes]) -> None:
@@ -93,8 +92,8 @@ class Storing:
         time, each chunk in place of the next.
         """
         for key in keys:
-            for chunk in self._store.of(key):
-                if chunk.is_stored and not any(chunk.arenas):
+            for chunk in self._store.index.of(key):
+                if chunk.is_stored and not any(chunk.reservation.arenas):
                     chunk.is_stored = False
                     if not chunk.is_stored_again:
                         self._again[key] = None
@@ -104,11 +103,13 @@ class Storing:
     def _wait(self, chunk: Chunk, where: Iterable[Tier]) -> None:
         for tier in where:
             chunk.is_stored = True
-            self._sealed.setdefault((tier, chunk.shards, tuple(chunk.arenas)), OrderedDict())[chunk.key] = None
+            self._sealed.setdefault((tier, chunk.reservation.shards, tuple(chunk.reservation.arenas)), OrderedDict())[
+                chunk.key
+            ] = None
 
     def _next(self, chunk: Chunk) -> Iterator[Tier]:
         """Where a sealed chunk is stored."""
-        if any(chunk.arenas):
+        if any(chunk.reservation.arenas):
             if self._tiers.arenas is not None and self.spills:
                 yield self._tiers.arenas
         elif self._choice != "twice-seen" or self._store.history.is_missed(chunk.key):
@@ -142,7 +143,7 @@ class Storing:
     def look_ahead(self) -> None:
         """Store what will be evicted next. To be called a few times a second; after evictions `turn` does."""
         self._evicted = self._store.counters["evicted"]
-        while self._again and not self._store.of(key := next(iter(self._again))):
+        while self._again and not self._store.index.of(key := next(iter(self._again))):
             del self._again[key]
         if self._choice == "write-back" or self._again:
             for pool in self._store.pools:
@@ -183,7 +184,7 @@ class Storing:
         return False
 
     def _drop(self, tier: Tier, key: bytes) -> None:
-        tier.history.note([key], DROPPED, self._clock())
+        tier.history.note([key], Cause.OVERRUN, self._clock())
         self._counters["stores_dropped"] += 1
         self._counters[f"{tier.kind}_dropped"] += 1
         tier.tally.dropped += 1
@@ -196,7 +197,7 @@ class Storing:
         wanted: list[bytes] = []
         while keys and held < most:
             key = next(iter(keys))
-            chunks = self._store.known(key, shards, arenas)
+            chunks = self._store.index.known(key, shards, arenas)
             nbytes = sum(chunk.slot.nbytes for chunk in chunks or ())
             if chunks is None:  # it was evicted meanwhile
                 self._drop(tier, key)

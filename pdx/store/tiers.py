@@ -27,7 +27,7 @@ from pdx.store.history import Gone
 from pdx.store.paying import UNKNOWN, Computing
 from pdx.store.siblings import Siblings
 from pdx.store.store import Store
-from pdx.store.storing import DROPPED, Storing
+from pdx.store.storing import Storing
 from pdx.store.tier import Held, Tier
 from pdx.wire.status import TierStatus
 
@@ -132,7 +132,7 @@ class Tiers:
         those that a tier may have."""
         for key, count in self._named.like(parent, blocks):
             is_below = any(tier.find([key], shards) or self._hides(tier, key) for tier in self._all())
-            chunks = self._store.of(key)
+            chunks = self._store.index.of(key)
             self._store.name(chunks, *self._named.names(key))
             if is_below or chunks:
                 yield key, count
@@ -164,7 +164,9 @@ class Tiers:
         self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None
     ) -> bool:
         assert self.arenas is not None
-        found = [(key, self._store.anywhere(key, shards, arenas, is_filling=transfer is not None)) for key in keys]
+        found = [
+            (key, self._store.index.anywhere(key, shards, arenas, is_filling=transfer is not None)) for key in keys
+        ]
         for source, run in itertools.groupby(found, key=lambda pair: pair[1]):
             if source is None:
                 return False
@@ -370,9 +372,8 @@ class Tiers:
                 state = "does not keep up" if tier.takes_stores else "takes nothing now"
                 yield "policy", f"{tier.name} was to get it, and {state}"
             elif (then := tier.history.why(key)) is not None:
-                kind = "policy" if then.why == DROPPED else "tier" if then.why.startswith("not stored") else "evicted"
-                was_there = was_there or kind == "evicted"
-                yield kind, f"{tier.name}: {then.told(self._clock())}"
+                was_there = was_there or then.why.kind == "evicted"
+                yield then.why.kind, f"{tier.name}: {then.told(self._clock())}"
         if not was_there and (why := self.storing.why_not(gone)):
             yield "policy", why
 
@@ -395,11 +396,13 @@ class Tiers:
         """A request has found this for the first time since it is here: if a tier below had it, count that."""
         if chunk.shard:
             return
-        here = next((each for each in self._store.of(chunk.key) if not each.slot.arena), chunk)  # it came by way of it
+        here = next(
+            (each for each in self._store.index.of(chunk.key) if not each.slot.arena), chunk
+        )  # it came by way of it
         names = [[tier.name for tier in level] for level in self.below]
-        where = next((at for at, level in enumerate(names) if here.origin.name in level), None)
+        where = next((at for at, level in enumerate(names) if here.reservation.origin.name in level), None)
         if where is not None:
-            self.below[where][names[where].index(here.origin.name)].tally.hits += 1
+            self.below[where][names[where].index(here.reservation.origin.name)].tally.hits += 1
             self._missed(chunk.key, self.below[:where], is_named=chunk.is_named)
 
     def missed(self, key: bytes, *, is_named: bool) -> None:
@@ -431,7 +434,7 @@ class Tiers:
         of them had. `is_named`: they are a client's names, which no shared tier has."""
         by_shards: defaultdict[int, list[bytes]] = defaultdict(list)
         for key in keys:
-            by_shards[max((chunk.shards for chunk in self._store.of(key)), default=0)].append(key)
+            by_shards[max((chunk.reservation.shards for chunk in self._store.index.of(key)), default=0)].append(key)
         counts = [
             sum(tier.evict(some, shards) for tier in level for shards, some in by_shards.items())
             for level in self.below

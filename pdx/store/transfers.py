@@ -126,19 +126,19 @@ class Transfers:
         """Slices of these chunks were filled; the names of the transfers that they are of."""
         names = set()
         for chunk in chunks:
-            transfer = self._transfers.get(chunk.transfer or "")
+            transfer = self._transfers.get(chunk.reservation.transfer or "")
             if transfer is None or (before := transfer.pending.get(chunk.slot)) is None:
                 continue
             count = chunk.filled.bit_count()
             transfer.pending[chunk.slot] = count
-            part = (count - before) / chunk.layers
+            part = (count - before) / chunk.reservation.layers
             transfer.left -= part
             if transfer.first_at < 0:
                 transfer.first_at = now
             elif now > transfer.first_at:
                 transfer.filled += part
             transfer.last_at = now
-            names.add(chunk.transfer or "")
+            names.add(chunk.reservation.transfer or "")
         return names
 
     def left_s(self, name: str) -> float:
@@ -158,14 +158,14 @@ class Transfers:
         chunks = list(chunks)
         self.filled(chunks, now)
         for chunk in chunks:
-            transfer = self._transfers.get(chunk.transfer or "")
+            transfer = self._transfers.get(chunk.reservation.transfer or "")
             if transfer is not None:
                 transfer.pending.pop(chunk.slot, None)
-                self._settle(chunk.transfer or "", transfer, now)
+                self._settle(chunk.reservation.transfer or "", transfer, now)
 
     def aborted(self, chunks: Iterable[Chunk], now: float) -> None:
         """These chunks will not come: what is sealed of their transfers is all there will be."""
-        for name in dict.fromkeys(chunk.transfer for chunk in chunks if chunk.transfer):
+        for name in dict.fromkeys(chunk.reservation.transfer for chunk in chunks if chunk.reservation.transfer):
             if name in self._transfers:
                 self.give_up(name, now, "")
 

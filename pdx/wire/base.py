@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.transports.channel import SchemeName
@@ -52,3 +53,9 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
+
+
+def check_slots(keys: int, shards: int) -> None:
+    """:raises ProtocolError: so many keys have more slots than one answer holds."""
+    if keys * shards > MAX_SLOTS:
+        raise ProtocolError(f"{keys} keys of {shards} shards are more than {MAX_SLOTS} slots")

@@ -82,10 +82,10 @@ def test_a_file_has_the_words_of_the_command_line(run, file):
 
 
 def test_the_command_line_comes_first(run, file):
-    path = file('arena = "2GiB"\ndisk = "/a"\npolicy = "fifo"')
+    path = file('arena = "2GiB"\ndisk = "/a"\npolicy = "s3fifo"')
     pdx("node", "--address", "ipc:///run/x/node.sock", "--arena", "1GiB", "--node-config", path, "--disk", "/c")
     (config,) = run
-    assert (config.arena_bytes, config.disks, config.policy) == (1 << 30, ["/c"], "fifo")
+    assert (config.arena_bytes, config.disks, config.policy) == (1 << 30, ["/c"], "s3fifo")
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_up_and_serve_take_of_a_file_what_they_take_on_the_command_line(file, mo
     assert "'name' is no option of a node; there are arena, gpu, " in result.output
     executed = []
     monkeypatch.setattr("os.execvp", lambda name, command: executed.append(command))
-    path = file('disk = ["/a", "/b"]\npolicy = "lfu"')
+    path = file('disk = ["/a", "/b"]\npolicy = "gittins"')
     result = pdx("serve", "both", "MODEL", "--node-config", path, "--port", "8100")
     assert result.exit_code == 0, result.output
     (command,) = executed
     settings = command[command.index("--kv-transfer-config") + 1]
     assert '"disk": ["/a", "/b"]' in settings
-    assert '"policy": "lfu"' in settings
+    assert '"policy": "gittins"' in settings
 
 
 def test_the_connector_takes_one_folder_or_several():

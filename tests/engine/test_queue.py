@@ -148,21 +148,18 @@ def test_a_request_that_ends_before_its_turn_takes_its_word_back(
         (None, Hints("")),
         ({}, Hints("")),
         ({"pdx_hints": {"version": 1, "priority": 7, "session": "s", "reuse_s": 60}}, Hints("s", 7, 60.0)),
-        ({"pdx_hints": {"version": 1}, "pdx_priority": 7}, Hints("")),
-        ({"pdx_priority": 7, "pdx_session": "s", "pdx_reuse_s": 60}, Hints("s", 7, 60.0)),
-        ({"pdx_priority": 9, "do_remote_decode": True, "transfer_id": "t" * 20}, Hints("", 9)),
+        ({"pdx_hints": {"version": 1}}, Hints("")),
     ],
 )
 def test_a_request_may_say_how_important_its_chunks_are(params: Any, hints: Hints) -> None:
     assert parse_hints(params).hints == hints
 
 
-@pytest.mark.parametrize(
-    "params", [{"pdx_priority": 10}, {"pdx_priority": -1}, {"pdx_priority": "much"}, {"pdx_session": "s" * 65}]
-)
+@pytest.mark.parametrize("hint", [{"priority": 10}, {"priority": -1}, {"priority": "much"}, {"session": "s" * 65}])
 def test_hints_that_make_no_sense_are_left_out_with_a_warning(
-    engine: ToyEngine, caplog: pytest.LogCaptureFixture, params: Any
+    engine: ToyEngine, caplog: pytest.LogCaptureFixture, hint: Any
 ) -> None:
+    params = {"pdx_hints": {"version": 1, **hint}}
     [verdict] = parse_hints(params).decided
     request = Request("r", tokens(500, CHUNK), params)
     engine.scheduler_guard.arrived(request)
@@ -202,7 +199,7 @@ def test_the_node_has_the_priority_with_each_chunk(engine: ToyEngine) -> None:
     ask = connection.ask
     connection.ask = lambda body: said.append(body) or ask(body)  # type: ignore[func-returns-value,method-assign]
     save(engine, tokens(600, 3 * CHUNK + 2), "plain")
-    request = Request("important", tokens(601, 3 * CHUNK + 2), {"pdx_priority": 7})
+    request = Request("important", tokens(601, 3 * CHUNK + 2), {"pdx_hints": {"version": 1, "priority": 7}})
     engine.admit(request)
     engine.finish(request)
     assert [(body.request, body.hints.priority) for body in said] == [("plain", 0), ("important", 7)]

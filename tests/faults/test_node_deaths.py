@@ -12,6 +12,8 @@ from pdx.errors import NodeUnavailable, StaleSlot
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Fill, Ping
 
+pytestmark = pytest.mark.long
+
 BACK_S = 1.0  # after any fault the counters are back at their baseline within this
 
 

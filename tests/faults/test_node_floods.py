@@ -15,6 +15,8 @@ from pdx.security.curve_keys import KeyPair
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Admit, Admitted, Done, Hello, PeerFrame, Ping, Welcome, encode
 
+pytestmark = pytest.mark.long
+
 LIMIT = 256
 
 

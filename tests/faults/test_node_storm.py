@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from node_harness import MIB
 
 import pdx
 from pdx.testing.waiting import wait_until
+
+pytestmark = pytest.mark.long
 
 STEPS = 1000  # of each process
 CLIENT = Path(__file__).with_name("node_storm_client.py")

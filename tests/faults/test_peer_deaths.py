@@ -10,6 +10,8 @@ from peers_harness import ARENA, Cluster, pattern, put, read
 from pdx.node.peers.connection import ConnectionState
 from pdx.testing.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 SILENCE_S = 3.0  # a machine that takes a core away for a second does not make a peer silent
 
 

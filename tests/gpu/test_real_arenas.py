@@ -15,9 +15,10 @@ from pdx.cuda.gpu import Gpu
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
 from pdx.node.arena_tier import ArenaTier
+from pdx.store.claim import Claim
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 

@@ -17,10 +17,11 @@ from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.arena_tier import ArenaTier
+from pdx.store.claim import Claim
 from pdx.store.copies import Copies
 from pdx.store.hints.demotions import Demotions
 from pdx.store.lifecycle import State
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry import trace
 from pdx.telemetry.env import Env
@@ -135,7 +136,7 @@ class Stage:
         return may
 
     def check(self):
-        for arena, slots in enumerate(self.store._index.slots):
+        for arena, slots in enumerate(self.store.index.slots):
             for offset, chunk in slots.items():
                 assert (chunk.slot.arena, chunk.slot.offset) == (arena, offset)
                 if chunk.state is State.SEALED:
@@ -149,7 +150,7 @@ class Stage:
         assert not self.copies._items
         assert not self.tier._slots
         assert not self.tier._cancelled
-        for slots in self.store._index.slots:
+        for slots in self.store.index.slots:
             for chunk in slots.values():
                 assert chunk.leases == 0
 
@@ -189,7 +190,7 @@ def stage(request, tmp_path):
 def forget(stage, numbers, arena):
     """Evict these in one arena."""
     pool = stage.store.pools[arena]
-    for chunk in list(stage.store._index.slots[arena].values()):
+    for chunk in list(stage.store.index.slots[arena].values()):
         if int(chunk.key) in numbers:
             pool.drop(chunk, "forgotten")
 
@@ -333,7 +334,7 @@ def test_any_order_leaves_nothing_behind(tmp_path_factory, steps):
                     stage.changed(chunks)
             stage.check()
         stage.assert_idle()
-        stage.store.delete([chunk.key for slots in stage.store._index.slots for chunk in slots.values()])
+        stage.store.delete([chunk.key for slots in stage.store.index.slots for chunk in slots.values()])
         assert stage.store.free_bytes == stage.store.total_bytes
     finally:
         stage.close()

@@ -3,24 +3,16 @@
 import os
 
 import pytest
+from service_stage import CHUNKS, Clock, serving
 
-from pdx.config import NodeConfig
-from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.node.service import Service
-from pdx.telemetry.env import Env
+from pdx.memory.arena import GRANULE_BYTES
 from pdx.wire.messages import VERSION, Admit, Fill, Hello, Hints
-
-CHUNKS = 256  # as many as the smallest arena has
 
 
 @pytest.fixture
 def service(place):
-    nbytes = CHUNKS * GRANULE_BYTES
-    with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
-        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1, Env())
+    with serving(place, Clock()) as made:
         yield made
-        made.sessions.close()
-        made.peers.close()
 
 
 def put(service, session, names, hints):

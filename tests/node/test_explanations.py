@@ -1,33 +1,22 @@
 """What a node says of why each chunk of a request was a hit, or was not: from the service, with a clock of its own."""
 
-import itertools
 import os
 
 import msgspec
 import pytest
+from service_stage import CHUNKS, Below, Clock, keys, serving
 
-from pdx.config import NodeConfig
 from pdx.errors import ChunkMissing, TierError
-from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.memory.arena import GRANULE_BYTES
 from pdx.node import begun, explanations
-from pdx.node.service import Service
 from pdx.store import history
-from pdx.store.tier import Grant, Held, Tier
-from pdx.telemetry.env import Env
+from pdx.store.history import Cause
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.explained import Explained
 from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, Hello, Hints, Pin, Release
 from pdx.wire.verbs import Why
 
-CHUNKS = 256  # as many as the smallest arena has
 LAYOUT = b"layout"
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -37,13 +26,8 @@ def clock():
 
 @pytest.fixture
 def service(place, clock, request):
-    nbytes = CHUNKS * GRANULE_BYTES
-    config = NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes, **getattr(request, "param", {}))
-    with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
-        made = Service(config, [arena], 1, Env(clock))
+    with serving(place, clock, **getattr(request, "param", {})) as made:
         yield made
-        made.sessions.close()
-        made.peers.close()
 
 
 @pytest.fixture
@@ -56,10 +40,6 @@ def attach(service, engine):
         hello = Hello(VERSION, os.getpid(), kind, engine=engine, shard=shard)
         session, _ = service.attach(f"{engine} {kind}".encode(), hello, os.getpid())
     return session
-
-
-def keys(numbers):
-    return [number.to_bytes(16, "big") for number in numbers]
 
 
 def worker(service, session):
@@ -318,48 +298,9 @@ def test_the_same_blocks_under_another_layout_name_the_fields(service):
     assert text in why(service, session, "two").notes
 
 
-class Below(Tier):
-    """A fake tier that says what it is told to, and stores nothing by itself."""
-
-    kind = name = "below"
-    is_whole = True
-    takes_stores = True
-
-    def __init__(self, service):
-        self.has, self.says, self.jobs, self.service = set(), "", [], service
-
-    def find(self, keys, shards):
-        return [Held(GRANULE_BYTES, 1) for key in itertools.takewhile(self.has.__contains__, keys)]
-
-    def why_not(self, key):
-        return self.says
-
-    def admit(self, copy):
-        return Grant(range(len(copy.keys)))
-
-    def store(self, job):
-        self.jobs.append(job)
-
-    load = store
-
-    def end(self, error=None):
-        """All jobs are over."""
-        while self.jobs:
-            self.service.copies.done(self, self.jobs.pop(), error)
-
-    def cancel(self, copy):
-        pass
-
-    def over(self, copy):
-        pass
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def below(service):
-    tier = Below(service)
+    tier = Below(service.copies)
     service.tiers.below.append([tier])
     return tier
 
@@ -403,6 +344,7 @@ def test_what_was_found_twice_is_stored_and_not_said_to_be_refused(service, sess
     keep(service, session, [1], "again")
     service.turn()
     below.end()
+    below.keys.clear()
     evict(service, session, clock)
     keep(service, session, [1], "b")
     assert first_of(service, session, "b") == (False, "evicted", GONE)
@@ -427,6 +369,7 @@ def test_a_tier_that_cannot_say_what_it_has_is_named_behind_what_became_of_it_he
     keep(service, session, [1], "a")
     service.turn()
     below.end()
+    below.keys.clear()
     evict(service, session, clock)
     below.says = "does not answer: unreachable"
     keep(service, session, [1], "b")
@@ -440,7 +383,7 @@ def test_a_tier_that_cannot_say_what_it_has_is_named_behind_what_became_of_it_he
 
 
 def test_what_a_tier_removed_is_told_with_its_time(service, session, below, clock):
-    below.history.note(keys([1, 2]), "removed to make room", clock.now)
+    below.history.note(keys([1, 2]), Cause.REMOVED, clock.now)
     clock.now += 2.0
     keep(service, session, [2], "other life")
     assert first_of(service, session, "other life") == (
@@ -450,7 +393,7 @@ def test_what_a_tier_removed_is_told_with_its_time(service, session, below, cloc
 
 def test_a_tier_that_was_too_slow_is_not_asked_and_says_so(service, session, below, clock):
     below.late_at = clock.now
-    below.has.update(keys([1]))
+    below.keys.update(keys([1]))
     keep(service, session, [1], "it has it")
     assert first_of(service, session, "it has it") == (False, "tier", "on below, which was too slow a moment ago")
     below.is_shared = True  # what it has is not known here
@@ -463,16 +406,16 @@ def test_a_tier_that_was_too_slow_is_not_asked_and_says_so(service, session, bel
 def test_what_a_tier_has_and_memory_has_no_room_for(service, session, below):
     keep(service, session, range(1000, 1000 + CHUNKS), "all")
     service.handle(session, Pin(keys(range(1000, 1000 + CHUNKS))))
-    below.has.update(keys([1]))
+    below.keys.update(keys([1]))
     keep(service, session, [1], "a")
     assert first_of(service, session, "a") == (False, "tier", "on below, but the arena had no room for it")
 
 
 def test_a_load_that_failed_says_from_where_and_how(service, session, below, clock):
-    below.has.update(keys([1]))
+    below.keys.update(keys([1]))
     assert service.handle(session, Admit(keys([1]), lease_s=1.0, wait_s=5.0)) is None
     service.turn()
-    below.has.clear()
+    below.keys.clear()
     below.end(TierError("its digest is another", "corrupt"))
     clock.now += 1.0
     keep(service, session, [1], "a")
@@ -512,13 +455,8 @@ def test_a_load_may_fail_because_its_lease_has_ended_or_of_a_request_that_nobody
 
 
 @pytest.mark.parametrize("service", [{"policy": "age:60"}], indirect=True)
-def test_what_has_expired_says_so(service, session, clock, monkeypatch):
+def test_what_has_expired_says_so(service, session, clock):
     keep(service, session, [1], "a")
-    service.store.pools[0].order._levels[0]._clock = clock  # the policy's own is real
-    [chunk] = service.store.of(keys([1])[0])
-    service.store.pools[0].order.hold(chunk)
-    chunk.expires_at = clock.now + 60.0
-    service.store.pools[0].order.insert(chunk)
     clock.now += 61.0
     service.store.expire()
     keep(service, session, [1], "b")
@@ -547,7 +485,7 @@ def test_a_request_is_found_by_a_part_of_its_name_the_newest_first(service, sess
 def test_long_words_of_others_are_cut_and_cannot_steer_a_terminal(service, session):
     answer = service.handle(session, Admit(keys([1]), GRANULE_BYTES, 1))
     chunks = service.store.unfinished(answer.granted_slots)
-    service.store.let_go(chunks, "not loaded from remote: \x1b[2J" + "x" * 10_000)
+    service.store.let_go(chunks, Cause.NOT_LOADED, "remote: \x1b[2J" + "x" * 10_000)
     keep(service, session, [1], "a")
     [(_, _, _, text)] = told(service, session, "a")
     assert len(text) < 320

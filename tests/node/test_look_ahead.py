@@ -1,86 +1,19 @@
 """Requests in a queue: what they want is loaded ahead and evicted last. The service with a fake tier below."""
 
-import os
 import time
 from collections import Counter
 
 import pytest
+from service_stage import CHUNKS, Below, Clock, attach, keys, serving, there
 
-from pdx.config import NodeConfig
 from pdx.errors import ProtocolError
-from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.memory.arena import GRANULE_BYTES
 from pdx.node import look_ahead
-from pdx.node.service import Service
 from pdx.store.copy import Priority
-from pdx.store.tier import Grant, Held, Tier
-from pdx.telemetry.env import Env
 from pdx.wire.base import MAX_SLOTS
-from pdx.wire.messages import VERSION, Admit, Bye, Expect, Fill, Hello, Hints
+from pdx.wire.messages import Admit, Bye, Expect, Fill, Hints
 
-CHUNKS = 256  # as many as the smallest arena has
 HALF = CHUNKS // 2
-
-
-class Below(Tier):
-    """A fake: it has the keys that it is told to have, and its loads end when the test says so."""
-
-    kind = name = "below"
-    is_whole = True
-    max_inflight_bytes = 1 << 30
-
-    def __init__(self, copies):
-        self.keys = set()
-        self.jobs = []
-        self.asks_for = None  # of a tier that must be asked: what it was asked for
-        self._copies = copies
-
-    def find(self, keys, shards):
-        run = []
-        for key in keys:
-            if key not in self.keys or self.asks_for is not None:
-                break
-            run.append(Held(GRANULE_BYTES, 1))
-        return run
-
-    def seeks(self, keys, shards):
-        if self.asks_for is None:
-            return False
-        self.asks_for += keys
-        return True
-
-    def admit(self, copy):
-        return Grant([])
-
-    def store(self, job):
-        raise AssertionError("nothing is granted")
-
-    def load(self, job):
-        self.jobs.append(job)
-
-    def cancel(self, copy):
-        pass
-
-    def over(self, copy):
-        pass
-
-    def close(self):
-        pass
-
-    def end(self):
-        """All loads under way are over."""
-        jobs, self.jobs = self.jobs, []
-        for job in jobs:
-            self._copies.done(self, job, None)
-        return [int.from_bytes(job.parts[0].key, "big") for job in jobs]
-
-
-class Clock:
-    """Stands still until the test moves it."""
-
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -90,30 +23,16 @@ def clock():
 
 @pytest.fixture
 def service(place, clock):
-    nbytes = CHUNKS * GRANULE_BYTES
-    with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
-        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1, Env(clock))
-        made.peers.turn = list
-        made.below = Below(made.copies)
+    with serving(place, clock) as made:
+        made.below = Below(made.copies, takes=False)
         made.tiers.below.append([made.below])
         yield made
         assert not made.store.wanted or len(made.look_ahead), "nothing is wanted that nobody waits for"
-        made.sessions.close()
-        made.peers.close()
 
 
 @pytest.fixture
 def session(service):
     return attach(service, "client")
-
-
-def attach(service, name):
-    made, _ = service.attach(name.encode(), Hello(VERSION, os.getpid(), "client", name=name), os.getpid())
-    return made
-
-
-def keys(numbers):
-    return [number.to_bytes(16, "big") for number in numbers]
 
 
 def expect(service, session, request, numbers):
@@ -126,10 +45,6 @@ def put(service, session, numbers):
     answer = service.handle(session, Admit(keys(numbers), GRANULE_BYTES, 1, partial=True))
     service.handle(session, Fill(answer.granted_slots, 0, 1, True))
     service.turn()
-
-
-def there(service, numbers):
-    return [number for number in numbers if service.store.find(keys([number]), 1)]
 
 
 def load(service):
@@ -147,7 +62,9 @@ def test_what_a_request_in_the_queue_wants_is_loaded_ahead(service, session):
     assert load(service) == list(range(8))
     assert there(service, range(10)) == list(range(8))
     assert service.counters["prefetched_chunks"] == 8
-    assert all(chunk.origin.name == "below" for key in keys(range(8)) for chunk in service.store.of(key))
+    assert all(
+        chunk.reservation.origin.name == "below" for key in keys(range(8)) for chunk in service.store.index.of(key)
+    )
 
 
 def test_only_what_is_missing_is_loaded(service, session):

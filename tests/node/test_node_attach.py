@@ -30,8 +30,8 @@ KEY = b"k" * 16
 
 
 @pytest.fixture
-def node(module_node):
-    return module_node
+def node(node_here):
+    return node_here
 
 
 @pytest.fixture

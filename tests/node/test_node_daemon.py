@@ -345,13 +345,13 @@ def test_an_exception_in_a_message_ends_its_session_and_nothing_else(daemon, wir
     wire.tell(Ping(), reply=True)
     assert "internal error" in turn_until_answered(daemon, wire).text, "the session is over"
     assert is_served(daemon, other)
-    assert daemon.service.store.census()[0] == {"filling": 1}, "its process lives and may still write"
+    assert daemon.service.store.index.census()[0] == {"filling": 1}, "its process lives and may still write"
     wire.tell(Bye(), reply=True)
     assert isinstance(turn_until_answered(daemon, wire), Done)
     wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
     assert isinstance(turn_until_answered(daemon, wire), Welcome)
     assert is_served(daemon, wire)
-    assert daemon.service.store.census()[0] == {}
+    assert daemon.service.store.index.census()[0] == {}
 
 
 def test_an_exception_in_a_hello_lets_nobody_in(daemon, wire, other, monkeypatch):
@@ -396,7 +396,7 @@ def test_an_exception_at_the_end_of_a_session_leaves_nothing_of_it_that_is_polle
     attach(daemon, child)
     assert polled(daemon) == before + 1
     child.tell(Admit([b"r" * 16], 1))
-    wait_until(lambda: daemon.turn(0.01) or daemon.service.store.census()[0])
+    wait_until(lambda: daemon.turn(0.01) or daemon.service.store.index.census()[0])
     monkeypatch.setattr(getattr(daemon.service, part), "end_session", fail)
     if farewell == "bye":
         child.tell(Bye())
@@ -405,7 +405,7 @@ def test_an_exception_at_the_end_of_a_session_leaves_nothing_of_it_that_is_polle
     wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
     assert not any(session.hello.pid == child.pid for session in daemon.service.sessions)
     assert polled(daemon) == before
-    assert daemon.service.store.census()[0].get("filling", 0) == (part == "store")
+    assert daemon.service.store.index.census()[0].get("filling", 0) == (part == "store")
     monkeypatch.undo()
     assert is_served(daemon, other)
 

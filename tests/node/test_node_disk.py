@@ -74,9 +74,9 @@ def test_what_a_killed_node_had_is_found_by_the_next_one(start_node, disk):
     assert "disk_corrupt" not in counters
 
 
-def test_what_is_encoded_on_the_disk_is_told_and_comes_back(start_node, disk):
+def test_what_is_encoded_on_the_disk_is_told_and_comes_back(start_here, disk):
     settings = {"arena_bytes": 4 * MIB, "disks": [disk]}
-    node = start_node(**settings, disk_codec="lossless")
+    node = start_here(**settings, disk_codec="lossless")
     data = random.Random(0).randbytes(250_000)
     alike = bytes(byte for each in data for byte in (each, 63))
     with connect(node.address, timeout_s=30) as client:
@@ -88,8 +88,8 @@ def test_what_is_encoded_on_the_disk_is_told_and_comes_back(start_node, disk):
     assert (tier.stored_bytes, tier.loaded_bytes) == (1_000_000, 0)
     assert 750_000 < tier.written_bytes < 760_000  # one of them does not shrink
     assert tier.used_bytes < 790_000
-    node.kill()
-    node = start_node(**settings)
+    node.close()
+    node = start_here(**settings)
     wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
     assert (read(node.address, "alike"), read(node.address, NAMES[0])) == (alike, content(NAMES[0]))
     tier = node.status().tiers[0]
@@ -97,8 +97,8 @@ def test_what_is_encoded_on_the_disk_is_told_and_comes_back(start_node, disk):
     assert 750_000 < tier.read_bytes < 760_000
 
 
-def test_what_the_arena_evicts_is_found_on_the_disk(start_node, disk):
-    node = start_node(arena_bytes=4 * MIB, disks=[disk])
+def test_what_the_arena_evicts_is_found_on_the_disk(start_here, disk):
+    node = start_here(arena_bytes=4 * MIB, disks=[disk])
     for name in NAMES:
         fill(node.address, [name])
     assert node.status().chunks["sealed"] < len(NAMES)
@@ -108,15 +108,15 @@ def test_what_the_arena_evicts_is_found_on_the_disk(start_node, disk):
     assert node.status().counters["disk_stored"] == len(NAMES)  # what was loaded is not stored again
 
 
-def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_node, disk, place):
+def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_here, disk, place):
     spans = place / "spans"
     spans.mkdir(mode=0o700)
     trace.switch(spans, True)
-    node = start_node(disks=[disk], trace=str(spans))
+    node = start_here(disks=[disk], trace=str(spans))
     begin_ns = time.monotonic_ns()
     fill(node.address, NAMES[:3])
-    node.kill()
-    node = start_node(disks=[disk], trace=str(spans))
+    node.close()
+    node = start_here(disks=[disk], trace=str(spans))
     wait_until(lambda: node.status().tiers[0].chunks == 3, what="the index is read")
     for name in NAMES[:2]:
         assert read(node.address, name) == content(name)
@@ -136,8 +136,8 @@ def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_node, disk
     assert all(begin_ns < span.start_ns < span.end_ns < end_ns for span in stored)
 
 
-def test_the_cap_of_a_node_holds(start_node, disk):
-    node = start_node(disks=[disk], disk_limit_bytes=2 * MIB)
+def test_the_cap_of_a_node_holds(start_here, disk):
+    node = start_here(disks=[disk], disk_limit_bytes=2 * MIB)
     fill(node.address)
     status = node.status().tiers[0]
     assert status.limit_bytes == 2 * MIB
@@ -148,8 +148,8 @@ def test_the_cap_of_a_node_holds(start_node, disk):
     assert len(files) == status.chunks + 1
 
 
-def test_what_is_deleted_or_written_anew_is_not_found_again(start_node, disk):
-    node = start_node(disks=[disk])
+def test_what_is_deleted_or_written_anew_is_not_found_again(start_here, disk):
+    node = start_here(disks=[disk])
     fill(node.address, NAMES[:2])
     with connect(node.address, timeout_s=30) as client:
         with pytest.raises(ChunkExists):
@@ -157,13 +157,13 @@ def test_what_is_deleted_or_written_anew_is_not_found_again(start_node, disk):
         assert client.delete(NAMES[0])
         assert not client.delete(NAMES[0])
     wait_until(lambda: len(glob.glob(f"{disk}/??/*")) == 1, what="its file is removed")
-    node.kill()
-    node = start_node(disks=[disk])
+    node.close()
+    node = start_here(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
     assert read(node.address, NAMES[0]) is None
     fill(node.address, [NAMES[1]], "new")  # its old bytes are on the disk
-    node.kill()
-    node = start_node(disks=[disk])
+    node.close()
+    node = start_here(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
     assert read(node.address, NAMES[1]) == content(NAMES[1], "new")
 
@@ -213,14 +213,14 @@ def test_a_folder_that_cannot_be_used_is_refused(address, place, what):
 
 
 @is_root
-def test_a_node_reads_a_disk_that_is_read_only(start_node, place):
+def test_a_node_reads_a_disk_that_is_read_only(start_here, place):
     with small_disk(place / "disk", 16 * MIB) as folder:
         settings = {"disks": [str(folder)], "disk_reserve_bytes": 0}
-        node = start_node(**settings)
+        node = start_here(**settings)
         fill(node.address, NAMES[:2])
-        node.kill()
+        node.close()
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        node = start_node(**settings)
+        node = start_here(**settings)
         wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
         assert [read(node.address, name) for name in NAMES[:2]] == [content(name) for name in NAMES[:2]]
         with connect(node.address, timeout_s=30) as client:
@@ -282,27 +282,27 @@ def test_a_disk_that_does_not_answer_is_waited_for_once_and_keeps_no_node_from_e
     assert node.log.count("does not answer") == 1
 
 
-def test_several_disks_have_a_part_each_and_all_of_it_is_found_again(start_node, place):
+def test_several_disks_have_a_part_each_and_all_of_it_is_found_again(start_here, place):
     folders = [str(place / name) for name in "abc"]
-    node = start_node(disks=folders)
+    node = start_here(disks=folders)
     fill(node.address)
     tiers = node.status().tiers
     assert [(tier.name, tier.place) for tier in tiers] == [(f"disk {folder}", folder) for folder in folders]
     assert sum(tier.chunks for tier in tiers) == len(NAMES)
     assert all(tier.chunks for tier in tiers), "each has some"
-    node.kill()
-    node = start_node(disks=folders)
+    node.close()
+    node = start_here(disks=folders)
     wait_until(lambda: sum(tier.chunks for tier in node.status().tiers) == len(NAMES), what="the indices are read")
     assert [read(node.address, name) for name in NAMES] == [content(name) for name in NAMES]
     assert node.status().counters["disk_loaded"] == len(NAMES)
 
 
-def test_with_another_number_of_disks_what_was_stored_before_is_still_found(start_node, place):
+def test_with_another_number_of_disks_what_was_stored_before_is_still_found(start_here, place):
     folders = [str(place / name) for name in "ab"]
-    node = start_node(disks=folders)
+    node = start_here(disks=folders)
     fill(node.address)
-    node.kill()
-    node = start_node(disks=[str(place / "c"), *folders])
+    node.close()
+    node = start_here(disks=[str(place / "c"), *folders])
     wait_until(lambda: sum(tier.chunks for tier in node.status().tiers) == len(NAMES), what="the indices are read")
     assert [read(node.address, name) for name in NAMES] == [content(name) for name in NAMES]
 
@@ -316,9 +316,9 @@ def test_a_disk_that_is_taken_leaves_the_others_free_for_the_next_node(start_nod
     start_node(disks=folders)
 
 
-def test_what_an_engine_computes_sooner_than_the_disk_loads_it_is_not_waited_for(start_node, attach, disk):
+def test_what_an_engine_computes_sooner_than_the_disk_loads_it_is_not_waited_for(start_here, attach, disk):
     """The engine says that it is faster than any disk."""
-    node = start_node(disks=[disk])
+    node = start_here(disks=[disk])
     engine = {"engine": "an engine"}
     worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
     keys = [number.to_bytes(16, "big") for number in range(8)]
@@ -329,8 +329,8 @@ def test_what_an_engine_computes_sooner_than_the_disk_loads_it_is_not_waited_for
     granted = ask("first").granted_slots
     worker.ask(Fill(granted, layers=4, seal=True))
     wait_until(lambda: scheduler.status().counters.get("disk_stored", 0) == len(keys), what="all of it is stored")
-    node.kill()
-    node = start_node(disks=[disk])
+    node.close()
+    node = start_here(disks=[disk])
     worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
     wait_until(lambda: scheduler.status().tiers[0].chunks == len(keys), what="the index is read")
     assert scheduler.status().tiers[0].load_gb_s == 0.0
@@ -347,52 +347,9 @@ def test_what_an_engine_computes_sooner_than_the_disk_loads_it_is_not_waited_for
     assert scheduler.status().counters["loads_not_worth"] == 4
 
 
-def test_who_stands_behind_much_that_is_to_be_computed_has_time_for_a_load(start_node, attach, disk):
-    """Without that, whoever asks last of many computes what would have been loaded meanwhile."""
-    node = start_node(arena_bytes=32 * MIB, disks=[disk])
-    engine = {"engine": "an engine"}
-    worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
-    keys = [number.to_bytes(16, "big") for number in range(6)]
-    granted = scheduler.ask(Admit(keys, MIB // 4, 4, lease_s=20.0)).granted_slots
-    worker.ask(Fill(granted, layers=4, seal=True))
-    wait_until(lambda: scheduler.status().counters.get("disk_stored", 0) == len(keys), what="all of it is stored")
-    node.kill()
-    node = start_node(arena_bytes=32 * MIB, disks=[disk])
-    worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
-    wait_until(lambda: scheduler.status().tiers[0].chunks == len(keys), what="the index is read")
-    worker.ask(Ping(chunk_s=1e-3))
-
-    def hits(some):
-        return scheduler.ask(Admit(some, lease_s=20.0, wait_s=20.0)).hits
-
-    assert hits(keys[:2]) == 2, "of a disk that was not measured everything is loaded"
-    assert hits(keys[2:4]) == 0
-    assert scheduler.status().counters["loads_not_worth"] == 2
-    others = [number.to_bytes(16, "big") for number in range(1000, 7000)]
-    assert len(scheduler.ask(Admit(others, 4096, 1, lease_s=20.0)).granted) == len(others)
-    assert hits(keys[4:]) == 2
-
-
-def test_with_write_back_only_what_leaves_memory_next_is_stored(start_node, disk):
-    node = start_node(arena_bytes=8 * MIB, disks=[disk], store="write-back", store_window=0.25)
-    with connect(node.address, timeout_s=30) as client:
-        for number in range(26):
-            put(client, f"chunk {number}", content(f"chunk {number}"))
-            expected = max(0, number + 1 - 12)  # the arena has room for 16, and a quarter of that is the window
-            wait_until(
-                lambda expected=expected: client.status().counters.get("disk_stored", 0) >= expected,
-                what="the next to go is stored",
-            )
-        counters = client.status().counters
-        assert (counters["evicted"], counters["disk_stored"]) == (10, 14)
-        assert "evicted_unstored" not in counters
-    for number in range(26):
-        assert read(node.address, f"chunk {number}") == content(f"chunk {number}")
-
-
-def test_what_memory_hits_all_the_time_is_not_the_first_to_leave_the_disk(start_node, disk):
+def test_what_memory_hits_all_the_time_is_not_the_first_to_leave_the_disk(start_here, disk):
     settings = {"arena_bytes": 4 * MIB, "disks": [disk], "disk_limit_bytes": 12 * MIB, "disk_reserve_bytes": 0}
-    node = start_node(**settings)
+    node = start_here(**settings)
     with connect(node.address, timeout_s=30) as client:
         put(client, "hot", content("hot"))
         for number in range(40):  # the disk has room for 23
@@ -404,27 +361,8 @@ def test_what_memory_hits_all_the_time_is_not_the_first_to_leave_the_disk(start_
         counters = client.status().counters
         assert counters["disk_removed"] > 10
         assert "disk_loaded" not in counters, "memory has had it all the time"
-    node.kill()
-    node = start_node(**settings)
+    node.close()
+    node = start_here(**settings)
     wait_until(lambda: node.status().tiers[0].state != COUNTING, what="the index is read")
     assert read(node.address, "cold 0") is None
     assert read(node.address, "hot") == content("hot")
-
-
-def test_only_what_a_second_request_has_found_is_stored(start_node, disk):
-    node = start_node(disks=[disk], store="twice-seen")
-    with connect(node.address, timeout_s=30) as client:
-        for name in NAMES[:6]:
-            put(client, name, content(name))
-        assert read(node.address, NAMES[1]) == content(NAMES[1])
-        assert read(node.address, NAMES[4]) == content(NAMES[4])
-        wait_until(lambda: client.status().counters.get("disk_stored", 0) == 2, what="what was found is stored")
-        for _ in range(3):
-            assert read(node.address, NAMES[1]) == content(NAMES[1])
-        assert client.status().counters["copies"] == 2, "once"
-    node.kill()
-    node = start_node(disks=[disk], store="twice-seen")
-    wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
-    found = [read(node.address, name) for name in NAMES[:6]]
-    assert [data is not None for data in found] == [False, True, False, False, True, False]
-    assert found[1] == content(NAMES[1])

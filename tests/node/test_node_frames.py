@@ -32,10 +32,10 @@ KEY = b"k" * 16
 
 
 @pytest.fixture
-def node(module_node):
-    before = module_node.status()
-    yield module_node
-    after = module_node.status()
+def node(node_here):
+    before = node_here.status()
+    yield node_here
+    after = node_here.status()
     assert after.free_bytes == before.free_bytes
     assert after.pid == before.pid, "the node was restarted"
     assert (after.chunks, after.leases, len(after.attached)) == ({}, 0, 1)
@@ -255,9 +255,9 @@ def test_the_same_key_many_times_in_a_lookup(wire):
     assert wire.status().free_bytes == 8 * MIB
 
 
-def test_what_answers_that_find_no_room_grant_is_free_again(start_node, attach):
+def test_what_answers_that_find_no_room_grant_is_free_again(start_here, attach):
     """The asker reads nothing for a while; what it is told later is all that it has."""
-    own = start_node(arena_bytes=64 * MIB)
+    own = start_here(arena_bytes=64 * MIB)
     asker, watcher = attach(own), attach(own)
     asked = 12_000
     for number in range(asked):

@@ -28,8 +28,8 @@ def asking(keys, letters, **settings):
 
 
 @pytest.fixture
-def engine(module_node, attach):
-    engine = attach(module_node, name="one")
+def engine(node_here, attach):
+    engine = attach(node_here, name="one")
     yield engine
     engine.ask(Delete(KEYS))
     status = engine.status()

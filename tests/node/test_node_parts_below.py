@@ -86,8 +86,8 @@ def disk(place):
 
 
 @pytest.fixture
-def engine(start_node, attach, disk):
-    return Engine(start_node(arena_bytes=4 * MIB, disks=[disk]), attach)
+def engine(start_here, attach, disk):
+    return Engine(start_here(arena_bytes=4 * MIB, disks=[disk]), attach)
 
 
 def test_a_chunk_that_begins_alike_comes_from_the_disk(engine):
@@ -114,11 +114,11 @@ def test_it_also_comes_where_all_whole_chunks_are_hits(engine):
     assert engine.look("abcdefxy") == (1, 2, [first, second])
 
 
-def test_what_was_found_as_a_whole_is_known_in_part_after_a_restart(start_node, attach, disk):
-    node = start_node(arena_bytes=4 * MIB, disks=[disk])
+def test_what_was_found_as_a_whole_is_known_in_part_after_a_restart(start_here, attach, disk):
+    node = start_here(arena_bytes=4 * MIB, disks=[disk])
     Engine(node, attach).keep("abcd")
-    node.kill()
-    node = start_node(arena_bytes=4 * MIB, disks=[disk])
+    node.close()
+    node = start_here(arena_bytes=4 * MIB, disks=[disk])
     engine = Engine(node, attach)
     wait_until(lambda: engine.status().tiers[0].chunks == 1, what="the index is read")
     assert engine.look("abxy") == (0, 0, []), "nobody has said yet what its blocks are"
@@ -128,8 +128,8 @@ def test_what_was_found_as_a_whole_is_known_in_part_after_a_restart(start_node, 
     assert engine.look("axyz") == (0, 1, [content(key("abcd"))])
 
 
-def test_what_the_disk_has_no_more_is_not_waited_for(start_node, attach, disk):
-    engine = Engine(start_node(arena_bytes=4 * MIB, disks=[disk], disk_limit_bytes=4 * MIB), attach)
+def test_what_the_disk_has_no_more_is_not_waited_for(start_here, attach, disk):
+    engine = Engine(start_here(arena_bytes=4 * MIB, disks=[disk], disk_limit_bytes=4 * MIB), attach)
     engine.keep("abcd")
     engine.forget()
     assert engine.look("abxy") == (0, 0, [])
@@ -167,11 +167,11 @@ def test_the_better_one_comes_though_memory_has_another(engine):
     assert engine.look("axcx") == (0, 2, [content(key("axyz"))])
 
 
-def test_another_one_comes_where_the_best_is_gone(start_node, attach, tmp_path):
+def test_another_one_comes_where_the_best_is_gone(start_here, attach, tmp_path):
     """A store that nodes share must be asked what it still has."""
     redis = made("redis", tmp_path / "redis").start()
     try:
-        node = start_node(arena_bytes=4 * MIB, remote=redis.url, remote_lookup_s=20.0, remote_s=20.0)
+        node = start_here(arena_bytes=4 * MIB, remote=redis.url, remote_lookup_s=20.0, remote_s=20.0)
         wait_until(lambda: node.status().tiers[0].state == "ok", what="it answers")
         engine = Engine(node, attach)
         for prompt in ("abcd", "abxy"):

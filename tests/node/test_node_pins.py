@@ -12,9 +12,9 @@ OTHERS = [number.to_bytes(16, "little") for number in range(8 * MIB // GRANULE_B
 
 
 @pytest.fixture
-def node(module_node):
-    yield module_node
-    with attached(module_node.address) as cleaner:
+def node(node_here):
+    yield node_here
+    with attached(node_here.address) as cleaner:
         cleaner.ask(Delete([KEY, *OTHERS]))
         status = cleaner.status()
     assert (status.free_bytes, status.chunks, status.pins, status.pinned_bytes) == (8 * MIB, {}, 0, 0)

@@ -70,8 +70,8 @@ def proxy(place):
 
 
 @pytest.fixture
-def node(start_node, proxy):
-    return start_node(proxy=proxy.address, report_s=60.0)
+def node(start_here, proxy):
+    return start_here(proxy=proxy.address, report_s=60.0)
 
 
 def test_the_first_report_registers_the_node(node, proxy):
@@ -81,8 +81,8 @@ def test_the_first_report_registers_the_node(node, proxy):
     assert report.free_bytes == report.arena_bytes == 8 << 20
 
 
-def test_reports_are_the_heartbeat(start_node, proxy):
-    start_node(proxy=proxy.address, report_s=0.05)
+def test_reports_are_the_heartbeat(start_here, proxy):
+    start_here(proxy=proxy.address, report_s=0.05)
     started_ns = time.monotonic_ns()  # who waited for the node has attached and left: two reports out of turn
     beats_ns = [proxy.report_where(lambda report: report.sent_ns > started_ns).sent_ns for _ in range(6)]
     assert beats_ns[-1] - beats_ns[1] > 100_000_000
@@ -212,16 +212,16 @@ def test_a_malformed_message_of_the_proxy_is_dropped_and_counted(node, proxy, at
     assert "transfers_given_up" not in client.status().counters
 
 
-def test_a_proxy_that_does_not_run_holds_nothing_up(start_node, attach, place):
-    node = start_node(proxy=f"ipc://{place}/nobody.sock", report_s=0.01)
+def test_a_proxy_that_does_not_run_holds_nothing_up(start_here, attach, place):
+    node = start_here(proxy=f"ipc://{place}/nobody.sock", report_s=0.01)
     client = attach(node)
     wait_until(lambda: client.status().uptime_s > 1.5)  # some hundred reports, if there were any
     assert "reports_dropped" not in client.status().counters, "nothing is wrong"
 
 
-def test_a_proxy_that_comes_back_hears_of_everything(start_node, attach, place):
+def test_a_proxy_that_comes_back_hears_of_everything(start_here, attach, place):
     proxy = Proxy(f"ipc://{place}/proxy.sock")
-    node = start_node(proxy=proxy.address, report_s=0.05)
+    node = start_here(proxy=proxy.address, report_s=0.05)
     attach(node, kind="scheduler", engine="e")
     assert proxy.report_where(lambda report: report.engines)
     proxy.context.destroy(linger=0)

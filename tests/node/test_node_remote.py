@@ -25,10 +25,10 @@ def redis(tmp_path):
 
 
 @pytest.fixture
-def start(start_node, place):
+def start(start_here, place):
     """Starts nodes with an address each."""
     numbers = itertools.count()
-    return lambda **settings: start_node(address=f"ipc://{place}/{next(numbers)}.sock", **settings)
+    return lambda **settings: start_here(address=f"ipc://{place}/{next(numbers)}.sock", **settings)
 
 
 @pytest.fixture

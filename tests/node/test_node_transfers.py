@@ -17,9 +17,9 @@ KEYS = [bytes([number]) * 16 for number in range(4)]
 
 
 @pytest.fixture
-def node(module_node):
-    yield module_node
-    with Wire(module_node.address) as cleaner:
+def node(node_here):
+    yield node_here
+    with Wire(node_here.address) as cleaner:
         cleaner.hello()
         cleaner.ask(Delete(KEYS))
         status = cleaner.status()
@@ -154,9 +154,9 @@ def test_aborting_what_is_sealed_gives_up_nothing(prefill, decode, transfer):
     decode.ask(Release(found.lease))
 
 
-def test_the_death_of_the_writer_ends_the_waiting(start_node, puppets, attach, address):
+def test_the_death_of_the_writer_ends_the_waiting(start_here, puppets, attach, address):
     """The writer here is a worker that did not reserve: another process did, for it."""
-    own = start_node()
+    own = start_here()
     writer = puppets()
     scheduler = attach(own, kind="scheduler", engine="e")
     assert writer.do("work", "e")
@@ -169,8 +169,8 @@ def test_the_death_of_the_writer_ends_the_waiting(start_node, puppets, attach, a
     assert scheduler.status().chunks == {"sealed": 1}
 
 
-def test_shards_come_together(start_node, attach):
-    own = start_node()
+def test_shards_come_together(start_here, attach):
+    own = start_here()
     scheduler = attach(own, kind="scheduler", engine="e")
     ranks = [attach(own, kind="worker", engine="e", shard=shard) for shard in range(2)]
     decoder = attach(own)
@@ -236,8 +236,8 @@ def test_an_answer_that_can_be_given_is_not_kept_back(prefill, decode, transfer)
     decode.ask(Release(found.lease))
 
 
-def test_what_waits_is_bounded_and_goes_with_its_process(start_node, puppets, attach):
-    own = start_node()
+def test_what_waits_is_bounded_and_goes_with_its_process(start_here, puppets, attach):
+    own = start_here()
     prefill, decode = attach(own), attach(own, kind="scheduler")
     slots = reserve(prefill, TRANSFER)
     for _ in range(MAX_OF_SESSION):
@@ -284,8 +284,8 @@ def test_a_transfer_that_is_given_up_before_it_was_opened_is_not_expected(prefil
     assert (answered, found.hits, found.waiting) == (number, 0, False)
 
 
-def test_what_is_expected_is_bounded_as_all_that_waits(start_node, attach):
-    own = start_node()
+def test_what_is_expected_is_bounded_as_all_that_waits(start_here, attach):
+    own = start_here()
     decode = attach(own)
     for number in range(MAX_OF_SESSION):
         ask = Admit(KEYS[:1], transfer=f"transfer-that-nobody-opens-{number}", part="expects", wait_s=30.0)

@@ -49,10 +49,10 @@ def stored(node, count):
     wait_until(lambda: [tier.stores for tier in node.status().tiers] == [count], what="all are stored")
 
 
-def test_a_store_that_has_the_chunks_and_is_down_is_named(start_node, tmp_path):
+def test_a_store_that_has_the_chunks_and_is_down_is_named(start_here, tmp_path):
     redis = made("redis", tmp_path / "redis").start()
     try:
-        node = ready(start_node(arena_bytes=MIB, remote=redis.url, remote_lookup_s=0.3))
+        node = ready(start_here(arena_bytes=MIB, remote=redis.url, remote_lookup_s=0.3))
         with engine(node) as ask:
             ask(range(8), "first")
             stored(node, 8)
@@ -70,8 +70,8 @@ def test_a_store_that_has_the_chunks_and_is_down_is_named(start_node, tmp_path):
         redis.kill()
 
 
-def test_what_the_cap_of_a_disk_has_removed_is_said_to_have_gone_from_both(start_node, place):
-    node = ready(start_node(arena_bytes=MIB, disks=[str(place / "disk")], disk_limit_bytes=MIB + 200_000))
+def test_what_the_cap_of_a_disk_has_removed_is_said_to_have_gone_from_both(start_here, place):
+    node = ready(start_here(arena_bytes=MIB, disks=[str(place / "disk")], disk_limit_bytes=MIB + 200_000))
     with engine(node) as ask:
         ask(range(8), "first")
         stored(node, 8)
@@ -85,8 +85,8 @@ def test_what_the_cap_of_a_disk_has_removed_is_said_to_have_gone_from_both(start
 
 
 @pytest.mark.parametrize("choice", ["twice-seen", "write-back"])
-def test_what_the_choice_of_stores_left_out_is_said_to_be_refused(start_node, place, choice):
-    node = ready(start_node(arena_bytes=MIB, disks=[str(place / "disk")], store=choice, store_window=0.01))
+def test_what_the_choice_of_stores_left_out_is_said_to_be_refused(start_here, place, choice):
+    node = ready(start_here(arena_bytes=MIB, disks=[str(place / "disk")], store=choice, store_window=0.01))
     with engine(node) as ask:
         ask(range(ROOM), "first")
         ask(range(100, 100 + ROOM), "greedy")

@@ -99,16 +99,16 @@ def test_the_list_is_this_and_names_every_kind_and_nothing_but_questions():
 
 @pytest.mark.parametrize("kind", ["worker", "scheduler", "client", "controller"])
 @pytest.mark.parametrize("body", SAID, ids=lambda body: type(body).__name__)
-def test_a_process_is_heard_within_its_rights_only(module_node, kind, body):
-    with Wire(module_node.address) as wire:
+def test_a_process_is_heard_within_its_rights_only(node_here, kind, body):
+    with Wire(node_here.address) as wire:
         assert not isinstance(wire.hello(kind=kind, engine=f"{kind}-{type(body).__name__}"), Refused)
         answer = wire.ask(body)
         is_refused = isinstance(answer, Refused) and f"is not for a {kind}" in answer.text
         assert is_refused == (type(body) not in RIGHTS[kind])
 
 
-def test_a_peer_does_not_attach_where_processes_do(module_node):
-    with Wire(module_node.address) as wire:
+def test_a_peer_does_not_attach_where_processes_do(node_here):
+    with Wire(node_here.address) as wire:
         answer = wire.hello(kind="peer")
         assert isinstance(answer, Refused)
         assert "--listen" in answer.text

@@ -73,7 +73,7 @@ class Whole(Stage):
             self.versions[number] = self.versions.get(number, 0) + 1
 
     def evict(self, numbers, arenas):
-        for chunk in list(self.store._index.slots[max(arenas, default=0)].values()):
+        for chunk in list(self.store.index.slots[max(arenas, default=0)].values()):
             if chunk.state is State.SEALED and int(chunk.key) in numbers:
                 self.store.pools[chunk.slot.arena].drop(chunk, "evicted")
 
@@ -104,7 +104,7 @@ class Whole(Stage):
         files = list((folder / "disk").glob("??/*"))
         assert len(files) == self.disk.num_chunks
         assert sum(path.stat().st_blocks * 512 for path in files) <= self.disk.used_bytes <= self.disk.limit_bytes
-        chunks = [chunk for slots in self.store._index.slots for chunk in slots.values()]
+        chunks = [chunk for slots in self.store.index.slots for chunk in slots.values()]
         assert {chunk.state for chunk in chunks} <= {State.SEALED}
         self.store.delete([chunk.key for chunk in chunks])
         assert self.store.free_bytes == self.store.total_bytes

@@ -240,7 +240,9 @@ def check(stage, slots):
 def unfilled_bytes(push):
     """Counted anew, as `Copy` counted it slice by slice."""
     return sum(
-        item.remote.nbytes // item.chunk.layers * (item.chunk.layers - item.chunk.filled.bit_count())
+        item.remote.nbytes
+        // item.chunk.reservation.layers
+        * (item.chunk.reservation.layers - item.chunk.filled.bit_count())
         for item in push.items
     )
 
@@ -248,7 +250,8 @@ def unfilled_bytes(push):
 def is_due(stage, push):
     """Whether a push has a write to make, by looking at all of it."""
     ready = [
-        item.remote.nbytes // item.chunk.layers * (item.chunk.filled & ~item.sent).bit_count() for item in push.items
+        item.remote.nbytes // item.chunk.reservation.layers * (item.chunk.filled & ~item.sent).bit_count()
+        for item in push.items
     ]
     is_worth_it = sum(ready) >= stage.group_bytes or not unfilled_bytes(push)
     return push.state == "running" and any(ready) and is_worth_it

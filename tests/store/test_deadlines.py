@@ -42,14 +42,6 @@ def test_what_ends_is_taken_once_and_in_time(steps):
     assert len(deadlines.take(100.0)) == sum(end < math.inf for end in model.values())
 
 
-def test_the_earliest_ends_first():
-    deadlines = Deadlines()
-    for name, time in (("late", 9.0), ("early", 1.0), ("middle", 5.0)):
-        deadlines.add([name], time)
-    assert deadlines.take(5.0) == ["early", "middle"]
-    assert deadlines.take(9.0) == ["late"]
-
-
 def test_what_is_renewed_for_ever_leaves_nothing_behind():
     deadlines = Deadlines()
     deadlines.add(["lease"], 0.0)

@@ -4,8 +4,9 @@ import pytest
 
 from pdx.errors import StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.store.claim import Claim
 from pdx.store.lifecycle import State
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.telemetry.env import Env
 
 WRITER = 1
@@ -37,14 +38,14 @@ def reserve(store, *keys, granules=1, **settings):
 def held(store, **settings):
     """A chunk that is being filled and read by a push."""
     _, slots, _ = reserve(store, KEY, **settings)
-    (chunk,) = store.known(KEY, 1)
+    (chunk,) = store.index.known(KEY, 1)
     store.hold([chunk])
     store.fill(slots, 0, 1, WRITER)
     return chunk
 
 
 def is_free(store):
-    return store.census() == ({}, {}, 0) and store.free_bytes == GRANULES * GRANULE_BYTES
+    return store.index.census() == ({}, {}, 0) and store.free_bytes == GRANULES * GRANULE_BYTES
 
 
 ENDS = {
@@ -62,7 +63,7 @@ def test_a_writer_that_ends_while_its_chunk_is_read_leaves_it_to_the_reader(stor
     ENDS[end](store, now, chunk)
     assert chunk.state is State.RETIRED
     assert arena.is_current(chunk.slot)
-    assert store.known(KEY, 1) is None
+    assert store.index.known(KEY, 1) is None
     with pytest.raises(StaleSlot):
         store.fill([chunk.slot], 1, 1, WRITER)
     _, slots, full = reserve(store, KEY, OTHER, b"third", b"fourth", partial=True)
@@ -121,6 +122,6 @@ def test_a_tail_is_freed_when_its_last_reader_ends_and_not_before_it_is_sealed(s
 def test_known_needs_every_shard(store):
     reserve(store, KEY, writers=[WRITER, 2])
     reserve(store, OTHER)
-    assert [chunk.shard for chunk in store.known(KEY, 2)] == [0, 1]
-    assert store.known(OTHER, 2) is None
-    assert store.known(b"nothing", 1) is None
+    assert [chunk.shard for chunk in store.index.known(KEY, 2)] == [0, 1]
+    assert store.index.known(OTHER, 2) is None
+    assert store.index.known(b"nothing", 1) is None

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,16 +10,18 @@ from hypothesis import strategies as st
 
 from pdx.errors import ConfigError
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.store.policies import by_name, ranks
+from pdx.store.claim import Claim
+from pdx.store.policies import by_name
 from pdx.store.policies.gittins import FOUND, NEW, PRIOR, STEPS, Ages, worths
 from pdx.store.policies.policy import EvictionPolicy
-from pdx.store.store import Claim, Store
+from pdx.store.policies.ranks import Ranks
+from pdx.store.store import Store
 from pdx.telemetry.env import Env
 from pdx.wire.messages import Hints
 
 SESSION = 1
 ROOM = 10  # chunks
-POLICIES = ["lru", "lfu", "fifo", "s3fifo", "gittins", "sieve", "age:1000", "idle:1000"]
+POLICIES = ["lru", "s3fifo", "gittins", "age:1000", "idle:1000"]
 
 
 # ---- models: lists and loops, as the papers have them ---------------------------------------
@@ -40,33 +43,6 @@ def fifo(accesses):
         yield key in cache
         if key not in cache:
             cache = [*cache[-ROOM + 1 :], key]
-
-
-def lfu(accesses):
-    uses, last = {}, {}
-    for now, key in enumerate(accesses):
-        yield key in uses
-        if key not in uses and len(uses) == ROOM:
-            del uses[min(uses, key=lambda each: (uses[each], last[each]))]
-        uses[key] = uses[key] + 1 if key in uses else 0
-        last[key] = now
-
-
-def sieve(accesses):
-    cache, visited, hand = [], {}, 0  # from the oldest to the newest
-    for key in accesses:
-        yield key in cache
-        if key in cache:
-            visited[key] = True
-            continue
-        if len(cache) == ROOM:
-            while visited[cache[hand % ROOM]]:
-                visited[cache[hand % ROOM]] = False
-                hand += 1
-            hand %= ROOM
-            del cache[hand]
-        cache.append(key)
-        visited[key] = False
 
 
 def s3fifo(accesses):
@@ -140,9 +116,6 @@ def gittins(accesses):
 
 MODELS = {
     "lru": lru,
-    "fifo": fifo,
-    "lfu": lfu,
-    "sieve": sieve,
     "s3fifo": s3fifo,
     "gittins": gittins,
     "age:1000": fifo,
@@ -271,17 +244,14 @@ def test_what_was_deleted_is_forgotten_by_the_policy(arena, policy):
         assert store.free_bytes == store.available_bytes == ROOM * GRANULE_BYTES
 
 
-@pytest.mark.parametrize("policy", ["sieve", "s3fifo"])
-def test_one_search_spares_a_bounded_number_of_chunks(arena, policy, monkeypatch):
-    for module in (f"pdx.store.policies.{policy}", "pdx.store.policies.ranks"):
-        monkeypatch.setattr(f"{module}.MAX_CHANCES", 3)
-    store = Store(arena, Env(), policy=by_name.find(policy))
+def test_one_search_spares_a_bounded_number_of_chunks(arena, monkeypatch):
+    monkeypatch.setattr("pdx.store.policies.s3fifo.MAX_CHANCES", 3)
+    store = Store(arena, Env(), policy=by_name.find("s3fifo"))
     put(store, range(ROOM))
     for _, number in itertools.product(range(3), range(ROOM)):
         store.touch(store.find([name(number)], 1)[0])
     assert put(store, [100]) == 1
     assert len(there(store, range(ROOM))) == ROOM - 1
-    assert ranks.MAX_CHANCES == 3
 
 
 # ---- Gittins --------------------------------------------------------------------------------
@@ -335,7 +305,7 @@ def test_each_shard_of_what_was_evicted_is_remembered(arena):
     (policy,) = store.pools[0].order._levels.values()
     assert len(policy._ghosts) == 4 * ROOM, "as many as there may be"
     put(store, [49 - ROOM], writers=[SESSION, SESSION])
-    assert [chunk.rank[0] for chunk in store.of(name(49 - ROOM))] == [FOUND, FOUND]
+    assert [chunk.rank[0] for chunk in store.index.of(name(49 - ROOM))] == [FOUND, FOUND]
     looked_at = sum(sum(ages._alive.values()) for ages in policy._ages)
     assert looked_at == (len(policy._ghosts) + ROOM) * GRANULE_BYTES
 
@@ -454,7 +424,7 @@ def test_the_end_of_a_prompt_has_its_time_too(arena, clock):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("belady", "no policy is named 'belady'; there are lru, lfu, fifo, sieve, s3fifo, gittins, age, idle"),
+        ("belady", "no policy is named 'belady'; there are lru, s3fifo, gittins, age, idle"),
         ("", "no policy is named ''"),
         ("lru:3", "--policy lru:3: lru takes nothing behind a colon"),
         ("age", "say after how many seconds a chunk goes, as in age:3600"),
@@ -476,34 +446,21 @@ class Point:
         self.load = make
 
 
-def test_a_policy_of_somebody_else_comes_by_its_entry_point(monkeypatch, arena):
-    class Mine(EvictionPolicy):
-        """The newest goes first."""
-
-        def __init__(self):
-            self.chunks = {}
-
-        def insert(self, chunk, before=None):
-            self.chunks[chunk] = None
-
-        def hold(self, chunk):
-            del self.chunks[chunk]
-
-        def victims(self, start):
-            return reversed(self.chunks)
-
+def test_the_policy_of_the_docs_comes_by_its_entry_point(monkeypatch, arena):
+    code = (Path(by_name.__file__).parents[3] / "docs/policies.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(code, names := {"EvictionPolicy": EvictionPolicy, "Ranks": Ranks})  # noqa: S102 - the example of the docs
     asked = []
 
     def make(total_bytes, argument):
         asked.append((total_bytes, argument))
-        return Mine()
+        return names["Fifo"]()
 
     monkeypatch.setattr(by_name, "entry_points", lambda group: [Point(lambda: make)])
     assert "mine" in by_name.names()
     store = Store(arena, Env(), policy=by_name.find("mine:7"))
     for number in range(ROOM + 3):
         put(store, [number])
-    assert there(store, range(ROOM + 3)) == [*range(ROOM - 1), ROOM + 2]
+    assert there(store, range(ROOM + 3)) == [*range(3, ROOM + 3)]
     assert asked == [(ROOM * GRANULE_BYTES, "7")]
 
 

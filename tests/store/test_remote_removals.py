@@ -116,7 +116,7 @@ def test_what_is_being_removed_is_neither_looked_for_nor_stored(bed, redis, monk
     bed.tier.evict([key(1)])
     assert bed.sought([1]) == 0
     assert bed.store(1) == "left out"
-    assert "being deleted" in bed.tier.history.why(key(1)).why
+    assert "being deleted" in bed.tier.history.why(key(1)).text
     goes_on.set()
     assert gone(bed, redis)
 

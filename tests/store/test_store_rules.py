@@ -8,9 +8,10 @@ import pytest
 from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.slot import Slot
+from pdx.store.claim import Claim
 from pdx.store.clearing import LOOKS
 from pdx.store.lifecycle import State
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.telemetry.env import Env
 
 OWNER = 1
@@ -77,20 +78,6 @@ def there(store, text, shards=1):
 
 
 # ---- eviction --------------------------------------------------------------------------------
-
-
-def test_the_end_of_a_prompt_goes_before_its_beginning_when_it_was_sealed_at_once(store):
-    put(store, "abcdefgh")
-    put(store, "xyz")
-    assert there(store, "abcdefghxyz") == "abcdexyz"
-
-
-def test_the_end_of_a_prompt_goes_before_its_beginning_when_it_was_sealed_step_by_step(store):
-    slots = store.reserve(claim(keys("abcdefgh")))[1]
-    for slot in slots:
-        seal(store, [slot])
-    put(store, "xyz")
-    assert there(store, "abcdefghxyz") == "abcdexyz"
 
 
 def test_the_end_of_a_prompt_goes_before_its_beginning_after_it_was_read(store):
@@ -194,14 +181,6 @@ def test_the_tail_of_a_transfer_goes_first_when_its_one_reader_has_read_it(store
     assert there(store, "e") == ""
 
 
-def test_the_least_recently_used_prompt_goes_first(store):
-    put(store, "abcd")
-    put(store, "efgh")
-    store.touch([chunks[0] for chunks in store.find(keys("abcd"), 1)])
-    put(store, "wxyz")
-    assert there(store, "abcdefgh") == "abcd"
-
-
 def test_a_step_of_one_prompt_leaves_the_others_their_turns(store):
     slots = store.reserve(claim(keys("abcd")))[1]
     for slot in slots[:3]:
@@ -220,15 +199,6 @@ def test_chunks_of_one_step_that_were_reserved_apart_go_end_first(store):
     seal(store, slots)
     put(store, "xyz")
     assert there(store, "abcdefgh") == "abcde"
-
-
-def test_leased_and_pinned_chunks_are_not_evicted(store):
-    put(store, "abcdefgh")
-    store.lease([store.find(keys("h"), 1)[0][0]], OWNER, 10)
-    store.pin(keys("g"), 1, pinned=True)
-    put(store, "uvwxyz")
-    assert there(store, "abcdefgh") == "gh"
-    assert store.reserve(claim(keys("123456789")[:7], partial=False)) == ([], [], True)
 
 
 def test_a_chunk_is_pinned_as_often_as_it_was_pinned(store):
@@ -255,7 +225,7 @@ def test_a_shard_that_is_pinned_stays_when_the_others_go(store):
     slots = put(store, "a", writers=[2, 3])
     store.pin(keys("a"), 1, pinned=True)  # the first shard
     put(store, "stuvwxy")
-    assert store.at(slots[0]).pins == 1
+    assert store.at(slots[0]).keep.pins == 1
     with pytest.raises(StaleSlot):
         store.at(slots[1])
 
@@ -347,25 +317,11 @@ def test_one_large_chunk_among_many_small_ones_evicts_its_window_and_no_more(tmp
         assert store.counters["evicted"] == 100
 
 
-def test_partial_grants_are_the_leading_ones_that_fit(store):
-    store.reserve(claim(keys("uvwxy")))
-    granted, slots, full = store.reserve(claim(keys("abcde"), partial=True))
-    assert (granted, full) == ([0, 1, 2], True)
-    assert len(slots) == 3
-
-
 def test_a_grant_of_two_shards_is_never_half(store):
     store.reserve(claim(keys("uvwxy")))
     granted, slots, full = store.reserve(claim(keys("abc"), writers=[2, 3], partial=True))
     assert (granted, len(slots), full) == ([0], 2, True)
     assert store.free_bytes == GRANULE_BYTES
-
-
-def test_what_is_there_or_on_its_way_is_not_granted_again(store):
-    put(store, "ac")
-    store.reserve(claim(keys("e")))
-    granted, slots, full = store.reserve(claim(keys("abcde")))
-    assert (granted, len(slots), full) == ([1, 3], 2, False)
 
 
 def test_a_tail_has_its_own_size(store):
@@ -380,17 +336,6 @@ def test_what_can_never_fit_says_so_and_evicts_nothing(store, partial):
     with pytest.raises(ArenaTooSmall, match=f"arena of {GRANULES * GRANULE_BYTES} bytes"):
         store.reserve(claim(keys("x"), granules=GRANULES + 1, partial=partial))
     assert there(store, "abcd") == "abcd"
-
-
-def test_a_partial_claim_larger_than_the_arena_gets_what_fits(store):
-    granted, _, full = store.reserve(claim(keys("abcdefghijkl"), partial=True))
-    assert (granted, full) == (list(range(8)), True)
-
-
-def test_a_key_that_stands_twice_is_refused(store):
-    with pytest.raises(ProtocolError, match="twice"):
-        store.reserve(claim(keys("aba")))
-    assert store.free_bytes == GRANULES * GRANULE_BYTES
 
 
 def test_a_chunk_that_lost_a_shard_is_written_anew(store):
@@ -413,11 +358,11 @@ def test_a_chunk_is_hit_only_when_every_shard_is_sealed(store):
     slots = store.reserve(claim(keys("ab"), writers=[2, 3]))[1]
     seal(store, [slots[0], slots[2]], [2])
     assert store.find(keys("ab"), 2) == []
-    assert store.is_filling(b"a", 2)
+    assert store.index.is_filling(b"a", 2)
     seal(store, [slots[1]], [3])
     assert len(store.find(keys("ab"), 2)) == 1
-    assert not store.is_filling(b"a", 2)
-    assert not store.is_filling(b"z", 2)
+    assert not store.index.is_filling(b"a", 2)
+    assert not store.index.is_filling(b"z", 2)
 
 
 def test_sealing_with_slices_missing_is_refused_and_seals_none(store):
@@ -480,43 +425,7 @@ def test_generations_change_at_every_reuse_and_at_every_free(store, arena):
         assert not arena.is_current(slot), f"still current after free {number}"
 
 
-def test_an_aborted_slot_stays_its_writers_until_it_lets_go(store):
-    slots = store.reserve(claim(keys("abcdefgh"), writers=[2]))[1]
-    store.abort(store.at(slot) for slot in slots)
-    assert store.reserve(claim(keys("x"))) == ([], [], True)
-    store.let_go([store.at(slots[0])])
-    assert store.reserve(claim(keys("x")))[1][0].offset == slots[0].offset
-    store.end_session(OWNER)
-    assert store.free_bytes == GRANULE_BYTES
-    store.end_session(2)
-    assert store.free_bytes == GRANULES * GRANULE_BYTES
-
-
 # ---- tails, leases, deletion --------------------------------------------------------------------
-
-
-def test_a_tail_is_freed_with_its_last_lease(store):
-    put(store, "at", tail_nbytes=100)
-    chunks = [chunks[0] for chunks in store.find(keys("at"), 1)]
-    leases = [store.lease(chunks, session, 10) for session in (2, 3)]
-    store.release(leases[0], 2)
-    assert there(store, "at") == "at"
-    store.release(leases[1], 3)
-    assert there(store, "at") == "a"
-    assert store.free_bytes == 7 * GRANULE_BYTES
-
-
-def test_a_deleted_chunk_is_freed_with_its_last_lease(store, arena, clock):
-    slot = put(store, "a")[0]
-    store.lease([store.find(keys("a"), 1)[0][0]], OWNER, 10)
-    assert store.delete(keys("ab")) == 1
-    assert there(store, "a") == ""
-    assert arena.is_current(slot), "a reader's bytes were taken away"
-    assert put(store, "a")[0] != slot
-    clock.now = 10.0
-    store.expire()
-    assert not arena.is_current(slot)
-    assert there(store, "a") == "a"
 
 
 def test_only_the_tails_of_a_transfer_are_dropped_with_it(store):

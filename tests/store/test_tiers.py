@@ -15,10 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdx.errors import NodeError
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.chunk import NODE
+from pdx.store.claim import Claim
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.lifecycle import State
-from pdx.store.store import LRU, Claim, Store
+from pdx.store.store import LRU, Store
 from pdx.store.tier import Grant, Held, Tier
 from pdx.store.tiers import Tiers
 from pdx.telemetry.env import Env
@@ -177,7 +178,7 @@ class Stage:
 
     def check(self):
         """What can be hit has the right bytes, in the arena and below."""
-        for chunk in self.store._index.slots[0].values():
+        for chunk in self.store.index.slots[0].values():
             if chunk.state is State.SEALED:
                 assert bytes(self.arena.view(chunk.slot)) == pattern(chunk.key, chunk.shard)
         for (name, shard), data in self.tier.chunks.items():
@@ -189,7 +190,7 @@ class Stage:
         assert not self.copies._items
         assert not self.copies._queues
         assert not self.copies._touched
-        for chunk in self.store._index.slots[0].values():
+        for chunk in self.store.index.slots[0].values():
             assert chunk.leases == 0
             assert chunk.state is State.SEALED, "what is not sealed has no owner any more"
 
@@ -337,7 +338,7 @@ def test_a_tail_is_never_stored(stage):
 
 
 def held(stage):
-    return sum(chunk.leases > 0 for chunk in stage.store._index.slots[0].values())
+    return sum(chunk.leases > 0 for chunk in stage.store.index.slots[0].values())
 
 
 def test_stores_that_nobody_waits_for_hold_a_bounded_part_of_the_arena(stage):
@@ -435,7 +436,7 @@ def test_what_is_sealed_before_a_tier_takes_stores_is_stored_when_it_does(stage,
 def test_what_waits_to_be_stored_costs_nothing_while_there_is_no_room(stage, monkeypatch):
     stage.save(list(range(GRANULES)))
     looks = []
-    monkeypatch.setattr(stage.store, "known", lambda *args: looks.append(args))
+    monkeypatch.setattr(stage.store.index, "known", lambda *args: looks.append(args))
     stage.turn()
     assert not looks
 
@@ -595,7 +596,7 @@ class Machine(RuleBasedStateMachine):
         self.stage.check()
         filling = [
             chunk
-            for chunk in self.stage.store._index.slots[0].values()
+            for chunk in self.stage.store.index.slots[0].values()
             if chunk.writer == NODE and not chunk.is_complete
         ]
         assert not filling

@@ -3,10 +3,10 @@
 import math
 import sys
 
+import plain_chunk
 import pytest
 
 from pdx.memory.slot import Slot
-from pdx.store.chunk import Chunk
 from pdx.store.transfers import KEPT_S, MAX_TRANSFERS, Transfers
 from pdx.telemetry.env import Env
 
@@ -94,7 +94,7 @@ def test_the_count_of_those_under_way_follows_each_of_them(transfers):
 @pytest.mark.parametrize("end", ["sealed", "given up"])
 def test_a_transfer_that_is_over_keeps_no_room_for_what_it_waited_for(transfers, end):
     """It is remembered for a minute, and a dict that was emptied keeps its table."""
-    chunks = [Chunk(bytes(16), 0, Slot(number << 20, 1 << 20, 1), 1, transfer="t") for number in range(1000)]
+    chunks = [plain_chunk.chunk(bytes(16), Slot(number << 20, 1 << 20, 1), 1, transfer="t") for number in range(1000)]
     transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
     if end == "sealed":
         transfers.sealed(chunks, 1.0)
@@ -108,7 +108,9 @@ def test_a_transfer_that_is_over_keeps_no_room_for_what_it_waited_for(transfers,
 
 
 def chunks_of(count, layers=4):
-    return [Chunk(bytes(16), 0, Slot(number << 20, 1 << 20, 1), layers, transfer="t") for number in range(count)]
+    return [
+        plain_chunk.chunk(bytes(16), Slot(number << 20, 1 << 20, 1), layers, transfer="t") for number in range(count)
+    ]
 
 
 def fill(transfers, chunks, layers, now):
@@ -158,5 +160,5 @@ def test_of_what_will_not_come_nothing_is_said(transfers, end):
         transfers.give_up("t", 2.0, "process 7")
         assert transfers.left_s("t") == math.inf
     else:
-        other = Chunk(bytes(16), 0, Slot(9 << 20, 1 << 20, 1), 4, transfer="another")
+        other = plain_chunk.chunk(bytes(16), Slot(9 << 20, 1 << 20, 1), 4, transfer="another")
         assert fill(transfers, [other], 1, 3.0) == set()

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.events.log import EventLog
-from pdx.store.store import Claim, Store
+from pdx.store.claim import Claim
+from pdx.store.store import Store
 from pdx.store.tier import Tier
 from pdx.telemetry.env import Env
 
@@ -109,11 +110,15 @@ class EventsBed:
         found = {}
         for number, name in enumerate(self.names):
             for chunk in self.store.index.slots[number].values():
-                shards = self.store.of(chunk.key)
+                shards = self.store.index.of(chunk.key)
                 sealed = [
-                    each for each in shards if each.state == "sealed" and each.slot.arena in (chunk.arenas or (0,))
+                    each
+                    for each in shards
+                    if each.state == "sealed" and each.slot.arena in (chunk.reservation.arenas or (0,))
                 ]
-                if len({each.shard for each in sealed}) == chunk.shards and not (chunk.tail and not chunk.blocks):
+                if len({each.shard for each in sealed}) == chunk.reservation.shards and not (
+                    chunk.tail and not chunk.blocks
+                ):
                     found.setdefault(chunk.key, set()).add(name)
         for tier in (self.disk, self.remote):
             for each in tier.there:

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import zmq
 
 from pdx.config import NodeConfig
 from pdx.errors import NodeUnavailable
+from pdx.node.daemon import TICK_S, Daemon
 from pdx.node.start import start
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
@@ -71,6 +73,7 @@ class Wire:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
+        self._path = address.removeprefix("ipc://")
         self.seq = 0
         self._node_pid = 0  # once attached
 
@@ -133,7 +136,7 @@ class Wire:
         while received := self.answer(0.3):
             if received[0] >= _LAST_SEQ:
                 return True
-        return has_ended(self._node_pid)
+        return has_ended(self._node_pid) or not os.path.exists(self._path)
 
     def __enter__(self) -> Wire:
         return self
@@ -159,6 +162,16 @@ class NodeProcess:
         self.config = config
         self.address = config.address
         self.process = start(config)
+
+    @classmethod
+    def ready(cls, config: NodeConfig) -> NodeProcess:
+        """One that serves."""
+        made = cls(config)
+        try:
+            return made.wait_ready()
+        except BaseException:
+            made.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -210,6 +223,49 @@ class NodeProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise
+
+
+class NodeThread:
+    """A node in a thread of this process: for what does not ask how a process starts, ends or logs."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.address = config.address
+        self.pid = os.getpid()
+        self._error: Exception | None = None
+        self._is_ending = False
+        self._is_ready = threading.Event()
+        self._daemon: Daemon | None = None
+        self._thread = threading.Thread(target=self._run, name="node", daemon=True)
+        self._thread.start()
+        assert self._is_ready.wait(30)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            with Daemon(self.config) as self._daemon:
+                self._is_ready.set()
+                while not self._is_ending:
+                    self._daemon.turn(TICK_S)
+        except Exception as error:  # noqa: BLE001 - it is raised where it was started or ended
+            self._error = error
+            self._is_ready.set()
+
+    def status(self) -> NodeStatus:
+        """Its status, seen by a client of its own."""
+        with attached(self.address) as wire:
+            return wire.status()
+
+    def close(self) -> None:
+        """End it, and wait until it has cleaned up. Idempotent."""
+        self._is_ending = True
+        if self._daemon is not None:
+            self._daemon.env.mailbox.post(lambda: None)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
 
 
 def refused_node(address: str, **settings: Any) -> subprocess.CompletedProcess[str]:

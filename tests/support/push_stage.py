@@ -17,10 +17,11 @@ from pdx.node.peers.notifications import piece, slices, spans
 from pdx.node.peers.peer_tiers import admit
 from pdx.node.peers.receive_thread import Verdict
 from pdx.store.chunk import Chunk
+from pdx.store.claim import Claim
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.lifecycle import State
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
@@ -87,12 +88,12 @@ class StoreStage:
 
     def holds(self) -> int:
         """Readers of all chunks."""
-        return sum(chunk.leases for chunk in self.store._index.slots[0].values())
+        return sum(chunk.leases for chunk in self.store.index.slots[0].values())
 
     def free_what_is_sealed(self) -> None:
         """Everything must be free then."""
-        self.store.delete([chunk.key for chunk in self.store._index.slots[0].values()])
-        assert self.store.census() == ({}, {}, 0)
+        self.store.delete([chunk.key for chunk in self.store.index.slots[0].values()])
+        assert self.store.index.census() == ({}, {}, 0)
         assert self.store.free_bytes == self.store.total_bytes
 
     def close(self) -> None:
@@ -359,7 +360,7 @@ class ReceivingStage(StoreStage):
     @property
     def sealed(self) -> list[Chunk]:
         """The chunks that are whole."""
-        return [chunk for chunk in self.store._index.slots[0].values() if chunk.state is State.SEALED]
+        return [chunk for chunk in self.store.index.slots[0].values() if chunk.state is State.SEALED]
 
     def offer(
         self, session: FakeSession, numbers: list[int], *, granules: int = 1, scheme: str = "sure", **fields: Any
@@ -410,4 +411,4 @@ class ReceivingStage(StoreStage):
         assert not any((pushes._queue, pushes._of_transfer, pushes._closing, pushes._deadlines._due))
         assert not any(spans for listener in self.listeners.values() for spans in listener.granted.values())
         assert not len(self.transfers), "somebody still waits for a transfer"
-        assert set(self.store.census()[0]) <= {"sealed"}
+        assert set(self.store.index.census()[0]) <= {"sealed"}

@@ -20,6 +20,7 @@ from pdx.node.peers.peers import Peers
 from pdx.store.chunk import from_node
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, CopyState, Priority
+from pdx.store.history import Cause
 from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
 from pdx.store.tiers import Tiers
@@ -199,7 +200,7 @@ class Mover:
 
     def _bring(self, source: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
         """Copy these to the first arena."""
-        absent = [key for key in keys if self._store.known(key, shards) is None]
+        absent = [key for key in keys if self._store.index.known(key, shards) is None]
         deadline = self._clock() + self._copy_s
         tier = source.tier
         if tier is None:
@@ -297,7 +298,7 @@ class Mover:
         sizes = [held.nbytes for held in self._places.found(source, keys, shards).values()]
         if not errand.keeps:
             free = [key for key in keys if not self._places.is_pinned(source, key, shards)]  # it may be since it began
-            self._places.drop(source, free, shards, why="moved")
+            self._places.drop(source, free, shards, why=Cause.MOVED)
         errand.job.did(len(keys) * shards, sum(sizes) * shards)
 
     def _pass(self, keys: Sequence[bytes], shards: int) -> None:
@@ -306,7 +307,7 @@ class Mover:
         for key in keys:
             chunks = self._places.chunks(first, key, shards)
             if chunks and not any(chunk.is_found or chunk.is_kept for chunk in chunks):
-                self._places.drop(first, [key], shards, why="moved")
+                self._places.drop(first, [key], shards, why=Cause.MOVED)
 
     def _fail(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> None:
         """:raises ChunkMissing: these are gone. :raises NodeError: they could not be stored."""
@@ -324,7 +325,7 @@ class Mover:
             status = target.tier.status()
             now = target.why_not(keys[0]) or (status.state if status is not None else "")
             why = target.tier.history.why(keys[0])
-            state = f" ({now}{'; ' + why.why if why is not None else ''})"
+            state = f" ({now}{'; ' + why.text if why is not None else ''})"
         raise NodeError(f"{where} did not take {len(keys)} chunks{state}; {done}")
 
     # ---- for peers ---------------------------------------------------------------------------
@@ -348,11 +349,10 @@ class Mover:
             self._settle_in(place, ask)
             for key in self._places.having(place, ask.keys, ask.shards):
                 chunks = self._places.chunks(first, key, ask.shards)
-                if chunks and not any(
-                    chunk.is_found or chunk.is_kept or chunk.leases or chunk.origin.name != from_node(peer)
-                    for chunk in chunks
-                ):
-                    self._places.drop(first, [key], ask.shards, why="moved")
+                is_used = any(chunk.is_found or chunk.is_kept or chunk.leases for chunk in chunks)
+                by_peer = from_node(peer).name
+                if chunks and not is_used and all(chunk.reservation.origin.name == by_peer for chunk in chunks):
+                    self._places.drop(first, [key], ask.shards, why=Cause.MOVED)
         return Found(len(ask.keys), count, {place.name: count})
 
     def _settle_in(self, place: Place, ask: Settle) -> None:

@@ -15,6 +15,7 @@ from pdx.errors import NodeError, TierUnknown
 from pdx.memory.keys import is_named
 from pdx.node.sessions import Sessions
 from pdx.store.chunk import NODE, Chunk
+from pdx.store.history import Cause
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
@@ -104,7 +105,7 @@ class Places:
 
         :raises NodeError: a client has named one of these chunks.
         """
-        if any(is_named(key) or any(chunk.is_named for chunk in self._store.of(key)) for key in keys):
+        if any(is_named(key) or any(chunk.is_named for chunk in self._store.index.of(key)) for key in keys):
             raise NodeError("chunks that a client has named are not moved to where other nodes find them")
 
     # ---- what is there ----------------------------------------------------------------------
@@ -116,8 +117,8 @@ class Places:
         """
         lying = [
             chunk
-            for chunk in self._store.of(key)
-            if chunk.shards == shards and chunk.state is State.SEALED and chunk.slot.arena in place.arenas
+            for chunk in self._store.index.of(key)
+            if chunk.reservation.shards == shards and chunk.state is State.SEALED and chunk.slot.arena in place.arenas
         ]
         if len(lying) > shards:  # a shard may lie on several GPUs
             lying = list({chunk.shard: chunk for chunk in lying}.values())
@@ -130,7 +131,7 @@ class Places:
         if place.tier is not None:
             return next(iter(place.tier.find([key], shards)), None)
         chunks = self.chunks(place, key, shards)
-        return Held(chunks[0].slot.nbytes, chunks[0].layers) if chunks else None
+        return Held(chunks[0].slot.nbytes, chunks[0].reservation.layers) if chunks else None
 
     def found(self, place: Place, keys: Sequence[bytes], shards: int) -> dict[bytes, Held]:
         """Those of the keys that are there in every shard, as `held` says."""
@@ -153,7 +154,7 @@ class Places:
         """Whether what is there of `key` is to stay."""
         if place.tier is not None:
             return place.tier.is_pinned(key)
-        return any(chunk.pins for chunk in self.chunks(place, key, shards))
+        return any(chunk.keep.pins for chunk in self.chunks(place, key, shards))
 
     def leading(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
         """How many leading ones of the keys are there in every shard."""
@@ -180,7 +181,7 @@ class Places:
 
     # ---- dropping ---------------------------------------------------------------------------
 
-    def drop(self, place: Place, keys: Sequence[bytes], shards: int = 0, *, why: str = "deleted") -> Kept:
+    def drop(self, place: Place, keys: Sequence[bytes], shards: int = 0, *, why: Cause = Cause.DELETED) -> Kept:
         """Have a place forget these chunks, in all shards (in memory, those of so many alone); how many there were.
 
         What somebody reads in memory is free with its last lease.
@@ -192,8 +193,8 @@ class Places:
         for key in keys:
             lying = [
                 chunk
-                for chunk in self._store.of(key)
-                if chunk.slot.arena in place.arenas and chunk.shards == (shards or chunk.shards)
+                for chunk in self._store.index.of(key)
+                if chunk.slot.arena in place.arenas and chunk.reservation.shards == (shards or chunk.reservation.shards)
             ]
             self._store.abort([chunk for chunk in lying if chunk.writer == NODE])  # it would be found again afterwards
             for chunk in lying:

@@ -19,12 +19,13 @@ from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
+from pdx.store.history import Cause
 from pdx.store.recoding import check
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
-from pdx.wire.base import MAX_SLOTS
+from pdx.wire.base import check_slots
 from pdx.wire.messages import Outcome
 from pdx.wire.verbs import (
     MAX_EVICTED,
@@ -137,8 +138,7 @@ class Controls:
         :raises ChunkMissing: no request of that name is remembered. :raises ProtocolError: nothing was selected.
         """
         if what.keys:
-            if len(what.keys) * what.shards > MAX_SLOTS:
-                raise ProtocolError(f"{len(what.keys)} keys of {what.shards} shards are more than {MAX_SLOTS} slots")
+            check_slots(len(what.keys), what.shards)
             return list(dict.fromkeys(what.keys)), what.shards
         if not what.request:
             raise ProtocolError("no chunks are selected: name tokens, a text or a request")
@@ -176,11 +176,11 @@ class Controls:
     def _leading_pinned(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
         if place.tier is not None:
             return sum(1 for _ in itertools.takewhile(place.tier.is_pinned, keys))
-        if not self._store.pinned_bytes:
+        if not self._store.index.pinned_bytes:
             return 0
         for at, key in enumerate(keys):
             chunks = self.places.chunks(place, key, shards)
-            if not chunks or not all(chunk.pins for chunk in chunks):
+            if not chunks or not all(chunk.keep.pins for chunk in chunks):
                 return at
         return len(keys)
 
@@ -200,7 +200,7 @@ class Controls:
             if session.hello.layout
         }
         models = [
-            Kept(_model(named.get(layout, ""), layout), *kept) for layout, kept in self._store.by_layout().items()
+            Kept(_model(named.get(layout, ""), layout), *kept) for layout, kept in self._store.index.by_layout().items()
         ]
         kept, left_out = self._look_ahead.kept(ask.session)
         sessions = [Kept(printable(name), *of_session) for name, of_session in kept.items()]
@@ -259,12 +259,12 @@ class Controls:
             places.update(dict.fromkeys(found, place))
             nbytes += sum(held.nbytes for held in found.values()) * shards
             if place.may_have_more:
-                unknown = [key for key in left if key not in found and (is_named or not self._store.of(key))]
+                unknown = [key for key in left if key not in found and (is_named or not self._store.index.of(key))]
                 places.update(dict.fromkeys(unknown, place))
         return places, nbytes
 
     def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int, instead: str) -> None:
-        pinning = {place.name for place in self.places.all if place.tier is not None or self._store.pinned_bytes}
+        pinning = {place.name for place in self.places.all if place.tier is not None or self._store.index.pinned_bytes}
         for key, place in found:
             if place.name in pinning and self.places.is_pinned(place, key, shards):
                 raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, {instead}")
@@ -292,7 +292,7 @@ class Controls:
         if place.tier is not None:
             held = self.places.found(place, keys, shards).values()
             return Kept(place.name, len(held) * shards, sum(each.nbytes for each in held) * shards)
-        chunks = [chunk for key in keys for chunk in self._store.of(key) if chunk.slot.arena in place.arenas]
+        chunks = [chunk for key in keys for chunk in self._store.index.of(key) if chunk.slot.arena in place.arenas]
         return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
 
     def _clear_all(self, places: Sequence[Place], *, dry_run: bool) -> JobStatus:
@@ -303,7 +303,7 @@ class Controls:
         arenas = [(place, arena) for place in own for arena in sorted(place.arenas)]
         statuses = [status for place in own if place.tier is not None and (status := place.tier.status()) is not None]
         pools = [self._store.pools[arena] for _, arena in arenas]
-        count = sum(self._store.num_chunks(arena) for _, arena in arenas)
+        count = sum(self._store.index.num_chunks(arena) for _, arena in arenas)
         count += sum(len(place.tier.keys()) for place in own if place.tier is not None)
         nbytes = sum(pool.total_bytes - pool.free_bytes for pool in pools) + sum(each.used_bytes for each in statuses)
         what = f"clear {', '.join(place.name for place in own)}"
@@ -315,8 +315,8 @@ class Controls:
     def _clearing(self, job: Job, arenas: Sequence[tuple[Place, int]], below: Sequence[Place]) -> Steps:
         """What is there is listed when its turn comes, one arena or tier between two messages."""
         for place, arena in arenas:
-            for some in _steps(self._store.offsets(arena)):
-                job.did(len(some), self.places.drop(place, self._store.sealed_at(arena, some)).nbytes)
+            for some in _steps(self._store.index.offsets(arena)):
+                job.did(len(some), self.places.drop(place, self._store.index.sealed_at(arena, some)).nbytes)
                 yield
         for place in below:
             for of_step in _steps(place.tier.keys() if place.tier is not None else ()):
@@ -339,7 +339,7 @@ class Controls:
         effect = Effect([Kept(place.name, len(victims), nbytes)], ask.dry_run)
         if not ask.dry_run:
             for chunk in victims:
-                self._store.pools[chunk.slot.arena].drop(chunk, "evicted by a controller")
+                self._store.pools[chunk.slot.arena].drop(chunk, Cause.BY_CONTROLLER)
         return effect
 
     # ---- pinning ----------------------------------------------------------------------------
@@ -370,11 +370,11 @@ class Controls:
         """:raises ArenaFull: with these so much would be pinned that the rest would be too little for others."""
         more = sum(chunk.slot.nbytes for chunk in dict.fromkeys(chunks) if not chunk.is_kept)
         most = int(self._store.total_bytes * self._pin_share)
-        if more and self._store.kept_bytes + more > most:
+        if more and self._store.index.kept_bytes + more > most:
             self._counters["pins_refused"] += 1
             raise ArenaFull(
-                f"{self._store.kept_bytes} bytes are pinned or leased by tenants, and {more} more would be above the "
-                f"{most} that may be (pin_share); unpin some, or give the node a larger --arena"
+                f"{self._store.index.kept_bytes} bytes are pinned or leased by tenants, and {more} more would be above "
+                f"the {most} that may be (pin_share); unpin some, or give the node a larger --arena"
             )
 
     # ---- jobs -------------------------------------------------------------------------------

@@ -76,7 +76,11 @@ class Blocks:
         for named in change.named:
             known = self._known.setdefault(named.key, _Known())
             if not known.blocks:
-                known.parent, known.blocks, known.block_tokens = named.parent, named.blocks, named.block_tokens
+                known.parent, known.blocks, known.block_tokens = (
+                    named.parent,
+                    named.blocks,
+                    named.block_tokens,
+                )
                 late[named.key] = known.tiers & ~bit
         for key in change.keys:
             self._known.setdefault(key, _Known()).tiers |= bit

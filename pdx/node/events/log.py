@@ -38,7 +38,9 @@ class Named(Protocol):
     key: bytes
     parent: bytes
     blocks: bytes
-    block_tokens: int
+
+    @property
+    def block_tokens(self) -> int: ...
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
@@ -181,10 +183,10 @@ class EventLog:
         wants_names = any(self._followers.values())
         places: dict[tuple[bytes, tuple[int, ...]], list[Chunk]] = {}
         for chunk in changed:
-            places.setdefault((chunk.key, tuple(chunk.arenas)), []).append(chunk)
+            places.setdefault((chunk.key, tuple(chunk.reservation.arenas)), []).append(chunk)
         for (key, arenas), chunks in places.items():
             chunk = chunks[-1]
-            is_here = self._index.is_whole(key, chunk.shards, arenas)
+            is_here = self._index.is_whole(key, chunk.reservation.shards, arenas)
             if (chunk.tail and not chunk.blocks) or not (is_here or any(each.state is not sealed for each in chunks)):
                 continue
             for name in dict.fromkeys(self._names[arena] for arena in arenas or (0,)):

@@ -22,10 +22,11 @@ from pdx.node.peers.connection import PeerConnection, refusal
 from pdx.node.peers.inbound_push import PUSH, Account, InboundPush, PushState, PushStep, Writer, check
 from pdx.node.peers.receive_thread import ReceiveThread, Verdict
 from pdx.node.peers.regions import Regions
-from pdx.store.chunk import Chunk, Origin, from_node
+from pdx.store.chunk import Chunk, from_node
+from pdx.store.claim import Claim
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted, printable
@@ -213,7 +214,7 @@ class InboundPushes:
         offer = push.offer
         held, needed = self._accounts[push.session.name].nbytes, 0
         for index, key in enumerate(offer.keys):
-            if self._store.known(key, offer.shards) is not None:
+            if self._store.index.known(key, offer.shards) is not None:
                 continue
             is_tail = bool(offer.tail_nbytes) and index == len(offer.keys) - 1
             size = round_up(offer.tail_nbytes if is_tail else offer.nbytes) * offer.shards
@@ -237,7 +238,7 @@ class InboundPushes:
             partial=partial,
             transfer=offer.transfer,
             hints=Hints("", form=offer.hints.form),
-            origin=Origin(from_node(session.name)),
+            origin=from_node(session.name),
             who=f"chunks of node {session.name}",
         )
         try:

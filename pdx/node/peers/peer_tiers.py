@@ -118,7 +118,7 @@ def admit(copy: Copy, wait_s: float) -> Admit:
     return Admit(
         list(copy.keys),
         first.slot.nbytes,
-        first.layers,
+        first.reservation.layers,
         copy.shards,
         tail_nbytes=last.slot.nbytes if last.tail else 0,
         partial=True,

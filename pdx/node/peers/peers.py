@@ -303,7 +303,7 @@ class Peers:
         count, held = self._copies.wants(self.tiers.look(name))
         share = self._store.pools[0].total_bytes * self._config.peer_share
         for index, key in enumerate(want.keys):
-            chunks = self._store.known(key, want.shards)
+            chunks = self._store.index.known(key, want.shards)
             if chunks is None or (want.transfer is None and any(chunk.state is not State.SEALED for chunk in chunks)):
                 return index
             nbytes = sum(chunk.slot.nbytes for chunk in chunks)

@@ -43,6 +43,7 @@ from pdx.store.disk.health import GONE, SILENT, DiskHealth
 from pdx.store.disk.index import FileIndex
 from pdx.store.disk.recoder import Recoder
 from pdx.store.disk.workers import Task, Workers, file_of
+from pdx.store.history import Cause
 from pdx.store.recoding import OnChunk, Pair, Recoding
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
@@ -318,7 +319,7 @@ class DiskTier(Tier):
     def _leave_out(self, why: str, keys: Sequence[bytes]) -> None:
         self._counters[f"disk_{why}"] += len(keys)
         self.tally.dropped += len(keys)
-        self.history.note(keys, f"not stored: {_LEFT_OUT[why]}", self._clock())
+        self.history.note(keys, Cause.NOT_STORED, self._clock(), detail=_LEFT_OUT[why])
         self._faults.warn(f"disk {why}", f"the disk tier {self._root} leaves out chunks: {_LEFT_OUT[why]}")
 
     def store(self, job: Job) -> None:
@@ -389,7 +390,7 @@ class DiskTier(Tier):
             self._health.forget(file.key)
             self._busy.setdefault(file.key, {})[file.shard] = task
             self._counters["disk_removed"] += 1
-            why = "deleted, or broken" if file.key in task.forgotten else "removed to make room"
+            why = Cause.FORGOTTEN if file.key in task.forgotten else Cause.REMOVED
             self.history.note([file.key], why, self._clock())
         self._on_removed(list(dict.fromkeys(file.key for file in files)))
         self._note()
@@ -615,7 +616,7 @@ class DiskTier(Tier):
             self._stick(file, is_unfinished=True)
         if error.kind != "cancelled":
             self._warn(error)
-            self.history.note([part.key], f"not stored: {error}", self._clock())
+            self.history.note([part.key], Cause.NOT_STORED, self._clock(), detail=str(error))
             if error.kind in _DISK_FAULTS:
                 self._health.not_written(is_read_only=error.kind == "read_only")
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones

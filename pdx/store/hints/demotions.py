@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from pdx.store.chunk import Chunk
+from pdx.store.history import Cause
 from pdx.store.store import Store
 from pdx.store.tier import Tier
 from pdx.store.tiers import Tiers
 
 MAX_DEMOTED = 1 << 16  # keys that are on their way
 MAX_LOOKS = 512  # at one time
-WHY = "evicted: a request or an application has had it demoted"
 
 
 class _Demoted(msgspec.Struct):
@@ -48,50 +48,49 @@ class Demotions:
         self._within_s = within_s
         self._counters = counters
         self._clock = clock
-        self._keys: OrderedDict[bytes, _Demoted] = OrderedDict()
+        self.keys: OrderedDict[bytes, _Demoted] = OrderedDict()  # for others to read only
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     def add(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int]) -> int:
         """These shall leave, unless they are the ends of prompts, which no tier below takes; how many there was a place
         for."""
         count = 0
         for key in keys:
-            chunks = self._store.known(key, shards, arenas)
+            chunks = self._store.index.known(key, shards, arenas)
             if not chunks or chunks[0].tail or not self.below(chunks[0]):
                 continue
-            if key not in self._keys and len(self._keys) >= MAX_DEMOTED:
+            if key not in self.keys and len(self.keys) >= MAX_DEMOTED:
                 break
-            self._keys[key] = _Demoted(shards, arenas, self._clock() + self._within_s)
+            self.keys[key] = _Demoted(shards, arenas, self._clock() + self._within_s)
             count += 1
         return count
 
     def use(self, keys: Iterable[bytes]) -> None:
         """Another request uses these: they stay."""
-        if self._keys:
-            for key in keys:
-                self._keys.pop(key, None)
+        for key in keys:
+            self.keys.pop(key, None)
 
     def below(self, chunk: Chunk) -> list[Tier]:
         """The tiers that this chunk may leave its arena for."""
-        if any(chunk.arenas):
+        if any(chunk.reservation.arenas):
             return [self._tiers.arenas] if self._tiers.arenas is not None and self._tiers.storing.spills else []
         return list(self._tiers.storing.below(chunk))
 
     def tick(self) -> None:
         """Look at the next ones. To be called a few times a second."""
-        for _ in range(min(len(self._keys), MAX_LOOKS)):
-            key, demoted = self._keys.popitem(last=False)
+        for _ in range(min(len(self.keys), MAX_LOOKS)):
+            key, demoted = self.keys.popitem(last=False)
             if self._is_over(key, demoted):
                 continue
             if self._clock() >= demoted.until:
                 self._counters["demotions_given_up"] += 1
                 continue
-            self._keys[key] = demoted
+            self.keys[key] = demoted
 
     def _is_over(self, key: bytes, demoted: _Demoted) -> bool:
-        chunks = self._store.known(key, demoted.shards, demoted.arenas)
+        chunks = self._store.index.known(key, demoted.shards, demoted.arenas)
         if chunks is None:
             return True  # evicted, or deleted
         if any(chunk.is_kept for chunk in chunks):
@@ -103,7 +102,7 @@ class Demotions:
         below = self.below(chunks[0])
         if any(self._has(tier, key, chunks) for tier in below):
             for chunk in chunks:
-                self._store.pools[chunk.slot.arena].drop(chunk, WHY)
+                self._store.pools[chunk.slot.arena].drop(chunk, Cause.DEMOTED)
             self._counters["demoted_chunks"] += len(chunks)
             return True
         is_asking = any([tier.seeks([key], demoted.shards) for tier in below])

@@ -20,12 +20,12 @@ class Ends:
     """
 
     def __init__(self) -> None:
-        self._until: dict[bytes, float] = {}
+        self.until: dict[bytes, float] = {}  # of each key its end, for others to read only
         self._deadlines: Deadlines[bytes] = Deadlines()
         self._over: deque[bytes] = deque()  # their time is over, unless they were used since; to be taken
 
     def __len__(self) -> int:
-        return len(self._until)
+        return len(self.until)
 
     def set(self, new: Iterable[bytes], known: Iterable[bytes], until: float) -> tuple[int, int, int]:
         """A request that ends so uses these: `new` ones are nobody else's, `known` ones may have no end.
@@ -36,11 +36,11 @@ class Ends:
         ended = others = excess = 0
         for keys, are_new in ((new, True), (known, False)):
             for key in keys:
-                was = self._until.get(key)
+                was = self.until.get(key)
                 if was is None and not are_new:
                     others += 1
                     continue
-                if was is None and len(self._until) >= MAX_ENDS:
+                if was is None and len(self.until) >= MAX_ENDS:
                     excess += 1
                     continue
                 ended += 1
@@ -51,22 +51,20 @@ class Ends:
     def _move(self, key: bytes, was: float | None, until: float) -> None:
         if was is not None:
             self._deadlines.discard(key, was)
-        self._until[key] = until
+        self.until[key] = until
         self._deadlines.add((key,), until)
 
     def use(self, keys: Iterable[bytes]) -> None:
         """A request that sets no end uses these."""
-        if not self._until:
-            return
         for key in keys:
-            was = self._until.pop(key, None)
+            was = self.until.pop(key, None)
             if was is not None:
                 self._deadlines.discard(key, was)
 
     def postpone(self, keys: Iterable[bytes], until: float) -> None:
         """These cannot be forgotten yet."""
         for key in keys:
-            self._move(key, self._until.get(key), until)
+            self._move(key, self.until.get(key), until)
 
     def take(self, now: float) -> list[bytes]:
         """Those whose time is over, or some of them; they are forgotten here."""
@@ -74,7 +72,7 @@ class Ends:
         keys: list[bytes] = []
         while self._over and len(keys) < MAX_TAKEN:
             key = self._over.popleft()
-            if self._until.get(key, math.inf) <= now:
-                del self._until[key]
+            if self.until.get(key, math.inf) <= now:
+                del self.until[key]
                 keys.append(key)
         return keys

@@ -43,9 +43,9 @@ class TenantLeases:
         """These chunks, filled or still being filled, stay until then at least: the leading ones that the budgets hold,
         as long as nobody else has leased them; how many of `runs`, each of all shards of one key."""
         for count, chunks in enumerate(runs):
-            if not self._fits([chunk for chunk in chunks if not chunk.leased_until], tenant):
+            if not self._fits([chunk for chunk in chunks if not chunk.keep.leased_until], tenant):
                 return count
-            if any(chunk.leased_until and chunk.lessee != tenant for chunk in chunks):
+            if any(chunk.keep.leased_until and chunk.keep.lessee != tenant for chunk in chunks):
                 return count
             for chunk in chunks:
                 self._keep(chunk, tenant, until)
@@ -55,7 +55,7 @@ class TenantLeases:
         more: Counter[int] = Counter()
         for chunk in chunks:
             more[chunk.slot.arena] += chunk.room_bytes
-        unpinned = sum(chunk.slot.nbytes for chunk in chunks if not chunk.pins)
+        unpinned = sum(chunk.slot.nbytes for chunk in chunks if not chunk.keep.pins)
         return not more or (
             self._index.kept_bytes + unpinned <= self._most_kept
             and all(
@@ -66,10 +66,10 @@ class TenantLeases:
         )
 
     def _keep(self, chunk: Chunk, tenant: bytes, until: float) -> None:
-        if chunk.leased_until:
-            if until <= chunk.leased_until:
+        if chunk.keep.leased_until:
+            if until <= chunk.keep.leased_until:
                 return
-            self._ends.discard(chunk, chunk.leased_until)
+            self._ends.discard(chunk, chunk.keep.leased_until)
         else:
             self._of_tenant[tenant, chunk.slot.arena] += chunk.room_bytes
             self._of_all[chunk.slot.arena] += chunk.room_bytes
@@ -79,11 +79,11 @@ class TenantLeases:
 
     def end(self, tenant: bytes, chunks: Iterable[Chunk]) -> int:
         """The tenant keeps these no more; of how many it had a lease."""
-        return self._end([chunk for chunk in chunks if chunk.leased_until and chunk.lessee == tenant])
+        return self._end([chunk for chunk in chunks if chunk.keep.leased_until and chunk.keep.lessee == tenant])
 
     def expire(self, now: float) -> int:
         """End those whose time is over; how many."""
-        return self._end([chunk for chunk in self._ends.take(now) if chunk.leased_until])
+        return self._end([chunk for chunk in self._ends.take(now) if chunk.keep.leased_until])
 
     def _end(self, chunks: Sequence[Chunk]) -> int:
         for chunk in reversed(chunks):  # the end of the prompt becomes the older one
@@ -94,8 +94,8 @@ class TenantLeases:
 
     def _forget(self, chunk: Chunk) -> None:
         """The lease on this chunk is over; the chunk itself may be, too."""
-        arena, tenant = chunk.slot.arena, chunk.lessee
-        self._ends.discard(chunk, chunk.leased_until)
+        arena, tenant = chunk.slot.arena, chunk.keep.lessee
+        self._ends.discard(chunk, chunk.keep.leased_until)
         self._of_tenant[tenant, arena] -= chunk.room_bytes
         if not self._of_tenant[tenant, arena]:
             del self._of_tenant[tenant, arena]

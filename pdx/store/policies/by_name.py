@@ -16,25 +16,21 @@ from importlib.metadata import entry_points
 
 from pdx.errors import ConfigError
 from pdx.store.policies.expiry import Age, Idle
-from pdx.store.policies.fifo import Fifo
 from pdx.store.policies.gittins import Gittins
-from pdx.store.policies.lfu import Lfu
 from pdx.store.policies.lru import Lru
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.s3fifo import S3Fifo
-from pdx.store.policies.sieve import Sieve
 
 GROUP = "pdx.policies"
 clock = time.monotonic
 Maker = Callable[[int], EvictionPolicy]  # of one policy, for an arena of so many bytes
-_SIMPLE: dict[str, type[EvictionPolicy]] = {"lru": Lru, "lfu": Lfu, "fifo": Fifo, "sieve": Sieve}
-_SIZED: dict[str, Maker] = {"s3fifo": S3Fifo, "gittins": Gittins}  # they need to know the arena's size
+_SIZED: dict[str, Maker] = {"lru": lambda _: Lru(), "s3fifo": S3Fifo, "gittins": Gittins}
 _TIMED: dict[str, type[Age]] = {"age": Age, "idle": Idle}
 
 
 def names() -> list[str]:
     """All of them, ours first."""
-    ours = [*_SIMPLE, *_SIZED, *_TIMED]
+    ours = [*_SIZED, *_TIMED]
     return [*ours, *sorted({point.name for point in entry_points(group=GROUP)}.difference(ours))]
 
 
@@ -47,10 +43,10 @@ def find(setting: str, now: Callable[[], float] | None = None) -> Maker:
     if name in _TIMED:
         seconds = _seconds(setting, argument)
         return lambda _: _TIMED[name](seconds, now or clock)
-    if name in _SIMPLE or name in _SIZED:
+    if name in _SIZED:
         if colon:
             raise ConfigError(f"--policy {setting}: {name} takes nothing behind a colon")
-        return _SIZED.get(name) or (lambda _: _SIMPLE[name]())
+        return _SIZED[name]
     point = next((point for point in entry_points(group=GROUP) if point.name == name), None)
     if point is None:
         raise ConfigError(f"--policy {setting}: no policy is named {name!r}; there are {', '.join(names())}")

@@ -24,7 +24,7 @@ class Expected(EvictionPolicy):
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
         """See `EvictionPolicy.insert`."""
-        first = _first(chunk.expected_at)
+        first = _first(chunk.keep.expected_at)
         if chunk.rank is None or chunk.rank[0] != first:
             chunk.rank = self._ranks.new(before, first)
         self._ranks.add(chunk)
@@ -39,7 +39,7 @@ class Expected(EvictionPolicy):
 
     def past(self, now: float) -> list[Chunk]:
         """Those that were expected by now, or some of them."""
-        past = (chunk for chunk in self._ranks.between((_first(now), -1, 0), None) if chunk.expected_at <= now)
+        past = (chunk for chunk in self._ranks.between((_first(now), -1, 0), None) if chunk.keep.expected_at <= now)
         return list(itertools.islice(past, MAX_PAST))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from msgspec.structs import replace
+
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.store.policies.policy import EvictionPolicy
@@ -27,8 +29,9 @@ class Age(EvictionPolicy):
         """See `EvictionPolicy.insert`."""
         if chunk.rank is None:
             chunk.rank = self._ranks.new(before)
-            chunk.expires_at = chunk.expires_at or self._clock() + self._seconds
-        self._ends.add((chunk,), chunk.expires_at)
+            if not chunk.keep.expires_at:
+                chunk.keep = replace(chunk.keep, expires_at=self._clock() + self._seconds)
+        self._ends.add((chunk,), chunk.keep.expires_at)
         self._ranks.add(chunk)
 
     def hold(self, chunk: Chunk) -> None:
@@ -37,7 +40,7 @@ class Age(EvictionPolicy):
 
     def remove(self, chunk: Chunk) -> None:
         """See `EvictionPolicy.remove`."""
-        self._ends.discard(chunk, chunk.expires_at)
+        self._ends.discard(chunk, chunk.keep.expires_at)
         super().remove(chunk)
 
     def victims(self, start: Chunk | None) -> Iterator[Chunk]:
@@ -46,7 +49,7 @@ class Age(EvictionPolicy):
 
     def overdue(self) -> list[Chunk]:
         """See `EvictionPolicy.overdue`."""
-        return [chunk for chunk in self._ends.take(self._clock()) if not chunk.pins]
+        return [chunk for chunk in self._ends.take(self._clock()) if not chunk.keep.pins]
 
 
 class Idle(Age):
@@ -60,4 +63,4 @@ class Idle(Age):
         """See `EvictionPolicy.hold`."""
         super().hold(chunk)
         self.remove(chunk)
-        chunk.expires_at = 0.0
+        chunk.keep = replace(chunk.keep, expires_at=0.0)

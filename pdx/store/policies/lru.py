@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pdx.memory.slot import Slot
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import NOBODYS, Chunk
 from pdx.store.policies.policy import EvictionPolicy
 
 
@@ -17,7 +17,7 @@ class Lru(EvictionPolicy):
     """
 
     def __init__(self) -> None:
-        self._end = Chunk(b"", 0, Slot(0, 0, 0), 1)  # older than the oldest, newer than the newest
+        self._end = Chunk(b"", 0, Slot(0, 0, 0), NOBODYS, 0)  # older than the oldest, newer than the newest
         self._end.older = self._end.newer = self._end
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:

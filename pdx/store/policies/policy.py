@@ -11,10 +11,9 @@ from pdx.store.chunk import Chunk
 class EvictionPolicy(ABC):
     """The order in which sealed chunks of one arena go. Owned by the control loop; no call may wait.
 
-    A chunk is inserted and held in turns, as readers come and go. `chunk.rank`, `uses` and
-    `expires_at` are the policy's own, so that it knows the chunk again; a chunk that comes from another level has its
-    uses and its end, but no rank. No call may cost in proportion to the
-    chunks that there are.
+    A chunk is inserted and held in turns, as readers come and go. `chunk.rank`, `uses` and `keep.expires_at` are the
+    policy's own, so that it knows the chunk again; a chunk that comes from another level has its uses and its end, but
+    no rank. No call may cost in proportion to the chunks that there are.
     """
 
     @abstractmethod

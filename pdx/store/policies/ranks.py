@@ -10,8 +10,6 @@ from sortedcontainers import SortedKeyList
 
 from pdx.store.chunk import Chunk, Rank
 
-MAX_CHANCES = 1024  # that one search gives chunks that were used; it then takes them as they come, for time's sake
-
 
 class Ranks:
     """Chunks that may be evicted now, by `chunk.rank`; each call costs a search in a sorted list."""

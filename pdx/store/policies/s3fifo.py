@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from pdx.store.chunk import Chunk, Rank
 from pdx.store.policies.policy import EvictionPolicy
-from pdx.store.policies.ranks import MAX_CHANCES, Ranks
+from pdx.store.policies.ranks import Ranks
 
 SMALL_SHARE = 0.1  # of the arena, for chunks that are new
 MAX_USES = 3
+MAX_CHANCES = 1024  # that one search gives chunks that were used; it then takes them as they come, for time's sake
 USES_TO_STAY = 2  # in the small queue, to get into the main queue
 _SMALL, _MAIN = 0, 1  # what a rank begins with
 

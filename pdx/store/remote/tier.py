@@ -36,6 +36,7 @@ from pdx.memory.arena import Arena
 from pdx.store.chunk_format import EncodedHeader, header_bytes, packed, whole_header
 from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.copy import Copy
+from pdx.store.history import Cause
 from pdx.store.recoding import OnChunk, Pair, Recoding, check
 from pdx.store.remote.backend import Backend
 from pdx.store.remote.objects import held_in_all, held_of, name_of, placed, size_of
@@ -385,11 +386,11 @@ class RemoteTier(Tier):
         if not self.takes_stores:
             self._counters["remote_left_out"] += len(copy.keys)
             self.tally.dropped += len(copy.keys)
-            self.history.note(copy.keys, "not stored: it did not answer", self._clock())
+            self.history.note(copy.keys, Cause.NOT_STORED, self._clock(), detail="it did not answer")
             return Grant([])
         self._admitted[copy.number] = self._removals.moment()
         leaving = [key for key in copy.keys if key in self._removals]
-        self.history.note(leaving, "not stored: it was being deleted there", self._clock())
+        self.history.note(leaving, Cause.NOT_STORED, self._clock(), detail="it was being deleted there")
         return Grant(
             [at for at, key in enumerate(copy.keys) if key not in self._removals and not self.find([key], copy.shards)]
         )
@@ -519,7 +520,7 @@ class RemoteTier(Tier):
             else:  # what is there can be loaded
                 self._stores_from = self._clock() + PAUSE_S
             if not is_load:
-                self.history.note([key], f"not stored: {error}", self._clock())
+                self.history.note([key], Cause.NOT_STORED, self._clock(), detail=str(error))
         if is_load and error is not None and error.kind in _OF_CHUNKS and key in self._known:
             self._know(key, self._known[key].shards, None)
         elif not is_load and key in self._removals:

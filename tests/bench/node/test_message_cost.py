@@ -20,7 +20,8 @@ from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.store.allocator import Allocator
-from pdx.store.store import Claim, Store
+from pdx.store.claim import Claim
+from pdx.store.store import Store
 from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Admit, Cancel, Hello
 

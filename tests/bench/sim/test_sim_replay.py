@@ -26,7 +26,7 @@ def synthetic():
 @pytest.mark.parametrize(
     ("policy", "way", "blocks", "percent"),
     [
-        ("fifo", AFTER, 10_000, 40.4),
+        ("age:1e9", AFTER, 10_000, 40.4),
         ("lru", EACH, 20_000, 58.2),
         ("s3fifo", EACH, 20_000, 57.2),
         ("belady", EACH, 20_000, 65.1),
@@ -44,7 +44,7 @@ def test_gittins_finds_no_less_than_the_better_of_lru_and_s3fifo(synthetic):
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_finds_more_than_belady_and_belady_no_more_than_a_store_that_forgets_nothing(way):
     trace = some(200)
-    found = {policy: hit_share(trace, policy, 300, way) for policy in ("lru", "fifo", "s3fifo", "gittins", "belady")}
+    found = {policy: hit_share(trace, policy, 300, way) for policy in ("lru", "age:1e9", "s3fifo", "gittins", "belady")}
     possible = trace.found_by_all() / trace.tokens
     assert max(found, key=found.get) == "belady"
     assert found["belady"] < possible
@@ -78,11 +78,11 @@ def test_belady_is_the_best_of_all_choices():
 def test_room_is_made_for_each_block_or_after_the_prompt():
     """A prompt of three where there is room for three, and then its first block again."""
     trace = Trace("tiny", BLOCK, [request([9]), request([1, 2, 3]), request([9, 8])])
-    assert hit_share(trace, "fifo", 3, AFTER) == 0.0
+    assert hit_share(trace, "age:1e9", 3, AFTER) == 0.0
     trace = Trace("tiny", BLOCK, [request([1, 2, 3, 4]), request([1]), request([4])])
-    assert hit_share(trace, "fifo", 3, EACH) * trace.tokens / BLOCK == 1.0, "the end came first, and has gone"
-    assert hit_share(trace, "fifo", 3, AFTER) * trace.tokens / BLOCK == 1.0, "the beginning came first, and has gone"
-    assert hit_share(Trace("tiny", BLOCK, trace.requests[:2]), "fifo", 3, AFTER) == 0.0
+    assert hit_share(trace, "age:1e9", 3, EACH) * trace.tokens / BLOCK == 1.0, "the end came first, and has gone"
+    assert hit_share(trace, "age:1e9", 3, AFTER) * trace.tokens / BLOCK == 1.0, "the beginning came first, and has gone"
+    assert hit_share(Trace("tiny", BLOCK, trace.requests[:2]), "age:1e9", 3, AFTER) == 0.0
 
 
 def test_what_is_kept_for_a_time_is_found_within_it():

@@ -67,17 +67,17 @@ def test_however_often_it_is_asked_each_chunk_is_copied_once(service, monkeypatc
     wait_until(lambda: turn(service) or settled(service, keys) == 64, what="they are stored")
     settled(service, keys)
     assert not service.controls._mover._settling
-    assert not any(service.store.of(key) for key in keys)
+    assert not any(service.store.index.of(key) for key in keys)
 
 
 def test_what_a_tenant_has_leased_stays_in_memory(service):
     wait_until(lambda: turn(service) or service.tiers.below[0][0].is_counted, what="it is counted")
     keys = put(service, range(8))
     leases = TenantLeases(service.store.pools, service.store.index, share=1.0, kept_share=1.0)
-    assert leases.lease(b"tenant", [service.store.of(one) for one in keys[:4]], 1e9) == 4
+    assert leases.lease(b"tenant", [service.store.index.of(one) for one in keys[:4]], 1e9) == 4
     wait_until(lambda: turn(service) or settled(service, keys) == 8, what="they are stored")
     settled(service, keys)
-    assert [bool(service.store.of(one)) for one in keys] == [True] * 4 + [False] * 4
+    assert [bool(service.store.index.of(one)) for one in keys] == [True] * 4 + [False] * 4
 
 
 @pytest.mark.parametrize("origin", ["engine e", "disk", "node c"])
@@ -87,7 +87,7 @@ def test_what_others_have_brought_to_memory_stays_there(service, origin):
     keys = put(service, range(4)) + put(service, range(4, 8), origin)
     wait_until(lambda: turn(service) or settled(service, keys) == 8, what="they are stored")
     settled(service, keys)
-    assert [bool(service.store.of(one)) for one in keys] == [False] * 4 + [True] * 4
+    assert [bool(service.store.index.of(one)) for one in keys] == [False] * 4 + [True] * 4
 
 
 def test_what_peers_ask_for_and_leave_is_bounded(service, monkeypatch):

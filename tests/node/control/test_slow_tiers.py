@@ -17,12 +17,12 @@ from pdx.node.control.moves import ANSWER_S
 from pdx.node.control.verbs import STEP_KEYS
 from pdx.node.service import Service
 from pdx.store.chunk import NODE
+from pdx.store.claim import Claim
 from pdx.store.disk import tier as disk_tier
 from pdx.store.disk.health import SILENT
 from pdx.store.disk.tier import DiskTier
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.tier import PAUSE_S, RemoteTier
-from pdx.store.store import Claim
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
@@ -322,7 +322,7 @@ def test_a_store_that_does_not_say_that_it_has_what_it_took_is_said_not_to(bed):
     bed.now += ANSWER_S + 1.0
     why = bed.over(job).why
     assert "remote did not take 4 chunks (was asked, and had not answered yet); 0 of 4 chunks were moved" in why
-    assert all(bed.service.store.of(one) for one in keys)
+    assert all(bed.service.store.index.of(one) for one in keys)
 
 
 def test_a_store_that_has_nothing_of_it_is_said_to_have_nothing(bed):

@@ -3,17 +3,18 @@
 import os
 import time
 
+import plain_chunk
+
 from pdx.memory.slot import Slot
 from pdx.node.events.blocks import Blocks
 from pdx.node.events.log import Change
-from pdx.store.chunk import Chunk
 from pdx.wire.kv_events import BlockStored
 
 BLOCKS = 4  # of a chunk
 
 
 def chunk(blocks, parent=b""):
-    return Chunk(os.urandom(16), 0, Slot(0, 0, 1), 1, blocks=blocks, parent=parent, block_tokens=16)
+    return plain_chunk.chunk(os.urandom(16), Slot(0, 0, 1), 1, blocks=blocks, parent=parent, block_tokens=16)
 
 
 def stored(chunks):
@@ -67,7 +68,7 @@ def test_a_long_prompt_costs_no_more_for_each_chunk_than_a_short_one():
 
 
 def test_a_first_chunk_of_which_nothing_else_is_known_is_told_of():
-    first = Chunk(os.urandom(16), 0, Slot(0, 0, 1), 1, blocks=os.urandom(16 * BLOCKS))
+    first = plain_chunk.chunk(os.urandom(16), Slot(0, 0, 1), 1, blocks=os.urandom(16 * BLOCKS))
     events = Blocks().apply([stored([first])])
     assert [(len(event.block_hashes), event.parent_block_hash, event.block_size) for event in events] == [
         (BLOCKS, None, 0)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.node.events import log
+from pdx.store.history import Cause
 from pdx.store.lifecycle import State
 
 
@@ -78,7 +79,7 @@ def test_what_is_deleted_while_it_is_read_is_gone_at_once(bed):
     bed.log.follow("me")
     bed.put(key(1))
     bed.log.turn()
-    lease = bed.store.lease([*bed.store.of(key(1))], 1, 10.0)
+    lease = bed.store.lease([*bed.store.index.of(key(1))], 1, 10.0)
     bed.store.delete([key(1)])
     assert told(bed.log.turn()) == [("host", False, [key(1)])]
     bed.store.release(lease, 1)
@@ -89,7 +90,7 @@ def test_a_tail_that_is_for_one_request_is_never_told_of(bed):
     bed = bed()
     bed.log.follow("me")
     bed.put(key(1), tail_nbytes=100, transfer="transfer-0123456789")
-    assert bed.store.of(key(1))[0].state is State.SEALED
+    assert bed.store.index.of(key(1))[0].state is State.SEALED
     assert bed.log.turn() is None
 
 
@@ -100,8 +101,8 @@ def test_arenas_of_gpus_are_tiers_of_their_own(bed):
     assert told(bed.log.turn()) == [("GPU-a", True, [key(1)]), ("GPU-b", True, [key(1)])]
     bed.put(key(1), shards=2)
     assert told(bed.log.turn()) == [("host", True, [key(1)])]
-    (of_gpu,) = (chunk for chunk in bed.store.of(key(1)) if chunk.slot.arena == 2)
-    bed.store.pools[2].drop(of_gpu, "evicted")
+    (of_gpu,) = (chunk for chunk in bed.store.index.of(key(1)) if chunk.slot.arena == 2)
+    bed.store.pools[2].drop(of_gpu, Cause.BY_CONTROLLER)
     assert told(bed.log.turn()) == [("GPU-a", False, [key(1)]), ("GPU-b", False, [key(1)])]
 
 
@@ -110,7 +111,7 @@ def test_names_that_are_told_later_are_told_again(bed):
     bed.log.follow("me", names=True)
     bed.put(key(1))
     assert list(bed.log.turn().changes[0].named) == []
-    bed.store.name(bed.store.of(key(1)), key(9), names(1, 2), 16)
+    bed.store.name(bed.store.index.of(key(1)), key(9), names(1, 2), 16)
     (change,) = bed.log.turn().changes
     assert (change.tier, change.is_stored, list(change.keys)) == ("host", True, [key(1)])
     (named,) = change.named

@@ -10,6 +10,7 @@ import struct
 import threading
 
 import msgspec
+import plain_chunk
 import pytest
 import zmq
 from events_bed import EventsBed, key, names
@@ -26,7 +27,6 @@ from pdx.node.events.sockets import Readers
 from pdx.security.address import tcp_endpoint
 from pdx.security.curve_keys import KeyPair
 from pdx.security.tcp_filter import MAX_YOUNG_OF_ADDRESS
-from pdx.store.chunk import Chunk
 from pdx.testing.waiting import wait_until
 from pdx.wire.kv_events import END_SEQ
 
@@ -232,7 +232,7 @@ def test_chunks_without_names_are_told_of_when_they_get_them(stage):
         stage.turn()
         stage.put(2)
         wait_until(lambda: stage.turn() or subscriber.poll(0.01) and len(subscriber.index) == 2)
-        stage.bed.store.name(stage.bed.store.of(key(1)), key(0), blocks_of(1), 16)
+        stage.bed.store.name(stage.bed.store.index.of(key(1)), key(0), blocks_of(1), 16)
         stage.settle(subscriber)
         assert subscriber.index.tiers(as_ints(blocks_of(1))[0]) == {"host", "disk"}
 
@@ -289,7 +289,7 @@ def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage):
         unread.setsockopt(zmq.SUBSCRIBE, b"")
         unread.connect(stage.address)
         wait_until(lambda: stage.publisher._subscribed, what="it subscribes")
-        chunks = [Chunk(key(number), 0, Slot(0, 0, 1), 1, blocks=names(number) * 1000) for number in range(8)]
+        chunks = [plain_chunk.chunk(key(number), Slot(0, 0, 1), 1, blocks=names(number) * 1000) for number in range(8)]
         change = Change("host", True, [chunk.key for chunk in chunks], chunks)
         sent = 2500
         for number in range(1, sent + 1):

@@ -544,7 +544,7 @@ def test_given_up_while_something_is_landing_waits_for_it(stage, a):
     for _ in range(3):
         stage.tick(1.0)
         assert all(stage.arena.is_current(slot) for slot in slots)
-    assert stage.store.census()[0] == {"quarantined": 2}
+    assert stage.store.index.census()[0] == {"quarantined": 2}
     stage.listeners["sure"].landing.clear()
     stage.tick()
     stage.assert_idle()
@@ -557,7 +557,7 @@ def test_where_writes_are_not_checked_the_writer_must_let_go(stage, a):
     assert isinstance(a.sent[-1], Stop)
     for _ in range(3):
         stage.tick(100.0)
-    assert stage.store.census()[0] == {"quarantined": 1}, "it may write whenever it likes"
+    assert stage.store.index.census()[0] == {"quarantined": 1}, "it may write whenever it likes"
     stage.let_go(a, push, complete=False)
     stage.assert_idle()
 

@@ -151,7 +151,7 @@ class Storm:
         pushes = [push for session in stage.inbound.sessions for push in stage.inbound.of(session)]
         assert stage.inbound.grants == {offset: push for push in pushes for offset in push.chunks}
         for offset, push in stage.inbound.grants.items():
-            assert stage.store._index.slots[0][offset] is push.chunks[offset]
+            assert stage.store.index.slots[0][offset] is push.chunks[offset]
             assert push.chunks[offset].state in ("filling", "quarantined")
         for name in "abc":
             own = [push for push in pushes if push.session.name == name]
