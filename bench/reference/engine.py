@@ -25,7 +25,7 @@ import torch
 from pdx.bench.reference.model import AXES, Batch, Model, PagedKv, Shapes
 from pdx.config import ConnectorConfig
 from pdx.engine.scheduler import SchedulerHalf
-from pdx.engine.step import StepRecord, StepRequest
+from pdx.engine.step import BlockHashing, StepRecord, StepRequest
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import NodeUnavailable
 from pdx.memory.layout import KvLayout
@@ -36,6 +36,13 @@ ATTACH_S = 20.0
 def chained_hash(request: Request, parent: bytes | None, start: int, end: int) -> bytes:
     """The hash of tokens [start, end) and, by `parent`, of all before them."""
     return hashlib.sha256((parent or bytes(32)) + array("q", request.all_token_ids[start:end]).tobytes()).digest()
+
+
+class Hashing(BlockHashing):
+    """This engine has no cache of its own, from which a request could get another one's blocks."""
+
+    def keep_apart(self, request: Request, form: str) -> bool:
+        return True
 
 
 @dataclass(slots=True)
@@ -163,7 +170,7 @@ class ReferenceEngine:
             name = name or f"reference-{secrets.token_hex(8)}"
             self.worker = WorkerHalf(connector, layout, name, 0)
             self.worker.register({f"layer.{i}": pages for i, pages in enumerate(self.kv.layers)}, num_blocks)
-            self.scheduler = SchedulerHalf(connector, layout, name, chained_hash, keep_apart=lambda request, form: True)
+            self.scheduler = SchedulerHalf(connector, layout, name, Hashing(chained_hash))
             if not (self.worker.is_attached and self.scheduler.wait_attached(ATTACH_S)):
                 self.close()
                 raise NodeUnavailable(f"no node answers engine {name} at {connector.node_address()}")

@@ -17,7 +17,7 @@ import torch
 
 from pdx.config import ConnectorConfig, parse
 from pdx.engine.scheduler import SchedulerHalf
-from pdx.engine.step import StepRecord, StepRequest
+from pdx.engine.step import BlockHashing, StepRecord, StepRequest
 from pdx.engine.worker import WorkerHalf
 from pdx.memory.layout import KvLayout
 
@@ -90,7 +90,7 @@ class Engine:
         self.free = list(range(BLOCKS))
         self.worker = WorkerHalf(config, LAYOUT, name, 0)
         self.worker.register({f"layer.{layer}": pages for layer, pages in enumerate(self.pages)}, BLOCKS)
-        self.scheduler = SchedulerHalf(config, LAYOUT, name, chained_hash)
+        self.scheduler = SchedulerHalf(config, LAYOUT, name, BlockHashing(chained_hash))
         if not (self.worker.is_attached and self.scheduler.wait_attached(TIMEOUT_S)):
             sys.exit(f"no node answers at {config.node_address()}; start one: pdx node")
 

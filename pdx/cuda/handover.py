@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import struct
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
-from pdx.cuda.memory import Handle
+from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
 from pdx.security.unix_peer import peer_of, receive_fds
+from pdx.telemetry.env import Env
 
 log = logging.getLogger("pdx.node")
 
@@ -44,32 +44,36 @@ class _Asker(msgspec.Struct):
     deadline: float
 
 
+class Attached(Protocol):
+    """The processes that are attached to the node (`pdx.node.sessions.Sessions`)."""
+
+    def is_attached(self, pid: int) -> bool:
+        """Whether this process may ask."""
+
+    def admits(self, pid: int, ticket: bytes) -> bool:
+        """Whether that is its ticket."""
+
+
+class Poller(Protocol):
+    """What the node's loop waits with: a zmq.Poller."""
+
+    def register(self, socket: Any, flags: int) -> None:
+        """Wait for it, too."""
+
+    def unregister(self, socket: Any) -> None:
+        """Wait for it no more."""
+
+
 class HandoverServer:
     """The node's side. Owned by its control loop; nothing blocks, nothing raises."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        is_attached: Callable[[int], bool],
-        admits: Callable[[int, bytes], bool],
-        export: Callable[[], tuple[Handle, int]],
-        watch: Callable[[int], None],
-        unwatch: Callable[[int], None],
-        counters: Counter[str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`is_attached`: may this process ask? `admits`: is that its ticket? `watch` and `unwatch` add and remove a
-        descriptor of the poller that decides when to call `serve`. `path` is free.
-        """
+    def __init__(self, path: Path, sessions: Attached, memory: DeviceMemory, poller: Poller, env: Env) -> None:
+        """`poller` decides when `serve` is called. `path` is free."""
         self.path = path
-        self._is_attached = is_attached
-        self._admits = admits
-        self._export = export
-        self._watch = watch
-        self._unwatch = unwatch
-        self._counters = counters
-        self._clock = clock
+        self._sessions = sessions
+        self._memory = memory
+        self._poller = poller
+        self._env = env
         self._askers: dict[int, _Asker] = {}  # by file descriptor
         self._quiet: dict[int, float] = {}  # until when nothing is logged of refusals to this process
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -96,7 +100,7 @@ class HandoverServer:
 
     def tick(self) -> None:
         """A few times a second: connections that show no ticket are closed."""
-        now = self._clock()
+        now = self._env.clock()
         for asker in [asker for asker in self._askers.values() if asker.deadline <= now]:
             self._refuse(asker, f"no ticket within {TIMEOUT_S:g} s")
         self._quiet = {pid: until for pid, until in self._quiet.items() if until > now}
@@ -107,7 +111,7 @@ class HandoverServer:
             self._end(asker)
         if self._listener.fileno() >= 0:
             if self._is_listening:
-                self._unwatch(self._listener.fileno())
+                self._poller.unregister(self._listener.fileno())
             self._listener.close()
             self.path.unlink(missing_ok=True)
 
@@ -117,9 +121,9 @@ class HandoverServer:
         """Take connections exactly while there is a place for one."""
         is_free = len(self._askers) < MAX_UNPROVED
         if is_free and not self._is_listening:
-            self._watch(self._listener.fileno())
+            self._poller.register(self._listener.fileno(), select.POLLIN)
         if self._is_listening and not is_free:
-            self._unwatch(self._listener.fileno())
+            self._poller.unregister(self._listener.fileno())
         self._is_listening = is_free
 
     def _accept(self) -> None:
@@ -129,12 +133,12 @@ class HandoverServer:
             return
         pid, uid = peer_of(stream)
         stream.setblocking(False)
-        asker = _Asker(stream, pid, self._clock() + TIMEOUT_S)
+        asker = _Asker(stream, pid, self._env.clock() + TIMEOUT_S)
         self._askers[stream.fileno()] = asker
-        self._watch(stream.fileno())
+        self._poller.register(stream.fileno(), select.POLLIN)
         if uid != os.geteuid():
             self._refuse(asker, f"user {uid}")
-        elif not self._is_attached(pid):
+        elif not self._sessions.is_attached(pid):
             self._refuse(asker, "it is not attached")
         elif sum(other.pid == pid for other in self._askers.values()) > MAX_OF_ONE_PROCESS:
             self._refuse(asker, f"{MAX_OF_ONE_PROCESS} connections of it are here already")
@@ -148,7 +152,7 @@ class HandoverServer:
         except OSError as error:
             self._refuse(asker, str(error))
             return
-        if len(ticket) != TICKET_BYTES or not self._admits(asker.pid, ticket):
+        if len(ticket) != TICKET_BYTES or not self._sessions.admits(asker.pid, ticket):
             self._refuse(asker, "that is not its ticket" if ticket else "it left")
             return
         try:
@@ -156,11 +160,11 @@ class HandoverServer:
         except (OSError, GpuError) as error:
             self._refuse(asker, str(error))
             return
-        self._counters["handovers"] += 1
+        self._env.counters["handovers"] += 1
         self._end(asker)
 
     def _hand_over(self, asker: _Asker) -> None:
-        handle, fd = self._export()
+        handle, fd = self._memory.export()
         try:
             message = msgspec.msgpack.encode(handle)
             socket.send_fds(asker.stream, [message], [fd] if fd >= 0 else [])
@@ -169,15 +173,15 @@ class HandoverServer:
                 os.close(fd)
 
     def _refuse(self, asker: _Asker, why: str) -> None:
-        self._counters["handover_refused"] += 1
+        self._env.counters["handover_refused"] += 1
         if asker.pid not in self._quiet:
-            self._quiet[asker.pid] = self._clock() + QUIET_S
+            self._quiet[asker.pid] = self._env.clock() + QUIET_S
             log.warning("GPU memory is not handed over to process %d: %s", asker.pid, why)
         self._end(asker)
 
     def _end(self, asker: _Asker) -> None:
         del self._askers[asker.stream.fileno()]
-        self._unwatch(asker.stream.fileno())
+        self._poller.unregister(asker.stream.fileno())
         asker.stream.close()
         if self._listener.fileno() >= 0:
             self._listen()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pdx.engine.copier import Action, PageCopier, Scatter
+from pdx.engine.link import NodeLink
 from pdx.engine.plan import PagesPlan
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter
@@ -31,13 +32,11 @@ class CpuCopier(PageCopier):
 
     is_asynchronous = False
 
-    def __init__(
-        self, layers: Sequence[torch.Tensor], layout: KvLayout, shard: int, count: Callable[[str], None]
-    ) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], layout: KvLayout, shard: int, link: NodeLink) -> None:
         self._layers = layers
         self._layout = layout
         self._shard = shard
-        self._count = count
+        self._link = link
         # Replaced by the link's thread. The tensor has all bytes of the arena and keeps the mapping alive, also beyond
         # the node's life.
         self._mapped: tuple[Arena, torch.Tensor] | None = None
@@ -52,7 +51,7 @@ class CpuCopier(PageCopier):
                 "Attach this engine to a node that was started without --gpu",
                 arena.gpu,
             )
-            self._count("arena_on_gpu")
+            self._link.count("arena_on_gpu")
 
     def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
         data = self._bytes_of(arena)

@@ -16,6 +16,7 @@ from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.page_lock import PageLock
 from pdx.engine.copier import Action, PageCopier, Scatter
+from pdx.engine.link import NodeLink
 from pdx.engine.plan import PagesPlan
 from pdx.engine.staging import Staged, Staging
 from pdx.engine.streams import Stream, StreamEvent, Streams
@@ -102,10 +103,9 @@ class EventThread:
     If waiting fails, the thread is over: nobody knows then what still runs, so no action is called any more.
     """
 
-    def __init__(self, name: str, bind_thread: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """`failed` is called on the thread, at most once, with the reason."""
-        self._bind_thread = bind_thread
-        self._failed = failed
+    def __init__(self, name: str, copier: GpuCopier) -> None:
+        """`copier.failed` is called on the thread, at most once, with the reason."""
+        self._copier = copier
         self._queue: queue.SimpleQueue[tuple[StreamEvent | None, Action] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -124,14 +124,14 @@ class EventThread:
         try:
             self._serve()
         except Exception as error:  # noqa: BLE001  the thread's root
-            self._failed(error)
+            self._copier.failed(error)
         else:
             return
         while self._queue.get() is not None:
             pass
 
     def _serve(self) -> None:
-        self._bind_thread()
+        self._copier.streams.bind_thread()
         while (job := self._queue.get()) is not None:
             event, action = job
             if event is not None:
@@ -161,11 +161,11 @@ class GpuCopier(PageCopier):
 
     is_asynchronous = True
 
-    def __init__(self, pages: PageMap, shard: int, streams: Streams, count: Callable[[str], None]) -> None:
+    def __init__(self, pages: PageMap, shard: int, streams: Streams, link: NodeLink) -> None:
         self._pages = pages
         self._shard = shard
-        self._streams = streams
-        self._count = count
+        self.streams = streams
+        self._link = link
         self._gathering, self._loading = streams.new_stream(), streams.new_stream()
         self._fence = streams.event()
         self._spare: deque[StreamEvent] = deque()  # events that have passed and that nobody waits for
@@ -174,11 +174,11 @@ class GpuCopier(PageCopier):
         self._has_failed = False  # CUDA does nothing any more for this process
         self._step: _Step | None = None
         self._staging: Staging | None = None  # once an arena in host memory was mapped
-        self._copied = EventThread("pdx-copied", streams.bind_thread, self._failed)
-        self._computed = EventThread("pdx-computed", streams.bind_thread, self._failed)
+        self._copied = EventThread("pdx-copied", self)
+        self._computed = EventThread("pdx-computed", self)
 
     @classmethod
-    def start(cls, pages: PageMap, shard: int, streams: Streams, count: Callable[[str], None]) -> GpuCopier:
+    def start(cls, pages: PageMap, shard: int, streams: Streams, link: NodeLink) -> GpuCopier:
         """Compile the kernels, so that no step has to, and wait until the tables are on the GPU.
 
         Kernels that cannot be compiled or loaded here are logged and counted; the copier then copies nothing.
@@ -196,7 +196,7 @@ class GpuCopier(PageCopier):
             raise
         except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
             why = f"{type(error).__name__}: {error}"
-        made = cls(pages, shard, streams, count)
+        made = cls(pages, shard, streams, link)
         if why:
             made._has_failed = True
             log.error(
@@ -204,7 +204,7 @@ class GpuCopier(PageCopier):
                 "Python's headers at its first use; see `pdx doctor`)",
                 why,
             )
-            count("kernels_unavailable")
+            link.count("kernels_unavailable")
         return made
 
     # ---- the link's thread ------------------------------------------------------------------
@@ -213,13 +213,13 @@ class GpuCopier(PageCopier):
         mapped = None
         if arena is not None and not self._has_failed:
             try:
-                self._streams.bind_thread()
-                mapped = MappedArena.open(arena, self._streams.gpu(), self._refused)
+                self.streams.bind_thread()
+                mapped = MappedArena.open(arena, self.streams.gpu(), self._refused)
                 if mapped.place is Place.HOST and self._staging is None:
                     self._staging = self._new_staging()
             except (PdxError, RuntimeError) as error:  # torch's own errors, too
                 log.error("cannot reach the node's memory from the GPU, nothing is saved or loaded: %s", str(error))  # noqa: TRY400
-                self._count("arena_unreachable")
+                self._link.count("arena_unreachable")
         with self._arenas:
             mapped, self._mapped = self._mapped, mapped
         if mapped is not None:
@@ -227,20 +227,20 @@ class GpuCopier(PageCopier):
 
     def _new_staging(self) -> Staging | None:
         try:
-            return Staging(self._pages, self._streams)
+            return Staging(self._pages, self.streams)
         except RuntimeError as error:
             log.warning(
                 "no room on the GPU to stage what goes to host memory, so kernels write there and take longer: %s",
                 str(error),
             )
-            self._count("staging_unavailable")
+            self._link.count("staging_unavailable")
             return None
 
     def _refused(self, reason: str) -> None:
         log.error("nothing is saved or loaded: %s", reason)
-        self._count("page_lock_refused")
+        self._link.count("page_lock_refused")
 
-    def _failed(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
         """What was under way stays reserved and mapped until this process ends: nobody knows what writes there."""
         with self._arenas:
             was_known, self._has_failed = self._has_failed, True
@@ -248,20 +248,20 @@ class GpuCopier(PageCopier):
             # As text: an exception kept by a logger would keep frames, and with them the node's memory.
             text = f"{type(error).__name__}: {error}"
             log.error("copies on the GPU failed, nothing is saved or loaded any more: %s", text)
-            self._count("copies_failed")
+            self._link.count("copies_failed")
 
     # ---- saving -----------------------------------------------------------------------------
 
     def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
         assert self._step is None, "the step before this one is not finished"
-        mapped = self._held(arena) if pages and not self._streams.is_capturing() else None
+        mapped = self._held(arena) if pages and not self.streams.is_capturing() else None
         if mapped is None:
             return []
         found = [(each, run) for each in pages if (run := self._run_of(each, mapped)) is not None]
         try:
             if found:
                 runs = [run for _, run in found]
-                with self._streams.on(self._gathering):
+                with self.streams.on(self._gathering):
                     if mapped.place is Place.HOST and self._staging is not None:
                         self._step = _Step(mapped, None, self._staging.stage(runs))
                     else:
@@ -274,10 +274,10 @@ class GpuCopier(PageCopier):
 
     def gather(self, layers: range) -> bool:
         step = self._step
-        if step is None or step.is_refused or self._streams.is_capturing():
+        if step is None or step.is_refused or self.streams.is_capturing():
             return False
         try:
-            self._fence.record(self._streams.compute())
+            self._fence.record(self.streams.compute())
             self._fence.wait(self._gathering)
             if step.batch is not None:
                 self._launch(self._gathering, gather, step.batch, layers, step.mapped.place)
@@ -286,12 +286,12 @@ class GpuCopier(PageCopier):
         except (RuntimeError, ValueError, GpuError) as error:  # no memory for it, or another device is current
             step.is_refused = True
             log.warning("the pages of this step are not saved: %s", str(error))
-            self._count("launch_refused")
+            self._link.count("launch_refused")
             return False
         return True
 
     def copied(self) -> Callable[[], bool]:
-        event = self._streams.event()  # not a spare one: it is asked long after it has passed
+        event = self.streams.event()  # not a spare one: it is asked long after it has passed
         event.record(self._saving())
         query: Callable[[], bool] = event.query
         return query
@@ -301,9 +301,9 @@ class GpuCopier(PageCopier):
         self._copied.put(event, partial(self._passed, event, action))
 
     def after_compute(self, action: Action) -> bool:
-        if self._streams.is_capturing():
+        if self.streams.is_capturing():
             return False
-        event = self._recorded(self._streams.compute())
+        event = self._recorded(self.streams.compute())
         self._computed.put(event, partial(self._passed, event, action))
         return True
 
@@ -311,9 +311,9 @@ class GpuCopier(PageCopier):
         step, self._step = self._step, None
         if step is None:
             return
-        if not self._streams.is_capturing():
+        if not self.streams.is_capturing():
             self._fence.record(self._gathering)
-            self._fence.wait(self._streams.compute())
+            self._fence.wait(self.streams.compute())
         event = self._recorded(self._saving())
         self._copied.put(event, partial(self._passed, event, step.mapped.release))
 
@@ -328,27 +328,27 @@ class GpuCopier(PageCopier):
     # ---- loading ----------------------------------------------------------------------------
 
     def loading(self, arena: Arena) -> Scatter | None:
-        mapped = self._held(arena) if not self._streams.is_capturing() else None
+        mapped = self._held(arena) if not self.streams.is_capturing() else None
         if mapped is None:
             return None
-        return _GpuScatter(self, mapped, self._recorded(self._streams.compute()))
+        return _GpuScatter(self, mapped, self._recorded(self.streams.compute()))
 
     def load(
         self, mapped: MappedArena, fence: StreamEvent | None, wanted: Sequence[PagesPlan], layers: range
     ) -> list[PagesPlan]:
         """See `Scatter.copy`. `fence`: it must have passed before the first copy."""
-        self._streams.bind_thread()
+        self.streams.bind_thread()
         found = [(each, run) for each in wanted if (run := self._run_of(each, mapped)) is not None]
         if fence is not None:
             fence.wait(self._loading)
-        with self._streams.on(self._loading):
+        with self.streams.on(self._loading):
             batch = Batch.of(self._pages, [run for _, run in found])
         self._launch(self._loading, scatter, batch, layers, mapped.place)
         ended = self._recorded(self._loading)
         try:
             ended.synchronize()
         except Exception as error:
-            self._failed(error)
+            self.failed(error)
             raise
         self._spare.extend((ended,) if fence is None else (fence, ended))
         loaded = {id(each) for each, _ in found if mapped.arena.is_current(each.slot_of(self._shard))}
@@ -363,7 +363,7 @@ class GpuCopier(PageCopier):
 
     def _launch(self, stream: Stream, kernel: Callable[..., None], batch: Batch, layers: range, place: Place) -> None:
         for part, which in batch.parts(layers, LAUNCH_BYTES):
-            self._streams.launch(stream, kernel, self._pages, part, which.start, len(which), place=place)
+            self.streams.launch(stream, kernel, self._pages, part, which.start, len(which), place=place)
 
     def _held(self, arena: Arena) -> MappedArena | None:
         with self._arenas:
@@ -381,7 +381,7 @@ class GpuCopier(PageCopier):
         try:
             event = self._spare.popleft()
         except IndexError:
-            event = self._streams.event()
+            event = self.streams.event()
         event.record(stream)
         return event
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdx.engine.plan import WorkerNews
 from pdx.memory.layout import KvLayout
 
 MIN_TOKENS = 64  # of a step: what only decodes says nothing of prompts
@@ -43,7 +44,9 @@ class StepTimes:
     a step without a prompt is one whose neighbours have none, either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int) -> None:
+        self.news = WorkerNews()  # what the workers have measured, the slowest of them
+        self._chunk_tokens = chunk_tokens
         self._begun = 0.0  # the last step
         self._num_quiet = 0  # steps without a prompt, up to the last one
         self._quiet_s = self._any_s = 0.0
@@ -71,6 +74,18 @@ class StepTimes:
         the step's own time; 0: not known. Of the time of steps with a prompt much is not their own, but its tokens'."""
         own_s = self._quiet_s / self._prompt_tokens if self._prompt_tokens else 0.0
         return max(0.0, pace_s - own_s)
+
+    def pays(self, tokens: int, num_waiting: int) -> bool:
+        """Whether to load so many tokens before the step that computes the rest, where others run (ADR 47).
+
+        The request misses the step that is made up now, which takes its time for those that run whatever is loaded.
+        Computing the tokens makes that step longer, for this request and for all that wait behind it.
+        """
+        if not self.news.chunk_s:  # no prompt was measured
+            return tokens >= MIN_TOKENS
+        loading_s = max(self.step_s, self.news.load_s * tokens / self._chunk_tokens)
+        computing_s = self.token_s(self.news.chunk_s / self._chunk_tokens) * tokens
+        return computing_s * max(1, num_waiting) >= loading_s
 
 
 def _mean(before: float, now: float) -> float:

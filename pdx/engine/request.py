@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan
+from pdx.engine.states import LOADING, TRANSITIONS, State, Step
 from pdx.engine.step import BlockHasher, EngineRequest
 from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
@@ -72,6 +75,7 @@ class Asked(NamedTuple):
     seq: int
     at: float
     step: int
+    first_chunk: int = 0  # that it is about
 
 
 @dataclass(slots=True)
@@ -84,8 +88,109 @@ class SlotGrant:
     by_layer: bool = False  # the node wants to hear of layers as they are filled
 
 
+class Awaited(IntEnum):
+    """What may still come for a request: it goes down only, as long as the node lives."""
+
+    NOTHING = 0
+    TRANSFER = 1  # its own, until the node has said what came of it
+    SOURCE = 2  # and what a peer or a tier may have
+
+
+@dataclass(slots=True)
+class NodeState:
+    """What a node, in one of its lives, was asked for a request, and what it has said and granted."""
+
+    epoch: int = 0  # its life; 0: of none
+    asked: Asked | None = None  # what is there of the prompt, and for room for what is not
+    late: Asked | None = None  # room that is not waited for
+    found: Asked | None = None  # the question that the hits are the answer to
+    awaited: Awaited = Awaited.SOURCE
+    fits: bool = True  # into the arena, as far as is known: a chunk of it at least
+    reserved: bool = False  # what is missing has room, or will have none
+    hit_slots: list[list[Slot]] = field(default_factory=list)  # per hit chunk, one slot per shard
+    part_blocks: int = 0  # of the last of these only so many blocks are the prompt's; 0: they are whole
+    hit_tokens: int = 0
+    lease: int = 0
+    lease_s: float = 0.0  # from `found` on
+    grants: list[SlotGrant] = field(default_factory=list)  # in the order of their blocks: a step costs what it saves
+
+    def forget_hits(self) -> None:
+        """Nothing is leased."""
+        self.hit_slots, self.part_blocks, self.hit_tokens = [], 0, 0
+
+    @property
+    def num_whole_hits(self) -> int:
+        """Chunks that are hit as a whole."""
+        return len(self.hit_slots) - (self.part_blocks > 0)
+
+
+class RequestKeys:
+    """The keys of one request's chunks."""
+
+    def __init__(self, request: EngineRequest, layout: KvLayout, fingerprint: bytes) -> None:
+        """`fingerprint`: what they are made with; the layout's, until the engine's cache was reset."""
+        self._request = request
+        self._layout = layout
+        self._fingerprint = fingerprint
+        self._keys: list[bytes] = []
+        self._hashes: list[bytes] = []  # the block hash that each of the keys was made of
+        self._tail: tuple[bytes, int] | None = None
+        self._tail_tokens = -1  # how many tokens led up to it
+
+    def leading(self, num_chunks: int) -> list[bytes]:
+        """Of the leading full chunks; their blocks must be full of known tokens.
+
+        They are kept, but a session whose input goes on loses its last token: chunks that had it have another key then.
+        """
+        per_chunk = self._layout.blocks_per_chunk
+        hashes = self._request.block_hashes
+        while self._hashes and not self._is_last_hash_valid(hashes):
+            self._hashes.pop()
+            self._keys.pop()
+        for index in range(len(self._keys), num_chunks):
+            self._hashes.append(bytes(hashes[(index + 1) * per_chunk - 1]))
+            self._keys.append(chunk_key(self._fingerprint, self._hashes[-1]))
+        return self._keys[:num_chunks]
+
+    def _is_last_hash_valid(self, hashes: Sequence[bytes]) -> bool:
+        """Hashes are chained: if the last one is what it was, so are all before it."""
+        last = len(self._hashes) * self._layout.blocks_per_chunk - 1
+        return last < len(hashes) and bytes(hashes[last]) == self._hashes[-1]
+
+    def block_names(self, first: int, end: int) -> bytes:
+        """What the node calls blocks [first, end), as far as they are full of known tokens: the end of the engine's
+        hashes, by which others who hear of blocks know them (`pdx.wire.kv_events`)."""
+        hashes = self._request.block_hashes[first:end]
+        return b"".join([bytes(one)[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for one in hashes])
+
+    def parent(self, chunk: int) -> bytes:
+        """What leads up to the chunk of this number."""
+        return self.leading(chunk)[-1] if chunk else root_key(self._fingerprint)
+
+    def end(self, num_tokens: int) -> tuple[bytes, int] | None:
+        """Key and number of the full blocks behind the last whole chunk, up to `num_tokens`; None: there are none."""
+        end = num_tokens // self._layout.block_tokens
+        count = end % self._layout.blocks_per_chunk
+        return (short_key(self._fingerprint, bytes(self._request.block_hashes[end - 1])), count) if count else None
+
+    def tail(self, hasher: BlockHasher, tokens: int, transfer: str) -> tuple[bytes, int] | None:
+        """Key and number of blocks of the tail of a transfer of so many tokens; None where it ends with a full
+        chunk."""
+        if tokens != self._tail_tokens:
+            self._tail, self._tail_tokens = self._make_tail(hasher, tokens, transfer), tokens
+        return self._tail
+
+    def _make_tail(self, hasher: BlockHasher, tokens: int, transfer: str) -> tuple[bytes, int] | None:
+        first = tokens - tokens % self._layout.chunk_tokens
+        if tokens == first:
+            return None
+        parent = self._request.block_hashes[first // self._layout.block_tokens - 1] if first else None
+        key = tail_key(self._fingerprint, hasher(self._request, parent, first, tokens), transfer)
+        return key, self._layout.num_blocks(tokens - first)
+
+
 class TrackedRequest:
-    """State of one request from its first sight to its end. Owned by the scheduler's thread."""
+    """One request from its first sight to its end. Owned by the scheduler's thread."""
 
     def __init__(
         self,
@@ -94,54 +199,71 @@ class TrackedRequest:
         params: TransferParams | None,
         fingerprint: bytes,
         envelope: Envelope = Envelope(),  # noqa: B008 - frozen
+        state: State = State.WAITING,
+        counts: Counter[State] | None = None,
     ) -> None:
-        """`fingerprint`: what its keys are made with; the layout's, until the engine's cache was reset."""
+        """`fingerprint`: see `RequestKeys`. `counts`: of its engine's requests in each state."""
         self.request = request
         self.params = params
         self.envelope = envelope
         self.verdicts: list[Verdict] = []  # what became of its hints, as far as the node has answered
         self._layout = layout
-        self._fingerprint = fingerprint
-        self._keys: list[bytes] = []
-        self._hashes: list[bytes] = []  # the block hash that each of the keys was made of
-        # what the node is being asked
-        self.asked: Asked | None = None  # what is there of the prompt, and for room for what is not
-        self.late: Asked | None = None  # room that is not waited for
-        self.late_first = 0  # the first chunk that it is for
+        self.keys = RequestKeys(request, layout, fingerprint)
+        self.state = state
+        self._counts = Counter[State]() if counts is None else counts
+        self._counts[state] += 1
+        self.node = NodeState()
+        self.expected_epoch = 0  # the node's life in which it was told that this request will come
         self.wait_until: float | None = None  # for what may still come; None: not waiting yet
         self.room_until: float | None = None
-        self.waits = True  # for its transfer, until the node has said what came of it
-        self.asks_source = True  # likewise
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
-        self.fits = True  # into the arena, as far as is known: a chunk of it at least
-        # what it said
-        self.found: Asked | None = None  # the question that the hits are the answer to
-        self.decided = False
-        self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
-        self.part_blocks = 0  # of the last of these only so many blocks are the prompt's; 0: they are whole
-        self.hit_tokens = 0
-        self.lease = 0
-        self.lease_s = 0.0  # from `found` on
-        self.reserved = False
-        self.expected_epoch = 0  # the node's life in which it was told that this request will come
-        # what became of it
-        self.epoch = 0
         self.block_ids: list[int] = []
-        self.grants: list[SlotGrant] = []  # in the order of their blocks: a step costs what it saves
         self.saved_blocks = 0  # blocks before this one need no more saving
         self.gathered_blocks = 0
         self.computed_end = 0
         self.decoded_end = 0  # chunks before this one were considered for saving
-        self.scheduled = False
-        self.is_stale = False  # nothing of its blocks is saved: computed before the cache was reset, or spoiled
         self.local_tokens = 0  # that the engine's own cache had, when it asked last
         self.vouched = 0  # tokens that this cache had, or that are loaded from the store: nobody else's promise
         self.doubt = 0  # see `pdx.engine.trust`
-        self.loading = False
         self.failed_block: int | None = None  # the first of its blocks that could not be loaded
         self.loaded_for = -1  # the request's count of preemptions when its load was planned
-        self._tail: tuple[bytes, int] | None = None
-        self._tail_tokens = -1  # how many tokens led up to it
+
+    def step(self, step: Step) -> None:
+        """Go on in its life. A step that is not in the table is a bug of ours: PDX goes off for this engine."""
+        self._counts[self.state] -= 1
+        self.state = TRANSITIONS[self.state, step]
+        self._counts[self.state] += 1
+
+    def end(self) -> None:
+        """It is over: it counts no more."""
+        self._counts[self.state] -= 1
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the node has said its last word about it, and it waits for its turn."""
+        return self.state is State.DECIDED
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits for its turn: the engine has given it no blocks."""
+        return self.state in (State.WAITING, State.DECIDED)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load into its blocks is under way."""
+        return self.state in LOADING
+
+    @property
+    def saves(self) -> bool:
+        """Whether what its blocks hold is what its keys say."""
+        return self.state not in (State.LEFT_OUT, State.VOID, State.LOADING_VOID)
+
+    @property
+    def is_kept_waiting(self) -> bool:
+        """Whether the node was asked, and it is what may still come, or room, that is waited for: nothing is held."""
+        return self.state is State.WAITING and (self.wait_until is not None or self.room_until is not None)
+
+    # ---- its hints and its transfer ---------------------------------------------------------
 
     @property
     def hints(self) -> Hints:
@@ -184,7 +306,7 @@ class TrackedRequest:
     @property
     def source(self) -> str:
         """The peer that may have what is missing here; empty: nobody is asked."""
-        if self.params is None or not self.asks_source:
+        if self.params is None or self.node.awaited is not Awaited.SOURCE:
             return ""
         return self.params.decode_node if self.is_prefill else self.params.prefill_node
 
@@ -192,70 +314,6 @@ class TrackedRequest:
     def push_to(self) -> str:
         """The peer that decodes what this request prefills; empty: this node itself."""
         return self.params.decode_node if self.params is not None and self.is_prefill else ""
-
-    def chunk_keys(self, num_chunks: int) -> list[bytes]:
-        """Keys of its leading full chunks; their blocks must be full of known tokens.
-
-        They are kept, but a session whose input goes on loses its last token: chunks that had it have another key then.
-        """
-        per_chunk = self._layout.blocks_per_chunk
-        hashes = self.request.block_hashes
-        while self._hashes and not self._is_last_hash_valid(hashes):
-            self._hashes.pop()
-            self._keys.pop()
-        for index in range(len(self._keys), num_chunks):
-            self._hashes.append(bytes(hashes[(index + 1) * per_chunk - 1]))
-            self._keys.append(chunk_key(self._fingerprint, self._hashes[-1]))
-        return self._keys[:num_chunks]
-
-    def block_names(self, first: int, end: int) -> bytes:
-        """What the node calls its blocks [first, end), as far as they are full of known tokens: the end of the engine's
-        hashes, by which others who hear of blocks know them (`pdx.wire.kv_events`)."""
-        hashes = self.request.block_hashes[first:end]
-        return b"".join([bytes(one)[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for one in hashes])
-
-    def parent_key(self, chunk: int) -> bytes:
-        """What leads up to its chunk of this number."""
-        return self.chunk_keys(chunk)[-1] if chunk else root_key(self._fingerprint)
-
-    def end_key(self, num_tokens: int) -> tuple[bytes, int] | None:
-        """Key and number of the full blocks behind its last whole chunk, up to `num_tokens`; None: there are none."""
-        end = num_tokens // self._layout.block_tokens
-        count = end % self._layout.blocks_per_chunk
-        return (short_key(self._fingerprint, bytes(self.request.block_hashes[end - 1])), count) if count else None
-
-    def _is_last_hash_valid(self, hashes: Sequence[bytes]) -> bool:
-        """Hashes are chained: if the last one is what it was, so are all before it."""
-        last = len(self._hashes) * self._layout.blocks_per_chunk - 1
-        return last < len(hashes) and bytes(hashes[last]) == self._hashes[-1]
-
-    def reset(self, fingerprint: bytes) -> None:
-        """The engine's cache was reset: what the node said of it is void, its keys are other ones from now on."""
-        self._fingerprint = fingerprint
-        self._keys.clear()
-        self._hashes.clear()
-        self._tail_tokens = -1
-        self.is_stale = self.scheduled
-        self.grants.clear()
-        self.decoded_end = 0
-        if not self.loading:  # until that has ended, the lease is needed
-            self.lease = 0
-        self.forget_hits()
-        self.decided = self.reserved = False
-
-    def forget_hits(self) -> None:
-        """Nothing is leased for it."""
-        self.hit_slots, self.part_blocks, self.hit_tokens = [], 0, 0
-
-    @property
-    def is_kept_waiting(self) -> bool:
-        """Whether the node was asked, and it is what may still come, or room, that is waited for: nothing is held."""
-        return not self.decided and (self.wait_until is not None or self.room_until is not None)
-
-    @property
-    def num_whole_hits(self) -> int:
-        """Chunks that are hit as a whole."""
-        return len(self.hit_slots) - (self.part_blocks > 0)
 
     @property
     def transfer_tokens(self) -> int:
@@ -270,18 +328,28 @@ class TrackedRequest:
 
     def tail(self, hasher: BlockHasher) -> tuple[bytes, int] | None:
         """Key and number of blocks of the tail of its transfer; None where that ends with a full chunk."""
-        tokens = self.transfer_tokens
-        if tokens != self._tail_tokens:
-            self._tail, self._tail_tokens = self._make_tail(hasher, tokens), tokens
-        return self._tail
+        return self.keys.tail(hasher, self.transfer_tokens, self.transfer) if self.transfer is not None else None
 
-    def _make_tail(self, hasher: BlockHasher, tokens: int) -> tuple[bytes, int] | None:
-        first = tokens - tokens % self._layout.chunk_tokens
-        if tokens == first or self.transfer is None:
-            return None
-        parent = self.request.block_hashes[first // self._layout.block_tokens - 1] if first else None
-        key = tail_key(self._fingerprint, hasher(self.request, parent, first, tokens), self.transfer)
-        return key, self._layout.num_blocks(tokens - first)
+    # ---- what becomes void ------------------------------------------------------------------
+
+    def reset(self, fingerprint: bytes) -> None:
+        """The engine's cache was reset: what the node said of it is void, its keys are other ones from now on."""
+        self.keys = RequestKeys(self.request, self._layout, fingerprint)
+        self.step(Step.VOID)
+        self.decoded_end = 0
+        node = self.node
+        node.grants.clear()
+        if not self.is_loading:  # until that has ended, the lease is needed
+            node.lease = 0
+        node.forget_hits()
+        node.reserved = False
+
+    def forget_node(self) -> None:
+        """The node it dealt with is gone, and all that it held there."""
+        self.node = NodeState()
+        self.step(Step.ASK_AGAIN)
+
+    # ---- plans for the workers --------------------------------------------------------------
 
     def take_blocks(self, blocks: Sequence[Sequence[int]], *, are_all: bool = True) -> None:
         """These are its blocks, for each cache group; or those that follow what it has.
@@ -295,15 +363,13 @@ class TrackedRequest:
         else:
             self.block_ids += blocks[0]
 
-    # ---- plans for the workers --------------------------------------------------------------
-
     def plan_load(self, num_external: int) -> LoadPlan:
         """Scatter `num_external` tokens behind the local ones into this request's blocks: an engine may take fewer than
         were found."""
         first_block = self.local_tokens // self._layout.block_tokens
         end_block = self._layout.num_blocks(self.local_tokens + num_external)
         pages = []
-        for index, slots in enumerate(self.hit_slots):
+        for index, slots in enumerate(self.node.hit_slots):
             chunk_first = index * self._layout.blocks_per_chunk
             chunk_end = min(chunk_first + self._layout.blocks_per_chunk, end_block)
             start = max(chunk_first, first_block)
@@ -311,7 +377,7 @@ class TrackedRequest:
                 block_ids = self.block_ids[start:chunk_end]
                 num_blocks = self._layout.blocks_in(slots[0].nbytes)
                 pages.append(PagesPlan(slots, num_blocks, start - chunk_first, block_ids))
-        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.epoch)
+        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.node.epoch)
 
     def plan_save(self, computed: int, end: int) -> SavePlan | None:
         """Gather the pages that become final in a step that computes tokens [computed, end).
@@ -324,7 +390,7 @@ class TrackedRequest:
         final = end // self._layout.block_tokens
         if self.is_prefill and end >= num_prompt:
             final = self._layout.num_blocks(num_prompt)  # the partial block, too
-        due = list(itertools.takewhile(lambda grant: grant.first_block < final, self.grants))
+        due = list(itertools.takewhile(lambda grant: grant.first_block < final, self.node.grants))
         pages = [
             PagesPlan(
                 grant.slots,
@@ -338,7 +404,7 @@ class TrackedRequest:
             if (start := max(grant.first_block, self.saved_blocks)) < (stop := min(grant.end_block, final))
         ]
         self.saved_blocks = max(self.saved_blocks, final)
-        del self.grants[: sum(grant.end_block <= self.saved_blocks for grant in due)]
+        del self.node.grants[: sum(grant.end_block <= self.saved_blocks for grant in due)]
         is_prefilling = self.is_prefill and computed < num_prompt
         if not pages and not is_prefilling:
             return None
@@ -357,13 +423,3 @@ class TrackedRequest:
     def is_prefilling(self) -> bool:
         """Whether a part of the prompt of a prefill leg is still to be computed."""
         return self.is_prefill and self.computed_end < self.request.num_prompt_tokens
-
-    def forget_node(self) -> None:
-        """The node it dealt with is gone, and all that it held there."""
-        self.asked = self.late = self.found = None
-        self.forget_hits()
-        self.lease = 0
-        self.grants.clear()
-        self.decided = self.reserved = False
-        self.asks_source = self.waits = self.fits = True
-        self.epoch = 0

@@ -19,6 +19,24 @@ class LeftOut(NamedTuple):
     text: str
 
 
+class BlockHashing:
+    """How an engine hashes its requests' blocks, as far as the scheduler half must know. Engines override what they
+    can do."""
+
+    def __init__(self, hasher: BlockHasher) -> None:
+        self.tail = hasher
+
+    def keep_apart(self, request: Any, form: str) -> bool:
+        """From now on the engine's own cache gives no blocks of this request to another one, nor to it, unless that one
+        was kept apart by the same word; empty: as ever. False: the engine cannot do that."""
+        return not form
+
+    def name_inputs(self, request: Any, is_new: bool) -> LeftOut | None:
+        """Hashes of this request's blocks are of content alone from now on, or why it is left out. `is_new`: of others
+        the engine has looked hashes up already."""
+        return None
+
+
 class EngineRequest(Protocol):
     """A request as its engine has it. The scheduler half keeps it until `finished` and reads these names, no others but
     `cache_salt`, a text that separates tenants, where there is one."""

@@ -16,7 +16,8 @@ from typing import Any
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
-from pdx.engine.request import Asked, SlotGrant, TrackedRequest
+from pdx.engine.request import Asked, Awaited, SlotGrant, TrackedRequest
+from pdx.engine.states import Step
 from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
@@ -67,8 +68,8 @@ class StoreLookup:
             return  # it may be heard again until then
         self._try(tracked, connection, self._ask)
         # What may still come is waited for; and a transfer whose room goes is given up.
-        if tracked.asked is not None and not tracked.is_prefill and not self._may_come(tracked):
-            self._ahead.append((tracked, tracked.asked))
+        if tracked.node.asked is not None and not tracked.is_prefill and not self._may_come(tracked):
+            self._ahead.append((tracked, tracked.node.asked))
 
     def expect(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request whose turn will not come soon: tell the node what it will want. Never waits."""
@@ -87,21 +88,21 @@ class StoreLookup:
         """The turn of these has not come soon: others may fill their room sooner, and decoders wait for that."""
         while self._ahead and self._clock() - self._ahead[0][1].at > MISS_S:
             tracked, asked = self._ahead.popleft()
-            if tracked.asked is asked and connection is not None and tracked.epoch == connection.epoch:
+            if tracked.node.asked is asked and connection is not None and tracked.node.epoch == connection.epoch:
                 connection.forget(asked.seq)
-                tracked.asked = None
+                tracked.node.asked = None
 
     def advance(self, tracked: TrackedRequest, connection: Connection, *, may_ask: bool = True) -> bool:
         """Ask the node, as far as needed; whether the request is decided now. `may_ask`: its turn is near."""
-        if tracked.decided and self._is_fresh(tracked):
+        if tracked.is_decided and self._is_fresh(tracked):
             pass
-        elif may_ask or (tracked.asked is not None and tracked.epoch == connection.epoch):
+        elif may_ask or (tracked.node.asked is not None and tracked.node.epoch == connection.epoch):
             self._try(tracked, connection, self._decide)
         else:
             return False
-        if tracked.decided:  # it can be scheduled in this step, and waits for the others meanwhile
+        if tracked.is_decided:  # it can be scheduled in this step, and waits for the others meanwhile
             self._left_s = min(self._left_s, ASK_S)
-        return tracked.decided
+        return tracked.is_decided
 
     def _try(
         self,
@@ -109,9 +110,9 @@ class StoreLookup:
         connection: Connection,
         step: Callable[[TrackedRequest, Connection], None],
     ) -> None:
-        if tracked.epoch != connection.epoch:
+        if tracked.node.epoch != connection.epoch:
             tracked.forget_node()
-            tracked.epoch = connection.epoch
+            tracked.node.epoch = connection.epoch
         try:
             if self._is_silent(connection):
                 raise NodeError(f"the node has said nothing for {connection.silent_s():.1f} s")
@@ -122,8 +123,9 @@ class StoreLookup:
             self.forget_asked(tracked, connection)
             self.give_up_transfer(tracked, connection)
             self.release(tracked, connection)
-            tracked.found = None  # there is no answer that could be too old
-            tracked.reserved = tracked.decided = True
+            tracked.node.found = None  # there is no answer that could be too old
+            tracked.node.reserved = True
+            tracked.step(Step.DECIDE)
 
     def _is_silent(self, connection: Connection) -> bool:
         """Whether one request was not answered in time, or would not be: the others need not find that out, too."""
@@ -131,52 +133,49 @@ class StoreLookup:
 
     def _decide(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Ask, or take the answer; asked again in the next step if that is not the last word."""
-        tracked.decided = False
+        tracked.step(Step.ASK_AGAIN)
         if tracked.wait_until is None and self._may_come(tracked):
             tracked.wait_until = self._clock() + self._config.transfer_wait_s
-        if tracked.asked is None:
+        if tracked.node.asked is None:
             self._ask(tracked, connection)
-        asked = tracked.asked
+        asked = tracked.node.asked
         if asked is None:  # no chunk is full, and no tail is to be written
-            tracked.reserved = tracked.decided = True
+            tracked.node.reserved = True
+            tracked.step(Step.DECIDE)
             return
         try:
             answer = self._collect(connection, asked)
         except ArenaTooSmall:
-            tracked.asked = None
+            tracked.node.asked = None
             tracked.room_until = self._clock()  # waiting does not help
-            tracked.fits = not tracked.takes_part
+            tracked.node.fits = not tracked.takes_part
             tracked.takes_part = tracked.takes_part or not self._may_wait_for_room(tracked, connection)
             return
         if answer is None:
             return
-        tracked.asked = None
-        if answer.waiting and (tracked.waits or tracked.source):
+        tracked.node.asked = None
+        if answer.waiting and tracked.node.awaited:
             if not self._waits_on(tracked, connection):
                 self._decide(tracked, connection)
             return
-        tracked.asks_source = False  # it has had its turn
+        tracked.node.awaited = min(tracked.node.awaited, Awaited.TRANSFER)  # the source has had its turn
         if answer.full and not tracked.takes_part:
             tracked.takes_part = not self._may_wait_for_room(tracked, connection)
             return
         self._take(tracked, connection, answer, asked)
-        if tracked.reserved:
-            tracked.waits = False  # from now on what is being filled may be this request's own to fill
+        if tracked.node.reserved:
+            tracked.node.awaited = Awaited.NOTHING  # what is being filled may be this request's own to fill from now on
         # One that could not have been taken sooner is taken whatever its age: steps may be as far apart.
         if self._step - asked.step > 1 and not self._is_fresh(tracked):
             self._ask(tracked, connection)
-        elif tracked.reserved:
-            tracked.decided = True
+        elif tracked.node.reserved:
+            tracked.step(Step.DECIDE)
 
     def _is_fresh(self, tracked: TrackedRequest) -> bool:
         """Whether the last answer is young enough to say what is there."""
-        found = tracked.found
-        limit_s = tracked.lease_s / 2 if tracked.hit_slots else MISS_S
+        found = tracked.node.found
+        limit_s = tracked.node.lease_s / 2 if tracked.node.hit_slots else MISS_S
         return found is None or self._clock() - found.at <= limit_s
-
-    def restart(self, tracked: TrackedRequest) -> None:
-        """The request was preempted: what the store holds may be more by now. Its reservation stays."""
-        tracked.scheduled = tracked.decided = tracked.is_stale = False
 
     # ---- room that is not waited for --------------------------------------------------------
 
@@ -186,25 +185,24 @@ class StoreLookup:
         Never waits: the answer is there in one of the next steps, and the blocks are still the request's then.
         """
         try:
-            if tracked.late is None:
+            if tracked.node.late is None:
                 self._ask_decoded(tracked, connection, end)
-            elif (answer := self._collect(connection, tracked.late, wait=False)) is not None:
-                tracked.late = None
+            elif (answer := self._collect(connection, tracked.node.late, wait=False)) is not None:
                 tracked.take_verdicts(answer.verdicts)
-                self._take_grants(tracked, answer, tracked.late_first)
+                self._take_grants(tracked, answer, tracked.node.late.first_chunk)
+                tracked.node.late = None
         except (NodeError, ProtocolError) as error:
             text = "chunks of request %s are not saved: %s"
             connection.count("save_skipped", text, tracked.request.request_id, error)
-            tracked.late = None
+            tracked.node.late = None
 
     def _ask_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
         first = self._first_decoded(tracked)
         last = end // self._layout.chunk_tokens
         if not self._saves_decoded or last <= first:
             return
-        tracked.late_first, tracked.decoded_end = first, last
-        keys = tracked.chunk_keys(last)[first:]
-        tracked.late = self._ask_now(connection, self._room_for(tracked, keys, tracked.late_first))
+        tracked.decoded_end = last
+        self._ask_late(tracked, connection, tracked.keys.leading(last)[first:], first)
 
     @property
     def _saves_decoded(self) -> bool:
@@ -221,26 +219,25 @@ class StoreLookup:
 
     def reserve_again(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Chunks of the request were evicted before they were loaded: they are computed again, and saved."""
-        if tracked.late is not None or tracked.is_stale or not self._config.save:
+        if tracked.node.late is not None or not (tracked.saves and self._config.save):
             return
         num_chunks = max(tracked.request.num_prompt_tokens // self._layout.chunk_tokens, tracked.decoded_end)
-        keys = tracked.chunk_keys(min(num_chunks, self._max_chunks))
+        keys = tracked.keys.leading(min(num_chunks, self._max_chunks))
         if keys:
-            tracked.late_first = 0
-            tracked.late = self._ask_now(connection, self._room_for(tracked, keys, tracked.late_first))
+            self._ask_late(tracked, connection, keys, 0)
 
     def is_due(self, tracked: TrackedRequest) -> bool:
         """Whether the next step of this request may have something to save, to ask or to tell."""
-        if tracked.is_stale:
+        if not tracked.saves:
             return False
-        if tracked.grants or tracked.late is not None or tracked.is_prefilling:
+        if tracked.node.grants or tracked.node.late is not None or tracked.is_prefilling:
             return True
         next_end = (self._first_decoded(tracked) + 1) * self._layout.blocks_per_chunk
         return self._saves_decoded and len(tracked.block_ids) >= next_end
 
-    def _room_for(self, tracked: TrackedRequest, keys: list[bytes], first_chunk: int) -> Admit:
+    def _ask_late(self, tracked: TrackedRequest, connection: Connection, keys: list[bytes], first_chunk: int) -> None:
         """Room alone, for chunks that come late: they are not pushed."""
-        return Admit(
+        ask = Admit(
             keys,
             self._layout.chunk_bytes,
             self._layout.num_layers,
@@ -251,14 +248,15 @@ class StoreLookup:
             hints=tracked.hints,
             **self._names(tracked, first_chunk, (first_chunk + len(keys)) * self._layout.blocks_per_chunk),
         )
+        tracked.node.late = self._ask_now(connection, ask, first_chunk)
 
     def _names(self, tracked: TrackedRequest, first_chunk: int, end_block: int) -> dict[str, Any]:
         """What the node is told of the blocks from this chunk on, so that a chunk is found in part."""
         first_block = first_chunk * self._layout.blocks_per_chunk
         if end_block - first_block > MAX_BLOCKS:
             return {}
-        names = tracked.block_names(first_block, end_block)
-        parent = tracked.parent_key(first_chunk)
+        names = tracked.keys.block_names(first_block, end_block)
+        parent = tracked.keys.parent(first_chunk)
         return {"blocks": names, "chunk_blocks": self._layout.blocks_per_chunk, "parent": parent}
 
     # ---- the request's one question ---------------------------------------------------------
@@ -268,7 +266,7 @@ class StoreLookup:
 
         A prefill leg wants all or nothing as long as it may wait; everybody else takes what room there is.
         """
-        wants_room = self._takes_room(tracked) and not tracked.reserved
+        wants_room = self._takes_room(tracked) and not tracked.node.reserved
         keys, tail_blocks = self._prompt_keys(tracked)
         if tracked.part in ("writes", "keeps") and tail_blocks and not wants_room:
             keys, tail_blocks = keys[:-1], 0
@@ -283,7 +281,7 @@ class StoreLookup:
             lease_s=self._config.lease_s,
             tail_nbytes=self._layout.num_blocks_bytes(tail_blocks) if tail_blocks else 0,
             partial=tracked.takes_part,
-            transfer=tracked.transfer if tracked.is_prefill or tracked.waits else None,
+            transfer=tracked.transfer if tracked.is_prefill or tracked.node.awaited else None,
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
             source=tracked.source if may_be_elsewhere else "",
@@ -291,15 +289,15 @@ class StoreLookup:
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
             request=tracked.request.request_id[:MAX_NAME],
             hints=tracked.hints,
-            early=tracked.is_decode and tracked.waits and not tracked.request.num_preemptions,
+            early=tracked.is_decode and bool(tracked.node.awaited) and not tracked.request.num_preemptions,
         )
-        tracked.asked = self._ask_now(connection, ask)
+        tracked.node.asked = self._ask_now(connection, ask)
         tracked.expected_epoch = 0  # the node knows by the question
         if wants_room and not tracked.is_prefill:
             tracked.decoded_end = max(tracked.decoded_end, len(keys) - (tail_blocks > 0))
 
     def _takes_room(self, tracked: TrackedRequest) -> bool:
-        return self._config.save and tracked.fits
+        return self._config.save and tracked.node.fits
 
     def _wait_s(self, tracked: TrackedRequest) -> float:
         """How long the node may keep its answer back: so much less than `lookup_s` that silence is still noticed."""
@@ -308,7 +306,7 @@ class StoreLookup:
         return min(self._config.lookup_s / 2, left_s)
 
     def _may_come(self, tracked: TrackedRequest) -> bool:
-        return bool(tracked.source) or (tracked.is_decode and tracked.waits)
+        return bool(tracked.source) or (tracked.is_decode and tracked.node.awaited > Awaited.NOTHING)
 
     def _waits_on(self, tracked: TrackedRequest, connection: Connection) -> bool:
         """Whether to ask again in the next step, because more may come; or at once, for what is here."""
@@ -318,7 +316,7 @@ class StoreLookup:
         if now < tracked.wait_until:
             return True
         source = tracked.source
-        tracked.waits = tracked.asks_source = False
+        tracked.node.awaited = Awaited.NOTHING
         if tracked.is_decode:
             text = "transfer %s did not arrive within %s s"
             connection.count("transfer_late", text, tracked.transfer, limit_s)
@@ -341,7 +339,7 @@ class StoreLookup:
                 return [*keys, tail[0]], tail[1]
         keys = self._keys(tracked, request.num_prompt_tokens)
         if tracked.params is None and self._takes_room(tracked) and len(keys) < self._max_chunks:
-            end = tracked.end_key(request.num_prompt_tokens)
+            end = tracked.keys.end(request.num_prompt_tokens)
             if end is not None:
                 return [*keys, end[0]], end[1]
         return keys, 0
@@ -353,7 +351,7 @@ class StoreLookup:
         return min(tokens // self._layout.block_tokens, self._max_chunks * self._layout.blocks_per_chunk)
 
     def _keys(self, tracked: TrackedRequest, num_tokens: int) -> list[bytes]:
-        return tracked.chunk_keys(min(num_tokens // self._layout.chunk_tokens, self._max_chunks))
+        return tracked.keys.leading(min(num_tokens // self._layout.chunk_tokens, self._max_chunks))
 
     def _tail(self, tracked: TrackedRequest) -> tuple[bytes, int] | None:
         """The tail of the request's transfer, unless its prompt is so long that the tail would not follow the keys."""
@@ -367,17 +365,17 @@ class StoreLookup:
         """These are the hits now, in the place of those there were, and this is room for what is missing."""
         self.release(tracked, connection)
         tracked.take_verdicts(answer.verdicts)
-        is_first, tracked.found = tracked.found is None, asked
+        is_first, tracked.node.found = tracked.node.found is None, asked
         self._take_hits(tracked, answer)
         self._take_grants(tracked, answer, 0)
         if tracked.is_decode and is_first:
-            self.mark(tracked, connection, Event.FOUND, tokens=tracked.hit_tokens)
-        if tracked.reserved:
-            tracked.reserved = not self._takes_room(tracked) or self._is_covered(tracked)
+            self.mark(tracked, connection, Event.FOUND, tokens=tracked.node.hit_tokens)
+        if tracked.node.reserved:
+            tracked.node.reserved = not self._takes_room(tracked) or self._is_covered(tracked)
             return
-        tracked.reserved = True
+        tracked.node.reserved = True
         if tracked.is_prefill:
-            self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.hit_tokens)
+            self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.node.hit_tokens)
 
     def _take_hits(self, tracked: TrackedRequest, answer: Admitted) -> None:
         shards, chunk_tokens = self._layout.num_shards, self._layout.chunk_tokens
@@ -391,17 +389,18 @@ class StoreLookup:
         elif has_tail and not tracked.is_decode:
             hits = hits - 1
         count = hits + (part_blocks > 0)
-        tracked.hit_slots = [answer.slots[start : start + shards] for start in range(0, count * shards, shards)]
-        tracked.part_blocks = part_blocks
-        tracked.hit_tokens = hits * chunk_tokens + part_blocks * self._layout.block_tokens
+        node = tracked.node
+        node.hit_slots = [answer.slots[start : start + shards] for start in range(0, count * shards, shards)]
+        node.part_blocks = part_blocks
+        node.hit_tokens = hits * chunk_tokens + part_blocks * self._layout.block_tokens
         if has_tail and tracked.is_decode:
-            tracked.hit_tokens = tracked.transfer_tokens
-        tracked.lease, tracked.lease_s = answer.lease, answer.lease_s
+            node.hit_tokens = tracked.transfer_tokens
+        node.lease, node.lease_s = answer.lease, answer.lease_s
 
     def _is_covered(self, tracked: TrackedRequest) -> bool:
         """Whether all chunks of the prompt are hits or have room. If not, what was there may be gone."""
-        granted = {grant.first_block // self._layout.blocks_per_chunk for grant in tracked.grants}
-        return granted.issuperset(range(tracked.num_whole_hits, self._num_prompt_chunks(tracked)))
+        granted = {grant.first_block // self._layout.blocks_per_chunk for grant in tracked.node.grants}
+        return granted.issuperset(range(tracked.node.num_whole_hits, self._num_prompt_chunks(tracked)))
 
     def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> bool:
         now = self._clock()
@@ -420,14 +419,14 @@ class StoreLookup:
             slots = answer.granted_slots[number * shards : (number + 1) * shards]
             first = (first_chunk + index) * per_chunk
             end = first + self._layout.blocks_in(slots[0].nbytes)
-            tracked.grants.append(SlotGrant(slots, first, end, by_layer=answer.by_layer))
+            tracked.node.grants.append(SlotGrant(slots, first, end, by_layer=answer.by_layer))
             tracked.saved_blocks = min(tracked.saved_blocks, first)
-        tracked.grants.sort(key=lambda grant: (grant.first_block, grant.end_block))
+        tracked.node.grants.sort(key=lambda grant: (grant.first_block, grant.end_block))
 
     # ---- answers, leases, the end -----------------------------------------------------------
 
-    def _ask_now(self, connection: Connection, body: Admit) -> Asked:
-        return Asked(connection.ask(body), self._clock(), self._step)
+    def _ask_now(self, connection: Connection, body: Admit, first_chunk: int = 0) -> Asked:
+        return Asked(connection.ask(body), self._clock(), self._step, first_chunk)
 
     def _collect(self, connection: Connection, asked: Asked, *, wait: bool = True) -> Admitted | None:
         """The answer, if it is there.
@@ -448,21 +447,22 @@ class StoreLookup:
 
     def release(self, tracked: TrackedRequest, connection: Connection | None) -> None:
         """The request's hits are loaded or not needed."""
-        if tracked.lease and connection is not None and connection.epoch == tracked.epoch:
-            told = Release(tracked.lease)
+        node = tracked.node
+        if node.lease and connection is not None and connection.epoch == node.epoch:
+            told = Release(node.lease)
             if tracked.failed_block is not None:
                 failed_chunk = tracked.failed_block // self._layout.blocks_per_chunk
-                told = Release(tracked.lease, request=tracked.request.request_id[:MAX_NAME], failed_chunk=failed_chunk)
+                told = Release(node.lease, request=tracked.request.request_id[:MAX_NAME], failed_chunk=failed_chunk)
             connection.tell(told)
-        tracked.lease = 0
-        tracked.forget_hits()
+        node.lease = 0
+        node.forget_hits()
 
     def forget_asked(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Nobody waits for what the node was asked."""
-        for asked in (tracked.asked, tracked.late):
+        for asked in (tracked.node.asked, tracked.node.late):
             if asked is not None:
                 connection.forget(asked.seq)
-        tracked.asked = tracked.late = None
+        tracked.node.asked = tracked.node.late = None
 
     def give_up_transfer(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A decoder that waits for this prefill shall stop waiting."""

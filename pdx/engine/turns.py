@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from pdx.engine.request import TrackedRequest
 from pdx.engine.step import StepLimits
 
 STEPS = 2  # so many ahead
-
-
-class _Waiting(NamedTuple):
-    tracked: TrackedRequest
-    tokens: int  # that it counted for when it arrived
 
 
 class Turns:
@@ -28,7 +22,7 @@ class Turns:
 
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[TrackedRequest, int] = {}  # and the tokens that each counted for when it arrived
         self._tokens = 0  # of all of them
         self._passed_tokens = self._num_passed = 0
         self._has_moved = False
@@ -40,15 +34,14 @@ class Turns:
         """It has arrived; whether its turn is near."""
         before, tokens = len(self._waiting), self._need(tracked)
         is_near = self._tokens < STEPS * self._limits.tokens and before < self._seats(num_running)
-        self._waiting[tracked.request.request_id] = _Waiting(tracked, tokens)
+        self._waiting[tracked] = tokens
         self._tokens += tokens
         return is_near or (tracked.is_decode and before < self._limits.requests)
 
-    def remove(self, request_id: str) -> None:
+    def remove(self, tracked: TrackedRequest) -> None:
         """It has its blocks, or is over. Idempotent."""
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
-            self._tokens -= waiting.tokens
+        if tracked in self._waiting:
+            self._tokens -= self._waiting.pop(tracked)
             self._has_moved = True
 
     def new_walk(self) -> None:
@@ -65,7 +58,7 @@ class Turns:
         """The engine goes on behind this one, which has what it needs or will have it."""
         if not self._stands_aside(tracked):
             self._passed_tokens += self._need(tracked)
-            self._num_passed += not tracked.decided
+            self._num_passed += not tracked.is_decided
 
     def next_ones(self, num_running: int) -> Iterator[TrackedRequest]:
         """Those that have come near since the last call: they have not asked yet."""
@@ -73,20 +66,19 @@ class Turns:
             return
         self._has_moved = False
         tokens, seats = 0, self._seats(num_running)
-        for waiting in self._waiting.values():
-            tracked = waiting.tracked
+        for tracked in self._waiting:
             if self._stands_aside(tracked):
                 continue
             if seats <= 0 or tokens >= STEPS * self._limits.tokens:
                 return
-            if tracked.asked is None and not tracked.decided:
+            if tracked.node.asked is None and not tracked.is_decided:
                 yield tracked
             tokens += self._need(tracked)
             seats -= 1
 
     def _stands_aside(self, tracked: TrackedRequest) -> bool:
         """Whether it waits for what may come, as decode legs do, or for room: it has none meanwhile."""
-        return not tracked.decided and (tracked.is_decode or tracked.is_kept_waiting)
+        return not tracked.is_decided and (tracked.is_decode or tracked.is_kept_waiting)
 
     def _seats(self, num_running: int) -> int:
         return max(1, self._limits.requests - num_running)
@@ -95,6 +87,6 @@ class Turns:
         """Tokens of the next steps that it takes."""
         if self._stands_aside(tracked):
             return 0
-        tokens = max(1, tracked.request.num_tokens - tracked.hit_tokens)
+        tokens = max(1, tracked.request.num_tokens - tracked.node.hit_tokens)
         most = self._limits.request_tokens
         return min(tokens, STEPS * most) if most else tokens

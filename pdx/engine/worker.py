@@ -103,11 +103,11 @@ class WorkerHalf:
 
             _populate(layers)
             blocks = [self._block_rows(tensor, num_blocks) for tensor in layers]
-            return CpuCopier(blocks, self._layout, self._shard, self._link.count)
+            return CpuCopier(blocks, self._layout, self._shard, self._link)
         from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
         pages = page_map(layers, num_blocks, self._layout.page_bytes)
-        return GpuCopier.start(pages, self._shard, self._streams or Streams(device), self._link.count)
+        return GpuCopier.start(pages, self._shard, self._streams or Streams(device), self._link)
 
     def _block_rows(self, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         ratio, rest = divmod(tensor.shape[0], num_blocks)

@@ -8,6 +8,7 @@ import msgspec
 
 from pdx.memory.keys import KEY_BYTES
 from pdx.node.sessions import differing
+from pdx.telemetry.recent import remember
 from pdx.wire.messages import Admit, Hello
 
 MAX_BEGUN = 4096  # first blocks, and cache salts, that are remembered
@@ -36,8 +37,8 @@ class Begun:
         """A process has asked so."""
         name = ask.blocks[:KEY_BYTES]
         if name:
-            _remember(self._first, name, _First(hello, ask.parent))
-            _remember(self._salts, ask.hints.salt, None)
+            remember(self._first, name, _First(hello, ask.parent), MAX_BEGUN)
+            remember(self._salts, ask.hints.salt, None, MAX_BEGUN)
 
     def differs(self, hello: Hello, ask: Admit) -> str:
         """In what a prompt of which nothing is known differs from those before it; empty: that cannot be told."""
@@ -58,10 +59,3 @@ class Begun:
             why += ", or the cache salt, of which there are several" if len(self._salts) > 1 else ""
         before = "no prompt before it" if is_all else f"none of the last {len(self._first)} prompts"
         return f"{before} began with its first block: {why}"
-
-
-def _remember(known: OrderedDict, name: bytes, value: object) -> None:  # type: ignore[type-arg]
-    known[name] = value
-    known.move_to_end(name)
-    if len(known) > MAX_BEGUN:
-        known.popitem(last=False)

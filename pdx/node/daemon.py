@@ -183,16 +183,8 @@ class Daemon:
         self._last_busy = self._waking()
 
     def _open_handover(self, number: int, arena: GpuArena) -> HandoverServer:
-        sessions = self.service.sessions
-        return HandoverServer(
-            handover_path(self._config.address, number),
-            is_attached=sessions.is_attached,
-            admits=sessions.admits,
-            export=arena.device.export,
-            watch=lambda fd: self._poller.register(fd, zmq.POLLIN),
-            unwatch=self._poller.unregister,
-            counters=self.env.counters,
-        )
+        path = handover_path(self._config.address, number)
+        return HandoverServer(path, self.service.sessions, arena.device, self._poller, self.env)
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""

@@ -13,14 +13,16 @@ import logging
 import os
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pdx.engine.guard import Off
 from pdx.engine.plan import NO_EPOCH, StepPlan
+from pdx.telemetry.recent import remember
 
 log = logging.getLogger("pdx")
 
@@ -28,11 +30,9 @@ _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _FILES = (_CONFIG, *_WEIGHTS, "new_embeddings.safetensors", "new_embeddings.bin")
 _SETTLED_NS = 100_000_000  # a file that was changed just now may be changed again without showing it in its times
-_MAX_KNOWN = 1024
+MAX_KNOWN = 1024
 
 _Signature = tuple[tuple[str, int, int, int, int, int], ...]
-Name = TypeVar("Name")
-Value = TypeVar("Value")
 
 
 class Adapter(NamedTuple):
@@ -55,20 +55,11 @@ def adapter_of(lora_request: Any) -> Adapter:
     return Adapter(int(lora_request.lora_int_id), str(lora_request.lora_name), str(lora_request.lora_path))
 
 
-def remember(known: dict[Name, Value], name: Name, value: Value) -> Value:
-    """Put it last of what is known, of which the first is forgotten where there is too much."""
-    known.pop(name, None)
-    known[name] = value
-    if len(known) > _MAX_KNOWN:
-        del known[next(iter(known))]
-    return value
-
-
 class AdapterDigests:
     """Digests of the files of adapters. A file is read again only where its size, its times or its inode changed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[_Signature, str]] = {}
+        self._known: OrderedDict[str, tuple[_Signature, str]] = OrderedDict()
 
     def of(self, path: str) -> str:
         """64 hex digits for configuration and weights at vLLM's `lora_path`, all of them read; empty: they cannot be
@@ -90,7 +81,7 @@ class AdapterDigests:
             log.debug("the adapter at %s has no digest", path, exc_info=True)
             return (), ""
         if time.time_ns() - max(changed for *_, changed in signature) > _SETTLED_NS:
-            remember(self._known, path, read)
+            remember(self._known, path, read, MAX_KNOWN)
         return read
 
 
@@ -99,12 +90,12 @@ class LoadedAdapters:
 
     def __init__(self) -> None:
         self._digests = AdapterDigests()
-        self._loaded: dict[int, Claim] = {}  # by number, by which vLLM knows them
-        self._untold: dict[Adapter, str] = {}
+        self._loaded: OrderedDict[int, Claim] = OrderedDict()  # by number, by which vLLM knows them
+        self._untold: OrderedDict[Adapter, str] = OrderedDict()
 
     def take_news(self) -> dict[Adapter, str]:
         """What was loaded since this was asked last; empty digests: of files that were changed meanwhile."""
-        news, self._untold = self._untold, {}
+        news, self._untold = self._untold, OrderedDict()
         return news
 
     def load(self, load: Any, lora_request: Any) -> Any:
@@ -113,8 +104,8 @@ class LoadedAdapters:
         before = self._digests.read(adapter.path)
         loaded = load(lora_request)
         digest = before[1] if before == self._digests.read(adapter.path) else ""
-        remember(self._loaded, adapter.number, Claim(adapter, digest))
-        remember(self._untold, adapter, digest)
+        remember(self._loaded, adapter.number, Claim(adapter, digest), MAX_KNOWN)
+        remember(self._untold, adapter, digest, MAX_KNOWN)
         return loaded
 
     def checked(self, plan: StepPlan | Off, claims: Mapping[str, Claim]) -> tuple[StepPlan | Off, int]:
@@ -130,7 +121,7 @@ class LoadedAdapters:
             number = claim.adapter.number
             loaded = self._loaded.get(number)
             if loaded is not None:
-                remember(self._loaded, number, loaded)
+                remember(self._loaded, number, loaded, MAX_KNOWN)
             if loaded != claim:
                 lost.add(request_id)
                 failing.update([request_id] if loaded is not None else ())

@@ -25,8 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core import kv_cache_utils
 
 from pdx.config import ConnectorConfig, parse
 from pdx.engine.guard import Off, SchedulerGuard, WorkerGuard
@@ -34,9 +32,8 @@ from pdx.engine.plan import StepPlan, WorkerNews
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
-from pdx.memory.form import apart_salt
 from pdx.vllm.adapters import Adapter, Claim, LoadedAdapters, watch
-from pdx.vllm.content import Content, as_hashed
+from pdx.vllm.content import Content
 from pdx.vllm.facts import facts_of
 from pdx.vllm.identity import (
     attention_backend,
@@ -163,9 +160,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layout = msgspec.structs.replace(self._layout, backend=backend, order=order)
         naming = naming_of(self._vllm_config)
         limits = limits_of(self._vllm_config.scheduler_config)
-        half = SchedulerHalf(
-            self._config, layout, self._engine, tail_hash, self._facts, naming, keep_apart, self._names.name, limits
-        )
+        half = SchedulerHalf(self._config, layout, self._engine, self._names, self._facts, naming, limits)
         self._scheduler = SchedulerGuard(half, layout.block_tokens)
         if self._unnamed:
             text = "chunks of this engine are found by no other one, nor by itself when it starts again: %s"
@@ -295,34 +290,6 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for half in (self._scheduler, self._worker):
             if half is not None:
                 half.close()
-
-
-def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
-    """vLLM's chained block hash of tokens [start, end), which need not be a whole number of blocks.
-
-    With everything that is in a block's hash: LoRA and multimodal inputs by their content, cache salt, embeddings.
-    Hashed through CBOR: the default goes through pickle, whose bytes may differ between equal objects.
-    """
-    extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(as_hashed(request), start, end, 0)
-    tokens = request.all_token_ids[start:end]
-    return bytes(kv_cache_utils.hash_block_tokens(sha256_cbor, parent, tokens, extra_keys))
-
-
-def keep_apart(request: Any, form: str) -> bool:
-    """Let vLLM's prefix cache give no blocks of this request to those without the same `form`, nor theirs to it.
-
-    Its cache salt, which is in the hash of its first block and so in all of them, says the form; no client's salt can
-    say the same. False: vLLM has hashed its blocks for good.
-    """
-    salt = request.cache_salt or ""
-    if (apart := apart_salt(form, salt)) == salt:
-        return True
-    if not hasattr(request, "update_block_hashes"):
-        return False
-    request.cache_salt = apart
-    request.block_hashes.clear()
-    request.update_block_hashes()
-    return True
 
 
 def _join_log() -> None:

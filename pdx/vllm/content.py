@@ -12,6 +12,7 @@ import hashlib
 import logging
 import secrets
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,13 @@ from typing import Any
 import numpy
 import torch
 from blake3 import blake3  # which vLLM needs, and which takes less than half of SHA-256's time
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core import kv_cache_utils
 
-from pdx.engine.step import LeftOut
-from pdx.vllm.adapters import Adapter, AdapterDigests, Claim, adapter_of, remember
+from pdx.engine.step import BlockHashing, LeftOut
+from pdx.memory.form import apart_salt
+from pdx.telemetry.recent import remember
+from pdx.vllm.adapters import MAX_KNOWN, Adapter, AdapterDigests, Claim, adapter_of
 from pdx.vllm.releases import can_reuse, skips_cache
 
 log = logging.getLogger("pdx")
@@ -44,10 +49,11 @@ _NO_HASHES = LeftOut(
 _NO_REUSE = LeftOut("", "")  # as it should be
 
 
-class Content:
+class Content(BlockHashing):
     """Names for the inputs of one engine's requests. On the scheduler's thread."""
 
     def __init__(self, vllm_config: Any) -> None:
+        super().__init__(tail_hash)
         self.claims: dict[str, Claim] = {}  # of requests with an adapter, until they end
         self._can_reuse = can_reuse(vllm_config.model_config)
         if not self._can_reuse:
@@ -58,10 +64,27 @@ class Content:
         # An encoder elsewhere is told of media by vLLM's names, and this process has no more than their sizes.
         self._media = _Media(is_whole=getattr(vllm_config, "ec_transfer_config", None) is None)
         self._digests = AdapterDigests()
-        self._loaded: dict[int, Claim] = {}  # as workers have told, by number
-        self._claimed: dict[int, Claim] = {}  # the last ones of requests since, by number
+        self._loaded: OrderedDict[int, Claim] = OrderedDict()  # as workers have told, by number
+        self._claimed: OrderedDict[int, Claim] = OrderedDict()  # the last ones of requests since, by number
 
-    def name(self, request: Any, is_new: bool) -> LeftOut | None:
+    @staticmethod
+    def keep_apart(request: Any, form: str) -> bool:
+        """Let vLLM's prefix cache give no blocks of this request to those without the same `form`, nor theirs to it.
+
+        Its cache salt, which is in the hash of its first block and so in all of them, says the form; no client's salt
+        can say the same. False: vLLM has hashed its blocks for good.
+        """
+        salt = request.cache_salt or ""
+        if (apart := apart_salt(form, salt)) == salt:
+            return True
+        if not hasattr(request, "update_block_hashes"):
+            return False
+        request.cache_salt = apart
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        return True
+
+    def name_inputs(self, request: Any, is_new: bool) -> LeftOut | None:
         """Have the request's blocks hashed by content, or say why it is left out. `is_new`: vLLM has looked none of
         them up so far; later it is too late for that. Never fails: a request whose inputs raise is left out."""
         try:
@@ -92,7 +115,7 @@ class Content:
             return _NO_MEDIA
         _hash_again(request, ByContent(hasher, self._media, adapter, tower))
         if claim:
-            self.claims[request.request_id] = remember(self._claimed, claim.adapter.number, claim)
+            self.claims[request.request_id] = remember(self._claimed, claim.adapter.number, claim, MAX_KNOWN)
         return _UNTOLD_ADAPTER if lora and not claim else None
 
     def forget(self, request_id: str) -> bool:
@@ -105,7 +128,7 @@ class Content:
         may be over: nobody should find what is in vLLM's own cache."""
         is_other = False
         for adapter, digest in loaded.items():
-            claim = remember(self._loaded, adapter.number, Claim(adapter, digest))
+            claim = remember(self._loaded, adapter.number, Claim(adapter, digest), MAX_KNOWN)
             is_other |= self._claimed.pop(adapter.number, claim) != claim
         return is_other
 
@@ -121,7 +144,9 @@ class Content:
         if getattr(lora, "load_inplace", False) and (digest := self._digests.of(adapter.path)):
             return Claim(adapter, digest)  # it is read for each step
         claim = self._loaded.get(adapter.number)
-        return remember(self._loaded, adapter.number, claim) if claim and claim.adapter == adapter else None
+        if claim is None or claim.adapter != adapter:
+            return None
+        return remember(self._loaded, adapter.number, claim, MAX_KNOWN)
 
 
 def _hash_again(request: Any, hasher: ByContent) -> None:
@@ -164,6 +189,17 @@ class ByContent:
     def media_of(self, request: Any) -> list[Any]:
         """In the place of its `mm_features`, to which a session may have added some."""
         return [self._media.seen(each, self._tower) for each in request.mm_features]
+
+
+def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
+    """vLLM's chained block hash of tokens [start, end), which need not be a whole number of blocks.
+
+    With everything that is in a block's hash: LoRA and multimodal inputs by their content, cache salt, embeddings.
+    Hashed through CBOR: the default goes through pickle, whose bytes may differ between equal objects.
+    """
+    extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(as_hashed(request), start, end, 0)
+    tokens = request.all_token_ids[start:end]
+    return bytes(kv_cache_utils.hash_block_tokens(sha256_cbor, parent, tokens, extra_keys))
 
 
 def as_hashed(request: Any) -> Any:

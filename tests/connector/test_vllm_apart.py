@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.request import Request
 
-    from pdx.vllm import connector
+    from pdx.vllm.content import Content
 
 
 def request_of(salt: str | None) -> Any:
@@ -34,8 +34,8 @@ def test_vllms_own_cache_keeps_requests_apart_that_let_chunks_be_stored_with_a_l
         for salt in (None, "a"):
             once, twice = request_of(salt), request_of(salt)
             before = list(once.block_hashes)
-            assert connector.keep_apart(once, form)
-            assert connector.keep_apart(twice, form)
+            assert Content.keep_apart(once, form)
+            assert Content.keep_apart(twice, form)
             assert len(once.block_hashes) == 4
             assert once.block_hashes == twice.block_hashes, "those of one form find each other's"
             assert (once.block_hashes == before) == (not form)
@@ -48,8 +48,8 @@ def test_vllms_own_cache_keeps_requests_apart_that_let_chunks_be_stored_with_a_l
 
 def test_no_clients_salt_finds_blocks_of_a_request_that_is_kept_apart():
     lossy = request_of("a")
-    assert connector.keep_apart(lossy, "fp8:bf16:1x2x3x4x5")
+    assert Content.keep_apart(lossy, "fp8:bf16:1x2x3x4x5")
     for form in ("", "fp8:bf16:1x2x3x4x5"):
         hostile = request_of(lossy.cache_salt)
-        assert connector.keep_apart(hostile, form)
+        assert Content.keep_apart(hostile, form)
         assert hostile.block_hashes[0] != lossy.block_hashes[0]

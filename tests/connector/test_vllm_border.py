@@ -7,11 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -48,7 +45,8 @@ with warnings.catch_warnings():
     from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
     from pdx.vllm import connector, releases
-    from pdx.vllm.connector import _checked_config, tail_hash
+    from pdx.vllm.connector import _checked_config
+    from pdx.vllm.content import tail_hash
     from pdx.vllm.facts import facts_of
     from pdx.vllm.identity import layout_of, model_identity, naming_of, why_unnamed
 
@@ -92,11 +90,6 @@ def test_identity_changes_with_the_weights(folder: Path, tmp_path: Path) -> None
 )
 def test_identity_changes_with_what_changes_the_cache(folder: Path, change: dict[str, Any]) -> None:
     assert model_identity(model_of(folder), "auto") != model_identity(model_of(folder, **change), "auto")
-
-
-def test_identity_of_dummy_weights_is_their_seed(folder: Path) -> None:
-    assert model_identity(model_of(folder), "dummy") != model_identity(model_of(folder, seed=1), "dummy")
-    assert model_identity(model_of(folder), "auto") == model_identity(model_of(folder, seed=1), "auto")
 
 
 def test_identity_with_long_rope_is_that_of_the_models_length(folder: Path) -> None:
@@ -217,12 +210,6 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
         kv_cache_groups=groups, hash_block_size=changes.get("hash_block_size", 128), kv_cache_layout="LBHNC"
     )
     return vllm_config, cache
-
-
-def test_layout_of_full_attention(folder: Path) -> None:
-    layout = layout_of(*configs(folder, [group()]), 256, model="m")
-    assert (layout.num_layers, layout.blocks_per_chunk, layout.chunk_bytes) == (2, 2, 2 * 2 << 16)
-    assert bool(layout.isa) is current_platform.is_cpu(), "there the instruction set decides how pages are packed"
 
 
 @pytest.mark.parametrize(
@@ -365,14 +352,6 @@ def test_releases_that_are_known_start_in_silence_and_newer_ones_with_a_warning(
     assert "is not known to PDX: PDX is tested with 0.28 to 0.33" in caplog.messages[-1]
 
 
-def test_engines_of_two_releases_do_not_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for release in ((0, 31), (0, 32)):
-        monkeypatch.setattr(releases, "RELEASE", release)
-        found.append(layout_of(*configs(folder, [group()]), 256, model="m").fingerprint())
-    assert found[0] != found[1]
-
-
 def test_the_order_of_a_page_is_what_the_workers_say_where_only_they_know(
     folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,26 +420,11 @@ def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -
     assert not supports_hma(connector.PdxConnector)
 
 
-def test_hashes_are_of_the_blocks_that_the_cache_has_where_no_release_says_otherwise(folder: Path) -> None:
-    config, cache = configs(folder, [group()])
-    del cache.hash_block_size
-    config.cache_config.block_size = 128
-    assert layout_of(config, cache, 256, model="m").block_tokens == 128
-    config.cache_config.block_size = 64
-    with pytest.raises(LayoutError, match="block hashes of 64 tokens over blocks of 128 tokens"):
-        layout_of(config, cache, 256, model="m")
-
-
 def test_cache_formats_that_are_stored_alike_are_different_layouts(folder: Path) -> None:
     auto, fp8 = (
         layout_of(*configs(folder, [group()], cache_dtype=dtype), 256, model="m") for dtype in ("auto", "bfloat16")
     )
     assert auto.fingerprint() != fp8.fingerprint()
-
-
-def test_chunks_that_are_no_multiple_of_blocks_are_refused(folder: Path) -> None:
-    with pytest.raises(LayoutError, match="chunk_tokens 100 is not a multiple"):
-        layout_of(*configs(folder, [group()]), 100, model="m")
 
 
 def test_block_hashes_that_can_be_made_to_collide_are_refused(folder: Path) -> None:
@@ -474,10 +438,6 @@ def test_block_hashes_that_can_be_made_to_collide_are_refused(folder: Path) -> N
 def transfer_config(**changes: Any) -> Any:
     good = {"kv_connector_extra_config": {}, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     return SimpleNamespace(**{**good, **changes})
-
-
-def test_good_configuration_is_taken() -> None:
-    assert _checked_config(transfer_config(kv_connector_extra_config={"chunk_tokens": 512})).chunk_tokens == 512
 
 
 @pytest.mark.parametrize(
@@ -557,15 +517,6 @@ def test_logits_processors_that_are_installed_and_watermarks_look_back(
     monkeypatch.setattr("pdx.vllm.facts.entry_points", lambda group: [installed] if group == installed.group else [])
     assert facts_of(plain).looks_back
     assert "their.module:Processor may look at the tokens" in caplog.messages[-1]
-
-
-def test_the_scheduler_half_tells_the_facts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    monkeypatch.setattr(connector, "SchedulerHalf", lambda *given: told.append(given[4:6]))
-    connector_of(folder, KVConnectorRole.SCHEDULER).set_xfer_handshake_metadata({})
-    ((facts, naming),) = told
-    assert facts == EngineFacts(4096, 0, False)
-    assert (naming["vocabulary"], len(naming["root"])) == ("32000", 64)
 
 
 # ---- hooks ----------------------------------------------------------------------------------
@@ -742,29 +693,6 @@ def test_what_became_of_hints_is_in_the_parameters_of_the_answer(
 # ---- the log ----------------------------------------------------------------------------------
 
 
-def test_an_engine_shows_what_pdx_logs_from_the_level_of_its_own_log_on() -> None:
-    """In a process of its own, whose root logger has no handler, as in an engine."""
-    program = """
-import logging
-from pdx.vllm.connector import _join_log
-_join_log()
-try:
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging
-except ImportError:  # before 0.31 vLLM's log is set up when vLLM is imported
-    pass
-else:
-    configure_logging(LoggingConfig())
-logging.getLogger("pdx").info("PDX is attached")
-logging.getLogger("pdx").debug("not shown")
-"""
-    own = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # a bench may have set another one here
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=True, env=own)
-    assert "PDX is attached" in done.stdout + done.stderr
-    assert "not shown" not in done.stdout + done.stderr
-
-
 # ---- a request's claims ---------------------------------------------------------------------
 
 anything = st.recursive(
@@ -847,13 +775,6 @@ def test_adapter_salt_and_pictures_are_part_of_a_tails_hash() -> None:
 BLOCK_TOKENS, PER_CHUNK = 4, 3
 
 
-def test_how_a_salt_stands_in_a_hash_is_asked_of_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In older releases it stands there alone."""
-    for extra, tag in ((("salt",), ""), ((("cache_salt", "salt"),), "cache_salt")):
-        monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", lambda *_, extra=extra: (extra, 0))
-        assert releases.salt_tag() == tag
-
-
 SALTS = st.none() | st.sampled_from(["cache_salt", "a", "é"]) | st.text(max_size=300)
 
 
@@ -917,12 +838,6 @@ def test_the_keys_of_a_request_with_a_lossy_codec_are_made_without_the_engine(
     found = chunk_keys(model, tokens, salt or "", codec)
     assert found == [chunk_key(fingerprint, bytes(hashed)) for hashed in hashes[PER_CHUNK - 1 :: PER_CHUNK]]
     assert not set(found) & set(chunk_keys(model, tokens, salt or ""))
-
-
-def test_what_comes_before_is_part_of_a_tails_hash() -> None:
-    request = VARIANTS["plain"]
-    assert tail_hash(request, b"a" * 32, 16, 40) != tail_hash(request, b"b" * 32, 16, 40)
-    assert tail_hash(request, b"a" * 32, 16, 40) != tail_hash(request, b"a" * 32, 16, 39)
 
 
 def test_what_vllm_says_of_caches_loads_and_new_requests_reaches_the_scheduler_half(

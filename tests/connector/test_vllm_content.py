@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
     from pdx.vllm import adapters as adapters_module
     from pdx.vllm.adapters import AdapterDigests, Claim, LoadedAdapters, adapter_of, watch
-    from pdx.vllm.connector import PdxWorkerNews, keep_apart, tail_hash
+    from pdx.vllm.connector import PdxWorkerNews
     from pdx.vllm.content import Content
 
 BLOCK, CHUNK, PROMPT = 16, 64, 152  # two chunks, a block and a half
@@ -97,13 +97,13 @@ def tell(content: Content, lora: LoRARequest | None) -> None:
 def keys_of(content: Content, request: Any, codec: str = "") -> list[bytes]:
     """Of its two chunks, and of its tail in a transfer. Workers have told what they have loaded."""
     tell(content, request.lora_request)
-    assert content.name(request, True) is None
-    assert keep_apart(request, codec)
+    assert content.name_inputs(request, True) is None
+    assert content.keep_apart(request, codec)
     params = TransferParams(do_remote_decode=True, transfer_id="t" * 20)
     tracked = TrackedRequest(request, LAYOUT, params, LAYOUT.fingerprint())
-    tail = tracked.tail(tail_hash)
+    tail = tracked.tail(content.tail)
     assert tail is not None
-    return [*tracked.chunk_keys(2), tail[0]]
+    return [*tracked.keys.leading(2), tail[0]]
 
 
 def make_adapter(folder: Path, weights: str, config: str = "{}") -> str:
@@ -215,7 +215,7 @@ def test_a_word_of_a_client_is_no_name_of_content() -> None:
         assert not set(keys_of(content, hostile)) & set(keys)
         assert hostile.mm_features[0].identifier != own
         hidden.mm_features[0].data = None
-        assert content.name(hidden, True) is not None
+        assert content.name_inputs(hidden, True) is not None
         assert not set(hidden.block_hashes[1:]) & set(victim.block_hashes)
 
 
@@ -233,7 +233,7 @@ def test_a_word_of_a_client_is_no_name_of_content() -> None:
 def test_media_whose_content_is_not_here_are_neither_saved_nor_found(feature: Any) -> None:
     request = request_of(mm_features=[picture(1.0, "b", offset=2), feature])
     before = list(request.block_hashes)
-    left_out = engine().name(request, True)
+    left_out = engine().name_inputs(request, True)
     assert left_out is not None
     assert left_out.reason == "unnamed_media"
     assert request.block_hashes == before, "vLLM's own cache is its own affair"
@@ -272,20 +272,20 @@ def test_a_request_that_cannot_be_named_is_left_out_and_nothing_else(
         request = request_of(**inputs)
         hashes, hasher = list(request.block_hashes), request._block_hasher
         monkeypatch.setattr(Request, "update_block_hashes", broken)
-        left_out = content.name(request, True)
+        left_out = content.name_inputs(request, True)
         monkeypatch.setattr(Request, "update_block_hashes", update)
         assert left_out is not None
         assert left_out.reason == "naming_failed"
         assert "100%" in left_out.text % "r1"
         assert (request.block_hashes, request._block_hasher) == (hashes, hasher)
         assert not content.claims
-    assert content.name(request_of(mm_features=[picture(1.0, "a")]), True) is None
+    assert content.name_inputs(request_of(mm_features=[picture(1.0, "a")]), True) is None
 
 
 def test_a_session_goes_on_with_media_that_cannot_be_named() -> None:
     """vLLM hashes them in a step of its own, where nothing catches what is raised."""
     content, request = engine(), request_of(list(range(BLOCK * 2)), resumable=True)
-    assert content.name(request, True) is None
+    assert content.name_inputs(request, True) is None
     request.mm_features.append(odd_picture())
     request.append_output_token_ids(list(range(BLOCK)))
     assert len(request.block_hashes) == 3
@@ -293,9 +293,9 @@ def test_a_session_goes_on_with_media_that_cannot_be_named() -> None:
 
 def test_with_an_encoder_elsewhere_no_media_are_named() -> None:
     content = engine(ec_transfer_config=object())
-    left_out = content.name(request_of(mm_features=[picture(1.0, "a")]), True)
+    left_out = content.name_inputs(request_of(mm_features=[picture(1.0, "a")]), True)
     assert left_out is not None
-    assert content.name(request_of(), True) is None
+    assert content.name_inputs(request_of(), True) is None
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_media_that_are_processed_once_are_digested_once(monkeypatch: pytest.Mon
     first = picture(1.0, "a")
     counts = []
     for feature in (first, MultiModalFeatureSpec(first.data, "image", "a", first.mm_position)):
-        assert content.name(request_of(mm_features=[feature]), True) is None
+        assert content.name_inputs(request_of(mm_features=[feature]), True) is None
         counts.append(len(fed))
     assert counts[1] - counts[0] < counts[0]
     del first, feature
@@ -347,7 +347,7 @@ def test_media_that_a_session_adds_are_named_or_found_by_nobody(first: list[floa
     def session(added: Any) -> Any:
         content, media = engine(), [picture(pixel, "a", 2) for pixel in first]
         request = request_of(list(range(BLOCK * 2)), resumable=True, mm_features=media)
-        assert content.name(request, True) is None
+        assert content.name_inputs(request, True) is None
         update = StreamingUpdate([added], list(range(BLOCK * 3)), 1, 0.0, SamplingParams(max_tokens=1))
         stub = SimpleNamespace(hash_block_size=BLOCK, log_stats=False, num_waiting_for_streaming_input=0)
         Scheduler._update_request_as_session(stub, request, update)
@@ -358,12 +358,6 @@ def test_media_that_a_session_adds_are_named_or_found_by_nobody(first: list[floa
     known = [session(picture(pixel, "same", 0)) for pixel in (2.0, 2.0, 3.0)]
     assert known[0] == known[1] != known[2]
     assert session(hidden)[1:] != session(hidden)[1:]
-
-
-def test_names_of_media_are_plain_text_which_vllms_events_can_hold() -> None:
-    content, request = engine(), request_of(mm_features=[picture(1.0, "a")])
-    assert content.name(request, True) is None
-    assert type(request.mm_features[0].identifier) is str
 
 
 # ---- adapters --------------------------------------------------------------------------------
@@ -426,7 +420,7 @@ def test_nobody_says_what_was_loaded_but_who_has_loaded_it(tmp_path: Path) -> No
     def left_out(lora: LoRARequest) -> bool:
         request = request_of(lora_request=lora)
         before = list(request.block_hashes)
-        why = content.name(request, True)
+        why = content.name_inputs(request, True)
         if why is not None:
             assert why.reason == "untold_adapter"
             assert not set(before) & set(request.block_hashes), "nor are they found under vLLM's name of the adapter"
@@ -451,7 +445,8 @@ def test_a_number_has_one_adapter(tmp_path: Path) -> None:
 def test_what_is_known_of_adapters_is_bounded_and_the_one_that_was_used_last_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters_module, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(adapters_module, "MAX_KNOWN", 2)
+    monkeypatch.setattr("pdx.vllm.content.MAX_KNOWN", 2)
     content, worker = engine(), LoadedAdapters()
     loras = [sql(make_adapter(tmp_path / str(number), str(number)), number) for number in (1, 2, 3)]
     for lora in loras:
@@ -477,7 +472,7 @@ def test_an_adapter_that_cannot_be_read_is_neither_saved_nor_found(path: str, mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     content = engine()
     tell(content, sql(path))
-    left_out = content.name(request_of(lora_request=sql(path)), True)
+    left_out = content.name_inputs(request_of(lora_request=sql(path)), True)
     assert left_out is not None
     assert left_out.reason == "unnamed_adapter"
 
@@ -508,7 +503,7 @@ def test_the_encoders_adapter_is_part_of_the_name_of_media(tmp_path: Path) -> No
         lora = sql(make_adapter(tmp_path / weights, weights), number)
         request = request_of(mm_features=[picture(1.0, "sql:a")], lora_request=lora)
         tell(towers, request.lora_request)
-        assert towers.name(request, True) is None
+        assert towers.name_inputs(request, True) is None
         names.append(request.mm_features[0].identifier)
     assert names[0] != names[1]
 
@@ -551,22 +546,12 @@ def test_files_that_change_while_they_are_loaded_are_nobodys(tmp_path: Path) -> 
     assert worker.take_news() == {adapter_of(sql(path)): ""}
     content = engine()
     content.heard({adapter_of(sql(path)): ""})
-    left_out = content.name(request_of(lora_request=sql(path)), True)
+    left_out = content.name_inputs(request_of(lora_request=sql(path)), True)
     assert left_out is not None
     before = dict(worker._loaded)
     with pytest.raises(RuntimeError):
         worker.load(lambda request: (_ for _ in ()).throw(RuntimeError("of vLLM")), sql(path))
     assert worker._loaded == before, "what could not be loaded has replaced nothing"
-
-
-def test_what_goes_wrong_with_a_digest_is_nothing_to_vllms_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: str) -> Path:
-        raise RuntimeError("of a hub's client")
-
-    monkeypatch.setattr(adapters_module, "_folder", broken)
-    worker = LoadedAdapters()
-    assert worker.load(lambda request: "loaded", sql("/a")) == "loaded"
-    assert worker.take_news() == {adapter_of(sql("/a")): ""}
 
 
 def test_workers_that_have_loaded_different_files_agree_on_none() -> None:
@@ -640,7 +625,7 @@ def test_files_are_read_again_only_where_they_changed(tmp_path: Path, monkeypatc
 )
 def test_requests_that_need_every_token_computed_are_left_out(request_: Any, takes_part: bool) -> None:
     """Whether vLLM itself takes that into account where a connector has found something, or ends over it."""
-    left_out = engine().name(request_(), True)
+    left_out = engine().name_inputs(request_(), True)
     assert (left_out is None) == takes_part
     assert left_out is None or not left_out.reason, "nothing is amiss"
 
@@ -648,15 +633,15 @@ def test_requests_that_need_every_token_computed_are_left_out(request_: Any, tak
 def test_models_that_cannot_begin_behind_a_prefix_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     content = engine(model_config=SimpleNamespace(is_prefix_caching_supported=False))
     assert "nothing is saved or found for this model" in caplog.text
-    left_out = content.name(request_of(), True)
+    left_out = content.name_inputs(request_of(), True)
     assert left_out is not None
     assert not left_out.reason
 
 
 def test_a_request_that_vllm_has_looked_up_by_its_own_names_is_left_out() -> None:
-    assert engine().name(request_of(), False) is None
-    left_out = engine().name(request_of(mm_features=[picture(1.0, "a")]), False)
+    assert engine().name_inputs(request_of(), False) is None
+    left_out = engine().name_inputs(request_of(mm_features=[picture(1.0, "a")]), False)
     assert left_out is not None
     bare = request_of(mm_features=[picture(1.0, "a")])
     bare._block_hasher = None
-    assert engine().name(bare, True) is not None
+    assert engine().name_inputs(bare, True) is not None

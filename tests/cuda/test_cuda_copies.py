@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import threading
 
 import pytest
 from fake_cuda import fake_cuda
@@ -45,28 +43,6 @@ def test_host_to_device_to_device_to_host(stream, memory):
     stream.copy(ctypes.addressof(back), memory.address + MIB, 4096)
     stream.wait()
     assert back.raw == there.raw
-
-
-def test_between_gpus(fake, memory):
-    second = Gpu.find("1")
-    ctypes.memset(fake.memory.look(memory.address, 100), 3, 100)
-    handle, fd = memory.export()
-    with DeviceMemory.create(second, MIB) as target, DeviceMemory.open(handle, fd, on=second) as source:
-        os.close(fd)
-        with CopyStream(second) as stream:
-            stream.copy(target.address, source.address, 100)
-            stream.wait()
-            assert ctypes.string_at(fake.memory.look(target.address, 100), 100) == bytes([3]) * 100
-
-
-def test_the_caller_goes_on_meanwhile(fake, stream, memory):
-    back = ctypes.create_string_buffer(1)
-    ctypes.memset(fake.memory.look(memory.address, 1), 8, 1)
-    with fake.hold():
-        stream.copy(ctypes.addressof(back), memory.address, 1)
-        assert back.raw == b"\0"
-    stream.wait()
-    assert back.raw == b"\x08"
 
 
 def test_close_waits_for_the_copies(fake, gpu, memory):
@@ -138,16 +114,6 @@ def test_whatever_call_fails_nothing_is_left(n):
         assert sum(left.get(kind, 0) for kind in ("streams", "events")) <= 1
         if {"streams", "events"} & left.keys():
             assert fake.calls["cuStreamDestroy"] == 1
-
-
-def test_one_thread_after_the_other(fake, stream, memory):
-    """The context is made current in whichever thread calls."""
-    ctypes.memset(fake.memory.look(memory.address, 1), 1, 1)
-    thread = threading.Thread(target=stream.copy, args=(memory.address + 1, memory.address, 1))
-    thread.start()
-    thread.join()
-    stream.wait()
-    assert ctypes.string_at(fake.memory.look(memory.address, 2), 2) == b"\1\1"
 
 
 @pytest.mark.parametrize("driver_version", [12090, 12040], ids=["one call", "a call each"])

@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from fake_cuda import fake_cuda  # noqa: E402
 from fake_cuda_kernels import install  # noqa: E402
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
@@ -84,13 +83,6 @@ def test_memory_that_is_not_mapped_any_more(fake, memory):
     assert is_refused(fake, memory.address, address)
 
 
-def test_addresses_that_are_only_reserved(fake, memory):
-    Gpu.find("0").use()
-    address = int(call("cuMemAddressReserve", NBYTES, 0, 0, 0))
-    assert is_refused(fake, address, memory.address)
-    call("cuMemAddressFree", address, NBYTES)
-
-
 @pytest.mark.parametrize(("flags", "is_reached"), [(3, True), (0, False), (None, False)])
 def test_shared_host_memory_is_reached_when_it_is_page_locked_for_kernels(fake, memory, flags, is_reached):
     shared = Shared()
@@ -104,11 +96,3 @@ def test_shared_host_memory_is_reached_when_it_is_page_locked_for_kernels(fake, 
     assert is_refused(fake, memory.address, shared.address)
     if flags is not None:
         call("cuMemHostUnregister", shared.address)
-
-
-def test_without_the_fake_nothing_is_watched():
-    one, other = ctypes.create_string_buffer(b"x" * 32, 32), ctypes.create_string_buffer(32)
-    copy(ctypes.addressof(one), ctypes.addressof(other))
-    assert other.raw == one.raw
-    with fake_cuda():
-        copy(ctypes.addressof(one), ctypes.addressof(other))

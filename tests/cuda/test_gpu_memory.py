@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import logging
 import os
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -84,13 +83,6 @@ def test_opened_memory_is_not_exported(fake):
         opened.export()
 
 
-def test_closed_memory_is_not_exported(fake):
-    made = DeviceMemory.create(Gpu.find("0"), MIB)
-    made.close()
-    with pytest.raises(GpuError, match="closed"):
-        made.export()
-
-
 @pytest.mark.parametrize("kind", ["vmm", "ipc"])
 def test_another_process_maps_it(fake, spawn, kind):
     gpu, other = Gpu.find("0"), spawn()
@@ -141,24 +133,6 @@ def test_what_the_driver_says_of_a_dead_exporters_handle_does_not_matter(fake, s
         DeviceMemory.open(handle, -1, on=Gpu.find("0"))
 
 
-def test_a_legacy_handle_of_an_exporter_that_was_not_waited_for(fake, spawn):
-    other = spawn()
-    handle, _ = other.export(MIB, 6, "ipc")
-    other.process.kill()
-    os.waitid(os.P_PID, other.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
-    with pytest.raises(GpuHandleDead):
-        DeviceMemory.open(handle, -1, on=Gpu.find("0"))
-
-
-def test_a_legacy_handle_stays_in_other_processes(fake):
-    with (
-        DeviceMemory.create(Gpu.find("0"), MIB, "ipc") as made,
-        exported(made) as (handle, fd),
-        pytest.raises(GpuUnavailable, match="process that made it"),
-    ):
-        DeviceMemory.open(handle, fd, on=Gpu.find("0"))
-
-
 def test_a_gpu_without_vmm_uses_legacy_handles_and_says_so(caplog):
     with fake_cuda(vmm=False) as fake:
         gpu = Gpu.find("0")
@@ -167,13 +141,6 @@ def test_a_gpu_without_vmm_uses_legacy_handles_and_says_so(caplog):
         assert gpu.uuid in caplog.text
         with pytest.raises(GpuUnavailable, match="file descriptor"):
             DeviceMemory.create(gpu, MIB, "vmm")
-        assert fake.leftovers() == {}
-
-
-def test_a_gpu_without_vmm_opens_no_descriptors(spawn):
-    with received(spawn().export(MIB, 1)) as (handle, fd), fake_cuda(vmm=False) as fake:
-        with pytest.raises(GpuUnavailable, match="file descriptor"):
-            DeviceMemory.open(handle, fd, on=Gpu.find("0"))
         assert fake.leftovers() == {}
 
 
@@ -351,20 +318,3 @@ def test_a_gpu_that_makes_no_memory_for_network_cards_has_an_arena_all_the_same(
         assert "network cards" in record.message
         assert "NOT_SUPPORTED" in record.message
         assert fake.leftovers() == {}
-
-
-def test_a_full_gpu_is_not_asked_again_without_gpudirect(fake):
-    with pytest.raises(GpuMemoryFull):
-        DeviceMemory.create(Gpu.find("0"), 128 * MIB)
-    assert fake.calls["cuMemCreate"] == 1
-
-
-def test_gpudirect_is_asked_for_where_the_gpu_has_it(fake):
-    seen = []
-    create = fake._functions["cuMemCreate"]
-    fake._functions["cuMemCreate"] = lambda nbytes, properties, flags: (
-        seen.append(properties.allocFlags.gpuDirectRDMACapable) or create(nbytes, properties, flags)
-    )
-    for gpu in (Gpu.find("0"), replace(Gpu.find("0"), supports_rdma=False)):
-        DeviceMemory.create(gpu, MIB).close()
-    assert seen == [1, 0]

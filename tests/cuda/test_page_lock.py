@@ -83,27 +83,6 @@ def test_covered_is_what_is_registered_already(fake, gpu):
     locked.close()
 
 
-def test_close_stops_between_pieces(fake, gpu):
-    host = Host(20 * PIECE_BYTES)
-    register = fake._functions["cuMemHostRegister"]
-    at_work, go_on = threading.Event(), threading.Event()
-
-    def slow(*args):
-        at_work.set()
-        assert go_on.wait(10)
-        return register(*args)
-
-    fake._functions["cuMemHostRegister"] = slow
-    locked = lock(gpu, host)
-    assert at_work.wait(10)
-    closing = threading.Thread(target=locked.close)
-    closing.start()
-    wait_until(locked._stop.is_set)
-    go_on.set()
-    closing.join()
-    assert fake.calls["cuMemHostRegister"] == fake.calls["cuMemHostUnregister"] == 1
-
-
 @pytest.mark.parametrize("pieces", [0, 2])
 def test_a_refused_piece_says_what_to_do_and_nothing_is_covered(fake, gpu, pieces):
     host, refusals = Host(4 * PIECE_BYTES), []
@@ -136,14 +115,6 @@ def test_its_owner_may_close_it_when_it_hears_of_the_refusal(fake, gpu):
     assert closed == [0]
 
 
-def test_a_context_that_cannot_be_made_is_a_refusal(fake):
-    refusals = []
-    fake.fail("cuDevicePrimaryCtxRetain", error="OUT_OF_MEMORY", times=100)
-    locked = lock(Gpu.find("0"), Host(4096), refusals=refusals)
-    wait_until(lambda: refusals)
-    locked.close()
-
-
 def test_what_others_have_registered_is_covered_and_stays_theirs(fake, gpu):
     host = Host(4096)
     gpu.use()
@@ -153,18 +124,6 @@ def test_what_others_have_registered_is_covered_and_stays_theirs(fake, gpu):
     locked.close()
     assert fake.host.is_registered(host.address, 4096)
     call("cuMemHostUnregister", host.address)
-
-
-def test_others_registrations_cover_it_together(fake, gpu):
-    host = Host(3 * 4096)
-    gpu.use()
-    for page in range(3):
-        call("cuMemHostRegister", host.address + page * 4096, 4096, MAPPED)
-    locked = lock(gpu, host)
-    wait_until(lambda: locked.covers(0, host.nbytes))
-    locked.close()
-    for page in range(3):
-        call("cuMemHostUnregister", host.address + page * 4096)
 
 
 @pytest.mark.parametrize(
@@ -197,15 +156,6 @@ def test_memory_that_may_only_be_read(fake, gpu):
     read_only = lock(gpu, host, is_read_only=True)
     wait_until(lambda: read_only.covers(0, 4096))
     read_only.close()
-
-
-def test_a_gpu_that_cannot_lock_what_may_only_be_read():
-    with fake_cuda(read_only_register=False):
-        refusals = []
-        locked = lock(Gpu.find("0"), Host(4096, mmap.PROT_READ), refusals=refusals, is_read_only=True)
-        wait_until(lambda: refusals)
-        assert "only read" in refusals[0]
-        locked.close()
 
 
 def test_the_memory_is_kept_until_nothing_is_registered(fake, gpu):

@@ -23,6 +23,8 @@ from pdx.errors import ArenaFull
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.testing.waiting import wait_until
 
+pytestmark = pytest.mark.long  # processes that hang and die, and disks that fail meanwhile
+
 CHUNKS = 3
 LOOKUP_S, REMOTE_S, FETCH_S = 0.3, 0.5, 1.0
 BOUND_S = 10 * (LOOKUP_S + REMOTE_S + FETCH_S)  # generous: cores are shared
@@ -198,34 +200,3 @@ def test_a_tier_that_breaks_costs_computing_and_nothing_else(
         wait_until(lambda: bed.comes_again(new), what="it is used again")
     wait_until(lambda: not bed.node.status().leases, what="nothing is held")
     assert "internal_errors" not in bed.counters, bed.node.log
-
-
-def test_a_request_that_was_preempted_waits_for_a_slow_tier_as_one_that_is_new(
-    start: Callable[..., Bed], place: Path
-) -> None:
-    """It asks again where the node says that more may come, and what has come then is a hit."""
-    disk = place / "disk"
-    bed = start(disks=[str(disk)], fetch_s=60.0, lookup_s=2.0)
-    request = Request("preempted", tokens(0))
-    assert bed.engine.admit(request) == set()
-    bed.engine.step((request, request.num_tokens))
-    wait_until(lambda: bed.moved("stored") == CHUNKS, what="all are stored")
-    (place / "hang").touch()
-    bed.engine.preempt(request)
-    bed.forget()
-    tracked = bed.engine.scheduler.track(request)
-    first = wait_until(
-        lambda: bed.engine.scheduler_guard.matched_tokens(request, 0) is None and tracked.asked, what="it asks"
-    )
-
-    def asks_again() -> bool:
-        assert bed.engine.scheduler_guard.matched_tokens(request, 0) is None, "nothing is there yet"
-        return tracked.asked not in (None, first)
-
-    wait_until(asks_again, what="it asks again")
-    (place / "hang").unlink()
-    assert bed.engine.match(request) == CHUNKS * CHUNK
-    bed.engine.allocate(request, CHUNKS * CHUNK)
-    assert bed.engine.finish_load(request) == set()
-    bed.engine.check_cache(request, CHUNKS * CHUNK)
-    bed.engine.finish(request)

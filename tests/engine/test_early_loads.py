@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from node_harness import NodeProcess
 from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine
+from two_peers import are_at_rest, settings_of_peers
 
 from pdx.client.connection import Connection
-from pdx.config import NodeConfig, listen_address
 from pdx.engine import step_save
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Ping
@@ -94,39 +94,20 @@ class Bed:
     def counted(self, name: str) -> int:
         return self.decode_node.status().counters.get(name, 0)
 
-    def is_at_rest(self) -> bool:
-        found = [node.status() for node in self.nodes]
-        peers = [peer for status in found for peer in status.peers]
-        held = any(status.leases or status.transfers or set(status.chunks) - {"sealed"} for status in found)
-        return not held and not any(peer.pushes or peer.landing for peer in peers)
-
     def close(self) -> None:
         self.prefill.close()
         self.decode.close()
 
 
-@pytest.fixture(params=["one node", "shm", "tcp"])
+@pytest.fixture(params=["one node", "two nodes"])
 def bed(
     request: Any, place: Path, start_node: Callable[..., NodeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bed]:
     monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
-    if request.param == "one node":
-        settings: list[dict[str, Any]] = [{}]
-    else:
-        roster = place / "roster.toml"
-        named = {name: f"ipc://{place}/{name}.sock" for name in ("one", "two")}
-        lines = [
-            f'[nodes.{name}]\naddress = "{listen_address(NodeConfig(address=address, name=name))}"\n'
-            for name, address in named.items()
-        ]
-        roster.write_text("".join(lines))
-        roster.chmod(0o600)
-        common = {"roster": str(roster), "channels": [request.param], "group_bytes": 1}
-        settings = [{"address": address, "name": name, **common} for name, address in named.items()]
-    made = Bed(start_node, settings)
+    made = Bed(start_node, [{}] if request.param == "one node" else settings_of_peers(place, group_bytes=1))
     yield made
     try:
-        wait_until(made.is_at_rest, what="the nodes are at rest")
+        wait_until(lambda: are_at_rest(made.nodes), what="the nodes are at rest")
     finally:
         made.close()
 
@@ -193,7 +174,7 @@ def test_a_prefill_that_ends_before_its_last_layer_costs_only_what_it_lacks(
     wait_until(lambda: loaded_layers(bed.decode, decode, LENGTH - 1) == 1, what="a layer of the last tokens")
     worker: Connection = bed.prefill.workers[0]._link.connection  # type: ignore[assignment]  # noqa: SLF001
     if end == "aborted":
-        slots = [slot for grant in bed.prefill.scheduler.track(prefill).grants for slot in grant.slots]
+        slots = [slot for grant in bed.prefill.scheduler.track(prefill).node.grants for slot in grant.slots]
         assert slots == [], "the step has them all"
         bed.prefill.scheduler.finished(prefill)
         worker.call(Abort([pages.slots[0] for pages in bed.prefill.workers[0]._saving.pages]), 10)  # noqa: SLF001
@@ -209,23 +190,5 @@ def test_a_prefill_that_ends_before_its_last_layer_costs_only_what_it_lacks(
     decode.num_computed = CHUNK
     bed.decode.step((decode, LENGTH - CHUNK))
     bed.decode.check_cache(decode, LENGTH)
-    bed.decode.finish(decode)
-    bed.prefill.finish(prefill)
-
-
-def test_a_node_that_ends_meanwhile_ends_the_load(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    bed.copies_as_slow_as(60)
-    prefill, gate = bed.prefill_leg(), Gated(bed.prefill, monkeypatch)
-    gate.begin(prefill, LENGTH - CHUNK)
-    gate.go_on(1)
-    decode = bed.decode_leg()
-    assert bed.decode.match(decode) == LENGTH
-    bed.decode.allocate(decode, LENGTH)
-    bed.decode.idle()
-    wait_until(lambda: loaded_layers(bed.decode, decode, LENGTH - 1) == 1, what="a layer of the last tokens")
-    bed.kill_decode_node()
-    failed = bed.decode.finish_load(decode)
-    assert failed >= set(decode.block_ids[CHUNK // BLOCK : -(-LENGTH // BLOCK)])
-    gate.end()
     bed.decode.finish(decode)
     bed.prefill.finish(prefill)

@@ -3,12 +3,16 @@ every load is reported once, and the engine goes on."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine
 
+from pdx.engine import worker
+from pdx.engine.cpu_copier import CpuCopier
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.testing.waiting import wait_until
@@ -211,3 +215,32 @@ def test_a_load_that_no_worker_has_heard_of_is_reported_as_failed(bed: Bed, monk
     assert engine.finish_load(request) == set(request.block_ids[CHUNK // BLOCK : 3 * CHUNK // BLOCK])
     assert engine.match(Request("b", prompt)) == 0
     bed.wait_at_rest()
+
+
+def test_room_that_was_promised_before_a_worker_had_mapped_the_arena_is_given_back(
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what it should have saved, and of what was aborted: it is the writer, whom the node waits for."""
+    mapped, use = threading.Event(), CpuCopier.use
+
+    def use_late(self: CpuCopier, arena: Any) -> None:
+        assert arena is None or mapped.wait(60)
+        use(self, arena)
+
+    monkeypatch.setattr(CpuCopier, "use", use_late)
+    monkeypatch.setattr(worker, "START_UP_S", 0.0)
+    engine = engines()
+    node = engines.node  # type: ignore[attr-defined]
+    try:
+        for number, is_aborted in enumerate((False, True)):
+            request = Request(f"{number}", tokens(510 + number, 2 * CHUNK))
+            engine.admit(request)
+            assert len(engine.scheduler.track(request).node.grants) == 2
+            if is_aborted:
+                engine.finish(request)
+            engine.step(*(() if is_aborted else [(request, 2 * CHUNK)]))
+            wait_until(lambda: engine.idle() or node.status().chunks == {}, what="its room is given back")
+            if not is_aborted:
+                engine.finish(request)
+    finally:
+        mapped.set()

@@ -44,7 +44,7 @@ def test_nothing_is_asked_saved_or_found(engines: Callable[..., ToyEngine], is_a
         assert after.counters.get(counted) == before.counters.get(counted)
     assert after.leases == 0
     assert run(plain, "fourth") == 3 * CHUNK
-    assert not engine.scheduler._left_out, "what is over is forgotten"
+    assert not engine.scheduler._requests, "what is over is forgotten"
 
 
 def test_the_reason_is_counted_for_each_and_logged_for_the_first(

@@ -148,12 +148,6 @@ def test_a_small_load_does_not_stand_behind_a_large_one_that_has_begun(
     assert [offset for offsets, _ in large.calls for offset in offsets] == [*range(50)], "each once"
 
 
-def test_loads_of_one_size_keep_their_order(gate: Gate) -> None:
-    names = [f"{index}" for index in range(20)]
-    gate.submit(*((name, 7) for name in names))
-    assert gate.run() == ["first", *names]
-
-
 def test_a_large_load_is_overtaken_by_a_bounded_number_of_blocks(gate: Gate) -> None:
     """However many small ones come."""
     gate.submit(("large", 100), *((f"{index}", 10) for index in range(1000)))
@@ -266,15 +260,6 @@ def test_a_load_that_nothing_comes_of_has_a_deadline() -> None:
     wait_until(lambda: loader.take_finished() == ({"a"}, {0, 1}), what="it has failed")
     assert node.counted == ["load_late", "load_failed"]
     loader.close()
-
-
-def test_closing_gives_up_what_is_being_filled() -> None:
-    loader, node, copies = Loader(layout(), 0), Node(), Copies()
-    node.filled = {0: 1}
-    submit(loader, load_of("a", 2), copies, node)
-    loader.close()
-    assert loader.take_finished() == ({"a"}, {0, 1})
-    assert copies.closed == 1
 
 
 def test_how_long_a_chunk_takes_is_told_once_bytes_were_copied(loader: Loader) -> None:

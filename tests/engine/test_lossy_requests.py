@@ -18,9 +18,8 @@ from node_harness import MIB, NodeProcess
 from remote_bed import made
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, kv_bytes, layout
 
-from pdx.config import NodeConfig, listen_address
-from pdx.errors import CodecError, LayoutError
-from pdx.memory.form import Form, form_of, lossy_fingerprint
+from pdx.errors import LayoutError
+from pdx.memory.form import Form, form_of
 from pdx.store.codecs.codec import codec_of
 from pdx.testing.waiting import wait_until
 
@@ -81,11 +80,6 @@ def check_lossy(engine: ToyEngine, request: Request, count: int) -> None:
 def coded(place: Path) -> list[int]:
     """Bytes of the files of encoded chunks."""
     return [path.stat().st_size for path in place.glob("*/*.chunk") if path.name.count("-") == 4]
-
-
-def test_the_page_that_comes_back_is_another() -> None:
-    prompt = tokens(1)
-    assert not torch.equal(lossy_page(prompt, BLOCK, 0), kv_bytes(prompt[:1], 0, 0, "", PAGE).repeat(BLOCK))
 
 
 def test_exact_and_lossy_chunks_of_one_prompt_never_meet(
@@ -166,60 +160,6 @@ def test_what_came_with_a_loss_goes_on_as_it_came_and_nothing_is_lost_a_second_t
     assert run(second, prompt) == CHUNKS * CHUNK
 
 
-def test_peers_keep_them_apart(start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack) -> None:
-    roster = place / "roster.toml"
-    named = {name: f"ipc://{place}/{name}.sock" for name in ("one", "two")}
-    lines = [
-        f'[nodes.{name}]\naddress = "{listen_address(NodeConfig(address=address, name=name))}"\n'
-        for name, address in named.items()
-    ]
-    roster.write_text("".join(lines))
-    roster.chmod(0o600)
-    nodes = [
-        start_node(
-            address=each,
-            name=name,
-            roster=str(roster),
-            channels=["tcp"],
-            wire_codec="lossless" if name == "one" else "none",
-            disks=[str(place / f"disk-{name}")],
-        )
-        for name, each in named.items()
-    ]
-    first, second = (engine_of(node, stack) for node in nodes)
-    prompt = [*tokens(1), 5, 6, 7]
-    write = {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
-    read = {"do_remote_prefill": True, "transfer_id": TRANSFER, "prefill_node": "one", "prefill_tokens": len(prompt)}
-    run(first, prompt, "int8", write)
-    assert run(second, [*prompt, 7], "int8", read) == len(prompt), "with its tail"
-    assert run(second, [*prompt, 8]) == 0, "an exact request finds neither its chunks nor its tail"
-    assert run(second, [*prompt, 8], "int8") >= CHUNKS * CHUNK
-    wait_until(lambda: len(coded(place / "disk-two")) == CHUNKS, what="the peer stores them with their loss, too")
-    exact = {**read, "transfer_id": "y" * 20}
-    run(first, prompt, None, {**write, "transfer_id": "y" * 20})
-    assert run(second, [*prompt, 7], None, exact) == len(prompt)
-
-
-def test_after_a_reset_they_are_apart_still(
-    start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack
-) -> None:
-    node = start_node(arena_bytes=2 * MIB, disks=[str(place / "disk")])
-    engine = engine_of(node, stack)
-    prompt = tokens(1)
-    waiting = Request("waiting", prompt, {"pdx_hints": {"version": 1, "codec": "int8"}})
-    assert engine.match(waiting) == 0
-    engine.scheduler.reset()
-    assert engine.match(waiting) == 0
-    engine.allocate(waiting, 0)
-    engine.step((waiting, len(prompt)))
-    engine.finish(waiting)
-    stored(node, CHUNKS)
-    assert run(engine, prompt) == 0
-    assert run(engine, prompt, "int8") == CHUNKS * CHUNK
-    stored(node, 2 * CHUNKS)
-    assert run(engine, prompt) == CHUNKS * CHUNK
-
-
 @pytest.mark.parametrize(
     ("codec", "settings"),
     [
@@ -239,18 +179,6 @@ def test_who_cannot_have_the_codec_is_told_and_is_exact(
     assert run(engine, prompt) == CHUNKS * CHUNK, "its chunks are those of exact requests"
     assert any("is stored exactly" in record.message for record in caplog.records)
     wait_until(lambda: node.status().counters.get("degraded_codec_refused") == 1, what="it is counted")
-
-
-@pytest.mark.parametrize("codec", ["zip", ["int8"]], ids=str)
-def test_a_codec_that_is_none_is_refused_with_the_envelopes_other_fields(
-    node: NodeProcess, stack: ExitStack, codec: Any
-) -> None:
-    engine = engine_of(node, stack)
-    prompt = tokens(1)
-    assert run(engine, prompt, codec) == 0
-    wait_until(lambda: node.status().chunks.get("sealed", 0) >= CHUNKS, what="they are sealed")
-    assert run(engine, prompt) == CHUNKS * CHUNK, "its chunks are those of exact requests"
-    wait_until(lambda: node.status().counters.get("degraded_hints_refused") == 1, what="it is counted")
 
 
 def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(node: NodeProcess, stack: ExitStack) -> None:
@@ -300,12 +228,3 @@ def test_a_layout_says_where_heads_are(changes: dict[str, Any], shape: tuple[int
 def test_a_layout_that_does_not_say_it_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(LayoutError):
         form_of(layout(**{**SHAPE, "page_bytes": PAGE, **changes}), "fp8")
-
-
-def test_each_form_has_a_fingerprint_of_its_own() -> None:
-    given = layout(**{**SHAPE, "page_bytes": PAGE})
-    exact = given.fingerprint()
-    forms = [str(form_of(given, codec)) for codec in ("fp8", "int8")]
-    assert len({exact, *(lossy_fingerprint(exact, form) for form in forms)}) == 3
-    with pytest.raises(CodecError):
-        Form("fp8", "bf16", (1, 0, 1, 1, 1))

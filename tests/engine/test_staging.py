@@ -14,13 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
-from toy_engine import CHUNK, LAYERS, PAGE_BYTES
+from toy_engine import CHUNK, PAGE_BYTES
 
 from pdx.engine import staging
 from pdx.engine.staging import Staging
 from pdx.errors import GpuError
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Fill
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 7, 64, 100_000], ids=lambda pages: f"{pages} pages in a half")
@@ -64,28 +63,6 @@ def test_no_part_is_taken_that_nobody_waited_for(sizes: list[int], most: int) ->
             busy[number] = start, start + nbytes
             assert len(busy) <= most
             ring._taken.append(staging._Taken(start, start + nbytes, Emptied(number)))
-
-
-def test_a_few_launches_carry_all_layers(bed: Bed) -> None:
-    engine = bed.engine()
-    engine.skip_hooks = True
-    engine.finish(saved(engine, tokens(2, CHUNK)))
-    bed.wait_sealed(1)
-    assert [entry for entry in bed.log if isinstance(entry, tuple)] == [("gather", 0, LAYERS)]
-
-
-def test_pages_are_free_before_the_copy_engine_has_taken_them_on(bed: Bed) -> None:
-    engine = bed.engine()
-    prompt = tokens(3, 2 * CHUNK)
-    streams = streams_of(engine)
-    with streams.held(streams.copying):
-        request = saved(engine, prompt)
-        engine.overwrite(request.block_ids)
-        wait_until(lambda: not streams.compute().waiting, what="the engine waits for the gather alone")
-        assert not bed.told(Fill), "nothing is in host memory yet"
-    engine.finish(request)
-    bed.wait_sealed(2)
-    check_loaded(bed.engine(), prompt, 2 * CHUNK)
 
 
 def test_a_part_is_filled_again_only_when_it_is_emptied(

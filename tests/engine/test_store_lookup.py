@@ -13,6 +13,7 @@ from toy_engine import CHUNK, Request, hasher, layout
 
 from pdx.config import ConnectorConfig
 from pdx.engine.request import TrackedRequest, parse_params
+from pdx.engine.states import Step
 from pdx.engine.store_lookup import ASK_S, IDLE_S, StoreLookup
 from pdx.memory.slot import Slot
 from pdx.wire.messages import Admit, Admitted, Answer, Ask, Release
@@ -134,19 +135,13 @@ def test_a_prompt_that_is_all_here_is_pushed_all_the_same(tail: int) -> None:
     assert bool(admit.tail_nbytes) == bool(tail)
 
 
-def test_a_prompt_without_a_full_chunk_asks_no_peer_but_is_pushed() -> None:
-    asking, node = Asking(CHUNK - 1, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(0))
-    assert asking.advance(node)
-    assert [(len(body.keys), body.source, body.push_to) for body in node.all_of(Admit)] == [(1, "", "two")]
-
-
 def test_a_decoder_asks_the_peer_for_the_tail_too() -> None:
     asking = Asking(2 * CHUNK + 5, {**DECODE, "prefill_node": "one", "prefill_tokens": 2 * CHUNK + 5})
     node = ScriptedNode(answers(3))
     assert asking.advance(node)
     (admit,) = node.all_of(Admit)
     assert (len(admit.keys), admit.source, admit.awaits) == (3, "one", TRANSFER)
-    assert asking.tracked.hit_tokens == 2 * CHUNK + 5
+    assert asking.tracked.node.hit_tokens == 2 * CHUNK + 5
 
 
 def test_a_prefill_waits_for_the_peers_chunks_and_takes_them() -> None:
@@ -155,12 +150,12 @@ def test_a_prefill_waits_for_the_peers_chunks_and_takes_them() -> None:
         assert not asking.advance(node)
         asking.clock.now += 0.9  # each answer is a sign of life: lookup_s is about silence
     assert len(node.all_of(Admit)) == 20
-    assert not asking.tracked.grants
+    assert not asking.tracked.node.grants
     node.script = lambda ask: None
     assert not asking.advance(node)
     node.script = answers(3)
     assert asking.advance(node)
-    assert asking.tracked.hit_tokens == 3 * CHUNK
+    assert asking.tracked.node.hit_tokens == 3 * CHUNK
     assert not node.counted
 
 
@@ -178,7 +173,7 @@ def test_a_prefill_does_not_wait_for_ever_and_keeps_what_is_here(caplog: pytest.
     asking.clock.now += 0.2
     assert not asking.advance(node)
     assert asking.advance(node)
-    assert (asking.tracked.hit_tokens, asking.tracked.lease) == (CHUNK, 7)
+    assert (asking.tracked.node.hit_tokens, asking.tracked.node.lease) == (CHUNK, 7)
     assert [body.source for body in node.all_of(Admit)] == ["two", "two", "two", ""]
     assert node.counted == {"source_late": 1}
     assert "goes on without chunks of two" in caplog.text
@@ -222,7 +217,8 @@ def test_the_peer_is_asked_once() -> None:
         asking.clock.now += 1.1
         room = is_there
         assert asking.advance(node) is room
-    asking.lookup.restart(asking.tracked)
+    asking.tracked.step(Step.RUN)
+    asking.tracked.step(Step.PREEMPT)
     assert asking.advance(node)
     assert [body.source for body in node.all_of(Admit)] == ["two", "", "", ""]
     room_for = [body.push_to for body in node.all_of(Admit) if body.nbytes]
@@ -235,15 +231,6 @@ def test_the_next_node_is_asked_everything_anew() -> None:
     following = ScriptedNode(answers(0), epoch=2)
     assert asking.advance(following)
     assert [(body.source, body.push_to) for body in following.all_of(Admit)] == [("two", "two")]
-
-
-def test_generated_chunks_are_not_pushed() -> None:
-    """The push is the prompt's; what is generated goes nowhere by itself."""
-    asking, node = Asking(CHUNK, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(0))
-    assert asking.advance(node)
-    asking.request.all_token_ids += range(CHUNK)
-    asking.lookup.reserve_late(asking.tracked, node, 2 * CHUNK)  # type: ignore[arg-type]
-    assert [(len(body.keys), body.push_to) for body in node.all_of(Admit)] == [(1, "two"), (1, "")]
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -272,7 +259,7 @@ def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
     asking.lookup.begin(asking.tracked, node)  # type: ignore[arg-type]
     assert ([bool(body.nbytes) for body in node.asked], node.waited) == ([True], [])
     assert asking.advance(node)
-    assert (len(node.asked), asking.tracked.hit_tokens, len(asking.tracked.grants)) == (1, CHUNK, 1)
+    assert (len(node.asked), asking.tracked.node.hit_tokens, len(asking.tracked.node.grants)) == (1, CHUNK, 1)
 
 
 @pytest.mark.parametrize("params", [DECODE, {**PREFILL, "decode_node": "two"}, PREFILL, None])
@@ -288,7 +275,7 @@ def test_what_is_there_and_room_for_the_rest_are_one_question() -> None:
     assert [(type(body), bool(body.lease_s), bool(body.nbytes)) for body in node.asked] == [(Admit, True, True)]
     node.script = answers(0)
     assert asking.advance(node)
-    assert (len(node.asked), len(asking.tracked.grants)) == (1, 2)
+    assert (len(node.asked), len(asking.tracked.node.grants)) == (1, 2)
 
 
 def test_a_node_that_keeps_its_answer_back_is_asked_once() -> None:
@@ -326,7 +313,7 @@ def test_a_silent_node_is_asked_nothing_until_it_is_heard_again() -> None:
     asking.lookup.begin(early, node)  # type: ignore[arg-type]
     node.silence, node.script = 0.0, answers(1)
     assert asking.lookup.advance(early, node)  # type: ignore[arg-type]
-    assert early.hit_tokens == CHUNK, "its turn came when the node was heard again"
+    assert early.node.hit_tokens == CHUNK, "its turn came when the node was heard again"
 
 
 @pytest.mark.parametrize(("step_s", "wait_s"), [(0.0, 0.0), (0.03, ASK_S), (0.01, 0.001), (0.0001, 0.00001)])
@@ -375,20 +362,6 @@ def test_where_an_answer_has_come_nobody_waits_for_another_one() -> None:
     assert node.waited[-1] == 0.0
 
 
-def test_the_hash_of_a_tail_is_made_once() -> None:
-    made: list[int] = []
-
-    def counting(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
-        made.append(end)
-        return hasher(request, parent, start, end)
-
-    asking, node = Asking(2 * CHUNK + 5, DECODE), ScriptedNode(answers(1, waiting=True))
-    asking.lookup._hasher = counting
-    for _ in range(20):
-        assert not asking.advance(node)
-    assert made == [2 * CHUNK + 5]
-
-
 @pytest.mark.parametrize("hits", [0, 1])
 @pytest.mark.parametrize("is_old", [False, True])
 def test_an_answer_is_used_only_while_it_is_young(hits: int, is_old: bool) -> None:
@@ -398,7 +371,7 @@ def test_an_answer_is_used_only_while_it_is_young(hits: int, is_old: bool) -> No
     node.script = answers(2)
     assert asking.advance(node)
     assert len(node.all_of(Admit)) == 1 + is_old
-    assert asking.tracked.hit_tokens == (2 if is_old else hits) * CHUNK
+    assert asking.tracked.node.hit_tokens == (2 if is_old else hits) * CHUNK
     assert node.told == ([Release(7)] if is_old else []), "one lease at a time"
 
 
@@ -411,7 +384,7 @@ def test_an_answer_that_nobody_collected_in_time_is_asked_for_again() -> None:
     assert not asking.advance(node)
     node.script = answers(2)
     assert asking.advance(node)
-    assert (len(node.all_of(Admit)), asking.tracked.hit_tokens) == (2, 2 * CHUNK)
+    assert (len(node.all_of(Admit)), asking.tracked.node.hit_tokens) == (2, 2 * CHUNK)
 
 
 def test_steps_that_are_further_apart_than_any_age_keep_nobody_waiting() -> None:
@@ -466,14 +439,14 @@ def test_a_step_looks_at_the_room_that_it_fills_however_long_the_prompt() -> Non
     asking, node = Asking(8 * CHUNK, None), ScriptedNode(answers(0))
     assert asking.advance(node)
     tracked = asking.tracked
-    tracked.take_blocks([list(range(8 * tracked.grants[0].end_block))])
+    tracked.take_blocks([list(range(8 * tracked.node.grants[0].end_block))])
     untouched: list[Any] = [object() for _ in range(5)]
-    tracked.grants[3:] = untouched
+    tracked.node.grants[3:] = untouched
     for step in range(2):
         save = tracked.plan_save(step * CHUNK, (step + 1) * CHUNK - (step == 1))
         assert save is not None
         assert [pages.completes for pages in save.pages] == [step == 0]
-    assert tracked.grants[2:] == untouched
+    assert tracked.node.grants[2:] == untouched
 
 
 def test_room_that_comes_late_is_filled_in_its_turn() -> None:
@@ -487,4 +460,4 @@ def test_room_that_comes_late_is_filled_in_its_turn() -> None:
     save = asking.tracked.plan_save(0, 2 * CHUNK)
     assert save is not None
     assert [pages.completes for pages in save.pages] == [True]
-    assert len(asking.tracked.grants) == 2
+    assert len(asking.tracked.node.grants) == 2

@@ -45,28 +45,6 @@ def test_prompt_computed_once_is_loaded_by_another_engine(
     assert num_mapped() == 2 * on_gpu, "one mapping for each worker"
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
-def test_handoff_carries_the_tail(beds: Callable[..., Bed], on_gpu: bool) -> None:
-    bed = beds(on_gpu)
-    first, second = bed.engine(), bed.engine()
-    prompt = tokens(2, 2 * CHUNK + 7)
-    first.finish(saved(first, prompt, PREFILL))
-    decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
-    assert second.admit(decode) == set()
-    assert decode.num_computed == len(prompt)
-    second.check_cache(decode, len(prompt))
-    second.finish(decode)
-    bed.wait_at_rest()
-    assert bed.node.status().chunks == {"sealed": 3}
-
-
-def test_a_full_graph_is_gathered_by_one_launch_and_captures_none(bed: Bed) -> None:
-    engine = bed.engine(graphs=True)
-    engine.finish(saved(engine, tokens(3, CHUNK)))
-    bed.wait_sealed(1)
-    assert [entry for entry in bed.log if isinstance(entry, tuple)] == [("gather", 0, LAYERS)]
-
-
 # ---- saving: who waits for a gather -----------------------------------------------------------
 
 
@@ -131,27 +109,6 @@ def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, mon
     assert all(gather < fill for gather, fill in zip(gathers, fills, strict=False))
 
 
-def test_a_layer_of_several_requests_and_chunks_is_one_launch(bed: Bed) -> None:
-    engine = bed.engine()
-    requests = [Request("a", tokens(40, 2 * CHUNK)), Request("b", tokens(41, CHUNK))]
-    for request in requests:
-        assert engine.admit(request) == set()
-    engine.step(*((request, request.num_tokens) for request in requests))
-    bed.wait_sealed(3)
-    assert [entry for entry in bed.log if isinstance(entry, tuple)] == [("gather", layer, 1) for layer in range(LAYERS)]
-    for request in requests:
-        check_loaded(bed.engine(), request.all_token_ids, request.num_tokens)
-        engine.finish(request)
-
-
-@pytest.mark.usefixtures("pushed")
-def test_small_layers_are_told_together(bed: Bed) -> None:
-    engine = bed.engine()
-    engine.finish(saved(engine, tokens(9, CHUNK)))
-    bed.wait_sealed(1)
-    assert [(fill.first_layer, fill.layers, fill.seal) for fill in bed.told(Fill)] == [(0, LAYERS, True)]
-
-
 def test_a_slot_is_let_go_of_when_nothing_writes_it_any_more(bed: Bed) -> None:
     engine = bed.engine()
     with streams_of(engine).held(streams_of(engine).gathering):
@@ -165,19 +122,6 @@ def test_a_slot_is_let_go_of_when_nothing_writes_it_any_more(bed: Bed) -> None:
     assert log[-1:] == bed.told(Abort)
     assert len(log) == LAYERS + 1
     bed.wait_at_rest()
-
-
-def test_marks_have_the_time_and_the_bytes_of_what_they_tell(bed: Bed) -> None:
-    """Of a graph nothing is gathered when it ends; that is told although the gather hangs."""
-    engine = bed.engine(graphs=True)
-    with streams_of(engine).held(streams_of(engine).gathering):
-        request = saved(engine, tokens(11, CHUNK), PREFILL)
-        wait_until(lambda: bed.told(Mark), what="the end of prefill is told")
-        assert [(mark.event, mark.nbytes) for mark in bed.told(Mark)] == [("prefill_end", 0)]
-    engine.finish(request)
-    bed.wait_sealed(1)
-    wait_until(lambda: len(bed.told(Mark)) == 2, what="the seal is told")
-    assert [(mark.event, mark.nbytes) for mark in bed.told(Mark)][1] == ("sealed", LAYERS * CHUNK // BLOCK * PAGE_BYTES)
 
 
 def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
@@ -200,17 +144,6 @@ def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
     assert bed.told(Mark)[0].nbytes == CHUNK // BLOCK * PAGE_BYTES, "one layer"
     engine.finish(request)
     bed.wait_sealed(1)
-
-
-def test_a_slot_that_was_taken_away_meanwhile_is_not_sealed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = bed.engine()
-    with streams_of(engine).held(streams_of(engine).gathering):
-        request = saved(engine, tokens(13, CHUNK))
-        monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
-    engine.finish(request)
-    streams_of(engine).synchronize()
-    wait_until(lambda: bed.counted("save_lost") == 1, what="counted")
-    assert bed.told(Fill) == []
 
 
 def test_a_step_that_fails_is_not_sealed(bed: Bed) -> None:
@@ -276,22 +209,6 @@ def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: 
     wait_until(lambda: bed.counted("load_failed") == 1, what="counted")
     monkeypatch.undo()
     engine.finish(again)
-
-
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
-def test_a_large_load_is_several_launches(
-    beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch, on_gpu: bool
-) -> None:
-    """So that kernels of the engine start between them."""
-    monkeypatch.setattr(gpu_copier, "LAUNCH_BYTES", 6 * PAGE_BYTES)
-    bed = beds(on_gpu)
-    engine = bed.engine()
-    prompt = tokens(43, 2 * CHUNK)  # eight pages of each layer
-    engine.finish(saved(engine, prompt))
-    bed.wait_sealed(2)
-    check_loaded(engine, prompt, 2 * CHUNK)
-    launches = [entry[1:] for entry in bed.log if isinstance(entry, tuple) and entry[0] == "scatter"]
-    assert sorted(launches) == sorted([(layer, 1) for layer in range(LAYERS)] * 2)
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["layer by layer", "at once"])

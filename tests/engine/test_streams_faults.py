@@ -8,21 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from fake_cuda import FakeCuda
 from lagging_streams import LaggingStreams
 from node_harness import MIB
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
+from toy_engine import BLOCK, CHUNK, Request, ToyEngine
 
-from pdx.config import ConnectorConfig
 from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
 from pdx.engine import gpu_copier
 from pdx.engine.gpu_copier import MappedArena
-from pdx.engine.worker import WorkerHalf
-from pdx.errors import LayoutError
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill
 
@@ -172,71 +168,6 @@ def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(bed: Bed, monkeypatch
     check_loaded(bed.engine(), prompt, CHUNK)
 
 
-def test_engine_in_host_memory_runs_without_a_node_on_a_gpu(gpu_bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
-    on_cpu, engine = gpu_bed.engine(lags=False), gpu_bed.engine()
-    prompt = tokens(23, CHUNK)
-    engine.finish(saved(engine, prompt))
-    gpu_bed.wait_sealed(1)
-    request = Request("a", prompt)
-    assert on_cpu.admit(request) == set(request.block_ids[: CHUNK // BLOCK])
-    on_cpu.step((request, CHUNK))
-    on_cpu.check_cache(request, CHUNK)
-    on_cpu.finish(request)
-    on_cpu.finish(saved(on_cpu, tokens(24, CHUNK)))
-    gpu_bed.wait_at_rest()
-    wait_until(lambda: gpu_bed.counted("save_skipped") == 1 == gpu_bed.counted("load_failed"), what="counted")
-    assert gpu_bed.counted("arena_on_gpu") == 1
-    assert "without --gpu" in caplog.text
-
-
-def test_the_next_node_keeps_its_chunks_elsewhere(bed: Bed) -> None:
-    """A node in host memory, one on a GPU, and again: nothing of the one before stays mapped or locked."""
-    engine, on_cpu = bed.engine(), bed.engine(lags=False)
-    for seed, on_gpu in ((35, True), (36, False)):
-        bed.node.kill()
-        bed.on_gpu = on_gpu
-        bed.start_node()
-        wait_until(lambda: engine.is_attached and on_cpu.is_attached, timeout_s=10, what="attached to the next node")
-        prompt = tokens(seed, CHUNK)
-        engine.finish(saved(engine, prompt))
-        bed.wait_sealed(1)
-        check_loaded(engine, prompt, CHUNK)
-        assert num_mapped() == on_gpu
-        request = Request(f"cpu-{seed}", prompt)
-        assert bool(on_cpu.admit(request)) == on_gpu, "what is on a GPU cannot be loaded by a CPU"
-        on_cpu.finish(request)
-
-
-def test_memory_of_the_node_that_cannot_be_mapped_costs_only_the_cache(
-    beds: Callable[..., Bed], fake: FakeCuda, caplog: pytest.LogCaptureFixture
-) -> None:
-    bed = beds(True)
-    fake.fail("cuMemImportFromShareableHandle")
-    engine = bed.engine()
-    engine.finish(saved(engine, tokens(25, CHUNK)))
-    wait_until(lambda: bed.counted("arena_unreachable") == 1 == bed.counted("save_skipped"), what="counted")
-    bed.wait_at_rest()
-    assert "cuMemImportFromShareableHandle" in caplog.text
-
-
-def test_a_link_survives_what_cuda_refuses_its_thread(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not every error of CUDA comes as one of PDX: torch has its own."""
-
-    def refuse(self: LaggingStreams) -> None:
-        if threading.current_thread().name == "pdx-link":
-            raise RuntimeError("CUDA error: out of memory")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LaggingStreams, "bind_thread", refuse)
-        engine = bed.engine()
-        wait_until(lambda: bed.counted("arena_unreachable") == 1, what="counted")
-    bed.node.kill()
-    bed.start_node()
-    wait_until(lambda: engine.is_attached, timeout_s=10, what="attached to the next node")
-    engine.finish(saved(engine, tokens(34, CHUNK)))
-    bed.wait_sealed(1)
-
-
 def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
     """After such an error CUDA does nothing any more for this process. What was under way stays reserved and mapped
     until it ends: nobody knows what still writes there."""
@@ -290,15 +221,6 @@ def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:
     check_loaded(reader, other, CHUNK)
     for each in (again, request):
         engine.scheduler.finished(each)
-
-
-def test_a_layout_that_is_on_two_kinds_of_device_is_refused() -> None:
-    """`meta` stands for any device that is not the other layers'."""
-    worker = WorkerHalf(ConnectorConfig(node="ipc:///tmp/pdx-nobody", start_node=False), layout(), "toy", 0)
-    cpu, meta = (torch.zeros(LAYERS, 4, PAGE_BYTES, dtype=torch.uint8, device=device) for device in ("cpu", "meta"))
-    with pytest.raises(LayoutError, match="cpu, meta"):
-        worker.register({"0": cpu[0], "1": cpu[1], "2": meta[2]}, 4)
-    worker.close()
 
 
 def test_kernels_that_cannot_be_compiled_cost_only_the_cache(
@@ -392,3 +314,15 @@ def test_whatever_call_of_the_driver_fails_the_engine_goes_on(
     assert RELEASES & set(failed)
     assert len(fake.failed) == len(failed), "the last engine has lived without a failure"
     memory._mapped.clear()  # noqa: SLF001
+
+
+def test_memory_of_the_node_that_cannot_be_mapped_costs_only_the_cache(
+    beds: Callable[..., Bed], fake: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed = beds(True)
+    fake.fail("cuMemImportFromShareableHandle")
+    engine = bed.engine()
+    engine.finish(saved(engine, tokens(25, CHUNK)))
+    wait_until(lambda: bed.counted("arena_unreachable") == 1 == bed.counted("save_skipped"), what="counted")
+    bed.wait_at_rest()
+    assert "cuMemImportFromShareableHandle" in caplog.text

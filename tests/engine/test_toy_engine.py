@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine
 
 import pdx
 from pdx.client.connection import Connection
 from pdx.engine import step_save
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Fill, Hello
+from pdx.wire.messages import Fill
 
 MAX_CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES
 
@@ -161,7 +161,7 @@ def test_a_step_tells_its_node_once_unless_its_slices_are_pushed(
     requests = [Request("a", tokens(70, 2 * CHUNK)), Request("b", tokens(71, CHUNK))]
     for request in requests:
         engine.admit(request)
-        for grant in engine.scheduler.track(request).grants:
+        for grant in engine.scheduler.track(request).node.grants:
             grant.by_layer = by_layer
     engine.step(*[(request, request.num_tokens) for request in requests])
     layers = [(layer, 1, False) for layer in range(LAYERS)] if by_layer and group_bytes == 1 else []
@@ -170,21 +170,6 @@ def test_a_step_tells_its_node_once_unless_its_slices_are_pushed(
     wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="sealed")
     for request in requests:
         engine.finish(request)
-
-
-def test_without_save_decode_generated_chunks_are_not_saved(engines: Callable[..., ToyEngine]) -> None:
-    engine = engines(save_decode=False)
-    request = Request("g", tokens(4, CHUNK))
-    engine.admit(request)
-    engine.step((request, CHUNK))
-    for token in tokens(6, 2 * CHUNK):
-        request.all_token_ids.append(token)
-        engine.step((request, 1))
-    engine.finish(request)
-    wait_until(lambda: engines.node.status().chunks == {"sealed": 1}, what="the prompt's chunk is saved")
-    again = Request("again", request.all_token_ids)
-    assert engine.match(again) == CHUNK, "and no other"
-    engine.scheduler.finished(again)
 
 
 def test_chunk_evicted_before_it_is_loaded_is_reported_and_recomputed(engines: Callable[..., ToyEngine]) -> None:
@@ -228,70 +213,6 @@ def test_request_that_ends_in_the_middle_of_prefill_gives_its_room_back(engines:
     wait_until(lambda: at_rest(engines), what="at rest")
 
 
-def test_decoder_waits_for_a_transfer_that_is_under_way(engines: Callable[..., ToyEngine]) -> None:
-    first, second = engines(), engines()
-    prompt = tokens(9, 2 * CHUNK + 5)
-    transfer = {"transfer_id": "z" * 20}
-    request = Request("p", prompt, {"do_remote_decode": True, **transfer})
-    first.admit(request)
-    first.step((request, CHUNK))
-    decode = Request("d", prompt, {"do_remote_prefill": True, **transfer})
-    for _ in range(20):
-        assert second.scheduler.matched_tokens(decode, 0) is None
-    first.step((request, CHUNK + 5))
-    assert second.match(decode) == len(prompt)
-    second.allocate(decode, len(prompt))
-    assert second.finish_load(decode) == set()
-    second.check_cache(decode, len(prompt))
-    for engine, done in ((first, request), (second, decode)):
-        engine.finish(done)
-    wait_until(lambda: at_rest(engines), what="at rest")
-
-
-def test_peers_are_named_on_the_wire_and_unknown_ones_change_nothing(
-    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both legs of a handoff on one node, whose roster has none of the names in the requests."""
-    asked: list[Any] = []
-
-    class Recording(Connection):
-        def ask(self, body: Any) -> int:
-            asked.append(body)
-            return super().ask(body)
-
-    monkeypatch.setattr("pdx.engine.link.Connection", Recording)
-    first, second = engines(), engines()
-    hellos = [body for body in asked if isinstance(body, Hello)]
-    # Workers do not know the model, so their word on the layout would be another one.
-    assert {body.kind: body.layout for body in hellos} == {"scheduler": layout().fingerprint(), "worker": b""}
-    prompt = tokens(18, 2 * CHUNK + 5)
-    transfer = {"transfer_id": "q" * 20}
-    request = Request("p", prompt, {"do_remote_decode": True, "decode_node": "nobody", **transfer})
-    first.admit(request)
-    first.step((request, len(prompt)))
-    first.finish(request)
-    decode = Request("d", prompt, {"do_remote_prefill": True, "prefill_node": "nobody either", **transfer})
-    assert second.admit(decode) == set()
-    assert decode.num_computed == len(prompt)
-    second.check_cache(decode, len(prompt))
-    second.finish(decode)
-    assert {body.push_to for body in asked if isinstance(body, Admit) and body.writes} == {"nobody"}
-    assert {body.source for body in asked if isinstance(body, Admit)} == {"nobody", "nobody either"}
-    wait_until(lambda: at_rest(engines), what="at rest")
-
-
-def test_decoder_does_not_wait_forever(engines: Callable[..., ToyEngine]) -> None:
-    first, second = engines(), engines(transfer_wait_s=0.2)
-    prompt = tokens(10, 2 * CHUNK)
-    request = Request("p", prompt, {"do_remote_decode": True, "transfer_id": "w" * 20})
-    first.admit(request)
-    first.step((request, CHUNK))
-    decode = Request("d", prompt, {"do_remote_prefill": True, "transfer_id": "w" * 20})
-    assert second.match(decode) == CHUNK, "what is here is taken"
-    second.finish(decode)
-    first.finish(request)
-
-
 def test_prefill_waits_for_room_but_not_forever(engines: Callable[..., ToyEngine]) -> None:
     engine = engines(reserve_wait_s=0.3)
     with pdx.connect(engines.node.address) as node:
@@ -326,18 +247,6 @@ def test_what_was_done_without_pdx_is_counted(engines: Callable[..., ToyEngine])
         ballast.abort()
 
 
-def test_a_decoder_tells_no_moments_of_prefill(engines: Callable[..., ToyEngine], place: Any) -> None:
-    """A decode leg that has to compute and save a chunk itself must not stretch the transfer's timeline."""
-    engine = engines()
-    prompt = tokens(17, 2 * CHUNK)
-    decode = Request("d", prompt, {"do_remote_prefill": True, "transfer_id": "r" * 20})
-    engine.admit(decode)
-    plan = engine.scheduler.plan_step(engine.record({"d": (decode, 2 * CHUNK)}))
-    assert [save.ends_transfer for save in plan.saves] == [False]
-    engine.run_worker(0, plan, {"d": (decode, 2 * CHUNK)})
-    engine.finish(decode)
-
-
 def test_node_killed_between_steps_costs_only_the_cache(engines: Callable[..., ToyEngine], start_node: Any) -> None:
     engine = engines()
     prompt = tokens(13, 3 * CHUNK)
@@ -357,23 +266,6 @@ def test_node_killed_between_steps_costs_only_the_cache(engines: Callable[..., T
     engine.step((again, len(prompt)))
     wait_until(lambda: engines.node.status().chunks.get("sealed") == 3, what="saved in the next node")
     engine.finish(again)
-
-
-def test_preempted_request_goes_on_where_it_was_saved(engines: Callable[..., ToyEngine]) -> None:
-    engine = engines()
-    prompt = tokens(14, 3 * CHUNK)
-    request = Request("a", prompt)
-    engine.admit(request)
-    engine.step((request, CHUNK + 5))
-    wait_until(lambda: engines.node.status().chunks.get("sealed") == 1, what="the first chunk is sealed")
-    engine.preempt(request)
-    assert engine.admit(request) == set()
-    assert request.num_computed == CHUNK, "its own sealed chunk is loaded again"
-    engine.check_cache(request, CHUNK)
-    engine.step((request, 2 * CHUNK))
-    wait_until(lambda: engines.node.status().chunks.get("sealed") == 3, what="the rest is saved")
-    engine.finish(request)
-    wait_until(lambda: at_rest(engines), what="at rest")
 
 
 def test_hit_counts_only_where_every_shard_has_it(engines: Callable[..., ToyEngine]) -> None:

@@ -6,20 +6,16 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from node_harness import NodeProcess
 from stream_bed import Bed, saved, streams_of, tokens
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine
 
 import pdx
-from pdx.engine.plan import PagesPlan, SavePlan
-from pdx.engine.step_save import StepSave
-from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
-from pdx.telemetry.trace import Tracer, TraceSpan, read, switch
+from pdx.telemetry.trace import TraceSpan, read, switch
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Mark, Ping
 
@@ -113,7 +109,7 @@ def per_layer(num_tokens: int) -> int:
 # ---- on a CPU ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [1000, CHUNK, 7])
+@pytest.mark.parametrize("step", [CHUNK, 7])
 def test_every_layer_is_computed_and_gathered_once_per_step(
     engines: Callable[..., ToyEngine], transfer: str, folder: Path, told: list[Any], step: int
 ) -> None:
@@ -132,56 +128,6 @@ def test_every_layer_is_computed_and_gathered_once_per_step(
     assert_in_order(sorted([*prefill, *gather], key=lambda span: (span.start_ns, span.end_ns)))
     assert {(span.who, span.transfer) for span in spans} == {("toy-0/0", transfer)}
     assert not any(span.nbytes for span in prefill)
-
-
-def test_a_pass_without_hooks_is_one_span_in_each_lane(
-    engines: Callable[..., ToyEngine], transfer: str, folder: Path
-) -> None:
-    engine = engines()
-    engine.skip_hooks = True
-    engine.finish(saved(engine, tokens(2, CHUNK), prefill_of(transfer)))
-    prefill, gather = read(folder)
-    assert [(span.lane, span.first_layer, span.num_layers) for span in (prefill, gather)] == [
-        ("prefill", 0, LAYERS),
-        ("gather", 0, LAYERS),
-    ]
-    assert gather.nbytes == LAYERS * per_layer(CHUNK)
-    assert_in_order([prefill, gather])
-
-
-def test_requests_of_one_step_have_spans_of_their_own(
-    engines: Callable[..., ToyEngine], transfer: str, folder: Path
-) -> None:
-    """And those that are not part of a transfer, or decode one, have none."""
-    engine = engines()
-    lengths = {"a": 5, "b": CHUNK, "c": CHUNK}
-    params = {name: prefill_of(f"{name}-{transfer}") for name in "ab"}
-    work = [
-        Request(name, tokens(20 + at, length), params.get(name)) for at, (name, length) in enumerate(lengths.items())
-    ]
-    for request in work:
-        engine.admit(request)
-    engine.step(*[(request, request.num_tokens) for request in work])
-    spans = read(folder)
-    assert {span.transfer for span in spans} == {f"{name}-{transfer}" for name in "ab"}
-    for name in "ab":
-        own = [span for span in spans if span.transfer == f"{name}-{transfer}"]
-        assert gathered(own) == dict.fromkeys(range(LAYERS), per_layer(lengths[name]))
-        assert len(lane(own, "prefill")) == LAYERS + 1
-    for request in work:
-        engine.finish(request)
-
-
-def test_a_prefill_that_finds_no_room_is_traced_all_the_same(
-    engines: Callable[..., ToyEngine], transfer: str, folder: Path, told: list[Any]
-) -> None:
-    engine = engines(save=False)
-    request = saved(engine, tokens(3, 2 * CHUNK), prefill_of(transfer), step=CHUNK)
-    engine.finish(request)
-    spans = read(folder)
-    assert len(lane(spans, "prefill")) == 2 * (LAYERS + 1)
-    assert lane(spans, "gather") == []
-    assert sealed_bytes(told) == 0
 
 
 def test_a_decode_leg_scatters_and_neither_computes_nor_gathers(
@@ -230,96 +176,6 @@ def test_off_nothing_is_written_and_nothing_else_differs(
     assert switched_on == switched_off == without != []
 
 
-def test_it_is_switched_from_step_to_step(engines: Callable[..., ToyEngine], transfer: str, folder: Path) -> None:
-    engine = engines()
-    request = Request("r", tokens(7, 4 * CHUNK), prefill_of(transfer))
-    engine.admit(request)
-    for on in (False, True, False, True):
-        switch(folder, on)
-        engine.step((request, CHUNK))
-    engine.finish(request)
-    spans = read(folder)
-    assert len(lane(spans, "gather")) == 2 * LAYERS
-    assert gathered(spans) == dict.fromkeys(range(LAYERS), per_layer(2 * CHUNK))
-
-
-def test_a_step_that_failed_leaves_only_what_was_done(
-    engines: Callable[..., ToyEngine], transfer: str, folder: Path
-) -> None:
-    engine = engines()
-    request = Request("r", tokens(8, CHUNK), prefill_of(transfer))
-    engine.admit(request)
-    worker = engine.workers[0]
-    worker.begin(engine.scheduler.plan_step(engine.record({"r": (request, CHUNK)})))
-    worker.save_layer("layer.0")
-    engine.finish(request)  # the forward pass has raised
-    engine.close()
-    assert [(span.lane, span.first_layer) for span in read(folder)] == [("prefill", 0), ("gather", 0)]
-
-
-# ---- copies that end late, or were not begun --------------------------------------------------
-
-
-class LateCopier:
-    """Says that something is computed when the test does. Copies end at once."""
-
-    is_asynchronous = True
-
-    def __init__(self) -> None:
-        self.late: list[Callable[[], None]] = []
-
-    def after_compute(self, action: Callable[[], None]) -> bool:
-        self.late.append(action)
-        return True
-
-    def after_copies(self, action: Callable[[], None]) -> None:
-        action()
-
-    def gather(self, layers: range) -> bool:
-        return True
-
-    def copied(self) -> Callable[[], bool]:
-        return lambda: True
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.fixture
-def tracer(folder: Path) -> Iterator[Tracer]:
-    with Tracer(folder, "e/0") as made:
-        yield made
-
-
-def step_of(tracer: Tracer, copier: Any, transfer: str, *, taken: int) -> StepSave:
-    """A step that is to gather three chunks, of one, two and three pages, and has room for the first ones."""
-    slot = Slot(0, 4096, 0)
-    pages = [PagesPlan([slot], 4, first=0, block_ids=list(range(count))) for count in (1, 2, 3)]
-    save = SavePlan("r", transfer, pages, ends_transfer=True, blocks_before=0, num_tokens=9)
-    node: Any = SimpleNamespace(tell=lambda body: None)
-    return StepSave([save], pages[:taken], layout(), 0, copier=copier, connection=node, arena=node, tracer=tracer)
-
-
-def test_what_is_seen_to_be_computed_after_the_copies_have_ended_is_written(
-    tracer: Tracer, transfer: str, folder: Path
-) -> None:
-    copier = LateCopier()
-    assert step_of(tracer, copier, transfer, taken=0).finish()
-    assert read(folder) == []
-    for action in copier.late:
-        action()
-    assert [(span.lane, span.num_layers) for span in read(folder)] == [("prefill", LAYERS)]
-
-
-@pytest.mark.parametrize(("taken", "nbytes"), [(0, []), (2, [3 * PAGE_BYTES])])
-def test_pages_whose_slots_were_lost_count_for_nothing(
-    tracer: Tracer, transfer: str, folder: Path, taken: int, nbytes: list[int]
-) -> None:
-    step_of(tracer, LateCopier(), transfer, taken=taken).gather(0)
-    tracer.flush()
-    assert [span.nbytes for span in read(folder)] == nbytes
-
-
 # ---- on streams ---------------------------------------------------------------------------------
 
 
@@ -349,15 +205,3 @@ def test_on_streams_spans_say_when_it_was_done_and_not_when_it_was_queued(
     for span in lane(spans, "gather"):
         assert span.start_ns <= span.end_ns
         assert span.start_ns < prefill[0].end_ns, "queued before anything was computed"
-
-
-def test_what_is_loaded_on_streams_is_a_span(bed: Bed, transfer: str, folder: Path) -> None:
-    first, second = bed.engine(), bed.engine(trace=str(folder))
-    prompt = tokens(10, CHUNK + 5)
-    first.finish(saved(first, prompt, prefill_of(transfer)))
-    decode = Request("d", [*prompt, 7], decode_of(transfer, len(prompt)))
-    assert second.admit(decode) == set()
-    second.finish(decode)
-    second.close()
-    (span,) = read(folder)
-    assert (span.lane, span.nbytes) == ("scatter", LAYERS * per_layer(len(prompt)))

@@ -8,6 +8,7 @@ import pytest
 from toy_engine import Request, layout
 
 from pdx.engine.request import Asked, TrackedRequest, parse_params
+from pdx.engine.states import Step
 from pdx.engine.step import StepLimits
 from pdx.engine.turns import Turns
 
@@ -49,7 +50,7 @@ def test_as_many_are_near_as_two_steps_take(sizes: list[int], num_running: int, 
             turns.pass_by(each)
         assert reached == [number < near for number in range(len(sizes))]
     assert list(turns.next_ones(num_running)) == [], "nothing has moved"
-    turns.remove("0")
+    turns.remove(waiting[0])
     assert list(turns.next_ones(num_running)) == waiting[1 : near + 1]
     assert list(turns.next_ones(num_running)) == []
 
@@ -58,16 +59,18 @@ def test_what_has_asked_or_is_decided_is_not_asked_ahead_again() -> None:
     turns, waiting = Turns(LIMITS), queue(*[10] * 5)
     for each in waiting:
         turns.add(each, 0)
-    waiting[1].asked, waiting[2].decided = Asked(1, 0.0, 0), True
-    turns.remove("0")
-    turns.remove("0")
+    waiting[1].node.asked = Asked(1, 0.0, 0)
+    waiting[2].step(Step.DECIDE)
+    turns.remove(waiting[0])
+    turns.remove(waiting[0])
     assert list(turns.next_ones(0)) == waiting[3:]
     assert len(turns) == 4
 
 
 def test_who_has_what_it_needs_takes_only_what_is_left_to_compute() -> None:
     turns, waiting = Turns(LIMITS), queue(150, 150, 150)
-    waiting[0].decided, waiting[0].hit_tokens = True, 140
+    waiting[0].step(Step.DECIDE)
+    waiting[0].node.hit_tokens = 140
     near = []
     for each in waiting:
         near.append(turns.is_near(each, 0))
@@ -92,7 +95,7 @@ def test_nobody_stands_behind_those_that_wait_for_something_else_than_their_turn
     last = tracked("last", 500)
     assert turns.is_near(last, 0)
     turns.add(last, 0)
-    turns.remove("0")
+    turns.remove(waiting[0])
     assert list(turns.next_ones(0)) == [last]
 
 
@@ -101,7 +104,7 @@ def test_those_that_wait_for_something_else_stand_behind_nobody() -> None:
     for each in queue(*[100] * 9):
         turns.pass_by(each)
     assert turns.is_near(leg, 0)
-    leg.decided = True
+    leg.step(Step.DECIDE)
     assert not turns.is_near(leg, 0), "it waits for its turn now"
 
 
@@ -109,10 +112,11 @@ def test_those_that_arrive_stand_behind_those_that_are_there_and_wait_for_their_
     turns = Turns(LIMITS)
     for each in queue(*[500] * 4, params=DECODE):
         turns.add(each, 0)
-    assert turns.add(tracked("a", 500), 0), "decode legs take nothing of its steps"
-    assert not turns.add(tracked("b", 500), 0)
-    turns.remove("a")
-    turns.remove("b")
+    first, second = queue(500, 500)
+    assert turns.add(first, 0), "decode legs take nothing of its steps"
+    assert not turns.add(second, 0)
+    turns.remove(first)
+    turns.remove(second)
     assert turns.add(tracked("c", 500), 0)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from node_harness import NodeProcess
 from toy_engine import CHUNK, LAYERS, Request, ToyEngine
+from two_peers import are_at_rest, settings_of_peers
 
 from pdx.client.connection import Connection
-from pdx.config import NodeConfig, listen_address
 from pdx.engine import step_save
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Fill
@@ -35,34 +35,14 @@ class Pair:
         """How often a peer of node `at` had to ask for what was not pushed."""
         return self.nodes[at].status().counters.get("wants_served", 0)
 
-    def is_at_rest(self) -> bool:
-        """Nothing is under way, and nobody holds anything."""
-        found = [node.status() for node in self.nodes]
-        peers = [peer for status in found for peer in status.peers]
-        return not any(
-            status.leases or status.transfers or set(status.chunks) - {"sealed"} for status in found
-        ) and not any(peer.pushes or peer.landing for peer in peers)
-
     def close(self) -> None:
         self.first.close()
         self.second.close()
 
 
-@pytest.fixture(params=["tcp", "shm"])
-def make_pair(request: Any, place: Path, start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., Pair]]:
-    roster = place / "roster.toml"
-    named = {name: f"ipc://{place}/{name}.sock" for name in ("one", "two")}
-    roster.write_text(
-        "".join(
-            f'[nodes.{name}]\naddress = "{listen_address(NodeConfig(address=address, name=name))}"\n'
-            for name, address in named.items()
-        )
-    )
-    roster.chmod(0o600)
-    nodes = [
-        start_node(address=address, name=name, roster=str(roster), channels=[request.param])
-        for name, address in named.items()
-    ]
+@pytest.fixture
+def make_pair(place: Path, start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., Pair]]:
+    nodes = [start_node(**settings) for settings in settings_of_peers(place)]
     made: list[Pair] = []
 
     def make(shards: int = 1) -> Pair:
@@ -72,7 +52,7 @@ def make_pair(request: Any, place: Path, start_node: Callable[..., NodeProcess])
     yield make
     for pair in made:
         try:
-            wait_until(pair.is_at_rest, what="both nodes are at rest")
+            wait_until(lambda pair=pair: are_at_rest(pair.nodes), what="both nodes are at rest")
         finally:
             pair.close()
 
@@ -151,53 +131,6 @@ def test_layers_are_told_where_a_transfer_waits_for_them_and_nowhere_else(
     wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 2, what="the pushed ones are on node two")
 
 
-def test_what_is_pushed_after_it_was_reserved_for_reuse_arrives_when_it_is_whole(
-    make_pair: Callable[..., Pair],
-) -> None:
-    """The node is told of its chunks once, which is enough for a push that begins while they are filled."""
-    pair = make_pair()
-    prompt = tokens(0, 2 * CHUNK)
-    alone, pushed = Request("alone", prompt), Request("pushed", prompt, PREFILL)
-    pair.first.admit(alone)
-    pair.first.admit(pushed)
-    pair.first.step((alone, 2 * CHUNK))
-    wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 2, what="all is on node two")
-    for request in (alone, pushed):
-        pair.first.finish(request)
-
-
-def test_chunks_and_tail_are_pushed_unasked(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(2)
-    prompt = tokens(0, 2 * CHUNK + 7)
-    request = Request("p", prompt, PREFILL)
-    pair.first.admit(request)
-    pair.first.step((request, len(prompt)))
-    wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 3 * 2, what="all is on node two")
-    assert pair.were_asked_for(0) == 0
-    pair.first.finish(request)
-
-
-def test_a_prompt_that_is_all_here_arrives_too(make_pair: Callable[..., Pair]) -> None:
-    """The prefill engine finds every chunk in its node and reserves nothing: they are pushed all the same."""
-    pair = make_pair()
-    prompt = tokens(0, 2 * CHUNK)
-    warm = Request("warm", prompt)
-    pair.first.admit(warm)
-    pair.first.step((warm, len(prompt)))
-    pair.first.finish(warm)
-    wait_until(lambda: pair.nodes[0].status().chunks.get("sealed") == 2, what="sealed on node one")
-    request = Request("p", prompt, PREFILL)
-    pair.first.admit(request)
-    assert request.num_computed == len(prompt)
-    wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 2, what="both are on node two, unasked")
-    decode = Request("d", prompt, DECODE)
-    assert pair.second.admit(decode) == set()
-    assert decode.num_computed == len(prompt)
-    pair.second.check_cache(decode, len(prompt))
-    pair.first.finish(request)
-    pair.second.finish(decode)
-
-
 def test_the_second_turn_pulls_generated_chunks_back(make_pair: Callable[..., Pair]) -> None:
     """What was generated on node two is part of the next prompt on node one."""
     pair = make_pair()
@@ -211,7 +144,7 @@ def test_the_second_turn_pulls_generated_chunks_back(make_pair: Callable[..., Pa
 
     wait_until(generate, what="a generated chunk is sealed on node two")
     pair.second.finish(decode)
-    wait_until(pair.is_at_rest, what="all that is saved is sealed")
+    wait_until(lambda: are_at_rest(pair.nodes), what="all that is saved is sealed")
     turn, sealed = list(decode.all_token_ids), pair.nodes[1].status().chunks["sealed"]
     following = Request("next", [*turn, *tokens(200, 5)], {**PREFILL, "transfer_id": "y" * 20})
     assert pair.first.admit(following) == set()
@@ -219,13 +152,6 @@ def test_the_second_turn_pulls_generated_chunks_back(make_pair: Callable[..., Pa
     pair.first.check_cache(following, following.num_computed)
     assert pair.were_asked_for(1) == 1
     pair.first.finish(following)
-
-
-def test_a_prefill_does_not_wait_for_a_peer_that_has_nothing(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair()
-    request = Request("p", tokens(0, 2 * CHUNK), PREFILL)
-    assert pair.first.match(request) == 0
-    pair.first.finish(request)
 
 
 def test_a_decoder_whose_prefill_was_given_up_computes(make_pair: Callable[..., Pair]) -> None:

@@ -20,7 +20,7 @@ import torch
 from pdx.config import ConnectorConfig
 from pdx.engine.guard import SchedulerGuard, WorkerGuard
 from pdx.engine.scheduler import SchedulerHalf
-from pdx.engine.step import LeftOut, StepLimits, StepRecord
+from pdx.engine.step import BlockHashing, LeftOut, StepLimits, StepRecord
 from pdx.engine.worker import WorkerHalf
 from pdx.memory.layout import KvLayout
 from pdx.vllm.step import step_record
@@ -83,6 +83,18 @@ class Request(SimpleNamespace):
         return [chained(self.all_token_ids[: end + BLOCK]) for end in range(0, self.num_tokens - BLOCK + 1, BLOCK)]
 
 
+class Hashing(BlockHashing):
+    def __init__(self, keeps_apart: bool, left_out: Callable[[Request], LeftOut | None]) -> None:
+        super().__init__(hasher)
+        self._keeps_apart, self._left_out = keeps_apart, left_out
+
+    def keep_apart(self, request: Request, form: str) -> bool:
+        return self._keeps_apart or not form
+
+    def name_inputs(self, request: Request, is_new: bool) -> LeftOut | None:
+        return self._left_out(request)
+
+
 class ToyEngine:
     """One engine of `shards` ranks in this process. `streams`: where its first rank works, and `more_streams` where the
     others do; the caller's to close. `shape`: what of its layout is another's."""
@@ -122,9 +134,7 @@ class ToyEngine:
             config,
             layout_,
             name,
-            hasher,
-            keep_apart=lambda request, form: keeps_apart or not form,
-            name_inputs=lambda request, is_new: left_out(request),
+            Hashing(keeps_apart, left_out),
             limits=limits,
         )
         assert self.scheduler.wait_attached(10)

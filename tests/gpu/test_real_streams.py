@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,7 +49,9 @@ class Engine:
         self.pages = torch.zeros((LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         self.source = torch.randint(1, 256, (LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         streams = Streams(torch.device("cuda", gpu.ordinal))
-        self.copier = GpuCopier.start(page_map(list(self.pages), BLOCKS, PAGE_BYTES), 0, streams, self.counts.append)
+        self.copier = GpuCopier.start(
+            page_map(list(self.pages), BLOCKS, PAGE_BYTES), 0, streams, SimpleNamespace(count=self.counts.append)
+        )
         self.slot = Slot(0, CHUNK_BYTES, GENERATION)
         self.plan = PagesPlan([self.slot], len(IDS), 0, IDS, completes=True)
         self.copier.use(arena)

@@ -101,18 +101,6 @@ def test_scatter_is_the_reference_and_touches_nothing_else(problem):
     assert torch.equal(slot.raw, before.raw)
 
 
-@given(problems())
-def test_there_and_back_restores_the_pages_and_only_those(problem):
-    engine, slot, block_ids = problem
-    before = engine.copy()
-    rows, saved = page_rows(engine.blocks), page_rows(slot.blocks)
-    gather(rows, block_ids, saved)
-    for block_id in block_ids.tolist():
-        engine.blocks[block_id] = 0
-    scatter(saved, block_ids, rows)
-    assert torch.equal(engine.raw, before.raw)
-
-
 @pytest.mark.parametrize("page_bytes", [16, 48, 64, 112, 4096, 16384 - 16, 16384, 16384 + 16, 32768, 53328, 65536 + 64])
 @pytest.mark.parametrize("lead", [0, 16, 48])
 @pytest.mark.parametrize("gap", [0, 32])
@@ -180,17 +168,6 @@ def test_a_bad_block_id_in_any_of_several_copies_copies_nothing(operation):
     assert all(torch.equal(each.raw, was) for each, was in zip((*engines, *slots), before, strict=True))
 
 
-def test_no_copy_is_no_error():
-    pages.gather([])
-    pages.scatter([])
-
-
-def test_the_same_page_can_be_gathered_twice():
-    engine, slot = memory((3, 32), torch.uint8), memory((4, 32), torch.uint8, seed=1)
-    gather(page_rows(engine.blocks), torch.tensor([2, 0, 2, 2]), page_rows(slot.blocks))
-    assert torch.equal(slot.blocks, engine.blocks[[2, 0, 2, 2]])
-
-
 def test_sentinels_around_and_between_pages_survive_a_scatter():
     engine = memory((4, 2, 16), torch.bfloat16, lead=32, gap=48)
     engine.raw.fill_(0xA5)
@@ -229,11 +206,6 @@ def test_page_rows_refuses_what_is_not_rows_of_whole_aligned_pages(tensor, compl
         page_rows(tensor)
 
 
-def test_page_rows_of_one_page_or_none():
-    assert page_rows(memory((1, 32), torch.uint8, gap=8).blocks).shape == (1, 2)
-    assert page_rows(torch.empty(0, 2, 16)).shape == (0, 8)
-
-
 @pytest.mark.parametrize(("ids", "bad"), [([0, 4], "4"), ([-1, 2], "-1"), ([2**40, 0], str(2**40))])
 def test_a_bad_block_id_is_named_and_nothing_is_copied(ids, bad):
     engine, slot = memory((4, 32), torch.uint8, seed=1), memory((2, 32), torch.uint8, seed=2)
@@ -262,12 +234,6 @@ def test_what_does_not_fit_together_is_refused(rows, ids):
         gather(engine, ids, slot)
     with pytest.raises(ValueError, match="block ids must be|do not fit"):
         scatter(slot, ids, engine)
-
-
-def test_bytes_that_are_not_rows_are_refused():
-    raw = torch.zeros(4, 32, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="page_rows"):
-        gather(raw, torch.tensor([0]), raw[:1])
 
 
 @pytest.fixture

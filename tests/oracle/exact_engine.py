@@ -10,7 +10,7 @@ import inspect
 import os
 import random
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -399,6 +399,8 @@ class Engine:
         if (missing := self.shape.blocks - 1 - pool.get_num_free_blocks()) != 0:
             yield f"{missing} blocks are not free"
         for name, table in vars(self.half).items():
+            if isinstance(table, Counter):
+                table = +table
             if isinstance(table, dict | set | list | deque) and table:
                 yield f"SchedulerHalf.{name}: {len(table)}"
         if len(self.half._turns):

@@ -119,8 +119,8 @@ def of_burst(model: Path, address: str, count: int, *, is_on: bool) -> None:
         slowed(made)
         for _ in range(100):
             made.step()
-            waiting = [each for each in made.half._requests.values() if not each.scheduled] if is_on else []
-            most = max(most, sum(bool(each.grants) or each.asked is not None for each in waiting))
+            waiting = [each for each in made.half._requests.values() if each.is_queued] if is_on else []
+            most = max(most, sum(bool(each.node.grants) or each.node.asked is not None for each in waiting))
     tell(
         f"{count} at once | {_with(is_on)} | schedule(): median {statistics.median(took_ms):.2f} ms, mean "
         f"{statistics.fmean(took_ms):.2f}, most {max(took_ms):.1f} | {most} of those that wait have asked",

@@ -99,7 +99,7 @@ def test_an_adapter_that_was_dropped_and_loaded_again_from_other_files_gives_not
 
 
 @both
-@pytest.mark.parametrize("first_lost", [0, 1, 3])
+@pytest.mark.parametrize("first_lost", [0, 3])
 def test_a_request_whose_load_fails_is_right_and_so_is_its_next_turn(
     bed: OracleBed, asynchronous: bool, first_lost: int
 ) -> None:
@@ -185,7 +185,7 @@ def test_layers_of_a_draft_model_run_after_transfers_were_asked_for(bed: OracleB
 
 
 @both
-@pytest.mark.parametrize("steps", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("steps", [0, 1, 4])
 def test_a_request_may_be_aborted_at_any_step_of_its_load(bed: OracleBed, asynchronous: bool, steps: int) -> None:
     history = written(bed)
     reader = reader_of(bed, asynchronous=asynchronous)
@@ -320,7 +320,9 @@ def test_what_another_connector_failed_to_load_is_not_saved(
     reader = reader_of(bed, **BESIDE)
     if is_left_out:  # as for a picture without a name
         left_out = {"0": LeftOut("unnamed_media", "%s")}
-        monkeypatch.setattr(reader.half, "_name_inputs", lambda request, is_new: left_out.get(request.request_id))
+        monkeypatch.setattr(
+            reader.half._hashing, "name_inputs", lambda request, is_new: left_out.get(request.request_id)
+        )
     prompts = [bed.tokens(HISTORY) + bed.tokens(count, count) for count in (100, 120)]
     claims["0"] = Claim(PROMISED, kept)
     for number, prompt in enumerate(prompts):
@@ -332,7 +334,7 @@ def test_what_another_connector_failed_to_load_is_not_saved(
 
 
 @pytest.mark.parametrize("aborted", [False, True], ids=["it goes on", "it is aborted"])
-@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("steps", [0, 2])
 def test_nor_what_others_compute_from_it_while_it_is_computed_again(
     bed: OracleBed, claims: dict[str, Claim], steps: int, aborted: bool
 ) -> None:

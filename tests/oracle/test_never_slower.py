@@ -135,8 +135,8 @@ def test_a_burst_asks_and_takes_room_for_those_that_run_next(
     while set(prompts) & set(engine.requests):
         calls = 0
         engine.step()
-        waiting = [each for each in half._requests.values() if not each.scheduled]
-        holding = [each for each in waiting if each.asked is not None or each.grants]
+        waiting = [each for each in half._requests.values() if each.is_queued]
+        holding = [each for each in waiting if each.node.asked is not None or each.node.grants]
         most = max(most, len(holding))
         assert not answers or calls <= 3
     assert 0 < most <= 2, "of four places two are free"

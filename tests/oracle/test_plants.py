@@ -34,7 +34,7 @@ def trust_in_others(patch: pytest.MonkeyPatch) -> None:
 
 def names_of_inputs(patch: pytest.MonkeyPatch) -> None:
     """Adapters and pictures are what vLLM calls them."""
-    patch.setattr(Content, "name", lambda self, request, is_new: None)
+    patch.setattr(Content, "name_inputs", lambda self, request, is_new: None)
 
 
 def names_of_weights(patch: pytest.MonkeyPatch) -> None:
