@@ -106,13 +106,13 @@ def rows(bench: str) -> list[str]:
     machine = result["machine"]
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""
     lines = [
-        f"| **`{_command(bench, result)}`**, {machine['date']}, {machine['cpus']}-core {machine['cpu']}{gpu} | | | |"
+        f"| **`{_command(bench, result)}`**, {machine['date']}, {machine['cpus']}-core {machine['cpu']}{gpu} | | |"
     ]
     for figure in result["figures"]:
         if figure["goal"]:
             value = f"{figure['value']:,.3f} {figure['unit']}".strip()
             lines.append(
-                f"| {figure['name']} | {value} | {figure['goal']} | {'yes' if figure['is_met'] else '**no**'} |"
+                f"| {figure['name']} | {value} | {figure['goal']}{'' if figure['is_met'] else ': **missed**'} |"
             )
     return lines
 
@@ -133,7 +133,7 @@ def fill_numbers() -> None:
     head, _, rest = NUMBERS.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     shown = [name for name in (*BENCHES, "handoff", *SHOWN) if (RESULTS / f"{name}.json").exists()]
-    lines = ["| figure | measured | goal | met |", "|---|---:|---|---|", *(row for name in shown for row in rows(name))]
+    lines = ["| figure | measured | goal |", "|---|---:|---|", *(row for name in shown for row in rows(name))]
     pictures = [f"\n![{name}](../bench/results/{name}.png)" for name in shown if (RESULTS / f"{name}.png").exists()]
     NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join([*lines, *pictures]) + f"\n\n{END}{tail}")
 
