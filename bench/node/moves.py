@@ -25,7 +25,7 @@ from pdx.bench.harness.nodes import ATTACH_S, TO, node_pair
 from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
 from pdx.cli.machine import huge_pages
 from pdx.client.connection import Connection
-from pdx.store.disk.workers import THREADS
+from pdx.store.disk.files import THREADS
 from pdx.testing.waiting import wait_until
 from pdx.wire.base import Kind
 from pdx.wire.messages import VERSION, Admit, Admitted, Done, Fill, Hello, Push

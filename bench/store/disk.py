@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -27,9 +25,11 @@ from pdx.bench.harness.report import show_rows
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.slot import Slot
 from pdx.store.disk import chunk_file
+from pdx.store.disk.files import THREADS
 from pdx.store.disk.tier import DiskTier
-from pdx.store.disk.workers import THREADS
-from pdx.store.tier import Job, Part, Tier
+from pdx.store.tier import Job, Part, Tier, TierHost
+from pdx.telemetry.env import Env
+from pdx.testing.tier_stage import Calls
 
 TOTAL_BYTES = 256 << 20
 CHUNK_MIB = (0.25, 1, 8, 32)
@@ -50,7 +50,7 @@ class Row:
     cpu_s_gb: float
 
 
-class Bed:
+class Bed(TierHost):
     """An arena full of chunks, a tier, and a raw file of the same bytes."""
 
     def __init__(self, folder: Path, arena: Arena, chunk_bytes: int) -> None:
@@ -60,21 +60,17 @@ class Bed:
         starts = range(0, TOTAL_BYTES, chunk_bytes)
         self._slots = [Slot(start, chunk_bytes, arena.generations[start // GRANULE_BYTES]) for start in starts]
         self._keys: list[bytes] = []
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.env, self.memory = Env(), [arena]
+        self.env.mailbox = calls = Calls()
+        self._calls = calls.waiting
         self._over = 0
         limit_bytes = len(self._slots) * chunk_file.disk_bytes(chunk_bytes, LAYERS)
-        self.tier = DiskTier(
-            folder / "tier",
-            limit_bytes,
-            arenas=[arena],
-            post=self._calls.put,
-            on_done=self._done,
-            counters=Counter(),
-        )
+        self.tier = DiskTier(self, folder / "tier", limit_bytes)
         while not self.tier.is_counted:
             self._calls.get()()
 
-    def _done(self, tier: Tier, job: Job, error: Exception | None) -> None:
+    def done(self, tier: Tier, job: Job, error: Exception | None) -> None:
+        """See `TierHost.done`."""
         if error is not None:
             raise error
         self._over += 1

@@ -52,7 +52,7 @@ class Hinting:
         self._counters = env.counters
         self._clock = env.clock
         self.ends = Ends()
-        self.demotions = Demotions(store, tiers, within_s=config.push_s, counters=env.counters, clock=env.clock)
+        self.demotions = Demotions(store, tiers, env, within_s=config.push_s)
 
     # ---- who says it ------------------------------------------------------------------------
 

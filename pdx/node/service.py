@@ -6,13 +6,12 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import zmq
 
-from pdx.config import NodeConfig, disk_names, handover_path, node_name
+from pdx.config import NodeConfig, handover_path, node_name
 from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
@@ -28,13 +27,11 @@ from pdx.node.reports import MAX_MARKS, Reports
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
-from pdx.store.disk.tier import DiskTier
 from pdx.store.lifecycle import State
 from pdx.store.policies.by_name import Maker
 from pdx.store.policies.by_name import find as find_policy
-from pdx.store.remote.backend import RemoteSettings, open_backend
-from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Store
+from pdx.store.tier_setup import open_below
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
@@ -126,13 +123,13 @@ class Service:
         self.tiers = Tiers(
             self.store,
             self.copies,
+            env,
+            memory=arenas,
             spills=not arena.gpu,
             choice=config.store,
             window=config.store_window,
             store_s=config.push_s,
             load_s=config.fetch_s,
-            counters=env.counters,
-            clock=env.clock,
         )
         marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
         chunk_bytes = self.store.pools[0].total_bytes
@@ -198,48 +195,7 @@ class Service:
 
         :raises ConfigError: a folder cannot be this node's alone, or an address or file is not what it should be.
         """
-        config = self._config
-        for option, value in (("--disk", " ".join(config.disks)), ("--remote", config.remote)):
-            if value and self._arenas[0].gpu:
-                raise ConfigError(
-                    f"{option} {value} keeps chunks of host memory, and this node has none for them; give it "
-                    f"--arena 8GiB beside --gpu"
-                )
-        common: dict[str, Any] = {
-            "arenas": self._arenas,
-            "post": self.env.mailbox.post,
-            "on_done": self.copies.done,
-            "counters": self.counters,
-            "clock": self._clock,
-        }
-        disks: list[DiskTier] = []
-        for folder, name in zip(config.disks, disk_names(config), strict=True):
-            disk = DiskTier(
-                Path(folder),
-                config.disk_limit_bytes,
-                reserve_bytes=config.disk_reserve_bytes,
-                codec=config.disk_codec,
-                name=name,
-                is_used=self.store.index.is_found,
-                on_removed=self.tiers.storing.removed,
-                **common,
-            )
-            disks.append(disk)
-        for disk in disks:
-            disk.siblings = [each for each in disks if each is not disk]
-        if disks:
-            self.tiers.below.append(list(disks))
-        if config.remote:
-            settings = RemoteSettings(
-                url=config.remote,
-                timeout_s=config.remote_s,
-                lookup_s=config.remote_lookup_s,
-                ttl_s=config.remote_ttl_s,
-                ca=config.remote_ca,
-                credentials=config.remote_credentials,
-            )
-            found, codec = self.tiers.found.extend, config.remote_codec
-            self.tiers.below.append([RemoteTier(open_backend(settings), on_found=found, codec=codec, **common)])
+        self.tiers.below += open_below(self._config, self.tiers)
 
     # ---- attaching --------------------------------------------------------------------------
 

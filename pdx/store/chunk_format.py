@@ -152,18 +152,18 @@ def encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Kept | N
     return Kept(head, body[: round_up(used)], used)
 
 
-def packed(part: Part, data: memoryview, codec: str, is_over: Over) -> tuple[bytes, int]:
-    """A whole chunk, whose bytes are `data`, with its header: by the codec where it then takes less. And its bytes
-    behind the header, if they are encoded; else 0.
+def packed(part: Part, data: memoryview, codec: str, is_over: Over) -> tuple[list[memoryview], int]:
+    """A whole chunk, whose bytes are `data`, behind its header: by the codec where it then takes less, else `data`
+    itself. And its bytes behind the header, if they are encoded; else 0.
 
     :raises TierError: the codec is not for such chunks; `is_over`.
     """
     kept = encoded(part, data, codec, is_over) if codec != NONE else None
     if kept is not None:
-        return b"".join((kept.head, kept.data)), kept.nbytes
-    head = bytearray(header_bytes(part.layers))
-    encode(part, data, memoryview(head), is_over)
-    return b"".join((head, data)), 0
+        return [kept.head, kept.data], kept.nbytes
+    head = memoryview(bytearray(header_bytes(part.layers)))
+    encode(part, data, head, is_over)
+    return [head, data], 0
 
 
 def decode(header: EncodedHeader, data: memoryview, into: memoryview, path: object, is_over: Over) -> None:
@@ -209,6 +209,11 @@ def whole_header(head: memoryview) -> int:
         return 0
     magic, _, body_bytes, _ = _PREFIX.unpack_from(head)
     return _PREFIX.size + body_bytes if magic == MAGIC and body_bytes <= _MAX_BODY_BYTES else 0
+
+
+def is_encoded(head: memoryview) -> bool:
+    """Whether a header that begins so is that of an encoded chunk."""
+    return len(head) >= _PREFIX.size and _PREFIX.unpack_from(head)[1] == ENCODED
 
 
 def parsed(data: memoryview, size: int, path: object) -> Header:

@@ -8,9 +8,8 @@ when it is among the next that will be evicted. No sockets, no threads, no I/O h
 from __future__ import annotations
 
 import itertools
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pdx.config import StoreChoice
@@ -22,6 +21,7 @@ from pdx.store.lifecycle import State
 from pdx.store.slot_pool import SlotPool
 from pdx.store.store import Store
 from pdx.store.tier import Tier
+from pdx.telemetry.env import Env
 
 if TYPE_CHECKING:
     from pdx.store.tiers import Tiers
@@ -39,13 +39,12 @@ class Storing:
         tiers: Tiers,
         store: Store,
         copies: Copies,
+        env: Env,
         *,
         spills: bool,
         choice: StoreChoice,
         window: float,
         store_s: float,
-        counters: Counter[str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`spills`: whether the first arena is there for what is sealed in others. `choice`: `all` chunks are stored;
         below the arenas, those that a request has found, or that are sealed again after they left memory, as far as the
@@ -59,8 +58,8 @@ class Storing:
         self._store = store
         self._copies = copies
         self._store_s = store_s
-        self._counters = counters
-        self._clock = clock
+        self._counters = env.counters
+        self._clock = env.clock
         self._evicted = -1  # chunks, when the windows were last looked at
         self._again: OrderedDict[bytes, None] = OrderedDict()  # keys that a tier had, and are not stored there any more
         # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
@@ -107,24 +106,21 @@ class Storing:
                 chunk.key
             ] = None
 
-    def _next(self, chunk: Chunk) -> Iterator[Tier]:
+    def _next(self, chunk: Chunk) -> Sequence[Tier]:
         """Where a sealed chunk is stored."""
         if any(chunk.reservation.arenas):
-            if self._tiers.arenas is not None and self.spills:
-                yield self._tiers.arenas
-        elif self._choice != "twice-seen" or self._store.history.is_missed(chunk.key):
-            yield from self.below(chunk)
+            return [self._tiers.arenas] if self._tiers.arenas is not None and self.spills else []
+        is_due = self._choice != "twice-seen" or self._store.history.is_missed(chunk.key)
+        return self.below(chunk) if is_due else []
 
     def give(self, chunk: Chunk, where: Iterable[Tier]) -> None:
         """Store this key there, whatever is stored otherwise."""
         self._wait(chunk, where)
 
-    def below(self, chunk: Chunk) -> Iterator[Tier]:
+    def below(self, chunk: Chunk) -> list[Tier]:
         """The tiers below the arenas that this chunk is for."""
-        for level in self._tiers.below:
-            tier = level[chunk.key[-1] % len(level)]
-            if not (chunk.is_named and tier.is_shared):
-                yield tier
+        tiers = [level[chunk.key[-1] % len(level)] for level in self._tiers.below]
+        return [tier for tier in tiers if not tier.is_shared] if chunk.is_named else tiers
 
     def turn(self) -> None:
         """Store what is to be stored, as far as the tiers keep up. To be called after each turn of the control loop."""
@@ -198,12 +194,12 @@ class Storing:
         while keys and held < most:
             key = next(iter(keys))
             chunks = self._store.index.known(key, shards, arenas)
-            nbytes = sum(chunk.slot.nbytes for chunk in chunks or ())
+            nbytes = sum([chunk.slot.nbytes for chunk in chunks or ()])
             if chunks is None:  # it was evicted meanwhile
                 self._drop(tier, key)
             elif held and held + nbytes > most:  # a chunk that is larger than that goes alone
                 break
-            elif all(chunk.state is State.SEALED for chunk in chunks):  # else the last shard brings it here again
+            elif all([chunk.state is State.SEALED for chunk in chunks]):  # else the last shard brings it here again
                 wanted.append(key)
                 self._tiers.name(chunks[0])
                 held += nbytes

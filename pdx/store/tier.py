@@ -112,13 +112,13 @@ class TierHost(ABC):
     """
 
     env: Env
-    arenas: Sequence[Arena]  # by `Slot.arena`
+    memory: Sequence[Arena]  # by `Slot.arena`
 
     @abstractmethod
     def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
         """A job is over: the tier reads and writes the arena for it no more."""
 
-    def found(self, keys: Iterable[bytes]) -> None:
+    def answered(self, keys: Iterable[bytes]) -> None:
         """What `seeks` was asked for is known now."""
         return
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import asdict, replace
 
 from pdx.config import StoreChoice
+from pdx.errors import PdxError
+from pdx.memory.arena import Arena
 from pdx.store import paying
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
@@ -28,7 +29,8 @@ from pdx.store.paying import UNKNOWN, Computing
 from pdx.store.siblings import Siblings
 from pdx.store.store import Store
 from pdx.store.storing import Storing
-from pdx.store.tier import Held, Tier
+from pdx.store.tier import Held, Job, Tier, TierHost
+from pdx.telemetry.env import Env
 from pdx.wire.status import TierStatus
 
 ANSWER_SHARE = 0.1  # of the time of computing may pass until a tier has said whether it has something
@@ -36,14 +38,16 @@ SOME = 64  # keys that a tier is asked for at once
 MAX_NAMED = 1 << 17  # chunks whose blocks are known when memory has them no more: about 64 MB
 
 
-class Tiers:
-    """The tiers of a node but its peers. Owned by the control loop."""
+class Tiers(TierHost):
+    """The tiers of a node but its peers, and what runs them. Owned by the control loop."""
 
     def __init__(
         self,
         store: Store,
         copies: Copies,
+        env: Env,
         *,
+        memory: Sequence[Arena] = (),
         arenas: Tier | None = None,
         below: Sequence[Sequence[Tier]] = (),
         spills: bool = True,
@@ -51,13 +55,13 @@ class Tiers:
         window: float = 0.1,
         store_s: float,
         load_s: float,
-        counters: Counter[str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`arenas`: the tier that copies between the arenas, if there are several. `below`: the levels below the
-        first arena. `spills`, `choice`, `window`: see `Storing`. A store or load that takes longer than `store_s` or
-        `load_s` is given up.
+        """`memory`: the arenas. `arenas`: the tier that copies between them, if there are several. `below`: the levels
+        below the first arena. `spills`, `choice`, `window`: see `Storing`. A store or load that takes longer than
+        `store_s` or `load_s` is given up.
         """
+        self.env = env
+        self.memory = memory
         self.arenas = arenas
         self.below = [list(level) for level in below]
         self.found: list[bytes] = []  # keys that a tier was asked for and has answered; who tells of it empties it
@@ -65,23 +69,40 @@ class Tiers:
             self,
             store,
             copies,
+            env,
             spills=spills,
             choice=choice,
             window=window,
             store_s=store_s,
-            counters=counters,
-            clock=clock,
         )
         self._store = store
         self._copies = copies
         self._store_s = store_s
         self._load_s = load_s
-        self._counters = counters
-        self._clock = clock
+        self._counters = env.counters
+        self._clock = env.clock
         self._named = Siblings()  # chunks that were stored, or loaded, and may still be in a tier
         self._chunk_bytes = 0  # of all shards of the last chunk that was found below
         self._probed_at: dict[Tier, float] = {}  # by tier: when a chunk was loaded to see how fast it is …
         self._waited_at: dict[Tier, float] = {}  # … and when its answer was waited for, so that there is one to load
+
+    # ---- what tiers tell --------------------------------------------------------------------
+
+    def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
+        """See `TierHost.done`."""
+        self._copies.done(tier, job, error)
+
+    def answered(self, keys: Iterable[bytes]) -> None:
+        """See `TierHost.answered`."""
+        self.found.extend(keys)
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        """See `TierHost.removed`."""
+        self.storing.removed(keys)
+
+    def is_used(self, key: bytes) -> bool:
+        """See `TierHost.is_used`."""
+        return self._store.index.is_found(key)
 
     # ---- loading ----------------------------------------------------------------------------
 

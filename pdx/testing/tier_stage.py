@@ -63,7 +63,7 @@ class TierStore(ABC):
         raise NotImplementedError
 
 
-class _Calls(Mailbox):
+class Calls(Mailbox):
     """What threads post, for a loop that makes one call at a time and lets its errors through."""
 
     def __init__(self) -> None:
@@ -90,15 +90,15 @@ class TierStage(TierHost):
         """`make` opens the tier; `content` says which bytes chunks have."""
         self.now = 100.0
         self.env = Env(lambda: self.now)
-        self._calls = _Calls()
+        self._calls = Calls()
         self.env.mailbox = self._calls
         self.counters = self.env.counters
         self.slot_bytes, self.content, self._make = slot_bytes, content, make
         name = f"arena-{os.getpid()}-{next(_arenas)}"
         self.arena = Arena.create(folder / name, slots * round_up(slot_bytes))
-        self.arenas = [self.arena]
+        self.memory = [self.arena]
         self.numbers = itertools.count(1)
-        self.answered: list[bytes] = []  # keys that the tier was asked for
+        self.answers: list[bytes] = []  # keys that the tier was asked for
         self.gone: list[bytes] = []  # keys that it has said to have removed
         self.used: set[bytes] = set()  # keys that requests find in memory
         self._loading: set[int] = set()  # copies
@@ -145,9 +145,9 @@ class TierStage(TierHost):
         if error is None:
             tier.tally.moved(job, is_load=job.number in self._loading)
 
-    def found(self, keys: Iterable[bytes]) -> None:
-        """See `TierHost.found`."""
-        self.answered.extend(keys)
+    def answered(self, keys: Iterable[bytes]) -> None:
+        """See `TierHost.answered`."""
+        self.answers.extend(keys)
 
     def removed(self, keys: Iterable[bytes]) -> None:
         """See `TierHost.removed`."""
@@ -285,10 +285,10 @@ class TierStage(TierHost):
         while True:
             held = self.timed(lambda: self.tier.find(keys, shards))
             left = keys[len(held) :]
-            self.answered.clear()
+            self.answers.clear()
             if not left or not self.timed(partial(self.tier.seeks, left, shards)):
                 return len(held)
-            self.until(lambda: left[0] in self.answered)  # noqa: B023
+            self.until(lambda: left[0] in self.answers)  # noqa: B023
 
     @property
     def status(self) -> TierStatus:

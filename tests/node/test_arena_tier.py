@@ -59,11 +59,11 @@ class Stage:
         self.tiers = Tiers(
             self.store,
             self.copies,
+            self.env,
+            memory=self.arenas,
             arenas=self.tier,
             store_s=20.0,
             load_s=5.0,
-            counters=self.counters,
-            clock=lambda: self.now,
         )
 
     def reserve(self, numbers, arenas=(1,), **claim):
@@ -489,8 +489,7 @@ def test_a_chunk_that_begins_alike_comes_from_another_arena(stage):
 
 
 def test_what_is_demoted_in_the_arena_of_a_gpu_leaves_it_for_host_memory(stage):
-    clock = lambda: stage.now  # noqa: E731
-    demotions = Demotions(stage.store, stage.tiers, within_s=10.0, counters=stage.counters, clock=clock)
+    demotions = Demotions(stage.store, stage.tiers, stage.env, within_s=10.0)
     slots = stage.reserve([1, 2])
     assert demotions.add([key(1)], 1, (1,)) == 1
     demotions.tick()

@@ -1,6 +1,7 @@
 """Several arenas with a disk below, in any order: what is hit is what was written last, and nothing is left behind."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import test_arena_tier
@@ -8,6 +9,7 @@ from test_arena_tier import GRANULE_BYTES, SLICE, Stage, key
 
 from pdx.store.disk.tier import DiskTier
 from pdx.store.lifecycle import State
+from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 
 
@@ -17,14 +19,16 @@ class Whole(Stage):
     def __init__(self, folder, random_):
         super().__init__(folder, granules=random_.choice([4, 6, 16]))
         self.random = random_
-        self.disk = DiskTier(
-            folder / "disk",
-            random_.choice([3, 10, 50]) * 3 * GRANULE_BYTES,
-            arenas=self.arenas,
-            post=self.mailbox.post,
-            on_done=self.copies.done,
-            counters=self.counters,  # by its own clock: those of copies jump, and no thread of it would seem to answer
+        env = Env()  # the clock of copies jumps, and no thread of the disk would seem to answer
+        env.counters, env.mailbox = self.counters, self.mailbox
+        host = SimpleNamespace(
+            env=env,
+            memory=self.arenas,
+            done=self.tiers.done,
+            removed=self.tiers.removed,
+            is_used=self.tiers.is_used,
         )
+        self.disk = DiskTier(host, folder / "disk", random_.choice([3, 10, 50]) * 3 * GRANULE_BYTES)
         self.tiers.below.append([self.disk])
         self.versions = {}
         self.filling = []  # slots of reservations
@@ -97,7 +101,7 @@ class Whole(Stage):
             self.end()
         while self.leases:
             self.release()
-        wait_until(lambda: self.turn() or (self.disk.is_counted and not self.disk._under_way and not len(self.copies)))
+        wait_until(lambda: self.turn() or (self.disk.is_counted and self.disk.is_idle and not len(self.copies)))
         self.assert_idle()
         for name in ("_forgotten", "_admitted", "_busy", "_later"):
             assert not getattr(self.disk, name), name

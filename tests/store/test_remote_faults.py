@@ -10,7 +10,10 @@ import pytest
 from remote_bed import Redis, Relay, connections, free_port, key, made, opened, until, why_not
 
 from pdx.errors import TierError
-from pdx.store.remote.tier import HEAD_BYTES, MAX_FAILURES, NOT_THERE_S, PAUSE_S, THREADS
+from pdx.store.health import MAX_ERRORS as MAX_FAILURES
+from pdx.store.health import PAUSE_S
+from pdx.store.remote.catalog import NOT_THERE_S
+from pdx.store.remote.tier import HEAD_BYTES, THREADS
 from pdx.testing.waiting import wait_until
 
 LOOP_S = 0.25  # what a call of the control loop takes at most: no deadline here is as short
@@ -48,7 +51,7 @@ def test_a_store_that_is_down_is_not_asked_all_the_time(beds):
         bed.sought([1, 2])
         assert not bed.tier.takes_stores
         bed.now += PAUSE_S / 1000
-    assert bed.calls.empty()
+    assert bed.is_quiet
     bed.now += PAUSE_S
     assert not any(bed.tier.takes_stores for _ in range(100)), "one call finds out"
     until(bed, lambda: bed.counters["remote_paused"] == 2)
@@ -88,7 +91,7 @@ def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     redis.kill()
     kinds = {error.kind for copy in copies if (error := bed.end(copy)) is not None}
     assert kinds <= {"unreachable", "timeout", "failed", "paused"}
-    assert not bed.tier._under_way
+    assert not bed.tier._works.keys() - {0}
     while bed.counters["remote_paused"] == 0:
         bed.store(99)
     assert bed.sought(range(4)) == 0
@@ -112,7 +115,7 @@ def test_a_store_that_dies_within_an_answer_is_believed_so_far(beds, redis):
         assert bed.sought(range(2 * batch)) == batch
         assert relay.cut_after < 0, "it died amid the answer"
         assert bed.counters["remote_unreachable"] == 1
-        assert not bed.tier._sought
+        assert not bed.tier._catalog._sought
         assert bed.load(0).kind == "unreachable"
     finally:
         relay.close()
@@ -137,11 +140,11 @@ def test_an_answer_from_before_it_was_stored_says_nothing(beds, redis, monkeypat
     if is_asked_again:
         assert bed.tier.seeks([key(1)], 1)
     goes_on.set()
-    while bed.tier._seeking:
+    while bed.tier._catalog.seeking:
         bed.turn()
         assert bed.tier.holds(key(1))
     assert bed.sought([1]) == 1
-    assert not bed.tier._sought
+    assert not bed.tier._catalog._sought
 
 
 def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path):
@@ -216,12 +219,12 @@ def test_a_store_that_hangs_costs_its_deadline_and_no_more(beds, tmp_path, monke
         assert time.monotonic() - started_at < 15.0, "a few deadlines, where a core is taken away as well"
         while bed.counters["remote_paused"] == 0:
             bed.end(bed.start("load", 1))
-        assert bed.tier._failures >= MAX_FAILURES
+        assert bed.tier._health._errors >= MAX_FAILURES
         assert bed.longest_s < LOOP_S
         server.go_on()
         bed.now += PAUSE_S
         bed.tier.seeks([key(1)], 1)
-        until(bed, lambda: bed.tier._is_open)
+        until(bed, lambda: bed.tier.status().is_up)
         assert bed.sought([1]) == 1
         assert bed.load(1) is None
     finally:
@@ -265,7 +268,7 @@ def test_a_store_that_trickles_costs_its_deadline_and_no_more(trickling):
     relay.trickles.clear()
     bed.now += PAUSE_S
     bed.tier.seeks([key(1)], 1)
-    until(bed, lambda: bed.tier._is_open)
+    until(bed, lambda: bed.tier.status().is_up)
     assert bed.sought([1, 2]) == 2
     assert bed.load(2) is None
 

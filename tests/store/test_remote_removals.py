@@ -6,8 +6,8 @@ import pytest
 from remote_bed import key, until
 
 from pdx.errors import TierError
-from pdx.store.remote.tier import NOT_THERE_S, PAUSE_S
-from pdx.store.tier import Job, Part
+from pdx.store.health import PAUSE_S
+from pdx.store.remote.catalog import NOT_THERE_S
 
 
 @pytest.fixture
@@ -19,21 +19,6 @@ def gone(bed, redis, names=()):
     """Nothing but these is there, when all is removed that was to be."""
     until(bed, lambda: not len(bed.tier._removals))
     return redis.names() == sorted(names)
-
-
-@pytest.fixture
-def held_write(bed, monkeypatch):
-    """Writes wait for the second of these events, and set the first."""
-    begun, goes_on, write = threading.Event(), threading.Event(), bed.tier._backend.write
-
-    def late(name, data):
-        begun.set()
-        goes_on.wait(30)
-        write(name, data)
-
-    monkeypatch.setattr(bed.tier._backend, "write", late)
-    yield begun, goes_on
-    goes_on.set()
 
 
 def test_what_this_node_has_put_there_is_removed_without_a_look(bed, redis):
@@ -58,34 +43,6 @@ def test_all_shards_that_this_node_has_put_there_are_removed(bed, redis):
     assert gone(bed, redis)
 
 
-def test_what_is_deleted_while_it_is_stored_is_not_there_afterwards(bed, redis, held_write):
-    begun, goes_on = held_write
-    copy = bed.start("store", 1)
-    assert begun.wait(30)
-    bed.tier.evict([key(1)])
-    goes_on.set()
-    bed.end(copy)
-    assert gone(bed, redis)
-    assert not bed.tier.holds(key(1))
-    assert bed.sought([1]) == 0
-
-
-def test_what_is_deleted_before_its_turn_is_not_stored(bed, redis):
-    """Its copy was admitted before, and gives the tier its jobs later."""
-    copy = bed.copy([key(1), key(2)])
-    assert bed.tier.admit(copy).keys == [0, 1]
-    bed.tier.evict([key(1)])
-    assert gone(bed, redis)
-    for number in (1, 2):
-        slot = bed.slot(number)
-        bed.tier.store(Job(copy.number, [Part(key(number), 0, 4, 0, 4, slot)], slot.nbytes))
-        until(bed, lambda: copy.number in bed.over)
-        assert bed.over.pop(copy.number) is None
-    bed.tier.over(copy)
-    assert redis.names() == [f"v3/{key(2).hex()}-0"]
-    assert bed.store(1) is None, "what is computed again is stored again"
-
-
 def test_an_answer_from_before_it_was_deleted_does_not_count(bed, redis, monkeypatch):
     assert bed.store(1) is None
     heads, asked, goes_on = bed.tier._backend.heads, threading.Event(), threading.Event()
@@ -103,7 +60,7 @@ def test_an_answer_from_before_it_was_deleted_does_not_count(bed, redis, monkeyp
     assert not bed.tier.find([key(1)], 1)
     assert gone(bed, redis)
     goes_on.set()
-    until(bed, lambda: not bed.tier._seeking)
+    until(bed, lambda: not bed.tier._catalog.seeking)
     assert not bed.tier.find([key(1)], 1)
     bed.now += NOT_THERE_S + 0.1
     assert bed.sought([1]) == 0
@@ -135,7 +92,7 @@ def test_what_is_deleted_while_the_store_does_not_answer_is_removed_when_it_does
         redis.go_on()
     bed.now += PAUSE_S
     bed.tier.tick()
-    until(bed, lambda: bed.tier._is_open)
+    until(bed, lambda: bed.tier.status().is_up)
     bed.tier.tick()
     assert gone(bed, redis, [f"v3/{key(2).hex()}-0"])
 
@@ -161,7 +118,7 @@ def test_what_cannot_be_removed_is_tried_again(bed, redis, monkeypatch, caplog):
 
 def test_what_is_not_removed_by_the_end_is_said(bed, redis, caplog):
     assert bed.store(1) is None
-    bed.tier._is_open = False
+    bed.tier._health.doubt = "gone"
     bed.tier.evict([key(1)])
     bed.tier.close()
     assert "1 chunks that were deleted may still be in" in caplog.text

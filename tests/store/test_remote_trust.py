@@ -9,7 +9,7 @@ from http_server import answering
 from remote_bed import Cluster, Redis, SeaweedFs, certificate, key, made, opened, signed, until, why_not
 
 from pdx.errors import ConfigError
-from pdx.store.remote.tier import MAX_FAILURES
+from pdx.store.health import MAX_ERRORS as MAX_FAILURES
 
 
 def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):

@@ -10,10 +10,10 @@ import remote_bed
 from disk_bed import key
 
 from pdx.errors import TierError
-from pdx.store.disk import chunk_file
-from pdx.store.disk.health import PAUSE_S
-from pdx.store.remote import tier as remote_tier
-from pdx.store.remote.tier import NOT_THERE_S
+from pdx.store.disk import chunk_file, listing
+from pdx.store.health import PAUSE_S
+from pdx.store.remote import catalog
+from pdx.store.remote.catalog import NOT_THERE_S
 
 
 def said(bed, number):
@@ -36,8 +36,8 @@ def test_a_disk_that_has_not_counted_its_files_says_so_and_one_that_has_lacks_wh
     assert disk.store(1)
     assert said(disk, 2) == ("", None)
     disk.close_tier()
-    go_on, real = threading.Event(), chunk_file.salvage
-    monkeypatch.setattr(chunk_file, "salvage", lambda *args: go_on.wait(60) and real(*args))
+    go_on, real = threading.Event(), listing.salvage
+    monkeypatch.setattr(listing, "salvage", lambda *args: go_on.wait(60) and real(*args))
     disk.open(wait=False)
     try:
         assert said(disk, 1) == ("has not counted its files yet", None)
@@ -51,9 +51,9 @@ def test_a_disk_that_has_not_counted_its_files_says_so_and_one_that_has_lacks_wh
 
 def test_a_folder_that_cannot_be_listed_says_so(disk, monkeypatch):
     disk.close_tier()
-    monkeypatch.setattr(chunk_file, "listed", _denied)
+    monkeypatch.setattr(listing, "listed", _denied)
     disk.open(wait=False)
-    while disk.tier._is_scanning:
+    while not disk.tier._scan.is_over:
         disk.turn()
     assert said(disk, 1) == ("could not be listed", None)
     assert not disk.tier.status().is_up
@@ -151,7 +151,7 @@ def test_a_store_that_has_not_answered_yet_or_does_not_any_more_says_so(remote, 
 
 
 def test_a_question_that_is_under_way_or_has_failed_or_was_not_asked(remote, redis, monkeypatch):
-    monkeypatch.setattr(remote_tier, "MAX_SOUGHT", 1)
+    monkeypatch.setattr(catalog, "MAX_SOUGHT", 1)
     remote.opened()
     redis.stop()
     try:
@@ -159,7 +159,7 @@ def test_a_question_that_is_under_way_or_has_failed_or_was_not_asked(remote, red
         assert said(remote, 1)[0] == said(remote, 2)[0] == "was asked, and had not answered yet"
         assert not remote.tier.seeks([key(3)], 1)
         assert said(remote, 3)[0] == "was not asked, because too many questions wait for it"
-        while remote.tier._seeking:
+        while remote.tier._catalog.seeking:
             remote.turn()
         for number in (1, 2):
             assert said(remote, number)[0].startswith("did not say whether it has it: timeout: ")

@@ -1,4 +1,4 @@
-"""Our own tiers pass the conformance suite: files, Redis, and S3 by SeaweedFS."""
+"""Our own tiers pass the conformance suite: files, Redis (one and a cluster), and S3 by SeaweedFS."""
 
 import contextlib
 import os
@@ -9,8 +9,8 @@ from remote_bed import made
 
 from pdx.store.disk.chunk_file import verify
 from pdx.store.disk.tier import DiskTier
-from pdx.store.remote.backend import RemoteSettings, open_backend
-from pdx.store.remote.tier import RemoteTier
+from pdx.store.remote.backend import RemoteSettings
+from pdx.store.tier_setup import open_remote
 from pdx.testing.tier_conformance import TierConformance
 from pdx.testing.tier_stage import TierStore
 
@@ -24,18 +24,7 @@ class Files(TierStore):
         self.root = folder / "tier"
 
     def open(self, host, codec="none"):
-        return DiskTier(
-            self.root,
-            64 * MIB,
-            arenas=host.arenas,
-            post=host.env.mailbox.post,
-            on_done=host.done,
-            on_removed=host.removed,
-            is_used=host.is_used,
-            counters=host.env.counters,
-            clock=host.env.clock,
-            codec=codec,
-        )
+        return DiskTier(host, self.root, 64 * MIB, codec=codec)
 
     def alter(self, key, shard, change):
         [path] = self.root.glob(f"??/{key.hex()}-{shard}-*.chunk")
@@ -73,17 +62,8 @@ class Remote(TierStore):
         self.server = server
 
     def open(self, host, codec="none"):
-        settings = RemoteSettings(url=self.server.url, timeout_s=1.0, lookup_s=0.5)
-        return RemoteTier(
-            open_backend(settings),
-            arenas=host.arenas,
-            post=host.env.mailbox.post,
-            on_done=host.done,
-            on_found=host.found,
-            counters=host.env.counters,
-            clock=host.env.clock,
-            codec=codec,
-        )
+        settings = RemoteSettings(url=self.server.url, timeout_s=1.0, lookup_s=0.5, codec=codec)
+        return open_remote(host, settings)
 
     def alter(self, key, shard, change):
         name = f"v3/{key.hex()}-{shard}"
@@ -130,3 +110,8 @@ class TestRedis(OfServer):
 
 class TestS3(OfServer):
     kind = "s3"
+
+
+@pytest.mark.long
+class TestCluster(OfServer):
+    kind = "cluster"

@@ -121,11 +121,10 @@ class Stage:
         self.tiers = Tiers(
             self.store,
             self.copies,
+            self.env,
             below=[[self.tier]],
             store_s=20.0,
             load_s=5.0,
-            counters=self.counters,
-            clock=lambda: self.now,
             **settings,
         )
 

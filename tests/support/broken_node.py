@@ -16,7 +16,8 @@ from node_harness import NodeProcess
 
 from pdx.config import NodeConfig
 from pdx.node.__main__ import main
-from pdx.store.disk import health, tier
+from pdx.store import health
+from pdx.store.disk import files
 from pdx.store.remote import tier as remote
 
 PAUSE_S = 1.0
@@ -50,6 +51,6 @@ def broken(folder):
 
 
 if __name__ == "__main__":
-    health.PAUSE_S = remote.PAUSE_S = tier.SILENT_S = PAUSE_S
+    health.PAUSE_S = remote.PAUSE_S = files.SILENT_S = PAUSE_S
     os.preadv = broken(Path(sys.argv[2]))
     sys.exit(main())

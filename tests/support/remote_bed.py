@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import queue
 import random
 import shutil
 import signal
@@ -15,23 +14,20 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from functools import partial
-from types import SimpleNamespace
 
 import obstore
 import psutil
 import pytest
 from obstore.store import MemoryStore, S3Store
 
-from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
-from pdx.memory.slot import Slot
 from pdx.store.remote.backend import RemoteSettings, open_backend
-from pdx.store.remote.tier import RemoteTier
-from pdx.store.tier import Job, Part
+from pdx.store.tier_setup import open_remote
+from pdx.testing.tier_stage import TierStage
+from pdx.testing.tier_stage import content as content
+from pdx.testing.tier_stage import key as key
 from pdx.testing.waiting import wait_until
 
 obstore.put(MemoryStore(), "warm", b"")  # it has threads and descriptors of its own from the first call on
@@ -203,6 +199,9 @@ class Cluster:
 
     def put(self, name, data):
         self._ask("-x", "SET", f"pdx:{name}", input=data)
+
+    def remove(self, name):
+        self._ask("DEL", f"pdx:{name}")
 
     def put_list(self, name):
         self._ask("DEL", f"pdx:{name}")
@@ -391,122 +390,34 @@ def made(kind, folder):
     return {"redis": Redis, "cluster": Cluster, "s3": SeaweedFs}[kind](folder)
 
 
-def key(number):
-    return number.to_bytes(2, "big") * 8
-
-
-def content(number, shard, nbytes):
-    return random.Random(number << 8 | shard).randbytes(nbytes)
-
-
-class Bed:
-    """A tier over the store at `url`, with an arena of `slots` slots; `now` is the tier's clock."""
+class Bed(TierStage):
+    """A tier over the store at `url`. What it is to load it has been asked for."""
 
     def __init__(self, folder, url, *, slot_bytes=32 << 10, slots=16, codec="none", content=content, **settings):
         folder.mkdir(exist_ok=True)
-        self.slot_bytes, self.content = slot_bytes, content
-        self.arena = Arena.create(folder / f"arena-{os.getpid()}", slots * round_up(slot_bytes))
-        self.now = 100.0
-        self.counters = Counter()
-        self.calls = queue.SimpleQueue()
-        self.over, self.found = {}, []
-        self.numbers = iter(range(1, 1 << 30))
-        self._longest_s = [0.0] * 3  # of what the control loop has called
-        given = {"url": url, "timeout_s": 5.0, "lookup_s": 2.0} | settings
-        self.tier = RemoteTier(
-            open_backend(RemoteSettings(**given)),
-            arenas=[self.arena],
-            post=self.calls.put,
-            on_done=self._done,
-            on_found=self.found.extend,
-            counters=self.counters,
-            codec=codec,
-            clock=lambda: self.now,
-        )
+        given = RemoteSettings(**{"url": url, "timeout_s": 5.0, "lookup_s": 2.0, "codec": codec} | settings)
+        make = partial(open_remote, settings=given)
+        super().__init__(folder, make, slot_bytes=slot_bytes, slots=slots, content=content)
 
-    def opened(self):
-        """It answers."""
-        while not self.tier._is_open:
-            self.turn()
-        return self
-
-    def close(self):
-        self.tier.close()
-        while not self.calls.empty():
-            self.turn()
-        self.arena.close()
-        self.arena.path.unlink()
-
-    def _done(self, tier, job, error):
-        assert tier is self.tier
-        assert job.number not in self.over, "a job ended twice"
-        self.over[job.number] = error
-
-    def turn(self):
-        call = self.calls.get(timeout=HANGS_S)
-        self.timed(call)
-
-    def timed(self, call):
-        started_at = time.perf_counter()
-        result = call()
-        self._longest_s = sorted([*self._longest_s, time.perf_counter() - started_at])[1:]
-        return result
-
-    @property
-    def longest_s(self):
-        """What a call of the control loop took at most, but for two that a core may have been taken away from."""
-        return self._longest_s[0]
-
-    def slot(self, number, nbytes=None):
-        offset = number * round_up(self.slot_bytes)
-        return Slot(offset, nbytes or self.slot_bytes, self.arena.generations[offset // GRANULE_BYTES])
-
-    def copy(self, keys, shards=1, nbytes=None, layers=4):
-        chunks = [SimpleNamespace(slot=self.slot(0, nbytes), layers=layers) for _ in range(len(keys) * shards)]
-        return SimpleNamespace(number=next(self.numbers), keys=keys, shards=shards, chunks=chunks)
-
-    def start(self, verb, number, shard=0, *, shards=1, at=0, nbytes=None, layers=4, form=""):
-        slot = self.slot(at, nbytes)
-        data = self.content(number, shard, slot.nbytes) if verb == "store" else bytes(slot.nbytes)
-        self.arena.data[slot.offset : slot.offset + slot.nbytes] = data
-        copy = self.copy([key(number)], shards, nbytes, layers)
-        if verb == "store" and not self.timed(lambda: self.tier.admit(copy)).keys:
-            return None
-        job = Job(copy.number, [Part(key(number), shard, layers, 0, layers, slot, form=form)], slot.nbytes)
-        self.timed(lambda: getattr(self.tier, verb)(job))
-        return copy
-
-    def end(self, copy):
-        while copy.number not in self.over:
-            self.turn()
-        self.tier.over(copy)
-        return self.over[copy.number]
+    def start(self, verb, number, shard=0, **settings):
+        return (self.start_store if verb == "store" else self.start_load)(number, shard, **settings)
 
     def store(self, number, shard=0, **settings):
         """The error; or "left out"."""
-        copy = self.start("store", number, shard, **settings)
+        copy = self.start_store(number, shard, **settings)
         return "left out" if copy is None else self.end(copy)
 
     def load(self, number, shard=0, *, at=1, nbytes=None, **settings):
         """The error, or None if the right bytes are in the arena."""
-        error = self.end(self.start("load", number, shard, at=at, nbytes=nbytes, **settings))
+        error = self.end(self.start_load(number, shard, at=at, nbytes=nbytes, **settings))
         if error is None:
             slot = self.slot(at, nbytes)
-            assert bytes(self.arena.view(slot)) == self.content(number, shard, slot.nbytes)
+            assert self.bytes_at(slot) == self.content(number, shard, slot.nbytes)
         return error
 
     def sought(self, numbers, shards=1):
-        """How many of the leading ones are there, as a request learns it that waits for the answer."""
-        keys = [key(number) for number in numbers]
-        while True:
-            held = self.timed(lambda: self.tier.find(keys, shards))
-            left = keys[len(held) :]
-            if not left or not self.timed(partial(self.tier.seeks, left, shards)):
-                return len(held)
-            while self.tier._seeking:
-                self.turn()
-            assert left[0] in self.found
-            self.found.clear()
+        """See `TierStage.count`."""
+        return self.count(list(numbers), shards)
 
 
 def until(bed, condition):

@@ -20,13 +20,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import heapq
 import os
 import re
 import stat
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -56,10 +54,7 @@ from pdx.store.tier import Part
 
 WHOLE, PARTIAL = ".chunk", ".partial"
 _FOLDER = re.compile(r"[0-9a-f]{2}")
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,6})-([0-9]{1,6})-([0-9]{1,15})(?:-([0-9]{1,15}))?\.chunk")
-_OF_NO_USE = re.compile(
-    r"[0-9a-f]{32}-[0-9]{1,6}(-[0-9]{1,6}-[0-9]{1,15}\.partial|\.chunk|\.partial)"
-)  # also of format 2
+NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,6})-([0-9]{1,6})-([0-9]{1,15})(?:-([0-9]{1,15}))?\.chunk")
 _INLINE = 4  # a file of so few blocks needs no block that says where they are, nor do so few of those …
 _LISTED_BYTES = 12  # … and each takes so many of such a block, behind as many of its own
 _WRITE_KINDS = {
@@ -79,9 +74,6 @@ _READ_KINDS = {
     errno.ENOMEM: "exhausted",
 }
 MAX_HITS = 999  # that are counted
-_FOLDERS = 256
-_SPREAD = 64  # files of a folder, at the least, so that few of them need not be even
-_LISTERS = 2  # more of them fight for the interpreter when the file system has all in memory
 
 
 @lru_cache(1024)
@@ -126,116 +118,12 @@ class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
         return header_bytes(self.layers, is_encoded=bool(self.coded)) + (self.coded or self.nbytes)
 
 
-class Useless(msgspec.Struct, frozen=True):
-    """A file from before that is of no use: why, and the bytes that it takes because it could not be removed."""
-
-    why: TierError
-    nbytes: int = 0
-
-
-def most_of_folder(max_files: int) -> int:
-    """How many files of one folder are kept in memory, where `max_files` of all of them are kept in the end: keys are
-    spread evenly over the folders."""
-    return _SPREAD + 2 * max_files // _FOLDERS
-
-
-def listed(root: Path, is_over: Over, max_files: int, block_bytes: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
-    """All files in the tier's folders, those that were used last first, each with its time, for `hits_of`. Those
-    of no use come before them, and are removed; so are those used longest ago where there are far more than
-    `max_files`.
-    What a file holds is looked at when it is read.
-
-    :raises OSError: they cannot be listed.
-    """
-    with os.scandir(root) as folders:
-        names = [each.path for each in folders if is_folder(each)]
-    found: list[list[tuple[int, ChunkFile]]] = []
-    with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
-        for files, useless in pool.map(lambda name: _listed(name, is_over, max_files, block_bytes), names):
-            found.append(files)
-            yield from ((0, each) for each in useless)
-    # Merging lists lets other threads run in between, as sorting all at once does not.
-    yield from ((time_ns, file) for time_ns, file in heapq.merge(*found, reverse=True))
-
-
-def place_of(root: Path) -> tuple[int, int]:
-    """The folder itself, whatever its name leads to later.
-
-    :raises OSError: there is none.
-    """
-    info = os.stat(root)
-    return info.st_dev, info.st_ino
-
-
-def check_place(root: Path, place: tuple[int, int]) -> None:
-    """:raises TierError: the folder was removed, or its disk unmounted, and something else may be there now."""
-    try:
-        is_there = place_of(root) == place
-    except FileNotFoundError:
-        is_there = False
-    except OSError as error:
-        raise TierError(f"{root} cannot be read: {error.strerror}", "read_failed") from error
-    if not is_there:
-        raise TierError(f"{root} is not there any more", "gone")
-
-
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Whether it is a folder of chunks; a disk's own `lost+found` is none."""
     return _FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
-def _listed(
-    folder: str, is_over: Over, max_files: int, block_bytes: int
-) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
-    files: list[tuple[int, ChunkFile]] = []
-    useless: list[Useless] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if is_over():
-                break
-            try:
-                time_ns, file = salvage(entry, folder, block_bytes)
-            except FileNotFoundError:  # somebody else removes it
-                continue
-            if isinstance(file, Useless):
-                useless.append(file)
-            else:
-                files.append((time_ns, file))
-    files.sort(reverse=True)
-    most = most_of_folder(max_files)
-    for _, file in files[most:]:
-        path = path_of(Path(folder).parent, file)
-        why = TierError(f"{path} is one file too many", "index_full")
-        useless.append(Useless(why, 0 if _is_gone(path) else file.charge))
-    return files[:most], useless
-
-
-def salvage(entry: os.DirEntry[str], folder: str, block_bytes: int) -> tuple[int, ChunkFile | Useless]:
-    """When a file from before was last used (ns since the epoch), and what it is.
-
-    :raises FileNotFoundError: it is gone.
-    """
-    info = entry.stat(follow_symlinks=False)
-    try:
-        match = _NAME.fullmatch(entry.name)
-        if match is not None and folder.endswith(entry.name[:2]):
-            file = _named(match, block_bytes)
-            if not stat.S_ISREG(info.st_mode):
-                raise TierError(f"{entry.path} is not a file", "corrupt")
-            if file.coded >= file.nbytes > 0:
-                raise TierError(f"{entry.path} is larger than a chunk that is not encoded", "corrupt")
-            if info.st_size != file.size:
-                raise TierError(f"{entry.path} has {info.st_size} bytes, not {file.size}", "truncated")
-            return info.st_mtime_ns, file
-        if _OF_NO_USE.fullmatch(entry.name) is None:
-            return 0, Useless(TierError(f"{entry.path} is no tier's", "foreign"))
-        kind = "unfinished" if entry.name.endswith(PARTIAL) else "outdated"
-        raise TierError(f"{entry.path} is of no use: {kind}", kind)
-    except TierError as error:
-        return 0, Useless(error, 0 if _is_gone(Path(entry.path)) else info.st_blocks * 512)
-
-
-def _named(match: re.Match[str], block_bytes: int = HEADER_BYTES) -> ChunkFile:
+def named(match: re.Match[str], block_bytes: int = HEADER_BYTES) -> ChunkFile:
     """The file of this name."""
     key, shard, layers, nbytes, coded = match.groups()
     return ChunkFile(bytes.fromhex(key), int(shard), *_sizes(layers, nbytes), int(coded or 0), block_bytes)
@@ -354,7 +242,7 @@ def write(
             finally:
                 os.close(fd)
         except BaseException:  # also where it cannot be opened: `reuse` may have put a file there
-            is_left = not _is_gone(partial)
+            is_left = not is_gone(partial)
             raise
         return coded
     except OSError as error:
@@ -421,7 +309,8 @@ def reuse(old: Path, path: Path) -> None:
         raise TierError(f"{old} cannot be written anew: {error.strerror}", kind) from error
 
 
-def _is_gone(path: Path) -> bool:
+def is_gone(path: Path) -> bool:
+    """Remove it; whether it is not there any more."""
     try:
         remove(path)
     except TierError:
@@ -494,10 +383,10 @@ def verify(path: Path, *, is_direct: bool) -> int:
     :raises TierError: it is not what its name says.
     :raises FileNotFoundError: a node has removed it, or writes another in its place, meanwhile.
     """
-    match = _NAME.fullmatch(path.name)
+    match = NAME.fullmatch(path.name)
     if match is None or path.parent.name != path.name[:2]:
         raise TierError(f"{path} is no tier's", "foreign")
-    file = _named(match)
+    file = named(match)
     try:
         with _opened(path) as fd:
             size = _size(fd, path)
@@ -541,7 +430,7 @@ def some_file(root: Path) -> Path | None:
     for name in names:
         with os.scandir(name) as entries:
             for entry in entries:
-                if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     return Path(entry.path)
     return None
 

@@ -12,14 +12,40 @@ from pathlib import Path
 
 from pdx.errors import TierError
 from pdx.store.chunk_format import Over
-from pdx.store.disk import chunk_file
-from pdx.store.disk.chunk_file import ChunkFile, Useless
+from pdx.store.disk import listing
+from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.listing import Useless
 
 log = logging.getLogger("pdx.node")
 
 MIB = 1 << 20
 _BATCH = 256
 Batch = Sequence[tuple[int, ChunkFile | Useless]]
+
+
+class Scan:
+    """How far the files from before are counted. Owned by the control loop; `heard` may be called on any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.is_over = False
+        self.is_counted = False  # whether the index has all files
+        self.is_silent = False  # nothing was heard for long; what is there is as if left out, until something is
+        self.evicted: set[bytes] = set()  # meanwhile
+        self.named_at: dict[
+            bytes, int
+        ] = {}  # when named chunks from before were used last, until all disks are counted
+        self._heard_at = clock()
+
+    def heard(self) -> None:
+        """It goes on."""
+        self._heard_at = self._clock()
+
+    def falls_silent(self, after_s: float) -> bool:
+        """Whether nothing was heard of it for so long, and that is new."""
+        is_new = not (self.is_over or self.is_silent) and self._heard_at < self._clock() - after_s
+        self.is_silent = self.is_silent or is_new
+        return is_new
 
 
 def attainable(root: Path, limit_bytes: int, reserve_bytes: int, counters: Counter[str]) -> int:
@@ -47,7 +73,7 @@ def count(
     there may be more."""
     why: TierError | None = None
     try:
-        files = chunk_file.listed(root, is_over, max_files, block_bytes)
+        files = listing.listed(root, is_over, max_files, block_bytes)
         while not is_over() and (batch := list(itertools.islice(files, _BATCH))):
             post(partial(on_found, batch))
     except OSError as error:

@@ -33,11 +33,14 @@ class FileIndex:
 
     def has(self, key: bytes, shard: int) -> bool:
         """Whether there is a file of this shard."""
-        return any(file.shard == shard for file in self.of(key))
+        for file in self._files.get(key) or self._pinned.get(key, ()):  # noqa: SIM110 - asked for each chunk
+            if file.shard == shard:
+                return True
+        return False
 
     def held(self, key: bytes, shards: int) -> Held | None:
         """What there is of a chunk, if all shards are there and alike."""
-        files = self.of(key)
+        files = self._files.get(key) or self._pinned.get(key)
         if not files:
             return None
         sizes = {(file.nbytes, file.layers) for file in files}
@@ -111,16 +114,18 @@ class FileIndex:
 
     # ---- what is there ----------------------------------------------------------------------
 
-    def add(self, file: ChunkFile) -> None:
-        """There is this file; it counts as not used for longest."""
-        if file.key in self.pins:
-            self._pinned[file.key] = *self.of(file.key), file
-            self.pinned_bytes += file.charge
+    def add(self, file: ChunkFile) -> int:
+        """There is this file; it counts as not used for longest. Its bytes of the cap."""
+        key, charge = file.key, file.charge
+        if key in self.pins:
+            self._pinned[key] = *self._pinned.get(key, ()), file
+            self.pinned_bytes += charge
         else:
-            self._files[file.key] = *self.of(file.key), file
-            self._files.move_to_end(file.key, last=False)
+            self._files[key] = *self._files.get(key, ()), file
+            self._files.move_to_end(key, last=False)
         self.num_files += 1
-        self.nbytes += file.charge
+        self.nbytes += charge
+        return charge
 
     def replace(self, old: ChunkFile, new: ChunkFile) -> None:
         """The same chunk of the same shard is in another file from now on."""

@@ -17,8 +17,8 @@ from pdx.errors import TierError
 from pdx.memory.slot import Slot
 from pdx.store.codecs.codec import LOSSLESS
 from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.folder import Task
 from pdx.store.disk.index import FileIndex
-from pdx.store.disk.workers import Task
 from pdx.store.recoding import Pair, Recoding, check
 from pdx.store.tier import Job, Part
 

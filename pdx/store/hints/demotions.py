@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from pdx.store.history import Cause
 from pdx.store.store import Store
 from pdx.store.tier import Tier
 from pdx.store.tiers import Tiers
+from pdx.telemetry.env import Env
 
 MAX_DEMOTED = 1 << 16  # keys that are on their way
 MAX_LOOKS = 512  # at one time
@@ -33,21 +34,13 @@ class Demotions:
     waits. One that the tier below does not get in time stays, too.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        tiers: Tiers,
-        *,
-        within_s: float,
-        counters: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, store: Store, tiers: Tiers, env: Env, *, within_s: float) -> None:
         """`within_s`: how long the tier below may take for a chunk."""
         self._store = store
         self._tiers = tiers
         self._within_s = within_s
-        self._counters = counters
-        self._clock = clock
+        self._counters = env.counters
+        self._clock = env.clock
         self.keys: OrderedDict[bytes, _Demoted] = OrderedDict()  # for others to read only
 
     def __len__(self) -> int:

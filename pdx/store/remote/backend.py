@@ -26,6 +26,7 @@ from pdx.extras import install
 from pdx.security.secret_file import check_private
 
 REDIS_SCHEMES = {"redis": False, "valkey": False, "rediss": True, "valkeys": True}  # whether with TLS
+SCHEMES = {*REDIS_SCHEMES, "s3"}
 _Text = Annotated[str, Meta(max_length=4096)]
 
 
@@ -39,6 +40,7 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float = 0.0  # what is older is not found any more; 0: never
     ca: str = ""  # file with the certificates of who may sign the server's; empty: the system's
     credentials: str = ""  # file, see `Credentials`; empty: the environment has them
+    codec: str = "none"  # by which chunks are encoded whose requests ask for none of their own
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,12 +80,15 @@ class Backend(ABC):
         """The first `nbytes` of each; None: there is nothing of that name."""
 
     @abstractmethod
-    def read(self, name: str) -> memoryview | None:
-        """All of it; None: there is nothing of that name."""
+    def read(self, name: str, into: Sequence[memoryview]) -> int | None:
+        """Fill this memory, one piece after the other, with what is there, as far as it goes; the bytes of all that is
+        there. None: there is nothing of that name. The memory is that of chunks: nothing writes to it any more when
+        this returns or raises."""
 
     @abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """Put this there, in place of what is there."""
+    def write(self, name: str, data: Sequence[memoryview]) -> None:
+        """Put these pieces there, one behind the other, in place of what is there. They are of the chunk's own memory,
+        which is read until this returns or raises, and not afterwards."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
@@ -92,6 +97,16 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all connections. Idempotent."""
+
+
+def fill(into: Sequence[memoryview], data: memoryview | bytes) -> int:
+    """For backends whose client has memory of its own: copy what was read; the bytes of all that."""
+    used = 0
+    for piece in into:
+        some = memoryview(data)[used : used + len(piece)]
+        piece[: len(some)] = some
+        used += len(some)
+    return len(data)
 
 
 def open_backend(settings: RemoteSettings) -> Backend:

@@ -6,30 +6,45 @@ from collections.abc import Callable, Sequence
 
 from pdx.errors import TierError
 from pdx.memory.arena import Arena
-from pdx.store.chunk_format import EncodedHeader, Header, compare, decode, header_bytes, parsed
-from pdx.store.remote.backend import Found
+from pdx.store.chunk_format import (
+    EncodedHeader,
+    Header,
+    compare,
+    decode,
+    header_bytes,
+    is_encoded,
+    parsed,
+    whole_header,
+)
+from pdx.store.remote.backend import Backend, Found
 from pdx.store.tier import Held, Part
 
 
-def placed(whole: memoryview, arena: Arena, part: Part, name: str, is_over: Callable[[], bool]) -> Header:
-    """Put the bytes of a chunk in its place, if that is what was read; what was not encoded, only if it is good.
+def placed(backend: Backend, arena: Arena, part: Part, name: str, is_over: Callable[[], bool]) -> Header:
+    """Have a chunk read into its place, and see that it is good. Where it is not, anything may be there.
 
-    :raises TierError: it is something else, or damaged.
+    :raises TierError: there is nothing of that name, or something else, or it is damaged, or the store failed.
     :raises StaleSlot, LayoutError: its place is another's by now.
     """
-    header = parsed(whole[: header_bytes(part.layers, is_encoded=True)], len(whole), name)
-    if name_of(header.key, header.shard) != name or Held(header.nbytes, header.layers) != size_of(part):
-        raise TierError(f"{name} has another chunk", "corrupt")
-    data = whole[header.start :]
-    if not isinstance(header, EncodedHeader):
-        compare(header, data, name, is_over)
+    head = memoryview(bytearray(header_bytes(part.layers)))
     arena.check(part.slot)
-    room = arena.data[part.slot.offset : part.slot.offset + part.slot.nbytes]
-    if isinstance(header, EncodedHeader):
-        decode(header, data, room, name, is_over)
-    else:
-        room[:] = data
-    arena.check(part.slot)
+    with arena.data[part.slot.offset : part.slot.offset + part.slot.nbytes] as room:
+        size = backend.read(name, [head, room])
+        if size is None:
+            raise TierError(f"{name} is not there any more", "missing")
+        whole = head
+        if whole_header(head) > len(head) or is_encoded(head):  # it takes no more than a chunk that is not encoded
+            whole = memoryview(b"".join((head, room)))[: min(size, len(head) + len(room))]
+        header = parsed(whole[: min(size, header_bytes(part.layers, is_encoded=True))], size, name)
+        is_other = name_of(header.key, header.shard) != name or Held(header.nbytes, header.layers) != size_of(part)
+        if is_other or size > len(head) + len(room):
+            raise TierError(f"{name} has another chunk", "corrupt")
+        arena.check(part.slot)
+        if isinstance(header, EncodedHeader):
+            decode(header, whole[header.start :], room, name, is_over)
+        else:
+            compare(header, room, name, is_over)
+        arena.check(part.slot)
     return header
 
 

@@ -7,11 +7,22 @@ from collections.abc import Callable
 
 from pdx.errors import TierError
 from pdx.memory.slot import Slot
-from pdx.store.chunk_format import EncodedHeader, Over, compare, decode, end_if, packed, parsed, whole_header
+from pdx.store.chunk_format import (
+    EncodedHeader,
+    Over,
+    compare,
+    decode,
+    end_if,
+    header_bytes,
+    packed,
+    parsed,
+    whole_header,
+)
 from pdx.store.codecs.codec import NONE
 from pdx.store.recoding import Pair
 from pdx.store.remote.backend import Backend
 from pdx.store.tier import Part
+from pdx.wire.base import MAX_LAYERS
 
 Name = Callable[[bytes, int], str]  # of a key and a shard
 
@@ -46,22 +57,24 @@ def recode(
 
 def _anew(
     backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_over: Over, most_bytes: int
-) -> bytes | None:
+) -> list[memoryview] | None:
     """The object in its new form; None: it has that form."""
-    whole = backend.read(name)
-    if whole is None:
+    [found] = backend.heads([name], header_bytes(MAX_LAYERS, is_encoded=True))
+    if found is None:
         raise TierError(f"{name} is not there", "missing")
-    header = parsed(whole[: whole_header(whole)], len(whole), name)
+    header = parsed(found.head[: whole_header(found.head)], found.nbytes, name)
     if header.nbytes > most_bytes:
         raise TierError(f"{name} has {header.nbytes} bytes, more than any arena of this node", "too_large")
     if (header.codec if isinstance(header, EncodedHeader) else NONE) == codec and header.key == to[0]:
         return None
-    data = whole[header.start :]
+    head, data = (memoryview(bytearray(nbytes)) for nbytes in (header.start, header.stored))
+    if backend.read(name, [head, data]) != found.nbytes or parsed(head, found.nbytes, name) != header:
+        raise TierError(f"{name} was replaced meanwhile", "missing")
+    raw = data
     if isinstance(header, EncodedHeader):
         raw = memoryview(bytearray(header.nbytes))
         decode(header, data, raw, name, is_over)
     else:
-        raw = data
         compare(header, raw, name, is_over)
     part = Part(*to, header.layers, 0, header.layers, Slot(0, header.nbytes, 0))
     return packed(part, raw, codec, is_over)[0]

@@ -16,7 +16,7 @@ from redis.cluster import RedisCluster
 from redis.retry import Retry
 
 from pdx.errors import ConfigError, TierError
-from pdx.store.remote.backend import REDIS_SCHEMES, Backend, Credentials, Found, RemoteSettings
+from pdx.store.remote.backend import REDIS_SCHEMES, Backend, Credentials, Found, RemoteSettings, fill
 
 PORT = 6379
 SUPPORTED = "redis[hiredis]>=5.2,<9"  # as in pyproject.toml; `_Bounded` overrides what is not documented
@@ -196,7 +196,7 @@ class RedisBackend(Backend):
         triples = zip(answers[::3], answers[1::3], answers[2::3], strict=True)
         return [_found(*triple) for triple in triples]
 
-    def read(self, name: str) -> memoryview | None:
+    def read(self, name: str, into: Sequence[memoryview]) -> int | None:
         """See `Backend.read`."""
         with self._call(self._timeout_s) as client:
             try:
@@ -205,12 +205,13 @@ class RedisBackend(Backend):
                 if not _is_of_type(error):
                     raise
                 data = b""
-        return memoryview(data) if data is not None else None
+        return fill(into, data) if data is not None else None
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: Sequence[memoryview]) -> None:
         """See `Backend.write`."""
+        whole = b"".join(data)
         with self._call(self._timeout_s) as client:
-            client.set(self._name(name), data, px=int(self._ttl_s * 1000) or None)
+            client.set(self._name(name), whole, px=int(self._ttl_s * 1000) or None)
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Backend.remove`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+
+from pdx.store.store_tier import Forgotten
+from pdx.telemetry.env import Env
 
 MAX_WAITING = 1 << 17  # keys
 MAX_NAMES = 1024  # in one call
@@ -17,13 +19,12 @@ class Removals:
     that was admitted before writes it no more (`since`), and an answer to an earlier question does not count (`since`).
     """
 
-    def __init__(self, counters: Counter[str]) -> None:
-        self._counters = counters
-        self._moments = itertools.count(1)
+    def __init__(self, env: Env, forgotten: Forgotten) -> None:
+        self._counters = env.counters
+        self.forgotten = forgotten  # what was removed, and when
         self._waiting: OrderedDict[bytes, int] = OrderedDict()  # in so many shards
         self._removing: dict[bytes, int] = {}  # that a thread removes
         self._writing: Counter[bytes] = Counter()  # by jobs under way
-        self._removed: OrderedDict[bytes, int] = OrderedDict()  # at which moment
 
     def __contains__(self, key: object) -> bool:
         return key in self._waiting or key in self._removing
@@ -31,27 +32,17 @@ class Removals:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._removing)
 
-    def moment(self) -> int:
-        """One that no other event has."""
-        return next(self._moments)
-
     def since(self, key: bytes, moment: int) -> bool:
         """Whether this is to be removed, or was after that moment."""
-        return key in self or self._removed.get(key, 0) > moment
+        return key in self or self.forgotten.since(key, moment)
 
     def add(self, key: bytes, shards: int) -> None:
         """This is to be removed, in so many shards."""
         self._waiting[key] = max(shards, self._waiting.get(key, 0))
-        self._note(key)
+        self.forgotten.note(key)
         if len(self._waiting) > MAX_WAITING:
             self._counters["remote_not_removed"] += 1
             self._waiting.popitem(last=False)
-
-    def _note(self, key: bytes) -> None:
-        self._removed[key] = self.moment()
-        self._removed.move_to_end(key)
-        if len(self._removed) > MAX_WAITING:
-            self._removed.popitem(last=False)
 
     def writes(self, key: bytes, change: int) -> None:
         """So many jobs more, or fewer, write this."""
@@ -80,6 +71,6 @@ class Removals:
         for key, shards in removing.items():
             if is_done:
                 self._counters["remote_removed"] += 1
-                self._note(key)
+                self.forgotten.note(key)
             else:
                 self._waiting[key] = max(shards, self._waiting.get(key, 0))

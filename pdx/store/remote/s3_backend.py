@@ -20,7 +20,7 @@ from obstore import exceptions
 from obstore.store import S3Store
 
 from pdx.errors import ConfigError, TierError
-from pdx.store.remote.backend import Backend, Credentials, Found, RemoteSettings
+from pdx.store.remote.backend import Backend, Credentials, Found, RemoteSettings, fill
 
 SOON = 0.05  # of a call's time may be over when its request is sent a second time, after as long a wait
 _FULL = ("EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull")  # codes of S3, besides 507
@@ -104,19 +104,20 @@ class S3Backend(Backend):
     def _is_old(self, meta: Any) -> bool:
         return bool(self._ttl_s) and meta["last_modified"] + timedelta(seconds=self._ttl_s) < datetime.now(UTC)
 
-    def read(self, name: str) -> memoryview | None:
+    def read(self, name: str, into: Sequence[memoryview]) -> int | None:
         """See `Backend.read`."""
         with self._call() as store:
             try:
                 found = obstore.get(store, name)
-                return None if self._is_old(found.meta) else memoryview(found.bytes())
+                return None if self._is_old(found.meta) else fill(into, memoryview(found.bytes()))
             except FileNotFoundError:
                 return None
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: Sequence[memoryview]) -> None:
         """See `Backend.write`."""
+        whole = b"".join(data)
         with self._call() as store:
-            obstore.put(store, name, data, use_multipart=False)
+            obstore.put(store, name, whole, use_multipart=False)
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Backend.remove`."""

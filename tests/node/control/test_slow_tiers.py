@@ -18,11 +18,11 @@ from pdx.node.control.verbs import STEP_KEYS
 from pdx.node.service import Service
 from pdx.store.chunk import NODE
 from pdx.store.claim import Claim
-from pdx.store.disk import tier as disk_tier
-from pdx.store.disk.health import SILENT
+from pdx.store.disk import files
 from pdx.store.disk.tier import DiskTier
-from pdx.store.remote.backend import Backend, Found
-from pdx.store.remote.tier import PAUSE_S, RemoteTier
+from pdx.store.health import PAUSE_S, SILENT
+from pdx.store.remote.backend import Backend, Found, fill
+from pdx.store.remote.tier import RemoteTier
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
@@ -48,13 +48,13 @@ class Shelf(Backend):
         kept = [self.kept.get(name) for name in names]
         return [None if data is None else Found(memoryview(data[:nbytes]), len(data)) for data in kept]
 
-    def read(self, name):
+    def read(self, name, into):
         data = self.kept.get(name)
-        return None if data is None else memoryview(data)
+        return None if data is None else fill(into, data)
 
     def write(self, name, data):
         self.permits.acquire(timeout=30)
-        self.kept[name] = bytes(data)
+        self.kept[name] = b"".join(data)
 
     def remove(self, names):
         for name in names:
@@ -81,15 +81,7 @@ class Bed:
         self.service = service = Service(config, [arena], 1, Env(lambda: self.now))
         service.peers.turn = list
         service.open_tiers()
-        self.remote = RemoteTier(
-            self.shelf,
-            on_found=service.tiers.found.extend,
-            arenas=[arena],
-            post=service.env.mailbox.post,
-            on_done=service.copies.done,
-            counters=service.counters,
-            clock=lambda: self.now,
-        )
+        self.remote = RemoteTier(service.tiers, self.shelf)
         service.tiers.below.append([self.remote])
         self.until(lambda: self.remote.status().is_up and service.tiers.below[0][0].is_counted, "the tiers are up")
 
@@ -139,7 +131,7 @@ class Bed:
 
 @pytest.fixture
 def bed(place, monkeypatch):
-    monkeypatch.setattr(disk_tier, "SILENT_S", math.inf)  # its disk is a real one, which the bed's time says nothing of
+    monkeypatch.setattr(files, "SILENT_S", math.inf)  # its disk is a real one, which the bed's time says nothing of
     with Arena.create(place / "arena", 17 << 20) as arena:
         made = Bed(place, arena)
         yield made
@@ -286,7 +278,7 @@ def test_moves_at_the_same_time_wait_for_room_in_the_arena(bed):
     bed.shelf.permits = threading.Semaphore(0)
     jobs = [bed.service.control(Move(Selection(keys), "disk", "remote")) for keys in kept]
     for count in range(1, 49):
-        bed.until(lambda: not bed.remote._seeking, "it has answered, which takes no time")
+        bed.until(lambda: not bed.remote._catalog.seeking, "it has answered, which takes no time")
         bed.now += 1.0
         bed.shelf.permits.release()
         bed.until(lambda count=count: bed.service.counters["remote_stored"] == count, "another one is stored")
@@ -318,7 +310,9 @@ def test_a_store_that_does_not_say_that_it_has_what_it_took_is_said_not_to(bed):
     bed.until(lambda: bed.service.copies.in_flight(bed.remote), "they are being stored")
     bed.shelf.answers.clear()
     bed.shelf.permits.release(1000)
-    bed.until(lambda: bed.service.counters["remote_stored"] == 4 and bed.remote._seeking, "it is asked for them")
+    bed.until(
+        lambda: bed.service.counters["remote_stored"] == 4 and bed.remote._catalog.seeking, "it is asked for them"
+    )
     bed.now += ANSWER_S + 1.0
     why = bed.over(job).why
     assert "remote did not take 4 chunks (was asked, and had not answered yet); 0 of 4 chunks were moved" in why

@@ -1,20 +1,20 @@
-"""What a disk does just now: whether anything may be loaded from it, or stored there. No I/O, no threads here.
+"""What a disk or a store does just now: whether anything may be loaded from it, or stored there. No I/O here.
 
-Reads and writes that fail are not repeated at once. A disk is in doubt when it does not answer, when nothing can be
-read, or when its folder is not there: then nothing is found and nothing stored, and one file at a time is read for a
-probe, which keeps no request waiting, until that works.
+Calls that fail are not repeated at once. A store is in doubt when it does not answer, when nothing can be read, or when
+it is not there: then nothing is found and nothing stored, and now and then one call, which keeps no request waiting,
+finds out whether it works again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-MAX_ERRORS = 3  # reads, or writes, that may fail one after the other before there is a pause
+MAX_ERRORS = 3  # calls that may fail one after the other before there is a pause
 PAUSE_S = 10.0
 SILENT, FAILING, GONE = "does not answer", "paused: reads failed", "not there"
 
 
-class DiskHealth:
+class Health:
     """Owned by the control loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -23,12 +23,12 @@ class DiskHealth:
         self.probes = 0  # that were made since the doubt began
         self._is_probing = False
         self._probe_at = 0.0
-        self._read_errors = 0  # since the last file that was read
+        self._errors = 0  # since the last call that ended well
         self._reads_from = 0.0  # nothing is found before
         self._num_read = 0
         # by key and shard of a file that could not be read: how many had been read before, and when it is found again
         self._unread: dict[bytes, dict[int, tuple[int, float]]] = {}
-        self._write_errors = 0  # since the last file that was written
+        self._write_errors = 0  # since the last chunk that was written
         self._writes_from = 0.0  # nothing is stored before
         self._is_read_only = False
         self._is_ours = True
@@ -69,7 +69,7 @@ class DiskHealth:
         of_key.pop(shard, None)
         if not of_key:
             self._unread.pop(key, None)
-        self._read_errors = 0
+        self._errors = 0
         self.doubt = ""
 
     def not_read(self, key: bytes, shard: int) -> bool:
@@ -79,10 +79,19 @@ class DiskHealth:
         if num_read < self._num_read:
             return True
         of_key[shard] = (num_read, self._clock() + PAUSE_S)
-        self._read_errors += 1
-        if self._read_errors >= MAX_ERRORS:
+        self._errors += 1
+        if self._errors >= MAX_ERRORS:
             self.doubts(FAILING)
         return False
+
+    def works(self) -> None:
+        """A call has ended well."""
+        self._errors = 0
+
+    def failed(self) -> bool:
+        """A call has failed, and the store is to blame; whether that was one too many."""
+        self._errors += 1
+        return self._errors >= MAX_ERRORS and not self.doubt
 
     def pause_reads(self) -> None:
         """What failed has nothing to do with the disk, and may be over in some seconds."""
@@ -109,14 +118,18 @@ class DiskHealth:
         self._write_errors += 1
         self._is_read_only = is_read_only
         if self._write_errors >= MAX_ERRORS:
-            self._writes_from = self._clock() + PAUSE_S
+            self.pause_writes()
+
+    def pause_writes(self) -> None:
+        """What failed says nothing of reads, and may be over in some seconds."""
+        self._writes_from = self._clock() + PAUSE_S
 
     def begins_read_only(self, *, is_ours: bool) -> None:
         """Nothing can be written there, as was found when the node started. `is_ours`: no other node has the folder,
         so that something may be stored once that is possible."""
         self._is_read_only, self._is_ours = True, is_ours
         self._write_errors = MAX_ERRORS
-        self._writes_from = self._clock() + PAUSE_S
+        self.pause_writes()
 
     # ---- doubt ------------------------------------------------------------------------------
 
@@ -144,7 +157,7 @@ class DiskHealth:
         """A probe is over."""
         self._is_probing = False
         if works:
-            self._read_errors = 0
+            self._errors = 0
             self.doubt = ""
         elif self.doubt:
             self.doubts(self.doubt)

@@ -1,0 +1,391 @@
+"""The files of a disk tier: how they are written, read and removed, in the account and in the index, and what became of
+that. Which chunks are to be stored or loaded is in `pdx.store.disk.tier`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from pdx.errors import TierError
+from pdx.store.disk import chunk_file
+from pdx.store.disk.account import Account
+from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.folder import Folder, Task, file_of
+from pdx.store.disk.index import FileIndex
+from pdx.store.disk.notes import Notes
+from pdx.store.disk.recoder import Recoder
+from pdx.store.health import GONE, SILENT
+from pdx.store.history import Cause
+from pdx.store.store_tier import StoreTier
+from pdx.store.threads import Lane, Work
+from pdx.store.tier import Job, Part, TierHost
+
+log = logging.getLogger("pdx.node")
+
+THREADS = 8  # while one compares digests, the others keep the disk busy
+SILENT_S = 5.0  # for so long a system call may take
+LOOK_S = 0.1  # between two looks whether one does
+MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
+_PROBED = 64  # files, those that were used last, one of which is read for a probe
+_DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
+# Why a load fails though its file may be good: for no reason of the disk, …
+_NOT_OF_THE_DISK = ("exhausted", "failed")
+_OF_THE_DISK = ("read_failed", "denied")  # … or for one that may hold for others, too
+_LEFT_OUT = {
+    "not_counted": "the files from before are not counted yet",
+    "paused": "reads or writes failed, and none are tried for some seconds",
+    "too_large": "a chunk is larger than all of the cap",
+    "busy": "all files that could make room are being written or removed",
+}
+
+
+class DiskFiles(StoreTier):
+    """See `StoreTier`."""
+
+    kind = "disk"
+
+    def __init__(self, host: TierHost, folder: Folder, account: Account, codec: str) -> None:
+        """`account`: of the cap."""
+        self._folder = folder
+        self._account = account
+        self._index = FileIndex()
+        self._notes = Notes()
+        self._looked_at = -math.inf
+        self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed, by key and shard
+        self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
+        self._going: Counter[tuple[bytes, int]] = Counter()  # files that are removed and cannot be found
+        self._reading: Counter[tuple[bytes, int]] = Counter()
+        self._recoder = Recoder(
+            self._index,
+            begin=self._rewrite,
+            remove=partial(self._remove, is_forgotten=True),
+            is_busy=lambda key: key in self._busy,
+        )
+        self._loads, self._writes = Lane(THREADS), Lane(THREADS - 1)  # one is left for loads, whatever is to be stored
+        super().__init__(host, codec, THREADS, [self._loads, self._writes])
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the cap: what may be on the disk."""
+        return self._account.used_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The cap."""
+        return self._account.limit_bytes
+
+    @property
+    def num_chunks(self) -> int:
+        """How many can be found, each shard counted."""
+        return self._index.num_files
+
+    def hits(self, key: bytes) -> int:
+        """How often this chunk was loaded, also by nodes before this one."""
+        return self._index.hits(key)
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return self._folder.root
+
+    def _leave_out(self, why: str, keys: Sequence[bytes]) -> None:
+        self._count(why, len(keys))
+        self.tally.dropped += len(keys)
+        self._not_stored(keys, _LEFT_OUT[why])
+        self.env.faults.warn(f"disk {why}", f"the disk tier {self.folder} leaves out chunks: {_LEFT_OUT[why]}")
+
+    def store(self, job: Job) -> None:
+        """See `Tier.store`."""
+        part = job.parts[0]
+        if self._health.doubt or not self._threads.takes(self._writes):
+            return self._refuse(job, "paused")
+        if self._forgotten.since(part.key, self._admitted.get(job.number, 0)) or self._index.has(part.key, part.shard):
+            return self._end(job)
+        if part.shard in self._busy.get(part.key, ()) or (self._going and self._going[part.key, part.shard]):
+            return self._later.setdefault((part.key, part.shard), []).append(job)
+        slot, block_bytes = part.slot, self._folder.block_bytes
+        task = Task(job, charge=chunk_file.disk_bytes(slot.nbytes, part.layers, block_bytes=block_bytes))
+        return None if self._begin(task) else self._refuse(job, "busy")
+
+    def _begin(self, task: Task) -> bool:
+        """Have a file written, if there is room, or can be made."""
+        assert task.job is not None
+        part, charge, source = task.job.parts[0], task.charge, task.source
+        is_used = self._host.is_used if source is None else lambda key: key == source.key or self._host.is_used(key)
+        lack = self._account.lack(charge)
+        surplus = self._index.num_files + self._account.coming + 1 - MAX_FILES
+        has_room = lack <= self._index.nbytes - self._index.pinned_bytes and surplus <= self._index.num_files
+        victims: list[ChunkFile] = []
+        if has_room and (lack > 0 or surplus > 0):
+            victims, used = self._index.oldest(lack, surplus, is_used)
+            task.used = [(file, 0) for file in used]
+        if not has_room or source in victims:
+            self._leave_out("busy", [part.key])
+            return False
+        freed = sum([file.charge for file in victims])
+        task.hold = max(charge, freed)
+        if victims:
+            self._index_is_full(surplus)
+            task.victims = victims
+            self._reuse(task)
+            self._take_out(victims, task)
+        self._account.used_bytes += task.hold - freed
+        self._account.coming += 1
+        self._busy.setdefault(part.key, {})[part.shard] = task
+        self._give(task, self._writes)
+        return True
+
+    def _refuse(self, job: Job, why: str) -> None:
+        self._end(job, TierError(f"{self.folder} leaves it out: {_LEFT_OUT[why]}", why))
+
+    def _reuse(self, task: Task) -> None:
+        """Write one of the victims anew, if it is of the same size and nobody reads it."""
+        size = task.part.slot.nbytes, task.part.layers
+        for file in task.victims:
+            if (file.nbytes, file.layers) == size and (file.key, file.shard) not in self._reading:
+                task.reused = file
+                task.victims = [*(each for each in task.victims if each is not file), file]
+                return
+
+    def _index_is_full(self, surplus: int) -> None:
+        """So many files are removed for that, if any."""
+        if surplus > 0:
+            if not self.env.counters["disk_index_full"]:
+                text = "%s has more than %d files: what was not used for longest is removed, counted as disk_index_full"
+                log.warning(text, self.folder, MAX_FILES)
+            self.env.counters["disk_index_full"] += surplus
+
+    def _take_out(self, files: Sequence[ChunkFile], task: Task) -> None:
+        """These cannot be found any more; `task` removes them."""
+        for file in files:
+            if file.key in self._index.pins:
+                self._notes.pinned(file.key, 0)
+        self._index.remove(files)
+        self.note(file.key for file in files)
+        for file in files:
+            self._health.forget(file.key)
+            self._busy.setdefault(file.key, {})[file.shard] = task
+            self._count("removed")
+            why = Cause.FORGOTTEN if file.key in task.forgotten else Cause.REMOVED
+            self.history.note([file.key], why, self.env.clock())
+        self._host.removed(list(dict.fromkeys(file.key for file in files)))
+        self._note()
+
+    def load(self, job: Job) -> None:
+        """See `Tier.load`."""
+        self._look()
+        if not self._health.takes_loads:
+            self._count("paused")
+            return self._refuse(job, "paused")
+        part = job.parts[0]
+        self._reading[part.key, part.shard] += 1
+        file = self._file(part.key, part.shard)
+        return self._give(Task(job, is_load=True, file=file), self._loads)
+
+    def _file(self, key: bytes, shard: int) -> ChunkFile | None:
+        return next((file for file in self._index.of(key) if file.shard == shard), None)
+
+    def _rewrite(self, task: Task) -> str:
+        if self._health.doubt or not self.takes_stores:
+            return f"{self.folder} is not written to: {_LEFT_OUT['paused']}"
+        return "" if self._begin(task) else f"{self.folder} has no room for another file of the chunk"
+
+    def perform(self, work: Work) -> None:
+        """See `Owner.perform`."""
+        self._folder.do(cast("Task", work), self._codec, self.env.clock, lambda: self._threads.is_closing)
+
+    def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:
+        if files:
+            task = Task(victims=files, hold=sum(file.charge for file in files))
+            if is_forgotten:
+                task.forgotten.update(file.key for file in files)
+            self._take_out(files, task)
+            self._account.leaving += task.hold
+            self._give(task, self._writes, is_first=True)
+
+    def _note(self) -> None:
+        """Have files say that they were loaded, and what is pinned."""
+        if (task := self._notes.take(len(self._index.pins))) is not None:
+            self._give(task, self._writes, is_first=True)
+
+    def _remove_anew(self, file: ChunkFile) -> None:
+        """This one, which cannot be found, could not be removed in its time; a store of its chunk waits for that."""
+        self._busy.setdefault(file.key, {})[file.shard] = self._remove_unfound(file)
+
+    def _remove_unfound(self, file: ChunkFile) -> Task:
+        """Remove a file that cannot be found. At the start: there is a newer one of its chunk with another size."""
+        task = Task(victims=[file], hold=file.charge, forgotten={file.key}, is_unfound=True)
+        self._going[file.key, file.shard] += 1
+        self._account.used_bytes += file.charge
+        self._account.leaving += file.charge
+        self._give(task, self._writes, is_first=True)
+        return task
+
+    def _doubt(self, why: str) -> None:
+        """What waits for a thread is given up: it would keep memory, and those who wait for it."""
+        self._health.doubts(why)
+        for work in self._threads.take_back(self._loads, self._writes):
+            work.drop(TierError("the disk is in doubt", "paused"))
+            self.env.mailbox.post(partial(self.performed, work))
+
+    def _look(self) -> None:
+        """Notice what takes too long, and find out whether a disk in doubt works again."""
+        now = self.env.clock()
+        if now - self._looked_at < LOOK_S and not self._health.doubt:
+            return
+        self._looked_at = now
+        if self._threads.silent(now - SILENT_S):
+            text = f"{self.folder} does not answer: nothing is loaded from there or stored until it does"
+            self._warn(TierError(text, "silent"))
+            self._doubt(SILENT)
+        if self._health.begins_probe():
+            files = list(itertools.islice(self._index.last_used(), _PROBED))
+            file = files[self._health.probes % len(files)] if files else None  # another one each time
+            self._give(Task(is_probe=True, probed=file), self._loads)
+
+    # ---- what became of it, on the control loop ---------------------------------------------
+
+    def _ended(self, work: Work) -> None:
+        task: Task = work  # type: ignore[assignment]
+        self._account.used_bytes -= task.hold
+        kind = task.error.kind if task.error is not None else ""
+        for file in task.left:
+            if kind == "paused" and file.key in task.forgotten:  # nobody has tried to remove it
+                self._remove_anew(file)
+            elif file.key in task.forgotten:
+                self._account.stick(file)
+            else:
+                self._insert(file)
+        if kind == "gone":
+            self._doubt(GONE)
+        elif task.is_silent and kind in ("", "cancelled", "stale"):
+            self._health.answers()
+        if task.is_unfound:
+            self._going -= Counter((file.key, file.shard) for file in task.victims)
+        if task.is_probe:
+            self._probed(task.error)
+        elif task.job is None:
+            self._account.leaving -= task.hold
+            if task.used or task.pins:
+                self._notes.over(task)
+                if task.error is None:
+                    self._note()
+            if task.error is not None:
+                self._warn(task.error)
+        elif task.is_load:
+            name = task.part.key, task.part.shard
+            if kind == "missing" and (now := self._file(*name)) is not None and now != task.file:
+                task.file, task.error = now, None  # it was written anew meanwhile
+                self._give(task, self._loads)
+                return
+            self._reading[name] -= 1
+            if not self._reading[name]:
+                del self._reading[name]
+            self._loaded(task.part, task.error)
+        else:
+            self._stored(task, task.job.parts[0])
+        for file in task.victims:
+            self._free(task, file.key, file.shard)
+        if task.job is not None:
+            part = task.job.parts[0]
+            self._free(task, part.key, part.shard)
+            if task.source is not None:
+                self._recoder.ended(task, task.error)
+            else:
+                self._host.done(self, task.job, task.error)
+
+    def _free(self, task: Task, key: bytes, shard: int) -> None:
+        """A task is done with this file: what is to be stored there may be begun."""
+        of_key = self._busy.get(key, {})
+        if of_key.get(shard) is task:  # else something else is to be done to this file now
+            del of_key[shard]
+            if not of_key:
+                del self._busy[key]
+        if self._later and shard not in of_key:
+            for job in self._later.pop((key, shard), ()):
+                self.store(job)
+
+    def _probed(self, error: TierError | None) -> None:
+        kind = error.kind if error is not None else ""
+        is_of_file = kind not in ("", "gone", "paused", "cancelled", *_OF_THE_DISK, *_NOT_OF_THE_DISK)
+        self._health.probed(works=error is None or is_of_file)
+        if error is not None and kind in _OF_THE_DISK:
+            self._warn(error)
+
+    def _insert(self, file: ChunkFile) -> None:
+        """There is this file; it counts as not used for longest."""
+        self._account.used_bytes += self._index.add(file)
+        self.note([file.key])
+
+    def _stored(self, task: Task, part: Part) -> None:
+        error = task.error
+        self._account.coming -= 1
+        source = task.source
+        file = task.file or file_of(part, self._folder.block_bytes)
+        if source is not None and task.is_unread:
+            self._loaded(msgspec.structs.replace(part, key=source.key), error)
+            return
+        if error is None:
+            self._health.wrote()
+            self._count("stored")
+            if self._account.stuck:
+                self._account.replaced(file, file_of(part, self._folder.block_bytes))
+            is_gone = part.key in task.forgotten
+            if source is not None and source in self._index.of(part.key):
+                self._replaced(source, file)
+            else:
+                self._insert(file)
+                self._index.touch([part.key])
+                is_gone |= source is not None and source.key == part.key  # it has made room for another
+            if is_gone:
+                self._remove([file], is_forgotten=True)
+            return
+        if error.is_left:
+            self._account.stick(file, is_unfinished=True)
+        if error.kind != "cancelled":
+            self._warn(error)
+            self._not_stored([part.key], str(error))
+            if error.kind in _DISK_FAULTS:
+                self._health.not_written(is_read_only=error.kind == "read_only")
+            if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
+                self._account.full()
+
+    def _replaced(self, source: ChunkFile, file: ChunkFile) -> None:
+        """The chunk keeps its key and has another file, or the same one anew."""
+        if file != source:
+            self._index.replace(source, file)
+            self._account.used_bytes += file.charge - source.charge
+            self._remove_unfound(source)
+
+    def _loaded(self, part: Part, error: TierError | None) -> None:
+        files = self._index.of(part.key)
+        if error is None:
+            if (file := self._file(part.key, part.shard)) is not None:
+                self._notes.loaded(file)
+                self._note()
+            self._health.read(part.key, part.shard)
+            self._count("loaded")
+            if part.key in self._index and part.shard == 0:
+                self._index.set_hits(part.key, self.hits(part.key) + 1)
+        elif error.kind == "paused":
+            self._count("paused")
+        elif error.kind not in ("cancelled", "stale"):
+            if self._index.has(part.key, part.shard) or error.kind != "missing":
+                self._warn(error)
+            if error.kind in _NOT_OF_THE_DISK:
+                self._health.pause_reads()  # whoever waits would have it loaded at once again
+            elif error.kind in _OF_THE_DISK and not self._health.not_read(part.key, part.shard):
+                if self._health.doubt:
+                    self._doubt(self._health.doubt)
+                if not files:  # it was removed meanwhile: nobody would forget that it failed
+                    self._health.forget(part.key)
+            elif error.kind != "gone":
+                self._remove(files, is_forgotten=True)

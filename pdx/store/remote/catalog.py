@@ -1,0 +1,205 @@
+"""What a node knows of a store that others use as well, and what it is asking for. No I/O, no threads here.
+
+What was found is known for some seconds, and what was not for a moment. Questions wait for a thread; one that is free
+is given all that wait, as far as one call goes: of a store that is far away many learn as much as one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from pdx.errors import TierError
+from pdx.store.remote.objects import held_in_all
+from pdx.store.remote.removals import Removals
+from pdx.store.tier import Held
+from pdx.telemetry.env import Env
+
+THERE_S = 30.0  # what was found is taken to be there so long …
+NOT_THERE_S = 1.0  # … and what was not, not to be
+MAX_KNOWN = 1 << 17  # keys
+MAX_SOUGHT = 1024  # questions that threads have, or that wait for one
+
+
+class Question(msgspec.Struct, eq=False):
+    """Whether these keys are there, up to the first that is not; the first `at` are."""
+
+    moment: int  # see `Forgotten`
+    since: float
+    keys: Sequence[bytes]
+    shards: int
+    at: int = 0
+
+
+class Known(msgspec.Struct, frozen=True, gc=False):
+    """What was found under a key when so many shards were asked for; None: not all of them."""
+
+    until: float
+    shards: int
+    held: Held | None
+    why: str = ""  # nothing was found out, because the question failed
+
+
+Asked = Sequence[tuple[Question, Sequence[bytes]]]  # by one call: of each question, some of its keys
+
+
+class Catalog:
+    """Owned by the control loop. `changed`: keys that came or went, until the tier tells of them."""
+
+    def __init__(self, env: Env, removals: Removals) -> None:
+        self.changed: list[bytes] = []
+        self.waiting: deque[Question] = deque()  # that no thread has
+        self.seeking = 0  # questions
+        self.answer_s = 0.0
+        self._env = env
+        self._removals = removals
+        self._known: OrderedDict[bytes, Known] = OrderedDict()
+        self._put: OrderedDict[bytes, int] = OrderedDict()  # what this node has stored there: a bit for each shard
+        self._sought: dict[bytes, Question] = {}  # what is asked for
+        self._failed = 0.0, ""  # what there is to say until then of keys that a question was about which failed
+
+    # ---- what is known ----------------------------------------------------------------------
+
+    def of(self, key: bytes, shards: int) -> Known | None:
+        """What is known for now."""
+        known = self._known.get(key)
+        return known if known is not None and known.shards == shards and known.until >= self._env.clock() else None
+
+    def holds(self, key: bytes, shards: int) -> bool:
+        """Whether this node has stored or found it there, until it hears otherwise. What others remove, or the store by
+        itself, it hears of when it asks the next time."""
+        known = self._known.get(key)
+        if known is not None and known.held is not None and shards in (0, known.shards):
+            return True
+        bits = self._put.get(key, 0)
+        return bits > 0 and bits == (1 << (shards or bits.bit_length())) - 1
+
+    def keys(self) -> list[bytes]:
+        """All that `holds` may be true of."""
+        return list(dict.fromkeys((*self._known, *self._put)))
+
+    def know(self, key: bytes, shards: int, held: Held | None, why: str = "") -> None:
+        """This was found, or nothing; `why`: nothing was found out."""
+        self._sought.pop(key, None)
+        if held is None and not why:
+            self._put.pop(key, None)
+        until = self._env.clock() + (NOT_THERE_S if held is None else THERE_S)
+        self._add(self._known, key, Known(until, shards, held, why))
+
+    def lost(self, key: bytes) -> None:
+        """What was known to be there is not, or not whole."""
+        if key in self._known:
+            self.know(key, self._known[key].shards, None)
+
+    def put(self, key: bytes, bits: int) -> None:
+        """This node has stored these shards there; which others are there nobody knows."""
+        self._known.pop(key, None)
+        self._sought.pop(key, None)
+        self._add(self._put, key, self._put.get(key, 0) | bits)
+
+    def _add(self, table: OrderedDict[bytes, Any], key: bytes, value: object) -> None:
+        table[key] = value
+        table.move_to_end(key)
+        self.changed.append(key)
+        if len(table) > MAX_KNOWN:
+            self.changed.append(table.popitem(last=False)[0])
+
+    def forget(self, key: bytes, *, is_gone: bool = True) -> int:
+        """In how many shards this is known to be there; nothing is known of it any more. `is_gone`: nor is it there."""
+        known, bits = self._known.pop(key, None), self._put.pop(key, 0) if is_gone else 0
+        self.changed.append(key)
+        return max(known.shards if known is not None and known.held is not None else 0, bits.bit_length())
+
+    # ---- what is asked ----------------------------------------------------------------------
+
+    def seeks(self, key: bytes) -> bool:
+        """Whether this is being asked for."""
+        return key in self._sought
+
+    def asked_s(self, key: bytes) -> float:
+        """For how long."""
+        question = self._sought.get(key)
+        return self._env.clock() - question.since if question is not None else 0.0
+
+    def ask(self, keys: Sequence[bytes], shards: int) -> bool:
+        """Have these asked for; whether there is room for the question."""
+        if self.seeking >= MAX_SOUGHT or len(self._sought) >= MAX_KNOWN:
+            return False
+        self.seeking += 1
+        question = Question(self._removals.forgotten.moment(), self._env.clock(), list(keys), shards)
+        self._sought.update(dict.fromkeys(keys, question))
+        self.waiting.append(question)
+        return True
+
+    def next_call(self, batch: int, most: int) -> Asked:
+        """What is asked next: of each question `batch` names at most, and `most` in all, or a question's share."""
+        each = min(batch, most // len(self.waiting))
+        asked: list[tuple[Question, Sequence[bytes]]] = []
+        count = 0
+        while self.waiting and count < most:
+            question = self.waiting.popleft()
+            keys = question.keys[question.at : question.at + max(1, each // question.shards)]
+            asked.append((question, keys))
+            count += len(keys) * question.shards
+        return asked
+
+    def answered(self, asked: Asked, sizes: Iterator[Held | None], error: TierError | None) -> list[bytes]:
+        """What a call has found out; keys of which something is known now."""
+        told: list[bytes] = []
+        again: list[Question] = []
+        for question, keys in asked:
+            if error is not None:
+                told += self._end(question, error)
+                continue
+            found = [held_in_all(list(itertools.islice(sizes, question.shards))) for _ in keys]
+            self._learn(question, keys, found)
+            told += keys
+            question.at += len(keys)
+            if None in found or question.at >= len(question.keys):
+                told += self._end(question)
+            else:
+                again.append(question)
+        self.waiting.extendleft(reversed(again))
+        return told
+
+    def _learn(self, question: Question, keys: Sequence[bytes], found: Sequence[Held | None]) -> None:
+        """These are there, up to the first that is not."""
+        for key, held in zip(keys, found, strict=True):
+            if held is None and key in self._put and self._sought.get(key) is not question:
+                break  # it was stored, or asked for anew, since
+            if held is not None and self._removals.since(key, question.moment):
+                break  # it is deleted
+            self._env.counters["remote_misses" if held is None else "remote_hits"] += 1
+            self.know(key, question.shards, held)
+            if held is None:
+                break
+
+    def _end(self, question: Question, error: TierError | None = None) -> Sequence[bytes]:
+        now = self._env.clock()
+        self.seeking -= 1
+        self.answer_s += (now - question.since - self.answer_s) / 4  # the last ones count more
+        if error is not None and error.kind not in ("paused", "cancelled"):
+            first = next((key for key in question.keys if key in self._sought), None)
+            if first is not None:  # who waits for it would have it asked for at once again
+                self._failed = now + NOT_THERE_S, f"did not say whether it has it: {error.kind}: {error}"
+                self.know(first, question.shards, None, self._failed[1])
+        for key in question.keys:
+            if self._sought.get(key) is question:
+                del self._sought[key]
+        return question.keys
+
+    def why_not(self, key: bytes) -> str:
+        """Why a key may be there that is not known to be."""
+        now, known = self._env.clock(), self._known.get(key)
+        if key in self._sought:
+            return "was asked, and had not answered yet"
+        if known is not None and known.until >= now:
+            return known.why
+        until, why = self._failed
+        if until >= now:
+            return why
+        return "was not asked, because too many questions wait for it" if self.seeking >= MAX_SOUGHT else ""
