@@ -103,7 +103,7 @@ class Whole(Stage):
             self.release()
         wait_until(lambda: self.turn() or (self.disk.is_counted and self.disk.is_idle and not len(self.copies)))
         self.assert_idle()
-        for name in ("_forgotten", "_admitted", "_busy", "_later"):
+        for name in ("_admitted", "_busy", "_later"):
             assert not getattr(self.disk, name), name
         files = list((folder / "disk").glob("??/*"))
         assert len(files) == self.disk.num_chunks

@@ -310,9 +310,8 @@ def test_a_store_that_does_not_say_that_it_has_what_it_took_is_said_not_to(bed):
     bed.until(lambda: bed.service.copies.in_flight(bed.remote), "they are being stored")
     bed.shelf.answers.clear()
     bed.shelf.permits.release(1000)
-    bed.until(
-        lambda: bed.service.counters["remote_stored"] == 4 and bed.remote._catalog.seeking, "it is asked for them"
-    )
+    bed.until(lambda: bed.service.counters["remote_stored"] == 4, "they are there")
+    bed.until(lambda: bed.remote._catalog.seeking, "it is asked for them")
     bed.now += ANSWER_S + 1.0
     why = bed.over(job).why
     assert "remote did not take 4 chunks (was asked, and had not answered yet); 0 of 4 chunks were moved" in why
