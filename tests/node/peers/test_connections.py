@@ -140,14 +140,12 @@ def test_a_peer_that_leaves_and_dials_anew_is_let_in_in_whatever_order_its_socke
     assert not alpha.connections._rivals
 
 
-@pytest.mark.parametrize("end", ["leave", "turn_down"])
-def test_a_hello_beside_a_connection_that_this_node_ends_is_heard(stage, raw, end):
+def test_a_hello_beside_a_connection_that_this_node_ends_is_heard(stage, raw):
     alpha, _ = stage.pair()
     second = raw(alpha)
     second.hello(name="beta", epoch=22)
     stage.until(lambda: alpha.connections._rivals)
-    old = alpha.connections.of("beta")
-    alpha.connections.leave(old) if end == "leave" else alpha.connections.leave(old, "no channel")
+    alpha.connections.leave(alpha.connections.of("beta"), "no channel")
     assert isinstance(stage.until(second.hear), Welcome)
     assert not alpha.connections._rivals
 
@@ -254,27 +252,20 @@ def test_pings_both_ways_keep_a_quiet_link(stage):
     assert not beta.core.saw("over")
 
 
-def test_a_peer_that_falls_silent_is_lost(stage):
+@pytest.mark.parametrize("has_dialled", [True, False])
+def test_a_peer_that_falls_silent_is_lost(stage, has_dialled):
     alpha, beta = stage.pair()
-    beta.is_frozen = True
+    node, silent = (beta, alpha) if has_dialled else (alpha, beta)
+    silent.is_frozen = True
     stage.pass_time(TIMEOUT_S - 1.0)
-    assert not alpha.core.saw("over")
+    assert not node.core.saw("over")
     stage.pass_time(3.0)
-    ((link, step, why),) = alpha.core.saw("over")
-    assert (link.state, step) == (ConnectionState.CLOSED, Ending.LOST)
-    assert "nothing heard from" in why
-
-
-def test_a_peer_that_dialled_and_fell_silent_is_over(stage):
-    alpha, beta = stage.pair()
-    alpha.is_frozen = True
-    stage.pass_time(TIMEOUT_S + 2.0)
-    ((session, step, _),) = beta.core.saw("over")
-    assert (session.state, step) == (ConnectionState.CLOSED, Ending.LOST)
-    assert beta.connections.peers == []
-    session.send(PUSH, 7)  # nothing happens
-    alpha.is_frozen = False
-    stage.until(lambda: alpha.core.saw("over"), "alpha hears that its session is over")
+    ((peer, step, why),) = node.core.saw("over")
+    assert (peer.state, step, node.connections.peers) == (ConnectionState.CLOSED, Ending.LOST, [])
+    assert "nothing heard" in why
+    peer.send(PUSH, 7)  # nothing happens
+    silent.is_frozen = False
+    stage.until(lambda: silent.core.saw("over"), "it hears that it is over")
 
 
 def test_a_node_that_was_stopped_itself_blames_nobody(stage):

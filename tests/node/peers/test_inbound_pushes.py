@@ -78,14 +78,6 @@ def test_slices_land_and_whole_chunks_are_sealed_one_by_one(stage, a):
     assert len(stage.store.find([key(0), key(1)], 1)) == 2
 
 
-def test_a_farewell_behind_the_last_notification_ends_it(stage, a):
-    push = stage.offer(a, [0])
-    stage.land(a, push)
-    assert len(stage.inbound) == 1, "until the sender says so it may still write"
-    stage.let_go(a, push)
-    stage.assert_idle()
-
-
 def test_a_notification_that_never_comes_is_not_waited_for_long(stage, a):
     push = stage.offer(a, [0, 1], transfer=TRANSFER)
     stage.land(a, push, a.granted(push).slots[:1])
@@ -209,6 +201,49 @@ def test_an_offer_that_can_never_fit_gets_its_leading_part_at_once(stage, a):
     stage.assert_idle()
 
 
+FEW, MANY = [0, 1], list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("share", "before", "offered", "granted"),
+    [
+        (0.5, (MANY, {"nbytes": 100}), ([10], {"nbytes": 100}), None),  # of granules, not of bytes
+        (0.5, (MANY, {}), ([10], {}), None),  # of the arena that peers write: there is another one
+        (0.25, None, (MANY, {}), [0, 1, 2, 3]),  # at once: there will never be more
+        (0.25, None, (FEW, {"granules": 5}), [0]),  # or with few chunks in an arena no peer would ever write one
+        (0.25, None, (FEW, {"granules": 5, "shards": 2}), [0]),
+        (0.25, (FEW, {"granules": 5}), ([1], {"granules": 5}), None),
+    ],
+)
+def test_what_a_peers_share_has_room_for(stage_with, a, share, before, offered, granted):
+    stage = stage_with(peer_share=share, other_granules=16)
+    earlier = stage.offer(a, before[0], **before[1]) if before is not None else None
+    push = stage.offer(a, offered[0], **offered[1])
+    if granted is None:
+        assert a.answers(push) == []
+        finish(stage, a, earlier)
+        stage.inbound.turn()
+        assert a.granted(push).granted == [0]
+    else:
+        assert a.granted(push).granted == granted
+        assert stage.counters["granted_in_part"] == 1
+    finish(stage, a, push)
+    stage.assert_idle()
+
+
+def test_a_share_keeps_what_is_here_already_and_what_others_have_cached(stage_with, a, b):
+    stage = stage_with(peer_share=0.25)
+    finish(stage, a, stage.offer(a, [0, 1, 2, 3]))
+    push = stage.offer(a, list(range(9)))
+    assert a.granted(push).granted == [4, 5, 6, 7], "what is here takes nothing of it"
+    finish(stage, a, push)
+    for number in range(20, 28):
+        finish(stage, b, stage.offer(b, [number]))
+    finish(stage, a, stage.offer(a, list(range(30, 38))))
+    assert stage.store.counters["evicted"] == 4
+    stage.assert_idle()
+
+
 def test_a_peer_at_its_share_waits_and_keeps_nobody_waiting(stage_with, a, b):
     stage = stage_with(peer_share=0.5)
     first = stage.offer(a, [0, 1], granules=4)
@@ -223,18 +258,6 @@ def test_a_peer_at_its_share_waits_and_keeps_nobody_waiting(stage_with, a, b):
     more = stage.offer(a, [5, 6])
     assert len(a.granted(more).slots) == 2
     finish(stage, a, more)
-    stage.assert_idle()
-
-
-def test_a_share_is_of_the_arena_that_peers_write(stage_with, a):
-    stage = stage_with(peer_share=0.5, other_granules=16)
-    first = stage.offer(a, list(range(8)))
-    second = stage.offer(a, [8])
-    assert len(a.granted(first).slots) == 8
-    assert a.answers(second) == [], "a has half of the arena"
-    finish(stage, a, first)
-    stage.inbound.turn()
-    finish(stage, a, second)
     stage.assert_idle()
 
 
@@ -274,60 +297,6 @@ def test_what_lands_of_a_peer_at_its_share_looks_at_no_offer_before_one_has_room
     for push in waiting:
         finish(stage, a, push)
         stage.inbound.turn()
-    stage.assert_idle()
-
-
-def test_a_share_counts_the_room_that_small_chunks_take(stage_with, a):
-    stage = stage_with(peer_share=0.5)
-    first = stage.offer(a, list(range(8)), nbytes=100)
-    second = stage.offer(a, [10], nbytes=100)
-    assert len(a.granted(first).slots) == 8
-    assert a.answers(second) == [], "eight granules, not eight hundred bytes"
-    finish(stage, a, first)
-    stage.tick()
-    assert len(a.granted(second).slots) == 1
-    finish(stage, a, second)
-    stage.assert_idle()
-
-
-def test_an_offer_larger_than_the_share_is_cut_to_it_also_where_its_peer_has_nothing(stage_with, a, b):
-    stage = stage_with(peer_share=0.25)
-    finish(stage, b, stage.offer(b, list(range(10, 14))))
-    for number in range(14, 26):
-        finish(stage, b, stage.offer(b, [number]))
-    push = stage.offer(a, list(range(8)))
-    assert a.granted(push).granted == [0, 1, 2, 3], "at once, for there will never be more"
-    assert stage.store.counters["evicted"] == 4, "what the others have cached stays"
-    assert stage.counters["granted_in_part"] == 1
-    second = stage.offer(a, [8])
-    assert a.answers(second) == []
-    finish(stage, a, push)
-    stage.tick()
-    finish(stage, a, second)
-    stage.assert_idle()
-
-
-def test_what_is_here_already_takes_nothing_of_a_share(stage_with, a):
-    stage = stage_with(peer_share=0.25)
-    finish(stage, a, stage.offer(a, [0, 1, 2, 3]))
-    push = stage.offer(a, list(range(9)))
-    assert a.granted(push).granted == [4, 5, 6, 7]
-    finish(stage, a, push)
-    stage.assert_idle()
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_chunk_larger_than_the_share_is_granted_alone(stage_with, a, shards):
-    """Or with few chunks in an arena no peer would ever write one."""
-    stage = stage_with(peer_share=0.25)
-    push = stage.offer(a, [0, 1], granules=5, shards=shards)
-    assert a.granted(push).granted == [0]
-    second = stage.offer(a, [1], granules=5, shards=shards)
-    assert a.answers(second) == []
-    finish(stage, a, push)
-    stage.tick()
-    assert a.granted(second).granted == [0]
-    finish(stage, a, second)
     stage.assert_idle()
 
 
