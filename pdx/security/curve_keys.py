@@ -16,7 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from pdx.errors import ConfigError
-from pdx.security.secret_file import check_private
+from pdx.security.secret_file import read
 
 KEY_CHARS = 40  # 32 bytes in Z85
 _MAX_FILE_BYTES = 64 << 10
@@ -49,16 +49,9 @@ class KeyPair(msgspec.Struct, frozen=True):
 
         :raises ConfigError: it cannot be read, others may read it, or there is no key in it.
         """
-        try:
-            with open(path, "rb") as file:
-                info = os.fstat(file.fileno())
-                text = file.read(_MAX_FILE_BYTES).decode("utf-8", "replace")
-        except OSError as error:
-            raise ConfigError(f"secret key file {path}: {error.strerror}; `pdx keygen` makes one") from error
-        match = _SECRET.search(text)
+        match = _SECRET.search(read(path, "secret key file", "`pdx keygen`", _MAX_FILE_BYTES))
         if match is None:
             raise ConfigError(f"{path} holds no secret key; name the file NAME.key_secret that `pdx keygen` made")
-        check_private(info, "secret key file", path)
         check_key(match[1], str(path))
         return cls(zmq.curve_public(match[1].encode()).decode("ascii"), match[1])
 

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 from pdx.errors import ConfigError
 
 _OTHERS, _GROUP_CHANGES = 0o007, 0o030
+
+
+def read(path: str | Path, what: str, hint: str, most_bytes: int) -> str:
+    """The text of a file that nobody else reads, or its first bytes. `what` it is called, and `hint` how one is made.
+
+    :raises ConfigError: it cannot be read, or others may read it.
+    """
+    try:
+        with open(path, "rb") as file:
+            info = os.fstat(file.fileno())
+            text = file.read(most_bytes).decode("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}; {hint} makes one") from error
+    check_private(info, what, path)
+    return text
 
 
 def check_private(info: os.stat_result, what: str, path: object) -> None:

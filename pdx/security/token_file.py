@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from pdx.errors import ConfigError
-from pdx.security.secret_file import check_private
+from pdx.security.secret_file import read
 
 MIN_CHARS = 32  # so many can be guessed at any rate: 16 bytes in hex
 _MAX_CHARS = 1024
@@ -20,13 +19,7 @@ def load(path: str | Path) -> str:
     :raises ConfigError: it cannot be read, others may read it, or there is no token in it.
     """
     make = f"(umask 077; openssl rand -hex 32 > {path})"
-    try:
-        with open(path, "rb") as file:
-            info = os.fstat(file.fileno())
-            text = file.read(_MAX_CHARS + 2).decode("ascii", "replace").strip()
-    except OSError as error:
-        raise ConfigError(f"token file {path}: {error.strerror}; {make} makes one") from error
-    check_private(info, "token file", path)
+    text = read(path, "token file", make, _MAX_CHARS + 2).strip()
     if not MIN_CHARS <= len(text) <= _MAX_CHARS or _TOKEN.fullmatch(text) is None:
         raise ConfigError(
             f"token file {path} holds no token, which has {MIN_CHARS} to {_MAX_CHARS} letters, digits and ._~+/=-; "

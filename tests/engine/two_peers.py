@@ -12,7 +12,7 @@ from pdx.config import NodeConfig, listen_address
 
 
 def settings_of_peers(place: Path, **common: Any) -> list[dict[str, Any]]:
-    """Of the nodes "one" and "two", over tcp."""
+    """Of the nodes "one" and "two", over tcp. A stall of the machine is no silence of a peer: it would lose a push."""
     roster = place / "roster.toml"
     named = {name: f"ipc://{place}/{name}.sock" for name in ("one", "two")}
     lines = [
@@ -21,7 +21,7 @@ def settings_of_peers(place: Path, **common: Any) -> list[dict[str, Any]]:
     ]
     roster.write_text("".join(lines))
     roster.chmod(0o600)
-    shared = {"roster": str(roster), "channels": ["tcp"], **common}
+    shared = {"roster": str(roster), "channels": ["tcp"], "peer_timeout_s": 60.0, **common}
     return [{"address": address, "name": name, **shared} for name, address in named.items()]
 
 

@@ -27,14 +27,15 @@ MIB = 1 << 20
 PARTS = 8
 NBYTES = PARTS * 2 * MIB
 ARENA_BYTES = 64 * MIB
-LOST_S = 2.0  # after so long a silence a peer is lost
+LOST_S = 2.0  # after so long a silence a peer is lost, where the cable is pulled
+PATIENT_S = 60.0  # elsewhere: a stall of this machine is no silence
 NAMES = ("alpha", "beta")
 
 
 class Machine:
     """A host with a node on it. Its socket for processes is reached from here; its peers reach it over the cable."""
 
-    def __init__(self, name: str, host: Host, place: Path) -> None:
+    def __init__(self, name: str, host: Host, place: Path, lost_s: float) -> None:
         self.name = name
         self.host = host
         self.config = NodeConfig(
@@ -45,7 +46,7 @@ class Machine:
             roster=str(place / "roster.toml"),
             keys=str(place / "keys" / f"{name}.key_secret"),
             channels=["tcp"],
-            peer_timeout_s=LOST_S,
+            peer_timeout_s=lost_s,
             grant_s=2.0,
             push_s=60.0,  # longer than any wait of these tests: only a loss that is noticed gives room back
         )
@@ -113,7 +114,7 @@ def hosts() -> Iterator[list[Host]]:
 
 
 @pytest.fixture
-def machines(hosts: list[Host], place: Path) -> Iterator[list[Machine]]:
+def machines(request: pytest.FixtureRequest, hosts: list[Host], place: Path) -> Iterator[list[Machine]]:
     place.chmod(0o700)
     roster = []
     for name, host in zip(NAMES, hosts, strict=True):
@@ -125,7 +126,7 @@ def machines(hosts: list[Host], place: Path) -> Iterator[list[Machine]]:
     started: list[Machine] = []
     try:
         for name, host in zip(NAMES, hosts, strict=True):
-            started.append(Machine(name, host, place))
+            started.append(Machine(name, host, place, getattr(request, "param", PATIENT_S)))
         yield started
     finally:
         for machine in started:
@@ -180,6 +181,7 @@ def test_nobody_listens_beyond_the_address_that_was_named(machines: list[Machine
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("machines", [LOST_S], indirect=True)
 @pytest.mark.parametrize("moment", ["between writes", "in the middle of a write"])
 def test_the_cable_is_pulled_and_plugged_in_again(moment: str, machines: list[Machine]) -> None:
     """What was on its way is given up within deadlines, on both sides; nothing stays behind, and all works again."""
@@ -229,6 +231,7 @@ def works(alpha: Machine, beta: Machine) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("machines", [LOST_S], indirect=True)
 def test_two_hosts_that_never_met_do_not_wait_for_each_other(machines: list[Machine]) -> None:
     """No cable from the start: pushing costs nothing but the push."""
     alpha, beta = machines

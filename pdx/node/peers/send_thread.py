@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdx.node")
 
-CONNECT_S = 5.0
 PROBE_S = 1.0  # a scheme that takes longer than that for a few megabytes is not worth waiting for
 PROBE_ROUNDS = 5
 PROBE_WRITES = 4  # at a time
@@ -201,8 +200,8 @@ class SendThread:
                 break
             try:
                 remote = self._target.remotes[scheme]
-                region = self._tiers.regions.regions[scheme]
-                connected[scheme] = region.connect(remote, timeout_s=CONNECT_S, wake=self._event)
+                region, timeout_s = self._tiers.regions.regions[scheme], self._tiers.config.peer_timeout_s
+                connected[scheme] = region.connect(remote, timeout_s=timeout_s, wake=self._event)
             except ChannelError as error:
                 why.append(self._without(scheme, error))
         rates = self._measure(connected, why) if len(connected) > 1 else {}

@@ -97,7 +97,7 @@ class Stage:
         self.view = memoryview(bytearray(MIB))
         self.memory = Memory(self.view)
         self.regions = SimpleNamespace(regions=regions, arena=PlainMemory(self.view), probe=Slot(0, 4096, 0))
-        self.config = SimpleNamespace(digests=digests)
+        self.config = SimpleNamespace(digests=digests, peer_timeout_s=5.0)
         self.chosen = []
         self.done = []
         self.broken = []
