@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,21 +19,36 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ConfigError
+from pdx.options import Option, option, options_of, shown_as
 from pdx.transports.channel import SchemeName
 
 _T = TypeVar("_T")
 
 LEAST_S, MOST_S = 0.001, 86_400.0
-PositiveSeconds = Annotated[float, Meta(ge=LEAST_S, le=MOST_S)]
-Address = Annotated[str, Meta(max_length=256)]  # as messages have it
-FolderName = Annotated[str, Meta(max_length=4096)]
-Share = Annotated[float, Meta(gt=0.0, le=1.0)]
-ShareOrNone = Annotated[float, Meta(ge=0.0, le=1.0)]
-EventsAddress = Annotated[str, Meta(max_length=256)]
+PositiveSeconds = Annotated[float, Meta(ge=LEAST_S, le=MOST_S), shown_as("SECONDS")]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9), shown_as("SECONDS")]
+ArenaBytes = Annotated[int, Meta(ge=1 << 20, le=1 << 46), shown_as("SIZE")]
+DiskBytes = Annotated[int, Meta(ge=1 << 20, le=1 << 50), shown_as("SIZE")]
+ReserveBytes = Annotated[int, Meta(ge=0, le=1 << 50), shown_as("SIZE")]
+Share = Annotated[float, Meta(gt=0.0, le=1.0), shown_as("SHARE")]
+ShareOrNone = Annotated[float, Meta(ge=0.0, le=1.0), shown_as("SHARE")]
+Address = Annotated[str, Meta(max_length=256), shown_as("ADDRESS")]  # as messages have it
+HostPort = Annotated[str, Meta(max_length=256), shown_as("HOST:PORT")]
+Url = Annotated[str, Meta(max_length=1024), shown_as("URL")]
+Topic = Annotated[str, Meta(max_length=256), shown_as("TOPIC")]
+PolicyName = Annotated[str, Meta(max_length=256), shown_as("NAME")]
+Name = Annotated[str, shown_as("NAME")]
+FileName = Annotated[str, Meta(max_length=4096), shown_as("FILE")]
+FolderNames = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(max_length=32), shown_as("FOLDER")
+]
+GpuNames = Annotated[list[Annotated[str, Meta(min_length=1, max_length=64)]], Meta(max_length=32), shown_as("WHICH")]
+SchemeNames = Annotated[list[SchemeName], Meta(max_length=32), shown_as("SCHEME")]
+NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z"), shown_as("auto|none|N")]
 HashForm = Literal["int", "bytes"]
 StoreChoice = Literal["all", "twice-seen", "write-back"]
 CodecChoice = Literal["none", "lossless"]
-NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
+DigestChoice = Literal["wire", "always", "never"]
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f-\x9f]{1,256}")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -121,61 +137,166 @@ def parse_bytes(text: str | int) -> int:
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `pdx node`."""
+    """Settings of a node, each said once: the command line, TOML, the connector and docs/vllm.md follow from it."""
 
     address: str
-    arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30
-    gpu: Annotated[str, Meta(max_length=64)] = ""  # ordinal or UUID of the GPU that has the arena; empty: host memory
-    more_gpus: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)] = []  # with an arena besides
-    gpu_arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30  # of each of those
-    disks: Annotated[list[FolderName], Meta(max_length=32)] = []  # folders with chunks as files, each with its part
-    disk_limit_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] = 100 << 30  # of the files in each of them
-    disk_reserve_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 30  # of those disks are left to others, each
-    disk_codec: CodecChoice = "none"  # by which chunks are encoded there, see pdx.store.codecs
-    remote: Annotated[str, Meta(max_length=1024)] = ""  # address of a store that nodes share; empty: none
-    remote_codec: CodecChoice = "none"
-    remote_ttl_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0  # what is older is not found there; 0: never too old
-    remote_ca: Annotated[str, Meta(max_length=4096)] = ""  # file of certificates that sign its own; empty: the system's
-    remote_credentials: Annotated[str, Meta(max_length=4096)] = ""  # file; empty: the environment has them
-    remote_s: PositiveSeconds = 5.0  # a call to it that takes longer has failed …
-    remote_lookup_s: PositiveSeconds = 0.25  # … and a question whether chunks are there
-    store: StoreChoice = "all"  # what is kept in the tiers below, and when: see pdx.store.storing
-    store_window: Share = 0.1  # of each arena: with write-back so much is free or stored
-    policy: Annotated[str, Meta(max_length=256)] = "lru"  # which chunks go first, see pdx.store.policies.by_name
-    salt_quota: Share = 1.0  # of each arena: so much chunks of one cache salt keep against others
-    numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: Address = ""  # where to report engines and timelines; empty: nowhere
-    name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
-    listen: Address = ""  # where peers connect: ipc or tcp; empty: a socket beside `address`, for peers on this host
-    roster: str = ""  # file that names the peers, with their addresses and public keys
-    keys: str = ""  # this node's secret key file, made by `pdx keygen`; needed beyond this host
-    channels: Annotated[list[SchemeName], Meta(max_length=32)] = []  # to use, the first that works; empty: the fastest
-    trusted_network: bool = False  # choose also among channels by which whoever reaches this host's ports may write
-    wire_codec: CodecChoice = "none"  # by which channels encode that can (tcp), for peers that decode it
-    digests: Literal["wire", "always", "never"] = "wire"  # which slices are checked: those that leave the host's memory
+    exit_when_idle_s: Annotated[Seconds, option("End when nothing is attached for so long.", default="never")] = 0.0
+    arena_bytes: Annotated[
+        ArenaBytes,
+        option("Host memory for chunks.", default="4GiB; none with --gpu", section="Memory", for_engines=True),
+    ] = 4 << 30
+    gpu: Annotated[str, Meta(max_length=64)] = (
+        ""  # ordinal or UUID of the GPU that has the first arena; empty: host memory
+    )
+    more_gpus: Annotated[
+        GpuNames,
+        option(
+            "Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. Repeatable, or a list: 0,1.",
+            flag="gpu",
+            name="gpus",
+            default="none",
+        ),
+    ] = []
+    gpu_arena_bytes: Annotated[ArenaBytes, option("Of each GPU.")] = 4 << 30
+    numa: Annotated[
+        NumaChoice,
+        option("NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they have the same."),
+    ] = "auto"
+    policy: Annotated[
+        PolicyName,
+        option("Which chunks leave memory first: lru, s3fifo, gittins, age:SECONDS, idle:SECONDS, or an entry point."),
+    ] = "lru"
+    salt_quota: Annotated[
+        Share, option("Where memory is full, chunks of one cache salt that take more than this share of it go first.")
+    ] = 1.0
+    pin_share: Annotated[
+        ShareOrNone, option("The share of memory that pins, and leases of tenants, may keep; a pin of more is refused.")
+    ] = 0.8
+    tenant_lease_share: Annotated[
+        ShareOrNone, option("The share of memory that leases of one cache salt may keep; 0: none.")
+    ] = 0.1
+    lease_max_s: Annotated[
+        PositiveSeconds, option("The longest time that a request may lease its chunks for.", flag="lease-max-s")
+    ] = 600.0
+    disks: Annotated[
+        FolderNames,
+        option(
+            "Keep chunks in this folder, too, also when the node ends. Repeatable: each folder has its part.",
+            flag="disk",
+            default="none",
+            section="Disks",
+        ),
+    ] = []
+    disk_limit_bytes: Annotated[DiskBytes, option("The most that chunks take of each of these disks.")] = 100 << 30
+    disk_reserve_bytes: Annotated[ReserveBytes, option("So much of each of these disks is left to others.")] = 1 << 30
+    disk_codec: Annotated[
+        CodecChoice,
+        option("Encode chunks for these disks: they take less there, and time of a core. They come back as they were."),
+    ] = "none"
+    remote: Annotated[
+        Url,
+        option(
+            "Share chunks there: valkey://, rediss:// or s3://BUCKET/PREFIX.", default="nowhere", section="Remote store"
+        ),
+    ] = ""
+    remote_codec: Annotated[CodecChoice, option("Encode chunks for the remote store, as with --disk-codec.")] = "none"
+    remote_ttl_s: Annotated[Seconds, option("What is older there is not used.", default="no limit")] = 0.0
+    remote_ca: Annotated[
+        FileName, option("Certificates that sign that of the remote store.", default="the system's")
+    ] = ""
+    remote_credentials: Annotated[FileName, option("For the remote store.", default="the environment's")] = ""
+    remote_s: Annotated[
+        PositiveSeconds,
+        option("A load from the remote store, or a store there, that takes longer has failed.", flag="remote-timeout"),
+    ] = 5.0
+    remote_lookup_s: Annotated[
+        PositiveSeconds,
+        option(
+            "A question whether chunks are there that takes longer has failed. More, for a store that is far away.",
+            flag="remote-lookup-timeout",
+        ),
+    ] = 0.25
+    fetch_s: Annotated[
+        PositiveSeconds,
+        option(
+            "A request waits this long for chunks from a disk, the remote store or another node.",
+            flag="fetch-timeout",
+            section="Disks and remote store",
+        ),
+    ] = 5.0
+    store: Annotated[
+        StoreChoice,
+        option("Chunks that go to --disk and --remote: all, those requested twice, or those that leave memory next."),
+    ] = "all"
+    store_window: Annotated[Share, option("With --store write-back: this share of memory is free or stored.")] = 0.1
+    metrics: Annotated[
+        HostPort,
+        option(
+            "Prometheus metrics of the node at /metrics; beyond this host with --keys.",
+            default="nowhere",
+            section="Metrics and events",
+        ),
+    ] = ""
+    events: Annotated[
+        Address,
+        option(
+            "Publish there which blocks came and went, as vLLM does: ipc:///path or tcp://IP:PORT.", default="nowhere"
+        ),
+    ] = ""
+    events_replay: Annotated[Address, option("Readers that missed some of --events ask there.", default="nowhere")] = ""
+    events_topic: Annotated[Topic, option("Of what --events publishes.")] = ""
+    events_hashes: Annotated[
+        HashForm, option("How --events names blocks: by 64 bits of the engine's hash, vLLM's default, or by 16 bytes.")
+    ] = "int"
+    events_open: Annotated[
+        bool, option("Readers of --events on other hosts need no keys: all who reach it learn which blocks are where.")
+    ] = False
+    name: Annotated[
+        Name,
+        option(
+            "What peers and the proxy call it.",
+            default="made from host and address",
+            section="Peers and channels",
+            for_engines=False,
+        ),
+    ] = ""
+    listen: Annotated[Address, option("Where peers connect: ipc or tcp.", default="a socket on this host")] = ""
+    channels: Annotated[
+        SchemeNames,
+        option(
+            "Use this channel to peers; repeated: the first that works.",
+            flag="channel",
+            name="channels",
+            default="the fastest; pdx doctor lists them",
+        ),
+    ] = []
+    wire_codec: Annotated[
+        CodecChoice, option("Encode what goes to peers by tcp: for slow networks. It comes back as it was.")
+    ] = "none"
+    digests: Annotated[
+        DigestChoice, option("Check what arrives from peers: what came over a wire, everything, or nothing.")
+    ] = "wire"
+    keys: Annotated[
+        FileName, option("Secret key made by pdx keygen; needed beyond this host.", default="none", section="Trust")
+    ] = ""
+    roster: Annotated[FileName, option("Names the peers, their addresses and public keys.", default="none")] = ""
+    trusted_network: Annotated[
+        bool,
+        option(
+            "Choose also among channels that do not authenticate who writes (nixl, ucx): all who reach this host may."
+        ),
+    ] = False
     grant_s: PositiveSeconds = 5.0  # a push waits this long for room at its receiver
     push_s: PositiveSeconds = 60.0  # a push that is not over by then is dropped
-    fetch_s: PositiveSeconds = 5.0  # a lookup waits this long for what a peer is asked for
     peer_timeout_s: PositiveSeconds = 5.0  # a peer that was silent for so long is lost
     group_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 1 << 20  # layers are sent together until a write has so much
     window_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 32 << 20  # written to a peer and not acknowledged
-    peer_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the arena that one peer may be writing at a time
-    pin_share: ShareOrNone = 0.8  # of the arenas that pins, and tenants' leases, may keep from being evicted
-    tenant_lease_share: ShareOrNone = 0.1  # of each arena that the leases of one tenant may keep (`Hints.lease_s`) …
-    lease_max_s: PositiveSeconds = 600.0  # … each for so long
-    metrics: Annotated[str, Meta(max_length=256)] = ""  # HOST:PORT for Prometheus; empty: nowhere
-    events: EventsAddress = ""  # where changes of chunks are published, as vLLM does; empty: nowhere …
-    events_replay: EventsAddress = ""  # … and where who has missed some asks for them
-    events_topic: Annotated[str, Meta(max_length=256)] = ""  # of what is published
-    events_hashes: HashForm = "int"  # how blocks are named there, see pdx.wire.kv_events
-    events_open: bool = False  # readers on other hosts need no keys
-    report_s: PositiveSeconds = 1.0
+    peer_share: Share = 0.5  # of the arena that one peer may be writing at a time
+    report_s: PositiveSeconds = 1.0  # between two reports to the proxy
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
-    exit_when_idle_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0  # 0: never
-    trace: Annotated[str, Meta(max_length=4096)] = (
-        ""  # folder for spans, see pdx.telemetry.trace; empty: PDX_TRACE, else nowhere
-    )
+    trace: FileName = ""  # folder for spans, see pdx.telemetry.trace; empty: PDX_TRACE, else nowhere
 
 
 def is_tier_name(name: str) -> bool:
@@ -234,114 +355,107 @@ def handover_path(address: str, arena: int = 0) -> Path:
     return Path(f"{socket_path(address)}.gpu{arena or ''}")
 
 
-class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every command that starts a node may say of it, in the words of `pdx node`."""
+def from_words(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `kind` for what somebody says by `Option.name`.
 
-    arena: str | int = ""  # host memory for chunks; empty: 4GiB, none where there are GPUs
-    gpus: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=64)]], Meta(max_length=32)
-    ] = []  # with an arena each
-    gpu_arena: str | int = "4GiB"  # of each GPU
-    disk: FolderName | Annotated[list[FolderName], Meta(max_length=32)] = ""  # one or several: NodeConfig.disks …
-    disk_limit: str | int = "100GiB"  # … and there, for this and what follows
-    disk_reserve: str | int = "1GiB"
-    disk_codec: CodecChoice = "none"
-    remote: Annotated[str, Meta(max_length=1024)] = ""
-    remote_codec: CodecChoice = "none"
-    remote_ttl: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
-    remote_ca: Annotated[str, Meta(max_length=4096)] = ""
-    remote_credentials: Annotated[str, Meta(max_length=4096)] = ""
-    remote_timeout: PositiveSeconds = 5.0  # NodeConfig.remote_s …
-    remote_lookup_timeout: PositiveSeconds = 0.25  # … and remote_lookup_s …
-    fetch_timeout: PositiveSeconds = 5.0  # … and fetch_s
-    store: StoreChoice = "all"
-    store_window: Share = 0.1
-    policy: Annotated[str, Meta(max_length=256)] = "lru"
-    salt_quota: Share = 1.0
-    pin_share: ShareOrNone = 0.8
-    tenant_lease_share: ShareOrNone = 0.1
-    lease_max_s: PositiveSeconds = 600.0
-    numa: NumaChoice = "auto"
-    metrics: Annotated[str, Meta(max_length=256)] = ""
-    events: EventsAddress = ""
-    events_replay: EventsAddress = ""
-    events_topic: Annotated[str, Meta(max_length=256)] = ""
-    events_hashes: HashForm = "int"
-    events_open: bool = False
-
-    def settings(self) -> dict[str, Any]:
-        """The settings of `NodeConfig` that say the same. The first arena is the host's, where it has one.
-
-        :raises ConfigError: a size that is none, or a GPU or folder named twice.
-        """
-        folders = [self.disk] if isinstance(self.disk, str) else self.disk
-        disks = [os.path.abspath(folder) for folder in folders if folder]
-        if len(set(disks)) != len(disks):
-            raise ConfigError(f"--disk {' --disk '.join(disks)}: each folder has its own part; name each once")
-        others = {
-            "disks": disks,
-            "disk_limit_bytes": parse_bytes(self.disk_limit),
-            "disk_reserve_bytes": parse_bytes(self.disk_reserve),
-            "disk_codec": self.disk_codec,
-            "remote": self.remote,
-            "remote_codec": self.remote_codec,
-            "remote_ttl_s": self.remote_ttl,
-            "remote_ca": os.path.abspath(self.remote_ca) if self.remote_ca else "",
-            "remote_credentials": os.path.abspath(self.remote_credentials) if self.remote_credentials else "",
-            "remote_s": self.remote_timeout,
-            "remote_lookup_s": self.remote_lookup_timeout,
-            "fetch_s": self.fetch_timeout,
-            "store": self.store,
-            "store_window": self.store_window,
-            "policy": self.policy,
-            "salt_quota": self.salt_quota,
-            "pin_share": self.pin_share,
-            "tenant_lease_share": self.tenant_lease_share,
-            "lease_max_s": self.lease_max_s,
-            "numa": self.numa,
-            "metrics": self.metrics,
-            "events": self.events,
-            "events_replay": self.events_replay,
-            "events_topic": self.events_topic,
-            "events_hashes": self.events_hashes,
-            "events_open": self.events_open,
-        }
-        if self.events_replay and not self.events:
-            raise ConfigError("--events-replay answers who has missed what --events publishes; name that, too")
-        if len(set(self.gpus)) != len(self.gpus):
-            raise ConfigError(f"--gpu {' --gpu '.join(self.gpus)}: a GPU has one arena; name each once")
-        of_gpus = {"gpu_arena_bytes": parse_bytes(self.gpu_arena), **others}
-        if not self.gpus:
-            return {"arena_bytes": parse_bytes(self.arena or "4GiB"), **others}
-        if self.arena:
-            return {"arena_bytes": parse_bytes(self.arena), "more_gpus": list(self.gpus), **of_gpus}
-        first, *more = self.gpus
-        return {"arena_bytes": of_gpus["gpu_arena_bytes"], "gpu": first, "more_gpus": more, **of_gpus}
+    :raises ConfigError: an unknown name, a wrong type, or a value out of range.
+    """
+    known = options_of(kind)
+    settings: dict[str, Any] = {}
+    for name, value in said.items():
+        if name not in known:
+            raise ConfigError(f"{name!r} is no option of {kind.__name__}; there are {', '.join(known)}")
+        settings[known[name].field.name] = _value(known[name], value)
+    return settings
 
 
-class ConnectorConfig(NodeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config` of `PdxConnector`; the same for every role. `NodeOptions` are of a node that this
-    engine starts."""
+def node_settings(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `NodeConfig` for what a command or a connector says of a node.
 
-    node: str = ""  # empty: PDX_NODE, else this host's default socket
-    start_node: bool = True  # start a node where none runs
-    proxy: str = ""  # told to a node that this engine starts
-    chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
-    save: bool = True  # put prompts into the store
-    save_decode: bool = True  # put generated chunks into the store
-    load: Literal["auto", "always"] = "auto"  # beside requests that run: what comes sooner than it is computed, or all
-    any_release: bool = False  # run with a release of the engine that PDX was not tested with, too
-    role: Literal["prefill", "decode", "both"] = "both"  # told to the proxy; decides nothing in the engine
-    url: str = ""  # where this engine serves HTTP, told to the proxy
-    lookup_s: PositiveSeconds = 1.0  # a node that has not answered by then is a miss
-    reserve_wait_s: PositiveSeconds = 5.0  # a prefill for a transfer waits this long for room
-    transfer_wait_s: PositiveSeconds = 30.0  # a decode waits this long for its transfer
-    lease_s: PositiveSeconds = 60.0
-    trace: Annotated[str, Meta(max_length=4096)] = ""  # see NodeConfig
+    The first arena is the host's where there is no GPU, or where its size is said.
+
+    :raises ConfigError: see `from_words`; or a GPU or folder is named twice, or replay is without events.
+    """
+    settings = from_words(NodeConfig, said)
+    for name, what in (("disks", "--disk: each folder has its own part"), ("more_gpus", "--gpu: a GPU has one arena")):
+        named = settings.get(name, [])
+        if len(set(named)) != len(named):
+            raise ConfigError(f"{what}; name each once, and not {', '.join(named)}")
+    if settings.get("events_replay") and not settings.get("events"):
+        raise ConfigError("--events-replay answers who has missed what --events publishes; name that, too")
+    if "arena_bytes" not in settings and settings.get("more_gpus"):
+        first, *more = settings["more_gpus"]
+        nbytes = settings.get("gpu_arena_bytes", NodeConfig(address="").gpu_arena_bytes)
+        settings |= {"arena_bytes": nbytes, "gpu": first, "more_gpus": more}
+    return settings
+
+
+def _value(option: Option, said: Any) -> Any:
+    """:raises ConfigError: it has a wrong type, or is out of range."""
+    value = parse_bytes(said) if option.is_size else said
+    if isinstance(option.kind, msgspec.inspect.ListType) and isinstance(said, str):
+        value = [said] if said else []
+    try:
+        value = msgspec.convert(value, option.field.type)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{option.name}: {error}, and not {said!r:.80}") from error
+    if not option.for_engines or option.metavar not in ("FILE", "FOLDER"):
+        return value
+    # The node may run elsewhere.
+    return [os.path.abspath(each) for each in value] if isinstance(value, list) else value and os.path.abspath(value)
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of `PdxConnector`; the same for every role."""
+
+    node: Annotated[
+        str, option("The node to attach to: ipc:///absolute/path.", default="PDX_NODE, else this user's")
+    ] = ""
+    start_node: Annotated[bool, option("Start a node where none runs; the other table says with which settings.")] = (
+        True
+    )
+    proxy: Annotated[
+        str, option("Where a node that this engine starts reports.", default="PDX_PROXY, else this user's")
+    ] = ""
+    chunk_tokens: Annotated[
+        int,
+        Meta(ge=16, le=65_536),
+        option("Tokens of a chunk, a multiple of the block size; the same for all engines."),
+    ] = 256
+    save: Annotated[bool, option("Store chunks. Without it an engine cannot prefill for another.")] = True
+    save_decode: Annotated[bool, option("Store generated chunks, too.")] = True
+    load: Annotated[
+        Literal["auto", "always"],
+        option("`auto`: beside running requests a hit is loaded only if that is sooner than computing it."),
+    ] = "auto"
+    any_release: Annotated[bool, option("Run with a release of vLLM that PDX was not tested with, too.")] = False
+    role: Annotated[Literal["prefill", "decode", "both"], option("Told to the proxy; decides nothing here.")] = "both"
+    url: Annotated[
+        str, option("Where this engine serves HTTP, told to the proxy; empty: its --prefill, --decode say.")
+    ] = ""
+    lookup_s: Annotated[PositiveSeconds, option("A lookup that the node has not answered by then is a miss.")] = 1.0
+    reserve_wait_s: Annotated[
+        PositiveSeconds,
+        option("A prefill waits this long for room for a transfer; then what fits goes."),
+    ] = 5.0
+    transfer_wait_s: Annotated[
+        PositiveSeconds,
+        option("A decode waits this long for its transfer; then it computes the rest."),
+    ] = 30.0
+    lease_s: Annotated[PositiveSeconds, option("Found chunks are held this long.")] = 60.0
+    trace: Annotated[FileName, option("Private folder (mode 0700) for spans.", default="PDX_TRACE, else none")] = ""
+    of_node: dict[str, Any] = {}  # what is said of a node that this engine starts, by `Option.name`
 
     def node_address(self) -> str:
         """The node this engine attaches to."""
         return self.node or default_node()
+
+    def settings(self) -> dict[str, Any]:
+        """Those of `NodeConfig` for a node that this engine starts.
+
+        :raises ConfigError: see `node_settings`.
+        """
+        return node_settings(self.of_node)
 
 
 def parse(kind: type[_T], settings: dict[str, Any]) -> _T:
@@ -349,6 +463,11 @@ def parse(kind: type[_T], settings: dict[str, Any]) -> _T:
 
     :raises ConfigError: an unknown name, a wrong type, or a value out of range; the message names it.
     """
+    if kind is ConnectorConfig:
+        of_nodes = {name for name, option in options_of(NodeConfig).items() if option.for_engines}
+        of_node = {name: value for name, value in settings.items() if name in of_nodes}
+        node_settings(of_node)
+        settings = {**{name: value for name, value in settings.items() if name not in of_nodes}, "of_node": of_node}
     try:
         return msgspec.convert(settings, kind)
     except msgspec.ValidationError as error:

@@ -7,38 +7,96 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdx.config import PositiveSeconds
+from pdx.config import FileName, PositiveSeconds, Seconds
+from pdx.options import option, shown_as
+
+Urls = Annotated[tuple[str, ...], shown_as("URL")]
+Origins = Annotated[tuple[str, ...], shown_as("ORIGIN")]
+Place = Annotated[str, shown_as("ADDRESS")]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 31), shown_as("TOKENS")]
+BodyBytes = Annotated[int, Meta(ge=1 << 10, le=1 << 32), shown_as("SIZE")]
+BodiesBytes = Annotated[int, Meta(ge=1 << 10), shown_as("SIZE")]
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `pdx proxy`; engines named here need no node to be known."""
+    """Settings of `pdx proxy`, each said once; engines named here need no node to be known."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65_535)] = 8000  # 0: any free port
-    prefill: tuple[str, ...] = ()  # base URLs of engines that prefill
-    decode: tuple[str, ...] = ()  # base URLs of engines that decode; one URL may be in both
-    engine_ca: str = ""  # file of certificates that sign those of engines with TLS; empty: the system's
-    control: str = ""  # where nodes report, ipc or tcp; empty: PDX_PROXY, else this host's default socket
-    keys: str = ""  # this proxy's secret key file, made by `pdx keygen`; needed for nodes beyond this host
-    roster: str = ""  # file that names the nodes and their public keys; goes with `keys`
-    forward: bool = True  # send a completion's first token to the client before the decode leg starts
-    # Shorter prompts go to one engine. 16 tokens are one block of most engines' KV cache, the least that two legs could
-    # hand over; a decode engine computes so few beside the tokens of its other requests without a step getting longer.
-    min_split_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 16
-    client_priority: Annotated[int, Meta(ge=0, le=9)] = 9  # the most that clients' hints may ask for
-    first_byte_timeout_s: PositiveSeconds = 600.0  # of a stream, and of a prefill leg's answer, which is one token
-    answer_timeout_s: PositiveSeconds = 3600.0  # of an answer that is not streamed: it has no byte before its end
-    idle_timeout_s: PositiveSeconds = 120.0  # without a byte of an answer that has begun
+    host: Annotated[str, option("Address to serve HTTP on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535), option("0: any.")] = 8000
+    control: Annotated[
+        Place,
+        option("Where nodes report: ipc:///path or tcp://IP:PORT.", default="$PDX_PROXY, else this user's socket"),
+    ] = ""
+    keys: Annotated[FileName, option("Secret key of `pdx keygen`, for nodes on other hosts.", section="Trust")] = ""
+    roster: Annotated[FileName, option("Names the nodes and their public keys; goes with --keys.")] = ""
+    prefill: Annotated[Urls, option("An engine that prefills; may be repeated.", section="Engines")] = ()
+    decode: Annotated[Urls, option("An engine that decodes; may be repeated, and may also prefill.")] = ()
+    engine_ca: Annotated[
+        FileName,
+        option("Certificates that sign those of engines with TLS.", default="the system's, or $SSL_CERT_FILE"),
+    ] = ""
+    forward: Annotated[
+        bool,
+        option(
+            "Send a completion's first token to the client as soon as the prefill engine has it.", section="Requests"
+        ),
+    ] = True
+    # 16 tokens are one block of most engines' KV cache, the least that two legs could hand over; a decode engine
+    # computes so few beside the tokens of its other requests without a step getting longer.
+    min_split_tokens: Annotated[
+        Tokens, option("A shorter prompt goes to one engine; of text, four bytes count as a token.")
+    ] = 16
+    client_priority: Annotated[
+        int, Meta(ge=0, le=9), option("The most priority that a client may give its chunks; more is clipped.")
+    ] = 9
+    max_body_bytes: Annotated[BodyBytes, option("The largest body of a request.")] = 64 << 20  # pictures are in it
+    max_bodies_bytes: Annotated[BodiesBytes, option("Of all requests under way together.")] = 512 << 20
+    allowed_origins: Annotated[
+        Origins,
+        option(
+            "Let in scripts of web pages from there, as https://example.org; *: all; may be repeated.", default="none"
+        ),
+    ] = ()
+    debug_headers: Annotated[
+        bool, option("Say in headers x-pdx-transfer-id and x-pdx-mode how an answer came about.")
+    ] = False
+    first_byte_timeout_s: Annotated[
+        PositiveSeconds,
+        option("How long an engine may take to prefill, and to begin a stream.", section="Time limits"),
+    ] = 600.0
+    answer_timeout_s: Annotated[
+        PositiveSeconds,
+        option("How long an engine may take for an answer that is not streamed: it comes as a whole."),
+    ] = 3600.0
+    idle_timeout_s: Annotated[
+        PositiveSeconds,
+        option("How long an answer that has begun may pause, and a client may take nothing of it."),
+    ] = 120.0
+    drain_s: Annotated[
+        Seconds,
+        option("After SIGTERM, requests under way have so long; a second signal ends them at once."),
+    ] = 30.0
     # No KV goes through a node that is silent for longer. Nodes report once a second, but one whose processor is taken
     # from it may miss some while the proxy runs on.
     heartbeat_timeout_s: PositiveSeconds = 6.0
-    max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 64 << 20  # pictures are in it as text
-    max_bodies_bytes: Annotated[int, Meta(ge=1 << 10)] = 512 << 20  # of all requests under way together
     body_timeout_s: PositiveSeconds = 60.0  # and a second more for each 64 KiB that have come
-    admin: str = ""  # where metrics and timelines are told, `HOST:PORT` or a Unix socket's path; empty: nowhere
-    cache_token_file: str = ""  # whoever shows the token in it at `admin` may say verbs; empty: at a Unix socket alone
-    debug_headers: bool = False  # answers say by which transfer and in which mode they came about
-    allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may read answers; `*`: all
-    drain_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0  # requests under way at a SIGTERM have so long
-    chunk_index: bool = False  # know which node has which chunks in which tier
-    chunk_index_limit: Annotated[int, Meta(ge=1, le=1 << 31)] = 10_000_000  # chunks; each takes about 110 bytes
+    admin: Annotated[
+        Place,
+        option(
+            "Serve /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path; /cache, too, at a "
+            "Unix socket or with --cache-token-file.",
+            default="nowhere",
+            section="Administration",
+        ),
+    ] = ""
+    cache_token_file: Annotated[
+        FileName,
+        option("Who shows the token in it may say cache verbs at --admin.", default="none; at a Unix socket alone"),
+    ] = ""
+    chunk_index: Annotated[bool, option("Know which node has which chunks in which tier, as nodes tell.")] = False
+    chunk_index_limit: Annotated[
+        int,
+        Meta(ge=1, le=1 << 31),
+        shown_as("CHUNKS"),
+        option("Of so many chunks; each takes about 110 bytes."),
+    ] = 10_000_000

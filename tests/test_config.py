@@ -9,9 +9,9 @@ from pdx import config
 from pdx.config import (
     ConnectorConfig,
     NodeConfig,
-    NodeOptions,
     disk_names,
     node_name,
+    node_settings,
     parse,
     parse_bytes,
     private_folder,
@@ -190,7 +190,7 @@ def test_several_disks_have_paths_that_are_names():
 @pytest.mark.parametrize("field", ["arena", "gpu_arena", "disk_limit"])
 def test_what_is_no_size_is_said_whether_it_is_used_or_not(size, field):
     with pytest.raises(ConfigError, match="is not a size"):
-        parse(NodeOptions, {field: size}).settings()
+        node_settings({field: size})
 
 
 @pytest.mark.parametrize("seconds", [1e-320, 0.0, -1.0, float("nan"), float("inf"), 1e300])

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.live import Live
 
 from pdx.cli.counting import follow_in_background
-from pdx.cli.options import Sectioned, node_options, option
+from pdx.cli.options import NODE_EXAMPLE, Sectioned, file_option, option, said, settings_of
 from pdx.cli.tables import size, view
 from pdx.client.connection import Connection
-from pdx.config import NodeConfig, NodeOptions, default_node, default_proxy, parse, socket_path
+from pdx.config import NodeConfig, default_node, default_proxy, node_settings, parse, socket_path
 from pdx.errors import ChannelUnavailable, ConfigError, NodeError, NodeUnavailable
 from pdx.transports.channel import Availability
 from pdx.transports.registry import find, schemes
@@ -40,52 +40,25 @@ ANSWER_S = 5.0
     "address",
     help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]",
 )
-@node_options
+@file_option("--node-config", NODE_EXAMPLE)
+@settings_of(NodeConfig)
 @option("--proxy", help="Where the proxy listens; '' for none. [default: $PDX_PROXY, else this user's]")
-@option("--name", default="", help="What peers and the proxy call it. [default: made from host and address]")
-@option("--listen", default="", metavar="ADDRESS", help="Where peers connect. [default: a socket on this host]")
-@option("--roster", default="", metavar="FILE", help="Names the peers, their addresses and public keys.")
-@option("--keys", default="", metavar="FILE", help="Secret key made by pdx keygen; needed beyond this host.")
+@option("--status", is_flag=True, help="Show the state of the running node and exit.", section="A running node")
+@option("--json", "as_json", is_flag=True, help="With --status: one JSON object.", section="A running node")
+@option("--watch", is_flag=True, help="With --status: refresh every second until Ctrl-C.", section="A running node")
 @option(
-    "--channel",
-    "channels",
-    multiple=True,
-    metavar="SCHEME",
-    help="Use this channel to peers; repeated: the first that works. [default: the fastest; pdx doctor lists them]",
+    "--stop", is_flag=True, help="End the running node, and wait until its memory is free.", section="A running node"
 )
-@option(
-    "--trusted-network",
-    is_flag=True,
-    help="Choose also among channels that do not authenticate who writes (nixl, ucx): whoever reaches this host may.",
-)
-@option(
-    "--wire-codec",
-    default="none",
-    type=click.Choice(["none", "lossless"]),
-    help="Encode what goes to peers by tcp: for slow networks. It comes back as it was.",
-)
-@option(
-    "--digests",
-    default="wire",
-    type=click.Choice(["wire", "always", "never"]),
-    help="Check what arrives from peers: what came over a wire, everything, or nothing.",
-)
-@option("--exit-when-idle", type=float, default=0.0, metavar="SECONDS", help="End when nobody is attached.")
-@option("--status", is_flag=True, help="Show the state of the running node and exit.")
-@option("--json", "as_json", is_flag=True, help="With --status: one JSON object.")
-@option("--watch", is_flag=True, help="With --status: refresh every second until Ctrl-C.")
-@option("--stop", is_flag=True, help="End the running node, and wait until its memory is free.")
-@option("--force", is_flag=True, help="With --stop: also while engines are attached.")
+@option("--force", is_flag=True, help="With --stop: also while engines are attached.", section="A running node")
 def node(
     address: str | None,
     proxy: str | None,
-    exit_when_idle: float,
     status: bool,
     as_json: bool,
     watch: bool,
     stop: bool,
     force: bool,
-    **others: Any,
+    **settings: Any,
 ) -> None:
     """Run the node of this host in the foreground; or, with --status, show what the running one holds; or end it."""
     address = address or default_node()
@@ -101,18 +74,11 @@ def node(
         return
     from pdx.node.daemon import run
 
-    check_channels(others["channels"])
-    _check_some_work(others["channels"])
-    of_node = {name: others.pop(name) for name in NodeOptions.__struct_fields__}
-    settings = {
-        "address": address,
-        "proxy": default_proxy() if proxy is None else proxy,
-        "exit_when_idle_s": exit_when_idle,
-        **parse(NodeOptions, of_node).settings(),
-        **others,
-    }
+    check_channels(settings["channels"])
+    _check_some_work(settings["channels"])
+    of_node = {"address": address, "proxy": default_proxy() if proxy is None else proxy}
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = parse(NodeConfig, settings)
+    config = parse(NodeConfig, {**of_node, **node_settings(said(settings))})
     if config.disks:
         follow_in_background(address)
     run(config)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pdx.cli.options import Sectioned, node_options, option, refuse_node_options
+from pdx.cli.options import Sectioned, node_options, option, refuse_node_options, said
 from pdx.config import ConnectorConfig, default_node, default_proxy, parse
 from pdx.errors import ConfigError
 from pdx.security.address import base_url, bracketed
@@ -63,7 +63,7 @@ def serve(
         proxy=default_proxy() if proxy is None else proxy,
         start_node=start_node,
         url=url,
-        **of_node,
+        **said(of_node),
     )
     sys.stdout.flush()
     os.execvp(command[0], command)
@@ -84,7 +84,7 @@ def engine_command(model: str, flags: Sequence[str], *, url: str = "", **setting
         )
     _check_model(model)
     settings["url"] = base_url(url) if url else _url(flags)
-    parse(ConnectorConfig, settings).settings()
+    parse(ConnectorConfig, settings)
     # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
     # must not be imported instead of the standard library's.
     server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]

@@ -23,13 +23,13 @@ from rich.text import Text
 
 from pdx.cli import placement
 from pdx.cli.node import check_channels
-from pdx.cli.options import FOLDER, Sectioned, as_flags, node_options, option, refuse_node_options
+from pdx.cli.options import FOLDER, Sectioned, as_flags, node_options, option, refuse_node_options, said
 from pdx.cli.ports import free_ports, held_port
 from pdx.cli.processes import Processes, ProcessState
 from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
 from pdx.cli.serve import TLS, engine_command, flag
 from pdx.client.api import connect
-from pdx.config import NodeOptions, default_proxy, parse, private_folder, runtime_folder, socket_path
+from pdx.config import default_proxy, node_settings, private_folder, runtime_folder, socket_path
 from pdx.errors import ConfigError
 from pdx.security.address import bracketed, is_loopback, is_wildcard, spelled
 from pdx.security.socket_lock import owned
@@ -140,7 +140,7 @@ def up(
     # Named after the port, not the process: should a node be killed hard, the next one on that port has its address and
     # frees the shared memory that was left.
     folder = runtime_folder() / f"up-{port}"
-    own = [] if node else nodes_of(folder, channel, of_node)
+    own = [] if node else nodes_of(folder, channel, said(of_node))
     proxy_options = [*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])]
     proxy_options += ["--cache-token-file", cache_token_file] if cache_token_file else []
     proxy_options += [] if forward else ["--no-forward"]
@@ -321,14 +321,14 @@ def _proxy(options: Sequence[str], engines: Sequence[Start], url: str, num_nodes
 
 
 def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> list[Node]:
-    """One for all engines, or one for each role; the proxy tells them of each other. `of_node`: see `NodeOptions`.
+    """One for all engines, or one for each role; the proxy tells them of each other. `of_node`: see `node_options`.
 
     :raises ConfigError: what no node takes, or one takes and two do not.
     """
     gpus = of_node.get("gpus", [])
     if channel is not None and (len(gpus) > 2 or not all(gpus)):
         raise ConfigError(f"--gpu {','.join(gpus)!r} for two nodes: name one or two")
-    parse(NodeOptions, dict(of_node)).settings()
+    node_settings(of_node)
     if channel is None:
         return [Node("node", f"ipc://{folder}/node.sock", options=as_flags(of_node))]
     if of_node.get("metrics"):

@@ -17,9 +17,10 @@ from rich.console import Console
 
 from pdx.cli.main import COMMANDS, main
 from pdx.cli.node import as_object, end_node
+from pdx.cli.options import said
 from pdx.cli.tables import duration, size, view
 from pdx.client.api import connect
-from pdx.config import NodeOptions
+from pdx.config import node_settings
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
 from pdx.transports.channel import Availability
 from pdx.wire.status import AttachedStatus, NodeStatus, PeerStatus, TierStatus
@@ -245,21 +246,20 @@ def test_sizes_and_durations_read_well():
 @pytest.mark.parametrize(
     ("arena", "gpus", "settings"),
     [
-        ("", (), {"arena_bytes": 4 << 30}),
-        ("8MiB", (), {"arena_bytes": 8 << 20}),
-        ("", ("1",), {"arena_bytes": 2 << 20, "gpu": "1", "more_gpus": [], "gpu_arena_bytes": 2 << 20}),
-        ("", ("0", "1"), {"arena_bytes": 2 << 20, "gpu": "0", "more_gpus": ["1"], "gpu_arena_bytes": 2 << 20}),
-        ("8MiB", ("0", "1"), {"arena_bytes": 8 << 20, "more_gpus": ["0", "1"], "gpu_arena_bytes": 2 << 20}),
+        (None, [], {"gpu_arena_bytes": 2 << 20}),
+        ("8MiB", [], {"arena_bytes": 8 << 20, "gpu_arena_bytes": 2 << 20}),
+        (None, ["1"], {"arena_bytes": 2 << 20, "gpu": "1", "more_gpus": [], "gpu_arena_bytes": 2 << 20}),
+        (None, ["0", "1"], {"arena_bytes": 2 << 20, "gpu": "0", "more_gpus": ["1"], "gpu_arena_bytes": 2 << 20}),
+        ("8MiB", ["0", "1"], {"arena_bytes": 8 << 20, "more_gpus": ["0", "1"], "gpu_arena_bytes": 2 << 20}),
     ],
 )
 def test_where_chunks_lie_is_said_by_arena_and_gpu(arena, gpus, settings):
-    found = NodeOptions(arena=arena, gpus=gpus, gpu_arena="2MiB").settings()
-    assert {name: found[name] for name in found if "arena" in name or "gpu" in name} == settings
+    assert node_settings(said({"arena": arena, "gpus": gpus, "gpu_arena": "2MiB"})) == settings
 
 
 def test_a_gpu_named_twice_is_refused():
-    with pytest.raises(ConfigError, match="--gpu 0 --gpu 0: a GPU has one arena"):
-        NodeOptions(gpus=["0", "0"]).settings()
+    with pytest.raises(ConfigError, match="--gpu: a GPU has one arena; name each once, and not 0, 0"):
+        node_settings({"gpus": ["0", "0"]})
 
 
 def test_engines_that_are_attached_are_shown_in_one_line_each_on_a_terminal_of_80():

@@ -39,7 +39,7 @@ def test_the_connector_is_set_up():
         "kv_load_failure_policy": "recompute",
     }
     assert parse(ConnectorConfig, settings) == ConnectorConfig(
-        node="ipc:///n", arena="1GiB", proxy="", role="prefill", url="http://0.0.0.0:8000"
+        node="ipc:///n", of_node={"arena": "1GiB"}, proxy="", role="prefill", url="http://0.0.0.0:8000"
     )
 
 

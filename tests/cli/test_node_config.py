@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from pdx.cli import up
 from pdx.cli.main import main
-from pdx.config import ConnectorConfig, NodeConfig, NodeOptions, parse
+from pdx.config import ConnectorConfig, NodeConfig, node_settings, parse
 from pdx.errors import ConfigError
 
 
@@ -142,9 +142,8 @@ def test_up_and_serve_take_of_a_file_what_they_take_on_the_command_line(file, mo
 
 def test_the_connector_takes_one_folder_or_several():
     for disk, folders in (("/a", ["/a"]), (["/a", "/b"], ["/a", "/b"]), ("", []), ([], [])):
-        config = parse(ConnectorConfig, {"disk": disk})
-        assert config.settings()["disks"] == folders
-    assert parse(NodeOptions, {"disk": ["/a"]}).settings()["disks"] == ["/a"]
+        assert parse(ConnectorConfig, {"disk": disk}).settings()["disks"] == folders
+    assert node_settings({"disk": ["/a"]})["disks"] == ["/a"]
 
 
 def of_node(run, monkeypatch, *options):
@@ -237,10 +236,6 @@ def test_a_value_out_of_range_is_refused_before_anything_starts(run, monkeypatch
     result = pdx(*command, option, value)
     assert (result.exit_code in (1, 2), run) == (True, [])
     assert option.strip("-") in result.output or option.strip("-").replace("-", "_") in result.output
-
-
-def test_each_option_of_a_node_has_the_default_of_its_setting():
-    assert parse(NodeConfig, {"address": "ipc:///x", **NodeOptions().settings()}) == NodeConfig(address="ipc:///x")
 
 
 def test_the_defaults_of_the_command_line_are_those_of_the_settings(run):

@@ -1,0 +1,87 @@
+"""Options said once: fields of settings with their help, from which the command line, files and docs follow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class Option(NamedTuple):
+    """A field of settings that somebody may say."""
+
+    field: msgspec.structs.FieldInfo
+    kind: msgspec.inspect.Type  # with its bounds
+    help: str
+    section: str  # the heading under which it is listed
+    flag: str  # its word on the command line and in TOML, without dashes
+    name: str  # in `kv_connector_extra_config`, and of the command's argument
+    metavar: str
+    default: str  # what is shown in place of the field's own; empty: that one
+    for_engines: bool  # the connector takes it, and every command that starts a node
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is bytes, which people write with a unit."""
+        return self.metavar == "SIZE"
+
+
+def option(help: str, **facts: Any) -> Meta:
+    """Makes an option of the field that is annotated with it.
+
+    `facts` are those of `Option` that do not follow from the field's name and type; `section` and `for_engines` hold
+    for the fields that follow, too.
+    """
+    return Meta(description=help, extra=facts)
+
+
+def shown_as(metavar: str) -> Meta:
+    """What stands for a value of this type in a help text."""
+    return Meta(extra={"metavar": metavar})
+
+
+@functools.cache
+def options_of(kind: type) -> Mapping[str, Option]:
+    """The options among the fields of `kind`, in their order, by `Option.name`."""
+    found: dict[str, Option] = {}
+    section, for_engines = "", False
+    for field in msgspec.structs.fields(kind):
+        about = msgspec.inspect.type_info(field.type)
+        if not isinstance(about, msgspec.inspect.Metadata) or not about.extra_json_schema:
+            continue
+        facts = about.extra or {}
+        section, for_engines = facts.get("section", section), facts.get("for_engines", for_engines)
+        flag = facts.get("flag", field.name.removesuffix("_bytes").removesuffix("_s").replace("_", "-"))
+        name = facts.get("name", flag.replace("-", "_"))
+        metavar, default = facts.get("metavar", ""), facts.get("default", "")
+        text = about.extra_json_schema["description"]
+        found[name] = Option(field, about.type, text, section, flag, name, metavar, default, for_engines)
+    return found
+
+
+def shown_default(each: Option) -> str:
+    """What help and docs call its default; empty: there is nothing to say."""
+    value = each.field.default
+    if each.default or value in ((), "", msgspec.NODEFAULT):
+        return each.default
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not each.is_size:
+        return str(value)
+    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if value and value % _UNITS[unit] == 0), "")
+    return f"{value // _UNITS[unit]}{unit}" if unit else str(value)
+
+
+def table(kind: type, *, flags: bool = True) -> str:
+    """The options of `kind` in Markdown, as the documents have them: by flag and `Option.name`, or by field alone."""
+    rows = []
+    for name, each in options_of(kind).items():
+        words = f"`--{each.flag}`" if flags else f"`{each.field.name}`"
+        words += f", `{name}`" if each.for_engines else ""
+        rows.append(f"| {words} | {shown_default(each)} | {each.help.replace('|', chr(92) + '|')} |")
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
