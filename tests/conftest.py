@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import zmq
 from hypothesis import HealthCheck, settings
@@ -41,7 +42,7 @@ _HARMLESS_FDS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/nvidia", "/me
 # CUDA, NVML and UCX open one or the other of these when they first need it, and keep it.
 _KEPT_BY_DRIVERS = ("anon_inode:[eventfd]", "anon_inode:[eventpoll]", "socket", "pipe")
 _kept_by_drivers: set[str] = set()  # kinds that were seen in a test on a GPU: each is forgiven once
-_HARMLESS_CHILDREN = ("resource_tracker", "forkserver")
+_HARMLESS_CHILDREN = ("resource_tracker", "forkserver", "forked.py")
 
 
 PARTS = {"beside": (), "alone": ("engine", "alone"), "long": ("long",)}  # and the marks of their tests
@@ -78,7 +79,7 @@ def _fds() -> Counter[str]:
 
 def _children() -> Counter[str]:
     found: Counter[str] = Counter()
-    for task in Path("/proc/self/task").iterdir():
+    for task in [*Path("/proc/self/task").iterdir(), *Path(f"/proc/{forked.origin().pid}/task").iterdir()]:
         with contextlib.suppress(OSError):
             for pid in (task / "children").read_text().split():
                 command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -93,6 +94,14 @@ def _threads() -> Counter[str]:
 
 def _holdings() -> dict[str, Counter[str]]:
     return {"open files": _fds(), "children": _children(), "threads": _threads()}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _origin_of_processes() -> Iterator[None]:
+    """Started before the first test, which would otherwise be said to leave it behind."""
+    forked.origin()
+    yield
+    forked.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,12 +14,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import forked
+import msgspec
 import zmq
 
-from pdx.config import NodeConfig
+from pdx.config import NodeConfig, private_folder, socket_path
 from pdx.errors import NodeUnavailable
 from pdx.node.daemon import TICK_S, Daemon
-from pdx.node.start import start
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
@@ -155,13 +156,22 @@ def attached(address: str, **settings: Any) -> Wire:
     return wire
 
 
+def _start(config: NodeConfig) -> Any:
+    """As `pdx.node.start.start`, forked."""
+    path = socket_path(config.address)
+    private_folder(path.parent)
+    arguments = ["-P", "-m", "pdx.node", msgspec.json.encode(config).decode()]
+    with open(f"{path}.log", "ab") as log:
+        return forked.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+
 class NodeProcess:
     """A real node in a process of its own."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.address = config.address
-        self.process = start(config)
+        self.process = _start(config)
 
     @classmethod
     def ready(cls, config: NodeConfig) -> NodeProcess:
@@ -278,13 +288,7 @@ class Puppet:
     """A real client process that does what the test tells it, with `pdx.connect` (see node_puppet.py)."""
 
     def __init__(self, address: str, program: Path = _PUPPET, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(program), address, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+        self.process = forked.Popen([str(program), address, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.pid = self.process.pid
 
     def send(self, verb: str, *arguments: Any) -> None:
