@@ -17,10 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("transports", "kernels", "proxy", "bench")
 # From the bottom up. A room may import what is in lower layers, and itself; never another room of its own layer.
 LAYERS = [
-    {"pdx.errors", "pdx.extras", "pdx.kernels"},
+    {"pdx.errors", "pdx.extras", "pdx.kernels", "pdx.options"},
     {"pdx.transports.channel"},  # the contract and its registry lie beside the backends, and far below them
     {"pdx.transports.registry"},
     {"pdx.config"},
+    {"pdx.proxy.config"},  # the command line is made from it
     {"pdx.memory"},
     {"pdx.wire"},
     {"pdx.telemetry"},
@@ -43,7 +44,9 @@ LAYERS = [
 ROOMS = {room for layer in LAYERS for room in layer}
 # The least that works: what a room imports of others' distributions, and what it may import inside functions.
 OTHERS = {
+    "pdx.options": "msgspec",
     "pdx.config": "msgspec",
+    "pdx.proxy.config": "msgspec",
     "pdx.kernels": "llvmlite numba numpy torch triton",
     "pdx.memory": "msgspec xxhash",
     "pdx.wire": "msgspec",
