@@ -59,7 +59,6 @@ class Connection:
         self._keyed = b""  # likewise, see `key_by`
         self._degraded: Counter[str] = Counter()
         self._warned: set[str] = set()  # reasons of which the first was logged
-        self._hello = hello
         self._context = zmq.Context()
         for cpu in range(os.cpu_count() or 1):  # the engine's thread may be pinned to cores that it keeps busy
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)

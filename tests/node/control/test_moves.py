@@ -6,11 +6,14 @@ import itertools
 import os
 
 import pytest
+import redis
 from node_harness import MIB, attached
 from peers_harness import disk_pair
+from peers_harness import put as put_named
 from raw_engine import CHUNK_BYTES, Engine, key
 from remote_bed import made
 
+from pdx.memory.keys import named_key
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Refused, Settle
 from pdx.wire.verbs import CheckFinish, Clear, EndJob, Find, Found, Jobs, JobStatus, Move, PinIn, Selection
@@ -29,7 +32,9 @@ def pair(tmp_path_factory):
     folder.chmod(0o700)
     server = made("redis", folder / "redis").start()
     try:
-        with disk_pair(folder, remote=server.url) as cluster:
+        of_one = {"a": {"arena_bytes": 64 * MIB}, "b": {"arena_bytes": 4 * MIB}}
+        with disk_pair(folder, of_one=of_one, remote=server.url) as cluster:
+            cluster.server = server
             engines = {name: Engine(cluster.address(name)) for name in "ab"}
             wires = {name: attached(cluster.address(name), kind="controller") for name in "ab"}
             yield cluster, engines, wires
@@ -158,18 +163,6 @@ def test_a_pinned_chunk_is_not_moved_away(pair):
     assert run(wires["a"], Move(what, "host", "disk")).state == "done"
 
 
-def test_jobs_of_yesterday_and_such_that_never_were(pair):
-    _, _, wires = pair
-    for name, why in (("a:abc-1", "another life"), (f"a:{_epoch(wires['a'])}-99999", "never was one")):
-        for ask in (CheckFinish(name), EndJob(name)):
-            refused = wires["a"].ask(ask)
-            assert (refused.error, why in refused.text) == ("JobUnknown", True)
-
-
-def _epoch(wire):
-    return f"{wire.status().epoch:x}"
-
-
 def test_what_is_larger_than_the_arena_passes_through_it(start_node, place):
     """64 chunks of a disk to another disk, through an arena that holds eight, with another chunk in it that stays."""
     disks = [str(place / "one"), str(place / "two")]
@@ -266,3 +259,65 @@ def test_a_peer_has_only_what_no_request_uses_here_stored_and_dropped(pair):
     refused = wires["a"].ask(Settle(list(contents), 1, "disk"))
     assert isinstance(refused, Refused), "a controller says Move"
     assert isinstance(wires["a"].ask(Find(Selection(list(contents)))), Found)
+
+
+def test_what_a_client_has_named_reaches_no_store_that_nodes_share(pair):
+    cluster, _, wires = pair
+    with redis.Redis(port=cluster.server.port) as store:
+        before = store.dbsize()
+    put_named(cluster["a"], "one", os.urandom(CHUNK_BYTES))
+    put_named(cluster["a"], "two", os.urandom(CHUNK_BYTES), push_to="b")
+    one, two = (Selection([named_key(name)]) for name in ("one", "two"))
+    wait_until(lambda: wires["b"].ask(Find(two)).tiers["host"], what="it is pushed")
+    run(wires["a"], Move(one, "host", "disk"))
+    refused = [
+        wires["a"].ask(Move(one, "disk", "remote")),
+        wires["a"].ask(Move(one, "disk", "remote", "b")),
+        wires["a"].ask(Move(one, "disk", "host", "b")),
+        wires["b"].ask(Move(two, "host", "remote")),
+    ]
+    assert all(isinstance(each, Refused) and "a client has named" in each.text for each in refused), refused
+    run(wires["b"], Move(two, "host", "disk"))
+    with redis.Redis(port=cluster.server.port) as store:
+        assert store.dbsize() == before
+
+
+def test_more_than_a_peer_has_room_for_is_moved_there_piece_by_piece(pair):
+    _, engines, wires = pair
+    engine = engines["a"]
+    contents = contents_of(70, 160)  # 10 MiB, by way of 4
+    engine.save(contents)
+    what = Selection(list(contents))
+    status = run(wires["a"], Move(what, "host", "disk", "b"))
+    assert (status.state, status.chunks_done, status.why) == ("done", 160, "")
+    assert wires["b"].ask(Find(what)).tiers["disk"] == 160
+    assert wires["a"].ask(Find(what)).tiers["host"] == 0
+
+
+def test_what_is_in_a_shared_store_is_not_moved_to_it_by_way_of_another_node(pair):
+    """It would be there already, and then be dropped at its source, which is the same store."""
+    _, engines, wires = pair
+    engine = engines["a"]
+    contents = contents_of(71, 4)
+    engine.save(contents)
+    what = Selection(list(contents))
+    run(wires["a"], Move(what, "host", "remote"))
+    for source in ("remote", ""):
+        answer = wires["a"].ask(Move(what, source, "remote", "b"))
+        assert isinstance(answer, Refused), answer
+        assert engine.look(list(contents)) == list(contents.values())
+        run(wires["a"], Move(what, "host", "remote"))
+    wires["a"].ask(Clear(what))
+
+
+def test_what_a_shared_store_has_already_another_node_says_to_have_there(pair):
+    _, engines, wires = pair
+    engine = engines["a"]
+    contents = contents_of(72, 4)
+    engine.save(contents)
+    what = Selection(list(contents))
+    run(wires["a"], Move(what, "host", "remote", keeps=True))
+    status = run(wires["a"], Move(what, "host", "remote", "b"))
+    assert (status.state, status.chunks_done, status.why) == ("done", 4, "")
+    assert engine.look(list(contents)) == list(contents.values())
+    wires["a"].ask(Clear(what))

@@ -1,14 +1,14 @@
-"""Verbs of controllers other than moves, at real nodes: each says what it would do before it does that."""
+"""Verbs of controllers other than moves: each says what it would do before it does that."""
 
 from __future__ import annotations
 
 import array
-import os
 import signal
 
 import pytest
+from control_bed import BedEngine, Said, contents_of, control_bed
 from gpu_harness import GpuNode
-from node_harness import MIB, Wire, attached
+from node_harness import MIB, attached
 from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 
 from pdx.config import NodeConfig
@@ -18,6 +18,7 @@ from pdx.wire.verbs import (
     CheckFinish,
     Clear,
     Effect,
+    EndJob,
     Evict,
     Find,
     Found,
@@ -35,33 +36,11 @@ SHAPE = {"model": "0123abcd", "block_tokens": "16", "chunk_tokens": "64"}
 LAYOUT = b"l" * 16
 
 
-def contents_of(first, count=8, nbytes=CHUNK_BYTES):
-    return {key(number): os.urandom(nbytes) for number in range(first, first + count)}
-
-
 @pytest.fixture
-def bed(start_node, place):
+def bed(place):
     """A node with a disk, an engine and a controller."""
-    node = start_node(disks=[str(place / "disk")], store="write-back", store_window=1e-9, pin_share=0.5)
-    engine = Engine(node.address, layout=LAYOUT, shape=SHAPE)
-    wire = attached(node.address, kind="controller")
-    wait_until(lambda: node.status().tiers[0].state != "counting the files", what="the disk is counted")
-    yield node, engine, wire
-    engine.close()
-    wire.close()
-
-
-def over(wire, status):
-    """The job's end."""
-    assert isinstance(status, JobStatus), status
-    states = [status]
-
-    def is_over():
-        states.append(wire.ask(CheckFinish(status.job)))
-        return states[-1].is_over
-
-    wait_until(is_over, what="the job is over")
-    return states[-1]
+    with control_bed(place, pin_share=0.5) as made:
+        yield made, BedEngine(made, layout=LAYOUT, shape=SHAPE), made.wire
 
 
 def test_clear_drops_chunks_in_one_tier_or_in_all(bed):
@@ -69,7 +48,7 @@ def test_clear_drops_chunks_in_one_tier_or_in_all(bed):
     contents = contents_of(0)
     engine.save(contents)
     what = Selection(list(contents))
-    over(wire, wire.ask(Move(what, "host", "disk", keeps=True)))
+    node.run(Move(what, "host", "disk", keeps=True))
     planned = wire.ask(Clear(what, "host", dry_run=True))
     assert planned == Effect([Kept("host", 8, 8 * CHUNK_BYTES)], dry_run=True)
     assert wire.ask(Find(what)).tiers == {"host": 8, "disk": 8}
@@ -86,7 +65,7 @@ def test_clear_of_everything_is_a_job(bed):
     engine.save(contents_of(0, 100, 16 << 10))
     planned = wire.ask(Clear(Selection(), everything=True, dry_run=True))
     assert (planned.chunks, planned.nbytes) == (100, 100 * (16 << 10))
-    status = over(wire, wire.ask(Clear(Selection(), everything=True)))
+    status = node.run(Clear(Selection(), everything=True))
     assert (status.state, status.chunks_done) == ("done", 100)
     assert node.status().chunks == {}
 
@@ -121,30 +100,26 @@ def test_pins_of_a_tier_have_a_bound_and_keep_what_they_name(bed):
     assert wire.ask(Find(Selection(some))).tiers["host"] == 0
 
 
-def test_what_is_pinned_on_a_disk_is_not_removed_to_make_room(start_node, place):
-    node = start_node(disks=[str(place / "disk")], disk_limit_bytes=2 * MIB, pin_share=0.5)
-    engine, wire = Engine(node.address), attached(node.address, kind="controller")
-    wait_until(lambda: node.status().tiers[0].state != "counting the files", what="the disk is counted")
-    try:
-        pinned = contents_of(0, 8)
+def test_what_is_pinned_on_a_disk_is_not_removed_to_make_room(place):
+    with control_bed(place, disk_limit_bytes=2 * MIB, store="write-through", pin_share=0.5) as node:
+        engine, wire = BedEngine(node), node.wire
+
+        def fill(numbers):
+            for first in numbers:
+                more = contents_of(first)
+                engine.save(more)
+                node.until(lambda more=more: wire.ask(Find(Selection(list(more)))).tiers["disk"] == 8, "it is stored")
+
+        pinned = contents_of(0)
         engine.save(pinned)
         what = Selection(list(pinned))
-        wait_until(lambda: wire.ask(Find(what)).tiers["disk"] == 8, what="they are stored")
+        node.until(lambda: wire.ask(Find(what)).tiers["disk"] == 8, "they are stored")
         assert wire.ask(PinIn(what, "disk")).chunks == 8
-        for first in range(1000, 6000, 1000):
-            more = contents_of(first, 8)
-            engine.save(more)
-            wait_until(lambda more=more: wire.ask(Find(Selection(list(more)))).tiers["disk"] == 8, what="stored, too")
+        fill(range(1000, 6000, 1000))
         assert wire.ask(Find(what)).tiers["disk"] == 8
         assert wire.ask(PinIn(what, "disk", pinned=False)).chunks == 8
-        for first in range(7000, 12000, 1000):
-            more = contents_of(first, 8)
-            engine.save(more)
-            wait_until(lambda more=more: wire.ask(Find(Selection(list(more)))).tiers["disk"] == 8, what="stored, too")
+        fill(range(7000, 12000, 1000))
         assert wire.ask(Find(what)).tiers["disk"] < 8
-    finally:
-        engine.close()
-        wire.close()
 
 
 def test_evict_takes_the_low_priorities_first_and_no_others(bed):
@@ -163,7 +138,7 @@ def test_evict_takes_the_low_priorities_first_and_no_others(bed):
 
 
 def test_a_request_names_its_chunks(bed):
-    _, engine, wire = bed
+    node, engine, wire = bed
     contents = contents_of(0)
     engine.save(contents, request="cmpl-one")
     assert wire.ask(Find(Selection(request="mpl-on"))) == Found(8, 8, {"host": 8, "disk": 0}, nbytes=CHUNK_BYTES)
@@ -200,22 +175,22 @@ def test_chunks_on_a_disk_are_compressed_and_back(bed):
     contents = {key(number): bytes([number]) * CHUNK_BYTES for number in range(8)}
     engine.save(contents)
     what = Selection(list(contents))
-    assert over(wire, wire.ask(Move(what, "host", "disk"))).state == "done"
+    assert node.run(Move(what, "host", "disk")).state == "done"
     before = node.status().tiers[0].used_bytes
     planned = wire.ask(Recode(what, "disk", "lossless", dry_run=True))
     assert (planned.state, planned.chunks) == ("planned", 8)
-    status = over(wire, wire.ask(Recode(what, "disk", "lossless")))
+    status = node.run(Recode(what, "disk", "lossless"))
     assert (status.state, status.chunks_done, status.bytes_done) == ("done", 8, 8 * CHUNK_BYTES)
-    assert node.status().tiers[0].used_bytes < before / 2
+    node.until(lambda: node.status().tiers[0].used_bytes < before / 2, "the old files are gone")
     assert engine.look(list(contents)) == list(contents.values())
     wire.ask(Clear(what, "host"))
-    assert over(wire, wire.ask(Recode(what, "disk", "none"))).state == "done"
-    assert node.status().tiers[0].used_bytes == before
+    assert node.run(Recode(what, "disk", "none")).state == "done"
+    node.until(lambda: node.status().tiers[0].used_bytes == before, "the old files are gone")
     assert engine.look(list(contents)) == list(contents.values())
 
 
 def test_what_cannot_be_compressed_is_refused(bed):
-    _, engine, wire = bed
+    node, engine, wire = bed
     contents = contents_of(0)
     engine.save(contents)
     what = Selection(list(contents))
@@ -229,13 +204,13 @@ def test_what_cannot_be_compressed_is_refused(bed):
 
 def test_a_lossy_codec_gives_chunks_other_keys(bed):
     """Of float32: 64 KiB in four slices of a page of 4,096 elements each."""
-    _, engine, wire = bed
+    node, engine, wire = bed
     values = {number: array.array("f", [number + at / 64 for at in range(CHUNK_BYTES // 4)]) for number in range(4)}
     contents = {key(number): values[number].tobytes() for number in values}
     engine.save(contents)
     what, lossy = Selection(list(contents)), [key(1000 + number) for number in values]
-    assert over(wire, wire.ask(Move(what, "host", "disk"))).state == "done"
-    status = over(wire, wire.ask(Recode(what, "disk", "int8:fp32:1x1x1x1x4096", lossy)))
+    assert node.run(Move(what, "host", "disk")).state == "done"
+    status = node.run(Recode(what, "disk", "int8:fp32:1x1x1x1x4096", lossy))
     assert (status.state, status.why, status.chunks_done) == ("done", "", 4)
     assert wire.ask(Find(what)).hits == 0
     for number, found in zip(values, engine.look(lossy), strict=True):
@@ -247,27 +222,27 @@ def test_a_lossy_codec_gives_chunks_other_keys(bed):
 
 def test_a_pinned_chunk_keeps_its_key(bed):
     """What is stored with a loss has another one, and the chunk that was pinned would be gone."""
-    _, engine, wire = bed
+    node, engine, wire = bed
     contents = contents_of(0)
     engine.save(contents)
     what, lossy = Selection(list(contents)), [key(1000 + number) for number in range(8)]
-    assert over(wire, wire.ask(Move(what, "host", "disk"))).state == "done"
+    assert node.run(Move(what, "host", "disk")).state == "done"
     assert wire.ask(PinIn(what, "disk")).chunks == 8
     for is_plan in (True, False):
         refused = wire.ask(Recode(what, "disk", "int8:fp32:1x1x1x1x4096", lossy, is_plan))
         assert "is pinned in disk: unpin it" in refused.text
     assert wire.ask(Find(what)).pinned == {"disk": 8}
-    assert over(wire, wire.ask(Recode(what, "disk", "lossless"))).state == "done"
+    assert node.run(Recode(what, "disk", "lossless")).state == "done"
     assert wire.ask(Find(what)).pinned == {"disk": 8}
 
 
 def test_new_keys_are_each_once_and_none_of_the_old(bed):
     """Of two chunks that a store kept under one key one would be lost."""
-    _, engine, wire = bed
+    node, engine, wire = bed
     contents = contents_of(0)
     engine.save(contents)
     what, form = Selection(list(contents)), "int8:fp32:1x1x1x1x4096"
-    assert over(wire, wire.ask(Move(what, "host", "disk"))).state == "done"
+    assert node.run(Move(what, "host", "disk")).state == "done"
     assert wire.refused(Recode(what, "disk", form, [key(1000)] * 8)) == "ProtocolError"
     assert wire.refused(Recode(what, "disk", form, [key(number) for number in range(1, 9)])) == "ProtocolError"
     assert wire.ask(Find(what)).tiers["disk"] == 8
@@ -290,14 +265,20 @@ def test_chunks_move_to_a_gpu_are_pinned_there_and_come_back(place):
         contents = contents_of(0)
         what = Selection(list(contents))
         engine.save(contents)
-        status = over(wire, wire.ask(Move(what, "host", "gpu")))
+
+        def run(verb):
+            states = [wire.ask(verb)]
+            wait_until(lambda: states.append(wire.ask(CheckFinish(states[0].job))) or states[-1].is_over, what="over")
+            return states[-1]
+
+        status = run(Move(what, "host", "gpu"))
         assert (status.state, status.chunks_done, status.why) == ("done", 8, "")
         assert wire.ask(Find(what)).tiers == {"gpu": 8, "host": 0}
         assert wire.ask(PinIn(what, "gpu")).chunks == 8
         assert wire.ask(Find(what)).pinned == {"gpu": 8}
         assert "pinned in gpu" in wire.ask(Move(what, "gpu", "host")).text
         assert wire.ask(PinIn(what, "gpu", pinned=False)).chunks == 8
-        assert over(wire, wire.ask(Move(what, "gpu", "host"))).state == "done"
+        assert run(Move(what, "gpu", "host")).state == "done"
         assert wire.ask(Find(what)).tiers == {"gpu": 0, "host": 8}
         assert engine.look(list(contents)) == list(contents.values())
         engine.close()
@@ -307,22 +288,76 @@ def test_chunks_move_to_a_gpu_are_pinned_there_and_come_back(place):
         node.close()
 
 
-def test_two_shards_are_moved_together(start_node, place):
-    node = start_node(disks=[str(place / "disk")], store="write-back", store_window=1e-9)
-    scheduler, wire = Wire(node.address), attached(node.address, kind="controller")
-    scheduler.hello(kind="scheduler", engine="e" * 16)
-    workers = [attached(node.address, kind="worker", engine="e" * 16, shard=shard) for shard in range(2)]
-    wait_until(lambda: node.status().tiers[0].state != "counting the files", what="the disk is counted")
-    try:
-        keys = [key(number) for number in range(6)]
-        granted = scheduler.ask(Admit(keys, CHUNK_BYTES, LAYERS, shards=2))
-        for shard, worker in enumerate(workers):
-            worker.ask(Fill(granted.granted_slots[shard::2], 0, LAYERS, seal=True))
-        assert wire.ask(Find(Selection(keys, 2))).tiers == {"host": 6, "disk": 0}
-        status = over(wire, wire.ask(Move(Selection(keys, 2), "host", "disk")))
-        assert (status.state, status.chunks, status.chunks_done) == ("done", 12, 12)
-        assert wire.ask(Find(Selection(keys, 2))).tiers == {"host": 0, "disk": 6}
-        assert wire.ask(Find(Selection(keys, 1))).hits == 0, "a chunk is all of its shards"
-    finally:
-        for one in [scheduler, wire, *workers]:
-            one.close()
+def test_two_shards_are_moved_together_and_only_as_two(bed):
+    """One shard of a chunk that is named as of one would be copied, and both would be dropped."""
+    node, _, wire = bed
+    scheduler = Said(node, kind="scheduler", engine="f" * 16)
+    workers = [Said(node, kind="worker", engine="f" * 16, shard=shard) for shard in range(2)]
+    keys = [key(number) for number in range(6)]
+    granted = scheduler.ask(Admit(keys, CHUNK_BYTES, LAYERS, shards=2))
+    for shard, worker in enumerate(workers):
+        worker.ask(Fill(granted.granted_slots[shard::2], 0, LAYERS, seal=True))
+    assert wire.refused(Move(Selection(keys), "host", "disk")) == "ChunkMissing"
+    assert wire.refused(PinIn(Selection(keys), "host")) == "ChunkMissing"
+    assert wire.ask(Find(Selection(keys))).tiers == {"host": 0, "disk": 0}
+    assert wire.ask(Find(Selection(keys, 2))).tiers == {"host": 6, "disk": 0}
+    status = node.run(Move(Selection(keys, 2), "host", "disk"))
+    assert (status.state, status.chunks, status.chunks_done) == ("done", 12, 12)
+    assert wire.ask(Find(Selection(keys, 2))).tiers == {"host": 0, "disk": 6}
+    assert wire.ask(Find(Selection(keys, 1))).hits == 0, "a chunk is all of its shards"
+
+
+def test_a_request_that_asked_for_no_chunks(bed):
+    node, engine, wire = bed
+    engine.scheduler.ask(Admit([], request="empty"))
+    what = Selection(request="empty")
+    for verb in (Find(what), Move(what, "host", "disk"), Clear(what), PinIn(what)):
+        assert wire.refused(verb) == "ChunkMissing"
+    assert node.service.counters["internal_errors"] == 0
+
+
+def test_a_chunk_that_a_request_named_twice_is_one(bed):
+    node, engine, wire = bed
+    contents = contents_of(1000, 2)
+    one, two = contents
+    engine.save(contents)
+    engine.scheduler.ask(Admit([one, two, one], request="twice"))
+    what = Selection(request="twice")
+    assert wire.ask(PinIn(what, "host")).chunks == 2
+    assert wire.ask(PinIn(what, "host", pinned=False)).chunks == 2
+    assert wire.ask(Find(what)).pinned == {}
+    status = node.run(Move(what, "host", "disk"))
+    assert (status.state, status.chunks_done) == ("done", 2)
+
+
+def test_a_move_whose_batches_all_end_at_once_goes_on(bed):
+    node, engine, wire = bed
+    contents = contents_of(1000, 1000, 4096)  # four batches, of which three are under way at a time
+    what = Selection(list(contents))
+    engine.save(contents)
+    assert node.run(Move(what, "host", "disk", keeps=True)).state == "done"
+    status = node.run(Move(what, "disk", "host"))
+    assert (status.state, status.chunks_done) == ("done", 1000)
+    assert wire.ask(Find(what)).tiers == {"host": 1000, "disk": 0}
+    assert wire.ask(Find(Selection(what.keys[-1:]))).tiers == {"host": 1, "disk": 0}
+
+
+def test_jobs_do_not_keep_others_from_what_is_done_at_once(bed):
+    node, engine, wire = bed
+    contents, others = contents_of(1000, 1000, 4096), contents_of(3000, 65, 4096)
+    engine.save(contents)
+    engine.save(others)
+    jobs = [wire.ask(Move(Selection([one]), "host", "disk")) for one in others]
+    assert wire.ask(Clear(Selection(list(contents)), "host")).chunks == 1000
+    for job in jobs:
+        if isinstance(job, JobStatus):
+            assert node.over(job).state == "done"
+
+
+def test_jobs_of_yesterday_and_such_that_never_were(bed):
+    node, _, wire = bed
+    life = f"{node.service.name}:{node.status().epoch:x}"
+    for name, why in (("a:abc-1", "another life"), (f"{life}-99999", "never was one")):
+        for ask in (CheckFinish(name), EndJob(name)):
+            refused = wire.ask(ask)
+            assert (refused.error, why in refused.text) == ("JobUnknown", True)

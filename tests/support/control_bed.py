@@ -1,0 +1,151 @@
+"""A node with a disk in this process: what is said to it as sessions say it, and its loop turned by who waits."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raw_engine import CHUNK_BYTES, LAYERS, key
+
+from pdx.config import NodeConfig
+from pdx.errors import NodeError, ProtocolError
+from pdx.memory.arena import Arena
+from pdx.node.service import Service
+from pdx.node.sessions import Session
+from pdx.telemetry.env import Env
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import VERSION, Admit, Answer, Ask, Fill, Hello, Refused, Release
+from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import CheckFinish, JobStatus
+
+ARENA_BYTES = 8 << 20
+
+
+def contents_of(first: int, count: int = 8, nbytes: int = CHUNK_BYTES) -> dict[bytes, bytes]:
+    """Random bytes of chunks, by their keys."""
+    return {key(number): os.urandom(nbytes) for number in range(first, first + count)}
+
+
+class Said:
+    """One session of the node."""
+
+    def __init__(self, bed: ControlBed, **hello: Any) -> None:
+        self._bed = bed
+        route = next(bed.routes).to_bytes(4, "big")
+        self.session: Session
+        self.session, _ = bed.service.attach(route, Hello(VERSION, os.getpid(), **hello), os.getpid())
+
+    def ask(self, ask: Ask) -> Any:
+        """The answer to it, also where that comes late."""
+        bed = self._bed
+        number = self.session.last_seq = self.session.last_seq + 1
+        try:
+            answer: Answer | None = bed.service.handle(self.session, ask)
+        except (NodeError, ProtocolError) as error:
+            return Refused.of(error)
+        if answer is None:
+            bed.until(lambda: (self.session, number) in bed.late, f"{type(ask).__name__} is answered")
+            answer = bed.late.pop((self.session, number))
+        bed.turn()
+        return answer
+
+    def refused(self, ask: Ask) -> str:
+        """The name of the error that the node refuses it with."""
+        answer = self.ask(ask)
+        assert isinstance(answer, Refused), answer
+        return answer.error
+
+
+class BedEngine:
+    """Both halves of an engine of one shard, as `raw_engine.Engine`."""
+
+    def __init__(self, bed: ControlBed, **hello: Any) -> None:
+        self._bed = bed
+        self.arena = bed.arena
+        self.scheduler = Said(bed, kind="scheduler", engine="e" * 16, **hello)
+        self.worker = Said(bed, kind="worker", engine="e" * 16)
+
+    def save(self, contents: Mapping[bytes, bytes], **ask: Any) -> None:
+        """Whole chunks by their keys."""
+        keys = list(contents)
+        nbytes = len(next(iter(contents.values())))
+        granted = self.scheduler.ask(Admit(keys, nbytes, LAYERS, partial=True, **ask))
+        for index, slot in zip(granted.granted, granted.granted_slots, strict=True):
+            self.arena.view(slot)[:] = contents[keys[index]]
+        assert self.worker.ask(Fill(granted.granted_slots, 0, LAYERS, seal=True)).count == len(granted.granted)
+
+    def look(self, keys: Sequence[bytes], wait_s: float = 5.0) -> list[bytes]:
+        """The bytes of the leading ones that are there, or come in time."""
+        found = self.scheduler.ask(Admit(list(keys), lease_s=20.0, wait_s=wait_s))
+        contents = [bytes(self.arena.view(slot)) for slot in found.slots]
+        if found.lease:
+            self.scheduler.ask(Release(found.lease))
+        return contents
+
+
+class ControlBed:
+    """The node. Its clock is the real one, for its disk is a real one; nothing here depends on it."""
+
+    def __init__(self, place: Path, arena: Arena, **settings: Any) -> None:
+        self.arena = arena
+        self.routes = itertools.count(1)
+        self.late: dict[tuple[Session, int], Answer] = {}
+        common = {"disks": [str(place / "disk")], "store": "write-back", "store_window": 1e-9, **settings}
+        config = NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=ARENA_BYTES, **common)
+        self.service = Service(config, [arena], 1, Env())
+        self.service.open_tiers()
+        self.until(lambda: self.status().tiers[0].state != "counting the files", "the disk is counted")
+        self.wire = Said(self, kind="controller")
+
+    def turn(self) -> None:
+        """One turn of its loop."""
+        self.service.env.mailbox.deliver()
+        self.service.turn()
+        for session, number, answer in self.service.admissions.late_answers():
+            self.late[session, number] = answer
+
+    def until(self, is_so: Callable[[], object], what: str) -> None:
+        """Turn it until that is so."""
+        wait_until(lambda: self.turn() or is_so(), what=what)
+
+    def status(self) -> NodeStatus:
+        """As `pdx node --status`."""
+        return self.service.reports.status()
+
+    def over(self, status: Any) -> JobStatus:
+        """The job's end."""
+        assert isinstance(status, JobStatus), status
+        states = [status]
+
+        def is_over() -> bool:
+            states.append(self.wire.ask(CheckFinish(status.job)))
+            return states[-1].is_over
+
+        self.until(is_over, "the job is over")
+        return states[-1]
+
+    def run(self, verb: Any) -> JobStatus:
+        """A job, to its end."""
+        return self.over(self.wire.ask(verb))
+
+    def close(self) -> None:
+        """End it."""
+        self.service.controls.close()
+        self.service.tiers.close()
+        self.service.sessions.close()
+        self.service.peers.close()
+
+
+@contextlib.contextmanager
+def control_bed(place: Path, **settings: Any) -> Iterator[ControlBed]:
+    """The node, until the end of the block."""
+    with Arena.create(place / "arena", ARENA_BYTES + (1 << 20)) as arena:
+        made = ControlBed(place, arena, **settings)
+        try:
+            yield made
+        finally:
+            made.close()
