@@ -61,8 +61,3 @@ def test_a_chunk_that_is_no_whole_number_of_blocks_names_the_setting():
 def test_pages_that_cannot_be_copied_in_16_byte_elements_are_refused():
     with pytest.raises(LayoutError, match="40 bytes are not divisible by 16"):
         msgspec.structs.replace(LAYOUT, page_bytes=40)
-
-
-def test_a_layout_is_immutable():
-    with pytest.raises(AttributeError):
-        LAYOUT.num_layers = 1
