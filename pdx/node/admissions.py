@@ -229,7 +229,7 @@ class Admissions:
 
     def changed(self, chunks: Iterable[Chunk], transfers: Iterable[str] = ()) -> None:
         """Slices of these chunks, which are of these transfers, were filled, or they are whole, or never will be."""
-        self._waiting.changed(chunk.key for chunk in chunks if chunk.state is not State.FILLING)
+        self._waiting.changed([chunk.key for chunk in chunks if chunk.state is not State.FILLING])
         for name in transfers:
             self._waiting.filled(name, self._transfers.left_s)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 import msgspec
 
@@ -81,12 +80,10 @@ ORDINARY = Keep()  # nothing was asked
 NOBODYS = Reservation(layers=1, owner=NODE, writers=())
 
 
-class Standing(IntEnum):
-    """Of a chunk in the order of eviction."""
-
-    OUT = 0
-    IN = 1  # it may be evicted now
-    PARKED = 2  # it may not, but its eviction policy has not been told
+# Of a chunk in the order of eviction; plain numbers, because each hold and insert looks at them.
+OUT = 0
+IN = 1  # it may be evicted now
+PARKED = 2  # it may not, but its eviction policy has not been told
 
 
 class Chunk(msgspec.Struct, eq=False, gc=False):
@@ -114,7 +111,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     is_stored: bool = False  # the tiers below were given it, or it came from one
     is_stored_again: bool = False  # they were, a second time, and no request has found it since
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
-    standing: Standing = Standing.OUT  # in the order of eviction (`pdx.store.eviction`) …
+    standing: int = OUT  # in the order of eviction (`pdx.store.eviction`): `OUT`, `IN` or `PARKED` …
     level: int = 0  # … on this level
     is_over: bool = False  # its cache salt has used so much since that this one goes first (`pdx.store.quota`)
     rank: Rank | None = None  # its eviction policy's …
@@ -172,4 +169,5 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     @property
     def is_kept(self) -> bool:
         """Whether a pin or a tenant's lease keeps it from being evicted, though nobody reads it."""
-        return bool(self.keep.pins or self.keep.leased_until)
+        keep = self.keep
+        return keep is not ORDINARY and bool(keep.pins or keep.leased_until)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pdx.store.chunk import Chunk, Standing
+from pdx.store.chunk import IN, ORDINARY, OUT, PARKED, Chunk
 from pdx.store.policies.expected import Expected
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.wanted import Wanted
@@ -49,23 +49,23 @@ class EvictionOrder:
 
     def __contains__(self, chunk: Chunk | None) -> bool:
         """Whether it may be evicted now."""
-        return chunk is not None and chunk.standing is Standing.IN
+        return chunk is not None and chunk.standing == IN
 
     def insert(self, chunk: Chunk, before: Chunk | None = None, *, goes_first: bool = False) -> None:
         """The chunk may be evicted from now on. `before`: one that leads up to it, which should stay longer.
 
         `goes_first`: it is the end of a prompt, which no other prompt has been found to share.
         """
-        if chunk.standing is Standing.IN:
+        if chunk.standing == IN:
             return
         over = None
-        if self._quota is not None and chunk.standing is not Standing.PARKED:  # else it was not used
+        if self._quota is not None and chunk.standing != PARKED:  # else it was not used
             over = self._quota.use(chunk, before)
             chunk.is_over = False
             for each in over:
                 each.is_over = True
         level = ENDS if goes_first else 2 * chunk.hints.priority
-        if chunk.keep.expected_at and not goes_first and self.weighs_reuse:
+        if chunk.keep is not ORDINARY and chunk.keep.expected_at and not goes_first and self.weighs_reuse:
             level += chunk.keep.expected_at > self._clock()
         if chunk.is_over:
             level = OVER
@@ -75,10 +75,10 @@ class EvictionOrder:
             self.hold(chunk)
             self._leave(chunk)
             chunk.level = level
-        if chunk.standing is not Standing.PARKED:
+        if chunk.standing != PARKED:
             policy = self._levels.get(level) or self._new_level(level)
             policy.insert(chunk, before if before is not None and before.level == level else None)
-        chunk.standing = Standing.IN
+        chunk.standing = IN
         self.nbytes += chunk.room_bytes
         if over:
             self._go_first(over)
@@ -86,7 +86,7 @@ class EvictionOrder:
     def _go_first(self, chunks: Iterable[Chunk]) -> None:
         """These are over their quota from now on."""
         for chunk in chunks:
-            if chunk.standing is Standing.IN and chunk.level not in (OVER, WANTED):
+            if chunk.standing == IN and chunk.level not in (OVER, WANTED):
                 self._levels[chunk.level].hold(chunk)
                 self._leave(chunk)
                 chunk.level = OVER
@@ -97,13 +97,13 @@ class EvictionOrder:
 
         `keeps_place`: when it is inserted again, without another `hold` before that, all is as if nothing had been.
         """
-        if chunk.standing is Standing.IN:
-            chunk.standing = Standing.PARKED if keeps_place else Standing.OUT
+        if chunk.standing == IN:
+            chunk.standing = PARKED if keeps_place else OUT
             self.nbytes -= chunk.room_bytes
             if not keeps_place:
                 self._levels[chunk.level].hold(chunk)
-        elif chunk.standing is Standing.PARKED and not keeps_place:
-            chunk.standing = Standing.OUT
+        elif chunk.standing == PARKED and not keeps_place:
+            chunk.standing = OUT
             self._levels[chunk.level].hold(chunk)
         if is_use and self._heeds_uses and chunk.level in self._levels:
             self._levels[chunk.level].access(chunk)
@@ -121,14 +121,14 @@ class EvictionOrder:
 
     def access(self, chunk: Chunk) -> None:
         """A request has found the chunk; from then on it is on the level of its priority."""
-        was_there = chunk.standing is Standing.IN
+        was_there = chunk.standing == IN
         self.hold(chunk, is_use=True)
         if was_there:
             self.insert(chunk)
 
     def refresh(self, chunk: Chunk) -> None:
         """A request that has found the chunk still waits for others, or what the queue wants has changed."""
-        if chunk.standing is Standing.IN:
+        if chunk.standing == IN:
             self.hold(chunk)
             self.insert(chunk)
 
@@ -149,7 +149,7 @@ class EvictionOrder:
                 for level in self._sorted
                 if level >= start.level
             )
-        return ((chunk for chunk in of_level if chunk.standing is Standing.IN) for of_level in found)
+        return ((chunk for chunk in of_level if chunk.standing == IN) for of_level in found)
 
     def peek(self) -> Iterator[Chunk]:
         """About the order in which they would go now, also those that keep their place in it; looking changes nothing.
@@ -163,7 +163,7 @@ class EvictionOrder:
         now = self._clock()
         for policy in list(self._levels.values()):
             for chunk in policy.past(now) if isinstance(policy, Expected) else ():
-                was_there = chunk.standing is Standing.IN
+                was_there = chunk.standing == IN
                 self.hold(chunk)
                 if was_there:
                     self.insert(chunk)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
-from pdx.store.lifecycle import FINDABLE, WRITABLE, State, Step, advance
+from pdx.store.lifecycle import FINDABLE, TRANSITIONS, WRITABLE, State, Step
 from pdx.store.siblings import Siblings
 
 Key = TypeVar("Key", bound=Hashable)
@@ -181,7 +181,7 @@ class Index:
         changed, changed_keys = self.changed, self.changed_keys
         for chunk in chunks:
             reservation, was = chunk.reservation, chunk.state
-            state = chunk.state = advance(was, step)
+            state = chunk.state = TRANSITIONS[was, step]
             nbytes = chunk.slot.nbytes
             self.chunks[was] -= 1
             self.nbytes[was] -= nbytes
@@ -198,7 +198,9 @@ class Index:
                 if changed is not None:
                     changed.append(chunk)
                 of_key = self._partial[chunk.key]
-                if len(of_key) == len(reservation.writers) and all(each.state is State.SEALED for each in of_key):
+                if len(of_key) == len(reservation.writers) and (
+                    len(of_key) == 1 or all(each.state is State.SEALED for each in of_key)
+                ):
                     self._whole[chunk.key] = self._partial.pop(chunk.key)
                     if changed_keys is not None and not (chunk.tail and not chunk.blocks):
                         changed_keys.append(chunk.key)

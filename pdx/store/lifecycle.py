@@ -43,6 +43,7 @@ class Step(StrEnum):
     EVICT = "evict"  # not leased, not pinned
 
 
+# A step that is not here is a bug of ours, not of a peer.
 TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.FREE, Step.RESERVE): State.FILLING,
     (State.FILLING, Step.SEAL): State.SEALED,
@@ -59,8 +60,3 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 
 WRITABLE = frozenset({State.FILLING, State.QUARANTINED})  # somebody may still write there
 FINDABLE = frozenset({State.FILLING, State.SEALED})  # its key leads to it
-
-
-def advance(state: State, step: Step) -> State:
-    """The state after `step`. A step that is not in the table is a bug of ours, not of a peer."""
-    return TRANSITIONS[state, step]

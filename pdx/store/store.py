@@ -332,7 +332,7 @@ class Store:
 
     def _make_evictable(self, sealed: Sequence[Chunk]) -> None:
         """These were just sealed: each may be evicted from now on, before what leads up to it."""
-        evictable = dict.fromkeys(chunk for chunk in sealed if chunk.is_evictable)
+        evictable = {chunk: None for chunk in sealed if chunk.is_evictable}
         for chunk in reversed(evictable):  # the end of what was sealed at once becomes the older one
             order = self.pools[chunk.slot.arena].order
             if chunk.before not in evictable and chunk.before not in order:
@@ -385,8 +385,10 @@ class Store:
         return [chunk for slot in slots if (chunk := self._get(slot)) is not None and chunk.state in WRITABLE]
 
     def _written(self, slot: Slot, session: int) -> Chunk:
-        chunk = self.at(slot)
-        if chunk.writer != session or chunk.state not in WRITABLE:
+        chunk = self._get(slot)
+        if chunk is None:
+            raise StaleSlot(f"{slot} is nobody's slot")
+        if chunk.reservation.writers[chunk.shard] != session or chunk.state not in WRITABLE:
             raise StaleSlot(f"{chunk!r} is not this writer's to fill")
         return chunk
 

@@ -1,7 +1,6 @@
 """Chunk keys: whatever differs in meaning has another key."""
 
 import hashlib
-import inspect
 
 from hypothesis import given
 from hypothesis import strategies as st
