@@ -10,6 +10,7 @@ import msgspec
 from pdx.bench.breakdown import records
 from pdx.bench.breakdown import reuse as reuse_figures
 from pdx.bench.breakdown.figures import figures, missing
+from pdx.bench.breakdown.plots import draw_all
 from pdx.bench.breakdown.records import Result
 from pdx.bench.breakdown.tables import client_table, parts_table
 from pdx.bench.harness.report import console, publish
@@ -17,40 +18,6 @@ from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdx.bench.channels.measure import Row
-
-
-import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from pdx.bench.breakdown import bars as breakdown_plot
-from pdx.bench.breakdown import gantt
-from pdx.bench.breakdown import latencies as latency_plots
-from pdx.bench.channels import bandwidth as bandwidth_plot
-from pdx.bench.harness.plot_style import require_matplotlib
-
-if TYPE_CHECKING:
-    from pdx.bench.channels.measure import Row
-
-
-def draw_all(result: Result, folder: Path, bandwidth: Sequence[Row] | None = None) -> list[Path]:
-    """The pictures that `result` has data for, as PNG files in `folder`; those there with the same names are replaced.
-
-    :raises ConfigError: matplotlib is not installed.
-    """
-    require_matplotlib()
-    drawn = [
-        breakdown_plot.draw(result, folder / "breakdown.png"),
-        latency_plots.draw_ttft(result, folder / "ttft-cdf.png"),
-        latency_plots.draw_itl(result, folder / "itl-cdf.png"),
-        latency_plots.draw_load(result, folder / "concurrency.png"),
-    ]
-    for trace in result.traces:
-        system = re.sub(r"[^A-Za-z0-9_.-]", "-", trace.system)
-        drawn.append(gantt.draw(result, trace, folder / f"timeline-{system}-{trace.prompt_tokens}.png"))
-    drawn.append(bandwidth_plot.draw(bandwidth or (), folder / "bandwidth.png", result.machine))
-    return [path for path in drawn if path is not None]
-
 
 RESULT = "result.json"
 BENCH = "breakdown"
@@ -111,18 +78,17 @@ def _draw(result: Result, folder: Path) -> list[Path]:
         return []
 
 
-def _bandwidth(path: Path, result: Result) -> list[Row] | None:
-    """What `pdx bench transfer` measured here on the same day, if its folder is beside ours; else None."""
-    if not path.exists():
-        return None
+def _bandwidth(path: Path, result: Result) -> list[Row]:
+    """What `pdx bench transfer` measured here on the same day, if its folder is beside ours."""
     try:
-        from pdx.bench.channels import transfer  # it brings the channels along
+        from pdx.bench.channels.measure import Row  # it brings the channels along
 
-        found = msgspec.json.decode(path.read_bytes(), type=transfer.Result)
-    except (ImportError, OSError, msgspec.DecodeError):
-        return None
-    is_same = all(found.machine.get(key) == result.machine.get(key) for key in ("cpu", "cpus", "date"))
-    return found.rows if is_same and found.rows else None
+        found = msgspec.json.decode(path.read_bytes())
+        rows = msgspec.convert(found["details"]["rows"], list[Row])
+    except (ImportError, OSError, msgspec.MsgspecError, KeyError, TypeError):
+        return []
+    is_same = all(found["machine"].get(key) == result.machine.get(key) for key in ("cpu", "cpus", "date"))
+    return rows if is_same else []
 
 
 def _has(result: Result, system: str) -> bool:

@@ -217,7 +217,7 @@ def figures(rows: list[Row], skipped: dict[str, str]) -> list[Figure]:
 
 
 def main() -> None:
-    from pdx.bench.channels.bandwidth import draw
+    from pdx.bench.channels.plots import draw
 
     rows: list[Row] = []
     skipped: dict[str, str] = {}

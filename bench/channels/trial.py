@@ -1,6 +1,6 @@
 """One channel measured in a process of its own, because libraries of channels may hang, crash or not bear each other.
 
-    python -m pdx.bench.channels.trial FOLDER    (a `Task` on standard input) prints `Told` messages as lines of JSON
+    python -m pdx.bench.channels.trial FOLDER SCHEME    (`Options` on standard input) prints rows as lines of JSON
 
 `told` is the other side of it.
 """
@@ -16,28 +16,28 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import msgspec
 
-from pdx.bench.channels.measure import MEMCPY, Options, Row, measure_memcpy, measure_scheme
+from pdx.bench.channels.measure import CHECKED, MEMCPY, Options, Row, measure_memcpy, measure_scheme
+from pdx.bench.channels.plots import size_text
+from pdx.bench.harness.report import Figure, plain
 from pdx.errors import ChannelUnavailable, ConfigError
 from pdx.transports.registry import FOR_GPUS, find
 
 SHM = Path("/dev/shm")
 SPARE_BYTES = 8 << 20  # of /dev/shm, for what libraries put there
 TIMEOUT_S = 120.0  # for one row
-_FOR_GPUS_WHY = f"{FOR_GPUS} moves memory of GPUs, and this bench has memory of the host"
-_FOR_GPUS_FIX = "python -m pdx.bench.gpu --only ipc"
+MAX_CASES = 16  # sizes, and numbers in flight
 
 
-class Task(msgspec.Struct, frozen=True):
-    """What a process shall measure. `scheme`: a channel, or memcpy."""
+class Missing(msgspec.Struct, frozen=True, tag=True):
+    """Why there are no (more) rows, and what would help."""
 
-    scheme: str
-    options: Options
+    why: str
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
@@ -46,21 +46,24 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     row: Row
 
 
-class Missing(msgspec.Struct, frozen=True):
-    """Why there are no (more) cases, and what would help. `is_broken`: it should work here and does not."""
+def options(sizes: Sequence[int], depths: Sequence[int], repeats: int, *, has_raw: bool, ring: int) -> Options:
+    """Each once, ascending; `ring` rounded up to what can be compared.
 
-    why: str
-    fix: str = ""
-    is_broken: bool = False
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last that is heard."""
-
-    missing: Missing
-
-
-Told = Measured | Failed
+    :raises ConfigError: too many, or more than fits into the memory that is sent from.
+    """
+    ring = max(1, -(-ring // CHECKED)) * CHECKED
+    chosen = Options(tuple(sorted(set(sizes))), tuple(sorted(set(depths))), repeats, has_raw, ring)
+    for what, values in (("sizes", chosen.sizes), ("numbers in flight", chosen.depths)):
+        if not 1 <= len(values) <= MAX_CASES:
+            raise ConfigError(f"{len(values)} {what}; give 1 to {MAX_CASES}")
+        if values[0] < 1:
+            raise ConfigError(f"{values[0]} is not among possible {what}; the least is 1")
+    if chosen.sizes[-1] * chosen.depths[-1] > ring:
+        raise ConfigError(
+            f"{chosen.depths[-1]} messages of {size_text(chosen.sizes[-1])} in flight are more than the "
+            f"{size_text(ring)} that are sent from; give smaller --sizes or --in-flight, or more --memory"
+        )
+    return chosen
 
 
 def check_room(ring: int) -> None:
@@ -74,13 +77,23 @@ def check_room(ring: int) -> None:
         )
 
 
-def told(task: Task) -> Generator[Told, None, None]:
-    """Start a process, hand on what it says, end it: also where the caller stops listening (close the iterator)."""
+def figure(row: Row) -> Figure:
+    """Its rate, beside that of the raw technology."""
+    note = f"directly {row.raw_gb_s:.3f}: {row.ratio:.0%}" if row.raw_gb_s and row.ratio else ""
+    depth = "" if row.scheme == MEMCPY else f", {row.in_flight} in flight"
+    return plain(f"{row.scheme}, {size_text(row.nbytes)}{depth}", row.gb_s, "GB/s", note)
+
+
+def told(scheme: str, chosen: Options) -> Iterator[Row]:
+    """Start a process, hand on its rows, end it: also where the caller stops listening.
+
+    :raises ChannelUnavailable: there are no (more) rows; the text says why, and what would help.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"pdx-bench-{os.getpid()}-", dir=SHM))
     try:
         with (folder / "errors").open("w+b") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pdx.bench.channels.trial", str(folder)],
+                [sys.executable, "-P", "-m", "pdx.bench.channels.trial", str(folder), scheme],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -88,49 +101,38 @@ def told(task: Task) -> Generator[Told, None, None]:
                 start_new_session=True,  # Ctrl-C is for us, and with its group all of it can be ended
             )
             try:
-                yield from _listen(process, task, folder / "errors")
+                yield from _rows(process, scheme, chosen, folder / "errors")
             finally:
-                _end(process)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # its receiver, too; not reaped yet, so the id is still its
+                with contextlib.suppress(BrokenPipeError):
+                    process.communicate()
     finally:
         shutil.rmtree(folder)
 
 
-def _listen(process: subprocess.Popen[bytes], task: Task, errors: Path) -> Generator[Told, None, None]:
+def _rows(process: subprocess.Popen[bytes], scheme: str, chosen: Options, errors: Path) -> Iterator[Row]:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen below
-        process.stdin.write(msgspec.json.encode(task) + b"\n")
+        process.stdin.write(msgspec.json.encode(chosen) + b"\n")
         process.stdin.flush()
-    for _ in range(len(task.options.cases) + 1):
+    count = len(chosen.sizes) * (1 if scheme == MEMCPY else len(chosen.depths))
+    for _ in range(count):
         if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
-            yield _broken(task, f"nothing for {TIMEOUT_S:g} s; {_last_line(errors)}")
-            return
+            raise _broken(scheme, f"nothing for {TIMEOUT_S:g} s", errors)
         line = process.stdout.readline()
         if not line:
-            break
-        message = msgspec.json.decode(line, type=Told)
-        yield message
-        if isinstance(message, Failed):
-            return
-    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # not reaped, see `_end`
-    if end is not None and end.si_status:
-        how = "with status" if end.si_code == os.CLD_EXITED else "by signal"
-        yield _broken(task, f"its process ended {how} {end.si_status}; {_last_line(errors)}")
+            raise _broken(scheme, "its process ended too early", errors)
+        message = msgspec.json.decode(line, type=Measured | Missing)
+        if isinstance(message, Missing):
+            raise ChannelUnavailable(message.why)
+        yield message.row
 
 
-def _broken(task: Task, why: str) -> Failed:
-    return Failed(Missing(why, f"pdx doctor --channel {task.scheme}", is_broken=True))
-
-
-def _last_line(errors: Path) -> str:
-    return errors.read_text(errors="replace").strip().rpartition("\n")[2] or "it said nothing about it"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its receiver, too; not reaped yet, so the id is still its
-    with contextlib.suppress(BrokenPipeError):
-        process.communicate()
+def _broken(scheme: str, why: str, errors: Path) -> ChannelUnavailable:
+    last = errors.read_text(errors="replace").strip().rpartition("\n")[2] or "it said nothing about it"
+    return ChannelUnavailable(f"{why}; {last}; see pdx doctor --channel {scheme}")
 
 
 def _follow_parent(folder: Path) -> None:
@@ -144,37 +146,40 @@ def _follow_parent(folder: Path) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _measure(task: Task, folder: Path, out: IO[bytes]) -> None:
-    def say(message: Told) -> None:
-        out.write(msgspec.json.encode(message) + b"\n")
-        out.flush()
+def _measure(scheme: str, chosen: Options, folder: Path, say: Any) -> None:
+    def measured(row: Row) -> None:
+        say(Measured(row))
 
     try:
-        if task.scheme == MEMCPY:
-            measure_memcpy(task.options, folder, lambda row: say(Measured(row)))
+        if scheme == MEMCPY:
+            measure_memcpy(chosen, folder, measured)
             return
-        available = find(task.scheme).availability()
+        available = find(scheme).availability()
         if not available.is_ok:
-            say(Failed(Missing(available.why, available.fix)))
-        elif task.scheme == FOR_GPUS:
-            say(Failed(Missing(_FOR_GPUS_WHY, _FOR_GPUS_FIX)))
+            say(Missing("; ".join(filter(None, (available.why, available.fix)))))
+        elif scheme == FOR_GPUS:
+            say(Missing(f"{FOR_GPUS} moves memory of GPUs: python -m pdx.bench.gpu --only ipc"))
         else:
-            measure_scheme(task.scheme, task.options, folder, lambda row: say(Measured(row)))
+            measure_scheme(scheme, chosen, folder, measured)
     except ChannelUnavailable as error:
-        say(Failed(Missing(str(error))))
+        say(Missing(str(error)))
     except Exception as error:  # noqa: BLE001 - root of this program; a third party's backend may raise anything
-        say(_broken(task, f"{type(error).__name__}: {error}"))
+        say(Missing(f"{type(error).__name__}: {error}; see pdx doctor --channel {scheme}"))
 
 
 def main() -> None:
     """What libraries print goes to standard error, so that standard output holds messages only."""
-    folder = Path(sys.argv[1])
+    folder, scheme = Path(sys.argv[1]), sys.argv[2]
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
-        task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
+        chosen = msgspec.json.decode(sys.stdin.buffer.readline(), type=Options)
         _follow_parent(folder)
-        _measure(task, folder, out)
-        out.flush()
+
+        def say(message: Measured | Missing) -> None:
+            out.write(msgspec.json.encode(message) + b"\n")
+            out.flush()
+
+        _measure(scheme, chosen, folder, say)
     os._exit(0)  # the thread that waits for the parent never ends by itself, and libraries' threads need not
 
 

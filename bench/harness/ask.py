@@ -18,7 +18,7 @@ CONNECT_S = 20.0
 MAX_WORDS = 500  # of a refusal that are kept
 
 
-class AskFailed(Exception):
+class AskFailed(RuntimeError):
     """A server refused, broke off, or answered with something else than was asked for; the text holds its words."""
 
 

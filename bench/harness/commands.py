@@ -1,37 +1,105 @@
-"""`pdx bench store`, `pdx bench proxy` and `pdx bench transfer`: what is asked for, and how it is shown."""
+"""`pdx bench store`, `proxy` and `transfer`: what is asked for, and how a bench of several steps is carried out."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
-from rich.console import RenderableType
 
+from pdx.bench.harness.interrupts import Interrupts, Steps
 from pdx.bench.harness.lists import BYTE_SIZES, NAMES, counts, listed
-from pdx.bench.harness.report import console
+from pdx.bench.harness.report import Figure, ResultFile, console, show_figures
 from pdx.cli.node import check_channels
 from pdx.cli.options import FOLDER, option
-from pdx.cli.tables import size, table
+from pdx.cli.tables import table
 from pdx.config import parse_bytes
-from pdx.errors import ConfigError
+from pdx.errors import ConfigError, PdxError
 from pdx.extras import install
 from pdx.transports.registry import schemes
 
 if TYPE_CHECKING:
-    from pdx.bench.channels.trial import Told
-    from pdx.bench.harness.interrupts import Steps
-    from pdx.bench.harness.timing import Spread
-    from pdx.bench.proxy.run import ProxyRun, Row, Way
-    from pdx.bench.store.run import StoreRun
+    from pdx.bench.channels.measure import Row
 
 INTERRUPTED = 130  # as a shell shows SIGINT
 MODES = ("forward", "sampled")
 _json = option("--json", "as_json", is_flag=True, help="Print the JSON in place of the tables.")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part of a bench: gives figures, and may put more into the run's details. Others of a `group` of which one
+    failed are left out."""
+
+    name: str
+    call: Callable[[], Iterable[Figure]]
+    group: str = ""
+
+
+@dataclass(slots=True)
+class Run:
+    """What was measured so far; in a file whenever that has become more. `missing`: what was not, and why."""
+
+    file: ResultFile
+    details: dict[str, Any]
+    missing: dict[str, str] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    is_complete: bool = False
+
+    def save(self) -> str:
+        """What is in the file now.
+
+        :raises OSError: it cannot be written.
+        """
+        more = {"missing": self.missing, "is_complete": self.is_complete}
+        details: dict[str, Any] = msgspec.to_builtins({**self.details, **more})
+        return self.file.write(self.figures, details)
+
+    def carry_out(self, steps: Sequence[Step], *, as_json: bool) -> None:
+        """Take all steps, and show what came of them. A step that fails is named, and the others go on.
+
+        Ends this process with a status other than 0 where that was interrupted or gave nothing.
+        """
+        try:
+            self.save()
+        except OSError as error:
+            raise click.ClickException(f"--out {self.file.path.parent}: {error}") from error
+        failed = set()
+        with Steps(len(steps)) as bar:
+            for step in steps:
+                bar.step(step.name)
+                if step.group and step.group in failed:
+                    continue
+                try:
+                    self.figures += step.call()
+                except (PdxError, RuntimeError, OSError) as error:
+                    failed.add(step.group)
+                    self.missing[step.group or step.name] = f"{type(error).__name__}: {error}"
+                    bar.say(f"not measured: {step.name}: {error}")
+                self.save()
+        self.is_complete = not bar.was_interrupted
+        text = self.save()
+        if as_json:
+            click.echo(text, nl=False)
+        else:
+            if self.figures:
+                show_figures(self.file.title, self.figures)
+            if self.missing:
+                console.print(table("not measured", ("name", "why"), self.missing.items(), header=False))
+            if not self.is_complete:
+                console.print("ended early: what was measured until then")
+            click.echo(f"kept in {self.file.path}")
+        if bar.was_interrupted:
+            sys.exit(INTERRUPTED)
+        if not self.figures:
+            lost = "; ".join(f"{name}: {why}" for name, why in self.missing.items())
+            raise click.ClickException(f"nothing was measured: {lost}")
 
 
 @click.command()
@@ -54,38 +122,24 @@ def store(out: Path, as_json: bool, **settings: Any) -> None:
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException(f"pdx bench store copies with PyTorch: {install('torch')}")
-    from pdx.bench.store.run import Settings, StoreRun, default_tiers
+    from pdx.bench.store.run import steps_of
 
-    run = StoreRun(Settings(**{**settings, "tiers": settings["tiers"] or tuple(default_tiers())}))
-    run.begin()
-    title = f"tiers of the chunk store, median of {run.settings.rounds} rounds"
-    _carry_out(run, run.measure, out, "store", title, _of_store, run.missing, as_json=as_json)
+    title = f"tiers of the chunk store, median of {settings['rounds']} rounds"
+    run = Run(ResultFile(out, "store", title), {"settings": settings, "rows": [], "index": []})
+    run.carry_out(steps_of(run, **settings), as_json=as_json)
 
 
 @click.command()
-@option(
-    "--requests",
-    default=48,
-    type=click.IntRange(1),
-    help="Of each kind, each way; more where four turns at the concurrency need more.",
-)
+@option("--requests", default=48, type=click.IntRange(1), help="Of each kind, each way, or more for the concurrency.")
 @option("--concurrency", default="1,8,64", type=counts(), help="Requests at once.")
 @option("--prompt-tokens", default="1000", type=counts(least=8), help="Lengths of prompts.")
 @option(
-    "--tokens",
-    default="4,32",
-    type=counts(least=2),
-    help="Generated for each request; from two lengths the cost of a token follows.",
+    "--tokens", default="4,32", type=counts(least=2), help="Generated for each request; two lengths give a token's."
 )
 @option("--modes", default=",".join(MODES), type=NAMES, help="Of the proxy.")
 @option("--first-ms", default=60.0, type=click.FloatRange(0), help="An engine's time to a first token.")
 @option("--pace-ms", default=10.0, type=click.FloatRange(0), help="An engine's time between tokens.")
-@option(
-    "--intake-ms",
-    default=30.0,
-    type=click.FloatRange(0),
-    help="A decode engine's time to read a chat, before it can go on with its KV.",
-)
+@option("--intake-ms", default=30.0, type=click.FloatRange(0), help="A decode engine's time to read a chat.")
 @option(
     "--before",
     default=None,
@@ -95,7 +149,7 @@ def store(out: Path, as_json: bool, **settings: Any) -> None:
 )
 @option("--out", default="pdx-bench", type=FOLDER, help="Folder for proxy.json.")
 @_json
-def proxy(first_ms: float, pace_ms: float, intake_ms: float, out: Path, as_json: bool, **settings: Any) -> None:
+def proxy(out: Path, as_json: bool, before: Path | None, **settings: Any) -> None:
     """Ask stand-in engines directly and through `pdx proxy`, in turns.
 
     The engines compute nothing and answer at a fixed pace, so that what is added is the proxy and the HTTP of a second
@@ -104,7 +158,7 @@ def proxy(first_ms: float, pace_ms: float, intake_ms: float, out: Path, as_json:
 
     Ctrl-C ends it and keeps what was measured (exit status 130).
     """
-    from pdx.bench.proxy.run import ProxyRun, Settings
+    from pdx.bench.proxy.run import steps_of
     from pdx.bench.proxy.stage import stage
     from pdx.bench.proxy.stand_in_engine import Pace
 
@@ -114,151 +168,19 @@ def proxy(first_ms: float, pace_ms: float, intake_ms: float, out: Path, as_json:
     for name, values in settings.items():
         if values == ():
             raise click.BadParameter("at least one is needed", param_hint=f"'--{name.replace('_', '-')}'")
-    run = ProxyRun(Settings(**settings, pace=Pace(first_ms, pace_ms, intake_ms)))
-
-    def measure(steps: Steps) -> None:
-        try:
-            with stage(run.settings.pace, run.settings.before) as actors:
-                run.measure(actors, steps)
-        except RuntimeError as error:
-            raise click.ClickException(str(error)) from error
-
-    title = "the proxy beside its engines asked directly, stand-in engines"
-    _carry_out(run, measure, out, "proxy", title, _of_proxy, run.failed, as_json=as_json)
-
-
-def _carry_out(
-    run: Any,
-    measure: Callable[[Steps], None],
-    out: Path,
-    name: str,
-    title: str,
-    shown: Callable[[Any], Iterator[RenderableType]],
-    lost: dict[str, str],
-    *,
-    as_json: bool,
-) -> None:
-    """Measure, keep in a file whatever there is of it at any time, and show it; `lost`: what was not measured, and why.
-
-    Ends this process with a status other than 0 where that was interrupted or gave nothing.
-    """
-    from pdx.bench.harness.interrupts import Steps
-    from pdx.bench.harness.report import ResultFile
-
-    file = ResultFile(out, name, title)
-    run.on_more = lambda: file.write(run.figures(), run.details())
+    pace = Pace(*(settings.pop(name) for name in ("first_ms", "pace_ms", "intake_ms")))
+    title = (
+        f"the proxy beside its engines asked directly; they answer after {pace.first_ms:g} ms, "
+        f"{pace.pace_ms:g} ms a token, intake {pace.intake_ms:g} ms"
+    )
+    run = Run(ResultFile(out, "proxy", title), {"settings": settings, "rows": []})
     try:
-        run.on_more()
-    except OSError as error:
-        raise click.ClickException(f"--out {out}: {error}") from error
-    with Steps(run.steps) as steps:
-        measure(steps)
-    text = file.write(run.figures(), run.details())
-    if as_json:
-        click.echo(text, nl=False)
-    else:
-        for each in shown(run):
-            console.print(each)
-        if not run.is_complete:
-            console.print("ended early: what was measured until then")
-        click.echo(f"kept in {file.path}")
-    if steps.was_interrupted:
+        with Interrupts(), stage(pace, before) as actors:
+            run.carry_out(steps_of(run, actors, **settings), as_json=as_json)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    if run.has_nothing:
-        raise click.ClickException("nothing was measured: " + "; ".join(f"{k}: {v}" for k, v in lost.items()))
-
-
-def _of_store(run: StoreRun) -> Iterator[RenderableType]:
-    """Tables of what was measured, and of what was not."""
-    from pdx.bench.store.tiers import PROMPT_KEYS, title
-
-    if run.rows:
-        words = (
-            f"GB/s of {run.settings.chunks} chunks, median of {run.settings.rounds} rounds; ms of one chunk, p50 / p99"
-        )
-        names = (">chunk", ">memcpy", ">write", ">of memcpy", ">read", ">of memcpy", ">store one", ">find one")
-        rows = []
-        for row in run.rows:
-            rates = (row.memcpy_gb_s, row.write_gb_s, row.write_ratio, row.read_gb_s, row.read_ratio)
-            numbers = (f"{rate:.2f}" for rate in rates)
-            rows.append((title(row.tier), size(row.chunk_bytes), *numbers, _spread(row.store), _spread(row.hit)))
-        yield table(f"tiers: {words}", ("tier", *names), rows)
-    if run.index:
-        words = f"{run.settings.questions:,} questions of one client; ms, p50 / p99"
-        found = [
-            (f"{each.chunks:,}", f"{each.lookups_per_s:,.0f}")
-            + tuple(_spread(spread) for spread in (each.hit, each.miss, each.prompt, each.ping))
-            for each in run.index
-        ]
-        columns = (">chunks", ">lookups/s", ">hit", ">miss", f">{PROMPT_KEYS} at once", ">ping")
-        yield table(f"lookups: {words}", columns, found)
-    if run.missing:
-        yield table("not measured", ("name", "why"), run.missing.items(), header=False)
-
-
-def _spread(spread: Spread) -> str:
-    return f"{spread.p50_ms:.2f} / {spread.p99_ms:.2f}"
-
-
-def _of_proxy(run: ProxyRun) -> Iterator[RenderableType]:
-    """Tables of what was measured, and of what failed."""
-    if run.rows:
-        pace = run.settings.pace
-        words = (
-            f"first token after {pace.first_ms:g} ms, one more each {pace.pace_ms:g} ms, intake {pace.intake_ms:g} ms"
-        )
-        title = f"what the proxy adds, ms, p50 / p99 (stand-in engines: {words})"
-        columns = (">TTFT", ">between tokens", ">TTFT directly", ">through it", ">exposed", ">CPU ms/request")
-        lines = [line for row in run.rows for line in _by_front(row, _latencies)]
-        yield table(title, ("mode", "at once", "tokens", *columns), lines)
-    if run.saturated:
-        rates = (">requests/s", ">directly", ">CPU ms/request", ">proxy", ">client", ">engines", ">all")
-        title = "engines that answer at once; cores that were busy"
-        lines = [line for row in run.saturated for line in _by_front(row, _rates)]
-        yield table(title, ("mode", "at once", "tokens", *rates), lines)
-    if costs := list(run.costs()):
-        yield table(
-            "CPU time of the proxy, of the rows above (tokens that come together cost less)",
-            ("mode", "prompt", ">ms per request", ">µs per token"),
-            [
-                (each.mode, f"{each.prompt_tokens:,}", f"{each.cpu_ms_per_request:.2f}", f"{each.cpu_us_per_token:.1f}")
-                for each in costs
-            ],
-        )
-    if run.failed:
-        yield table("failed", ("name", "why"), run.failed.items(), header=False)
-    if any(row.is_machine_full for row in run.rows):
-        yield "* all cores of this machine were busy: latencies are the machine's, not the proxy's"
-
-
-def _by_front(row: Row, line: Callable[[Row, Way, str], tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """The row's line, and below it the one of the other checkout's proxy."""
-    yield line(row, row.proxy, row.mode)
-    if row.before is not None:
-        yield line(row, row.before, f"{row.mode}, before")
-
-
-def _latencies(row: Row, way: Way, name: str) -> tuple[str, ...]:
-    added = (
-        f"{through.p50_ms - direct.p50_ms:+.2f} / {through.p99_ms - direct.p99_ms:+.2f}"
-        for through, direct in ((way.ttft, row.direct.ttft), (way.itl, row.direct.itl))
-    )
-    return (
-        name,
-        f"{row.concurrency}{' *' if row.is_machine_full else ''}",
-        f"{row.prompt_tokens:,} + {row.tokens}",
-        *added,
-        _spread(row.direct.ttft),
-        _spread(way.ttft),
-        "" if way.exposed is None else _spread(way.exposed),
-        f"{way.cpu_ms:.2f}",
-    )
-
-
-def _rates(row: Row, way: Way, name: str) -> tuple[str, ...]:
-    rates = (f"{way.requests_per_s:,.1f}", f"{row.direct.requests_per_s:,.1f}", f"{way.cpu_ms:.2f}")
-    cores = (way.proxy_cores, way.client_cores, way.engine_cores, way.machine_cores)
-    return name, str(row.concurrency), f"{row.prompt_tokens:,} + {row.tokens}", *rates, *(f"{n:.2f}" for n in cores)
 
 
 def _depth(word: str) -> int:
@@ -292,52 +214,41 @@ def transfer(
     Both sides walk through more memory than caches hold; that all bytes arrive is seen first. A channel and the
     technology under it are timed in the same rounds. Ctrl-C keeps what was measured (exit status 130).
 
-    Exit status 1: nothing was measured, a channel broke, or one that was named with --channel is not there.
+    Exit status 1: nothing was measured, or a channel that was named with --channel was not.
     """
     check_channels(channels)
     try:
-        from pdx.bench.channels import transfer as bench
-        from pdx.bench.channels.trial import check_room
-        from pdx.bench.harness.interrupts import Steps
+        from pdx.bench.channels import trial
+        from pdx.bench.channels.measure import MEMCPY
+        from pdx.bench.channels.plots import draw
+        from pdx.bench.harness.report import machine
     except ImportError as error:
         raise ConfigError(f"this bench needs more packages ({error}): {install('bench')}") from error
-    chosen = bench.options(sizes, in_flight, repeats, has_raw=raw, ring=parse_bytes(memory))
-    check_room(chosen.ring)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}") from error
+    chosen = trial.options(sizes, in_flight, repeats, has_raw=raw, ring=parse_bytes(memory))
+    trial.check_room(chosen.ring)
+    rows: list[Row] = []
+    settings = {"repeats": repeats, "sizes": chosen.sizes, "in_flight": chosen.depths, "memory": chosen.ring}
+    title = f"GB/s of each channel, median of {repeats} rounds"
+    run = Run(ResultFile(out, "transfer", title), {"settings": settings, "rows": []})
+
+    def measured(row: Row) -> Figure:
+        rows.append(row)
+        run.details["rows"].append(row)
+        return trial.figure(row)
+
+    def channel(name: str) -> Iterable[Figure]:
+        return map(measured, trial.told(name, chosen))
+
     names = dict.fromkeys(channels or schemes())
-    run = bench.Run(list(names), chosen, out / "transfer.json", lambda scheme, message: _tell(steps, scheme, message))
-    with Steps(run.steps) as steps:
-        run.measure()
-    if steps.was_interrupted:
-        run.save()
+
+    def picture() -> list[Figure]:
+        draw(rows, out / "transfer.png", machine(), f"Median of {repeats}; bytes compared once before")
+        return []
+
+    steps = [Step(name, partial(channel, name), name) for name in (MEMCPY, *names)]
     try:
-        picture = run.draw(out / "transfer.png")
-    except ConfigError as error:
-        picture = None
-        click.echo(f"no picture: {error}", err=True)
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(run.result), indent=1))
-    else:
-        console.print(bench.view(run.result))
-    click.echo(f"written: {out / 'transfer.json'}{f', {picture}' if picture else ''}", err=True)
-    if not run.result.is_complete:
-        click.echo("interrupted; what was measured until then is kept", err=True)
-        sys.exit(INTERRUPTED)
-    is_missing = any(name in run.result.not_run for name in channels)
-    sys.exit(0 if run.result.is_well and not is_missing else 1)
-
-
-def _tell(steps: Steps, scheme: str, message: Told) -> None:
-    """Show what has just been measured, or could not be."""
-    from pdx.bench.channels.bandwidth import size_text
-    from pdx.bench.channels.trial import Failed
-
-    if isinstance(message, Failed):
-        steps.say(f"{scheme}: not measured: {message.missing.why}")
-        return
-    row = message.row
-    raw = "" if row.raw_gb_s is None else f", directly {row.raw_gb_s:.3f}"
-    steps.took(f"{scheme}, {size_text(row.nbytes)}, {row.in_flight} in flight: {row.gb_s:.3f} GB/s{raw}")
+        run.carry_out([*steps, Step("picture", picture)], as_json=as_json)
+    finally:
+        if rows and not (out / "transfer.png").exists() and "picture" not in run.missing:
+            picture()
+    sys.exit(1 if run.missing.keys() & set(channels) or not {row.scheme for row in rows} - {MEMCPY} else 0)

@@ -70,6 +70,17 @@ def show_rows(rows: Sequence[Any], title: str) -> None:
     console.print(table)
 
 
+def show_figures(title: str, figures: Sequence[Figure]) -> None:
+    """As a table."""
+    table = Table(title=title, title_justify="left")
+    for column in ("figure", "measured", "unit", "goal", "met", "note"):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for figure in figures:
+        met = "" if figure.is_met is None else "yes" if figure.is_met else "NO"
+        table.add_row(figure.name, f"{figure.value:,.3f}", figure.unit, figure.goal, met, figure.note)
+    console.print(table)
+
+
 def publish(
     bench: str,
     title: str,
@@ -80,13 +91,7 @@ def publish(
     folder: Path = RESULTS,
 ) -> None:
     """Show the figures, keep them in `folder`/<bench>.json, print the last line. `facts`: more about the machine."""
-    table = Table(title=title, title_justify="left")
-    for column in ("figure", "measured", "unit", "goal", "met", "note"):
-        table.add_column(column, justify="right" if column == "measured" else "left")
-    for figure in figures:
-        met = "" if figure.is_met is None else "yes" if figure.is_met else "NO"
-        table.add_row(figure.name, f"{figure.value:,.3f}", figure.unit, figure.goal, met, figure.note)
-    console.print(table)
+    show_figures(title, figures)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{bench}.json").write_text(as_text(bench, title, figures, details or {}, facts or {}))
     print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
@@ -134,14 +139,14 @@ class ResultFile:
     def __init__(self, folder: Path, bench: str, title: str) -> None:
         self.path = folder / f"{bench}.json"
         self._bench = bench
-        self._title = title
+        self.title = title
 
     def write(self, figures: Sequence[Figure], details: dict[str, Any]) -> str:
         """The text that is now in it.
 
         :raises OSError: it cannot be written.
         """
-        text = as_text(self._bench, self._title, figures, details, {})
+        text = as_text(self._bench, self.title, figures, details, {})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(text)

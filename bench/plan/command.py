@@ -78,9 +78,10 @@ def _plan(options: Options, out: Path | None, as_json: bool) -> None:
     pair = {"prefillers": options.prefillers, "decoders": options.decoders}
     found = make(asked.case, hardware=asked.hardware, links=asked.links, **pair, with_curve=out is not None)
     if out is not None:
-        from pdx.bench.plan.plots import draw, pyplot
+        from pdx.bench.harness.plot_style import require_matplotlib
+        from pdx.bench.plan.plots import draw
 
-        pyplot()  # refuse before anything is written
+        require_matplotlib()
         _save(found, out / "plan.json")
         for path in draw(found, out):
             click.echo(f"wrote {path}", err=True)

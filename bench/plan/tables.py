@@ -12,6 +12,17 @@ from pdx.bench.plan.fleet import Service
 from pdx.bench.plan.model import Plan
 from pdx.bench.plan.units import show_bytes, show_rate, show_time
 
+# Of a mean request, in their order.
+PARTS = {
+    "request_s": "HTTP, tokenizer",
+    "queue_s": "queue",
+    "load_s": "load what is reused",
+    "prefill_s": "prefill → first token",
+    "wire_s": "wire, not hidden",
+    "control_s": "answer, decode request, lookup",
+    "scatter_s": "scatter",
+    "first_decode_s": "first decode → second token",
+}
 _COLOURS = {"yes": "bold green", "no": "bold yellow", "even": "bold cyan", "impossible": "bold red"}
 
 
@@ -85,17 +96,8 @@ def request(service: Service) -> Table:
         table.add_column(name, justify="left" if name == "part" else "right")
     found = service.request
     assert found is not None
-    parts = (
-        ("HTTP, tokenizer", found.request_s),
-        ("queue", found.queue_s),
-        ("load what is reused", found.load_s),
-        ("prefill → first token", found.prefill_s),
-        ("wire, not hidden", found.wire_s),
-        ("answer, decode request, lookup", found.control_s),
-        ("scatter", found.scatter_s),
-        ("first decode → second token", found.first_decode_s),
-    )
-    for name, seconds in parts:
+    for field, name in PARTS.items():
+        seconds: float = getattr(found, field)
         if seconds or name != "load what is reused":
             table.add_row(name, show_time(seconds), f"{seconds / found.total_s:.1%}")
     table.add_row("wire, hidden behind prefill", show_time(found.wire_hidden_s), "", style="dim")

@@ -7,20 +7,23 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
-from pdx.bench.harness.interrupts import Steps
+from pdx.bench.harness.commands import Step
 from pdx.bench.harness.report import Figure, plain, significant
 from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds, spread_ms
 from pdx.bench.proxy.stage import Front, Stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace
+
+if TYPE_CHECKING:
+    from pdx.bench.harness.commands import Run
 
 FORWARD, SAMPLED = "forward", "sampled"
 MODES = (FORWARD, SAMPLED)
@@ -88,32 +91,12 @@ class Row:
     is_machine_full: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """CPU time of the proxy, from two saturated rows that differ in their tokens.
-
-    There tokens often come several at a time, which costs less than one by one: see `Way.cpu_ms` for those.
-    """
-
-    mode: str
-    prompt_tokens: int
-    cpu_ms_per_request: float  # whatever its tokens
-    cpu_us_per_token: float  # streamed
-
-
 def measure(stage: Stage, case: Case, *, is_saturated: bool = False) -> Row:
     """One case; `is_saturated`: engines answer at once, and clients ask again at once.
 
     :raises AskFailed: a request failed. :raises RuntimeError: the proxy changed an answer, or chose another mode.
     """
     return interrupts.run(_Load(stage, case).run(AT_ONCE if is_saturated else stage.pace))
-
-
-def cost(fewer: Row, more: Row) -> Cost:
-    """From two rows of one mode and prompt length."""
-    per_token = (more.proxy.cpu_ms - fewer.proxy.cpu_ms) / (more.tokens - fewer.tokens)
-    per_request = fewer.proxy.cpu_ms - per_token * fewer.tokens
-    return Cost(fewer.mode, fewer.prompt_tokens, round(per_request, 4), round(per_token * 1e3, 3))
 
 
 class _Load:
@@ -267,142 +250,98 @@ class _Spent:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What is measured."""
+def steps_of(
+    run: Run,
+    stage: Stage,
+    *,
+    modes: Sequence[str],
+    concurrency: Sequence[int],
+    prompt_tokens: Sequence[int],
+    tokens: Sequence[int],
+    requests: int,
+) -> list[Step]:
+    """Each case at the engines' pace, with the most tokens; then engines that answer at once, with the most clients."""
+    paced = [
+        Case(mode, count, length, max(tokens), requests)
+        for mode in modes
+        for length in prompt_tokens
+        for count in concurrency
+    ]
+    at_once = [
+        Case(mode, max(concurrency), length, count, requests)
+        for mode in modes
+        for length in prompt_tokens
+        for count in tokens
+    ]
+    saturated: dict[tuple[str, int], Row] = {}  # the first one of each mode and prompt length
 
-    modes: tuple[str, ...]
-    concurrency: tuple[int, ...]
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    requests: int
-    pace: Pace
-    before: Path | None = None  # a checkout, whose proxy is measured in turns with this one
+    def pace(case: Case) -> list[Figure]:
+        row = measure(stage, case)
+        run.details["rows"].append({"is_saturated": False, **asdict(row)})
+        return figures(row)
 
-    def cases(self) -> list[Case]:
-        """At the engines' pace: with the most tokens."""
-        return [
-            Case(mode, concurrency, prompt_tokens, max(self.tokens), self.requests)
-            for mode in self.modes
-            for prompt_tokens in self.prompt_tokens
-            for concurrency in self.concurrency
+    def saturate(case: Case) -> list[Figure]:
+        row = measure(stage, case, is_saturated=True)
+        run.details["rows"].append({"is_saturated": True, **asdict(row)})
+        first = saturated.setdefault((case.mode, case.prompt_tokens), row)
+        return [*saturated_figures(row), *(cost_figures(first, row) if first is not row else ())]
+
+    return [
+        *(Step(words(case), partial(pace, case)) for case in paced),
+        *(Step(f"{words(case)}, saturated", partial(saturate, case)) for case in at_once),
+    ]
+
+
+def figures(row: Row) -> list[Figure]:
+    """What the proxy adds at the engines' pace, and how many times as fast as the other checkout's it is."""
+    name, note = words(row), "the machine was full: latencies are its" if row.is_machine_full else ""
+    exposed = row.proxy.exposed
+    assert exposed is not None
+    directly = f"{row.proxy.ttft.p50_ms:.2f}, directly {row.direct.ttft.p50_ms:.2f}"
+    found = [
+        plain(f"{name}: added TTFT, p50", row.added_ttft_p50_ms, "ms", note or directly),
+        plain(f"{name}: added TTFT, p99", row.added_ttft_p99_ms, "ms", note),
+        plain(f"{name}: exposed, prefill's end → first token, p50", exposed.p50_ms, "ms", note),
+        plain(f"{name}: exposed, prefill's end → first token, p99", exposed.p99_ms, "ms", note),
+        plain(f"{name}: added inter-token latency, p50", row.added_itl_p50_ms, "ms", note),
+        plain(f"{name}: added inter-token latency, p99", row.added_itl_p99_ms, "ms", note),
+        plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
+    ]
+    if row.before is not None and row.before.exposed is not None:
+        found += [
+            _gain(f"{name}: TTFT, p50", row.before.ttft.p50_ms, row.proxy.ttft.p50_ms),
+            _gain(f"{name}: exposed, p50", row.before.exposed.p50_ms, exposed.p50_ms),
+            _gain(f"{name}: exposed, p99", row.before.exposed.p99_ms, exposed.p99_ms),
+            _gain(f"{name}: CPU of the proxy per request", row.before.cpu_ms, row.proxy.cpu_ms),
         ]
+    return found
 
-    def saturated(self) -> list[Case]:
-        """Where engines answer at once: with the most requests at once."""
-        return [
-            Case(mode, max(self.concurrency), prompt_tokens, tokens, self.requests)
-            for mode in self.modes
-            for prompt_tokens in self.prompt_tokens
-            for tokens in self.tokens
+
+def saturated_figures(row: Row) -> list[Figure]:
+    """Requests per second of engines that answer at once."""
+    name = f"{words(row)}, saturated"
+    note = f"directly {row.direct.requests_per_s:,.1f}; the proxy was busy with {row.proxy.proxy_cores:.2f} cores"
+    found = [
+        plain(f"{name}: requests", row.proxy.requests_per_s, "1/s", note),
+        plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
+    ]
+    if row.before is not None:
+        found += [
+            _gain(f"{name}: time per request", 1e3 / row.before.requests_per_s, 1e3 / row.proxy.requests_per_s),
+            _gain(f"{name}: CPU of the proxy per request", row.before.cpu_ms, row.proxy.cpu_ms),
         ]
+    return found
 
 
-@dataclass(slots=True)
-class ProxyRun:
-    """What was measured so far. `on_more` is called whenever that has become more."""
-
-    settings: Settings
-    on_more: Callable[[], object] = lambda: None
-    rows: list[Row] = field(default_factory=list)
-    saturated: list[Row] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    is_complete: bool = False
-
-    @property
-    def steps(self) -> int:
-        """How many there are."""
-        return len(self.settings.cases()) + len(self.settings.saturated())
-
-    def measure(self, stage: Stage, steps: Steps) -> None:
-        """Take all steps. A case that fails is named, and the others go on."""
-        for case in self.settings.cases():
-            self._take(stage, case, steps, self.rows, is_saturated=False)
-        for case in self.settings.saturated():
-            self._take(stage, case, steps, self.saturated, is_saturated=True)
-        self.is_complete = True
-        self.on_more()
-
-    def _take(self, stage: Stage, case: Case, steps: Steps, rows: list[Row], *, is_saturated: bool) -> None:
-        name = words(case) + (", saturated" if is_saturated else "")
-        steps.step(name)
-        try:
-            rows.append(measure(stage, case, is_saturated=is_saturated))
-        except (AskFailed, RuntimeError, OSError) as error:
-            self.failed[name] = f"{type(error).__name__}: {error}"
-            steps.say(f"not measured: {name}: {error}")
-        self.on_more()
-
-    def costs(self) -> Iterator[Cost]:
-        """Where saturated rows differ in their tokens."""
-        kinds = dict.fromkeys((row.mode, row.prompt_tokens) for row in self.saturated)
-        for kind in kinds:
-            rows = sorted(
-                (row for row in self.saturated if (row.mode, row.prompt_tokens) == kind), key=lambda row: row.tokens
-            )
-            if len(rows) > 1:
-                yield cost(rows[0], rows[-1])
-
-    def figures(self) -> list[Figure]:
-        """The numbers, by name."""
-        found: list[Figure] = []
-        for row in self.rows:
-            name, note = words(row), "the machine was full" if row.is_machine_full else ""
-            assert row.proxy.exposed is not None
-            found += [
-                plain(f"{name}: added TTFT, p50", row.added_ttft_p50_ms, "ms", note),
-                plain(f"{name}: added TTFT, p99", row.added_ttft_p99_ms, "ms", note),
-                plain(f"{name}: exposed, prefill's end → first token, p50", row.proxy.exposed.p50_ms, "ms", note),
-                plain(f"{name}: exposed, prefill's end → first token, p99", row.proxy.exposed.p99_ms, "ms", note),
-                plain(f"{name}: added inter-token latency, p50", row.added_itl_p50_ms, "ms", note),
-                plain(f"{name}: added inter-token latency, p99", row.added_itl_p99_ms, "ms", note),
-                plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
-            ]
-            if row.before is not None and row.before.exposed is not None:
-                found += [
-                    _gain(f"{name}: TTFT, p50", row.before.ttft.p50_ms, row.proxy.ttft.p50_ms),
-                    _gain(f"{name}: exposed, p50", row.before.exposed.p50_ms, row.proxy.exposed.p50_ms),
-                    _gain(f"{name}: exposed, p99", row.before.exposed.p99_ms, row.proxy.exposed.p99_ms),
-                    _gain(f"{name}: CPU of the proxy per request", row.before.cpu_ms, row.proxy.cpu_ms),
-                ]
-        for row in self.saturated:
-            name = f"{words(row)}, saturated"
-            note = (
-                f"directly {row.direct.requests_per_s:,.1f}; the proxy was busy with {row.proxy.proxy_cores:.2f} cores"
-            )
-            found += [
-                plain(f"{name}: requests", row.proxy.requests_per_s, "1/s", note),
-                plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
-            ]
-            if row.before is not None:
-                found += [
-                    _gain(f"{name}: time per request", 1e3 / row.before.requests_per_s, 1e3 / row.proxy.requests_per_s),
-                    _gain(f"{name}: CPU of the proxy per request", row.before.cpu_ms, row.proxy.cpu_ms),
-                ]
-        for each in self.costs():
-            name = f"{each.mode}, prompts of {each.prompt_tokens:,}"
-            found += [
-                plain(f"{name}: CPU of the proxy per request, without its tokens", each.cpu_ms_per_request, "ms"),
-                plain(f"{name}: CPU of the proxy per token", each.cpu_us_per_token, "µs"),
-            ]
-        return found
-
-    def details(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return {
-            "engines": "stand-ins: they compute nothing and answer at a fixed pace",
-            "settings": asdict(self.settings) | {"before": str(self.settings.before or "")},
-            "rows": [asdict(row) for row in self.rows],
-            "saturated": [asdict(row) for row in self.saturated],
-            "costs": [asdict(each) for each in self.costs()],
-            "failed": self.failed,
-            "is_complete": self.is_complete,
-        }
-
-    @property
-    def has_nothing(self) -> bool:
-        """Whether nothing at all was measured."""
-        return not self.rows and not self.saturated
+def cost_figures(fewer: Row, more: Row) -> list[Figure]:
+    """CPU time of the proxy, from two saturated rows that differ in their tokens (which often come together)."""
+    per_token = (more.proxy.cpu_ms - fewer.proxy.cpu_ms) / (more.tokens - fewer.tokens)
+    name = f"{more.mode}, prompts of {more.prompt_tokens:,}"
+    without = fewer.proxy.cpu_ms - per_token * fewer.tokens
+    return [
+        plain(f"{name}: CPU of the proxy per request, without its tokens", without, "ms"),
+        plain(f"{name}: CPU of the proxy per token", per_token * 1e3, "µs"),
+    ]
 
 
 def _gain(name: str, before_ms: float, here_ms: float) -> Figure:

@@ -235,14 +235,17 @@ class Pair(Baseline):
     mode: Mode
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        prefill, decode = bed.homes()
+        roles = zip(("prefill", "decode"), (ports.prefill, ports.decode), bed.homes(), strict=True)
         return [
-            self._engine(bed, "prefill", ports.prefill, {**prefill, **self.variables("prefill", ports)}),
-            self._engine(bed, "decode", ports.decode, {**decode, **self.variables("decode", ports)}),
+            engine_command(
+                bed,
+                role,
+                port,
+                env={**home, **self.variables(role, ports)},
+                options=_transfer(self.connector(role)),
+            )
+            for role, port, home in roles
         ]
-
-    def _engine(self, bed: Bed, role: str, port: int, env: dict[str, str]) -> Command:
-        return engine_command(bed, role, port, env=env, options=_transfer(self.connector(role)))
 
     @abstractmethod
     def connector(self, role: str) -> dict[str, Any]:
@@ -268,20 +271,26 @@ class Pair(Baseline):
 
 
 class Nixl(Pair):
-    """vLLM's NixlConnector: the decode engine reads the blocks when prefill has ended."""
+    """vLLM's NixlConnector, with which the decode engine reads the blocks when prefill has ended.
 
-    mode = Mode.PULL
-    connector_name = "NixlConnector"
+    `push`: NixlPushConnector, with which the prefill engine writes them. `yields`: its progress thread gets only the
+    time that nobody else wants: what is not owed to its polling. Nobody's documentation advises this; it tells the
+    connector's part in `nixl`'s figures from its polling thread's.
+    """
+
     polls_idle = True  # its progress thread
     packages = (*VLLM, *NIXL)
-    needs = Needs(any_of=("nixl", "nixl-cu12", "nixl-cu13"), install="pip install nixl")
+    needs = Needs(any_of=NIXL, install="pip install nixl")
 
-    def __init__(self, name: str = "nixl", title: str = "vLLM's NixlConnector (pull)") -> None:
+    def __init__(self, name: str, title: str, *, push: bool = False, yields: bool = False) -> None:
         self.name = name
         self.title = title
+        self.mode = Mode.PUSH if push else Mode.PULL
+        self._connector = "NixlPushConnector" if push else "NixlConnector"
+        self._yields = yields
 
     def connector(self, role: str) -> dict[str, Any]:
-        config = {"kv_connector": self.connector_name, "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+        config = {"kv_connector": self._connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
         return {**config, "kv_buffer_device": "cpu"} if is_cpu_build() else config
 
     def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
@@ -289,15 +298,14 @@ class Nixl(Pair):
         return {"UCX_NET_DEVICES": "all", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
 
     def commands(self, bed: Bed) -> list[str]:
-        return [*super().commands(bed), *self.by_hand()]
-
-    def by_hand(self) -> list[str]:
-        """What `settle` does, as remarks below the commands."""
-        back = (
-            "taskset -p moves the main thread of its worker back to its own core "
-            "(bring_home in pdx.bench.systems.threads)"
-        )
-        return [f"# then, of each engine: {back}"] if is_cpu_build() else []
+        """With what `settle` does as remarks."""
+        back = "taskset -p moves the main thread of its worker back to its own core"
+        idle = "chrt --idle gives its threads that poll idle priority"
+        remarks = [*([back] if is_cpu_build() else []), *([idle] if self._yields else [])]
+        return [
+            *super().commands(bed),
+            *(f"# then, of each engine: {each} (pdx.bench.systems.threads)" for each in remarks),
+        ]
 
     def settle(self, bed: Bed, servers: Servers) -> None:
         """Undo what would cripple this baseline where cores are few.
@@ -305,39 +313,11 @@ class Nixl(Pair):
         On a CPU, NixlConnector moves the worker's main thread to the last core of the machine. That thread computes,
         too: with few cores, both engines would compute on one.
         """
-        if not is_cpu_build():
-            return
-        for role, home in zip(("prefill", "decode"), bed.homes(), strict=True):
+        for role, home in zip(("prefill", "decode"), bed.homes(), strict=True) if is_cpu_build() else ():
             if cores := home.get("VLLM_CPU_OMP_THREADS_BIND"):
                 bring_home(servers.pids(role), int(cores.split(",")[0]))
-
-
-class NixlYielding(Nixl):
-    """The same, but its progress thread gets only the time that nobody else wants: what is not owed to its polling.
-
-    Nobody's documentation advises this; it tells the connector's part in `nixl`'s figures from its polling thread's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("nixl-yield", "NixlConnector (pull), its polling thread at idle priority")
-
-    def by_hand(self) -> list[str]:
-        idle = "chrt --idle gives its threads that poll idle priority (let_go_first in pdx.bench.systems.threads)"
-        return [*super().by_hand(), f"# then, of each engine: {idle}"]
-
-    def settle(self, bed: Bed, servers: Servers) -> None:
-        super().settle(bed, servers)
-        let_go_first(servers.pids("prefill", "decode"))
-
-
-class NixlPush(Nixl):
-    """vLLM's NixlPushConnector: the prefill engine writes the blocks when prefill has ended."""
-
-    mode = Mode.PUSH
-    connector_name = "NixlPushConnector"
-
-    def __init__(self) -> None:
-        super().__init__("nixl-push", "vLLM's NixlPushConnector")
+        if self._yields:
+            let_go_first(servers.pids("prefill", "decode"))
 
 
 class Mooncake(Pair):
@@ -375,9 +355,9 @@ class Mooncake(Pair):
 def baselines() -> list[System]:
     """All of them, vLLM alone last."""
     return [
-        Nixl(),
-        NixlYielding(),
-        NixlPush(),
+        Nixl("nixl", "vLLM's NixlConnector (pull)"),
+        Nixl("nixl-yield", "NixlConnector (pull), its polling thread at idle priority", yields=True),
+        Nixl("nixl-push", "vLLM's NixlPushConnector", push=True),
         Mooncake(),
         Offloading(
             "offloading",

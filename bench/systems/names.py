@@ -10,10 +10,9 @@ __all__ = ["SYSTEMS", "Bed", "CannotRun", "Running", "System"]
 
 CHANNELS = (None, "tcp", "shm", "nixl", "ucx")
 ON_GPUS = (PdxSystem(None, gpu="0"), PdxSystem("cuda_ipc", gpu="0,1"))
-TOGETHER = (PdxSystem(None, forward=False), PdxSystem("shm", forward=False))
 PDX = (
     *(PdxSystem(channel) for channel in CHANNELS),
-    *TOGETHER,
+    PdxSystem(None, forward=False),
     *ON_GPUS,
     PdxAlone(),
     PdxWith("128", "chunks of 128 tokens", {"chunk_tokens": 128}),
