@@ -8,45 +8,45 @@ the nodes are joined by that channel; then another channel, or none, is a failur
 from __future__ import annotations
 
 import argparse
+import asyncio
+import hashlib
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-
-from pdx.bench.demo import plain, server, workload
+from pdx.bench.demo import workload
 from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import Request
 from pdx.bench.harness import tiny_llama, web
-from pdx.bench.harness.report import SCRATCH
+from pdx.bench.harness.ask import Answer, AskFailed, ask, session
+from pdx.bench.harness.report import SCRATCH, console
+from pdx.bench.systems.baselines import Plain
+from pdx.bench.systems.pdx import PdxRunning, PdxSystem
+from pdx.bench.systems.system import VLLM, Bed
 from pdx.cli import placement
 from pdx.cli.doctor import examine_channel
 from pdx.cli.node import check_channels
-from pdx.cli.ports import free_ports
-from pdx.cli.processes import Processes
-from pdx.cli.ready import knows_nodes
-from pdx.client.api import connect
-from pdx.config import runtime_folder
 from pdx.errors import PdxError
 from pdx.testing.waiting import came_true
-from pdx.wire.status import NodeStatus, PeerStatus
+from pdx.wire.status import PeerStatus
 
 FOLDER = SCRATCH
-FLAGS = ("--served-model-name", workload.MODEL, "--dtype", "float32", "--max-model-len", "6000", "--enforce-eager")
+FLAGS = ("--dtype", "float32", "--enforce-eager")
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
 SHARED_GPU = ("--gpu-memory-utilization", "0.3")  # where there is a GPU, two engines may have to share it
 TRIAL_BYTES, TRIAL_S = 4 << 20, 30.0  # one transfer before everything else, so that a missing library is said at once
 SETTLE_S = 5.0  # nodes report moments every second
 COMPUTED = re.compile(rb'^vllm:prompt_tokens_by_source_total\{.*source="local_compute".*\} (\S+)$', re.MULTILINE)
 PROMPTS = re.compile(rb"^vllm:prompt_tokens_total\{.*\} (\S+)$", re.MULTILINE)
-
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+STARTED_AT = time.monotonic()
 
 
 def say(line: str) -> None:
@@ -54,189 +54,198 @@ def say(line: str) -> None:
     console.print(f"[{time.monotonic() - STARTED_AT:4.0f} s] {line}", markup=False, soft_wrap=True)
 
 
-def make_model() -> Path:
-    """The model, from an earlier run if the code that makes it is the same."""
-    source = Path(tiny_llama.__file__).read_bytes()
-    folder = FOLDER / f"model-{plain.digest(source)}"
-    if not folder.exists():
+def digest(*parts: object) -> str:
+    """A short name for these."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def make_bed() -> Bed:
+    """How engines are started; the model is from an earlier run if the code that makes it is the same."""
+    model = FOLDER / f"model-{digest(Path(tiny_llama.__file__).read_bytes())}"
+    if not model.exists():
         say("making a model with random weights")
-        tiny_llama.make_model(folder.with_suffix(".partial")).rename(folder)
-    return folder
+        tiny_llama.make_model(model.with_suffix(".partial")).rename(model)
+    flags = (*FLAGS, *(SHARED_GPU if placement.gpus() else ()))
+    env = {name: os.environ.get(name, value) for name, value in ENGINE_ENV.items()}
+    return Bed(model, workload.MODEL, flags, env, FOLDER / "logs", 6000, "2GiB")
 
 
 def check_pair(pair: str) -> dict[str, float]:
     """GB/s of that channel in a trial; empty with AUTO, where the nodes measure by themselves.
 
-    :raises Failed: that channel does not work on this machine; the text says what would help.
+    :raises PdxError: that channel does not work on this machine; the text says what would help.
     """
     if pair == AUTO:
         return {}
     check_channels([pair])
     trial = examine_channel(pair, TRIAL_BYTES, TRIAL_S).trial
     if trial.state != "ok":
-        raise server.Failed(f"channel {pair} does not work here: {trial.why}\n{trial.fix}".strip())
+        raise PdxError(f"channel {pair} does not work here: {trial.why}\n{trial.fix}".strip())
     return {} if trial.rate is None else {pair: trial.rate.median_gb_s}
 
 
-def start_pdx(
-    processes: Processes, model: Path, port: int, admin_port: int, flags: Sequence[str], pair: str | None
-) -> None:
-    """Run `pdx up` and wait until it is ready."""
-    logs = FOLDER / "logs"
-    command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port), "--arena", "2GiB"]
-    command += ["--admin", f"127.0.0.1:{admin_port}", "--debug-headers"]
-    if pair is not None:
-        command += ["--channel", pair]
-    num_nodes = 1 if pair is None else 2
-    up = processes.start(
-        "pdx-up",
-        [*command, "--logs", str(logs), "--", *flags],
-        is_ready=knows_nodes(f"http://127.0.0.1:{port}", num_nodes),
-    )
-    server.wait(up, say)
+def ask_at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
+    """Post all requests together and read their streams to the end.
+
+    :raises AskFailed: the server says that it could not answer.
+    """
+
+    async def together() -> list[Answer]:
+        async with session() as http:
+            asked = (ask(http, url, each.body, secrets.token_hex(8), path=each.path) for each in requests)
+            return list(await asyncio.gather(*asked))
+
+    return asyncio.run(together())
 
 
-class Pair:
-    """The running prefill and decode engine behind their proxy. `tried`: GB/s of the channel before they ran."""
-
-    def __init__(self, port: int, admin_port: int, pair: str | None, tried: Mapping[str, float]) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self._admin_url = f"http://127.0.0.1:{admin_port}"
-        self._folder = runtime_folder() / f"up-{port}"
-        self._pair = pair
-        self._tried = tried
-        attached = self._status("decode" if pair else "node").attached
-        self._decoder = next(one.url for one in attached if one.role == "decode" and one.url)
-
-    def wire(self) -> Wire | None:
-        """What went over it; None where there is one node."""
-        if self._pair is None:
-            return None
-        there, here = self._peer("prefill", "decode"), self._peer("decode", "prefill")
-        # Nodes that were told one channel have nothing to choose, so they measure nothing.
-        rates = there.rates or dict(self._tried)
-        return Wire(there.channel, there.sent_bytes, here.landed_bytes, there.landed_bytes, rates)
-
-    def _status(self, node: str) -> NodeStatus:
-        with connect(f"ipc://{self._folder}/{node}.sock") as attached:
-            return attached.status()
-
-    def _peer(self, node: str, peer: str) -> PeerStatus:
-        """What `node` says of its `peer`."""
-        for status in self._status(node).peers:
-            if status.name == peer:
-                return status
-        raise server.Failed(f"node {node} knows nothing of {peer}")
-
-    def run(self, requests: Sequence[Request], reference: plain.Reference) -> list[Row]:
-        """Send `requests` together, and see what the decoder computed for them."""
-        computed, prompts = self._counters()
-        answers = server.ask_at_once(self.url, requests)
-        rows = []
-        total = sum(answer.prompt_tokens for answer in answers)
-        came_true(lambda: self._counters()[1] - prompts >= total, SETTLE_S, pause_s=0.1)
-        recomputed = (self._counters()[0] - computed) / len(requests)
-        for request, answer in zip(requests, answers, strict=True):
-            is_same = answer.text == reference[request] and len(answer.text) == workload.ANSWER_TOKENS
-            timeline, is_wired = self._timeline(answer.transfer), self._pair is not None
-            rows.append(Row(request, is_same, answer.prompt_tokens, recomputed, is_wired, timeline))
-        return rows
-
-    def _counters(self) -> tuple[float, float]:
-        """Prompt tokens that the decoder has computed, and all its prompt tokens."""
-        text = web.get(f"{self._decoder}/metrics")
-        return sum(map(float, COMPUTED.findall(text))), sum(map(float, PROMPTS.findall(text)))
-
-    def _timeline(self, transfer: str) -> dict[str, Any]:
-        timeline: dict[str, Any] = {}
-
-        def is_complete() -> bool:
-            timeline.update(json.loads(web.get(f"{self._admin_url}/pdx/requests/{transfer}")))
-            if timeline["mode"] == "alone":
-                return bool(timeline["outcome"])  # nothing moves
-            parts = timeline["breakdown"]
-            has_moved = parts["moved_bytes"] > 0 and (self._pair is None or parts["pushed_bytes"] > 0)
-            return parts["handoff_ms"] is not None and has_moved
-
-        came_true(is_complete, SETTLE_S, pause_s=0.1)
-        return timeline
+# ---- what to compare with ---------------------------------------------------------------------
 
 
-def run_all(pair: Pair, reference: plain.Reference) -> list[Row]:
-    """All requests, one after the other but for the last eight."""
+def reference(bed: Bed) -> dict[str, str]:
+    """What vLLM without PDX answers, by request; kept between runs because it cannot change."""
+    versions = sorted(f"{each.name} {each.version}" for each in distributions() if each.name in (*VLLM, "torch"))
+    asked = Path(workload.__file__).read_bytes()
+    file = FOLDER / f"plain-{digest(bed.model.name, bed.flags, versions, asked, os.uname().machine)}.json"
+    if file.exists():
+        say("  they are kept from an earlier run of the same model, vLLM and requests; `make clean` forgets them")
+        kept: dict[str, str] = json.loads(file.read_text())
+        return kept
+    running = Plain().start(bed)
+    answers: dict[str, str] = {}
+    try:
+        for together in _rounds(answers, with_changed=True):
+            say(f"  plain: {', '.join(each.name for each in together[:2])}")
+            for request, answer in zip(together, ask_at_once(running.url, together), strict=True):
+                answers[request.name] = answer.text
+    finally:
+        running.close()
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(answers, indent=1))
+    partial.replace(file)
+    return answers
+
+
+def _rounds(answers: dict[str, str], *, with_changed: bool = False) -> Any:
+    """All requests, one after the other but for the last eight; the second turn tells the first one's answer."""
     first = workload.first_turn()
-    rounds = [[request] for request in [*workload.cold(), first, workload.second_turn(reference[first])]]
-    rounds.append(workload.at_once())
+    for request in workload.cold():
+        yield [request]
+        if with_changed:
+            yield [workload.changed(request)]
+    yield [first]
+    yield [workload.second_turn(answers[first.name])]
+    yield workload.at_once()
+
+
+def changes(answers: dict[str, str]) -> list[int | None]:
+    """For each cold prompt, the first answered token that one changed prompt token changes; None: no token."""
+    found = []
+    for request in workload.cold():
+        pair = (answers[request.name], answers[workload.changed(request).name])
+        at = next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
+        effect = "changes nothing!" if at is None else f"changes the answer from its token {at + 1} on"
+        say(f"  {request.name}: another token at position {workload.CHANGED_AT} {effect}")
+        found.append(at)
+    return found
+
+
+# ---- through PDX ------------------------------------------------------------------------------
+
+
+def run_round(
+    running: PdxRunning, requests: Sequence[Request], answers: dict[str, str], *, is_wired: bool
+) -> list[Row]:
+    """Send `requests` together, and see what the decoder computed for them."""
+
+    def counters() -> tuple[float, float]:
+        """Prompt tokens that the decoder has computed, and all its prompt tokens."""
+        page = web.get(f"{running.decode_url}/metrics")
+        return sum(map(float, COMPUTED.findall(page))), sum(map(float, PROMPTS.findall(page)))
+
+    computed, prompts = counters()
+    found = ask_at_once(running.url, requests)
+    total = sum(answer.prompt_tokens for answer in found)
+    came_true(lambda: counters()[1] - prompts >= total, SETTLE_S, pause_s=0.1)
+    recomputed = (counters()[0] - computed) / len(requests)
     rows = []
-    for together in rounds:
-        say(f"  {together[0].name if len(together) == 1 else f'{len(together)} at once'}")
-        rows += pair.run(together, reference)
+    for request, answer in zip(requests, found, strict=True):
+        is_same = answer.text == answers[request.name] and len(answer.text) == workload.ANSWER_TOKENS
+        timeline = _timeline(running, answer.transfer, is_wired=is_wired)
+        rows.append(Row(request, is_same, answer.prompt_tokens, recomputed, is_wired, timeline))
     return rows
+
+
+def _timeline(running: PdxRunning, transfer: str, *, is_wired: bool) -> dict[str, Any]:
+    timeline: dict[str, Any] = {}
+
+    def is_complete() -> bool:
+        timeline.update(running.told(transfer) or {})
+        if timeline.get("mode") == "alone":
+            return bool(timeline["outcome"])  # nothing moves
+        parts = timeline["breakdown"]
+        has_moved = parts["moved_bytes"] > 0 and (not is_wired or parts["pushed_bytes"] > 0)
+        return parts["handoff_ms"] is not None and has_moved
+
+    came_true(is_complete, SETTLE_S, pause_s=0.1)
+    return timeline
+
+
+def wire_of(running: PdxRunning, tried: dict[str, float]) -> Wire:
+    """What went from node to node. `tried`: GB/s of the channel before they ran."""
+
+    def peer(node: str, name: str) -> PeerStatus:
+        return next(each for each in running.status(node).peers if each.name == name)
+
+    there, here = peer("prefill", "decode"), peer("decode", "prefill")
+    # Nodes that were told one channel have nothing to choose, so they measure nothing.
+    rates = there.rates or tried
+    return Wire(there.channel, there.sent_bytes, here.landed_bytes, there.landed_bytes, rates)
 
 
 def main() -> int:
     """The whole demo; its exit status."""
-    pair = arguments().pair or None
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", default="", metavar="CHANNEL", help=f"two nodes, this channel; {AUTO}: the fastest")
+    pair = parser.parse_args().pair or None
     FOLDER.mkdir(exist_ok=True)
-    os.environ.update({name: os.environ.get(name, value) for name, value in ENGINE_ENV.items()})
     tried: dict[str, float] = {}
     if pair is not None:
         say(f"trying channel {pair} between two processes")
         tried = check_pair(pair)
-    model = make_model()
-    flags = [*FLAGS, *(SHARED_GPU if placement.gpus() else ())]
-    reference, changes = plain_answers(model, flags)
+    bed = make_bed()
+    say("asking plain vLLM, without PDX, for the answers to compare with")
+    answers = reference(bed)
+    changed = changes(answers)
     nodes = "a node" if pair is None else f"two nodes joined by {pair}"
     say(f"starting PDX: {nodes}, a prefill engine, a decode engine and the proxy (up to a minute)")
-    with Processes(FOLDER / "logs") as processes:
-        port, admin_port = free_ports(2)
-        start_pdx(processes, model, port, admin_port, flags, pair)
+    running = PdxSystem(pair).start(bed)
+    rows: list[Row] = []
+    try:
         say("PDX is ready and answers")
-        engines = Pair(port, admin_port, pair, tried)
-        rows = run_all(engines, reference)
-        wire = engines.wire()
+        for together in _rounds(answers):
+            say(f"  {together[0].name if len(together) == 1 else f'{len(together)} at once'}")
+            rows += run_round(running, together, answers, is_wired=pair is not None)
+        wire = None if pair is None else wire_of(running, tried)
         say("stopping")
+    finally:
+        running.close()
     console.print(table(rows, wire))
-    wrong = complaints(rows, changes, pair, wire)
+    wrong = complaints(rows, changed, pair, wire)
     for line in wrong:
         say(line)
     print(json.dumps(summary(rows, wire)))
     return 1 if wrong else 0
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--pair", default="", metavar="CHANNEL", help=f"two nodes and this channel; {AUTO}: the fastest"
-    )
-    return parser.parse_args()
-
-
-def plain_answers(model: Path, flags: Sequence[str]) -> tuple[plain.Reference, list[int | None]]:
-    """What to compare with, and which of its tokens one changed token of each cold prompt changes."""
-    say("asking plain vLLM, without PDX, for the answers to compare with")
-    reference = plain.reference(FOLDER, model, flags, say)
-    if reference.is_kept:
-        say("  they are kept from an earlier run of the same model, vLLM and requests; `make clean` forgets them")
-    changes = reference.changes(workload.cold())
-    for request, change in zip(workload.cold(), changes, strict=True):
-        effect = "changes nothing!" if change is None else f"changes the answer from its token {change + 1} on"
-        say(f"  {request.name}: another token at position {workload.CHANGED_AT} {effect}")
-    return reference, changes
-
-
 def _on_signal(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
-
-STARTED_AT = time.monotonic()
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _on_signal)
     try:
         status = main()
-    except (server.Failed, PdxError, OSError) as error:
+    except (AskFailed, PdxError, OSError) as error:
         say(f"the demo failed: {error}; all logs are in {FOLDER / 'logs'}")
         status = 1
     except KeyboardInterrupt:

@@ -43,7 +43,7 @@ def looks(names: Collection[str]) -> dict[str, dict[str, str]]:
     for family, colours in FAMILIES.items():
         own = sorted(name for name in names if name.startswith(family) and name not in found)
         for index, name in enumerate(own):
-            dashes = ("-", "--", ":", "-.")[index % 4]
+            dashes = ("-", "--", ":", "-.")[index // len(colours)]
             found[name] = {"color": colours[index % len(colours)], "linestyle": dashes}
     return found
 

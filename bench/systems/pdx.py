@@ -35,6 +35,7 @@ from pdx.config import runtime_folder
 from pdx.errors import PdxError
 from pdx.telemetry.timeline import Moment
 from pdx.transports.registry import find
+from pdx.wire.status import NodeStatus
 
 PORT = 8000  # in what one would type
 ANNOUNCED_S = 30.0  # from readiness until engines have told their node their addresses
@@ -84,7 +85,7 @@ class PdxSystem(System):
         command = self._command(bed, PORT, PORT + 1)
         return [command.line()]
 
-    def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
+    def start(self, bed: Bed, *, trace: Path | None = None) -> PdxRunning:
         port, admin_port = free_ports(2)
         logs = bed.logs / self.name
         command = self._command(bed, port, admin_port, logs, trace)
@@ -203,11 +204,7 @@ class PdxRunning(Running):
 
     def _engine(self, role: str) -> str:
         node = "node" if self._is_one_node else role
-        with connect(f"ipc://{self._folder}/{node}.sock") as attached:
-            for one in attached.status().attached:
-                if one.role == role and one.url:
-                    return one.url
-        return ""
+        return next((one.url for one in self.status(node).attached if one.role == role and one.url), "")
 
     def _until(self, ask: Callable[[], str], what: str) -> str:
         deadline = time.monotonic() + ANNOUNCED_S
@@ -217,10 +214,16 @@ class PdxRunning(Running):
             time.sleep(POLL_S)
         return answer
 
-    def timeline(self, transfer: str) -> list[Moment] | None:
+    def told(self, transfer: str) -> dict[str, Any] | None:
+        """All that the proxy knows of a transfer by now; None: nothing."""
         found = web.known(f"{self._admin_url}/pdx/requests/{transfer}")
-        return None if found is None else msgspec.json.decode(found, type=_Timeline).moments
+        return None if found is None else msgspec.json.decode(found, type=dict[str, Any])
 
+    def timeline(self, transfer: str) -> list[Moment] | None:
+        found = self.told(transfer)
+        return None if found is None else msgspec.convert(found["moments"], list[Moment])
 
-class _Timeline(msgspec.Struct):
-    moments: list[Moment]
+    def status(self, node: str) -> NodeStatus:
+        """What the node of that name says of itself."""
+        with connect(f"ipc://{self._folder}/{node}.sock") as attached:
+            return attached.status()

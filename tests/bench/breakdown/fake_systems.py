@@ -26,7 +26,6 @@ MOMENTS = {
     Event.RUNNABLE: 18,
     Event.DECODE_FIRST: 20,
 }
-STEPS = {"received": 0, "prefill_sent": 1, "prefill_answered": 14, "decode_sent": 15, "decode_first": 40, "done": 50}
 
 
 def answer(prompt, tokens):

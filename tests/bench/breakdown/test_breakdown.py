@@ -1,17 +1,12 @@
 """The runner of the breakdown with systems that are not there: fair turns, failures, what is kept of a run."""
 
-import os
-import signal
-from types import SimpleNamespace
-
 import pytest
 from fake_systems import FakeFleet, FakeSystem
 
 from pdx.bench.breakdown import observer, records
-from pdx.bench.breakdown import overhead as breakdown_overhead
 from pdx.bench.breakdown import turns as breakdown
 from pdx.bench.breakdown.records import Result
-from pdx.bench.breakdown.turns import Breakdown, Settings, Turn, order
+from pdx.bench.breakdown.turns import Breakdown, Settings, order
 from pdx.bench.harness.prompts import Bodies, Prompts
 from pdx.telemetry import trace
 
@@ -100,12 +95,6 @@ def test_systems_take_turns_and_each_begins_as_often():
     assert {firsts.count(name) for name in "abc"} == {POINTS}
 
 
-def test_systems_that_do_not_fit_together_take_turns_by_the_round():
-    turns = order(Settings(**SETTINGS), ["a", "b"], all_at_once=False)
-    assert [turn.system for turn in turns] == ["a"] * POINTS + ["b"] * POINTS + ["b"] * POINTS + ["a"] * POINTS
-    assert turns[0] == Turn(0, 20, 1, "a")
-
-
 def test_a_whole_run(folder):
     run = Run(folder)
     result = run.run()
@@ -185,32 +174,10 @@ def test_another_answer_than_plain_vllms(folder):
     assert any("DIFFERS" in line for line in run.watcher.lines)
 
 
-def test_without_plain_nothing_is_compared(folder):
-    result = Run(folder, ("pdx",)).run()
-    assert {request.is_same for request in result.requests} == {None}
-
-
 def test_an_answer_of_another_length_is_a_failure(folder, monkeypatch):
     run = Run(folder, ("plain",), output_tokens=4)
     monkeypatch.setattr("fake_systems.answer", lambda prompt, tokens: "abc")
     assert "asked for 20 prompt tokens and 4 of answer, got 20 and 3" in run.run().not_run["plain"]
-
-
-def test_interrupted_between_batches(folder):
-    """SIGINT reaches the run wherever it is; what was measured by then is in the result and in its file."""
-    count = []
-
-    def interrupt():
-        count.append(1)
-        if len(count) == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    run = Run(folder, on_done=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.run()
-    kept = records.load(run.path)
-    assert not kept.is_complete
-    assert {request.system for request in kept.requests} == {"pdx", "nixl", "plain"}
 
 
 def test_spans_that_never_come_are_said_to_be_missing(folder, monkeypatch):
@@ -219,17 +186,6 @@ def test_spans_that_never_come_are_said_to_be_missing(folder, monkeypatch):
     run = Run(folder, ("pdx",), rounds=1)
     assert all(request.parts.gather.total_ms == 0 for request in run.run().requests)
     assert sum("it lacks some spans" in line for line in run.watcher.lines) == POINTS
-
-
-def test_moments_that_never_come_cost_the_parts_and_not_the_run(folder, monkeypatch):
-    monkeypatch.setattr(observer, "TOLD_S", 0.0)
-    monkeypatch.setattr("fake_systems.Server.timeline", lambda self, transfer: None)
-    run = Run(folder, ("pdx", "plain"))
-    result = run.run()
-    assert result.is_complete
-    assert sum("so there are no parts" in line for line in run.watcher.lines) == 2 * POINTS
-    assert {request.parts for request in result.requests if request.system == "pdx"} == {None}
-    assert result.traces == []
 
 
 def test_overhead_of_the_benchmark(folder):
@@ -244,15 +200,6 @@ def test_overhead_of_the_benchmark(folder):
     spans = trace.read(folder / "pdx")
     assert len(spans) == 1 + 1 + 4  # a warm-up, a request, and every other one afterwards
     assert run.systems["nixl"].num_asked == 1 + 1
-
-
-def test_the_share_of_this_process_is_that_of_one_core(tmp_path, monkeypatch):
-    monkeypatch.setattr(breakdown_overhead, "time_span_us", lambda: 1.0)
-    monkeypatch.setattr(breakdown_overhead, "_count_spans", lambda folder, transfer: 1)
-    asked = SimpleNamespace(ask=lambda bodies: [SimpleNamespace(e2e_ms=1.0, transfer="t")])
-    asker = SimpleNamespace(cpu_s=0.5, wall_s=10.0)
-    (found,) = breakdown_overhead.measure(asked, iter([[], []]), tmp_path, asker)
-    assert found.bench_core_share == 0.05
 
 
 @pytest.fixture
@@ -289,17 +236,6 @@ def test_engines_that_keep_something_are_asked_again_about_what_they_know(folder
 
 def last_of(name):
     return "lost" if name == "plain" else "hit"
-
-
-def test_only_requests_that_were_alone_are_repeated(folder, asked_at_once):
-    result = Run(folder, REUSE, rounds=1, concurrency=(1, 2), tokens=(20,)).run()
-    assert len(result.again) == 3 * 3
-    assert len(result.requests) == 3 * (1 + 2)
-
-
-def test_without_an_engine_that_keeps_something_nothing_is_repeated(folder):
-    run = Run(folder, ("nixl", "plain"))
-    assert run.run().again == []
 
 
 def test_a_hit_that_was_computed_again_is_none(folder, asked_at_once):

@@ -1,14 +1,11 @@
 """The goals of the breakdown: each is found, each can be missed, and what was not measured is named."""
 
-import json
-
 import msgspec
 import pytest
 from breakdown_samples import everything, overhead, parts, request, result, trace
 
-from pdx.bench import __main__ as all_benches
 from pdx.bench.breakdown.figures import figures, missing
-from pdx.bench.breakdown.records import Copy, Engines, Overhead
+from pdx.bench.breakdown.records import Copy, Engines
 from pdx.bench.breakdown.tables import client_table, parts_table
 
 GOALS = {
@@ -100,15 +97,6 @@ def test_a_handoff_that_vanishes_keeps_ratios_finite():
     assert (found.value, found.note) == (200.0, "median of 1; 200.00 to 200.00; 1 below 1 ms counted as that")
 
 
-@pytest.mark.parametrize(("vanish", "is_told"), [(1, True), (2, False), (4, False)])
-def test_how_many_times_what_vanishes_is_no_figure_but_a_goal(vanish, is_told):
-    lasts = [-3.0] * vanish + [10.0] * (4 - vanish)
-    requests = [request("pdx-together", at, to_client=last) for at, last in enumerate(lasts)]
-    requests += [request("nixl", at, to_client=200.0) for at in range(4)]
-    name = "4,000 tokens: handoff, nixl / pdx-together, client's first token"
-    assert (name in values(result(requests))) is is_told
-
-
 def test_copying_inside_prefill_is_told_apart():
     requests = [
         request("pdx", parts=parts(gather=71.0)),
@@ -151,26 +139,6 @@ def test_tokens_that_came_together_count_one_by_one():
     assert goals(figures(result(merged)))["mean ITL, nixl / pdx"].value == pytest.approx(40 / 30, rel=1e-3)
 
 
-def test_rounds_that_do_not_count_are_said():
-    requests = [request(system, round_, to_client=20.0) for system in ("pdx", "nixl") for round_ in range(3)]
-    requests[1] = msgspec.structs.replace(requests[1], decode_first_ms=None)
-    found = goals(figures(result(requests)))["handoff, nixl / pdx, client's first token"]
-    assert found.note == "median of 2 of 3 rounds; 1.00 to 1.00"
-
-
-def test_answers_that_were_not_compared_are_said():
-    lost = changed(everything(), "nixl", is_same=lambda each: None if each.round else True)
-    assert goals(figures(result(lost)))["answers equal to plain vLLM's"].note == "35 of 45 compared"
-
-
-def test_results_of_before_tell_the_same_of_one_core():
-    before = msgspec.convert(
-        {**msgspec.to_builtins(overhead(bench_core_share=None)), "bench_cpu_share": 0.02}, Overhead
-    )
-    found = values(result(everything(), overhead=before, machine={"date": "2026-01-01", "cpus": 4}))
-    assert found["share of one core that this process used"] == pytest.approx(0.08)
-
-
 def test_only_pdx_against_nixl_has_goals():
     requests = everything()
     requests += [msgspec.structs.replace(each, system="pdx-tcp") for each in requests if each.system == "pdx"]
@@ -180,12 +148,6 @@ def test_only_pdx_against_nixl_has_goals():
     names = {figure.name for figure in found}
     assert "4,000 tokens: handoff, mooncake / pdx, decoder may run" in names
     assert "4,000 tokens: handoff, nixl / pdx-tcp, decoder may run" in names
-
-
-def test_copies_of_other_lengths_do_not_count():
-    copies = [Copy(0, 4000 << 16, 20.0), Copy(0, 1000 << 16, 5.0)]
-    found = {figure.name: figure.value for figure in figures(result(everything(), copies=copies))}
-    assert found["4,000 tokens: one memcpy of its KV"] == 20.0
 
 
 def test_what_was_not_measured_is_named():
@@ -223,37 +185,6 @@ def test_what_was_not_measured_is_named():
         assert words in found
 
 
-DETAILS = {
-    "settings": {
-        "tokens": [8000],
-        "concurrency": [1, 4],
-        "systems": ["pdx", "nixl"],
-        "rounds": 5,
-        "max_engines": 2,
-        "overhead_pairs": 0,
-    },
-    "systems": {"pdx": {"versions": {"vllm": "0.32.0"}}},
-    "not_run": {"lmcache": "lmcache is not installed"},
-    "missing": ["the benchmark's own overhead was not measured"],
-}
-MACHINE = {"date": "2026-01-01", "cpu": "some", "cpus": 2, "load_at_end": 0.5, "python": "3", "versions": {"nixl": "1"}}
-
-
-def test_a_breakdown_in_numbers_says_what_was_typed(tmp_path, monkeypatch):
-    monkeypatch.setattr(all_benches, "RESULTS", tmp_path)
-    kept = {"title": "a title", "machine": MACHINE, "figures": []}
-    (tmp_path / "breakdown-8000.json").write_text(json.dumps({"bench": "breakdown", **kept, "details": DETAILS}))
-    shown = all_benches.table("breakdown-8000")
-    typed = "pdx bench breakdown --tokens 8000 --concurrency 1,4 --systems pdx,nixl --rounds 5 --max-engines 2"
-    assert f"\n`{typed} --no-overhead`, 2026-01-01, 2-core some" in shown
-    assert "Python 3, nixl 1, vllm 0.32.0; load at the end 0.5." in shown
-    assert shown.startswith("### a title: 8,000 tokens; pdx, nixl\n")
-    assert "- lmcache did not run, or not to the end: lmcache is not installed\n" in shown
-    assert "- no goal checked: the benchmark's own overhead was not measured\n" in shown
-    (tmp_path / "gpu-ipc.json").write_text(json.dumps({"bench": "gpu-ipc", **kept, "details": {}}))
-    assert "\n`python -m pdx.bench.gpu --only ipc`, " in all_benches.table("gpu-ipc")
-
-
 def test_nothing_measured():
     empty = result([], copies=[], traces=[], overhead=None)
     assert figures(empty) == []
@@ -279,11 +210,3 @@ def test_loads_that_begin_before_prefill_ends_have_goals_of_their_own(found_ms, 
         "blocks held before prefill ends, in times of the load",
     )
     assert [found[f"pdx-together: {name}"].is_met for name in names] == [are_met, are_met]
-
-
-def test_blocks_that_are_in_use_are_not_held():
-    """A load that ends before prefill's last step does: the decoder runs, and waits for nobody."""
-    early = trace("pdx-together", handoff_ms=-50.0)
-    marks = early.marks | {"found": 920.0, "load_start": 921.0, "load_end": 941.0}
-    found = values(result([request("pdx-together")], traces=[msgspec.structs.replace(early, marks=marks)]))
-    assert found["4,000 tokens: pdx-together: blocks held before prefill ends, in times of the load"] == 1.5

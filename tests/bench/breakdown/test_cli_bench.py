@@ -20,7 +20,6 @@ from pdx.bench.breakdown import run as breakdown_run
 from pdx.bench.breakdown.command import room_for_engines
 from pdx.bench.breakdown.run import Plan
 from pdx.bench.breakdown.turns import Settings
-from pdx.bench.channels import transfer
 from pdx.bench.harness.report import machine
 from pdx.bench.store import pages as memcpy
 from pdx.bench.systems.system import Bed
@@ -93,11 +92,12 @@ def test_engines_at_a_time_are_as_many_as_memory_holds(kv_bytes, engines, monkey
     assert room_for_engines(Bed(Path("model"), "some-model", flags, {}, Path("logs"), 1000, "1GiB")) == engines
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_whole_run_writes_everything(model, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "transfer").mkdir()
-    beside = transfer.Result(machine=machine(), settings={}, rows=bandwidth(), is_complete=True)
+    beside = {"machine": machine(), "details": {"rows": bandwidth()}}
     (tmp_path / "transfer" / "transfer.json").write_bytes(msgspec.json.encode(beside))
     with started(0, model, out, "--systems", "all", "--max-engines", "7", "--overhead-pairs", "2") as process:
         told, progress = process.communicate(timeout=WAIT_S)
@@ -131,6 +131,7 @@ def test_a_whole_run_writes_everything(model, tmp_path):
     assert "warming up plain, 1 of 1" in progress
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     out = tmp_path / "out"
@@ -185,6 +186,7 @@ def sigint(request):
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_sigterm_is_as_good_as_ctrl_c(model, out, sigint, number):
     """It comes while a request is under way; the handlers before are in place again afterwards."""

@@ -70,11 +70,6 @@ def test_a_wire_is_hidden_until_prefill_ends_and_while_something_else_is_waited_
     assert found.scatter.exposed_ms == 25
 
 
-def test_without_spans_gather_is_in_prefill_and_wire_in_rest():
-    found = of_transfer(clock(*USUAL), [], queued_ms=0, first_step_ms=33, is_gather_beside=False)
-    assert exposed(found) == {"queue": 2, "prefill": 100, "scatter": 25, "first_decode": 33, "rest": 20}
-
-
 def test_the_last_shard_decides_and_the_first_one_begins():
     moments = [Moment(event, at * MS) for event, at in zip(ORDER, USUAL, strict=True)]
     moments += [
@@ -85,12 +80,6 @@ def test_the_last_shard_decides_and_the_first_one_begins():
     found = of_transfer(Clock(moments), [], queued_ms=0, first_step_ms=33, is_gather_beside=False)
     assert found.prefill.exposed_ms == 102
     assert found.scatter.exposed_ms == 145 - 118
-
-
-@pytest.mark.parametrize("lost", ORDER)
-def test_a_moment_that_was_not_seen(lost):
-    moments = [Moment(event, at * MS) for event, at in zip(ORDER, USUAL, strict=True) if event is not lost]
-    assert not Clock(moments).is_complete
 
 
 @st.composite
@@ -158,12 +147,6 @@ def test_another_system_with_both_legs_at_once():
     found = of_moments([moments(decode_sent=1, decode_first=160)], engines(decode_queue_ms=127))
     assert found.wire.exposed_ms == 160 - 30 - 110
     assert found.prefill.exposed_ms == 100
-
-
-def test_a_batch_of_another_system_is_a_mean():
-    found = of_moments([moments(), moments(decode_first=207, prefill_answered=130)], engines(prefill_ms=110))
-    assert found.is_mean
-    assert sum(exposed(found).values()) == pytest.approx(197)
 
 
 @given(

@@ -3,7 +3,6 @@ should be."""
 
 import pytest
 from breakdown_samples import overhead, result
-from rich.console import Console
 
 from pdx.bench.breakdown import figures as breakdown_figures
 from pdx.bench.breakdown import reuse as reuse_figures
@@ -94,27 +93,6 @@ def test_a_wrong_answer_misses_its_goal():
     found = figures_of(measured(again("pdx-both", Kind.HIT, 100.0, is_same=False), again("pdx-both", Kind.OWN, 50.0)))
     same = found["answers to prompts that were seen before, the same as computed"]
     assert (same.value, same.is_met, same.note) == (0.5, False, "1 of 2")
-
-
-def test_rounds_without_a_partner_give_no_ratio():
-    found = figures_of(measured(again("pdx-both", Kind.HIT, 100.0, 0), again("lmcache", Kind.HIT, 150.0, 1)))
-    assert not any("/" in name for name in found)
-
-
-def test_nothing_was_repeated():
-    assert reuse_figures.figures(result([])) == []
-
-
-def test_the_table_has_a_row_for_each_system():
-    console = Console(width=120)
-    with console.capture() as shown:
-        console.print(reuse_figures.table(measured(*three_rounds())))
-    rows = [line.replace("│", " ").split() for line in shown.get().splitlines() if "4,000" in line]
-    assert rows == [
-        ["4,000", "pdx-both", "3", "24,000", "600", "2,000", "3,840", "12.0"],
-        ["4,000", "lmcache", "3", "26,400", "600", "2,400", "3,840", "11.0"],
-        ["4,000", "plain", "3", "24,000", "600", "24,000", "0", "1.0"],
-    ]
 
 
 def test_a_run_about_reuse_lacks_no_goal_of_pairs():

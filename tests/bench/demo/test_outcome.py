@@ -1,15 +1,16 @@
 """The demo's last line: what its figures mean, and that none is missing or impossible."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from pdx.bench.demo import __main__ as demo
-from pdx.bench.demo import server
 from pdx.bench.demo.outcome import Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import completion
 from pdx.cli.doctor import Finding
 from pdx.cli.loopback import Rate, Trial
+from pdx.errors import PdxError
 from pdx.telemetry.timeline import Breakdown as Parts
 from pdx.telemetry.timeline import Event, Moment, breakdown
 
@@ -92,16 +93,21 @@ def test_a_channel_that_was_named_has_the_rate_of_its_trial(monkeypatch):
 def test_a_channel_that_does_not_work_is_told(monkeypatch):
     trial = Trial("unavailable", "no link", "plug it in")
     monkeypatch.setattr(demo, "examine_channel", lambda *_: Finding("tcp", trial))
-    with pytest.raises(server.Failed, match="tcp does not work here: no link\nplug it in"):
+    with pytest.raises(PdxError, match="tcp does not work here: no link\nplug it in"):
         demo.check_pair("tcp")
 
 
 @pytest.mark.parametrize(("own", "told"), [({}, {"tcp": 1.5}), ({"tcp": 0.7, "shm": 3.0}, {"tcp": 0.7, "shm": 3.0})])
-def test_what_the_nodes_measured_comes_before_the_trial(own, told, monkeypatch):
+def test_what_the_nodes_measured_comes_before_the_trial(own, told):
     class Peer:
         channel, sent_bytes, landed_bytes, rates = "tcp", 5, 6, own
 
-    pair = demo.Pair.__new__(demo.Pair)
-    pair._pair, pair._tried = "tcp", {"tcp": 1.5}
-    monkeypatch.setattr(demo.Pair, "_peer", lambda self, node, peer: Peer)
-    assert pair.wire().rates == told
+        def __init__(self, name):
+            self.name = name
+
+    class Running:
+        @staticmethod
+        def status(node):
+            return SimpleNamespace(peers=[Peer("prefill"), Peer("decode")])
+
+    assert demo.wire_of(Running, {"tcp": 1.5}).rates == told

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +24,8 @@ from pdx.bench.gpu import hook as gpu_hook  # noqa: E402
 from pdx.bench.gpu import ipc_peer as gpu_ipc_stage  # noqa: E402
 from pdx.bench.gpu import kernels as gpu_kernels  # noqa: E402
 from pdx.bench.gpu import llama as gpu_llama  # noqa: E402
-from pdx.bench.gpu import nixl as gpu_nixl  # noqa: E402
 from pdx.bench.gpu import sanitizer as gpu_sanitizer  # noqa: E402
-from pdx.bench.gpu.__main__ import BROKEN, NO_GPU, SECTIONS, Section, why_not  # noqa: E402
+from pdx.bench.gpu.__main__ import BROKEN, NO_GPU, SECTIONS  # noqa: E402
 from pdx.bench.gpu.hook import Meter, hook_figures  # noqa: E402
 from pdx.bench.gpu.hook import Row as HookRow  # noqa: E402
 from pdx.bench.gpu.ipc import ARENA, CHANNEL, COPY, NIXL, ipc_figures  # noqa: E402
@@ -101,6 +98,7 @@ def test_the_sanitizer_watches_kernel_tests_that_there_are(monkeypatch: pytest.M
     assert all(f"def {name}(" in tests for name in names.split(" or "))
 
 
+@pytest.mark.long
 def test_all_gpu_tests_are_collected_and_skipped_with_one_reason() -> None:
     done = run("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -108,14 +106,6 @@ def test_all_gpu_tests_are_collected_and_skipped_with_one_reason() -> None:
     reasons = {line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("SKIPPED")}
     assert len(reasons) == 1
     assert reasons.pop().startswith("needs an NVIDIA GPU: ")
-
-
-def test_the_tests_of_memory_pass_on_the_fake_driver_and_without_plugins() -> None:
-    """Which says that the tests themselves work, and need no pytest-timeout."""
-    files = [f"tests/gpu/test_real_{name}.py" for name in ("memory", "page_lock", "arenas")]
-    done = run("-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-p", "no:timeout", PDX_FAKE_GPU="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^1\d passed, 1 skipped in", done.stdout, re.MULTILINE), done.stdout
 
 
 # ---- the command line -----------------------------------------------------------------------
@@ -139,15 +129,7 @@ def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str], arg
     assert said in capsys.readouterr().err
 
 
-def test_a_section_whose_packages_are_missing_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setitem(SECTIONS, "ipc", Section("pdx.bench.gpu.ipc", "ipc", ("torch", "no_such_package")))
-    assert gpu_benches.main(["--bed", "toy", "--only", "ipc", "--out", str(tmp_path)]) == 0
-    assert "ipc is skipped: it needs no_such_package" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
+@pytest.mark.long
 def test_a_broken_section_does_not_keep_others_from_running(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -161,10 +143,6 @@ def test_a_broken_section_does_not_keep_others_from_running(
     assert gpu_benches.main(["--bed", "toy", "--out", str(tmp_path)]) == BROKEN
     assert ran == list(SECTIONS)
     assert "kernels broke" in capsys.readouterr().out
-
-
-def test_sections_name_what_they_import() -> None:
-    assert not [why for section in SECTIONS.values() if (why := why_not(section))]
 
 
 # ---- whole sections, in small ---------------------------------------------------------------
@@ -187,6 +165,7 @@ def check_common(name: str, result: dict[str, Any]) -> None:
     assert all(figure["is_met"] is not None for figure in result["figures"] if figure["goal"])
 
 
+@pytest.mark.long
 def test_kernels_and_pinned_on_the_fake_driver(tmp_path: Path) -> None:
     """Each case compares all bytes before it is timed."""
     found = results(tmp_path, "kernels", "pinned")
@@ -197,6 +176,7 @@ def test_kernels_and_pinned_on_the_fake_driver(tmp_path: Path) -> None:
     assert [figure["goal"] for figure in found["pinned"]["figures"]] == ["≥ 0.9", "≥ 50"] * 2
 
 
+@pytest.mark.long
 def test_ipc_between_two_processes_with_fake_drivers(tmp_path: Path) -> None:
     """Also with digests of all pages, on both ways."""
     result = results(tmp_path, "ipc")["ipc"]
@@ -206,6 +186,7 @@ def test_ipc_between_two_processes_with_fake_drivers(tmp_path: Path) -> None:
     assert skipped == ["NIXL reads page by page: skipped", "NIXL writes page by page: skipped"]
 
 
+@pytest.mark.long
 def test_llama_with_engines_on_cpus(tmp_path: Path) -> None:
     result = results(tmp_path, "llama", more=("--repeats", "1", "--prompts", "64"))["llama"]
     check_common("llama", result)
@@ -218,6 +199,7 @@ def test_llama_with_engines_on_cpus(tmp_path: Path) -> None:
     assert all(each["with_ms"] > 0 and each["without_ms"] > 0 for each in details["prefills"])
 
 
+@pytest.mark.long
 def test_hook_with_an_engine_on_a_cpu(tmp_path: Path) -> None:
     result = results(tmp_path, "hook")["hook"]
     check_common("hook", result)
@@ -317,29 +299,6 @@ def test_nixl_writes_pages_and_reads_them() -> None:
         nixl.move(operation, [0, 64], [128, 192], 64)
     pairs = [([(1000, 64, 0)], [(5128, 64, 1)]), ([(1064, 64, 0)], [(5192, 64, 1)])]
     assert asked == [(verb, *pair) for verb in ("WRITE", "READ") for pair in pairs]
-
-
-def test_ucx_is_told_to_read_over_cuda_ipc_and_to_say_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Before it is loaded; what the user has set stays. Its log is no part of standard output."""
-    monkeypatch.setenv("UCX_PROTO_INFO", "n")
-    for name in ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_LOG_FILE"):
-        monkeypatch.setenv(name, "")  # puts back what was there
-        monkeypatch.delenv(name)
-    seen: list[dict[str, str]] = []
-
-    def availability() -> SimpleNamespace:
-        seen.append(gpu_nixl.ucx_settings())
-        return SimpleNamespace(is_ok=False, why="not here")
-
-    monkeypatch.setattr(gpu_nixl, "find", lambda scheme: SimpleNamespace(availability=availability))
-    monkeypatch.setattr(gpu_nixl.importlib.util, "find_spec", lambda name: name)
-    bed = SimpleNamespace(name=gpu_bed.REAL)
-    assert gpu_nixl.start_nixl(bed, torch.zeros(1), tmp_path) == (None, "not here")
-    assert seen[0]["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "y"
-    assert seen[0]["UCX_PROTO_INFO"] == "n"
-    assert seen[0]["UCX_LOG_FILE"] == f"{tmp_path}/ucx-%p.log"
 
 
 def test_ipc_figures_take_the_best_group_and_compare_with_the_faster_nixl() -> None:
@@ -448,47 +407,3 @@ def test_device_time_leaves_out_what_empties_the_cache(monkeypatch: pytest.Monke
 
 
 # ---- what a machine with a GPU is spared ----------------------------------------------------
-
-
-@pytest.mark.parametrize("target", ["gpu-test", "gpu-bench"])
-def test_make_finds_pdx_and_what_was_installed_beside_it(tmp_path: Path, target: str) -> None:
-    """A machine may have neither PDX nor the right to install it: `pip install --target .site msgspec pyzmq` is enough.
-
-    Children find it, too, which start with -P or have a folder of their own first in their path.
-    """
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n"{sys.executable}" -S -P -c "import sys; print(sys.path[:3], *sys.argv[1:])" "$@"\n')
-    python.chmod(0o755)
-    command = ["make", "-s", target, f"PYTHON={python}"]
-    for given, expected in ((None, []), ("/elsewhere", ["/elsewhere"])):
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"PYTHONPATH": given} if given else {}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-        for line in done.stdout.splitlines():
-            assert line.startswith(repr([f"{ROOT}/.site", str(ROOT), *expected])[:-1]), line
-
-
-def test_a_file_that_a_driver_keeps_is_forgiven_once() -> None:
-    """It opens the file in whichever test first needs it; a test of ours that leaks does so again."""
-    spec = importlib.util.spec_from_file_location("the_conftest", Path(__file__).parents[2] / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    known: set[str] = set()
-    eventfd, ours = Counter({"anon_inode:[eventfd]": 1}), Counter({"/dev/shm/pdx-arena": 1})
-    assert conftest.not_the_drivers({"open files": eventfd}, known) == {}
-    assert conftest.not_the_drivers({"open files": eventfd}, known) == {"open files": eventfd}
-    assert conftest.not_the_drivers({"open files": ours + Counter(pipe=1)}, known) == {"open files": ours}
-    threads = {"threads": Counter({"pdx-copied": 1})}
-    assert conftest.not_the_drivers(threads, known) == threads
-
-
-def test_tests_that_count_free_bytes_do_not_run_beside_others() -> None:
-    done = run(
-        *("-m", "pytest", "tests/gpu/test_real_memory.py", "-q", "-rs", "-p", "no:cacheprovider"),
-        PDX_FAKE_GPU="1",
-        PYTEST_XDIST_WORKER_COUNT="2",
-    )
-    assert re.search(r"^\d+ skipped in", done.stdout, re.MULTILINE), done.stdout
-    assert "run it without -n" in done.stdout

@@ -4,15 +4,12 @@ import msgspec
 import pytest
 from plan_cases import case, engine
 
-from pdx.bench.plan.machines import GPUS, Assumptions, speeds_of
 from pdx.bench.plan.model import (
     CHUNKS,
     best_mixed,
     best_split,
     judge,
     make,
-    most_rate,
-    never,
     smallest_mixed,
     smallest_split,
 )
@@ -35,12 +32,6 @@ def test_long_prompts_and_a_strict_itl_want_disaggregation():
     assert f"{found.split.gpus} GPUs keep the SLO instead of {found.mixed.gpus}" in found.verdict.headline
     assert found.split.is_kept
     assert found.mixed.is_kept
-
-
-def test_only_eight_bits_are_multiplied_faster():
-    """Weights of 4 bits are unpacked to 16."""
-    flops = {nbytes: speeds_of(GPUS["h100"], Assumptions(), 1, nbytes).flops for nbytes in (0.5, 1, 2)}
-    assert flops[0.5] == flops[2] < flops[1]
 
 
 def test_a_low_load_does_not():
@@ -79,11 +70,6 @@ def test_when_only_one_kind_keeps_it():
     assert "the handoff is one of too few gaps" in slow.verdict.reasons[0]
 
 
-def test_a_slow_link_is_named():
-    found = plan(case(wire=0.3e9, rate=0.2))
-    assert any("the link is slower than prefill" in reason for reason in found.verdict.reasons)
-
-
 def test_a_given_deployment_is_judged():
     found = plan(case(rate=30), prefillers=2, decoders=1)
     assert found.verdict.helps == "no"
@@ -114,17 +100,6 @@ def test_the_best_of_a_number_is_no_worse_than_any():
     assert best.is_kept == any(service.is_kept for service in others)
     assert best_mixed(chosen, 7).prefillers == 7
     assert best_split(chosen.at(1000), 3) is None
-
-
-def test_the_most_that_is_served():
-    limit = most_rate(case(), lambda chosen: chosen.work.rate < 12.5)
-    assert limit == pytest.approx(12.5, rel=1e-6)
-    assert most_rate(case(), lambda chosen: False) == pytest.approx(0, abs=1e-9)
-
-
-def test_whatever_can_be_kept_is_found():
-    assert never(case()) == []
-    assert never(case(tokens=390_000, ttft_s=1000.0, itl_s=10.0, output=20_000))[-1].startswith("memory")
 
 
 def test_a_plan_is_plain_json():

@@ -64,12 +64,6 @@ def test_littles_law_and_order(load, servers, service_s):
     assert service_s <= line.response_s(0.5) * 1.000001 <= line.response_s(0.99) * 1.00001
 
 
-@given(st.floats(1.0, 5.0), st.integers(1, 10))
-def test_a_line_that_is_not_served_grows_for_ever(load, servers):
-    line = Line(load * servers, [1.0], servers)
-    assert line.wait_s == line.response_s(0.9) == float("inf")
-
-
 @given(st.floats(100, 20_000), st.floats(0.05, 1.5))
 def test_lengths_keep_their_mean_and_vary(mean, variation):
     lengths = spread(mean, variation)
@@ -83,10 +77,6 @@ def test_where_a_system_settles(start, slope):
     expected = start / (1 - slope)
     assert steady(lambda x: start + slope * x, 1e6) == pytest.approx(expected, rel=1e-6)
     assert steady(lambda x: start + slope * x, expected * 0.99) is None
-
-
-def test_of_two_fixed_points_the_first():
-    assert steady(lambda x: 1 + x * x / 8, 100) == pytest.approx(1.17157, rel=1e-4)
 
 
 def test_poisson():

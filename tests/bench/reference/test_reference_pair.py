@@ -83,6 +83,7 @@ def test_the_decoder_gives_the_tokens_of_one_engine(
     assert [answer["output"] for answer in decoded] == alone(engines[0], prompts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes", ["one node"], indirect=True)
 @pytest.mark.parametrize("is_prefilled", [False, True])
 def test_the_node_is_killed_and_the_decoder_computes(
@@ -106,10 +107,3 @@ def test_the_node_is_killed_and_the_decoder_computes(
         assert prefilled["output"] == decoded["output"][:1]
         assert prefilled["computed_prompt_tokens"] == len(prompt)
     start_node()  # cleans up
-
-
-def test_an_order_that_fails_says_why(processes: list[EngineProcess]) -> None:
-    with pytest.raises(RuntimeError, match="no engine is open"):
-        processes[0].do("run")
-    with pytest.raises(RuntimeError, match="unknown field"):
-        processes[0].do("open", shapes=asdict(SHAPES), seed=7, connector={"nodes": "x"})

@@ -6,7 +6,7 @@ import pytest
 
 from pdx.bench.breakdown.records import Found, SystemFacts
 from pdx.bench.reuse import plots, report
-from pdx.bench.reuse.figures import Reached, figures, is_as_meant, percentile, reached, reference, targets_ms
+from pdx.bench.reuse.figures import Reached, figures, is_as_meant, reached
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS, Asked, Point, Result
 
 TOKENS, BLOCK = 1000, 128
@@ -58,11 +58,6 @@ def test_a_load_is_raised_until_one_misses():
     assert reached([(2.0, 100.0), (1.9, 150.0)], 200.0) == Reached(2.0, is_least=True)
 
 
-def test_percentiles():
-    assert [percentile([4, 1, 3, 2], share) for share in (0, 50, 90, 100)] == [1, 2.5, pytest.approx(3.7), 4]
-    assert percentile([], 50) == 0.0
-
-
 def test_requests_at_equal_ttft_and_their_ratio_within_a_repeat():
     points = []
     for repeat, slow in ((0, 1.0), (1, 2.0)):  # the machine is half as fast in the second one
@@ -95,26 +90,6 @@ def test_systems_with_a_store_for_all_hosts_are_compared_with_each_other():
         "pdx-central-128 / recompute",
         "pdx-central-128 / lmcache-central-128",
     }
-
-
-def test_without_an_engine_that_computes_the_first_system_is_the_reference():
-    points = [point("pdx-both", FIRST, [100.0]), point("lmcache", FIRST, [300.0]), point("lmcache", BURST, [150.0])]
-    assert targets_ms(result(points), DOCUMENTS, 0) == [(2.0, 200.0)]
-    assert reference(points) == "pdx-both"
-    assert reference([*points, point("recompute", BURST, [1.0])]) == "recompute"
-
-
-def test_of_a_session_alone_its_first_request_is_the_base():
-    each = [asked(ms, turn=turn) for turn, ms in ((0, 400.0), (1, 50.0), (2, 60.0))]
-    one = Point("pdx-both", SESSIONS, 0, FIRST, None, Found(1.0, 0.0, 0.0), {}, None, each)
-    assert targets_ms(result([one]), SESSIONS, 0) == [(2.0, 800.0)]
-
-
-def test_a_target_that_nobody_missed_says_at_least():
-    points = [point("recompute", FIRST, [100.0]), point("recompute", BURST, [150.0], per_s=2.0)]
-    assert named(figures(result(points)))["documents, TTFT p50 within 2 × computing alone: recompute"].note.startswith(
-        "at least"
-    )
 
 
 def test_a_ratio_of_what_is_at_least_says_what_it_is():

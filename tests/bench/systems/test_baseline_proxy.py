@@ -8,8 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdx.bench.systems import baseline_proxy
-from pdx.bench.systems.baseline_proxy import Mode, Peer, Proxy, arguments, bootstrap_peer
+from pdx.bench.systems.baseline_proxy import Mode, Peer, Proxy, bootstrap_peer
 from pdx.bench.systems.baselines import PROXY, Ports
 from pdx.bench.systems.system import CannotRun, Command, Servers
 
@@ -36,15 +35,11 @@ class Engine:
     async def start(self):
         app = web.Application()
         app.router.add_post("/v1/completions", self.serve)
-        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/query", self.query)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-
-    async def models(self, request):
-        return web.json_response({"data": ["m"]})
 
     async def query(self, request):
         return web.json_response({"0": {"engine_id": "booted", "worker_addr": {}}})
@@ -86,7 +81,7 @@ class Stage:
 
     async def moments(self, request_id="r1"):
         async with self.client.get(f"{self.url}/moments/{request_id}") as answer:
-            return answer.status, await answer.json(content_type=None)
+            return answer.status, await answer.json() if answer.status == 200 else {}
 
 
 @asynccontextmanager
@@ -131,14 +126,13 @@ def test_client_gets_the_decode_engines_bytes(mode):
 @pytest.mark.parametrize("mode", [*Mode])
 def test_what_the_legs_say(mode):
     async def scene(it):
-        await it.post(Authorization="Bearer k")
+        await it.post()
         ((prefill, prefill_headers),) = it.prefill.seen
         ((decode, decode_headers),) = it.decode.seen
         to_prefill, to_decode = prefill.pop("kv_transfer_params"), decode.pop("kv_transfer_params")
         assert prefill == {"model": "m", "prompt": "hello", "max_tokens": 1, "stream": False}
         assert decode == BODY
-        for headers in (prefill_headers, decode_headers):
-            assert (headers["X-Request-Id"], headers["Authorization"]) == ("r1", "Bearer k")
+        assert prefill_headers["X-Request-Id"] == decode_headers["X-Request-Id"] == "r1"
         assert (to_prefill["do_remote_decode"], to_prefill["do_remote_prefill"]) == (True, False)
         if mode is Mode.PULL:
             assert to_decode == RETURNED
@@ -201,27 +195,6 @@ def test_first_bytes_do_not_wait_for_the_rest():
     play(Mode.PULL, scene)
 
 
-def test_connections_are_kept(monkeypatch):
-    monkeypatch.setattr(baseline_proxy, "KEEPALIVE_S", 60.0)  # however long this machine takes between two
-
-    async def scene(it):
-        for _ in range(3):
-            await it.post()
-        assert (len(it.prefill.seen), len(it.prefill.connections), len(it.decode.connections)) == (3, 1, 1)
-
-    play(Mode.PULL, scene)
-
-
-def test_only_the_last_requests_are_remembered(monkeypatch):
-    async def scene(it):
-        for name in ("a", "b", "c"):
-            await it.post(**{"X-Request-Id": name})
-        assert [(await it.moments(name))[0] for name in ("a", "b", "c")] == [404, 200, 200]
-
-    monkeypatch.setattr(baseline_proxy, "KEPT", 2)
-    play(Mode.PULL, scene)
-
-
 @pytest.mark.parametrize("mode", [*Mode])
 def test_prefill_refusal_is_the_clients_answer_and_ends_the_decode_leg(mode):
     async def scene(it):
@@ -255,27 +228,6 @@ def test_decode_refusal_is_the_clients_answer_and_ends_prefill(mode):
     play(mode, scene)
 
 
-def test_prefill_without_parameters_is_an_error():
-    async def scene(it):
-        it.prefill.answer = {"kv_transfer_params": None}
-        status, _, raw = await it.post()
-        assert status == 502
-        assert "has it a connector?" in json.loads(raw)["error"]["message"]
-        assert it.decode.seen == []
-
-    play(Mode.PULL, scene)
-
-
-def test_engine_that_is_not_there():
-    async def scene(it):
-        await it.decode.runner.cleanup()
-        status, _, raw = await it.post()
-        assert status == 502
-        assert f"the decode engine at {it.decode.url} did not answer" in json.loads(raw)["error"]["message"]
-
-    play(Mode.PULL, scene)
-
-
 def test_decode_engine_that_breaks_off_breaks_the_clients_connection():
     async def scene(it):
         it.decode.breaks = True
@@ -303,49 +255,16 @@ def test_client_that_leaves_closes_the_legs(mode):
     play(mode, scene)
 
 
-def test_client_that_leaves_in_the_middle_closes_the_decode_leg():
+def test_health_and_bootstrap():
     async def scene(it):
-        it.decode.allowed.clear()
-        async with it.client.post(f"{it.url}/v1/completions", json=BODY) as answer:
-            assert await answer.content.readany() == CHUNKS[0]
-            answer.close()
-        await it.decode.closed.wait()
-
-    play(Mode.PULL, scene)
-
-
-def test_what_is_not_json_is_refused():
-    async def scene(it):
-        for raw in (b"{", b"[]", b"\xff"):
-            async with it.client.post(f"{it.url}/v1/completions", data=raw) as answer:
-                assert answer.status == 400
-        assert it.prefill.seen == []
-
-    play(Mode.PULL, scene)
-
-
-def test_health_models_and_bootstrap():
-    async def scene(it):
-        for path in ("/health", "/v1/models"):
-            async with it.client.get(it.url + path) as answer:
-                assert answer.status == 200
+        async with it.client.get(f"{it.url}/health") as answer:
+            assert answer.status == 200
         assert await bootstrap_peer(it.prefill.url) == Peer("booted", it.prefill.url)
 
     play(Mode.PULL, scene)
 
 
-def test_command_line():
-    common = ["--prefill", "http://a", "--decode", "http://b", "--port", "1"]
-    assert arguments(["--mode", "pull", *common]).mode == "pull"
-    booted = ["--mode", "mooncake", *common]
-    assert arguments([*booted, "--bootstrap", "http://c"]).bootstrap == "http://c"
-    for argv in (booted, common, ["--mode", "pull"]):
-        with pytest.raises(SystemExit):
-            arguments(argv)
-    with pytest.raises(ValueError, match="needs to know the prefill engine"):
-        Proxy(Mode.MOONCAKE, "http://a", "http://b")
-
-
+@pytest.mark.long
 def test_as_a_process(tmp_path):
     port = Ports.free().proxy
     options = ("--mode", "pull", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1", "--port")

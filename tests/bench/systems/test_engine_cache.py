@@ -47,11 +47,6 @@ def test_it_is_asked_again_while_blocks_are_in_use():
     assert (len(asked), len(pauses)) == (3, 2)
 
 
-def test_blocks_that_stay_in_use_are_told():
-    with engine(BUSY) as (url, _), pytest.raises(CacheNotReset, match="blocks are in use; has it other clients"):
-        reset(url, sleep=lambda seconds: None)
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -66,10 +61,3 @@ def test_a_refusal_says_what_to_do(answer, words):
         reset(url)
     assert url in str(told.value)
     assert len(asked) == 1
-
-
-def test_nobody_there():
-    with engine(DONE) as (url, _):
-        pass
-    with pytest.raises(CacheNotReset, match="does not answer"):
-        reset(url)

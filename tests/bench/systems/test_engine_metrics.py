@@ -39,21 +39,12 @@ def test_means_of_a_batch():
     assert (found.decode_queue_ms, found.decode_first_ms, found.computed_tokens) == (250, 30, 1)
 
 
-def test_one_engine_does_everything():
-    found = engines(Sums(1, 0.1, 2.0, 2.1, 400), None)
-    assert (found.prefill_ms, found.decode_first_ms, found.computed_tokens) == (2000, 0, 0)
-
-
 def test_where_the_tokens_of_a_request_were_found():
     before, after = Sums(1, 0, 0, 0, 100, 10, 0), Sums(3, 0, 0, 0, 120, 50, 400)
     assert after.since(before).found == Found(computed=20, local=40, external=400)
     assert after.since(before).found.prompt == 460
     assert engines(after.since(before), None).found == Found(10, 20, 200)
     assert engines(Sums(1, 0, 1, 0, 9), after.since(before)).found == Found(10, 20, 200)
-
-
-def test_nothing_finished():
-    assert engines(Sums(0, 0, 0, 0, 0), Sums(1, 0, 0, 0, 0)) is None
 
 
 def test_requests_that_come_together_wait_before_the_scheduler_has_them():
@@ -96,8 +87,3 @@ def test_a_request_that_is_never_counted(pages):
 def test_somebody_elses_requests_spoil_the_means(pages):
     pages["p"] = [Sums(0, 0, 0, 0, 0), Sums(2, 0, 3, 0, 0)]
     assert Watch("p", "p", looks(3)).end(1) is None
-
-
-def test_one_engine_is_read_once(pages):
-    pages["p"] = [Sums(0, 0, 0, 0, 0), Sums(1, 0, 3, 0, 0)]
-    assert Watch("p", "p", looks(3)).end(1).prefill_ms == 3000

@@ -3,7 +3,7 @@
 import pytest
 
 from pdx.bench.systems import fleet as fleet_module
-from pdx.bench.systems.fleet import Fleet, available_bytes, engine_bytes, engines_that_fit
+from pdx.bench.systems.fleet import Fleet, engine_bytes, engines_that_fit
 from pdx.bench.systems.names import Bed, CannotRun, Running, System
 
 GIB = 1 << 30
@@ -94,30 +94,6 @@ def test_the_least_recently_used_make_room(bed, journal):
         assert journal == ["+a", "+b", "+c", "-b", "-c", "+d"]
 
 
-def test_room_is_made_before_the_next_is_started(bed, journal):
-    with Fleet(bed, systems(journal, a=2, b=2), 2) as fleet:
-        for name in ("a", "b", "a"):
-            fleet.get(name)
-    assert journal == ["+a", "-a", "+b", "-b", "+a", "-a"]
-
-
-def test_a_system_that_cannot_be_started_is_not_kept(bed, journal):
-    broken = Recorded(journal, "b", why="no such thing")
-    with Fleet(bed, [*systems(journal, a=1), broken], 4) as fleet:
-        fleet.get("a")
-        with pytest.raises(CannotRun, match="no such thing"):
-            fleet.get("b")
-        assert fleet.running == ["a"]
-
-
-def test_a_system_that_is_too_large_ends_no_other(bed, journal):
-    with Fleet(bed, systems(journal, a=1, b=2), 1) as fleet:
-        fleet.get("a")
-        with pytest.raises(CannotRun, match="b has 2 engines, and there is room for 1"):
-            fleet.get("b")
-        assert fleet.running == ["a"]
-
-
 def test_a_system_that_has_died_is_said_and_ended(bed, journal):
     with Fleet(bed, systems(journal, a=1), 1) as fleet:
         fleet.get("a").words = "engine ended with status 9"
@@ -155,46 +131,9 @@ def test_all_are_ended_even_if_one_cannot_be(bed, journal):
     assert len(journal) == 6
 
 
-def test_all_are_ended_on_ctrl_c(bed, journal):
-    def interrupted():
-        with Fleet(bed, systems(journal, a=1, b=1), 2) as fleet:
-            fleet.get("a")
-            fleet.get("b")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert journal == ["+a", "+b", "-b", "-a"]
-
-
-def test_only_pdx_gets_a_folder_for_traces(bed, journal, tmp_path):
-    traced, other = Recorded(journal, "t", 1, is_pdx=True), Recorded(journal, "o", 1)
-    with Fleet(bed, [traced, other], 2, traces=tmp_path) as fleet:
-        fleet.get("t")
-        fleet.get("o")
-    assert (traced.trace, other.trace) == (tmp_path / "t", None)
-
-
 def test_engines_that_fit(bed, monkeypatch):
     monkeypatch.setattr(fleet_module, "is_cpu_build", lambda: True)
     assert engine_bytes(bed) == fleet_module.ENGINE_BYTES + GIB + GIB // 2
     for room, count in ((0, 0), (engine_bytes(bed) - 1, 0), (engine_bytes(bed) * 3, 3)):
         monkeypatch.setattr(fleet_module, "available_bytes", lambda room=room: room + fleet_module.SPARE_BYTES)
         assert engines_that_fit(bed) == count
-
-
-def test_gpus_bound_the_engines_that_fit(bed, monkeypatch):
-    monkeypatch.setattr(fleet_module, "is_cpu_build", lambda: False)
-    monkeypatch.setattr(fleet_module, "available_bytes", lambda: 1 << 45)
-    for gpus, count in ((1, 2), (4, 4)):
-        monkeypatch.setattr(fleet_module.placement, "gpus", lambda gpus=gpus: [str(gpu) for gpu in range(gpus)])
-        assert engines_that_fit(bed) == count
-
-
-def test_available_memory(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       100 kB\nMemAvailable:   7 kB\n")
-    assert available_bytes(meminfo) == 7 << 10
-    meminfo.write_text("MemTotal: 1 kB\n")
-    with pytest.raises(OSError, match="MemAvailable"):
-        available_bytes(meminfo)

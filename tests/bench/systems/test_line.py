@@ -1,7 +1,6 @@
 """The slow line to a store: what comes through is whole, and never faster than the line."""
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -72,31 +71,7 @@ def test_what_comes_back_takes_its_time(echo, both_ways):
         relay.close()
 
 
-def test_a_connection_that_the_server_refuses_ends_that_one_alone():
-    """Redis is started again, say."""
-    (port,) = free_ports(1)
-    relay = Relay(port)
-    try:
-        with socket.create_connection(("127.0.0.1", relay.port), 60) as refused, contextlib.suppress(ConnectionError):
-            assert refused.recv(1) == b""
-        with echoing(port):
-            assert send(relay.port, b"again")[0] == b"again"
-    finally:
-        relay.close()
-
-
-def test_what_is_over_keeps_nothing(echo):
-    relay = Relay(echo)
-    try:
-        send(relay.port, b"first")
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(50):
-            send(relay.port, b"data")
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) < before + 10)
-    finally:
-        relay.close()
-
-
+@pytest.mark.long
 def test_a_line_is_a_program_that_ends_when_told(echo):
     (port,) = free_ports(1)
     command = [sys.executable, "-P", "-m", "pdx.bench.systems.line", "--port", str(port), "--to", str(echo)]

