@@ -310,7 +310,7 @@ class _Run:
             most = tier.most_bytes / GRANULE_BYTES * scale
             tiers.append(TierUse(tier.name, hits[tier.name], loads, stores, removed, most, busy))
         dollars = self._dollars(seconds)
-        counters = Counter(self._node.service.counters) + Counter(self._node.service.store.counters)
+        counters = self._node.service.counters
         return Result(
             trace.name,
             case.policy,

@@ -13,6 +13,8 @@ from plan_cases import measured
 from pdx.bench.breakdown import records
 from pdx.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("fonts")
+
 
 def plan(*arguments):
     return CliRunner().invoke(main, ["plan", *map(str, arguments)])
@@ -104,8 +106,6 @@ import sys
 sys.modules["matplotlib"] = sys.modules["numpy"] = sys.modules["torch"] = None
 from click.testing import CliRunner
 from pdx.cli.main import main
-
-pytestmark = pytest.mark.usefixtures("fonts")
 fine = CliRunner().invoke(main, ["plan"])
 refused = CliRunner().invoke(main, ["plan", "--out", "/nonexistent"])
 print(fine.exit_code, refused.exit_code, refused.output[-200:])

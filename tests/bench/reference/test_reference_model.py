@@ -11,6 +11,7 @@ from pdx.bench.reference.model import AXES, Batch, Model, PagedKv
 BLOCK = 16
 
 
+@pytest.mark.long  # for transformers are imported
 def test_the_logits_are_those_of_another_implementation() -> None:
     """Of a prompt in two pieces and then single tokens, in float32."""
     transformers = pytest.importorskip("transformers")

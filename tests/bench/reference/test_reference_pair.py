@@ -18,6 +18,8 @@ from pdx.config import NodeConfig, listen_address
 LENGTHS = (3 * CHUNK + 11, 2 * CHUNK, 5)
 NEW_TOKENS = 12
 
+pytestmark = pytest.mark.long
+
 
 def open_engine(process: EngineProcess, node: NodeProcess | None = None, **settings: Any) -> None:
     """A tiny engine in `process`, attached to `node` where one is given."""
@@ -83,7 +85,6 @@ def test_the_decoder_gives_the_tokens_of_one_engine(
     assert [answer["output"] for answer in decoded] == alone(engines[0], prompts)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("nodes", ["one node"], indirect=True)
 @pytest.mark.parametrize("is_prefilled", [False, True])
 def test_the_node_is_killed_and_the_decoder_computes(

@@ -105,6 +105,7 @@ def test_each_systems_tokens_are_counted_by_where_they_were_found(carry_out, tmp
     assert figures["documents, pdx-both: processor time"] == 0.5
 
 
+@pytest.mark.long
 def test_an_engine_with_something_beside_it_forgets_before_each_load(carry_out):
     ours, plain = StandIn("pdx-both", room=ROOM, keeps=True), StandIn("own-cache", room=100_000)
     carry_out(plain, ours, repeats=1)
@@ -153,6 +154,7 @@ def test_a_store_for_all_hosts_is_filled_by_the_other_engine(carry_out):
     assert asked.num_asked == 2 + len(burst.asked) * 2
 
 
+@pytest.mark.long
 def test_a_wrong_answer_is_an_error(carry_out):
     status, result = carry_out(StandIn("own-cache", room=100_000, is_wrong=True), recompute(), repeats=1)
     assert status == 1

@@ -57,6 +57,7 @@ def test_apart_is_a_plain_cache(trace):
     assert row["hit_share"] > 0.4
 
 
+@pytest.mark.long
 def test_sweeps_and_their_pictures(tmp_path):
     picture = tmp_path / "room.png"
     result = sim(*SMALL, "--sweep", "host=0.01x,0.1x,1x", "--policy", "lru,gittins", "--plot", picture, "--json")

@@ -97,7 +97,7 @@ def test_the_next_turn_of_a_session_comes_when_the_one_before_it_is_over():
 @pytest.mark.parametrize("policy", ["lru", "gittins", "belady", "age:5"])
 def test_the_same_gives_the_same_bit_by_bit(policy):
     settings = {"devices": [disk(500, gb_s=2.0)], "engines": 2, "policy": policy}
-    first, second = (simulate(some(200), case(**settings)) for _ in range(2))
+    first, second = (simulate(some(60), case(**settings)) for _ in range(2))
     assert msgspec.json.encode(first) == msgspec.json.encode(second)
     assert first.tiers[0].evicted_blocks > 0 or policy == "age:5"
     assert first.tiers[1].evicted_blocks > 0

@@ -43,8 +43,8 @@ def test_gittins_finds_no_less_than_the_better_of_lru_and_s3fifo(synthetic):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_finds_more_than_belady_and_belady_no_more_than_a_store_that_forgets_nothing(way):
-    trace = some(200)
-    found = {policy: hit_share(trace, policy, 300, way) for policy in ("lru", "age:1e9", "s3fifo", "gittins", "belady")}
+    trace = some(80)
+    found = {policy: hit_share(trace, policy, 150, way) for policy in ("lru", "age:1e9", "s3fifo", "gittins", "belady")}
     possible = trace.found_by_all() / trace.tokens
     assert max(found, key=found.get) == "belady"
     assert found["belady"] < possible
