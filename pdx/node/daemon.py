@@ -144,7 +144,7 @@ class Daemon:
                 undo.callback(
                     MetricsServer(
                         config.metrics,
-                        post=env.mailbox.post,
+                        env,
                         status=self.service.reports.status,
                         has_keys=bool(config.keys and config.roster),
                     ).close

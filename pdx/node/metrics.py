@@ -28,6 +28,7 @@ from pdx.node.peers.connection import ConnectionState
 from pdx.security.address import check_listen
 from pdx.store.lifecycle import State
 from pdx.store.tier import Tally
+from pdx.telemetry.env import Env
 from pdx.wire.status import NodeStatus, PeerStatus, TierStatus
 
 if TYPE_CHECKING:
@@ -192,12 +193,12 @@ class MetricsServer:
     def __init__(
         self,
         address: str,
+        env: Env,
         *,
-        post: Callable[[Callable[[], None]], None],
         status: Callable[[], NodeStatus],
         has_keys: bool = False,
     ) -> None:
-        """`post` has the control loop call something; `status` is for the control loop's thread. `has_keys`: the node
+        """`status` is for the control loop's thread. `has_keys`: the node
         has keys and a roster, so that it may be seen from other hosts; whoever gets there is told the metrics.
 
         :raises ConfigError: the address is none, leads beyond this host without keys, or cannot be had.
@@ -207,7 +208,7 @@ class MetricsServer:
 
         def ask() -> NodeStatus:
             future: Future[NodeStatus] = Future()
-            post(lambda: future.set_result(status()))
+            env.mailbox.post(lambda: future.set_result(status()))
             return future.result(ANSWER_S)
 
         registry = CollectorRegistry(auto_describe=False)

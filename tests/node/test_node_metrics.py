@@ -19,6 +19,7 @@ import pdx
 from pdx.errors import ConfigError
 from pdx.node import metrics
 from pdx.node.metrics import MetricsServer
+from pdx.telemetry.env import Env
 
 
 def address_in(log):
@@ -70,7 +71,7 @@ def test_it_listens_on_its_address_only(told):
 
 def test_a_port_that_is_taken(address):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="--metrics"):
-        MetricsServer(f"127.0.0.1:{taken.getsockname()[1]}", post=lambda call: None, status=lambda: None)
+        MetricsServer(f"127.0.0.1:{taken.getsockname()[1]}", Env(), status=lambda: None)
 
 
 def test_connections_that_say_nothing_cost_metrics_only(told):
@@ -100,7 +101,7 @@ def test_a_control_loop_that_does_not_answer_is_an_error_and_no_hang(monkeypatch
     monkeypatch.setattr(metrics, "ANSWER_S", 0.05)
     caplog.set_level("INFO", logger="pdx.node")
     before = threading.active_count()
-    server = MetricsServer("127.0.0.1:0", post=lambda call: None, status=lambda: None)
+    server = MetricsServer("127.0.0.1:0", Env(), status=lambda: None)
     try:
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             scrape(address_in(caplog.text))
@@ -149,10 +150,9 @@ def test_states_are_told_before_there_is_a_chunk_and_each_family_says_what_it_is
 
 @pytest.mark.parametrize("has_keys", [True, False])
 def test_beyond_this_host_only_a_node_with_keys_and_a_roster_tells_them(has_keys):
-    post = lambda call: None  # noqa: E731
     if not has_keys:
         with pytest.raises(ConfigError, match="beyond this host"):
-            MetricsServer("192.0.2.1:1", post=post, status=lambda: None)
+            MetricsServer("192.0.2.1:1", Env(), status=lambda: None)
     else:
         with pytest.raises(ConfigError, match="--metrics 192.0.2.1:1: "):  # which is an address of no interface
-            MetricsServer("192.0.2.1:1", post=post, status=lambda: None, has_keys=True)
+            MetricsServer("192.0.2.1:1", Env(), status=lambda: None, has_keys=True)
