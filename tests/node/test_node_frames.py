@@ -259,7 +259,7 @@ def test_what_answers_that_find_no_room_grant_is_free_again(start_here, attach):
     """The asker reads nothing for a while; what it is told later is all that it has."""
     own = start_here(arena_bytes=64 * MIB)
     asker, watcher = attach(own), attach(own)
-    asked = 12_000
+    asked = 6_000
     for number in range(asked):
         asker.tell(Admit([number.to_bytes(16, "big")], GRANULE_BYTES), reply=True)
 
