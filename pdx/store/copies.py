@@ -243,11 +243,13 @@ class Copies:
         if not copy.is_load:
             self._store.unhold([chunk for at, chunk in enumerate(held) if at // copy.shards not in wanted])
         self._queues[copy.tier].count(copy, copy.held_bytes - held_bytes)
+        is_dead = False
         for item in copy.items:
             self._items[item.chunk].append(item)
+            is_dead = is_dead or item.is_dead
         self._counters["offered_chunks"] += len(copy.keys) * copy.shards
         self._counters["granted_chunks"] += len(copy.items)
-        if any(item.is_dead for item in copy.items):
+        if is_dead:
             self._source_is_gone(copy)
         elif copy.is_all_given:  # nothing was granted
             copy.step(CopyStep.ALL_GIVEN)

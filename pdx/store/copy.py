@@ -15,6 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, StrEnum
+from operator import attrgetter
 
 import msgspec
 
@@ -33,6 +34,7 @@ LANES = {
     "remote_loaded": Lane.REMOTE_LOAD,
     "arenas_stored": Lane.ARENAS,
 }
+_NBYTES, _LAYERS = attrgetter("slot.nbytes"), attrgetter("reservation.layers")
 MAX_SLICES = 1024  # in one job: the notification of a write to a peer has room for their digests
 
 
@@ -151,7 +153,7 @@ class Copy(msgspec.Struct, eq=False):
     left: Left = msgspec.field(default_factory=Left)
 
     def __post_init__(self) -> None:
-        self.held_bytes = sum(chunk.slot.nbytes for chunk in self.chunks)
+        self.held_bytes = sum(map(_NBYTES, self.chunks))
         self.size_class = size_class(self.held_bytes)
 
     def __repr__(self) -> str:
@@ -179,8 +181,8 @@ class Copy(msgspec.Struct, eq=False):
         """
         self.items = self._items(grant)
         self.chunks = [item.chunk for item in self.items]
-        self.held_bytes = self.unfilled_bytes = sum(chunk.slot.nbytes for chunk in self.chunks)
-        slices = sum(chunk.reservation.layers for chunk in self.chunks)
+        self.held_bytes = self.unfilled_bytes = sum(map(_NBYTES, self.chunks))
+        slices = sum(map(_LAYERS, self.chunks))
         self.left.ungiven = self.left.uncopied = slices
         for item in self.items:
             self.note(item)

@@ -34,6 +34,7 @@ class Forgotten:
         self._moments = itertools.count(1)
         self._keys: OrderedDict[bytes, int] = OrderedDict()
         self._before = 0  # any may have been deleted before
+        self.last = 0  # when one was
 
     def moment(self) -> int:
         """One that no other event has."""
@@ -41,7 +42,7 @@ class Forgotten:
 
     def note(self, key: bytes) -> None:
         """This is deleted."""
-        self._keys[key] = self.moment()
+        self._keys[key] = self.last = self.moment()
         self._keys.move_to_end(key)
         if len(self._keys) > MAX_FORGOTTEN:
             _, self._before = self._keys.popitem(last=False)

@@ -78,7 +78,7 @@ class Threads:
         self._condition = threading.Condition()  # guards the lanes
         self._at_work: list[tuple[Lane, Work] | None] = [None] * count
         self.is_closing = False
-        self._has_silent = False  # there may be work that was found silent
+        self.has_silent = False  # there may be work that was found silent
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"pdx-{name}-{number}", daemon=True)
             for number in range(count)
@@ -107,15 +107,13 @@ class Threads:
         """What threads are at whose last call has not come back since `before`, each once."""
         found = [at[1] for at in self._at_work if at is not None and at[1].seen_at < before and not at[1].is_silent]
         for work in found:
-            work.is_silent = self._has_silent = True
+            work.is_silent = self.has_silent = True
         return found
 
     def takes(self, lane: Lane) -> bool:
         """Whether a thread may come to what is given there: not all that may wait for calls that were found silent."""
-        if not self._has_silent:
-            return True
         silent = [at[0] for at in self._at_work if at is not None and at[1].is_silent]
-        self._has_silent = bool(silent)
+        self.has_silent = bool(silent)
         return silent.count(lane) < lane.limit
 
     def has_room(self, lane: Lane) -> bool:

@@ -26,6 +26,19 @@ from pdx.wire.status import TierStatus
 HANGS_S = 60.0  # what takes so long hangs
 Content = Callable[[int, int, int], bytes]  # of a chunk: by number, shard and size
 _arenas = itertools.count()
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "empty": lambda good: b"",
+    "garbage": lambda good: b"\xff" * 5000,
+    "truncated": lambda good: good[:9000],
+    "too long": lambda good: good + b"more",
+    "zeros at the end": lambda good: good[:-4096] + bytes(4096),
+    "first bit": lambda good: bytes([good[0] ^ 1]) + good[1:],
+    "in the header": lambda good: good[:30] + bytes([good[30] ^ 4]) + good[31:],
+    "in the bytes": lambda good: good[:9000] + bytes([good[9000] ^ 4]) + good[9001:],
+    "last bit": lambda good: good[:-1] + bytes([good[-1] ^ 0x80]),
+    "huge header": lambda good: good[:12] + b"\xff\xff\xff\xff" + good[16:],
+    "of a later release": lambda good: good[:8] + bytes([good[8] + 2]) + good[9:],
+}
 
 
 def key(number: int) -> bytes:

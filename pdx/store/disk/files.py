@@ -105,9 +105,11 @@ class DiskFiles(StoreTier):
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
         part = job.parts[0]
-        if self._health.doubt or not self._threads.takes(self._writes):
+        if self._health.doubt or (self._threads.has_silent and not self._threads.takes(self._writes)):
             return self._refuse(job, "paused")
-        if self._forgotten.since(part.key, self._admitted.get(job.number, 0)) or self._index.has(part.key, part.shard):
+        admitted = self._admitted.get(job.number, 0)
+        is_forgotten = self._forgotten.last > admitted and self._forgotten.since(part.key, admitted)
+        if is_forgotten or self._index.has(part.key, part.shard):
             return self._end(job)
         if part.shard in self._busy.get(part.key, ()) or (self._going and self._going[part.key, part.shard]):
             return self._later.setdefault((part.key, part.shard), []).append(job)
@@ -130,9 +132,10 @@ class DiskFiles(StoreTier):
         if not has_room or source in victims:
             self._leave_out("busy", [part.key])
             return False
-        freed = sum([file.charge for file in victims])
-        task.hold = max(charge, freed)
+        freed, task.hold = 0, charge
         if victims:
+            freed = sum(file.charge for file in victims)
+            task.hold = max(charge, freed)
             self._index_is_full(surplus)
             task.victims = victims
             self._reuse(task)
