@@ -15,6 +15,8 @@ from pdx.cli.options import FOLDER, option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdx.bench.systems.system import Bed, System
 
 TINY = "tiny"
@@ -72,6 +74,7 @@ def breakdown(
     """
     from pdx.bench.breakdown.run import Plan, run
     from pdx.bench.breakdown.turns import Settings
+    from pdx.bench.systems.names import SYSTEMS
 
     settings = Settings(
         tokens=tuple(sorted(tokens)),
@@ -81,7 +84,7 @@ def breakdown(
         warmups=warmups,
         overhead_pairs=overhead_pairs if overhead else 0,
     )
-    chosen, not_run = choose_systems(systems)
+    chosen, not_run = choose_systems(systems, SYSTEMS)
     if not chosen:
         raise ConfigError("; ".join(f"{name}: {why}" for name, why in not_run.items()))
     out.mkdir(parents=True, exist_ok=True)
@@ -99,19 +102,17 @@ def breakdown(
     sys.exit(run(plan))
 
 
-def choose_systems(names: str) -> tuple[dict[str, System], dict[str, str]]:
+def choose_systems(names: str, known: Mapping[str, System]) -> tuple[dict[str, System], dict[str, str]]:
     """Those that can be tried, in their own order, and why the others cannot.
 
     :raises ConfigError: a name is unknown.
     """
-    from pdx.bench.systems.names import SYSTEMS
-
-    wanted = list(SYSTEMS) if names == "all" else [name.strip() for name in names.split(",")]
-    unknown = [name for name in wanted if name not in SYSTEMS]
+    wanted = list(known) if names == "all" else [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise ConfigError(f"unknown system {unknown[0]!r} (known: {', '.join(SYSTEMS)}, or all)")
-    not_run = {name: why for name in SYSTEMS if name in wanted and (why := SYSTEMS[name].why_not())}
-    return {name: SYSTEMS[name] for name in SYSTEMS if name in wanted and name not in not_run}, not_run
+        raise ConfigError(f"unknown system {unknown[0]!r} (known: {', '.join(known)}, or all)")
+    not_run = {name: why for name in known if name in wanted and (why := known[name].why_not())}
+    return {name: known[name] for name in known if name in wanted and name not in not_run}, not_run
 
 
 def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: int, together: int) -> Bed:

@@ -67,14 +67,6 @@ def to_runnable_ms(request: Request) -> float | None:
     return request.decode_first_ms - work_ms
 
 
-def to_client_with_queue_ms(request: Request) -> float | None:
-    """As `to_client_ms`, with the time that the request waited in the prefill engine's queue. Nobody else was there,
-    so that is the connector's own doing. The first milliseconds of looking chunks up and asking for room are not in
-    it: they are part of a scheduling step, which the engine's metrics count as prefill."""
-    handoff = to_client_ms(request)
-    return None if handoff is None or request.engines is None else handoff + request.engines.prefill_queue_ms
-
-
 def with_copying(handoff: Value) -> Value:
     """The same handoff, with what the prefill engine's forward pass stood still for copying: its own metrics count
     that as prefill. Only where pages are copied inside the forward pass, as on a CPU."""
@@ -155,7 +147,6 @@ def _alone(result: Result, tokens: int) -> list[Figure]:
         for what, unit, value in (
             ("TTFT", "ms", _ttft),
             ("handoff to the client's first token", "ms", to_client_ms),
-            ("the same with the prefill engine's queue", "ms", to_client_with_queue_ms),
             ("handoff until the decoder may run", "ms", to_runnable_ms),
             *((f"{what}, {COPYING}", "ms", value) for what, value in copying.items() if system.startswith(OURS)),
             (MOVED, "", _hidden),
@@ -204,7 +195,6 @@ def _against(result: Result, rows: Mapping[str, list[Request]], system: str, hea
         is_goal = (system, other) == (OURS, OTHER)
         for what, value, bound in (
             ("client's first token", to_client_ms, TO_CLIENT),
-            ("client's first token with the queue", to_client_with_queue_ms, None),
             ("decoder may run", to_runnable_ms, TO_RUNNABLE),
             *copying,
         ):

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from pdx.bench.harness.report import replace_file
+
 KIND = "pdx-bench-breakdown"
 VERSION = 1
 
@@ -191,9 +193,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 def save(result: Result, path: Path) -> None:
     """Write it whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-    partial.replace(path)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(result), indent=1))
 
 
 def load(path: Path) -> Result:

@@ -12,7 +12,7 @@ from pdx.bench.breakdown import reuse as reuse_figures
 from pdx.bench.breakdown.figures import figures, missing
 from pdx.bench.breakdown.plots import draw_all
 from pdx.bench.breakdown.records import Result
-from pdx.bench.breakdown.tables import client_table, parts_table
+from pdx.bench.breakdown.tables import parts_table
 from pdx.bench.harness.report import console, publish
 from pdx.errors import ConfigError
 
@@ -33,7 +33,6 @@ def write(result: Result, folder: Path) -> list[Path]:
         console.print("nothing was measured", markup=False)
         return []
     _show_systems(result)
-    console.print(client_table(result))
     console.print(parts_table(result))
     if result.again:
         console.print(reuse_figures.table(result))

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pdx.bench.breakdown import report as breakdown_report
-from pdx.bench.breakdown.progress import BreakdownProgress
 from pdx.bench.breakdown.records import Result, SystemFacts
 from pdx.bench.breakdown.turns import Breakdown, Settings
 from pdx.bench.harness.interrupts import Interrupts, undisturbed
+from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import Bodies, Prompts, model_facts
 from pdx.bench.harness.report import machine
 from pdx.bench.systems.fleet import Fleet
@@ -44,7 +44,7 @@ def run(plan: Plan) -> int:
     """
     result = new_result(plan)
     status = 0
-    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, BreakdownProgress() as progress, Interrupts():
+    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, Shown() as progress, Interrupts():
         for name, why in plan.not_run.items():
             progress.note(f"{name} is left out: {why}")
         try:
@@ -81,7 +81,7 @@ def new_result(plan: Plan) -> Result:
     )
 
 
-def _measure(plan: Plan, result: Result, folder: Path, progress: BreakdownProgress) -> None:
+def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
     for name, system in plan.systems.items():
         if system.is_pdx:
             (folder / name).mkdir(mode=0o700)

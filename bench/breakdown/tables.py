@@ -1,4 +1,4 @@
-"""A `records.Result` as two tables for a terminal: what the client saw, and where the time went."""
+"""Where the time of requests went, as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -13,36 +13,6 @@ PARTS = ("queue", "prefill", "gather", "wire", "scatter", "first_decode", "rest"
 HIDES = 0.05  # ms; less than this is not shown as hidden
 
 Key = tuple[int, int, str]  # prompt tokens, concurrency, system
-
-
-def client_table(result: Result) -> Table:
-    """What a client saw of each system: medians over requests; between tokens, the mean and the longest silence."""
-    table = Table(title="as the client sees it (ms)", title_justify="left")
-    _heads(table)
-    numbers = ("first token", "worst", "between\ntokens", "worst", "whole\nanswer", "decoder's\nfirst token")
-    for name in (*numbers, "MB moved", "of them at\nprefill's end", "same\nanswers"):
-        table.add_column(name, justify="right")
-    for key, requests in _grouped(result):
-        ttfts = [request.ttft_ms for request in requests]
-        gaps = [gap for request in requests for gap in request.itl_ms]
-        per_token = [found for request in requests if (found := request.mean_itl_ms) is not None]
-        firsts = [request.decode_first_ms for request in requests if request.decode_first_ms is not None]
-        shares = [request.hidden_share for request in requests if request.hidden_share is not None]
-        compared = [request.is_same for request in requests if request.is_same is not None]
-        moved = statistics.median(request.moved_bytes for request in requests) / 1e6
-        table.add_row(
-            *_row_head(key, len(requests)),
-            _number(statistics.median(ttfts)),
-            _number(max(ttfts)),
-            _number(statistics.fmean(per_token)) if per_token else "-",
-            _number(max(gaps)) if gaps else "-",
-            _number(statistics.median(request.e2e_ms for request in requests)),
-            _number(statistics.median(firsts)) if firsts else "-",
-            _number(moved) if moved else "-",
-            f"{statistics.median(shares):.0%}" if shares else "-",
-            "-" if not compared else "all" if all(compared) else f"{sum(compared)} of {len(compared)}",
-        )
-    return table
 
 
 def parts_table(result: Result) -> Table:

@@ -1,7 +1,7 @@
 """Runs the latency breakdown: the same prompts to every system in turns, and where the time of each request went.
 
 What was measured is in `Breakdown.result` at any time, and in a file after every batch. Nothing here shows anything;
-a `BreakdownProgress` is told.
+a `Shown` is told.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdx.bench.systems.engine_metrics import CacheNotReset
 from pdx.errors import PdxError
 
 if TYPE_CHECKING:
-    from pdx.bench.breakdown.progress import BreakdownProgress
+    from pdx.bench.harness.progress import Shown
     from pdx.bench.systems.fleet import Fleet
     from pdx.bench.systems.system import Running, System
 
@@ -94,7 +94,7 @@ class Breakdown:
         fleet: Fleet,
         bodies: Bodies,
         traces: Path,
-        watcher: BreakdownProgress,
+        watcher: Shown,
         copy_ms: Callable[[int], float] | None,
         is_gather_beside: bool,
     ) -> None:

@@ -27,7 +27,7 @@ from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import Request
 from pdx.bench.harness import tiny_llama, web
 from pdx.bench.harness.ask import Answer, AskFailed, ask, session
-from pdx.bench.harness.report import SCRATCH, console
+from pdx.bench.harness.report import SCRATCH, console, replace_file
 from pdx.bench.systems.baselines import Plain
 from pdx.bench.systems.pdx import PdxRunning, PdxSystem
 from pdx.bench.systems.system import VLLM, Bed
@@ -119,9 +119,7 @@ def reference(bed: Bed) -> dict[str, str]:
                 answers[request.name] = answer.text
     finally:
         running.close()
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(answers, indent=1))
-    partial.replace(file)
+    replace_file(file, json.dumps(answers, indent=1).encode())
     return answers
 
 

@@ -14,9 +14,6 @@ from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
 from pdx.bench.harness.progress import Shown
 
 _T = TypeVar("_T")
@@ -122,36 +119,24 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
 class Steps(Shown):
     """A context that a measurement runs in. SIGINT and SIGTERM end it without an error; `was_interrupted` tells.
 
-    Shows a bar on a terminal, and a line for each step elsewhere; both on standard error, so that standard output has
-    nothing but the result. To be used by the main thread.
+    To be used by the main thread.
     """
 
     def __init__(self, total: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        super().__init__(Console(stderr=True, highlight=False), *columns)
+        super().__init__(total)
         self.was_interrupted = False
         self._total = total
         self._at = 0
-        self._task = self.bar.add_task("", total=total)
         self._interrupts = Interrupts()
 
     def step(self, name: str) -> None:
         """The next step begins."""
-        self.bar.update(self._task, description=name, completed=self._at, refresh=True)
-        if not self.is_terminal:
-            self.say(f"[{self._at + 1}/{self._total}] {name}")
+        self.done(min(self._at, 1))
         self._at += 1
-
-    def took(self, line: str) -> None:
-        """A step is over, and gave what `line` says."""
-        self._at += 1
-        self.bar.update(self._task, description=line, completed=self._at, refresh=True)
-        if not self.is_terminal:
-            self.say(line)
-
-    def skip(self, count: int) -> None:
-        """The next `count` steps are not taken."""
-        self._at += count
+        if self.is_terminal:
+            self.now(name)
+        else:
+            self.say(f"[{self._at}/{self._total}] {name}")
 
     def __enter__(self) -> Self:
         self._interrupts.__enter__()

@@ -133,6 +133,17 @@ def _cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write it whole or not at all.
+
+    :raises OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
 class ResultFile:
     """`folder`/`bench`.json: written anew whenever there is more, whole or not at all."""
 
@@ -147,8 +158,5 @@ class ResultFile:
         :raises OSError: it cannot be written.
         """
         text = as_text(self._bench, self.title, figures, details, {})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(text)
-        partial.replace(self.path)
+        replace_file(self.path, text.encode())
         return text

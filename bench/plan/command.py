@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import click
 import msgspec
@@ -12,9 +13,6 @@ from rich.console import Console
 
 from pdx.cli.options import FOLDER, option
 from pdx.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pdx.bench.plan.options import Options
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SHARE = click.FloatRange(0.01, 1.0)
@@ -60,16 +58,14 @@ def plan(*, check: Path | None, at: int, out: Path | None, as_json: bool, **opti
     pdx plan --check result.json        the model against what `pdx bench breakdown` measured
     pdx plan --calibrate result.json    the same questions for the machine that was measured
     """
-    from pdx.bench.plan.options import Options
-
-    asked = msgspec.convert(options, Options)
+    asked = SimpleNamespace(**options)
     if check is None:
         _plan(asked, out, as_json)
     else:
         _check(asked, check, at, out, as_json)
 
 
-def _plan(options: Options, out: Path | None, as_json: bool) -> None:
+def _plan(options: SimpleNamespace, out: Path | None, as_json: bool) -> None:
     from pdx.bench.plan.model import make
     from pdx.bench.plan.options import ask
     from pdx.bench.plan.tables import show
@@ -91,7 +87,7 @@ def _plan(options: Options, out: Path | None, as_json: bool) -> None:
         show(found, _console())
 
 
-def _check(options: Options, path: Path, at: int, out: Path | None, as_json: bool) -> None:
+def _check(options: SimpleNamespace, path: Path, at: int, out: Path | None, as_json: bool) -> None:
     from pdx.bench.plan.check import check, speeds, table
     from pdx.bench.plan.fit import load_result
     from pdx.bench.plan.shapes import find_model

@@ -1,9 +1,9 @@
-"""The options of `pdx plan`, checked, as the case that the model is asked about."""
+"""The options of `pdx plan`, which have the names that the command gives them, as the case that the model is asked."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 
@@ -21,38 +21,6 @@ TPS = (1, 2, 4, 8, 16)
 _NBYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5, "fp32": 4.0}
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """As written on the command line."""
-
-    model: str
-    gpu: str
-    tp: str
-    weights: str
-    kv: str
-    link: str
-    arena: Literal["host", "gpu"]
-    rate: float
-    input_tokens: str
-    output_tokens: str
-    input_variation: float
-    ttft: str
-    itl: str
-    share: float
-    reuse: float
-    reuse_link: str
-    prefillers: int
-    decoders: int
-    mfu: float
-    mbu: float
-    link_share: float
-    step: str
-    control: str
-    links: str
-    memory: str
-    calibrate: Path | None
-    system: str
-
-
 class Asked(msgspec.Struct, frozen=True):
     """The case, what it stands on, and the links at which loading is compared with computing."""
 
@@ -61,7 +29,7 @@ class Asked(msgspec.Struct, frozen=True):
     links: list[float]
 
 
-def ask(options: Options) -> Asked:
+def ask(options: Any) -> Asked:
     """:raises ConfigError: an option is wrong, or the model does not fit."""
     if bool(options.prefillers) != bool(options.decoders):
         raise ConfigError("--prefillers and --decoders go together: give both, or neither to have them chosen")
@@ -83,7 +51,7 @@ def ask(options: Options) -> Asked:
     return _from_sheet(options, work, slo, links)
 
 
-def _from_sheet(options: Options, work: Workload, slo: Slo, links: list[float]) -> Asked:
+def _from_sheet(options: Any, work: Workload, slo: Slo, links: list[float]) -> Asked:
     assumed = Assumptions(
         mfu=options.mfu,
         mbu=options.mbu,
@@ -104,7 +72,7 @@ def _from_sheet(options: Options, work: Workload, slo: Slo, links: list[float]) 
     return Asked(case, hardware, links)
 
 
-def _measured(options: Options, path: Path, work: Workload, slo: Slo, links: list[float]) -> Asked:
+def _measured(options: Any, path: Path, work: Workload, slo: Slo, links: list[float]) -> Asked:
     result = load_result(path)
     shapes = shapes_measured(result, find_model(options.model) if options.model else None)
     measured = points(result, choose_system(result, options.system))
@@ -131,7 +99,7 @@ def describe(found: Calibration) -> str:
     )
 
 
-def _shapes(options: Options) -> Shapes:
+def _shapes(options: Any) -> Shapes:
     shapes = find_model(options.model or "llama-3.1-8b")
     sizes = {}
     for name, text in (("weight_bytes", options.weights), ("kv_bytes", options.kv)):
@@ -140,7 +108,7 @@ def _shapes(options: Options) -> Shapes:
     return msgspec.structs.replace(shapes, **sizes)
 
 
-def _tp(options: Options, shapes: Shapes, gpu: Gpu, assumed: Assumptions, work: Workload) -> int:
+def _tp(options: Any, shapes: Shapes, gpu: Gpu, assumed: Assumptions, work: Workload) -> int:
     """As asked, or the fewest GPUs that hold the weights and the KV of four requests.
 
     :raises ConfigError: the weights do not fit.
@@ -166,7 +134,7 @@ def _tp(options: Options, shapes: Shapes, gpu: Gpu, assumed: Assumptions, work: 
     )
 
 
-def _link(options: Options, gpu: Gpu, assumed: Assumptions, tp: int) -> Link:
+def _link(options: Any, gpu: Gpu, assumed: Assumptions, tp: int) -> Link:
     """Host arenas: pages cross PCIe before and after the wire; the slower of the two is what a pipeline has."""
     wire = parse_rate(options.link) * assumed.link_share * tp
     host = host_bytes_s(gpu, assumed, tp)

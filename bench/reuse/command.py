@@ -15,11 +15,9 @@ from pdx.cli.options import FOLDER, option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pdx.bench.reuse.systems import Sizes
     from pdx.bench.reuse.workload import Settings
-    from pdx.bench.systems.system import Bed, System
+    from pdx.bench.systems.system import Bed
 
 WORKLOADS = ("documents", "sessions")
 QUICK = {"documents": 6, "tokens": 1000, "sessions": 6, "turns": 3, "loads": (0.6, 1.0), "repeats": 1}
@@ -92,7 +90,7 @@ def reuse(
     Writes result.json after every load, then reuse.json and reuse.png. Ctrl-C ends it early: what was measured by then
     is kept, and the exit status is 130.
     """
-    from pdx.bench.breakdown.command import KV_SPACE, room_for_engines
+    from pdx.bench.breakdown.command import KV_SPACE, choose_systems, room_for_engines
     from pdx.bench.reuse.run import Plan, run
     from pdx.bench.reuse.systems import contenders
     from pdx.bench.reuse.workload import Settings
@@ -109,7 +107,7 @@ def reuse(
         raise ConfigError(f"{KV_SPACE} is set, and this bench chooses the size of each engine's KV cache: unset it")
     out.mkdir(parents=True, exist_ok=True)
     bed, sizes = prepare(model, out, flags, settings, gbit)
-    chosen, not_run = choose(systems, contenders(sizes))
+    chosen, not_run = choose_systems(systems, contenders(sizes))
     if not chosen:
         raise ConfigError("; ".join(f"{name}: {why}" for name, why in not_run.items()))
     plan = Plan(
@@ -147,19 +145,6 @@ def prepare(
     everything = int(ROOM * working_set * kv_bytes) + small
     bed = replace(bed, flags=(*bed.flags, KV_FLAG, str(small)), arena=f"{-(-everything // MIB)}MiB")
     return bed, Sizes(own=everything, arena_of_many=small, gbit=gbit)
-
-
-def choose(names: str, known: Mapping[str, System]) -> tuple[dict[str, System], dict[str, str]]:
-    """Those that can be tried, in their own order, and why the others cannot.
-
-    :raises ConfigError: a name is unknown.
-    """
-    wanted = list(known) if names == "all" else [name.strip() for name in names.split(",")]
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise ConfigError(f"unknown system {unknown[0]!r} (known: {', '.join(known)}, or all)")
-    not_run = {name: f"does not run here: {why}" for name in known if name in wanted and (why := known[name].why_not())}
-    return {name: known[name] for name in known if name in wanted and name not in not_run}, not_run
 
 
 def _is_default(context: click.Context, name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from pdx.bench.breakdown.records import Found, SystemFacts
+from pdx.bench.harness.report import replace_file
 
 KIND = "pdx-bench-reuse"
 FIRST, BURST = "first", "burst"  # loads: one request at a time; all at once
@@ -70,9 +71,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 def save(result: Result, path: Path) -> None:
     """Write it whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(result))
-    partial.replace(path)
+    replace_file(path, msgspec.json.encode(result))
 
 
 def load(path: Path) -> Result:

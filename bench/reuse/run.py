@@ -12,11 +12,11 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from pdx.bench.breakdown.progress import BreakdownProgress
 from pdx.bench.breakdown.records import Found, SystemFacts
 from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import AskFailed, session
 from pdx.bench.harness.interrupts import Interrupts, undisturbed, whole
+from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import Prompts, model_facts
 from pdx.bench.harness.report import machine
 from pdx.bench.reuse import records, report
@@ -71,7 +71,7 @@ def run(plan: Plan) -> int:
         not_run=dict(plan.not_run),
     )
     status = 0
-    with BreakdownProgress() as progress, Interrupts():
+    with Shown() as progress, Interrupts():
         for name, why in plan.not_run.items():
             progress.note(f"{name} is left out: {why}")
         fleet = Fleet(plan.bed, list(plan.systems.values()), plan.max_engines)
@@ -94,7 +94,7 @@ def run(plan: Plan) -> int:
 class Reuse:
     """One run under way. State: the result, and which systems run and are warm. One thread."""
 
-    def __init__(self, result: Result, path: Path, plan: Plan, fleet: Fleet, watcher: BreakdownProgress) -> None:
+    def __init__(self, result: Result, path: Path, plan: Plan, fleet: Fleet, watcher: Shown) -> None:
         self.result = result
         self._path = path
         self._plan = plan

@@ -18,7 +18,7 @@ import msgspec
 import numpy
 from rich.table import Table
 
-from pdx.bench.harness.report import console, machine
+from pdx.bench.harness.report import console, machine, replace_file
 from pdx.bench.serve.run import BACKENDS, LISTS, Block, Result, Settings, Tally, total
 from pdx.errors import ConfigError
 
@@ -176,14 +176,11 @@ class Report:
 
     def write(self, tallies: Sequence[Tally], *, is_complete: bool) -> list[Path]:
         """Keep one file for each server, and for two servers their comparison; returns the files."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         found = {file_name(each.server.label): self.result(each, is_complete=is_complete) for each in tallies}
         if len(tallies) == 2:
             found["comparison.json"] = self.compare(*tallies)
         for name, result in found.items():
-            partial = self._folder / f"{name}.partial"
-            partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-            partial.replace(self._folder / name)
+            replace_file(self._folder / name, (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
         return [self._folder / name for name in found]
 
     def compare(self, first: Tally, second: Tally) -> Result:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from pdx.cli.options import option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdx.bench.sim.options import Options
     from pdx.bench.sim.requests import Trace
     from pdx.bench.sim.sweep import Point
 
@@ -99,7 +99,7 @@ def sim(
     pdx sim --sessions 9000 --model llama-13b --gpu a100 --tp 2 --queue-depth 64
     pdx sim --sessions 9000 --sweep host=0.05x,0.1x,0.25x,0.5x --plot capacity.png
     """
-    from pdx.bench.sim.options import Options, traces_of
+    from pdx.bench.sim.options import traces_of
 
     if apart and sweep:
         raise ConfigError("--apart and --sweep are two different questions; ask one")
@@ -109,7 +109,7 @@ def sim(
         from pdx.bench.harness.plot_style import require_matplotlib
 
         require_matplotlib()
-    asked = msgspec.convert(options, Options)
+    asked = SimpleNamespace(**options)
     found = traces_of(traces, asked)
     if sweep:
         _sweep(found, asked, sweep, plot, as_json)
@@ -119,17 +119,18 @@ def sim(
         _simulate(found, asked, as_json)
 
 
-def _simulate(traces: Sequence[Trace], options: Options, as_json: bool) -> None:
+def _simulate(traces: Sequence[Trace], options: SimpleNamespace, as_json: bool) -> None:
+    from pdx.bench.harness.progress import Shown
     from pdx.bench.sim.options import case_of
     from pdx.bench.sim.simulation import simulate
     from pdx.bench.sim.tables import of_result
 
     case = case_of(options)
     results = []
-    with _bar() as bar:
+    with Shown() as bar:
         for trace in traces:
-            task = bar.bar.add_task(trace.name, total=len(trace.requests))
-            results.append(simulate(trace, case, lambda count, task=task: _show(bar, task, count)))  # type: ignore[misc]
+            bar.begin(len(trace.requests), trace.name)
+            results.append(simulate(trace, case, bar.done))
     if as_json:
         click.echo(msgspec.json.encode(results))
         return
@@ -138,7 +139,7 @@ def _simulate(traces: Sequence[Trace], options: Options, as_json: bool) -> None:
             _console().print(each)
 
 
-def _apart(traces: Sequence[Trace], options: Options, way: str, as_json: bool) -> None:
+def _apart(traces: Sequence[Trace], options: SimpleNamespace, way: str, as_json: bool) -> None:
     from pdx.bench.sim.options import case_of, policy_of
     from pdx.bench.sim.replay import replay
     from pdx.bench.sim.simulation import block_bytes
@@ -158,7 +159,8 @@ def _apart(traces: Sequence[Trace], options: Options, way: str, as_json: bool) -
     _console().print(table("memory alone", ("trace", "policy", ">blocks", ">hits"), lines))
 
 
-def _sweep(traces: Sequence[Trace], options: Options, sweep: str, plot: Path | None, as_json: bool) -> None:
+def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, plot: Path | None, as_json: bool) -> None:
+    from pdx.bench.harness.progress import Shown
     from pdx.bench.sim.options import case_of, policy_of, seconds_of
     from pdx.bench.sim.plots import draw
     from pdx.bench.sim.sweep import by_room, by_time, demand_bytes
@@ -166,22 +168,16 @@ def _sweep(traces: Sequence[Trace], options: Options, sweep: str, plot: Path | N
 
     policies = options.policy.split(",")
     for policy in policies:
-        policy_of(msgspec.structs.replace(options, policy=policy))
-    token_bytes = case_of(msgspec.structs.replace(options, policy="lru")).model.kv_token_bytes
+        policy_of(SimpleNamespace(policy=policy))
+    token_bytes = case_of(SimpleNamespace(**{**vars(options), "policy": "lru"})).model.kv_token_bytes
     what, _, values = sweep.partition("=")
     if what not in ("host", "age", "idle") or not values:
         raise ConfigError(f"--sweep {sweep!r}: write for example host=16GB,64GB or host=0.1x,0.25x or idle=60s,10m")
     times = [seconds_of(text) for text in values.split(",")] if what != "host" else []
     sizes = _sizes(values) if what == "host" else []
     points: list[Point] = []
-    with _bar() as bar:
-        count = len(traces) * (len(times) or len(sizes) * len(policies))
-        task = bar.bar.add_task("replaying", total=count)
-
-        def told() -> None:
-            bar.bar.advance(task)
-            bar.bar.refresh()
-
+    with Shown(len(traces) * (len(times) or len(sizes) * len(policies))) as bar:
+        told = partial(bar.done, 1)
         for trace in traces:
             if times:
                 points += by_time(trace, token_bytes, what, times, told)
@@ -215,18 +211,6 @@ def _sizes(values: str) -> list[tuple[float, bool]]:
         if not found[-1][0] > 0:
             raise ConfigError(f"--sweep: {value!r} is no room at all")
     return found
-
-
-def _bar() -> Any:
-    from pdx.bench.harness.progress import Shown
-
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    return Shown(Console(stderr=True, highlight=False), *columns)
-
-
-def _show(bar: Any, task: Any, count: int) -> None:
-    bar.bar.update(task, completed=count)
-    bar.bar.refresh()
 
 
 def _console() -> Console:

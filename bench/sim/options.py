@@ -1,9 +1,10 @@
-"""The options of `pdx sim`, checked, as the case that is simulated."""
+"""The options of `pdx sim`, which have the names that the command gives them, as the case that is simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,53 +17,12 @@ from pdx.bench.sim.requests import Trace, read
 from pdx.bench.sim.sessions import Conversations, generate
 from pdx.bench.sim.simulation import Case, Prices
 from pdx.bench.sim.tier import Device
-from pdx.config import StoreChoice, parse_bytes
+from pdx.config import parse_bytes
 from pdx.errors import ConfigError
 from pdx.store.policies import by_name
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """As written on the command line."""
-
-    sessions: int
-    session_rate: float
-    think: str
-    window: str
-    moves: bool
-    block: str
-    rate: float
-    seed: int
-    host: str
-    disk: str
-    disk_speed: str
-    disk_latency: str
-    remote: str
-    remote_speed: str
-    remote_latency: str
-    policy: str
-    store: StoreChoice
-    store_window: float
-    model: str
-    gpu: str
-    tp: int
-    engines: int
-    batch: int
-    mfu: float
-    mbu: float
-    link_share: float
-    step: str
-    look_ahead: bool
-    early: int
-    queue_depth: int
-    warm_up: int
-    any_load: bool
-    gpu_price: float
-    host_price: float
-    disk_price: float
-    remote_price: float
-
-
-def traces_of(paths: Sequence[Path], options: Options) -> list[Trace]:
+def traces_of(paths: Sequence[Path], options: Any) -> list[Trace]:
     """Those that are named, or generated.
 
     :raises ConfigError: there are none, or both; or a file is no trace.
@@ -95,7 +55,7 @@ def _at_rate(trace: Trace, rate: float) -> Trace:
     return msgspec.structs.replace(trace, requests=moved)
 
 
-def case_of(options: Options) -> Case:
+def case_of(options: Any) -> Case:
     """:raises ConfigError: an option is wrong."""
     gpu, shapes = find_gpu(options.gpu), find_model(options.model)
     assumed = Assumptions(
@@ -138,14 +98,14 @@ def case_of(options: Options) -> Case:
     )
 
 
-def policy_of(options: Options) -> str:
+def policy_of(options: Any) -> str:
     """The eviction policy of memory.
 
     :raises ConfigError: there is none of this name.
     """
     if options.policy != BELADY:
         by_name.find(options.policy)
-    return options.policy
+    return str(options.policy)
 
 
 def seconds_of(text: str) -> float:

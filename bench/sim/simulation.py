@@ -116,7 +116,7 @@ def block_bytes(case: Case, trace: Trace) -> float:
 
 
 def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda count: None) -> Result:
-    """`told`: is called with the number of requests that are over, now and then.
+    """`told`: is called now and then with how many more requests are over.
 
     :raises ConfigError: something of it makes no sense.
     """
@@ -257,7 +257,7 @@ class _Run:
         if self._future is not None:
             self._node.refresh(served.request.keys)
         if not self._over % 64:
-            self._told(self._over)
+            self._told(64)
 
     # ---- what comes of it -------------------------------------------------------------------
 

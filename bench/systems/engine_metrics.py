@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from pdx.bench.breakdown.records import Engines, Found
 from pdx.bench.harness import web
@@ -44,15 +44,7 @@ class Sums:
 
     def since(self, before: Sums) -> Sums:
         """What was added."""
-        return Sums(
-            self.finished - before.finished,
-            self.queue_s - before.queue_s,
-            self.prefill_s - before.prefill_s,
-            self.first_s - before.first_s,
-            self.computed_tokens - before.computed_tokens,
-            self.local_tokens - before.local_tokens,
-            self.external_tokens - before.external_tokens,
-        )
+        return Sums(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 def parse(text: str) -> Sums:

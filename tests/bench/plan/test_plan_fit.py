@@ -1,5 +1,7 @@
 """Calibration and check: what the model itself produced is found again, and it agrees with what was measured."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from pdx.bench.plan.fit import (
     points,
     shapes_measured,
 )
-from pdx.bench.plan.options import Options, ask
+from pdx.bench.plan.options import ask
 from pdx.bench.plan.shapes import PRESETS
 from pdx.errors import ConfigError
 
@@ -91,7 +93,7 @@ def test_what_a_wire_does_not_hide_counts_once(tmp_path):
     path = tmp_path / "result.json"
     records.save(one, path)
     asked = ask(
-        Options(
+        SimpleNamespace(
             **dict.fromkeys(("model", "gpu", "tp", "weights", "kv", "reuse_link", "memory", "system"), ""),
             **dict.fromkeys(("step", "control"), "1ms"),
             **dict.fromkeys(("prefillers", "decoders", "input_variation", "reuse"), 0),
