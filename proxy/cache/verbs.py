@@ -65,14 +65,27 @@ class Verbs:
         :raises VerbRefused: the only node that was named refuses it.
         """
         nodes = self._nodes(kind, said, names)
-        verb = await self._read(kind, said)
+        envelope = advice(bytes(said.hints)) if kind is Advise else None
+        verb: Any
+        if envelope is not None:
+            verb = Advise(envelope.hints, said.keys, said.shards)
+        else:
+            verb = await self._read(kind, said)
         if isinstance(verb, Move) and verb.target_node:
             self._instances.check_heard(self._instances.get(verb.target_node))
         if isinstance(verb, Find) and (found := self._by_index(verb, nodes)) is not None:
             return found
-        if isinstance(verb, Advise):
-            return await self._advise(said, nodes, wait_s)
-        return await self._ask(nodes, verb, wait_s)
+        if len(nodes) == 1 and (names or kind.is_of_one_node()) and ALL not in names:
+            found = {name: await self._ask(node, verb, wait_s) for name, node in nodes.items()}
+        else:
+            outcomes = await asyncio.gather(*(self._settled(node, verb, wait_s) for node in nodes.values()))
+            found = dict(zip(nodes, outcomes, strict=True))
+        if envelope is None:
+            return found
+        return {  # each field has a verdict, also those of which nodes are not told
+            name: Advised(envelope.answer(each.verdicts)) if isinstance(each, Advised) else each
+            for name, each in found.items()
+        }
 
     def _nodes(self, kind: type[Verb], said: Any, names: Collection[str]) -> dict[str, Instance]:
         """:raises SelectionError: one is not known, or none is named for a verb that must not go to all of them."""
@@ -92,8 +105,6 @@ class Verbs:
         :raises NoEngine: it is about a text, and no engine makes tokens of it.
         """
         fields = {name: getattr(said, name) for name in said.__struct_fields__}
-        if kind is Advise:
-            return Advise(advice(bytes(fields["hints"])).hints)
         prompt: Prompt | None = fields.get("what")
         if "what" in fields:
             fields["what"] = Selection()
@@ -132,22 +143,7 @@ class Verbs:
             found[name] = Found(len(ask.what.keys), hits, tiers, chunk_tokens=ask.what.chunk_tokens, by_index=True)
         return found
 
-    async def _advise(self, said: Any, nodes: Mapping[str, Instance], wait_s: float) -> dict[str, Outcome]:
-        """Each field that was said has a verdict of each node, also those of which nodes are not told."""
-        envelope = advice(bytes(said.hints))
-        told = await self._ask(nodes, Advise(envelope.hints), wait_s)
-        return {
-            name: Advised(envelope.answer(each.verdicts)) if isinstance(each, Advised) else each
-            for name, each in told.items()
-        }
-
-    async def _ask(self, nodes: Mapping[str, Instance], verb: AnyVerb, wait_s: float) -> dict[str, Outcome]:
-        if len(nodes) == 1:
-            return {name: await self._ask_one(node, verb, wait_s) for name, node in nodes.items()}
-        outcomes = await asyncio.gather(*(self._settled(node, verb, wait_s) for node in nodes.values()))
-        return dict(zip(nodes, outcomes, strict=True))
-
-    async def _ask_one(self, node: Instance, verb: AnyVerb, wait_s: float) -> Outcome:
+    async def _ask(self, node: Instance, verb: AnyVerb, wait_s: float) -> Outcome:
         self._instances.check_heard(node)
         outcome = await self._orders.ask(node.name, verb, wait_s)
         if isinstance(outcome, Refused):
@@ -156,7 +152,7 @@ class Verbs:
 
     async def _settled(self, node: Instance, verb: AnyVerb, wait_s: float) -> Outcome:
         try:
-            return await self._ask_one(node, verb, wait_s)
+            return await self._ask(node, verb, wait_s)
         except VerbRefused as error:
             return Refused(error.error, str(error))
         except PdxError as error:

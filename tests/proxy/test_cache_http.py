@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +48,7 @@ SAID = {"what": {"keys": [KEY], "shards": 2}}
 RUNNING = JobStatus("a:3f-7", "move", "running", 4)
 WELL = NodeStatus("a", 255, 1, 1.0, 1, 1, {}, {}, 0, 0, 0, [], {})
 ENVELOPE = {"version": 1, "session": "mine", "prefetch": True, "lease_s": 5, "cache_salt": "s"}
-ADVICE = {"hints": ENVELOPE}
+ADVICE = {"hints": ENVELOPE, "keys": [base64.b64encode(bytes.fromhex(KEY)).decode()], "shards": 2}
 # What is said, of which nodes (a and b, b is never asked), the verb that a is told, and an answer of its.
 CASES = [
     ("lookup", SAID, Find(KEYS), Found(3, 2, {"memory": 1, "disk": 2}, {"memory": 1}, ["remote"], 9, 32)),
@@ -75,7 +76,7 @@ CASES = [
     (
         "advise",
         ADVICE,
-        Advise(Hints(digest("mine"), salt=tenant("s"), lease_s=5.0, prefetch=[""])),
+        Advise(Hints(digest("mine"), salt=tenant("s"), lease_s=5.0, prefetch=[""]), KEYS.keys, 2),
         Advised([Verdict("prefetch", "accepted")]),
     ),
 ]
@@ -156,8 +157,21 @@ def test_a_node_that_is_silent_has_an_error_and_the_others_are_answered(tmp_path
             made.nodes["b"].answers = lambda _: None
             told = await made.ok("lookup", **SAID, wait_s=0.2)
             assert (list(told["nodes"]), told["errors"]["b"]["type"]) == (["a"], "NodeUnavailable")
+            status, told = await made.post("lookup", SAID, node="b", wait_s=0.2)
+            assert (status, told["error"]["type"]) == (504, "NodeUnavailable"), "it alone was named"
             listed = await made.ok("ls", wait_s=0.2)
             assert listed["errors"]["a"]["type"] == "ProtocolError", "that was no Listing"
+
+    run(main)
+
+
+def test_of_all_nodes_one_that_refuses_has_an_error_also_where_it_is_the_only_one(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            made.nodes["a"].answers = lambda _: refused("TierUnknown", "no such tier")
+            for nodes in ((), "*"):
+                told = await made.ok("lookup", **SAID, node=nodes)
+                assert told == {"nodes": {}, "errors": {"a": {"type": "TierUnknown", "message": "no such tier"}}}
 
     run(main)
 
