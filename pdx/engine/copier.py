@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from pdx.engine.plan import PagesPlan
 from pdx.memory.arena import Arena
@@ -12,17 +13,22 @@ from pdx.memory.arena import Arena
 Action = Callable[[], None]
 
 
-class Scatter(ABC):
+@dataclass
+class Scatter:
     """Copies the chunks of one load. The load thread calls `copy` any number of times, then `close`."""
 
-    @abstractmethod
+    copier: PageCopier
+    mapped: Any  # what the copier has made of the arena
+    fence: Any = None  # what must have passed before the first copy
+
     def copy(self, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
         """Copy these layers of these pages; those whose slots were not the promised ones before and after, or out of
         reach."""
+        return self.copier.load(self, pages, layers)
 
-    @abstractmethod
     def close(self) -> None:
         """Let go of the arena."""
+        self.copier.let_go(self)
 
 
 class PageCopier(ABC):
@@ -75,6 +81,13 @@ class PageCopier(ABC):
     @abstractmethod
     def loading(self, arena: Arena) -> Scatter | None:
         """For one load: what copies it behind all that was computed up to now. None: nothing can be loaded."""
+
+    @abstractmethod
+    def load(self, source: Scatter, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
+        """See `Scatter.copy`."""
+
+    def let_go(self, source: Scatter) -> None:  # noqa: B027  a mapping may go with the last view of it
+        """See `Scatter.close`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -79,7 +79,7 @@ class CpuCopier(PageCopier):
 
     def loading(self, arena: Arena) -> Scatter | None:
         data = self._bytes_of(arena)
-        return None if data is None else _CpuScatter(self, arena, data)
+        return None if data is None else Scatter(self, (arena, data))
 
     def close(self) -> None:
         self._targets = []
@@ -103,22 +103,9 @@ class CpuCopier(PageCopier):
         first = layer * target.pages.num_blocks + target.pages.first
         return PageCopy(target.rows[first : first + len(target.block_ids)], target.block_ids, self._layers[layer])
 
-    def load(self, arena: Arena, data: torch.Tensor, wanted: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
-        """See `Scatter.copy`."""
-        sources = self._targets_of(wanted, arena, data)
-        scatter([self._copy(source, layer) for source in sources for layer in layers])
-        arrived = {id(source.pages) for source in sources if arena.is_current(source.pages.slot_of(self._shard))}
-        return [pages for pages in wanted if id(pages) not in arrived]
-
-
-class _CpuScatter(Scatter):
-    def __init__(self, copier: CpuCopier, arena: Arena, data: torch.Tensor) -> None:
-        self._copier = copier
-        self._arena = arena
-        self._data = data
-
-    def copy(self, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
-        return self._copier.load(self._arena, self._data, pages, layers)
-
-    def close(self) -> None:
-        """The mapping goes with the last view of it."""
+    def load(self, source: Scatter, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
+        arena, data = source.mapped
+        targets = self._targets_of(pages, arena, data)
+        scatter([self._copy(target, layer) for target in targets for layer in layers])
+        arrived = {id(target.pages) for target in targets if arena.is_current(target.pages.slot_of(self._shard))}
+        return [each for each in pages if id(each) not in arrived]

@@ -331,14 +331,16 @@ class GpuCopier(PageCopier):
         mapped = self._held(arena) if not self.streams.is_capturing() else None
         if mapped is None:
             return None
-        return _GpuScatter(self, mapped, self._recorded(self.streams.compute()))
+        return Scatter(self, mapped, self._recorded(self.streams.compute()))
 
-    def load(
-        self, mapped: MappedArena, fence: StreamEvent | None, wanted: Sequence[PagesPlan], layers: range
-    ) -> list[PagesPlan]:
-        """See `Scatter.copy`. `fence`: it must have passed before the first copy."""
+    def let_go(self, source: Scatter) -> None:
+        source.mapped.release()
+
+    def load(self, source: Scatter, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
+        mapped = source.mapped
+        fence, source.fence = source.fence, None  # what the loading stream does later comes behind it as well
         self.streams.bind_thread()
-        found = [(each, run) for each in wanted if (run := self._run_of(each, mapped)) is not None]
+        found = [(each, run) for each in pages if (run := self._run_of(each, mapped)) is not None]
         if fence is not None:
             fence.wait(self._loading)
         with self.streams.on(self._loading):
@@ -352,7 +354,7 @@ class GpuCopier(PageCopier):
             raise
         self._spare.extend((ended,) if fence is None else (fence, ended))
         loaded = {id(each) for each, _ in found if mapped.arena.is_current(each.slot_of(self._shard))}
-        return [each for each in wanted if id(each) not in loaded]
+        return [each for each in pages if id(each) not in loaded]
 
     # ---- both -------------------------------------------------------------------------------
 
@@ -388,22 +390,6 @@ class GpuCopier(PageCopier):
     def _passed(self, event: StreamEvent, action: Action) -> None:
         self._spare.append(event)
         action()
-
-
-class _GpuScatter(Scatter):
-    """Holds the mapping until it is closed."""
-
-    def __init__(self, copier: GpuCopier, mapped: MappedArena, fence: StreamEvent) -> None:
-        self._copier = copier
-        self._mapped = mapped
-        self._fence: StreamEvent | None = fence
-
-    def copy(self, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
-        fence, self._fence = self._fence, None  # what the loading stream does later comes behind it as well
-        return self._copier.load(self._mapped, fence, pages, layers)
-
-    def close(self) -> None:
-        self._mapped.release()
 
 
 def page_map(layers: Sequence[torch.Tensor], num_blocks: int, page_bytes: int) -> PageMap:
