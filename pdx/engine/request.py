@@ -230,9 +230,10 @@ class TrackedRequest:
 
     def step(self, step: Step) -> None:
         """Go on in its life. A step that is not in the table is a bug of ours: PDX goes off for this engine."""
-        self._counts[self.state] -= 1
-        self.state = TRANSITIONS[self.state, step]
-        self._counts[self.state] += 1
+        before, self.state = self.state, TRANSITIONS[self.state, step]
+        if self.state is not before:
+            self._counts[before] -= 1
+            self._counts[self.state] += 1
 
     def end(self) -> None:
         """It is over: it counts no more."""

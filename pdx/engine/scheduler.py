@@ -58,7 +58,7 @@ class SchedulerHalf:
         self._fingerprint = layout.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, layout, hashing.tail)
         self._requests: dict[str, TrackedRequest] = {}
-        self._counts = Counter[State]()  # of these
+        self._counts = Counter(dict.fromkeys(State, 0))  # of these
         self._turns = Turns(limits)  # of new ones
         self._due: set[str] = set()  # those that the next step may have something to do for
         self._loads: list[LoadPlan] = []
@@ -120,7 +120,7 @@ class SchedulerHalf:
     @property
     def _num_seated(self) -> int:
         """Requests that have a place among those of a step, or will have one before any that waits."""
-        return sum(self._counts[state] for state in SEATED)
+        return sum(map(self._counts.__getitem__, SEATED))  # asked for each request that waits
 
     def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Envelope]:
         salt = getattr(request, "cache_salt", None)  # which not every engine has

@@ -10,10 +10,10 @@ asked, found or saved, but others may rest on the same blocks (`pdx.engine.trust
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 
-class State(Enum):
+class State(IntEnum):
     """Where a request is in its life."""
 
     LEFT_OUT = auto()
@@ -25,7 +25,7 @@ class State(Enum):
     VOID = auto()  # likewise, and nothing of its blocks is saved: computed before a reset, or from pages that failed
 
 
-class Step(Enum):
+class Step(IntEnum):
     """What can happen to a request."""
 
     DECIDE = auto()
@@ -55,5 +55,5 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     **{(State.LEFT_OUT, step): State.LEFT_OUT for step in (Step.RUN, Step.PREEMPT, Step.VOID)},
 }
 
-LOADING = frozenset({State.LOADING, State.LOADING_VOID})
-SEATED = LOADING | {State.RUNNING, State.VOID}  # has a place in the engine's steps, or will before any that waits
+LOADING = (State.LOADING, State.LOADING_VOID)
+SEATED = (*LOADING, State.RUNNING, State.VOID)  # has a place in the engine's steps, or will before any that waits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -65,37 +64,6 @@ def test_a_descriptor_that_is_another_file_by_now_says_nothing_about_the_node(
         assert not connection.is_alive
     connection._pidfd = pidfd  # noqa: SLF001
     connection.close()
-
-
-def test_one_line_says_where_an_engine_is_attached_and_one_that_it_is_lost(
-    address: str, start_node: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of its links, one for the scheduler half and one for each rank, one speaks."""
-    caplog.set_level(logging.INFO, "pdx")
-    config = ConnectorConfig(node=address, start_node=False, chunk_tokens=512)
-    node = start_node()
-    links = [
-        NodeLink(config, Hello(VERSION, os.getpid(), kind, engine="e", shard=shard), starter=False)
-        for kind, shard in (("worker", 0), ("worker", 1), ("scheduler", 0))
-    ]
-    try:
-        assert all(link.wait_attached(10) for link in links)
-        first = node.process.pid
-        node.kill()
-        wait_until(lambda: not any(link.connection for link in links), what="all have noticed")
-        node = start_node()
-        wait_until(lambda: all(link.connection for link in links), what="all are attached again")
-    finally:
-        for link in links:
-            link.close()
-    lines = [(record.levelname, record.message) for record in caplog.records if "PDX" in record.message]
-    room = f"{node.config.arena_bytes / 2**30:.1f} GiB in host memory, chunks of 512 tokens"
-    assert [line for line in lines if line[0] == "INFO"] == [
-        ("INFO", f"PDX is attached to the node at {address} (pid {pid}): {room}") for pid in (first, node.process.pid)
-    ]
-    assert [line for line in lines if line[0] == "WARNING"] == [
-        ("WARNING", f"PDX has lost the node at {address} (pid {first}): this engine runs without it until the next one")
-    ]
 
 
 def test_the_fingerprint_that_keys_are_made_with_is_told_at_once_and_to_each_node(

@@ -16,11 +16,9 @@ from toy_engine import BLOCK, CHUNK, Request, ToyEngine
 import pdx
 from pdx.engine.step import StepRecord, StepRequest
 from pdx.errors import LayoutError
-from pdx.memory.keys import chunk_key
 from pdx.testing.waiting import wait_until
 from pdx.vllm.step import step_record
 from pdx.wire.messages import Delete
-from pdx.wire.verbs import Models
 
 TRANSFER = {"transfer_id": "reset-" + "r" * 20}
 
@@ -63,22 +61,6 @@ def test_after_a_reset_this_engine_finds_what_it_has_saved_since_and_nothing_old
     other.scheduler.reset()
     other.weights = "newer"
     check(other, engines, prompt, 0)
-
-
-def test_a_controller_is_told_what_an_engine_makes_its_keys_with_after_a_reset(
-    engines: Any,
-) -> None:
-    engine = engines()
-    with attached(engines.node.address, kind="controller") as controller:
-
-        def told() -> list[bytes]:
-            return [model.layout for model in controller.ask(Models()).models]
-
-        (before,) = told()
-        engine.scheduler.reset()
-        wait_until(lambda: told() != [before], what="another fingerprint is told")
-        request = Request("r", tokens(40, CHUNK))
-        assert engine.scheduler.track(request).keys.leading(1) == [chunk_key(told()[0], request.block_hashes[-1])]
 
 
 MOMENTS = {"asked", "decided", "allocated", "loading", "loaded", "computing", "computed", "generating"}
@@ -320,29 +302,6 @@ def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Callable[...,
     del request.all_token_ids[CHUNK:]
     assert tracked.keys.leading(1) == [first]
     engine.scheduler.finished(request)
-
-
-def test_a_request_that_is_not_soon_its_turn_keeps_nobody_from_saving(engines: Callable[..., ToyEngine]) -> None:
-    """Its room was asked for when it came. Meanwhile the same prompt is computed by another engine, for a decoder."""
-    busy, first, second = engines(), engines(), engines()
-    prompt = tokens(55, 3 * CHUNK + 2)
-    later = Later(busy)
-    queued = Request("q", prompt)
-    busy.scheduler_guard.arrived(queued)
-    wait_until(lambda: engines.node.status().chunks == {"filling": 3}, what="it has room")
-    later.pass_by(busy, 1.1)
-    wait_until(lambda: not engines.node.status().chunks, what="the room is given back")
-    request = Request("p", prompt, {"do_remote_decode": True, **TRANSFER})
-    first.admit(request)
-    first.step((request, len(prompt)))
-    first.finish(request)
-    decode = Request("d", prompt, {"do_remote_prefill": True, "prefill_tokens": len(prompt), **TRANSFER})
-    second.admit(decode)
-    assert decode.num_computed == len(prompt)
-    second.finish(decode)
-    assert busy.match(queued) == 3 * CHUNK
-    busy.finish(queued)
-    wait_until(lambda: at_rest(engines), what="at rest")
 
 
 # ---- the node's epochs ----------------------------------------------------------------------

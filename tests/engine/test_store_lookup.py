@@ -269,31 +269,12 @@ def test_what_may_still_come_is_waited_for_by_the_node(params: dict[str, Any]) -
     assert [(type(body), bool(body.wait_s)) for body in node.asked] == [(Admit, True)]
 
 
-def test_what_is_there_and_room_for_the_rest_are_one_question() -> None:
-    asking, node = Asking(2 * CHUNK, None), ScriptedNode(silent)
-    assert not asking.advance(node)
-    assert [(type(body), bool(body.lease_s), bool(body.nbytes)) for body in node.asked] == [(Admit, True, True)]
-    node.script = answers(0)
-    assert asking.advance(node)
-    assert (len(node.asked), len(asking.tracked.node.grants)) == (1, 2)
-
-
 def test_a_node_that_keeps_its_answer_back_is_asked_once() -> None:
     asking, node = Asking(2 * CHUNK, DECODE), ScriptedNode(silent)
     for _ in range(100):
         assert not asking.advance(node)
     assert len(node.asked) == 1
     assert 0 < node.asked[0].wait_s < asking.lookup._config.lookup_s, "silence is still noticed"
-
-
-def test_nobody_waits_while_requests_are_running() -> None:
-    asking, node = Asking(2 * CHUNK, None), ScriptedNode(silent)
-    assert not asking.advance(node)
-    assert max(node.waited) > 0, "else nothing better is to be done"
-    node.waited.clear()
-    asking.lookup.new_step(is_busy=True)
-    assert not asking.lookup.advance(asking.tracked, node)  # type: ignore[arg-type]
-    assert node.waited == [0.0]
 
 
 def test_a_silent_node_is_asked_nothing_until_it_is_heard_again() -> None:
@@ -385,16 +366,6 @@ def test_an_answer_that_nobody_collected_in_time_is_asked_for_again() -> None:
     node.script = answers(2)
     assert asking.advance(node)
     assert (len(node.all_of(Admit)), asking.tracked.node.hit_tokens) == (2, 2 * CHUNK)
-
-
-def test_steps_that_are_further_apart_than_any_age_keep_nobody_waiting() -> None:
-    asking, node = Asking(2 * CHUNK, None, lookup_s=1000.0), ScriptedNode(silent)
-    steps = 0
-    while not asking.advance(node):
-        assert steps < 5
-        steps += 1
-        asking.clock.now += 100.0
-        node.script = answers(0)
 
 
 class SlowNode(ScriptedNode):
