@@ -24,8 +24,7 @@ from pdx.bench.gpu import hook as gpu_hook  # noqa: E402
 from pdx.bench.gpu import ipc_peer as gpu_ipc_stage  # noqa: E402
 from pdx.bench.gpu import kernels as gpu_kernels  # noqa: E402
 from pdx.bench.gpu import llama as gpu_llama  # noqa: E402
-from pdx.bench.gpu import sanitizer as gpu_sanitizer  # noqa: E402
-from pdx.bench.gpu.__main__ import BROKEN, NO_GPU, SECTIONS  # noqa: E402
+from pdx.bench.gpu.__main__ import NO_GPU, SECTIONS  # noqa: E402
 from pdx.bench.gpu.hook import Meter, hook_figures  # noqa: E402
 from pdx.bench.gpu.hook import Row as HookRow  # noqa: E402
 from pdx.bench.gpu.ipc import ARENA, CHANNEL, COPY, NIXL, ipc_figures  # noqa: E402
@@ -77,27 +76,6 @@ def test_the_sanitizer_says_why_it_does_not_run() -> None:
     assert done.stdout.startswith("compute-sanitizer is not run: ")
 
 
-def test_the_sanitizer_watches_kernel_tests_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every tool, and its own exit status is an error."""
-    commands: list[list[str]] = []
-
-    def fake_run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, gpu_sanitizer.FOUND if "initcheck" in command else 0)
-
-    monkeypatch.setattr(gpu_sanitizer, "why_no_gpu", lambda: "")
-    monkeypatch.setattr(gpu_sanitizer, "find", lambda: "compute-sanitizer")
-    monkeypatch.setattr(gpu_sanitizer.subprocess, "run", fake_run)
-    assert gpu_sanitizer.main() == 1
-    assert [command[command.index("--tool") + 1] for command in commands] == ["memcheck", "initcheck"]
-    memcheck = commands[0]
-    assert memcheck[memcheck.index("--report-api-errors") + 1] == "no"
-    path, _, names = gpu_sanitizer.TESTS
-    assert all(path in command and names in command for command in commands)
-    tests = (ROOT / path).read_text()
-    assert all(f"def {name}(" in tests for name in names.split(" or "))
-
-
 @pytest.mark.long
 def test_all_gpu_tests_are_collected_and_skipped_with_one_reason() -> None:
     done = run("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider")
@@ -127,22 +105,6 @@ def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str], arg
         gpu_benches.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_broken_section_does_not_keep_others_from_running(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    ran = []
-
-    def fake_run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
-        ran.append(command[command.index("--here") + 1])
-        return subprocess.CompletedProcess(command, int(ran[-1] == "kernels"))
-
-    monkeypatch.setattr(gpu_benches.subprocess, "run", fake_run)
-    assert gpu_benches.main(["--bed", "toy", "--out", str(tmp_path)]) == BROKEN
-    assert ran == list(SECTIONS)
-    assert "kernels broke" in capsys.readouterr().out
 
 
 # ---- whole sections, in small ---------------------------------------------------------------
@@ -404,6 +366,3 @@ def test_device_time_leaves_out_what_empties_the_cache(monkeypatch: pytest.Monke
     assert found["copy"].median_s == pytest.approx(2e-3)
     assert found["gather"].median_s == pytest.approx(2.5e-3)
     assert found["gather"].ratio == pytest.approx(0.8)
-
-
-# ---- what a machine with a GPU is spared ----------------------------------------------------

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from cli_process import CliProcess
 from click.testing import CliRunner
 
 from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
@@ -92,22 +90,6 @@ def test_the_proxy_of_another_checkout_is_measured_beside_this_one(place: Path) 
         assert row["before"]["cpu_ms"] > 0
     gains = [figure["name"] for figure in found["figures"] if "before / here" in figure["name"]]
     assert len(gains) == 4 + 2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(180)
-def test_an_interrupted_run_keeps_what_was_measured(place: Path) -> None:
-    slow = ["--requests", "16", "--concurrency", "1,2", "--tokens", "2,4", "--first-ms", "100", "--prompt-tokens", "50"]
-    with CliProcess(place, "bench", "proxy", *slow, "--out", str(place)) as process:
-        process.until("[2/8]")
-        assert process.interrupt(signal.SIGTERM) == 130, process.lines
-        assert not process.left_behind()
-        assert "ended early" in process.output
-        assert not any("Traceback" in line for line in process.lines), process.lines
-    details = json.loads((place / "proxy.json").read_text())["details"]
-    assert details["rows"][0]["concurrency"] == 1
-    assert 1 <= len(details["rows"]) < 4
-    assert not details["is_complete"]
 
 
 @pytest.mark.parametrize(
@@ -237,51 +219,6 @@ def test_a_decode_leg_that_comes_early_waits_for_the_end_of_its_prefill_leg(
                 assert await response.json() == {}
 
     asyncio.run(run())
-
-
-def sequential(engine_url: str, http: aiohttp.ClientSession) -> web.Application:
-    """A proxy that sends the decode leg of a chat when the prefill leg has answered."""
-
-    async def serve(request: web.Request) -> web.Response:
-        body, headers = json.loads(await request.read()), {"X-Request-Id": request.headers["X-Request-Id"]}
-        transfer = {"transfer_id": headers["X-Request-Id"]}
-        leg = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, **transfer}}
-        async with http.post(engine_url + request.path, json=leg, headers=headers) as response:
-            await response.read()
-        leg = body | {"kv_transfer_params": {"do_remote_prefill": True, **transfer}}
-        async with http.post(engine_url + request.path, json=leg, headers=headers) as response:
-            return web.Response(
-                body=await response.read(),
-                content_type="text/event-stream",
-                headers={"x-pdx-transfer-id": transfer["transfer_id"]},
-            )
-
-    async def tell(_request: web.Request) -> web.Response:
-        return web.json_response({"mode": SAMPLED})
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", serve)
-    app.router.add_get("/pdx/requests/{transfer}", tell)
-    return app
-
-
-@pytest.mark.long
-@pytest.mark.timeout(180)
-def test_the_intake_of_a_decode_leg_that_is_sent_after_prefill_is_exposed() -> None:
-    pace = Pace(2.0, 0.0, intake_ms=40.0)
-
-    async def work(http: aiohttp.ClientSession, url: str) -> None:
-        async with serving(sequential(url, http)) as proxy_url:
-            front = Front(proxy_url, proxy_url, os.getpid())
-            stage = Stage(pace, url, url, (os.getpid(), os.getpid()), front)
-            row = await asyncio.to_thread(measure, stage, Case(SAMPLED, 1, 20, 2, 4))
-        assert row.proxy.exposed is not None
-        assert row.proxy.exposed.p50_ms >= 40.0
-        assert row.proxy.exposed.p50_ms <= row.proxy.ttft.p50_ms - 2.0
-        assert row.proxy.exposed.count == row.requests
-        assert row.direct.exposed is None
-
-    with_engine(work, pace)
 
 
 def test_what_is_exposed_begins_with_the_end_of_the_requests_own_prefill_leg() -> None:

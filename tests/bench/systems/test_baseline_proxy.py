@@ -1,4 +1,4 @@
-"""The baselines' proxy between two stand-in engines: what the legs say, what the client gets, what is closed."""
+"""The baselines' proxy between two stand-in engines: what the legs say, what the client gets."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ class Engine:
         self.arrived, self.closed = asyncio.Event(), asyncio.Event()
         self.allowed = asyncio.Event()
         self.allowed.set()
-        self.status, self.answer, self.chunks, self.breaks = 200, {"kv_transfer_params": RETURNED}, CHUNKS, False
+        self.status, self.answer, self.chunks = 200, {"kv_transfer_params": RETURNED}, CHUNKS
         self.is_silent = False  # like a decode engine that waits for KV: headers, and nothing more
 
     async def start(self):
@@ -65,8 +65,6 @@ class Engine:
         for chunk in self.chunks:
             await response.write(chunk)
             await self.allowed.wait()
-        if self.breaks:
-            request.transport.abort()
         return response
 
 
@@ -210,47 +208,6 @@ def test_prefill_refusal_is_the_clients_answer_and_ends_the_decode_leg(mode):
             await it.decode.closed.wait()
         else:
             assert it.decode.seen == []
-
-    play(mode, scene)
-
-
-@pytest.mark.parametrize("mode", [*Mode])
-def test_decode_refusal_is_the_clients_answer_and_ends_prefill(mode):
-    async def scene(it):
-        it.decode.status = 429
-        if mode in AT_ONCE:
-            it.prefill.allowed.clear()
-        status, _, raw = await it.post()
-        assert (status, raw) == (429, b"".join(CHUNKS))
-        if mode in AT_ONCE:
-            await it.prefill.closed.wait()
-
-    play(mode, scene)
-
-
-def test_decode_engine_that_breaks_off_breaks_the_clients_connection():
-    async def scene(it):
-        it.decode.breaks = True
-        with pytest.raises(aiohttp.ClientError):
-            await it.post()
-        assert "done" not in (await it.moments())[1]
-
-    play(Mode.PULL, scene)
-
-
-@pytest.mark.parametrize("mode", [*Mode])
-def test_client_that_leaves_closes_the_legs(mode):
-    async def scene(it):
-        it.decode.allowed.clear()
-        it.prefill.allowed.clear()
-        asking = asyncio.create_task(it.post())
-        await it.prefill.arrived.wait()
-        if mode in AT_ONCE:
-            await it.decode.arrived.wait()
-        asking.cancel()
-        await it.prefill.closed.wait()
-        if mode in AT_ONCE:
-            await it.decode.closed.wait()
 
     play(mode, scene)
 
