@@ -354,19 +354,6 @@ def test_a_file_system_without_direct_io_is_said(make, monkeypatch, caplog):
 # ---- the cap --------------------------------------------------------------------------------
 
 
-def test_what_was_not_used_for_longest_makes_room(make):
-    bed = make(limit_bytes=4 * CHARGE)
-    assert bed.charge == CHARGE
-    for number in range(4):
-        assert bed.store(number)
-    assert bed.has(1)  # a look is no use
-    bed.tier.use([key(0)])
-    assert bed.store(4)
-    assert [bed.has(number) for number in (0, 1, 2, 3, 4)] == [True, False, True, True, True]
-    assert not bed.file(1).exists()
-    assert bed.counters["disk_removed"] == 1
-
-
 def test_what_memory_hits_counts_as_used(make):
     """The disk is not asked for it as long as memory has it."""
     bed = make(limit_bytes=4 * CHARGE)
@@ -480,35 +467,6 @@ def test_many_more_files_than_the_index_takes_are_not_all_kept_until_they_are_so
     bed.settle()
     assert len(bed.files) == 5
     assert bed.has(most + 5)
-
-
-def test_a_chunk_larger_than_the_cap_is_left_out(make):
-    bed = make(limit_bytes=40_000)
-    assert bed.start_store(1) is None
-    assert bed.counters["disk_too_large"] == 1
-
-
-def test_a_smaller_cap_than_before_removes_what_was_not_used_for_longest(bed):
-    for number in range(8):
-        assert bed.store(number)
-        os.utime(bed.file(number), ns=(0, [5, 3, 8, 1, 7, 2, 6, 4][number]))
-    bed.limit_bytes = 3 * bed.charge
-    bed.restart()
-    bed.settle()
-    assert [number for number in range(8) if bed.has(number)] == [2, 4, 6]
-    assert len(bed.files) == 3
-    assert bed.tier.used_bytes == 3 * bed.charge
-
-
-def test_a_load_is_a_use_that_outlives_the_process(bed):
-    for number in range(3):
-        assert bed.store(number)
-        os.utime(bed.file(number), ns=(0, number))
-    assert bed.load(0) is None
-    bed.limit_bytes = 2 * bed.charge
-    bed.restart()
-    bed.settle()
-    assert [number for number in range(3) if bed.has(number)] == [0, 2]
 
 
 def test_how_often_a_chunk_was_loaded_outlives_the_process(make):
@@ -646,18 +604,6 @@ def test_loads_have_a_thread_whatever_is_stored(bed, gate):
     assert not write.arrived.acquire(blocking=False)
     write.open()
     assert [bed.end(copy) for copy in copies] == [None] * 8
-
-
-def test_what_is_forgotten_right_after_it_was_stored_is_removed(bed):
-    copy = bed.start_store(1)
-    call = bed.next_call()  # the file is there, and the control loop has not heard
-    bed.tier.evict([key(1)])
-    call()
-    assert bed.end(copy) is None
-    bed.settle()
-    assert not bed.has(1)
-    assert bed.files == []
-    assert bed.tier.used_bytes == 0
 
 
 def test_what_was_forgotten_is_stored_anew_when_its_old_file_is_gone(bed, gate):

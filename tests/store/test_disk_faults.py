@@ -649,16 +649,6 @@ def test_a_broken_file_that_cannot_be_removed_is_not_found_again(bed, monkeypatc
     assert bed.tier.used_bytes == bed.charge
 
 
-def test_one_of_several_files_that_cannot_be_removed_keeps_none_of_the_others(bed, monkeypatch):
-    for number in range(3):
-        assert bed.store(number)
-    _refuse_to_remove(monkeypatch, 0)
-    assert bed.tier.evict([key(number) for number in range(3)]) == 3
-    bed.settle()
-    assert bed.files == [bed.file(0)]
-    assert bed.tier.used_bytes == bed.charge
-
-
 def test_what_replaces_a_file_that_could_not_be_removed_is_counted_once(bed, monkeypatch):
     assert bed.store(1)
     with monkeypatch.context() as patch:
@@ -746,23 +736,6 @@ def test_a_node_without_descriptors_keeps_its_files(bed, monkeypatch, fake):
     bed.now += PAUSE_S
     assert bed.load(1) is None
     assert bed.has(1)
-
-
-def test_a_node_that_starts_without_descriptors_keeps_its_files(bed, monkeypatch):
-    assert bed.store(1)
-    bed.close_tier()
-    real = os.open
-
-    def failing(path, *args, **settings):
-        if os.fspath(path).endswith(".chunk"):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real(path, *args, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", failing)
-        bed.open()
-    assert bed.tier.used_bytes >= bed.disk_bytes > 0
-    assert bed.load(1) is None
 
 
 def test_the_older_of_two_files_of_a_chunk_is_removed_when_a_node_starts(bed, monkeypatch):
@@ -859,24 +832,6 @@ def test_a_bug_while_files_are_counted_costs_stores_and_nothing_else(bed, monkey
     assert not bed.store(2)
     bed.tier.evict([key(number) for number in range(100)])
     assert not bed.tier._scan.evicted, "nobody looks at these"
-
-
-def test_a_read_only_disk_is_read(tmp_path):
-    with small_disk(tmp_path / "tier", MIB) as folder:
-        bed = Bed(folder.parent)
-        try:
-            assert bed.store(1)
-            subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
-            try:
-                subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
-                assert not bed.store(2)
-                assert bed.counters["disk_read_only"] == 1
-                assert bed.load(1) is None
-            finally:
-                subprocess.run(["umount", "-l", str(folder)], check=True)
-            assert bed.store(2)
-        finally:
-            bed.close()
 
 
 @contextlib.contextmanager

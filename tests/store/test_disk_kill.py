@@ -13,7 +13,7 @@ from disk_bed import Bed
 LIMIT_BYTES = 8 * 40_960  # as in disk_killed.py
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_after_a_kill_at_any_system_call_whatever_is_found_is_whole(tmp_path, seed):
     random_ = random.Random(seed)
     stored = 0

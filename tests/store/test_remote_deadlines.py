@@ -53,6 +53,7 @@ def named(monkeypatch, port):
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["valkey", "valkeys"])
 def test_a_name_with_several_addresses_has_one_deadline(monkeypatch, silent, scheme):
     named(monkeypatch, silent)
@@ -142,6 +143,7 @@ def object_store(monkeypatch):
         Own.is_over.set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("busy_share", "tries"), [(0.0, 2), (0.9, 1)])
 def test_a_second_try_does_not_double_the_deadline(object_store, busy_share, tries):
     """A store that is busy is asked once more, if it said so at once."""
@@ -150,7 +152,7 @@ def test_a_second_try_does_not_double_the_deadline(object_store, busy_share, tri
     backend = opened("s3://bucket", timeout_s=limit_s)
     started_at = time.monotonic()
     with pytest.raises(TierError):
-        backend.read("x")
+        backend.read("x", [])
     took_s = time.monotonic() - started_at
     backend.close()
     assert len(object_store.requests) == tries
@@ -188,7 +190,7 @@ def test_a_real_store_removes_many_at_once_whether_or_not_they_are_there(tmp_pat
     try:
         backend = opened(server.url, timeout_s=20.0)
         for number in range(5):
-            backend.write(f"v3/{number}", b"x")
+            backend.write(f"v3/{number}", [memoryview(b"x")])
         backend.remove([f"v3/{number}" for number in range(1, 8)])
         assert server.names() == ["v3/0"]
         backend.remove(["v3/absent"])

@@ -147,6 +147,7 @@ def test_an_answer_from_before_it_was_stored_says_nothing(beds, redis, monkeypat
     assert not bed.tier._catalog._sought
 
 
+@pytest.mark.long
 def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path):
     server = made("cluster", tmp_path / "cluster").start()
     try:
@@ -200,6 +201,7 @@ def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path):
         server.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["redis", "cluster", "s3"])
 def test_a_store_that_hangs_costs_its_deadline_and_no_more(beds, tmp_path, monkeypatch, kind):
     server = made(kind, tmp_path / "server").start()
@@ -250,6 +252,7 @@ def trickling(request, tmp_path, monkeypatch, beds):
         server.kill()
 
 
+@pytest.mark.long
 def test_a_store_that_trickles_costs_its_deadline_and_no_more(trickling):
     """Each byte comes in time, and the last of them in hours."""
     bed, relay = trickling
@@ -273,6 +276,7 @@ def test_a_store_that_trickles_costs_its_deadline_and_no_more(trickling):
     assert bed.load(2) is None
 
 
+@pytest.mark.long
 def test_a_question_of_many_names_has_one_deadline(monkeypatch):
     """Where each name is a request of its own, each is answered in time, and all of them are not."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
@@ -288,6 +292,7 @@ def test_a_question_of_many_names_has_one_deadline(monkeypatch):
     assert time.monotonic() - started_at < 20 * 0.5, "not 100 times 0.3 s"
 
 
+@pytest.mark.long
 def test_closing_waits_no_longer_for_a_store_that_trickles_than_its_deadline(trickling):
     bed, _ = trickling
     copies = [bed.start("load", 1, at=at) for at in range(2 * THREADS)]
@@ -299,6 +304,7 @@ def test_closing_waits_no_longer_for_a_store_that_trickles_than_its_deadline(tri
     assert {bed.end(copy).kind for copy in copies} <= {"timeout", "cancelled"}
 
 
+@pytest.mark.long
 def test_what_waits_for_a_thread_ends_with_the_pause(beds, redis):
     """Not each with a deadline of its own, one after the other."""
     bed = beds(redis.url, timeout_s=1.0, lookup_s=0.5).opened()
@@ -342,7 +348,7 @@ def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path
 def test_who_is_no_store_at_all(beds, caplog):
     """Somebody who accepts and says nothing sensible."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        bed = beds(f"valkey://127.0.0.1:{listener.getsockname()[1]}", lookup_s=0.3)
+        bed = beds(f"valkey://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.5, lookup_s=0.3)
         until(bed, lambda: bed.counters["remote_paused"])
         assert bed.counters["remote_timeout"] == 1
 

@@ -12,6 +12,13 @@ from pdx.errors import ConfigError
 from pdx.store.health import MAX_ERRORS as MAX_FAILURES
 
 
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    server = made("s3", tmp_path_factory.mktemp("s3") / "server").start()
+    yield server
+    server.kill()
+
+
 def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):
     assert beds(redis.url).opened().store(1) is None
     redis.cli("ACL", "SETUSER", "reader", "on", ">told", "~pdx:*", "+@read", "+ping", "+client", "+hello")
@@ -63,38 +70,30 @@ def test_credentials_come_from_a_file(beds, redis, tmp_path):
     assert beds(redis.url, credentials=str(file)).opened().store(1) is None
 
 
-def test_wrong_credentials_of_s3_are_said(beds, tmp_path, monkeypatch):
-    server = made("s3", tmp_path / "server").start()
-    try:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        file = tmp_path / "remote.toml"
-        file.touch(mode=0o600)
-        file.write_text('access_key_id = "somebody"\nsecret_access_key = "wrong"\n')
-        bed = beds(server.url, credentials=str(file))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_denied"] == 1
-    finally:
-        server.kill()
+def test_wrong_credentials_of_s3_are_said(beds, s3, tmp_path, monkeypatch):
+    for name, value in s3.env().items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "remote.toml"
+    file.touch(mode=0o600)
+    file.write_text('access_key_id = "somebody"\nsecret_access_key = "wrong"\n')
+    bed = beds(s3.url, credentials=str(file))
+    until(bed, lambda: bed.counters["remote_paused"])
+    assert bed.counters["remote_denied"] == 1
 
 
-def test_credentials_of_s3_come_from_a_file(beds, tmp_path, monkeypatch):
-    server = made("s3", tmp_path / "server").start()
-    try:
-        env = server.env()
-        file = tmp_path / "remote.toml"
-        file.touch(mode=0o600)
-        own = [env.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")]
-        file.write_text(f'access_key_id = "{own[0]}"\nsecret_access_key = "{own[1]}"\n')
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        bed = beds(server.url, credentials=str(file)).opened()
-        assert bed.store(1) is None
-        assert bed.load(1) is None
-    finally:
-        server.kill()
+def test_credentials_of_s3_come_from_a_file(beds, s3, tmp_path, monkeypatch):
+    env = s3.env()
+    file = tmp_path / "remote.toml"
+    file.touch(mode=0o600)
+    own = [env.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")]
+    file.write_text(f'access_key_id = "{own[0]}"\nsecret_access_key = "{own[1]}"\n')
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    bed = beds(s3.url, credentials=str(file)).opened()
+    assert bed.store(1) is None
+    assert bed.load(1) is None
 
 
 class ObjectStore(http.server.BaseHTTPRequestHandler):
@@ -166,7 +165,7 @@ def test_an_object_store_that_takes_nothing_is_read_on(beds, tmp_path, caplog, o
 
 
 @pytest.mark.parametrize(("ahead_s", "is_found"), [(-3000.0, True), (0.0, True), (3000.0, True), (3700.0, False)])
-def test_what_clocks_differ_by_is_added_to_the_age(beds, tmp_path, monkeypatch, ahead_s, is_found):
+def test_what_clocks_differ_by_is_added_to_the_age(beds, s3, monkeypatch, ahead_s, is_found):
     """S3 itself refuses whoever's clock is a quarter of an hour off."""
 
     class Clock(datetime):
@@ -175,16 +174,12 @@ def test_what_clocks_differ_by_is_added_to_the_age(beds, tmp_path, monkeypatch, 
             return datetime.now(tz) + timedelta(seconds=ahead_s)
 
     monkeypatch.setattr("pdx.store.remote.s3_backend.datetime", Clock)
-    server = made("s3", tmp_path / "server").start()
-    try:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        bed = beds(server.url, ttl_s=3600.0).opened()
-        assert bed.store(1) is None
-        assert bed.sought([1]) == is_found
-        assert (bed.load(1) is None) == is_found
-    finally:
-        server.kill()
+    for name, value in s3.env().items():
+        monkeypatch.setenv(name, value)
+    bed = beds(s3.url, ttl_s=3600.0).opened()
+    assert bed.store(1) is None
+    assert bed.sought([1]) == is_found
+    assert (bed.load(1) is None) == is_found
 
 
 def test_tls_is_checked(beds, tmp_path):
@@ -207,6 +202,7 @@ def test_tls_is_checked(beds, tmp_path):
         server.kill()
 
 
+@pytest.mark.long
 def test_tls_reaches_each_member_of_a_cluster(beds, tmp_path):
     if why := why_not("cluster"):
         pytest.skip(why)
