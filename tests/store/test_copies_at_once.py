@@ -11,6 +11,7 @@ from test_disk import Gate
 from test_tiers import DictTier, Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
+from pdx.store.disk import chunk_file
 
 TIERS = 3
 
@@ -88,7 +89,7 @@ def test_a_disk_has_several_reads_of_a_prompt_under_way(tmp_path, monkeypatch):
     try:
         for number in range(4):
             assert bed.store(number)
-        gate = Gate(monkeypatch, "read")
+        gate = Gate(monkeypatch, "read", chunk_file)
         copies = [bed.start_load(number, at=number + 1) for number in range(4)]
         for _ in copies:
             assert gate.arrived.acquire(timeout=60), "a read waits for another one"
