@@ -211,7 +211,7 @@ class SendingStage(StoreStage):
         )
 
     def grants(self, offer: Offer, indices: list[int] | None = None, *, at: int = REMOTE) -> Granted:
-        """WriteGrant at the peer, slot behind slot, as it would say so."""
+        """Room at the peer, slot behind slot, as it would say so."""
         granted = list(range(len(offer.keys))) if indices is None else indices
         slots = []
         for index in granted:
@@ -313,9 +313,10 @@ class FakeListener(Listener):
         self.granted: dict[bytes, dict[int, int]] = defaultdict(dict)
         self.landing: set[tuple[bytes, int]] = set()
         self.doubtful: set[tuple[bytes, int]] = set()  # revoked, where it cannot tell
+        self.expelled: set[bytes] = set()
 
     def invite(self, token: bytes) -> RemoteRegion:
-        raise NotImplementedError
+        return RemoteRegion("sure", 4096, token, b"")
 
     def grant(self, token: bytes, offset: int, nbytes: int) -> None:
         assert (token, offset) not in self.landing, "granted while an earlier write may be landing"
@@ -332,7 +333,7 @@ class FakeListener(Listener):
         return []
 
     def expel(self, token: bytes) -> None:
-        pass
+        self.expelled.add(token)
 
     def close(self) -> None:
         pass

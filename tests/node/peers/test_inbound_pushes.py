@@ -12,7 +12,7 @@ from pdx.node.peers.receive_thread import Verdict
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
 from pdx.wire.base import MAX_SLOTS
-from pdx.wire.messages import Release, Slices
+from pdx.wire.messages import Admit, Release, Slices
 
 TRANSFER = "transfer-0123456789"
 
@@ -152,6 +152,27 @@ def test_who_forwards_what_lands_hears_of_it(stage, a):
     assert second.state is State.RETIRED, "it is read by the other push until that hears of it"
     stage.store.unhold([first, second])
     stage.assert_idle()
+
+
+# ---- who may write at all ------------------------------------------------------------------------
+
+
+def test_a_session_writes_to_the_probe_until_it_has_chosen_and_then_by_that_channel_alone(stage, a, b, monkeypatch):
+    monkeypatch.setattr(stage.inbound, "start_threads", lambda: None)
+    assert len(stage.inbound.invite(a, ["sure", "blind", "smoke"])) == 2
+    probe = {0: 4096}
+    assert [stage.listeners[scheme].granted[a.token] for scheme in ("sure", "blind")] == [probe, probe]
+    with pytest.raises(ProtocolError, match="before it has chosen"):
+        stage.inbound.admit(a, 1, Admit([key(0)], GRANULE_BYTES, 1))
+    stage.inbound.choose(a, "sure")
+    assert stage.listeners["sure"].granted[a.token] == {}
+    assert [stage.listeners[scheme].expelled for scheme in ("sure", "blind")] == [set(), {a.token}]
+    for session, scheme in ((a, "sure"), (a, "blind"), (b, "smoke")):
+        with pytest.raises(ProtocolError, match="chooses"):
+            stage.inbound.choose(session, scheme)
+    stage.inbound.session_over(a, is_dead=False)
+    assert stage.listeners["sure"].expelled == {a.token}, "it may write nothing more"
+    assert stage.inbound.sessions == []
 
 
 # ---- who gets room when --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
 from pdx.node.peers import peers as module
-from pdx.node.peers.connection import ConnectionState
+from pdx.node.peers.connection import ConnectionState, Ending
 from pdx.node.peers.peers import Peers
 from pdx.node.peers.regions import Regions
 from pdx.node.sessions import Sessions
@@ -168,6 +168,16 @@ def test_what_waits_for_a_peer_that_is_turned_down_waits_no_longer(stage, monkey
     peers.greeted(stage.peer, ["tcp"])
     why = "no channel works at a: tcp: closed; see `pdx doctor` there"
     assert told == [why, ("b", why)]
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_only_another_life_proves_that_a_peer_is_dead(stage, monkeypatch, ending):
+    """One that said bye, or is silent, may still write where nobody checks."""
+    said = []
+    monkeypatch.setattr(stage.peers.inbound, "session_over", lambda peer, is_dead: said.append(is_dead))
+    stage.peers.tiers.gone = lambda name, why: None
+    stage.peers.over(stage.peer, ending, "")
+    assert said == [ending is Ending.RESTARTED]
 
 
 def test_an_answer_counts_only_from_the_peer_that_was_asked_and_once(stage, monkeypatch):

@@ -167,8 +167,11 @@ def test_a_room_is_its_sessions_alone(stage):
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, LAYERS + 1), (LAYERS, 1), (4095, 4096)])
-def test_layers_that_a_chunk_does_not_have_are_bad(stage, first, count):
-    assert len(stage.land(Slices(GRANULE_BYTES, 7, first, count, bytes(8 * count))).bad) == 1
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_layers_that_a_chunk_does_not_have_are_bad(stage_with, first, count, has_digests):
+    stage = stage_with(needs_digests=has_digests)
+    made = bytes(8 * count) if has_digests else b""
+    assert len(stage.land(Slices(GRANULE_BYTES, 7, first, count, made)).bad) == 1
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x92\x01", bytes(70_000), b"\x92\xff\x90"])
