@@ -276,7 +276,7 @@ def test_no_node_and_a_node_that_dies(address, start_node):
 
 
 def test_a_node_that_is_stopped_does_not_answer_and_others_do(two):
-    with Controller(*two.addresses, timeout_s=2.0) as cache:
+    with Controller(*two.addresses, timeout_s=1.0) as cache:
         tokens = prompt()
         two.save("alpha", tokens)
         two.cluster.nodes["beta"].signal(signal.SIGSTOP)
