@@ -85,8 +85,6 @@ def breakdown(
         overhead_pairs=overhead_pairs if overhead else 0,
     )
     chosen, not_run = choose_systems(systems, SYSTEMS)
-    if not chosen:
-        raise ConfigError("; ".join(f"{name}: {why}" for name, why in not_run.items()))
     out.mkdir(parents=True, exist_ok=True)
     longest = max(tokens) + output_tokens + 1
     bed = make_bed(model, out, flags, longest=longest, together=max(concurrency))
@@ -105,14 +103,17 @@ def breakdown(
 def choose_systems(names: str, known: Mapping[str, System]) -> tuple[dict[str, System], dict[str, str]]:
     """Those that can be tried, in their own order, and why the others cannot.
 
-    :raises ConfigError: a name is unknown.
+    :raises ConfigError: a name is unknown, or none can be tried.
     """
     wanted = list(known) if names == "all" else [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ConfigError(f"unknown system {unknown[0]!r} (known: {', '.join(known)}, or all)")
     not_run = {name: why for name in known if name in wanted and (why := known[name].why_not())}
-    return {name: known[name] for name in known if name in wanted and name not in not_run}, not_run
+    chosen = {name: known[name] for name in known if name in wanted and name not in not_run}
+    if not chosen:
+        raise ConfigError("; ".join(f"{name}: {why}" for name, why in not_run.items()))
+    return chosen, not_run
 
 
 def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: int, together: int) -> Bed:

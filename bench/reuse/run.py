@@ -5,33 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
-from pdx.bench.breakdown.records import Found, SystemFacts
+from pdx.bench.breakdown.records import Found
 from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import AskFailed, session
-from pdx.bench.harness.interrupts import Interrupts, undisturbed, whole
+from pdx.bench.harness.interrupts import undisturbed, whole
 from pdx.bench.harness.progress import Shown
-from pdx.bench.harness.prompts import Prompts, model_facts
+from pdx.bench.harness.prompts import Prompts
 from pdx.bench.harness.report import machine
 from pdx.bench.reuse import records, report
 from pdx.bench.reuse.figures import reference
 from pdx.bench.reuse.player import Player
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, Asked, Point, Result
 from pdx.bench.reuse.systems import SOURCES, CentralRunning, Source
-from pdx.bench.reuse.workload import Message, Passage, Session, Settings, Turn, order, sessions_of
+from pdx.bench.reuse.workload import Message, Passage, Session, Turn, order, sessions_of
 from pdx.bench.systems import engine_metrics
+from pdx.bench.systems import plan as systems_plan
 from pdx.bench.systems.fleet import Fleet
-from pdx.bench.systems.system import Bed, Running, System, is_cpu_build
+from pdx.bench.systems.system import Running
 from pdx.errors import PdxError
 from pdx.testing.waiting import came_true
 
-INTERRUPTED = 130
 SAVED_S = 1.5  # for what a connector still saves when the answer is there
 STORED_S = 60.0  # until a store beyond this host has everything
 LOOK_S = 0.5
@@ -39,17 +39,10 @@ COUNTED_S = 10.0  # until an engine's metrics have the last request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What one run is to do. `not_run`: systems that cannot be tried here, and why."""
+class Plan(systems_plan.Plan):
+    """What one run is to do."""
 
-    settings: Settings
-    systems: Mapping[str, System]
-    not_run: Mapping[str, str]
-    bed: Bed
     targets: tuple[float, ...]
-    max_engines: int
-    out: Path
-    facts: Mapping[str, object]  # more settings, for the result
 
 
 def run(plan: Plan) -> int:
@@ -58,35 +51,22 @@ def run(plan: Plan) -> int:
     0: everything was measured and all answers were right. 130: SIGINT or SIGTERM came. 1: no system could be measured,
     or an answer was wrong.
     """
-    result = Result(
-        machine=machine(),
-        model=model_facts(plan.bed.model, plan.bed.served_name, plan.bed.flags, is_on_gpu=not is_cpu_build()),
-        settings=asdict(plan.settings)
-        | {"targets": plan.targets, "max_engines": plan.max_engines, "flags": list(plan.bed.flags)}
-        | {"environment": plan.bed.env, "arena": plan.bed.arena, **plan.facts},
-        systems={
-            name: SystemFacts(title=system.title, versions=system.versions(), commands=system.commands(plan.bed))
-            for name, system in plan.systems.items()
-        },
-        not_run=dict(plan.not_run),
-    )
-    status = 0
-    with Shown() as progress, Interrupts():
-        for name, why in plan.not_run.items():
-            progress.note(f"{name} is left out: {why}")
+    result = Result(**plan.begin())
+    result.settings["targets"] = plan.targets
+
+    def measure(progress: Shown) -> None:
         fleet = Fleet(plan.bed, list(plan.systems.values()), plan.max_engines)
         try:
             Reuse(result, plan.out / report.RESULT, plan, fleet, progress).run()
-        except KeyboardInterrupt:
-            status = INTERRUPTED
-            progress.note("interrupted; what was measured is kept")
         finally:
             with undisturbed():
                 fleet.close()
-        progress.stop()
+
+    def write() -> None:
         result.machine = machine()  # its load is that of the end
-        with contextlib.suppress(KeyboardInterrupt), undisturbed():
-            report.write(result, plan.out)
+        report.write(result, plan.out)
+
+    status = plan.carry_out(measure, write)
     is_wrong = any(asked.is_same is False for point in result.points for asked in point.asked)
     return status or int(not result.points or is_wrong)
 
