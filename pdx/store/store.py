@@ -385,9 +385,7 @@ class Store:
         return [chunk for slot in slots if (chunk := self._get(slot)) is not None and chunk.state in WRITABLE]
 
     def _written(self, slot: Slot, session: int) -> Chunk:
-        chunk = self._get(slot)
-        if chunk is None:
-            raise StaleSlot(f"{slot} is nobody's slot")
+        chunk = self._get(slot) or self.at(slot)  # which says what is wrong
         if chunk.reservation.writers[chunk.shard] != session or chunk.state not in WRITABLE:
             raise StaleSlot(f"{chunk!r} is not this writer's to fill")
         return chunk
