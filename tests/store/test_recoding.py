@@ -328,9 +328,7 @@ def zeros(number, shard, nbytes):
 def test_what_no_arena_of_this_node_could_take_is_not_decoded(store, tmp_path):
     """An encoded object of a few bytes may stand for any number of them."""
     large, small = (
-        RemoteBed(
-            tmp_path / name, store.url, slot_bytes=nbytes, slots=4, codec=LOSSLESS, content=lambda *each: bytes(each[2])
-        )
+        RemoteBed(tmp_path / name, store.url, slot_bytes=nbytes, slots=4, codec=LOSSLESS, content=zeros)
         for name, nbytes in (("large", 8 * MIB), ("small", MIB // 4))
     )
     try:

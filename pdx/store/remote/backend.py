@@ -142,7 +142,7 @@ def open_backend(settings: RemoteSettings) -> Backend:
         raise ConfigError(f"{settings.url!r} is no address of a remote store: {error}") from error
     raise ConfigError(
         f"{settings.url!r} is no address of a remote store; write valkey://host:6379, "
-        f"rediss://host:6380/0?prefix=team, or s3://bucket/prefix"
+        f"rediss://host:6380/0?prefix=team, s3://bucket/prefix, or a scheme that an installed package adds (pdx.tiers)"
     )
 
 
