@@ -20,7 +20,7 @@ from tiny_vision import SIDE, make_tiny_vision
 
 from pdx.testing.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 PROMPT = text(600, 600)
 CHUNKS = len(PROMPT) // 256

@@ -25,7 +25,7 @@ from pdx.errors import NodeError
 from pdx.testing.waiting import wait_until
 from pdx.wire.status import NodeStatus
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class Host:

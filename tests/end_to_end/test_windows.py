@@ -15,7 +15,7 @@ from pair import Pair, plain_answers
 from test_pair_answers import computed_prompt_tokens, essence
 from tiny import make_tiny
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 WINDOW = 200  # less than a chunk, and no multiple of a block: its edge is inside of what is handed over
 NAMES = ["length-300", "length-1000", "length-3000", "many-tokens", "chat"]

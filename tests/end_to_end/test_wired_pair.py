@@ -23,7 +23,7 @@ from test_pair_faults import wait_prefilling
 from pdx.testing.waiting import wait_until
 from pdx.wire.status import PeerStatus
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 KV_BYTES = 4 * 2 * 4 * 64 * 4  # of one token: layers, K and V, heads, their size, float32
 CHANNELS = ["tcp", "nixl"]

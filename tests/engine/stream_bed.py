@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+import forked
 import msgspec
 from lagging_streams import LaggingStreams
 from node_harness import MIB, NodeProcess
@@ -25,9 +25,9 @@ class FakeGpuNode(NodeProcess):
         self.address = config.address
         path = socket_path(config.address)
         private_folder(path.parent)
-        program = [sys.executable, "-P", "-m", "fake_cuda", *flags, "-m", "pdx.node"]
+        program = ["-P", "-m", "fake_cuda", *flags, "-m", "pdx.node"]
         with open(f"{path}.log", "ab") as log:
-            self.process = subprocess.Popen(
+            self.process = forked.Popen(
                 [*program, msgspec.json.encode(config).decode()], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long  # a minute of compiling
 SCRIPT = Path(__file__).with_name("compile_paged.py")
 
 

@@ -6,11 +6,11 @@ FOLDER/hang, none comes back. Tiers pause shortly: a test waits until they are t
 
 import errno
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forked
 import msgspec
 from node_harness import NodeProcess
 
@@ -28,9 +28,9 @@ class BreakableNode(NodeProcess):
 
     def __init__(self, config: NodeConfig, place: Path) -> None:
         self.config, self.address = config, config.address
-        command = [sys.executable, __file__, msgspec.json.encode(config).decode(), str(place)]
+        arguments = [__file__, msgspec.json.encode(config).decode(), str(place)]
         with open(f"{place}/node.sock.log", "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = forked.Popen(arguments, stdout=log, stderr=log)
 
     def warnings(self, word: str) -> list[str]:
         return [line for line in self.log.splitlines() if " WARNING " in line and word in line]

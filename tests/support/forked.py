@@ -195,12 +195,15 @@ def _serve(orders: socket.socket) -> None:
         message, fds, _, _ = socket.recv_fds(orders, _MAX_MESSAGE, 3)
         if not message:
             return
+        order = json.loads(message)
+        if "fake_cuda" in order["arguments"]:
+            import fake_cuda  # noqa: F401 - once, and not by each
         pid = os.fork()
         if pid == 0:
             orders.close()
             for pidfd in children:
                 os.close(pidfd)
-            _become(json.loads(message), fds)
+            _become(order, fds)
         for fd in fds:
             os.close(fd)
         children[os.pidfd_open(pid)] = pid

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import msgspec
 from fake_cuda import fake_cuda
 from node_harness import NodeProcess, Puppet, arenas_of
@@ -40,9 +41,9 @@ class GpuNode(NodeProcess):
         self.address = config.address
         path = socket_path(config.address)
         private_folder(path.parent)
-        command = on_fake("-m", "pdx.node", msgspec.json.encode(self.config).decode(), flags=flags)
+        arguments = ["-P", "-m", "fake_cuda", *flags, "-m", "pdx.node", msgspec.json.encode(self.config).decode()]
         with open(f"{path}.log", "ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = forked.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     @property
     def handover(self) -> Path:

@@ -574,7 +574,7 @@ class PlainReader:
         self.context.destroy(linger=0)
 
 
-@pytest.mark.engine  # where vLLM is imported anyway: that takes half a minute
+@pytest.mark.long  # vLLM is imported: that takes half a minute
 @pytest.mark.parametrize("kept", [2, 1000])
 def test_vllms_own_decoder_and_the_logic_of_its_example_read_our_stream(stage, kept):
     kv_events = pytest.importorskip("vllm.distributed.kv_events")
@@ -596,7 +596,7 @@ def test_vllms_own_decoder_and_the_logic_of_its_example_read_our_stream(stage, k
         reader.close()
 
 
-@pytest.mark.engine
+@pytest.mark.long
 def test_our_subscriber_reads_vllms_own_publisher(place):
     kv_events = pytest.importorskip("vllm.distributed.kv_events")
     address, replay = f"ipc://{place}/vllm.sock", f"ipc://{place}/vllm-replay.sock"
