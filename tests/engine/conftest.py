@@ -16,7 +16,7 @@ from pdx.client.connection import Connection
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
 from pdx.engine import gpu_copier
-from pdx.wire.messages import Ping
+from pdx.wire.messages import Hello, Ping
 
 
 @pytest.fixture
@@ -44,8 +44,12 @@ def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPat
     made: list[Bed] = []
 
     class Recording(Connection):
+        def __init__(self, address: str, hello: Hello) -> None:
+            self.kind = hello.kind
+            super().__init__(address, hello)
+
         def tell(self, body: Any) -> None:
-            if self._hello.kind == "worker" and not isinstance(body, Ping):  # which a clock tells, not the worker
+            if self.kind == "worker" and not isinstance(body, Ping):  # which a clock tells, not the worker
                 made[0].log.append(body)
             super().tell(body)
 
