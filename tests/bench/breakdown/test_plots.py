@@ -59,12 +59,14 @@ def test_what_nobody_measured_is_not_drawn(tmp_path, words):
     assert {path.name for path in drawn} == {"ttft-cdf.png", "concurrency.png"}
 
 
+@pytest.mark.long
 def test_the_result_that_is_kept_in_the_repository_can_be_drawn(tmp_path, words):
     kept = json.loads((RESULTS / "channels.json").read_text())
     draw_bandwidth([Row(**row) for row in kept["details"]["rows"]], tmp_path / "channels.png", kept["machine"])
     assert "8 messages in flight" in words["channels.png"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changed", [{"marks": {}}, {"spans": [records.Span("gather", 40, 24, 5.0, 9.0, 1)]}])
 def test_timelines_with_holes_are_drawn_within_the_folder(tmp_path, words, changed):
     traces = [records.Trace("pdx", 1, [], {}), msgspec.structs.replace(trace("../up", 1000), **changed)]

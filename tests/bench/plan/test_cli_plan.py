@@ -42,6 +42,7 @@ def test_json(tmp_path):
     assert any("reuse pays" in reason for reason in said["verdict"]["reasons"])
 
 
+@pytest.mark.long
 def test_what_nothing_keeps_is_drawn_too(tmp_path):
     result = plan("--ttft", "10ms", "--out", tmp_path)
     assert result.exit_code == 0, result.output

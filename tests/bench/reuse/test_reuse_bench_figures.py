@@ -177,6 +177,7 @@ def test_what_must_hold_is_a_figure():
     assert found["loads whose tokens were found where they should be"].value == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fonts")
 def test_a_picture_and_tables_of_whatever_there_is(tmp_path, capsys):
     one = [point("pdx-both", BURST, [100.0, math.pi])]

@@ -76,6 +76,7 @@ def test_what_takes_longer_than_computing_is_computed_unless_any_load_is_wanted(
     assert none.tiers[1].hit_tokens == 2 * rule.tiers[1].hit_tokens > 0
 
 
+@pytest.mark.long
 def test_a_queue_is_loaded_ahead_of_its_turn():
     """Where the node knows what waits, host memory has it when its turn comes."""
     trace = some(400)
