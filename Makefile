@@ -27,17 +27,17 @@ demo: $(READY)  ## prefill and decode on this machine, compared token by token w
 	@$(BIN)/python -P -m pdx.bench.demo $(if $(PAIR),--pair "$(PAIR)")
 
 # ARGS may leave nothing of a part, which pytest calls 5.
-pytest = $(BIN)/pytest $(ARGS) --ignore-glob='tests/transports/test_ucx*.py' $(1) || [ $$? = 5 ]
+pytest = $(BIN)/pytest --durations=40 $(ARGS) --ignore-glob='tests/transports/test_ucx*.py' $(1) || [ $$? = 5 ]
 
 # Tests start hundreds of interpreters. Each would compile all it imports if the environment forbade to keep bytecode.
 test test-long: export PYTHONDONTWRITEBYTECODE :=
-test: check  ## lint, types and all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
-	$(call pytest,--part=beside -n 2 --dist loadscope)  # most of them wait for processes of theirs
-	$(call pytest,--part=alone)
-	$(BIN)/pytest tests/transports/test_ucx*.py  # in a process without NIXL's UCX, see docs/adr/0018
+test: check  ## what a change needs: lint, types, and the tests that say the same on any machine; one pair of engines
+	$(call pytest,--part=beside -n 2 --dist loadscope)
+	$(call pytest,--part=engines tests/end_to_end)
 
-test-long: $(READY)  ## the tests that need a machine with nothing else to do; an issue ends with them
+test-long: $(READY)  ## all other tests: engines in other settings, storms, kills, benches, UCX; an issue ends with them
 	$(call pytest,--part=long)
+	$(BIN)/pytest tests/transports/test_ucx*.py  # in a process without NIXL's UCX, see docs/adr/0018
 
 releases: $(READY)  ## the connector on the sources of each supported vLLM, downloaded (ARGS=0.31.0: that one)
 	.ci/releases $(BIN)/python $(ARGS)

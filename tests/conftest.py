@@ -45,23 +45,23 @@ _kept_by_drivers: set[str] = set()  # kinds that were seen in a test on a GPU: e
 _HARMLESS_CHILDREN = ("resource_tracker", "forkserver", "forked.py")
 
 
-PARTS = {"beside": (), "alone": ("engine", "alone"), "long": ("long",)}  # and the marks of their tests
+PARTS = {"beside": "", "engines": "engine", "long": "long"}  # and the mark of their tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--part`: `make test` runs most tests side by side (`-n`), then those that need the machine to themselves;
-    `make test-long` those whose outcome rests on how fast the machine is."""
+    """`--part`: `make test` runs most tests side by side (`-n`), then those of real engines, which use all cores;
+    `make test-long` those that take long, or whose outcome rests on how fast the machine is."""
     parser.addoption("--part", choices=PARTS, help="the tests that may run beside others, or one of the other parts")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Engines use all cores, and tests marked `alone` measure, or count what is free on the whole machine."""
+    """Keep the tests of the part that is asked for; a test that has several marks is of the last part."""
     wanted = config.getoption("part")
     if wanted is None:
         return
     kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
-        parts = [part for part, marks in PARTS.items() if any(map(item.get_closest_marker, marks))]
+        parts = [part for part, mark in PARTS.items() if mark and item.get_closest_marker(mark)]
         kept[(parts or ["beside"])[-1] == wanted].append(item)
     config.hook.pytest_deselected(items=kept[False])
     items[:] = kept[True]
