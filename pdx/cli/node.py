@@ -20,12 +20,11 @@ from rich.live import Live
 from pdx.cli.counting import follow_in_background
 from pdx.cli.options import NODE_EXAMPLE, Sectioned, file_option, option, said, settings_of
 from pdx.cli.tables import size, view
-from pdx.client.connection import Connection
+from pdx.client.connection import attached
 from pdx.config import NodeConfig, default_node, default_proxy, node_settings, parse, socket_path
-from pdx.errors import ChannelUnavailable, ConfigError, NodeError, NodeUnavailable
+from pdx.errors import ChannelUnavailable, ConfigError, NodeError
 from pdx.transports.channel import Availability
 from pdx.transports.registry import find, schemes
-from pdx.wire.messages import VERSION, Hello
 from pdx.wire.status import AttachedStatus, NodeStatus
 from pdx.wire.verbs import Status
 
@@ -111,20 +110,20 @@ def _show(address: str, *, as_json: bool, watch: bool) -> None:
     """Show the status of the node at `address`: once, or every second until Ctrl-C."""
     from pdx.client.api import connect
 
-    with connect(address) as attached, contextlib.suppress(KeyboardInterrupt):
-        status = without_self(attached.status())
+    with connect(address) as client, contextlib.suppress(KeyboardInterrupt):
+        status = without_self(client.status())
         if as_json:
             click.echo(as_object(status))
             while watch:
                 time.sleep(1.0)
-                click.echo(as_object(without_self(attached.status())))
+                click.echo(as_object(without_self(client.status())))
         elif not watch:
             Console().print(view(status, address))
         else:
             with Live(view(status, address), screen=sys.stdout.isatty()) as live:
                 while True:
                     time.sleep(1.0)
-                    live.update(view(without_self(attached.status()), address), refresh=True)
+                    live.update(view(without_self(client.status()), address), refresh=True)
 
 
 def without_self(status: NodeStatus) -> NodeStatus:
@@ -147,12 +146,8 @@ def end_node(address: str, *, force: bool, timeout_s: float = TIMEOUT_S) -> str:
     :raises NodeUnavailable: no node answers there.
     :raises NodeError: engines are attached, or it does not end.
     """
-    with Connection(address, Hello(VERSION, os.getpid(), "client", name="pdx node --stop")) as node:
-        if not node.attach(ANSWER_S):
-            raise NodeUnavailable(f"no node answers at {address} within {ANSWER_S:g} s")
-        answer = node.call(Status(), ANSWER_S)
-        assert isinstance(answer, NodeStatus)
-        status, arena = without_self(answer), node.arena.path
+    with attached(address, ANSWER_S, name="pdx node --stop") as node:
+        status, arena = without_self(node.call_for(Status(), ANSWER_S, NodeStatus)), node.arena.path
         engines = [one for one in status.attached if one.kind != "client"]
         if engines and not force:
             raise NodeError(

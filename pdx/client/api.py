@@ -10,21 +10,18 @@ with pdx.connect() as node:
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pdx.client.connection import Connection
+from pdx.client.connection import Connection, attached
 from pdx.config import default_node
-from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, NodeUnavailable, ProtocolError, StaleSlot
+from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
 from pdx.wire.explained import Explained
 from pdx.wire.hints import parse
 from pdx.wire.messages import (
-    VERSION,
     Abort,
     Admit,
     Admitted,
@@ -33,14 +30,10 @@ from pdx.wire.messages import (
     Delete,
     Done,
     Fill,
-    Hello,
     Pin,
     Push,
     Release,
     Renew,
-    ToNode,
-    decode_to_node,
-    encode,
 )
 from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import Advise, Advised, Status, Why
@@ -62,15 +55,7 @@ def connect(address: str | None = None, timeout_s: float = 5.0) -> Node:
 
     :raises NodeUnavailable: no node answers within `timeout_s`.
     """
-    address = address or default_node()
-    connection = Connection(address, Hello(VERSION, os.getpid(), "client", name=os.path.basename(sys.argv[0])))
-    try:
-        if not connection.attach(timeout_s):
-            raise NodeUnavailable(f"no node answers at {address} within {timeout_s} s; start one with: pdx node")
-    except BaseException:
-        connection.close()
-        raise
-    return Node(connection, timeout_s)
+    return Node(attached(address or default_node(), timeout_s), timeout_s)
 
 
 class Node:
@@ -196,11 +181,7 @@ class Node:
         self.close()
 
     def _call(self, ask: Ask, kind: type[_A]) -> _A:
-        decode_to_node(encode(ToNode(1, True, ask)))  # the node would drop what is out of bounds, without an answer
-        answer = self._connection.call(ask, self._timeout_s)
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"the node answers {type(answer).__name__} to {type(ask).__name__}")
-        return answer
+        return self._connection.call_for(ask, self._timeout_s, kind)
 
 
 class _MappedChunk:

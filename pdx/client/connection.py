@@ -13,19 +13,23 @@ import contextlib
 import logging
 import os
 import select
+import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 import zmq
 
 from pdx import errors
 from pdx.client.outbox import Outbox, gives_back
-from pdx.errors import NodeError, NodeUnavailable, ProtocolError
+from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, ProxyError
 from pdx.memory.arena import Arena
+from pdx.wire.base import Kind
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
+    VERSION,
     Abort,
     Admitted,
     Answer,
@@ -39,6 +43,7 @@ from pdx.wire.messages import (
     ToNode,
     Welcome,
     decode_from_node,
+    decode_to_node,
     encode,
 )
 
@@ -46,6 +51,9 @@ log = logging.getLogger("pdx")
 
 HEARTBEAT_S = 1.0
 _LINGER_MS = 300
+_LOOK_S = 0.2  # between two looks whether a node that has not answered lives
+_NOT_BY_NAME = frozenset({"RequestRefused", "LegFailed", "TierError", "Exhausted", "VerbRefused", "PdxError"})
+_A = TypeVar("_A", bound=Answer)
 
 
 class Connection:
@@ -200,7 +208,7 @@ class Connection:
                 self._wait(left_ms)
             answer = self._answers.pop(seq)
         if isinstance(answer, Refused):
-            raise _error_of(answer)
+            raise error_of(answer, NodeError, ProtocolError)
         return answer
 
     def forget(self, seq: int) -> None:
@@ -221,14 +229,28 @@ class Connection:
     def call(self, body: Ask, timeout_s: float) -> Answer:
         """Ask and wait for the answer.
 
-        :raises NodeUnavailable: none came within `timeout_s`.
+        :raises NodeUnavailable: none came within `timeout_s`, or the node has died.
         :raises NodeError, ProtocolError: the node refused.
         """
+        until = time.monotonic() + timeout_s
         seq = self.ask(body)
-        answer = self.collect(seq, timeout_s)
-        if answer is None:
-            self.forget(seq)
-            raise NodeUnavailable(f"the node at {self.address} did not answer within {timeout_s} s")
+        while (answer := self.collect(seq, min(_LOOK_S, until - time.monotonic()))) is None:
+            is_late = time.monotonic() >= until
+            if is_late or not self.is_alive:
+                self.forget(seq)
+                why = f"does not answer within {timeout_s:g} s" if is_late else "has died"
+                raise NodeUnavailable(f"the node at {self.address} {why}")
+        return answer
+
+    def call_for(self, body: Ask, timeout_s: float, *kinds: type[_A]) -> _A:
+        """The same for what a user has said, which may be out of bounds, and an answer of one of these kinds.
+
+        :raises ProtocolError: the node would drop this message, or it answers something else.
+        """
+        decode_to_node(encode(ToNode(1, True, body)))
+        answer = self.call(body, timeout_s)
+        if not isinstance(answer, kinds):
+            raise ProtocolError(f"the node answers {type(answer).__name__} to {type(body).__name__}")
         return answer
 
     def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
@@ -269,7 +291,12 @@ class Connection:
         is_kept = (is_asked or gives_back(body)) and self._outbox.add(seq, body, is_asked=is_asked)
         self._flush()
         if not is_kept and (self._outbox.next is not None or not self._send(seq, body, reply=False)):
-            self._degrade("message_dropped", f"{type(body).__name__} was dropped: it does not read")
+            self.count(
+                "message_dropped",
+                "%s for the node at %s was dropped: it does not read",
+                type(body).__name__,
+                self.address,
+            )
         return seq
 
     def _flush(self) -> None:
@@ -337,7 +364,7 @@ class Connection:
         owed = self._outbox.answered(seq)
         for lost in self._outbox.lost(seq):
             if not self._outbox.again(self._number(), lost):
-                self._degrade("message_dropped", f"{type(lost.body).__name__} was given up: it is never answered")
+                self.count("message_dropped", "%s was given up: the node never answers it", type(lost.body).__name__)
         if owed is not None:
             seq = owed.asked
         if seq in self._answers:
@@ -345,17 +372,10 @@ class Connection:
             self._num_answers += 1
         elif owed is not None and isinstance(owed.body, Fill) and isinstance(answer, Refused):
             # Its writer has done what it could, and will not write there any more.
-            self._degrade("seal_refused", f"a seal was refused, its room is given back: {answer.text}")
+            self.count("seal_refused", "a seal was refused, its room is given back: %s", answer.text)
             self._outbox.add(self._number(), Abort(owed.body.slots), is_asked=False)
         else:
             self._give_back(answer)
-
-    def _degrade(self, reason: str, text: str) -> None:
-        """Count it, and warn of the first one."""
-        self._degraded[reason] += 1
-        if reason not in self._warned:
-            self._warned.add(reason)
-            log.warning("the node at %s: %s (the next ones are only counted)", self.address, text)
 
     def _give_back(self, answer: Answer) -> None:
         """Nobody waits for this any more: what it grants is given back (by `close`, if that was called)."""
@@ -424,8 +444,24 @@ class Connection:
         self.close()
 
 
-def _error_of(refused: Refused) -> NodeError | ProtocolError:
+def attached(address: str, timeout_s: float, kind: Kind = "client", name: str = "") -> Connection:
+    """Attach this process to the node at `address`; `name`: in place of its program's.
+
+    :raises NodeUnavailable: no node answers within `timeout_s`.
+    """
+    with contextlib.ExitStack() as undo:
+        hello = Hello(VERSION, os.getpid(), kind, name=name or os.path.basename(sys.argv[0]))
+        made = undo.enter_context(Connection(address, hello))
+        if not made.attach(timeout_s):
+            raise NodeUnavailable(f"no node answers at {address} within {timeout_s:g} s; start one with: pdx node")
+        undo.pop_all()
+    return made
+
+
+def error_of(refused: Refused, *kinds: type[PdxError]) -> PdxError:
+    """The error that was told by the name of its class. What is none of these `kinds` is a `NodeError`; what has a
+    constructor of its own, as errors inside a proxy, is a `ProxyError`."""
     kind = getattr(errors, refused.error, None)
-    if isinstance(kind, type) and issubclass(kind, (NodeError, ProtocolError)):
-        return kind(refused.text)
-    return NodeError(f"{refused.error}: {refused.text}")
+    if not isinstance(kind, type) or not issubclass(kind, kinds or PdxError):
+        return NodeError(f"{refused.error}: {refused.text}")
+    return ProxyError(refused.text) if refused.error in _NOT_BY_NAME else kind(refused.text)

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
+from pdx.client.connection import error_of
 from pdx.client.local_nodes import LocalNodes
 from pdx.client.proxy_http import ThroughProxy
-from pdx.client.reach import Reach, error_of
 from pdx.client.results import ALL, Health, Job, Lookup, Place
 from pdx.config import default_node
 from pdx.errors import NodeError, ProtocolError, SelectionError
-from pdx.wire.messages import Outcome, Refused
+from pdx.wire.messages import Refused
 from pdx.wire.prompt import Prompt
-from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import (
     MAX_EVICTED,
     AnyVerb,
@@ -31,7 +30,6 @@ from pdx.wire.verbs import (
     Evict,
     Find,
     Found,
-    JobList,
     Jobs,
     JobStatus,
     Kept,
@@ -45,10 +43,9 @@ from pdx.wire.verbs import (
     node_of,
 )
 
-_T = TypeVar("_T")
 Tokens = Prompt | Sequence[int] | str
 _PlaceLike = Place | tuple[str, str] | str
-_NOTHING = Selection()  # until `Reach.ask` puts a prompt's in
+_NOTHING = Selection()  # until `LocalNodes.ask` or the proxy puts a prompt's in
 _LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job, or at tiers that have not answered
 
 
@@ -68,11 +65,10 @@ class Controller:
     """
 
     def __init__(self, *addresses: str, proxy: str = "", token: str = "", timeout_s: float = 10.0) -> None:
-        self._reach: Reach
         if proxy and addresses:
             raise SelectionError("nodes are reached at their sockets or through a proxy, and not both")
         if proxy:
-            self._reach = ThroughProxy(proxy, token, timeout_s)
+            self._reach: ThroughProxy | LocalNodes = ThroughProxy(proxy, token, timeout_s)
         else:
             self._reach = LocalNodes(addresses or [default_node()], timeout_s)
 
@@ -120,11 +116,9 @@ class Controller:
 
     def query_ip(self, instances: Sequence[str] = ()) -> dict[str, str | Refused]:
         """Where nodes are: the address that their peers connect to, or else the socket where they are reached."""
-        outcomes = self._outcomes(Status(), instances, None)
+        outcomes = self._outcomes(Status(), instances)
         return {
-            name: each.listen or self._reach.address(name)
-            if isinstance(each, NodeStatus)
-            else _or_refused(each, Refused)
+            name: each if isinstance(each, Refused) else each.listen or self._reach.address(name)
             for name, each in outcomes.items()
         }
 
@@ -132,17 +126,16 @@ class Controller:
         """How nodes are; one that does not answer is not well."""
         names = self._names(instance)
         try:
-            told = self._reach.ask(Status(), names)
+            told: dict[str, Any] = {**self._reach.ask(Status(), names)}
         except (NodeError, ProtocolError) as error:
             told = {name: Refused.of(error) for name in names or self._reach.names()}
         return {
-            name: Health(each) if isinstance(each, NodeStatus) else Health(None, _or_refused(each, Refused).text)
-            for name, each in told.items()
+            name: Health(None, each.text) if isinstance(each, Refused) else Health(each) for name, each in told.items()
         }
 
     def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, Listing | Refused]:
         """What is in memory, by model and by session; of those whose name contains `model` or `session`."""
-        return self._each(List(session, model), instance, Listing)
+        return self._each(List(session, model), instance)
 
     # ---- changing ---------------------------------------------------------------------------
 
@@ -170,24 +163,20 @@ class Controller:
         if everything == (tokens is not None):
             raise SelectionError("clear takes tokens, or everything and no tokens")
         prompt = prompt_of(tokens) if tokens is not None else None
-        verb = Clear(_NOTHING, tier, everything, dry_run)
-        outcomes = self._outcomes(verb, self._names(instance), prompt)
-        return {
-            name: Job(name, outcome) if isinstance(outcome, JobStatus) else _or_refused(outcome, Effect)
-            for name, outcome in outcomes.items()
-        }
+        done = self._each(Clear(_NOTHING, tier, everything, dry_run), instance, prompt)
+        return {name: Job(name, each) if isinstance(each, JobStatus) else each for name, each in done.items()}
 
     def pin(
         self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False
     ) -> dict[str, Effect | Refused]:
         """Keep a prompt's chunks in a tier until they are unpinned there; without a tier in the first that has all."""
-        return self._each(PinIn(_NOTHING, tier, True, dry_run), instance, Effect, prompt_of(tokens))
+        return self._each(PinIn(_NOTHING, tier, True, dry_run), instance, prompt_of(tokens))
 
     def unpin(
         self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False
     ) -> dict[str, Effect | Refused]:
         """Take one pin off each of a prompt's chunks there."""
-        return self._each(PinIn(_NOTHING, tier, False, dry_run), instance, Effect, prompt_of(tokens))
+        return self._each(PinIn(_NOTHING, tier, False, dry_run), instance, prompt_of(tokens))
 
     def compress(self, tokens: Tokens, instance: str, tier: str, method: str, *, dry_run: bool = False) -> Job:
         """Store a prompt's chunks in a tier by the codec `method`."""
@@ -202,7 +191,7 @@ class Controller:
     ) -> dict[str, Effect | Refused]:
         """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena. A plan counts no more than
         MAX_EVICTED chunks."""
-        done = self._each(Evict(below, nbytes, tier, dry_run), instance, Effect)
+        done = self._each(Evict(below, nbytes, tier, dry_run), instance)
         return (
             done if dry_run else {name: self._evicted(name, below, nbytes, tier, each) for name, each in done.items()}
         )
@@ -213,7 +202,7 @@ class Controller:
             return first
         (kept,) = (last,) = first.tiers
         while last.chunks == MAX_EVICTED and kept.nbytes < nbytes:
-            more = self._each(Evict(below, nbytes - kept.nbytes, tier), name, Effect)[name]
+            more = self._each(Evict(below, nbytes - kept.nbytes, tier), name)[name]
             if isinstance(more, Refused):
                 break
             (last,) = more.tiers
@@ -260,7 +249,7 @@ class Controller:
 
     def jobs(self, instance: str = ALL) -> dict[str, list[Job] | Refused]:
         """By node those that run and the last that are over, the newest first."""
-        told = self._each(Jobs(), instance, JobList)
+        told = self._each(Jobs(), instance)
         return {
             name: listed if isinstance(listed, Refused) else [Job(name, status) for status in listed.jobs]
             for name, listed in told.items()
@@ -290,26 +279,26 @@ class Controller:
             raise SelectionError(f"say which node of {', '.join(names) or 'none'}, or {ALL} for all")
         return names
 
-    def _outcomes(self, verb: AnyVerb, names: Sequence[str], prompt: Prompt | None) -> dict[str, Outcome]:
-        """:raises NodeError: all of them refuse; the error is that of the first one."""
+    def _outcomes(self, verb: AnyVerb, names: Sequence[str], prompt: Prompt | None = None) -> dict[str, Any]:
+        """What this verb's answers are, or a `Refused`.
+
+        :raises NodeError: all of them refuse; the error is that of the first one.
+        """
         outcomes = self._reach.ask(verb, names, prompt)
         refused = [outcome for outcome in outcomes.values() if isinstance(outcome, Refused)]
         if refused and len(refused) == len(outcomes):
-            raise error_of(refused[0].error, refused[0].text)
-        return outcomes
+            raise error_of(refused[0])
+        return {**outcomes}
 
-    def _each(
-        self, verb: AnyVerb, instance: str, kind: type[_T], prompt: Prompt | None = None
-    ) -> dict[str, _T | Refused]:
-        outcomes = self._outcomes(verb, self._names(instance), prompt)
-        return {name: _or_refused(outcome, kind) for name, outcome in outcomes.items()}
+    def _each(self, verb: AnyVerb, instance: str, prompt: Prompt | None = None) -> dict[str, Any]:
+        return self._outcomes(verb, self._names(instance), prompt)
 
     def _job(self, verb: AnyVerb, instance: str, prompt: Prompt | None = None) -> Job:
         names = self._names(instance)
         if len(names) != 1:
             raise SelectionError("a job is of one node: name it")
         ((name, outcome),) = self._outcomes(verb, names, prompt).items()
-        return Job(name, _checked(outcome, JobStatus))
+        return Job(name, outcome)
 
 
 def prompt_of(tokens: Tokens) -> Prompt:
@@ -323,13 +312,3 @@ def _name_of(job: Job | str) -> str:
     if isinstance(job, Job) and not job.name:
         raise SelectionError("that job was only planned: it was asked for with dry_run")
     return job.name if isinstance(job, Job) else job
-
-
-def _or_refused(outcome: Outcome, kind: type[_T]) -> _T | Refused:
-    return outcome if isinstance(outcome, Refused) else _checked(outcome, kind)
-
-
-def _checked(outcome: Outcome, kind: type[_T]) -> _T:
-    if not isinstance(outcome, kind):
-        raise ProtocolError(f"the node answers {type(outcome).__name__} and no {kind.__name__}")
-    return outcome

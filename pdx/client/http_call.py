@@ -5,24 +5,12 @@ from __future__ import annotations
 import http.client
 import socket
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 MAX_ANSWER_BYTES = 256 << 20
-
-
-class HttpAnswer(NamedTuple):
-    """What came back, whatever its status."""
-
-    status: int
-    body: bytes
-
-    @property
-    def text(self) -> str:
-        """The body, for messages."""
-        return self.body.decode(errors="replace")
 
 
 class _OverUnix(http.client.HTTPConnection):
@@ -39,8 +27,9 @@ class _OverUnix(http.client.HTTPConnection):
 
 def call(
     url: str, path: str, body: Any = None, *, timeout_s: float, headers: Mapping[str, str] | None = None
-) -> HttpAnswer:
-    """GET, or POST of `body` as JSON. `url`: http://…, https://…, or the /path of a Unix socket.
+) -> tuple[int, bytes]:
+    """GET, or POST of `body` as JSON: the answer's status, whatever it is, and its body. `url`: http://…, https://…, or
+    the /path of a Unix socket.
 
     :raises OSError, http.client.HTTPException: nobody answers, or not in HTTP.
     :raises ValueError: that is no such URL, or the answer is longer than MAX_ANSWER_BYTES.
@@ -59,7 +48,7 @@ def call(
         connection.close()
     if len(got) > MAX_ANSWER_BYTES:
         raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-    return HttpAnswer(answer.status, got)
+    return answer.status, got
 
 
 def _connection(url: str, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:

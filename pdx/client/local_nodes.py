@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
-import sys
-import time
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 
-from pdx.client.connection import Connection
+from pdx.client.connection import Connection, attached
 from pdx.client.http_call import call
 from pdx.errors import NodeError, NodeUnavailable, ProtocolError, SelectionError
-from pdx.wire.messages import VERSION, Answer, Hello, Outcome, Refused, ToNode, decode_to_node, encode
+from pdx.wire.messages import Outcome, Refused
 from pdx.wire.prompt import Prompt, about
 from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import AnyVerb, Model, ModelList, Models, Status
 
-_T = TypeVar("_T")
-
-_LOOK_S = 0.2  # between two looks whether a node that has not answered lives
-TOKENIZE_S = 30.0
+_TOKENIZE_S = 30.0
 
 
 class LocalNodes:
-    """See `Reach`. One thread at a time."""
+    """Nodes by their names, as those of `ThroughProxy`. One thread at a time."""
 
     def __init__(self, addresses: Sequence[str], timeout_s: float) -> None:
         """Attach to the nodes at these sockets. No answer takes longer than `timeout_s`.
@@ -38,13 +31,8 @@ class LocalNodes:
         self._nodes: dict[str, Connection] = {}
         with contextlib.ExitStack() as undo:
             for address in addresses:
-                hello = Hello(VERSION, os.getpid(), "controller", name=os.path.basename(sys.argv[0]))
-                connection = undo.enter_context(Connection(address, hello))
-                if not connection.attach(timeout_s):
-                    raise NodeUnavailable(
-                        f"no node answers at {address} within {timeout_s:g} s; start one with: pdx node"
-                    )
-                name = self._call(connection, Status(), NodeStatus).name
+                connection = undo.enter_context(attached(address, timeout_s, "controller"))
+                name = connection.call_for(Status(), timeout_s, NodeStatus).name
                 if name in self._nodes:
                     raise SelectionError(f"the nodes at {self._nodes[name].address} and {address} are both {name!r}")
                 self._nodes[name] = connection
@@ -54,15 +42,23 @@ class LocalNodes:
         return f"<LocalNodes {', '.join(self._nodes)}>"
 
     def close(self) -> None:
+        """Let go of the nodes. Idempotent."""
         self._close()
 
     def names(self) -> list[str]:
+        """The nodes there are."""
         return list(self._nodes)
 
     def address(self, name: str) -> str:
+        """Where this node is reached from here; empty: through a proxy."""
         return self._nodes[name].address
 
     def ask(self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
+        """What came of a verb at each of these nodes, of none: at all; its chunks, if it has any, are the prompt's.
+
+        Each answer is one that the verb has. A node that refuses, or does not answer, has a `Refused`; where it is the
+        only one, that is raised.
+        """
         if unknown := [name for name in instances if name not in self._nodes]:
             raise SelectionError(f"no node {unknown[0]!r:.80} is known here; there are {', '.join(self._nodes)}")
         if prompt is not None:
@@ -72,7 +68,7 @@ class LocalNodes:
         found: dict[str, Outcome] = {}
         for name in names:
             try:
-                found[name] = self._call(self._nodes[name], verb, verb.answers)  # type: ignore[arg-type]
+                found[name] = self._nodes[name].call_for(verb, self._timeout_s, *verb.answers)
             except (NodeError, ProtocolError) as error:
                 if len(names) == 1:
                     raise
@@ -84,31 +80,8 @@ class LocalNodes:
         found: list[Model] = []
         for connection in self._nodes.values():
             with contextlib.suppress(NodeUnavailable):
-                found += self._call(connection, Models(), ModelList).models
+                found += connection.call_for(Models(), self._timeout_s, ModelList).models
         return found
-
-    def _call(self, connection: Connection, ask: AnyVerb, kind: type[_T]) -> _T:
-        """A node's answer, of this kind.
-
-        :raises NodeUnavailable: the node has died, or does not answer.
-        """
-        decode_to_node(encode(ToNode(1, True, ask)))  # the node would drop what is out of bounds, without an answer
-        until = time.monotonic() + self._timeout_s
-        seq = connection.ask(ask)
-        answer: Answer | None = None
-        while answer is None:
-            answer = connection.collect(seq, _LOOK_S)
-            gone = "has died" if not connection.is_alive else "does not answer" if time.monotonic() >= until else ""
-            if answer is None and gone:
-                connection.forget(seq)
-                raise NodeUnavailable(f"the node at {connection.address} {gone}")
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"the node answers {type(answer).__name__} to {type(ask).__name__}")
-        return answer
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
 
 
 def _in_tokens(prompt: Prompt, models: Sequence[Model]) -> Prompt:
@@ -124,10 +97,12 @@ def _in_tokens(prompt: Prompt, models: Sequence[Model]) -> Prompt:
             f"engine {models[0].engine!r} has not told where it serves HTTP, so nobody makes tokens of a text: give ids"
         )
     try:
-        answer = call(url, "/tokenize", body, timeout_s=TOKENIZE_S)
-        if answer.status != 200:
-            raise SelectionError(f"the engine at {url} answers {answer.status} to /tokenize: {answer.text[:200]!r}")
-        tokens = msgspec.json.decode(answer.body, type=_Tokens).tokens
-    except (OSError, http.client.HTTPException, msgspec.MsgspecError, ValueError) as error:
+        status, answer = call(url, "/tokenize", body, timeout_s=_TOKENIZE_S)
+        if status != 200:
+            said = answer[:200].decode(errors="replace")
+            raise SelectionError(f"the engine at {url} answers {status} to /tokenize: {said!r}")
+        told = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
+        tokens = msgspec.json.decode(told["tokens"], type=list[int])
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError, KeyError, ValueError) as error:
         raise SelectionError(f"the engine at {url} makes no tokens of a text: {error}") from error
     return msgspec.structs.replace(prompt, text=None, messages=None, tokens=tokens)

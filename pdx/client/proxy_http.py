@@ -9,8 +9,8 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from pdx.client.http_call import HttpAnswer, call
-from pdx.client.reach import error_of
+from pdx.client.connection import error_of
+from pdx.client.http_call import call
 from pdx.errors import ConfigError, ProtocolError, ProxyError, SelectionError
 from pdx.wire.messages import Outcome, Refused
 from pdx.wire.objects import Failure, decode_answers
@@ -20,16 +20,8 @@ from pdx.wire.verbs import AnyVerb
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 60.0
 
 
-class _Cache(msgspec.Struct):
-    nodes: list[str]
-
-
-class _Failed(msgspec.Struct):
-    error: Failure
-
-
 class ThroughProxy:
-    """See `Reach`. Each call is a connection of its own, so any thread may use it."""
+    """As `LocalNodes`. Each call is a connection of its own, so any thread may use it."""
 
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
         """`url`: of the proxy's --admin, or the /path of its Unix socket; `token`: empty where it asks for none."""
@@ -46,8 +38,8 @@ class ThroughProxy:
 
     def names(self) -> list[str]:
         try:
-            return msgspec.json.decode(self._call("/cache"), type=_Cache).nodes
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return msgspec.json.decode(self._call("/cache"), type=dict[str, list[str]])["nodes"]
+        except (msgspec.MsgspecError, KeyError, UnicodeDecodeError) as error:
             raise ProxyError(f"{self._url}/cache answers not as a proxy's --admin address does: {error}") from error
 
     def address(self, name: str) -> str:
@@ -62,6 +54,9 @@ class ThroughProxy:
             nodes, failures = decode_answers(self._call(f"/cache/{verb.name}?{query}", body))
         except ProtocolError as error:
             raise ProtocolError(f"the proxy at {self._url} does not answer /cache/{verb.name} so: {error}") from error
+        for each in nodes.values():
+            if not isinstance(each, verb.answers):
+                raise ProtocolError(f"the node answers {type(each).__name__} to {type(verb).__name__}")
         refused = {name: Refused(each.type[:64], each.message[:1024]) for name, each in failures.items()}
         return {**nodes, **refused}
 
@@ -70,21 +65,18 @@ class ThroughProxy:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         timeout_s = self._wait_s + self._timeout_s
         try:
-            answer = call(self._url, path, body, timeout_s=timeout_s, headers=headers)
+            status, answer = call(self._url, path, body, timeout_s=timeout_s, headers=headers)
         except (OSError, http.client.HTTPException) as error:
             raise ProxyError(f"the proxy at {self._url} does not answer: {error}") from error
         except TypeError as error:
             raise SelectionError(f"that cannot be said in JSON: {error}") from error
         except ValueError as error:
             raise ConfigError(f"the proxy at {self._url!r}: {error}") from error
-        if answer.status != 200:
-            raise self._error(path, answer)
-        return answer.body
-
-    def _error(self, path: str, answer: HttpAnswer) -> Exception:
-        try:
-            said = msgspec.json.decode(answer.body, type=_Failed).error
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            where = self._url + path.partition("?")[0]
-            return ProxyError(f"{where} answers {answer.status}, and not as a proxy's --admin address does")
-        return error_of(said.type, said.message)
+        if status != 200:
+            try:
+                said = msgspec.json.decode(answer, type=dict[str, Failure])["error"]
+            except (msgspec.MsgspecError, KeyError, UnicodeDecodeError):
+                where = self._url + path.partition("?")[0]
+                raise ProxyError(f"{where} answers {status}, and not as a proxy's --admin address does") from None
+            raise error_of(Refused(said.type[:64], said.message[:1024]))
+        return answer

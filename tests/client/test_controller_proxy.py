@@ -132,7 +132,7 @@ def job(**fields):
         (200, job(verb="move", state="done", chunks=-1), ProtocolError, "`int` >= 0"),
         (200, '{"nodes": {"a": {"type": "Welcome"}}}', ProtocolError, "Invalid value 'Welcome'"),
         (200, '{"nodes": [1]}', ProtocolError, "Expected `object`"),
-        (200, '{"nodes": {"a": {"type": "Effect", "tiers": []}}}', ProtocolError, "answers Effect and no JobStatus"),
+        (200, '{"nodes": {"a": {"type": "Effect", "tiers": []}}}', ProtocolError, "answers Effect to CheckFinish"),
     ],
 )
 def test_what_is_no_answer_is_no_surprise(odd, status, body, error, words):
