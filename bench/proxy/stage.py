@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -22,7 +23,7 @@ import zmq
 from pdx.bench.proxy.stand_in_engine import MODEL_LEN, Pace
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Process, Processes, ProcessState
-from pdx.cli.ready import answers_health
+from pdx.cli.ready import answers
 from pdx.wire.messages import VERSION, EngineFacts, encode
 from pdx.wire.proxy import EngineReport, NodeReport
 
@@ -163,7 +164,7 @@ def _wait_for_nodes(proxy_url: str) -> None:
 def _started(
     processes: Processes, name: str, arguments: list[str], url: str, env: Mapping[str, str] | None = None
 ) -> Process:
-    return processes.start(name, [sys.executable, "-P", *arguments], is_ready=answers_health(url), env=env)
+    return processes.start(name, [sys.executable, "-P", *arguments], is_ready=partial(answers, url), env=env)
 
 
 def wait_ready(process: Process) -> None:

@@ -28,7 +28,7 @@ from pdx.bench.harness import web
 from pdx.bench.harness.interrupts import undisturbed
 from pdx.cli import guard, placement
 from pdx.cli.processes import Process, Processes, ProcessState
-from pdx.cli.ready import answers_at
+from pdx.cli.ready import answers
 from pdx.errors import PdxError
 from pdx.telemetry.timeline import Moment
 
@@ -288,7 +288,7 @@ def _used_s(pid: int) -> float:
 
 def _is_ready(command: Command) -> Callable[[], bool]:
     if command.url.startswith("ipc://"):
-        return answers_at(command.url)
+        return functools.partial(answers, command.url)
     if command.url.startswith("tcp://"):
         return functools.partial(_listens, command.url)
     return functools.partial(_answers, command.url + command.health)

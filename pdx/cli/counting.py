@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID, TimeElapsedColumn
 
+from pdx.cli.tables import progress
 from pdx.client.api import connect
 from pdx.errors import PdxError
 from pdx.wire.status import COUNTING, NodeStatus
@@ -32,15 +33,14 @@ def _follow(address: str, console: Console) -> None:
 
 def follow(read: Callable[[], NodeStatus], console: Console, pause_s: float = PAUSE_S) -> None:
     """Show a bar for each tier that counts, as `read` says, until none does. How many there are is not known before."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress(TimeElapsedColumn(), console=console) as shown:
         bars: dict[str, TaskID] = {}
         while True:
             counting = [tier for tier in read().tiers if tier.state == COUNTING]
             for tier in counting:
                 if tier.name not in bars:
-                    bars[tier.name] = progress.add_task(f"{COUNTING} of {tier.place}", total=None)
-                progress.update(bars[tier.name], completed=tier.chunks)
+                    bars[tier.name] = shown.add_task(f"{COUNTING} of {tier.place}", total=None)
+                shown.update(bars[tier.name], completed=tier.chunks)
             if not counting:
                 return
             time.sleep(pause_s)

@@ -19,7 +19,7 @@ from rich.live import Live
 
 from pdx.cli.counting import follow_in_background
 from pdx.cli.options import NODE_EXAMPLE, Sectioned, file_option, option, said, settings_of
-from pdx.cli.tables import size, view
+from pdx.cli.tables import size, to_json, view
 from pdx.client.connection import attached
 from pdx.config import NodeConfig, default_node, default_proxy, node_settings, parse, socket_path
 from pdx.errors import ChannelUnavailable, ConfigError, NodeError
@@ -113,10 +113,10 @@ def _show(address: str, *, as_json: bool, watch: bool) -> None:
     with connect(address) as client, contextlib.suppress(KeyboardInterrupt):
         status = without_self(client.status())
         if as_json:
-            click.echo(as_object(status))
+            click.echo(to_json(status))
             while watch:
                 time.sleep(1.0)
-                click.echo(as_object(without_self(client.status())))
+                click.echo(to_json(without_self(client.status())))
         elif not watch:
             Console().print(view(status, address))
         else:
@@ -131,11 +131,6 @@ def without_self(status: NodeStatus) -> NodeStatus:
     own = [one for one in status.attached if one.pid == os.getpid() and one.kind == "client"]
     asked = min(own, key=lambda one: one.silent_s, default=None)
     return msgspec.structs.replace(status, attached=[one for one in status.attached if one is not asked])
-
-
-def as_object(status: NodeStatus) -> bytes:
-    """The same as one JSON object; on the wire it is an array."""
-    return msgspec.json.encode({name: getattr(status, name) for name in status.__struct_fields__})
 
 
 def end_node(address: str, *, force: bool, timeout_s: float = TIMEOUT_S) -> str:

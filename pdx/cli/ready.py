@@ -2,66 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
-import urllib.request
-from collections.abc import Callable
 
 import msgspec
 
-from pdx.client.api import connect
+from pdx.client.connection import attached
+from pdx.client.http_call import call
 from pdx.errors import NodeError, NodeUnavailable
+from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import Status
 
 ANSWER_S = 1.0
-# An engine listens on this host: a proxy from the environment must not be asked for it.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def answers_health(url: str) -> Callable[[], bool]:
-    """Does an HTTP server at `url` say that it is healthy?"""
-    return lambda: _health(url) is not None
-
-
-def knows_nodes(url: str, count: int) -> Callable[[], bool]:
-    """Is the proxy at `url` healthy, and have so many nodes reported to it? Before, it cannot name them to engines."""
-
-    def ask() -> bool:
-        body = _health(url)
-        try:
-            return body is not None and msgspec.json.decode(body, type=_ProxyHealth).nodes >= count
-        except msgspec.DecodeError:
-            return False  # another server has the port; ours ends, and says so
-
-    return ask
-
-
-class _ProxyHealth(msgspec.Struct):
-    nodes: int
-
-
-def _health(url: str) -> bytes | None:
+def answers(where: str, num_nodes: int = 0) -> bool:
+    """Whether the node at an ipc:// address lets this process attach, or the HTTP server at a URL says that it is
+    healthy; one of a proxy, that so many nodes have reported to it: before, it cannot name them to engines."""
     try:
-        with _direct.open(f"{url}/health", timeout=ANSWER_S) as answer:
-            return bytes(answer.read()) if answer.status == 200 else None
-    except (OSError, http.client.HTTPException):
-        return None
-
-
-def answers_at(address: str) -> Callable[[], bool]:
-    """Does a node at `address` let this process attach?"""
-
-    def ask() -> bool:
-        with contextlib.suppress(NodeUnavailable), connect(address, timeout_s=ANSWER_S):
+        if where.startswith("ipc://"):
+            attached(where, ANSWER_S).close()
             return True
+        status, body = call(where, "/health", timeout_s=ANSWER_S)
+        told = msgspec.json.decode(body) if num_nodes else None
+    except (NodeUnavailable, OSError, http.client.HTTPException, ValueError):
         return False
-
-    return ask
+    is_known = not num_nodes or (
+        isinstance(told, dict) and isinstance(count := told.get("nodes"), int) and count >= num_nodes
+    )
+    return status == 200 and is_known  # another server may have the port: ours ends then, and says so
 
 
 def attached_urls(address: str) -> set[str]:
     """The URLs of the engines that are attached to the node at `address`; none where it does not answer."""
     try:
-        with connect(address, timeout_s=ANSWER_S) as node:
-            return {one.url for one in node.status().attached if one.kind == "scheduler"}
+        with attached(address, ANSWER_S) as node:
+            told = node.call_for(Status(), ANSWER_S, NodeStatus).attached
     except NodeError:
         return set()
+    return {one.url for one in told if one.kind == "scheduler"}

@@ -1,10 +1,13 @@
-"""How the commands show what they know: tables, sizes and durations; and a node's whole status on one page."""
+"""How the commands show what they know: tables, bars, JSON, sizes and durations; and a node's status on one page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from rich.console import Group, RenderableType
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -40,6 +43,25 @@ def table(
 def _escaped(text: str) -> str:
     """What others wrote, as peers, stores and engines do, steers no terminal; lines stay lines."""
     return "\n".join(printable(line, len(line) * _MAX_ESCAPE) for line in text.split("\n"))
+
+
+def progress(*columns: ProgressColumn, console: Console | None = None, hidden: bool = False) -> Progress:
+    """Bars beside the output, which are gone afterwards; `columns` come behind how many of how many."""
+    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
+    return Progress(*shown, console=console or Console(stderr=True), transient=True, disable=hidden)
+
+
+def to_json(value: Any) -> bytes:
+    """JSON of messages as objects of their fields; on the wire they are arrays."""
+    return msgspec.json.encode(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def size(nbytes: int) -> str:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from pdx.cli.node import check_channels
 from pdx.cli.options import FOLDER, Sectioned, as_flags, node_options, option, refuse_node_options, said
 from pdx.cli.ports import free_ports, held_port
 from pdx.cli.processes import Processes, ProcessState
-from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
+from pdx.cli.ready import answers, attached_urls
 from pdx.cli.serve import TLS, engine_command, flag
 from pdx.client.api import connect
 from pdx.config import default_proxy, node_settings, private_folder, runtime_folder, socket_path
@@ -285,7 +286,7 @@ def _nodes(nodes: Sequence[Node], control: str) -> list[Start]:
         Start(
             node.name,
             [*PDX, "node", "--address", node.address, "--proxy", control, *node.options],
-            answers_at(node.address),
+            partial(answers, node.address),
         )
         for node in nodes
     ]
@@ -311,13 +312,13 @@ def _engines(
             url=url,
         )
         name = f"{role}-{sum(each.name.startswith(role) for each in found)}"
-        found.append(Start(name, command, answers_health(url), home, url, node))
+        found.append(Start(name, command, partial(answers, url), home, url, node))
     return found
 
 
 def _proxy(options: Sequence[str], engines: Sequence[Start], url: str, num_nodes: int) -> Start:
     named = [word for engine in engines for word in (f"--{engine.name.partition('-')[0]}", engine.url)]
-    return Start("proxy", [*PDX, "proxy", *options, "--drain", str(DRAIN_S), *named], knows_nodes(url, num_nodes))
+    return Start("proxy", [*PDX, "proxy", *options, "--drain", str(DRAIN_S), *named], partial(answers, url, num_nodes))
 
 
 def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> list[Node]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import click
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from pdx.cli.options import option
-from pdx.cli.tables import duration, table
+from pdx.cli.tables import duration, table, to_json
 from pdx.config import default_node
 from pdx.errors import PdxError
 from pdx.wire.explained import Explained, Explanation
@@ -49,15 +48,9 @@ def why(request: str, address: str | None, as_json: bool) -> None:
         )
     if as_json:
         for each in explained.requests:
-            click.echo(msgspec.json.encode(_as_object(each)))
+            click.echo(to_json(each))
     else:
         Console().print(_one(explained.requests[0]) if request else _list(explained), soft_wrap=not request)
-
-
-def _as_object(explanation: Explanation) -> dict[str, object]:
-    found = {name: getattr(explanation, name) for name in explanation.__struct_fields__}
-    found["reasons"] = [msgspec.structs.asdict(reason) for reason in explanation.reasons]
-    return found
 
 
 def _list(explained: Explained) -> RenderableType:

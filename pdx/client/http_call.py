@@ -13,18 +13,6 @@ import msgspec
 MAX_ANSWER_BYTES = 256 << 20
 
 
-class _OverUnix(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-        self._timeout_s = timeout_s
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self._timeout_s)
-        self.sock.connect(self._path)
-
-
 def call(
     url: str, path: str, body: Any = None, *, timeout_s: float, headers: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
@@ -48,12 +36,22 @@ def call(
         connection.close()
     if len(got) > MAX_ANSWER_BYTES:
         raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    if answer.length:  # `read` of so many at most does not say that some are missing
+        raise http.client.IncompleteRead(got, answer.length)
     return answer.status, got
 
 
 def _connection(url: str, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
     if url.startswith("/"):
-        return _OverUnix(url, timeout_s), ""
+        connection = http.client.HTTPConnection("localhost", timeout=timeout_s)
+        connection.sock = socket.socket(socket.AF_UNIX)  # it makes none of its own then
+        connection.sock.settimeout(timeout_s)
+        try:
+            connection.sock.connect(url)
+        except OSError:
+            connection.close()
+            raise
+        return connection, ""
     parts = urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     if parts.scheme not in kinds or not parts.hostname:

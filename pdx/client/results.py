@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -115,6 +114,7 @@ class Health(msgspec.Struct, frozen=True):
         apart = [f"engine {one.engine} shares no chunks {one.unshared}" for one in status.attached if one.unshared]
         return [*below, *peers, *apart]
 
-    def as_object(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"is_well": not self.troubles, "troubles": self.troubles}
+    @property
+    def state(self) -> str:
+        """In a word or two."""
+        return "well" if not self.troubles else "not well" if self.status else "does not answer"

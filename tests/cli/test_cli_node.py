@@ -16,9 +16,9 @@ from node_harness import arenas_of
 from rich.console import Console
 
 from pdx.cli.main import COMMANDS, main
-from pdx.cli.node import as_object, end_node
+from pdx.cli.node import end_node
 from pdx.cli.options import said
-from pdx.cli.tables import duration, size, view
+from pdx.cli.tables import duration, size, to_json, view
 from pdx.client.api import connect
 from pdx.config import node_settings
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
@@ -144,7 +144,7 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
     (row,) = [line for line in shown.splitlines() if "beta" in line]
     for words in ("ready", "nixl 2.25 tcp 1.50", " 3 ", " 4 ", "5.0 MiB", "6.0 GiB", "it [was] silent"):
         assert words in row
-    assert json.loads(as_object(status))["peers"][0]["channel"] == "nixl"
+    assert json.loads(to_json(status))["peers"][0]["channel"] == "nixl"
 
 
 def test_words_of_peers_stores_and_engines_steer_no_terminal():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdx.cli.ready import answers_health, knows_nodes
+from pdx.cli.ready import answers
 
 
 @contextlib.contextmanager
@@ -37,16 +37,16 @@ def ok(body: bytes) -> bytes:
 )
 def test_what_is_no_whole_answer_is_not_ready(answer: bytes) -> None:
     with answering(answer) as url:
-        assert not answers_health(url)()
+        assert not answers(url)
 
 
 @pytest.mark.parametrize("body", [b"", b"<p>", b"{}", b'{"nodes": "many"}', b'{"nodes": 1}'])
 def test_what_does_not_know_the_nodes_is_not_ready(body: bytes) -> None:
     """The port may be that of another server: one of vLLM's says nothing in its answer."""
     with answering(ok(body)) as url:
-        assert not knows_nodes(url, 2)()
+        assert not answers(url, 2)
 
 
 def test_a_proxy_that_knows_the_nodes_is_ready() -> None:
     with answering(ok(b'{"nodes": 2}')) as url:
-        assert knows_nodes(url, 2)()
+        assert answers(url, 2)

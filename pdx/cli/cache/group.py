@@ -11,19 +11,20 @@ from typing import Any, TypeVar
 import click
 import msgspec
 from rich.console import Console, RenderableType
+from rich.progress import TimeRemainingColumn
 
-from pdx.cli.cache.disk import verify_folder
 from pdx.cli.cache.jobs import as_object, echo, finish
 from pdx.cli.cache.options import choosing, controller, detach, dry_run, prompt, reaching
 from pdx.cli.options import option
-from pdx.cli.tables import duration, size, table
+from pdx.cli.tables import duration, progress, size, table, to_json
 from pdx.client.results import ALL, Job, Place
-from pdx.errors import SelectionError
+from pdx.errors import SelectionError, TierError
 from pdx.telemetry.faults import printable
 from pdx.wire.messages import Refused
-from pdx.wire.verbs import Effect, Kept
+from pdx.wire.verbs import Effect
 
 _T = TypeVar("_T")
+_MAX_LINES = 20  # of bad files
 
 
 @click.group()
@@ -50,26 +51,19 @@ def lookup(nodes: tuple[str, ...], as_json: bool, **options: Any) -> None:
     with controller(**options) as made:
         found = made.find(whose, nodes)
     if as_json:
-        click.echo(msgspec.json.encode({"tokens": found.tokens, **msgspec.structs.asdict(found)}))
+        click.echo(to_json({"tokens": found.tokens, **msgspec.structs.asdict(found)}))
     else:
         unit = "tokens" if found.chunk_tokens else "chunks"
         asked = found.tokens or found.chunks
-        rows = [
-            (node, tier, f"{count:,}", _some(found.pinned.get(node, {}).get(tier, 0)), _asked(found.asking, node, tier))
-            for node, tiers in found.tiers.items()
-            for tier, count in tiers.items()
-        ]
+        rows = []
+        for node, tiers in found.tiers.items():
+            for tier, count in tiers.items():
+                pinned = found.pinned.get(node, {}).get(tier, 0)
+                late = "has not answered yet" if tier in found.asking.get(node, ()) else ""
+                rows.append((node, tier, f"{count:,}", f"{pinned:,}" if pinned else "", late))
         columns = ("node", "tier", f">{unit}", ">pinned", "")
         _show(table(f"of {asked:,} {unit} in whole chunks", columns, rows))
     _complain(found.errors)
-
-
-def _asked(asking: Mapping[str, list[str]], node: str, tier: str) -> str:
-    return "has not answered yet" if tier in asking.get(node, ()) else ""
-
-
-def _some(count: int) -> str:
-    return f"{count:,}" if count else ""
 
 
 @cache.command("query-ip")
@@ -92,13 +86,11 @@ def health(node: str, as_json: bool, **options: Any) -> None:
     with controller(**options) as made:
         found = made.health(node)
     if as_json:
-        click.echo(msgspec.json.encode({name: each.as_object() for name, each in found.items()}))
+        click.echo(
+            to_json({name: {"is_well": not each.troubles, "troubles": each.troubles} for name, each in found.items()})
+        )
     else:
-        rows = [
-            (name, "well" if not each.troubles else "not well" if each.status else "does not answer", "\n".join(lines))
-            for name, each in found.items()
-            for lines in [each.troubles]
-        ]
+        rows = [(name, each.state, "\n".join(each.troubles)) for name, each in found.items()]
         _show(table("", ("node", "is", "what is the matter"), rows))
     if any(each.troubles for each in found.values()):
         sys.exit(1)
@@ -259,7 +251,30 @@ def verify(folder: Path, remove: bool, as_json: bool) -> None:
     FOLDER is what --disk names; a node may use it meanwhile. Ends with status 1 where a file that is not what was
     written is there still. A node finds such a file, too, when it would load it.
     """
-    verify_folder(folder, remove=remove, as_json=as_json)
+    from pdx.store.disk.scrub import num_files, scrub
+
+    wrong: list[str] = []
+    with progress(TimeRemainingColumn(), hidden=as_json) as shown:
+        task = shown.add_task("verifying", total=num_files(folder))
+
+        def on_file(error: TierError | None) -> None:
+            shown.advance(task)
+            if error is not None and error.kind != "foreign":
+                wrong.append(str(error))
+
+        report = scrub(folder, on_file, remove=remove)
+    if as_json:
+        click.echo(to_json(report))
+    else:
+        for line in wrong[:_MAX_LINES]:
+            click.echo(line)
+        if len(wrong) > _MAX_LINES:
+            click.echo(f"and {len(wrong) - _MAX_LINES:,} more")
+        bad = ", ".join(f"{count:,} {kind}" for kind, count in report.bad.items()) or "0 bad"
+        others = f", {report.foreign:,} files that no node wrote" if report.foreign else ""
+        click.echo(f"{report.good:,} chunks are good ({size(report.nbytes)}), {bad}{others}")
+    if report.left:
+        sys.exit(1)
 
 
 # ---- jobs ---------------------------------------------------------------------------------------
@@ -274,7 +289,7 @@ def jobs(node: str, as_json: bool, **options: Any) -> None:
         told, refused = _split(made.jobs(node))
     found = [job for listed in told.values() for job in listed]
     if as_json:
-        click.echo(msgspec.json.encode([as_object(job) for job in found]))
+        click.echo(to_json([as_object(job) for job in found]))
         _complain(refused)
         return
     rows = [
@@ -324,13 +339,6 @@ def _show(what: RenderableType) -> None:
     Console().print(what)
 
 
-def _plain(value: Any) -> Any:
-    """Messages as objects by their fields."""
-    if isinstance(value, msgspec.Struct):
-        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
-
-
 def _split(found: Mapping[str, _T | Refused]) -> tuple[dict[str, _T], dict[str, str]]:
     """What nodes have told, and why others have not."""
     refused = {name: each.text for name, each in found.items() if isinstance(each, Refused)}
@@ -340,7 +348,7 @@ def _split(found: Mapping[str, _T | Refused]) -> tuple[dict[str, _T], dict[str, 
 def _told(found: Mapping[str, _T | Refused], *, as_json: bool) -> tuple[dict[str, _T], dict[str, str]]:
     """The same; printed where JSON is asked for."""
     if as_json:
-        click.echo(msgspec.json.encode({name: _plain(each) for name, each in found.items()}))
+        click.echo(to_json(found))
     return _split(found)
 
 
@@ -350,13 +358,13 @@ def _effects(done: Mapping[str, Effect | Refused], what: str, *, as_json: bool) 
     told, refused = _told(done, as_json=as_json)
     if told and not as_json:
         is_plan = any(each.dry_run for each in told.values())
-        rows = [_row(name, kept) for name, each in told.items() for kept in each.tiers]
+        rows = [
+            (name, kept.name, f"{kept.chunks:,}", size(kept.nbytes))
+            for name, each in told.items()
+            for kept in each.tiers
+        ]
         _show(table(f"would be {what}" if is_plan else what, ("node", "tier", ">chunks", ">bytes"), rows))
     _complain(refused)
-
-
-def _row(node: str, kept: Kept) -> tuple[str, str, str, str]:
-    return node, kept.name, f"{kept.chunks:,}", size(kept.nbytes)
 
 
 def _complain(errors: Mapping[str, str]) -> None:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import msgspec
+from rich.progress import TextColumn, TimeRemainingColumn
 
-from pdx.cli.tables import size
+from pdx.cli.tables import progress, size, to_json
 from pdx.telemetry.faults import printable
 
 if TYPE_CHECKING:
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from pdx.client.results import Job
 
 INTERRUPTED = 130  # the exit status of what SIGINT has ended
-
-
-class _Stopped(Exception):
-    """Somebody has pressed Ctrl-C."""
+_LOOK_S = 0.25  # between two looks at a job, and whether Ctrl-C was pressed
 
 
 def finish(cache: Controller, start: Callable[[], Job], *, detach: bool, as_json: bool) -> None:
@@ -44,26 +41,14 @@ def finish(cache: Controller, start: Callable[[], Job], *, detach: bool, as_json
 
 def _followed(cache: Controller, job: Job, pressed: list[int], *, as_json: bool) -> Job:
     """The job when it is over; cancelled where Ctrl-C was `pressed`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[moved]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json) as progress:
-        task = progress.add_task(job.status.verb, total=job.status.chunks, moved="")
-
-        def on_progress(now: Job) -> None:
-            status = now.status
-            progress.update(task, completed=status.chunks_done, total=status.chunks, moved=size(status.bytes_done))
-            if pressed:
-                raise _Stopped
-
-        try:
-            return cache.wait(job, on_progress)
-        except _Stopped:
-            return cache.cancel(job)
+    columns = TextColumn("{task.fields[moved]}"), TimeRemainingColumn()
+    with progress(*columns, hidden=as_json) as shown:
+        task = shown.add_task(job.status.verb, total=job.status.chunks, moved="")
+        while not job.is_over and not pressed:
+            job = cache.wait(job, timeout_s=_LOOK_S)
+            status = job.status
+            shown.update(task, completed=status.chunks_done, total=status.chunks, moved=size(status.bytes_done))
+    return job if job.is_over else cache.cancel(job)
 
 
 @contextmanager
@@ -84,20 +69,13 @@ def _interrupts() -> Iterator[list[int]]:
 
 def as_object(job: Job) -> dict[str, Any]:
     """A job as plain data."""
-    status = {name: getattr(job.status, name) for name in job.status.__struct_fields__}
-    return {**status, "job": job.name, "instance": job.instance}
+    return {**msgspec.structs.asdict(job.status), "instance": job.instance}
 
 
 def echo(jobs: list[Job], *, as_json: bool) -> None:
     """What became of jobs, a line each."""
     for job in jobs:
-        click.echo(_json(as_object(job)) if as_json else _line(job))
-
-
-def _json(value: Any) -> bytes:
-    import msgspec
-
-    return msgspec.json.encode(value)
+        click.echo(to_json(as_object(job)) if as_json else _line(job))
 
 
 def _line(job: Job) -> str:
