@@ -205,8 +205,9 @@ class Proxy:
         match message:
             case NodeReport():
                 self._take_report(message)
-            case Explained():
-                self._explainer.told(message)
+            case wire.Reply(0, outcome):
+                if isinstance(outcome, Explained):
+                    self._explainer.told(outcome)
             case wire.Reply():
                 self._cache.replied(node, message)
             case Changes() if self.chunks is not None:

@@ -31,7 +31,6 @@ from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
-from pdx.wire.explained import Explained
 from pdx.wire.hints import Hints
 from pdx.wire.messages import Cancel
 from pdx.wire.proxy import (
@@ -54,7 +53,7 @@ _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
 _SOON_S = 0.02  # until ZMQ has taken more of those who connect
 
 
-FromNode = NodeReport | Explained | Reply | Changes
+FromNode = NodeReport | Reply | Changes
 
 
 class Control:
@@ -149,8 +148,8 @@ class Control:
         self._tell(Arriving(hints.session, hints.salt), {name for name in nodes if name})
 
     def ask_why(self, request: str) -> None:
-        """Ask all nodes what they know of this request; it is answered by `Explained`."""
-        self._send(messages.encode(Why(request)), list(self._peers))
+        """Ask all nodes what they know of this request; the answers have number 0."""
+        self._send(messages.encode(Order(0, Why(request))), list(self._peers))
 
     def follow(self, node: str, ask: Follow) -> None:
         """Ask this node for its changes; it tells them as `Changes`."""
@@ -298,7 +297,7 @@ class Control:
         engines = [each for each in report.engines[:MAX_ENGINES_OF_NODE] if self._is_believed(report, each)]
         self._take(report.node, msgspec.structs.replace(report, engines=engines))
 
-    def _take_answer(self, arrival: Arrival, answer: Explained | Reply | Changes) -> None:
+    def _take_answer(self, arrival: Arrival, answer: Reply | Changes) -> None:
         node = self._peers.get(arrival.route)
         if node is None:
             return

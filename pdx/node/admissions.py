@@ -300,9 +300,7 @@ class Admissions:
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
         verdicts = self._carry_out_hints(session, ask, granted, arenas)
-        answer = Admitted(
-            len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, bool(early), verdicts, lease_s
-        )
+        answer = Admitted(len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, verdicts, lease_s)
         self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
         return answer
 

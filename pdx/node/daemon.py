@@ -53,7 +53,7 @@ from pdx.wire.messages import (
     encode,
 )
 from pdx.wire.proxy import Arriving, Follow, Order, PeerList, Prefilled, Reply
-from pdx.wire.verbs import AnyVerb, Why
+from pdx.wire.verbs import AnyVerb
 
 log = logging.getLogger("pdx.node")
 
@@ -360,8 +360,6 @@ class Daemon:
                         self.service.prefilled(transfer, "the proxy")
                     case PeerList(peers):
                         self._peers.told(peers)
-                    case Why(request):
-                        self._proxy.send(self.service.explained(request))
                     case Order(number, verb):
                         self._reply(number, self._carried_out(verb))
 

@@ -39,7 +39,6 @@ from pdx.telemetry.faults import counted
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.base import check_slots
-from pdx.wire.explained import Explained
 from pdx.wire.messages import (
     RIGHTS,
     VERSION,
@@ -446,8 +445,6 @@ class Service:
             return self.reports.status()
         if isinstance(verb, Advise):
             return self.hinting.advise(verb, (), is_named=False)
-        return self.explained(verb.request) if isinstance(verb, Why) else self.controls.handle(verb)
-
-    def explained(self, request: str) -> Explained:
-        """What is known of the last requests whose name contains this."""
-        return self.admissions.explanations.of(request, self._clock())
+        if isinstance(verb, Why):
+            return self.admissions.explanations.of(verb.request, self._clock())
+        return self.controls.handle(verb)

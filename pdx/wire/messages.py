@@ -52,7 +52,7 @@ from pdx.wire.verbs import VERBS, AnyAnswer, AnyVerb, Found
 
 _T = TypeVar("_T")
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 4 << 20
 
 
@@ -337,7 +337,6 @@ class Admitted(Message, frozen=True):
     `part_blocks`: behind the hits, `slots` has a further chunk, of which this many leading blocks are the prompt's.
     `by_layer`: slices are copied on as they are filled, so the node wants to hear of layers before all are. Otherwise
     one `Fill` that seals is enough.
-    `filling`: some of the hits are still being filled, as the arena says of each (`Arena.filled_slices`).
     `verdicts`: what became of `Admit.hints`, for each field that says something.
     """
 
@@ -350,7 +349,6 @@ class Admitted(Message, frozen=True):
     full: bool = False
     by_layer: bool = False
     part_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
-    filling: bool = False
     verdicts: Verdicts = []
     lease_s: Seconds = 0.0
 

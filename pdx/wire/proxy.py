@@ -22,9 +22,8 @@ from pdx.wire.base import (
     Stamp,
     TransferId,
 )
-from pdx.wire.explained import Explained
 from pdx.wire.messages import Cancel, EngineFacts, Outcome, decode_frame
-from pdx.wire.verbs import AnyVerb, Why
+from pdx.wire.verbs import AnyVerb
 
 
 class EngineReport(msgspec.Struct, array_like=True, frozen=True):
@@ -140,7 +139,8 @@ class Prefilled(Message, frozen=True):
 
 
 class Order(Message, frozen=True):
-    """Proxy to a node: a verb of a controller that the proxy has let in. The answer is a `Reply` of this number."""
+    """Proxy to a node: a verb of a controller that the proxy has let in, or (number 0) of its own, said to all nodes.
+    The answer is a `Reply` of this number."""
 
     number: Number
     verb: AnyVerb
@@ -153,8 +153,8 @@ class Reply(Message, frozen=True):
     outcome: Outcome
 
 
-ToProxy = NodeReport | Explained | Changes | Reply
-FromProxy = Arriving | Cancel | Follow | Order | PeerList | Prefilled | Why
+ToProxy = NodeReport | Changes | Reply
+FromProxy = Arriving | Cancel | Follow | Order | PeerList | Prefilled
 
 
 _to_proxy: msgspec.msgpack.Decoder[ToProxy] = msgspec.msgpack.Decoder(ToProxy)

@@ -75,7 +75,7 @@ def test_an_answer_with_another_key_than_the_nodes_is_none(tmp_path):
             asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
             await until(lambda: len(made.orders) == 1)
             (number,) = made.orders._under_way
-            for answer in (Reply(number, Found(1, 1, {})), Explained([], 0)):
+            for answer in (Reply(number, Found(1, 1, {})), Reply(0, Explained([], 0))):
                 made.control._take_in(Arrival(route, messages.encode(answer), pairs["two"].public))
             await asyncio.sleep(0)
             assert made.drops == ["not_its_name"] * 2

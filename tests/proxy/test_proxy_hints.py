@@ -13,8 +13,8 @@ from pdx.proxy.hints import digest
 from pdx.wire import messages
 from pdx.wire.explained import Explained, Explanation
 from pdx.wire.hints import Hints, Verdict, tenant
-from pdx.wire.proxy import Arriving
-from pdx.wire.verbs import Why
+from pdx.wire.proxy import Arriving, Order, Reply
+from pdx.wire.verbs import Found, Why
 
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 4}
 CHATTED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -32,10 +32,16 @@ def explained(request, *verdicts):
     return Explanation(request, "engine", 0.0, 0.0, 1, 0, [], verdicts=list(verdicts))
 
 
+async def asked_why(node):
+    order = await node._next(Order)
+    assert (order.number, type(order.verb)) == (0, Why)
+    return order.verb
+
+
 async def answer(node, *verdicts):
     """The node is asked for one request, and tells this of its hints."""
-    asked = (await node._next(Why)).request
-    await node.socket.send(messages.encode(Explained([explained(f"cmpl-{asked}-0", *verdicts)], 1)))
+    asked = (await asked_why(node)).request
+    await node.socket.send(messages.encode(Reply(0, Explained([explained(f"cmpl-{asked}-0", *verdicts)], 1))))
     return asked
 
 
@@ -182,12 +188,12 @@ async def test_what_others_say_or_of_other_requests_is_no_answer():
     async with cluster() as made:
 
         async def answer():
-            assert (await made.node._next(Why)).request == "abc"
-            for told in (one("cmpl-xyz-0", "refused"), one("cmpl-abc-0")):
-                await made.node.socket.send(messages.encode(told))
+            assert (await asked_why(made.node)).request == "abc"
+            for told in (one("cmpl-xyz-0", "refused"), Found(1, 1, {}), one("cmpl-abc-0")):
+                await made.node.socket.send(messages.encode(Reply(0, told)))
 
         stranger = Node(made.node.address, "stranger")  # it has not reported
-        await stranger.socket.send(messages.encode(one("cmpl-abc-0", "refused")))
+        await stranger.socket.send(messages.encode(Reply(0, one("cmpl-abc-0", "refused"))))
         node = asyncio.create_task(answer())
         asks = {**BODY, "pdx_hints": {"version": 1, "priority": 5}}
         _, told, _ = await made.post(COMPLETIONS, asks, headers={"X-Request-Id": "abc"})

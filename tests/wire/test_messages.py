@@ -111,15 +111,15 @@ def test_the_bytes_of_a_message_are_pinned():
     frame = encode(ToNode(7, True, Fill([Slot(4096, 100, 3)], first_layer=2, seal=True)))
     assert msgpack.unpackb(frame) == [7, True, ["Fill", [[4096, 100, 3, 0]], 2, 1, True]]
     assert frame.hex() == "9307c395a446696c6c9194cd10006403000201c3"
-    assert VERSION == 7
+    assert VERSION == 8
     frame = encode(PeerFrame(7, 3, Admitted(granted=[0, 2], granted_slots=[Slot(4096, 100, 3)])))
     assert msgpack.unpackb(frame) == [
         7,
         3,
-        ["Admitted", 0, [], 0, False, [0, 2], [[4096, 100, 3, 0]], False, False, 0, False, [], 0.0],
+        ["Admitted", 0, [], 0, False, [0, 2], [[4096, 100, 3, 0]], False, False, 0, [], 0.0],
     ]
     assert frame == bytes.fromhex(
-        "9307039da841646d69747465640090 00c29200029194cd1000640300c2c200c290 cb0000000000000000"
+        "9307039ca841646d69747465640090 00c29200029194cd1000640300c2c20090 cb0000000000000000"
     )
     landed = encode(Landed(9, [Slices(8192, 4, 2, 1, b"01234567")]))
     assert msgpack.unpackb(landed) == [9, [[8192, 4, 2, 1, b"01234567"]]]
