@@ -23,7 +23,7 @@ import os
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import zmq
@@ -43,6 +43,12 @@ _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNED = 4096
 
 
+class ReaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One reader of events in the file."""
+
+    key: Annotated[str, Meta(max_length=40)]
+
+
 class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One node, or the proxy, in the file."""
 
@@ -51,10 +57,7 @@ class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_hosts: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)] = []
 
 
-class ReaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One reader of events in the file."""
-
-    key: Annotated[str, Meta(max_length=40)]
+_Entry = TypeVar("_Entry", RosterEntry, ReaderEntry)
 
 
 class RosterFile(msgspec.Struct, frozen=True):
@@ -91,53 +94,44 @@ class RosterFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def _checked(cls, tables: dict[str, object], path: str, *, has_keys: bool) -> RosterFile:
-        unknown = sorted(tables.keys() - {"nodes", "proxy", "readers"})
-        nodes, readers = tables.get("nodes", {}), tables.get("readers", {})
-        if unknown or not isinstance(nodes, dict) or not isinstance(readers, dict):
-            wrong = unknown or ["readers" if isinstance(nodes, dict) else "nodes"]
-            known = "[nodes.NAME], [proxy] or [readers.NAME]"
-            raise ConfigError(f"roster {path}: {', '.join(wrong)} is not {known}")
-        if len(nodes) > MAX_NODES:
-            raise ConfigError(f"roster {path}: {len(nodes)} nodes; at most {MAX_NODES} are possible")
-        found = {name: _entry(value, f"roster {path}: nodes.{name}", has_keys) for name, value in nodes.items()}
-        if len(readers) > MAX_READERS:
-            raise ConfigError(f"roster {path}: {len(readers)} readers; at most {MAX_READERS} are possible")
-        reading = {name: _reader(each, f"roster {path}: readers.{name}") for name, each in readers.items()}
-        for name in (*found, *reading):
-            check_name(name, f"roster {path}")
-        proxy = _entry(tables["proxy"], f"roster {path}: proxy", has_keys) if "proxy" in tables else None
+        def all_of(name: str, kind: type[_Entry], most: int) -> dict[str, _Entry]:
+            found = tables.get(name, {})
+            if not isinstance(found, dict):
+                raise ConfigError(f"roster {path}: {name} is not {known}")
+            if len(found) > most:
+                raise ConfigError(f"roster {path}: {len(found)} {name}; at most {most} are possible")
+            for each in found:
+                check_name(each, f"roster {path}")
+            return {
+                each: _entry(value, kind, f"roster {path}: {name}.{each}", has_keys) for each, value in found.items()
+            }
+
+        known = "[nodes.NAME], [proxy] or [readers.NAME]"
+        if unknown := sorted(tables.keys() - {"nodes", "proxy", "readers"}):
+            raise ConfigError(f"roster {path}: {', '.join(unknown)} is not {known}")
+        nodes, readers = all_of("nodes", RosterEntry, MAX_NODES), all_of("readers", ReaderEntry, MAX_READERS)
+        proxy = _entry(tables["proxy"], RosterEntry, f"roster {path}: proxy", has_keys) if "proxy" in tables else None
         owners: dict[str, str] = {}
-        keys = {f"nodes.{name}": entry.key for name, entry in found.items()}
-        keys |= {f"readers.{name}": entry.key for name, entry in reading.items()}
+        keys = {f"nodes.{name}": entry.key for name, entry in nodes.items()}
+        keys |= {f"readers.{name}": entry.key for name, entry in readers.items()}
         keys |= {"proxy": proxy.key} if proxy else {}
         for where, key in keys.items():
             if key and owners.setdefault(key, where) != where:
                 raise ConfigError(f"roster {path}: {owners[key]} and {where} have the same key")
-        return cls(found, proxy, reading)
+        return cls(nodes, proxy, readers)
 
 
-def _reader(value: object, where: str) -> ReaderEntry:
+def _entry(value: object, kind: type[_Entry], where: str, has_keys: bool) -> _Entry:
     try:
-        entry = msgspec.convert(value, ReaderEntry)
-    except msgspec.ValidationError as error:
+        entry = msgspec.convert(value, kind)
+        if has_keys and isinstance(entry, RosterEntry) and not entry.key:
+            raise ConfigError("a key is missing")
+        if isinstance(entry, RosterEntry):
+            check_address(entry.address, has_keys)
+    except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    check_key(entry.key, where)
-    return entry
-
-
-def _entry(value: object, where: str, has_keys: bool) -> RosterEntry:
-    try:
-        entry = msgspec.convert(value, RosterEntry)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if has_keys and not entry.key:
-        raise ConfigError(f"{where}: a key is missing")
-    if entry.key:
+    if entry.key or isinstance(entry, ReaderEntry):
         check_key(entry.key, where)
-    try:
-        check_address(entry.address, has_keys)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
     return entry
 
 

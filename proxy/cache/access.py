@@ -14,7 +14,7 @@ from collections import OrderedDict
 from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
-from pdx.security.token_file import load
+from pdx.security.secret_file import load_token
 from pdx.telemetry.env import Env
 
 MAX_FAILED = 32  # of one address, in …
@@ -29,7 +29,7 @@ class Token:
         """:raises ConfigError: it cannot be read, others may read it, or there is no token in it."""
         self._path = path
         self._stamp = self._stamped()
-        self._digest = _digest(load(path))
+        self._digest = _digest(load_token(path))
 
     def is_shown(self, token: str) -> bool:
         """Whether this is the token that is in the file now, in a time that does not depend on it.
@@ -39,7 +39,7 @@ class Token:
         stamp = self._stamped()
         if stamp != self._stamp or not self._digest:
             self._digest = b""
-            self._digest = _digest(load(self._path))
+            self._digest = _digest(load_token(self._path))
             self._stamp = stamp
         return hmac.compare_digest(self._digest, _digest(token))
 

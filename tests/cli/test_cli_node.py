@@ -21,7 +21,7 @@ from pdx.cli.options import said
 from pdx.cli.tables import duration, size, to_json, view
 from pdx.client.api import connect
 from pdx.config import node_settings
-from pdx.errors import ConfigError, NodeError, NodeUnavailable
+from pdx.errors import NodeError, NodeUnavailable
 from pdx.transports.channel import Availability
 from pdx.wire.status import AttachedStatus, NodeStatus, PeerStatus, TierStatus
 
@@ -37,19 +37,25 @@ def test_every_command_explains_itself(command):
     assert "--help" in result.output
 
 
-def test_an_unknown_command_is_a_usage_error():
-    assert pdx("fly").exit_code == 2
+@pytest.mark.parametrize("arguments", [["fly"], ["node", "--force"], ["node", "--json"]])
+def test_a_usage_error(arguments):
+    assert pdx(*arguments).exit_code == 2
 
 
-def test_status_as_json(node):
+def test_status_as_json_and_as_tables(node):
     result = pdx("node", "--status", "--json", "--address", node.address)
     assert result.exit_code == 0, result.output
     status = json.loads(result.output)
     assert status["arena_bytes"] >= 8 << 20
     assert status["attached"] == [], "who asks is not listed"
-    with connect(node.address):
+    with connect(node.address) as client, client.reserve("kept", 5000) as chunk:
+        chunk.seal()
         result = pdx("node", "--status", "--json", "--address", node.address)
     assert [each["kind"] for each in json.loads(result.output)["attached"]] == ["client"]
+    result = pdx("node", "--status", "--address", node.address)
+    assert result.exit_code == 0, result.output
+    assert node.address in result.output
+    assert "sealed" in result.output
 
 
 def test_stop_ends_a_node_and_waits_until_nothing_of_it_is_left(node):
@@ -79,63 +85,29 @@ def test_stop_asks_before_it_takes_a_node_from_its_engines(node, attach):
     assert node.process.wait(0) == 0
 
 
-def test_force_without_stop_is_a_usage_error():
-    assert pdx("node", "--force").exit_code == 2
-
-
 def test_a_node_that_does_not_end_is_named(node):
     with pytest.raises(NodeError, match=f"process {node.pid} has not ended"):
         end_node(node.address, force=False, timeout_s=0.0)
 
 
-def test_status_as_tables(node):
-    with connect(node.address) as client, client.reserve("kept", 5000) as chunk:
-        chunk.seal()
-    result = pdx("node", "--status", "--address", node.address)
-    assert result.exit_code == 0, result.output
-    assert node.address in result.output
-    assert "sealed" in result.output
-
-
-def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    peer = PeerStatus(
-        name="beta",
-        address="tcp://10.0.0.2:7700",
-        state="ready",
-        channel="nixl",
-        rates={"tcp": 1.5, "nixl": 2.25},
-        pushes=3,
-        landing=4,
-        sent_bytes=5 << 20,
-        landed_bytes=6 << 30,
-        why="it [was] silent",
-    )
-    status = NodeStatus(
-        "alpha",
-        1,
-        2,
-        3.0,
-        1 << 30,
-        1 << 30,
-        {},
-        {},
-        0,
-        7,
-        0,
-        [AttachedStatus(5, "scheduler", "", "e1", 0, "both", "", 0, 0.1, "with engine 'e2': num_shards '2' and '[1]'")],
-        {},
-        "tcp://10.0.0.1:7700",
-        [peer],
-        pinned_bytes=9 << 20,
-        tiers=[
-            TierStatus("disk", "/var/cache/pdx", 12, 3 << 30, 100 << 30),
-            TierStatus("remote", "s3://b/p", state="timeout: x"),
-        ],
-    )
-    console = Console(width=200, record=True, file=io.StringIO())
+def shown_of(status, width=200):
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(view(status, "ipc:///run/node.sock"))
-    shown = console.export_text()
+    return console.export_text()
+
+
+def test_peers_are_shown_with_their_channel_and_what_went_over_it():
+    address, rates = "tcp://10.0.0.2:7700", {"tcp": 1.5, "nixl": 2.25}
+    peer = PeerStatus("beta", address, "ready", "nixl", rates, 3, 4, 5 << 20, 6 << 30, "it [was] silent")
+    apart = "with engine 'e2': num_shards '2' and '[1]'"
+    engine = AttachedStatus(5, "scheduler", "", "e1", 0, "both", "", 0, 0.1, apart)
+    head = ("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [engine], {}, "tcp://10.0.0.1:7700", [peer])
+    tiers = [
+        TierStatus("disk", "/var/cache/pdx", 12, 3 << 30, 100 << 30),
+        TierStatus("remote", "s3://b/p", state="timeout: x"),
+    ]
+    status = NodeStatus(*head, pinned_bytes=9 << 20, tiers=tiers)
+    shown = shown_of(status)
     assert "node alpha, ipc:///run/node.sock" in shown
     assert "peers connect to tcp://10.0.0.1:7700" in shown
     assert "7 pins (9.0 MiB)" in shown
@@ -152,26 +124,9 @@ def test_words_of_peers_stores_and_engines_steer_no_terminal():
     peer = PeerStatus(evil, evil, "ready", evil, {evil: 1.0}, 1, 1, 1, 1, evil)
     attached = AttachedStatus(5, "scheduler", evil, evil, 0, "both", evil, 0, 0.1, evil)
     head = ("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [attached], {}, "", [peer])
-    status = NodeStatus(*head, tiers=[TierStatus("remote", evil, state=evil)])
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(view(status, "ipc:///run/node.sock"))
-    shown = console.export_text()
+    shown = shown_of(NodeStatus(*head, tiers=[TierStatus("remote", evil, state=evil)]))
     assert "remote \\x1b[2J\\x9b2J\\u202e; " in shown
     assert all(line.isprintable() for line in shown.splitlines())
-
-
-def test_options_become_the_nodes_settings(monkeypatch, place):
-    configs = []
-    monkeypatch.setattr("pdx.node.daemon.run", configs.append)
-    options = ["--name", "alpha", "--listen", "tcp://127.0.0.1:0", "--roster", "r.toml", "--keys", "alpha.key_secret"]
-    options += ["--channel", "nixl", "--channel", "tcp", "--digests", "always"]
-    options += ["--disk", "cache", "--disk-limit", "2GiB"]
-    result = pdx("node", "--address", f"ipc://{place}/node.sock", "--proxy", "", *options)
-    assert result.exit_code == 0, result.output
-    (config,) = configs
-    assert (config.name, config.listen, config.roster) == ("alpha", "tcp://127.0.0.1:0", "r.toml")
-    assert (config.keys, config.channels, config.digests) == ("alpha.key_secret", ["nixl", "tcp"], "always")
-    assert (config.disks, config.disk_limit_bytes) == ([os.path.abspath("cache")], 2 << 30)
 
 
 def test_a_node_whose_only_channel_does_not_work_does_not_start(place, monkeypatch):
@@ -193,23 +148,12 @@ def test_a_channel_that_cannot_be_is_one_line_and_status_1(place, channel):
 
 
 def test_no_node_is_one_line_and_status_1(place, monkeypatch):
-    monkeypatch.setattr(
-        "pdx.client.api.connect", lambda address: (_ for _ in ()).throw(NodeUnavailable("nobody there"))
-    )
+    def connect(address):
+        raise NodeUnavailable("nobody there")
+
+    monkeypatch.setattr("pdx.client.api.connect", connect)
     result = pdx("node", "--status", "--address", f"ipc://{place}/none.sock")
-    assert result.exit_code == 1
-    assert result.output == "Error: nobody there\n"
-
-
-def test_options_of_status_need_status(place):
-    assert pdx("node", "--json", "--address", f"ipc://{place}/none.sock").exit_code == 2
-
-
-def test_a_bad_size_is_one_line_and_status_1(place):
-    result = pdx("node", "--arena", "huge", "--address", f"ipc://{place}/node.sock")
-    assert result.exit_code == 1
-    assert "'huge' is not a size" in result.output
-    assert "Traceback" not in result.output
+    assert (result.exit_code, result.output) == (1, "Error: nobody there\n")
 
 
 def test_a_second_node_says_so_and_the_first_ends_on_sigterm(address):
@@ -257,15 +201,8 @@ def test_where_chunks_lie_is_said_by_arena_and_gpu(arena, gpus, settings):
     assert node_settings(said({"arena": arena, "gpus": gpus, "gpu_arena": "2MiB"})) == settings
 
 
-def test_a_gpu_named_twice_is_refused():
-    with pytest.raises(ConfigError, match="--gpu: a GPU has one arena; name each once, and not 0, 0"):
-        node_settings({"gpus": ["0", "0"]})
-
-
-def test_engines_that_are_attached_are_shown_in_one_line_each_on_a_terminal_of_80():
+def test_attached_engines_have_one_line_each_on_a_terminal_of_80():
     engine = AttachedStatus(1234567, "scheduler", "", "e" * 8, 0, "prefill", "http://127.0.0.1:8100", 12, 0.1, "")
-    head = ("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [engine], {})
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(view(NodeStatus(*head), "ipc:///run/node.sock"))
-    (row,) = [line for line in console.export_text().splitlines() if "1234567" in line]
+    shown = shown_of(NodeStatus("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [engine], {}), width=80)
+    (row,) = [line for line in shown.splitlines() if "1234567" in line]
     assert row.split() == ["e" * 8, "scheduler", "0", "prefill", "http://127.0.0.1:8100", "1234567", "12", "0.1", "s"]

@@ -72,10 +72,6 @@ def test_other_nonsense_in_the_environment_is_refused(monkeypatch):
     assert "'http://a' is not a valid integer" in result.output
 
 
-def test_without_any_of_them_defaults_hold(settings):
-    assert settings() == ProxyConfig()
-
-
 @pytest.mark.parametrize("text", ["prot = 1", 'config = "x"', "port = [1]", "port ="])
 def test_a_file_that_is_wrong(tmp_path, text):
     file = tmp_path / "proxy.toml"

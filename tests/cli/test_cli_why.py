@@ -48,7 +48,7 @@ def stored(engine):
     return engine.status().counters.get("disk_stored", 0)
 
 
-def test_a_request_is_explained_chunk_by_chunk(node, engine):
+def test_requests_are_listed_and_explained_chunk_by_chunk(node, engine, monkeypatch):
     ask(engine, [1, 2], "cmpl-abc-0")
     ask(engine, [1, 2, 3], "cmpl-def-0")
     result = pdx("why", "def", "--address", node.address)
@@ -58,13 +58,17 @@ def test_a_request_is_explained_chunk_by_chunk(node, engine):
     lines = [line.split() for line in result.output.splitlines()]
     assert any(line[1:4] == ["0-1", "│", "hit"] and "from" in line for line in lines), result.output
     assert "never stored here under this key" in result.output
-
-
-def test_without_a_name_the_last_requests_are_listed(node, engine):
-    ask(engine, [1], "cmpl-abc-0")
-    ask(engine, [1, 2], "cmpl-def-0")
-    output = pdx("why", "--address", node.address).output
-    assert output.index("cmpl-def-0") < output.index("cmpl-abc-0")
+    monkeypatch.setenv("COLUMNS", "80")
+    request = f"chatcmpl-{'0123456789abcdef' * 3}-0-89abcdef"
+    ask(engine, [1], request)
+    output = pdx("why", "--node", node.address).output
+    assert output.index(request) < output.index("cmpl-def-0") < output.index("cmpl-abc-0")
+    assert request in output.splitlines(), "in one piece on a narrow terminal"
+    found = [json.loads(line) for line in pdx("why", "cmpl", "--json", "--address", node.address).output.splitlines()]
+    assert [one["request"] for one in found] == [request, "cmpl-def-0", "cmpl-abc-0"]
+    assert found[0]["reasons"][0] | {"text": ""} == {
+        "first": 0, "count": 1, "is_hit": True, "kind": "memory", "text": ""
+    }  # fmt: skip
 
 
 def test_what_came_from_a_disk_says_so_and_at_which_rate(node, engine, start_node, attach):
@@ -82,34 +86,18 @@ def test_what_came_from_a_disk_says_so_and_at_which_rate(node, engine, start_nod
     assert found["waited_s"] > 0
 
 
-def test_json_is_one_object_for_each_request(node, engine):
-    ask(engine, [1], "cmpl-abc-0")
-    ask(engine, [1, 2], "cmpl-abc-1")
-    lines = pdx("why", "abc", "--json", "--address", node.address).output.splitlines()
-    found = [json.loads(line) for line in lines]
-    assert [one["request"] for one in found] == ["cmpl-abc-1", "cmpl-abc-0"]
-    assert found[0]["reasons"][0] | {"text": ""} == {
-        "first": 0, "count": 1, "is_hit": True, "kind": "memory", "text": ""
-    }  # fmt: skip
-
-
-def test_a_request_that_the_node_was_not_asked_about_is_an_error_that_says_where_to_look(node, engine):
-    result = pdx("why", "abc", "--address", node.address)
-    assert result.exit_code == 1
-    assert "nobody has asked it yet" in result.output
-    ask(engine, [1], "cmpl-abc-0")
-    result = pdx("why", "xyz", "--address", node.address)
-    assert result.exit_code == 1
-    assert "'xyz'" in result.output
-    assert "it remembers 1 others" in result.output
-    assert "pdx node --status" in result.output
-
-
-def test_a_node_that_nobody_has_asked_says_what_to_do(node):
-    result = pdx("why", "--node", node.address)
-    assert result.exit_code == 1
-    assert "no request has asked the node" in result.output
-    assert "''" not in result.output
+def test_a_request_that_is_not_known_is_an_error_that_says_where_to_look(node, engine):
+    for request, before, words in (
+        ("", False, "no request has asked the node"),
+        ("abc", False, "nobody has asked it yet"),
+        ("xyz", True, "it remembers 1 others); either it has no full block, or its engine runs without the node"),
+    ):
+        if before:
+            ask(engine, [1], "cmpl-abc-0")
+        result = pdx("why", *([request] if request else []), "--address", node.address)
+        assert result.exit_code == 1
+        assert words in result.output
+        assert f"{request!r}" in result.output if request else "''" not in result.output
 
 
 def test_a_tail_that_was_there_is_one_of_the_chunks_that_were_sought(node, engine):
@@ -123,10 +111,3 @@ def test_a_tail_that_was_there_is_one_of_the_chunks_that_were_sought(node, engin
     found = json.loads(pdx("why", "def", "--json", "--node", node.address).output)
     assert found["hits"] <= found["chunks"]
     assert found["hits"] == answer.hits
-
-
-def test_the_id_of_a_request_is_in_one_piece_on_a_narrow_terminal(node, engine, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    request = f"chatcmpl-{'0123456789abcdef' * 3}-0-89abcdef"
-    ask(engine, [1], request)
-    assert request in pdx("why", "--node", node.address).output.splitlines()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from pdx.cli import guard
 from pdx.cli import processes as processes_module
 from pdx.cli.processes import Process, Processes, ProcessState
 from pdx.errors import ConfigError
+from pdx.testing.waiting import wait_until as wait_for
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
@@ -37,13 +37,6 @@ with Processes(Path(sys.argv[1]), grace_s=1.0) as processes:
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-S", "-c", code]
-
-
-def wait_for(condition, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def says_something(log: Path) -> bool:
@@ -72,24 +65,20 @@ def test_a_process_becomes_ready_and_its_log_is_kept(tmp_path):
     assert not runs(one.pid)
 
 
-def test_a_death_is_seen_with_status_and_last_words(tmp_path):
+def test_each_death_is_seen_with_status_and_last_words(tmp_path):
     with Processes(tmp_path) as processes:
         healthy = processes.start("healthy", python(SLEEP), is_ready=lambda: True)
         dying = processes.start("dying", python("raise SystemExit('no memory left')"), is_ready=lambda: False)
-        wait_for(lambda: processes.look() == [dying])
-        assert dying.exit_status == 1
+        ghost = processes.start("ghost", [str(tmp_path / "ghost")], is_ready=lambda: False)
+        victim = processes.start("victim", python(SLEEP), is_ready=lambda: True)
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_for(lambda: processes.look() == [dying, ghost, victim])
+        assert (dying.exit_status, ghost.exit_status, victim.exit_status) == (1, 1, 128 + signal.SIGKILL)
         assert dying.tail(1) == ["no memory left"]
+        assert "FileNotFoundError" in ghost.tail(1)[0]
         assert healthy.state is ProcessState.READY
     assert dying.state is ProcessState.DIED
     assert not runs(healthy.pid)
-
-
-def test_death_by_a_signal_is_told_as_the_shell_does(tmp_path):
-    with Processes(tmp_path) as processes:
-        victim = processes.start("victim", python(SLEEP), is_ready=lambda: True)
-        os.kill(victim.pid, signal.SIGKILL)
-        wait_for(lambda: processes.look() == [victim])
-        assert victim.exit_status == 128 + signal.SIGKILL
 
 
 def test_the_whole_group_ends_even_if_its_leader_went_first(tmp_path):
@@ -110,13 +99,15 @@ def test_a_process_deaf_to_term_is_killed_after_the_grace(tmp_path):
     assert stubborn.exit_status == 128 + signal.SIGKILL
 
 
-def test_a_stopped_process_gets_its_grace(tmp_path):
+def test_a_stopped_process_gets_its_grace_and_an_odd_name_keeps_nobody_alive(tmp_path):
+    """The kernel cuts names after 15 bytes, which may be inside a character."""
     says = "signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit()))"
+    names = "open('/proc/self/comm', 'wb').write(b'\\xc3')"
+    code = f"import signal, sys; {says}; {names}; print('ready', flush=True); {SLEEP}"
     with Processes(tmp_path, grace_s=30.0) as processes:
-        stopped = processes.start(
-            "stopped", python(f"import signal, sys; {says}; print('ready', flush=True); {SLEEP}"), is_ready=lambda: True
-        )
+        stopped = processes.start("stopped", python(code), is_ready=lambda: True)
         wait_for(lambda: says_something(stopped.log))
+        assert guard.members({stopped.pid}) == [stopped.pid]
         os.kill(stopped.pid, signal.SIGSTOP)
     assert (stopped.tail(1), stopped.exit_status) == (["bye"], 0)
 
@@ -133,13 +124,6 @@ def test_stages_end_in_reverse(tmp_path, monkeypatch):
     assert ended == [{second.pid, third.pid}, {first.pid}]
 
 
-def test_a_command_that_does_not_exist_is_a_death(tmp_path):
-    with Processes(tmp_path) as processes:
-        ghost = processes.start("ghost", [str(tmp_path / "ghost")], is_ready=lambda: False)
-        wait_for(lambda: processes.look() == [ghost])
-        assert "FileNotFoundError" in ghost.tail(1)[0]
-
-
 def test_a_log_of_many_lines_is_read_from_its_end(tmp_path):
     log = tmp_path / "big.log"
     log.write_bytes(b"".join(b"line %d\n" % i for i in range(10_000)) + "\r 50%\r100% \N{CHECK MARK}\n\n".encode())
@@ -151,36 +135,16 @@ def test_a_log_of_many_lines_is_read_from_its_end(tmp_path):
 
 
 def test_a_log_that_grows_without_end_begins_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 10_000)
-    talks = f"import sys\nfor i in range(1000): print('line', i, flush=True)\n{SLEEP}"
+    """Of what it said before so much is kept, and what comes afterwards is at the beginning."""
+    monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 1_000)
+    waits = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [10])"
+    talks = f"print('x' * 99_999 + 'y', flush=True)\nsignal.sigwait([10])\nprint('on', flush=True)\n{SLEEP}"
     with Processes(tmp_path) as processes:
-        talker = processes.start("talker", python(talks), is_ready=lambda: True)
-        wait_for(lambda: talker.tail(1) == ["line 999"])
-        assert talker.log.stat().st_size < 10_000
-        monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 1_000)
+        talker = processes.start("talker", python(f"{waits}\n{talks}"), is_ready=lambda: True)
+        wait_for(lambda: says_something(talker.log))
         assert processes.look() == []
         assert talker.log.stat().st_size == 0
-        assert (tmp_path / "talker.log.1").read_text().endswith("line 999\n")
-
-
-def test_what_is_kept_of_a_log_has_a_bound(tmp_path, monkeypatch):
-    """However much was written since the last look, or is while it is copied."""
-    monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 1_000)
-    with Processes(tmp_path) as processes:
-        talker = processes.start("talker", python(f"print('x' * 99_999 + 'y', flush=True); {SLEEP}"), is_ready=bool)
-        wait_for(lambda: says_something(talker.log))
-        processes.look()
-    assert (tmp_path / "talker.log.1").read_text() == "x" * 998 + "y\n"
-
-
-def test_what_is_written_after_a_new_beginning_is_at_the_beginning(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 10)
-    talks = f"print('more than ten bytes', flush=True)\nsignal.sigwait([10])\nprint('on', flush=True)\n{SLEEP}"
-    with Processes(tmp_path) as processes:
-        block = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [10])\n{talks}"
-        talker = processes.start("talker", python(block), is_ready=lambda: True)
-        wait_for(lambda: says_something(talker.log))
-        processes.look()
+        assert (tmp_path / "talker.log.1").read_text() == "x" * 998 + "y\n"
         os.kill(talker.pid, 10)
         wait_for(lambda: says_something(talker.log))
         assert talker.log.read_bytes() == b"on\n"
@@ -191,10 +155,8 @@ def test_the_last_runs_log_is_kept_once(tmp_path):
         with Processes(tmp_path) as processes:
             talker = processes.start("talker", python(f"print({word!r}, flush=True); {SLEEP}"), is_ready=lambda: True)
             wait_for(lambda talker=talker: says_something(talker.log))
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.log*")} == {
-        "talker.log": "three\n",
-        "talker.log.1": "two\n",
-    }
+    found = {path.name: path.read_text() for path in tmp_path.glob("*.log*")}
+    assert found == {"talker.log": "three\n", "talker.log.1": "two\n"}
 
 
 @pytest.mark.parametrize("where", ["file", "file/below", "taken"])
@@ -235,22 +197,15 @@ def test_a_log_that_is_a_link_is_not_followed(tmp_path, name, monkeypatch):
     assert target.read_text() == "somebody's own"
 
 
-def test_a_log_that_somebody_removed_has_no_last_lines(tmp_path):
-    with Processes(tmp_path) as processes:
-        one = processes.start("one", python(SLEEP), is_ready=lambda: True)
-        one.log.unlink()
-        assert one.tail(3) == []
-        assert processes.look() == []
-
-
-def test_a_folder_of_logs_that_is_none_any_more_has_no_last_lines(tmp_path):
+def test_logs_that_somebody_removed_have_no_last_lines(tmp_path):
     logs = tmp_path / "logs"
     with Processes(logs) as processes:
         one = processes.start("one", python(SLEEP), is_ready=lambda: True)
+        one.log.unlink()
+        assert (one.tail(3), processes.look()) == ([], [])
         logs.rename(tmp_path / "away")
         logs.touch()
-        assert one.tail(3) == []
-        assert processes.look() == []
+        assert (one.tail(3), processes.look()) == ([], [])
 
 
 def test_all_of_them_end_although_the_guard_was_killed(tmp_path):
@@ -264,16 +219,6 @@ def test_all_of_them_end_although_the_guard_was_killed(tmp_path):
         wait_for(lambda: not runs(watching))
     assert not runs(first.pid)
     assert not runs(second.pid)
-
-
-def test_a_process_whose_name_is_no_text_keeps_nobody_from_ending(tmp_path):
-    """The kernel cuts names after 15 bytes, which may be inside a character."""
-    names = f"open('/proc/self/comm', 'wb').write(b'\\xc3'); print('named', flush=True); {SLEEP}"
-    with Processes(tmp_path) as processes:
-        odd = processes.start("odd", python(names), is_ready=lambda: True)
-        wait_for(lambda: says_something(odd.log))
-        assert guard.members({odd.pid}) == [odd.pid]
-    assert not runs(odd.pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -310,15 +310,6 @@ def test_any_thread_may_use_a_client(client):
     assert client.status().free_bytes == 8 * MIB
 
 
-def test_repr_shows_identity_and_state(node):
-    with pdx.connect(node.address, timeout_s=30.0) as client:
-        assert "attached" in repr(client)
-        with client.reserve("a", 100) as chunk:
-            assert "'a' 100 bytes" in repr(chunk)
-        assert "closed" in repr(chunk)
-    assert "closed" in repr(client)
-
-
 def test_tensors_share_the_chunks_memory(client):
     torch = pytest.importorskip("torch")
     source = torch.arange(1000, dtype=torch.float32)

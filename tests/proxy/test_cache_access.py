@@ -22,7 +22,7 @@ from pdx.proxy.cache import access, routes, verbs
 from pdx.proxy.cache.access import Token
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
-from pdx.security.token_file import load
+from pdx.security.secret_file import load_token
 from pdx.telemetry.env import Env
 from pdx.wire.verbs import Find, JobStatus, Selection
 
@@ -89,7 +89,7 @@ def test_a_token_file_that_is_wrong_is_refused_at_the_start(tmp_path, text, mode
         Proxy(ProxyConfig(control=f"ipc://{tmp_path}/p.sock", cache_token_file=str(file)))
     if text:
         with pytest.raises(ConfigError) as raised:
-            load(file)
+            load_token(file)
         assert text not in str(raised.value)
 
 
@@ -100,7 +100,7 @@ def test_a_token_file_of_another_user_is_refused(tmp_path, monkeypatch):
     uid = os.getuid()
     os.chown(file, 12345, -1) if uid == 0 else monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
-        load(file)
+        load_token(file)
 
 
 def test_wrong_tokens_of_one_address_are_bounded(tmp_path, monkeypatch):

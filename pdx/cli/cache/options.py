@@ -13,7 +13,7 @@ import msgspec
 
 from pdx.cli.options import option
 from pdx.errors import ConfigError, SelectionError
-from pdx.security.token_file import load
+from pdx.security.secret_file import load_token
 from pdx.wire.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def controller(
         raise ConfigError("--node names nodes of this host and --proxy those of a proxy; choose one of them")
     if token_file is not None and not proxy:
         raise ConfigError("--token-file is for a --proxy; a node of this host knows this user by its socket")
-    token = load(token_file) if token_file is not None else ""
+    token = load_token(token_file) if token_file is not None else ""
     return Controller(*addresses, proxy=proxy, token=token, timeout_s=timeout_s)
 
 
