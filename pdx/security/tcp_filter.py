@@ -39,6 +39,7 @@ _ROUND_S = 0.1
 _BATCH = 16  # connections taken at once
 _PACE_S = 0.01  # before the next ones
 _QUIET_S = 60.0
+_NO_DESCRIPTOR = "no file descriptor is left for it (ulimit -n)"
 
 
 class _Flow:
@@ -292,21 +293,21 @@ class TcpFilter:
         self._epoll.modify(self._listener, 0)
 
     def _take(self, outer: socket.socket, address: str, now: float) -> None:
+        why = ""
         if self._count >= self._max_connections:
-            self._refuse(address, f"{self._count} connections are here already")
-            outer.close()
-            return
-        if descriptors.left() < descriptors.reserve() // 2:
-            self._refuse(address, "no file descriptor is left for it (ulimit -n)")
-            outer.close()
-            return
-        try:
-            outer.setblocking(False)
-            outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._epoll.register(outer, select.EPOLLIN)
-        except OSError as error:
-            self._refuse(address, str(error))
+            why = f"{self._count} connections are here already"
+        elif descriptors.left() < descriptors.reserve() // 2:
+            why = _NO_DESCRIPTOR
+        else:
+            try:
+                outer.setblocking(False)
+                outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                self._epoll.register(outer, select.EPOLLIN)
+            except OSError as error:
+                why = str(error)
+        if why:
+            self._refuse(address, why)
             outer.close()
             return
         connection = _Connection(outer, address, now)
@@ -343,14 +344,12 @@ class TcpFilter:
             return False
         if len(connection.greeting) < _GREETING_BYTES:
             return False
-        # ZMQ's side needs one, too, and must find it; so must those of connections that ZMQ has not taken yet.
-        if descriptors.left() < descriptors.reserve() // 2 + self._num_young:
-            self._refuse(connection.address, "no file descriptor is left for it (ulimit -n)")
-            self._end(connection)
-            return False
         try:
+            # ZMQ's side needs one, too, and must find it; so must those of connections that ZMQ has not taken yet.
+            if descriptors.left() < descriptors.reserve() // 2 + self._num_young:
+                raise OSError(_NO_DESCRIPTOR)
             inner = self._to_zmq()
-        except OSError as error:  # ZMQ is behind with taking them, or the last descriptor went: the peer dials again
+        except OSError as error:  # also where ZMQ is behind with taking them: the peer dials again
             self._refuse(connection.address, str(error))
             self._end(connection)
             return False

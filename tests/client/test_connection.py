@@ -1,5 +1,6 @@
 """One process's connection to its node: what must not be lost is not, and no thread waits for another's answer."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -205,56 +206,66 @@ def scripted(address):
     Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
-def waits(thread):
-    """Whether this thread has begun to wait for an answer."""
-    frame = sys._current_frames().get(thread.ident)
-    names = set()
-    while frame is not None:
-        names.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return "collect" in names
+@contextlib.contextmanager
+def waiting(*seqs, connection, **how):
+    """Threads that wait for these answers, which come with their numbers into the list; an error comes in their place.
+
+    Each has begun to wait before the next one starts.
+    """
+    answers, threads = [], []
+
+    def wait(seq):
+        try:
+            answers.append((seq, connection.collect(seq, 600.0, **how)))
+        except NodeUnavailable as error:
+            answers.append((seq, error))
+
+    def waits(thread):
+        frame, names = sys._current_frames().get(thread.ident), set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        return "collect" in names
+
+    for seq in seqs:
+        threads.append(threading.Thread(target=wait, args=(seq,)))
+        threads[-1].start()
+        wait_until(lambda: waits(threads[-1]))
+    yield answers
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_message_is_told_while_another_thread_waits_for_an_answer(address, scripted, connect):
     """The answer comes only after that message: a lock that is held while waiting would be held to the end."""
     connection = connect(address)
     seq = connection.ask(Status())
-    answers = []
-    waiter = threading.Thread(target=lambda: answers.append(connection.collect(seq, 10.0)))
-    waiter.start()
-    wait_until(lambda: waits(waiter))
-    connection.tell(Mark(TRANSFER, "event", 7))
-    scripted.read(Mark)
-    scripted.answer(seq, Done(5))
-    waiter.join()
-    assert answers == [Done(5)]
+    with waiting(seq, connection=connection) as answers:
+        connection.tell(Mark(TRANSFER, "event", 7))
+        scripted.read(Mark)
+        scripted.answer(seq, Done(5))
+    assert answers == [(seq, Done(5))]
 
 
 def test_a_thread_is_answered_by_a_node_while_another_one_waits_for_it(node, connection):
     """The other one's answer is kept back, so a lock that it held would be held longer than the test has."""
-    expect = Admit(keys(1, 77), transfer=TRANSFER, part="expects", wait_s=3600.0)
-    seq, answers = connection.ask(expect), []
-    waiter = threading.Thread(target=lambda: answers.append(connection.collect(seq, 3600.0)))
-    waiter.start()
-    wait_until(lambda: waits(waiter))
-    for _ in range(100):
-        assert connection.call(Ping(), 30.0) == Done()
-    assert (answers, waiter.is_alive()) == ([], True)
-    connection.call(Cancel(TRANSFER), 30.0)
-    waiter.join()
-    assert answers == [Admitted()]
+    seq = connection.ask(Admit(keys(1, 77), transfer=TRANSFER, part="expects", wait_s=3600.0))
+    with waiting(seq, connection=connection) as answers:
+        for _ in range(100):
+            assert connection.call(Ping(), 30.0) == Done()
+        assert answers == []
+        connection.call(Cancel(TRANSFER), 30.0)
+    assert answers == [(seq, Admitted())]
 
 
 def test_who_waits_for_news_is_woken_by_an_answer_to_another_question(address, scripted, connect):
     connection = connect(address)
-    seqs, answers = [connection.ask(Status()) for _ in range(2)], []
-    waiter = threading.Thread(target=lambda: answers.append(connection.collect(seqs[0], 3600.0, or_another=True)))
-    waiter.start()
-    wait_until(lambda: waits(waiter))
-    scripted.read(Status)
-    scripted.answer(seqs[1], Done(2))
-    waiter.join(30)
-    assert answers == [None]
+    seqs = [connection.ask(Status()) for _ in range(2)]
+    with waiting(seqs[0], connection=connection, or_another=True) as answers:
+        scripted.read(Status)
+        scripted.answer(seqs[1], Done(2))
+    assert answers == [(seqs[0], None)]
     scripted.answer(seqs[0], Done(1))
     assert [connection.collect(seq, 30.0) for seq in seqs] == [Done(1), Done(2)]
 
@@ -263,21 +274,13 @@ def test_each_of_many_waiting_threads_gets_its_answer(address, scripted, connect
     """In the opposite order, each only when the one before has been collected: no answer is slept through."""
     connection = connect(address)
     seqs = [connection.ask(Status()) for _ in range(8)]
-    answers = {}
-
-    def wait(seq):
-        answers[seq] = connection.collect(seq, 30.0)
-
-    waiters = {seq: threading.Thread(target=wait, args=(seq,)) for seq in seqs}
-    for waiter in waiters.values():
-        waiter.start()
-        wait_until(lambda waiter=waiter: waits(waiter))
-    scripted.read(Status)
-    for seq in reversed(seqs):
-        connection.tell(Mark(TRANSFER, "event", seq))  # a send takes notice of what has come, too
-        scripted.answer(seq, Done(seq))
-        waiters[seq].join()
-    assert answers == {seq: Done(seq) for seq in seqs}
+    with waiting(*seqs, connection=connection) as answers:
+        scripted.read(Status)
+        for count, seq in enumerate(reversed(seqs), 1):
+            connection.tell(Mark(TRANSFER, "event", seq))  # a send takes notice of what has come, too
+            scripted.answer(seq, Done(seq))
+            wait_until(lambda count=count: len(answers) == count)
+    assert answers == [(seq, Done(seq)) for seq in reversed(seqs)]
 
 
 def test_what_was_lost_is_told_again_and_what_was_answered_is_not(address, scripted, connect):
@@ -328,22 +331,9 @@ def test_counts_that_did_not_get_through_are_told_later(node, connection):
 
 def test_closing_wakes_whoever_waits(address, scripted, connect):
     connection = connect(address)
-    seq = connection.ask(Status())
-    raised = []
-
-    def wait():
-        try:
-            connection.collect(seq, 600.0)
-        except NodeUnavailable as error:
-            raised.append(error)
-
-    waiters = [threading.Thread(target=wait) for _ in range(3)]
-    for waiter in waiters:
-        waiter.start()
-        wait_until(lambda waiter=waiter: waits(waiter))
-    connection.close()
-    for waiter in waiters:
-        waiter.join()
-    assert len(raised) == 3
+    seqs = [connection.ask(Status()) for _ in range(3)]
+    with waiting(*seqs, connection=connection) as answers:
+        connection.close()
+    assert [type(answer) for _, answer in answers] == [NodeUnavailable] * 3
     assert scripted.read(Hello).reply
     assert not isinstance(scripted.read(Status).body, Ping)

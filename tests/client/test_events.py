@@ -39,29 +39,24 @@ def test_what_comes_while_the_answer_is_awaited_is_taken_in_behind_it():
     assert (known(tracker), tracker.last, tracker.asking) == ({1, 2}, 11, None)
 
 
-def test_a_gap_is_asked_for_and_closed():
-    tracker = started(1)
-    tracker.live(13, stored(13.0, 4))
-    assert (tracker.asking, known(tracker), tracker.is_complete) == (11, {1}, False)
-    tracker.replayed(11, stored(11.0, 2))
-    tracker.replayed(12, stored(12.0, 3))
-    tracker.answered()
-    assert (known(tracker), tracker.last, tracker.is_complete) == ({1, 2, 3, 4}, 13, True)
-
-
-def test_an_answer_with_a_hole_is_asked_for_again():
+def test_a_gap_is_asked_for_and_an_answer_with_a_hole_asked_for_again():
     tracker = started(1)
     tracker.live(14, stored(14.0, 5))
+    assert (tracker.asking, known(tracker), tracker.is_complete) == (11, {1}, False)
     tracker.replayed(11, stored(11.0, 2))
     tracker.replayed(13, stored(13.0, 4))
     tracker.answered()
     assert (tracker.asking, known(tracker)) == (12, {1, 2})
+    tracker.replayed(12, stored(12.0, 3))
+    tracker.replayed(13, stored(13.0, 4))
+    tracker.answered()
+    assert (known(tracker), tracker.last, tracker.is_complete) == ({1, 2, 3, 4, 5}, 14, True)
 
 
 def test_what_was_heard_already_changes_nothing():
     tracker = started(1)
-    tracker.live(11, encode_batch(EventBatch(11.0, [BlockRemoved([1], "host")])))
-    tracker.live(10, everything(10.0, 1))
+    assert tracker.live(11, encode_batch(EventBatch(11.0, [BlockRemoved([1], "host")])))
+    assert not tracker.live(10, everything(10.0, 1)), "it is no news"
     assert (known(tracker), tracker.counters["repeated"], tracker.counters["restarts"]) == (set(), 1, 0)
 
 
@@ -74,24 +69,18 @@ def test_a_lower_number_at_a_later_time_is_another_life():
     assert (known(tracker), tracker.is_complete) == ({7}, True)
 
 
-def test_all_that_is_there_with_a_lower_number_is_of_another_life():
+@pytest.mark.parametrize("waiting", [(), (13, 14)])
+def test_all_that_is_there_with_a_lower_number_is_of_another_life(waiting):
+    """What waits is of the life that is over, and dropped."""
     tracker = started(1)
     tracker.ask()
-    tracker.replayed(5, everything(2.0, 7))
-    tracker.answered()
-    assert (known(tracker), tracker.last, tracker.is_complete, tracker.counters["restarts"]) == ({7}, 5, True, 1)
-    assert tracker.live(6, stored(2.5, 8))
-    assert known(tracker) == {7, 8}
-
-
-def test_what_waits_from_a_life_that_is_over_is_dropped():
-    tracker = started(1)
-    tracker.live(13, stored(13.0, 3))
-    assert tracker.asking == 11
-    tracker.live(14, stored(14.0, 4))
+    for number in waiting:
+        tracker.live(number, stored(float(number), number))
     tracker.replayed(5, everything(20.0, 7))
     tracker.answered()
-    assert (known(tracker), tracker.last, tracker.is_complete) == ({7}, 5, True)
+    assert (known(tracker), tracker.last, tracker.is_complete, tracker.counters["restarts"]) == ({7}, 5, True, 1)
+    assert tracker.live(6, stored(20.5, 8))
+    assert known(tracker) == {7, 8}
 
 
 def test_what_nobody_knows_any_more_is_not_asked_for_without_end():
@@ -105,12 +94,6 @@ def test_what_nobody_knows_any_more_is_not_asked_for_without_end():
     assert tracker.asking == 16  # the answer may be older than what has come since
     tracker.answered()
     assert (known(tracker), tracker.asking, tracker.is_complete) == ({7}, None, True)
-
-
-def test_what_was_heard_before_is_no_news():
-    tracker = started(1)
-    assert tracker.live(11, stored(11.0, 2))
-    assert not tracker.live(10, stored(10.0, 1))
 
 
 def test_a_number_that_no_batch_has_ends_nobody():

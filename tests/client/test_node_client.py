@@ -77,28 +77,20 @@ def test_one_writes_and_another_reads_the_same_bytes(client, other):
         chunk.check()
 
 
-def test_nobody_sees_a_chunk_before_it_is_sealed(client, other):
+def test_nobody_sees_a_chunk_before_it_is_sealed_and_it_is_filled_once(client, other):
     with client.reserve("a", 100) as chunk:
         assert other.lookup(["a"]) == 0
         with pytest.raises(ChunkMissing, match="'a'"):
             other.get("a")
+        with pytest.raises(ChunkExists, match="'a'"):
+            other.reserve("a", 100)
         chunk.seal()
-        assert other.lookup(["a"]) == 1
-
-
-def test_lookup_counts_the_leading_ones(client):
-    for name in "abd":
-        put(client, name, b"x")
-    assert client.lookup(["a", "b", "c", "d"]) == 2
-    assert client.lookup([]) == 0
-
-
-def test_a_chunk_is_filled_once(client, other):
-    with client.reserve("a", 100), pytest.raises(ChunkExists, match="'a'"):
-        other.reserve("a", 100)
-    put(other, "a", b"x")
     with pytest.raises(ChunkExists):
         client.reserve("a", 100)
+    for name in "bd":
+        put(client, name, b"x")
+    assert other.lookup(["a", "b", "c", "d"]) == 2, "the leading ones"
+    assert other.lookup([]) == 0
 
 
 def test_leaving_without_seal_aborts(client):
@@ -115,26 +107,21 @@ def test_leaving_without_seal_aborts(client):
         _ = chunk.view
 
 
-def test_parts_may_be_filled_one_by_one(client):
+def test_parts_may_be_filled_one_by_one_and_nothing_when_it_is_sealed(client):
     with client.reserve("a", 100, parts=4) as chunk:
         for part in range(4):
             chunk.fill(part)
         with pytest.raises(ProtocolError):
             chunk.fill(4)
         chunk.seal()
+        assert chunk.view.readonly
+        with pytest.raises(StaleSlot):
+            chunk.seal()
     assert client.lookup(["a"]) == 1
 
 
-def test_a_sealed_chunk_is_not_writable_any_more(client):
-    chunk = client.reserve("a", 100)
-    chunk.seal()
-    assert chunk.view.readonly
-    with pytest.raises(StaleSlot):
-        chunk.seal()
-
-
-def test_sealing_after_the_reservation_ended_is_an_error_not_a_loss(start_node):
-    node = start_node(reserve_s=0.05)
+def test_sealing_after_the_reservation_ended_is_an_error_not_a_loss(start_here):
+    node = start_here(reserve_s=0.05)
     with pdx.connect(node.address, timeout_s=30.0) as client:
         chunk = client.reserve("a", 100)
         wait_until(lambda: client.status().chunks == {"quarantined": 1})
@@ -184,8 +171,8 @@ def test_delete_spares_readers(client):
     assert client.status().free_bytes == 8 * MIB
 
 
-def test_a_lease_ends_and_says_so(start_node):
-    node = start_node(max_lease_s=0.05)
+def test_a_lease_ends_and_says_so(start_here):
+    node = start_here(max_lease_s=0.05)
     with pdx.connect(node.address, timeout_s=30.0) as client:
         put(client, "a", b"x")
         chunk = client.get("a", lease_s=1000.0)  # the node caps it
@@ -198,17 +185,13 @@ def test_a_lease_ends_and_says_so(start_node):
         assert client.status().counters["leases_expired"] == 1
 
 
-def test_a_renewed_lease_goes_on(client):
+def test_a_renewed_lease_goes_on_and_a_peek_needs_none(client):
     put(client, "a", b"x")
-    with client.get("a", lease_s=3.0) as chunk:
+    with client.get("a", lease_s=0.5) as chunk:
         chunk.renew(60.0)
         started = client.status().uptime_s
-        wait_until(lambda: client.status().uptime_s > started + 3.5)
+        wait_until(lambda: client.status().uptime_s > started + 0.6)
         assert client.status().leases == 1
-
-
-def test_a_peek_without_a_lease_needs_no_release(client):
-    put(client, "a", b"x")
     with client.get("a", lease_s=0.0) as chunk:
         assert bytes(chunk.view) == b"x"
     assert client.status().leases == 0
@@ -218,11 +201,8 @@ def test_a_peek_without_a_lease_needs_no_release(client):
     "call",
     [
         lambda client: client.reserve("a", 0),
-        lambda client: client.reserve("a", -1),
         lambda client: client.reserve("a", 1 << 60),
-        lambda client: client.reserve("a", 100, parts=0),
         lambda client: client.reserve("a", 100, parts=5000),
-        lambda client: client.get("a", lease_s=-1.0),
         lambda client: client.get("a", lease_s=float("nan")),
         lambda client: client.get("a", lease_s=1e9),
         lambda client: client.lookup([str(n) for n in range(20_000)]),
@@ -230,10 +210,9 @@ def test_a_peek_without_a_lease_needs_no_release(client):
 )
 def test_arguments_out_of_bounds_are_refused_at_once(client, call):
     """The node would drop the message, and the caller wait for an answer in vain."""
-    before = client.status()
     with pytest.raises(ProtocolError):
         call(client)
-    assert client.status().counters.get("messages_dropped", 0) == before.counters.get("messages_dropped", 0)
+    assert client.status().counters.get("messages_dropped", 0) == 0
 
 
 def test_what_is_asked_and_given_up_is_given_back(client):

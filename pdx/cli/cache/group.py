@@ -167,32 +167,21 @@ def clear(place: str, everything: bool, dry_run: bool, detach: bool, as_json: bo
         sys.exit(1)
 
 
-@cache.command()
-@click.argument("place")
-@choosing
-@dry_run
-@reaching
-def pin(place: str, dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Keep the prompt's chunks in PLACE until they are unpinned there."""
-    _pin(place, is_pin=True, dry_run=dry_run, as_json=as_json, **options)
+def _pinning(name: str, done_is: str, text: str) -> None:
+    @cache.command(name, help=text)
+    @click.argument("place")
+    @choosing
+    @dry_run
+    @reaching
+    def command(place: str, dry_run: bool, as_json: bool, **options: Any) -> None:
+        whose, at = prompt(**options), Place.of(place)
+        with controller(**options) as made:
+            done = getattr(made, name)(whose, at.node, at.tier, dry_run=dry_run)
+        _effects(done, done_is, as_json=as_json)
 
 
-@cache.command()
-@click.argument("place")
-@choosing
-@dry_run
-@reaching
-def unpin(place: str, dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Take one pin off each of the prompt's chunks in PLACE."""
-    _pin(place, is_pin=False, dry_run=dry_run, as_json=as_json, **options)
-
-
-def _pin(place: str, *, is_pin: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
-    whose, at = prompt(**options), Place.of(place)
-    with controller(**options) as made:
-        verb = made.pin if is_pin else made.unpin
-        done = verb(whose, at.node, at.tier, dry_run=dry_run)
-    _effects(done, "pinned" if is_pin else "unpinned", as_json=as_json)
+_pinning("pin", "pinned", "Keep the prompt's chunks in PLACE until they are unpinned there.")
+_pinning("unpin", "unpinned", "Take one pin off each of the prompt's chunks in PLACE.")
 
 
 @cache.command()
