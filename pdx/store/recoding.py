@@ -28,23 +28,27 @@ def check(pairs: Sequence[Pair], codec: str) -> None:
 
 
 class Recoding:
-    """Owned by the control loop. `done` and `failed` of `total` chunks are over; `is_over`: all that will be."""
+    """Owned by the control loop. `done` and `failed` of `total` chunks are over; `is_over`: all that will be. Threads
+    look at `is_cancelled`: they are to end soon, and leave a chunk as it was before, or as it was to be."""
 
     def __init__(
         self,
         pairs: Sequence[Pair],
+        codec: str,
+        shards: int,
         begin: Callable[[Pair, Recoding], None],
-        stop: Callable[[Recoding], None],
         on_chunk: OnChunk,
     ) -> None:
-        """`begin` has a tier begin one, of which `ended` tells it later, or at once. `stop`: end those that were begun
-        soon. `on_chunk` is told of each that is over, by the key that it had."""
+        """`begin` has a tier begin one, of which `ended` tells it later, or at once. `on_chunk` is told of each that is
+        over, by the key that it had."""
+        self.codec = codec
+        self.shards = shards
         self.total = len(pairs)
         self.done = 0
         self.failed: Counter[str] = Counter()  # by kind of error
+        self.is_cancelled = False
         self._left = deque(pairs)
         self._begin = begin
-        self._stop = stop
         self._on_chunk = on_chunk
         self._under_way = 0
         self._is_filling = False
@@ -74,9 +78,9 @@ class Recoding:
         self.go_on()
 
     def cancel(self) -> None:
-        """Begin no more, and end those that were begun soon. Each is as it was before, or as it was to be."""
+        """Begin no more, and end those that were begun soon."""
+        self.is_cancelled = True
         left, self._left = self._left, deque()
         for key, _ in left:
             self.failed["cancelled"] += 1
             self._on_chunk(key, TierError("cancelled", "cancelled"))
-        self._stop(self)

@@ -18,6 +18,7 @@ from pdx.errors import TierError
 from pdx.store.copy import Copy
 from pdx.store.health import Health
 from pdx.store.history import Cause
+from pdx.store.recoding import OnChunk, Pair, Recoding, check
 from pdx.store.threads import Lane, Threads, Work
 from pdx.store.tier import Job, Tier, TierHost
 
@@ -107,6 +108,17 @@ class StoreTier(Tier):
     @abstractmethod
     def _ended(self, work: Work) -> None:
         """What became of this."""
+
+    def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
+        """See `Tier.recode`."""
+        check(pairs, codec)
+        recoding = Recoding(pairs, codec, shards, self._recode, on_chunk)
+        recoding.go_on()
+        return recoding
+
+    @abstractmethod
+    def _recode(self, pair: Pair, recoding: Recoding) -> None:
+        """Begin one chunk; `recoding.ended` is to be called when that is over."""
 
     def _end(self, job: Job, error: TierError | None = None) -> None:
         """A job that no thread was given is over, soon."""

@@ -53,7 +53,7 @@ def account_is_true(bed):
     assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
     for name in ("_busy", "_later", "_going", "_works"):
         assert not getattr(bed.tier, name), name
-    assert not bed.tier._recoder._chunks
+    assert not bed.tier._recoded
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
@@ -233,7 +233,7 @@ def test_few_are_under_way_at_once(bed, gate):
         assert bed.store(number)
     gate("contents")
     handle = bed.tier.recode([(key(number), key(number)) for number in range(10)], LOSSLESS, 1, print)
-    assert len(bed.tier._recoder._chunks) == recoding.AT_ONCE
+    assert len(bed.tier._recoded) == recoding.AT_ONCE
     gate.opened.set()
     assert until_over(bed, handle).done == 10
 

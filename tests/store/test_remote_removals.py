@@ -17,7 +17,7 @@ def bed(beds, redis):
 
 def gone(bed, redis, names=()):
     """Nothing but these is there, when all is removed that was to be."""
-    until(bed, lambda: not len(bed.tier._removals))
+    until(bed, lambda: not bed.tier._catalog.num_leaving)
     return redis.names() == sorted(names)
 
 
@@ -87,7 +87,7 @@ def test_what_is_deleted_while_the_store_does_not_answer_is_removed_when_it_does
             bed.end(bed.start("load", 0))
         assert bed.tier.evict([key(0), key(1)]) == 0, "nobody knows what is there"
         bed.tier.tick()
-        assert len(bed.tier._removals) == 2
+        assert bed.tier._catalog.num_leaving == 2
     finally:
         redis.go_on()
     bed.now += PAUSE_S
@@ -109,7 +109,7 @@ def test_what_cannot_be_removed_is_tried_again(bed, redis, monkeypatch, caplog):
         until(bed, lambda: bed.counters["remote_denied"])
     assert "is removed later" in caplog.text
     bed.tier.tick()
-    assert not bed.tier._removals._removing, "not at once"
+    assert not bed.tier._catalog._removing, "not at once"
     assert bed.sought([1]) == 0, "it is not found meanwhile"
     bed.now += PAUSE_S
     bed.tier.tick()

@@ -15,15 +15,17 @@ from typing import cast
 import msgspec
 
 from pdx.errors import TierError
+from pdx.memory.slot import Slot
+from pdx.store.codecs.codec import LOSSLESS
 from pdx.store.disk import chunk_file
 from pdx.store.disk.account import Account
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.folder import Folder, Task, file_of
 from pdx.store.disk.index import FileIndex
 from pdx.store.disk.notes import Notes
-from pdx.store.disk.recoder import Recoder
 from pdx.store.health import GONE, SILENT
 from pdx.store.history import Cause
+from pdx.store.recoding import Pair, Recoding
 from pdx.store.store_tier import StoreTier
 from pdx.store.threads import Lane, Work
 from pdx.store.tier import Job, Part, TierHost
@@ -58,17 +60,14 @@ class DiskFiles(StoreTier):
         self._account = account
         self._index = FileIndex()
         self._notes = Notes()
+        self._numbers = itertools.count(-1, -1)  # of jobs that recode: no copy has such
         self._looked_at = -math.inf
         self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed, by key and shard
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._going: Counter[tuple[bytes, int]] = Counter()  # files that are removed and cannot be found
         self._reading: Counter[tuple[bytes, int]] = Counter()
-        self._recoder = Recoder(
-            self._index,
-            begin=self._rewrite,
-            remove=partial(self._remove, is_forgotten=True),
-            is_busy=lambda key: key in self._busy,
-        )
+        # Chunks that are stored in another form: how many of their files are not written yet, and what has failed.
+        self._recoded: dict[Pair, tuple[int, TierError | None]] = {}
         self._loads, self._writes = Lane(THREADS), Lane(THREADS - 1)  # one is left for loads, whatever is to be stored
         super().__init__(host, codec, THREADS, [self._loads, self._writes])
 
@@ -196,10 +195,55 @@ class DiskFiles(StoreTier):
     def _file(self, key: bytes, shard: int) -> ChunkFile | None:
         return next((file for file in self._index.of(key) if file.shard == shard), None)
 
-    def _rewrite(self, task: Task) -> str:
-        if self._health.doubt or not self.takes_stores:
-            return f"{self.folder} is not written to: {_LEFT_OUT['paused']}"
-        return "" if self._begin(task) else f"{self.folder} has no room for another file of the chunk"
+    # ---- another form -----------------------------------------------------------------------
+
+    def _recode(self, pair: Pair, recoding: Recoding) -> None:
+        """See `StoreTier`. Files are written beside the old ones, which go when the new ones are there: of a chunk that
+        keeps its key each by itself, of one that gets another, because something is lost, all when all are there. A
+        process that is killed in between leaves whole files; of two under one key the next node keeps one."""
+        old, new = pair
+        files = self._index.of(old)
+        if old == new:
+            files = [file for file in files if bool(file.coded) != (recoding.codec == LOSSLESS)]
+            if not files and old in self._index:
+                return recoding.ended(old, None)
+        if not files:
+            return recoding.ended(old, TierError(f"chunk {old.hex()[:8]} is not there", "missing"))
+        if old in self._busy or new in self._busy or (old != new and new in self._index):
+            return recoding.ended(old, TierError(f"chunk {new.hex()[:8]} is being written or there already", "busy"))
+        if old != new and old in self._index.pins:
+            return recoding.ended(old, _pinned(old))
+        self._recoded[pair] = len(files), None
+        for file in files:
+            part = Part(new, file.shard, file.layers, 0, file.layers, Slot(0, file.nbytes, 0))
+            job = Job(next(self._numbers), [part], file.nbytes)
+            task = Task(job, charge=msgspec.structs.replace(file, coded=0).charge, source=file, recoding=recoding)
+            if self._health.doubt or not self.takes_stores:
+                why = f"{self.folder} is not written to: {_LEFT_OUT['paused']}"
+            else:
+                why = "" if self._begin(task) else f"{self.folder} has no room for another file of the chunk"
+            if why:
+                self._rewritten(task, TierError(why, "busy"))
+        return None
+
+    def _rewritten(self, task: Task, error: TierError | None) -> None:
+        """A file of another form is written, and in the index by now, or is not."""
+        assert task.source is not None
+        assert task.recoding is not None
+        old, new = pair = task.source.key, task.part.key
+        left, first = self._recoded[pair]
+        error = first or error
+        if left > 1:
+            self._recoded[pair] = left - 1, error
+            return
+        del self._recoded[pair]
+        if old != new:
+            if error is None and old not in self._index:
+                error = TierError(f"chunk {old.hex()[:8]} was removed meanwhile", "missing")
+            elif error is None and old in self._index.pins:
+                error = _pinned(old)
+            self._remove(list(self._index.of(old if error is None else new)), is_forgotten=True)
+        task.recoding.ended(old, error)
 
     def perform(self, work: Work) -> None:
         """See `Owner.perform`."""
@@ -301,7 +345,7 @@ class DiskFiles(StoreTier):
             part = task.job.parts[0]
             self._free(task, part.key, part.shard)
             if task.source is not None:
-                self._recoder.ended(task, task.error)
+                self._rewritten(task, task.error)
             else:
                 self._host.done(self, task.job, task.error)
 
@@ -392,3 +436,7 @@ class DiskFiles(StoreTier):
                     self._health.forget(part.key)
             elif error.kind != "gone":
                 self._remove(files, is_forgotten=True)
+
+
+def _pinned(key: bytes) -> TierError:
+    return TierError(f"chunk {key.hex()[:8]} was pinned meanwhile", "pinned")

@@ -12,9 +12,10 @@ import msgspec
 
 from pdx.errors import TierError
 from pdx.memory.arena import Arena
-from pdx.store.codecs.codec import LOSSLESS, NONE
+from pdx.store.codecs.codec import LOSSLESS
 from pdx.store.disk import chunk_file, listing, pins
 from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.recoding import Recoding
 from pdx.store.threads import Work
 from pdx.store.tier import Part
 
@@ -33,7 +34,7 @@ class Task(Work):
     charge: int = 0  # of these, what its file takes if it is not encoded
     file: ChunkFile | None = None  # of a job: what is read; or what was written, which the thread sets
     source: ChunkFile | None = None  # what is written anew in another form, instead of what is in the arena …
-    codec: str = NONE  # … by this codec
+    recoding: Recoding | None = None  # … for this
     is_unread: bool = False  # that could not be read, which the thread sets
     is_unfound: bool = False  # its victim cannot be found, nor keeps its key from being found
     forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
@@ -100,7 +101,8 @@ class Folder(msgspec.Struct, frozen=True, kw_only=True):
 
         def is_over() -> bool:
             task.seen_at = clock()
-            return task.is_cancelled or is_closing()
+            is_cancelled = task.is_cancelled or (task.recoding is not None and task.recoding.is_cancelled)
+            return is_cancelled or is_closing()
 
         task.job.start_ns = time.monotonic_ns()
         if task.is_load:
@@ -111,8 +113,8 @@ class Folder(msgspec.Struct, frozen=True, kw_only=True):
         else:
             source: chunk_file.Source = self.arenas[part.slot.arena]
             used_ns, codec = None, part.form or codec
-            if task.source is not None:
-                codec = task.codec
+            if task.source is not None and task.recoding is not None:
+                codec = task.recoding.codec
                 try:
                     read = partial(chunk_file.contents, self.path(task.source), task.source, is_over)
                     found = read(is_direct=self.is_direct)

@@ -40,7 +40,6 @@ from pdx.store.disk.files import DiskFiles
 from pdx.store.disk.folder import Folder
 from pdx.store.disk.listing import Useless
 from pdx.store.health import SILENT
-from pdx.store.recoding import OnChunk, Pair, Recoding
 from pdx.store.tier import Grant, Held, TierHost
 from pdx.wire.status import COUNTING, TierStatus
 
@@ -223,10 +222,6 @@ class DiskTier(DiskFiles):
                 break
             granted.append(index)
         return Grant(granted)
-
-    def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
-        """See `Tier.recode`."""
-        return self._recoder.recode(pairs, codec, on_chunk)
 
     def over(self, copy: Copy) -> None:
         """See `Tier.over`."""

@@ -1,4 +1,4 @@
-"""What a node knows of a store that others use as well, and what it is asking for. No I/O, no threads here.
+"""What a node knows of a store that others use as well, what it is asking for, and what it is to remove there. No I/O.
 
 What was found is known for some seconds, and what was not for a moment. Questions wait for a thread; one that is free
 is given all that wait, as far as one call goes: of a store that is far away many learn as much as one.
@@ -7,15 +7,15 @@ is given all that wait, as far as one call goes: of a store that is far away man
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from pdx.errors import TierError
-from pdx.store.remote.objects import held_in_all
-from pdx.store.remote.removals import Removals
+from pdx.store.remote.objects import held_in_all, name_of
+from pdx.store.store_tier import Forgotten
 from pdx.store.tier import Held
 from pdx.telemetry.env import Env
 
@@ -23,6 +23,8 @@ THERE_S = 30.0  # what was found is taken to be there so long …
 NOT_THERE_S = 1.0  # … and what was not, not to be
 MAX_KNOWN = 1 << 17  # keys
 MAX_SOUGHT = 1024  # questions that threads have, or that wait for one
+MAX_LEAVING = 1 << 17  # keys that are to be removed
+MAX_NAMES = 1024  # in one call
 
 
 class Question(msgspec.Struct, eq=False):
@@ -48,15 +50,23 @@ Asked = Sequence[tuple[Question, Sequence[bytes]]]  # by one call: of each quest
 
 
 class Catalog:
-    """Owned by the control loop. `changed`: keys that came or went, until the tier tells of them."""
+    """Owned by the control loop. `changed`: keys that came or went, until the tier tells of them.
 
-    def __init__(self, env: Env, removals: Removals) -> None:
+    Three things could bring back what was removed, and none does: a write that is under way is waited for, a copy
+    that was admitted before writes it no more (`left_since`), and an answer to an earlier question does not count.
+    """
+
+    def __init__(self, env: Env, forgotten: Forgotten) -> None:
+        """`forgotten`: what was removed, and when."""
         self.changed: list[bytes] = []
         self.waiting: deque[Question] = deque()  # that no thread has
         self.seeking = 0  # questions
         self.answer_s = 0.0
         self._env = env
-        self._removals = removals
+        self._forgotten = forgotten
+        self._to_remove: OrderedDict[bytes, int] = OrderedDict()  # in so many shards
+        self._removing: dict[bytes, int] = {}  # that a thread removes
+        self._writing: Counter[bytes] = Counter()  # by jobs under way
         self._known: OrderedDict[bytes, Known] = OrderedDict()
         self._put: OrderedDict[bytes, int] = OrderedDict()  # what this node has stored there: a bit for each shard
         self._sought: dict[bytes, Question] = {}  # what is asked for
@@ -130,7 +140,7 @@ class Catalog:
         if self.seeking >= MAX_SOUGHT or len(self._sought) >= MAX_KNOWN:
             return False
         self.seeking += 1
-        question = Question(self._removals.forgotten.moment(), self._env.clock(), list(keys), shards)
+        question = Question(self._forgotten.moment(), self._env.clock(), list(keys), shards)
         self._sought.update(dict.fromkeys(keys, question))
         self.waiting.append(question)
         return True
@@ -171,7 +181,7 @@ class Catalog:
         for key, held in zip(keys, found, strict=True):
             if held is None and key in self._put and self._sought.get(key) is not question:
                 break  # it was stored, or asked for anew, since
-            if held is not None and self._removals.since(key, question.moment):
+            if held is not None and self.left_since(key, question.moment):
                 break  # it is deleted
             self._env.counters["remote_misses" if held is None else "remote_hits"] += 1
             self.know(key, question.shards, held)
@@ -203,3 +213,57 @@ class Catalog:
         if until >= now:
             return why
         return "was not asked, because too many questions wait for it" if self.seeking >= MAX_SOUGHT else ""
+
+    # ---- what is removed --------------------------------------------------------------------
+
+    @property
+    def num_leaving(self) -> int:
+        """How many are to be removed, until the store has said that they are."""
+        return len(self._to_remove) + len(self._removing)
+
+    def is_leaving(self, key: bytes) -> bool:
+        """Whether this is one of them. For any thread."""
+        return key in self._to_remove or key in self._removing
+
+    def left_since(self, key: bytes, moment: int) -> bool:
+        """Whether this is to be removed, or was after that moment."""
+        return self.is_leaving(key) or self._forgotten.since(key, moment)
+
+    def remove(self, key: bytes, shards: int) -> None:
+        """This is to be removed, in so many shards."""
+        self._to_remove[key] = max(shards, self._to_remove.get(key, 0))
+        self._forgotten.note(key)
+        if len(self._to_remove) > MAX_LEAVING:
+            self._env.counters["remote_not_removed"] += 1
+            self._to_remove.popitem(last=False)
+
+    def writes(self, key: bytes, change: int) -> None:
+        """So many jobs more, or fewer, write this."""
+        self._writing[key] += change
+        if not self._writing[key]:
+            del self._writing[key]
+
+    def next_removed(self) -> list[str]:
+        """The names that are removed next; none while others are being removed."""
+        names: list[str] = []
+        if self._removing:
+            return names
+        for key, shards in self._to_remove.items():
+            if len(names) >= MAX_NAMES:
+                break
+            if key not in self._writing:
+                self._removing[key] = shards
+                names += [name_of(key, shard) for shard in range(shards)]
+        for key in self._removing:
+            del self._to_remove[key]
+        return names
+
+    def removed(self, *, is_done: bool) -> None:
+        """What was taken is removed, or is to be taken again."""
+        removing, self._removing = self._removing, {}
+        for key, shards in removing.items():
+            if is_done:
+                self._env.counters["remote_removed"] += 1
+                self._forgotten.note(key)
+            else:
+                self._to_remove[key] = max(shards, self._to_remove.get(key, 0))

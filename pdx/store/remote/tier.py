@@ -8,7 +8,7 @@ A look-up never waits for the network: what `Catalog` does not know a thread ask
 waits. So what another node has stored is found.
 
 What is deleted is removed there, whether or not this node knows that it is there; where the store does not answer, when
-it does (`pdx.store.remote.removals`).
+it does (`Catalog`).
 
 Names are the chunks' keys, which cover model, precision, layout and cache salt, so that nodes that differ in one of
 these never meet. What clients name themselves does not come here.
@@ -30,12 +30,10 @@ from pdx.store.chunk_format import EncodedHeader, header_bytes, packed, whole_he
 from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.copy import Copy
 from pdx.store.health import PAUSE_S
-from pdx.store.recoding import OnChunk, Pair, Recoding, check
+from pdx.store.recoding import Pair, Recoding
 from pdx.store.remote.backend import Backend
 from pdx.store.remote.catalog import Asked, Catalog
-from pdx.store.remote.objects import held_of, name_of, placed, size_of
-from pdx.store.remote.recoder import recode
-from pdx.store.remote.removals import Removals
+from pdx.store.remote.objects import held_of, name_of, placed, recode, size_of
 from pdx.store.store_tier import OF_STORES, StoreTier
 from pdx.store.threads import Lane, Work
 from pdx.store.tier import Grant, Held, Job, TierHost
@@ -73,15 +71,14 @@ class RemoteTier(StoreTier):
         self._asks, self._loads, self._stores = lanes = Lane(THREADS), Lane(THREADS), Lane(THREADS)
         super().__init__(host, codec, 3 * THREADS, lanes)
         self._health.doubt = "no answer yet"
-        self._removals = Removals(self.env, self._forgotten)
         self._remove_from = 0.0  # nothing is removed before that
-        self._catalog = Catalog(self.env, self._removals)
+        self._catalog = Catalog(self.env, self._forgotten)
         self._answers()
 
     @property
     def is_idle(self) -> bool:
         """See `Tier.is_idle`."""
-        return not (self._works or len(self._removals))
+        return not (self._works or self._catalog.num_leaving)
 
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
@@ -151,7 +148,7 @@ class RemoteTier(StoreTier):
         """See `Tier.seeks`."""
         if self._catalog.seeks(keys[0]):
             return True
-        if not self._answers() or keys[0] in self._removals or self._catalog.of(keys[0], shards) is not None:
+        if not self._answers() or self._catalog.is_leaving(keys[0]) or self._catalog.of(keys[0], shards) is not None:
             return False
         if not self._catalog.ask(keys, shards):
             self._count("not_asked")
@@ -218,19 +215,18 @@ class RemoteTier(StoreTier):
             self._not_stored(copy.keys, "it did not answer")
             return Grant([])
         self._admitted[copy.number] = self._forgotten.moment()
-        leaving = [key for key in copy.keys if key in self._removals]
-        self._not_stored(leaving, "it was being deleted there")
-        return Grant(
-            [at for at, key in enumerate(copy.keys) if key not in self._removals and not self.find([key], copy.shards)]
-        )
+        leaving = dict.fromkeys(key for key in copy.keys if self._catalog.is_leaving(key))
+        self._not_stored([*leaving], "it was being deleted there")
+        keys = enumerate(copy.keys)
+        return Grant([at for at, key in keys if key not in leaving and not self.find([key], copy.shards)])
 
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
         key = job.parts[0].key
-        if self._removals.since(key, self._admitted.get(job.number, 0)):
+        if self._catalog.left_since(key, self._admitted.get(job.number, 0)):
             self._end(job)
         else:
-            self._removals.writes(key, 1)
+            self._catalog.writes(key, 1)
             self._give(_Call(job), self._stores)
 
     def load(self, job: Job) -> None:
@@ -239,7 +235,7 @@ class RemoteTier(StoreTier):
 
     def tick(self) -> None:
         """See `Tier.tick`."""
-        if len(self._removals) and self._answers():
+        if self._catalog.num_leaving and self._answers():
             self._remove_some()
 
     def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
@@ -249,44 +245,36 @@ class RemoteTier(StoreTier):
         for key in dict.fromkeys(keys):
             known = self._catalog.forget(key)
             count += known > 0
-            self._removals.add(key, max(shards, known, 1))
+            self._catalog.remove(key, max(shards, known, 1))
         self._tell()
         self._remove_some()
         return 0 if self._health.doubt else count
 
-    def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
-        """See `Tier.recode`. Other nodes may load them meanwhile."""
-        check(pairs, codec)
-        stopped: set[Recoding] = set()
+    def _recode(self, pair: Pair, recoding: Recoding) -> None:
+        """See `StoreTier`. Other nodes may load them meanwhile."""
+        for key in set(pair):
+            self._catalog.writes(key, 1)
         most_bytes = max(arena.nbytes for arena in self._host.memory)
+        is_over = lambda: recoding.is_cancelled or self._threads.is_closing  # noqa: E731
+        call = partial(recode, self._backend, pair, recoding.shards, recoding.codec, is_over, most_bytes=most_bytes)
+        self._call(self._stores, call, partial(self._recoded, pair, recoding))
 
-        def begin(pair: Pair, own: Recoding) -> None:
-            for key in set(pair):
-                self._removals.writes(key, 1)
-            is_over = lambda: own in stopped or self._threads.is_closing  # noqa: E731
-            call = partial(recode, self._backend, pair, shards, codec, name_of, is_over, most_bytes=most_bytes)
-            self._call(self._stores, call, partial(self._recoded, pair, shards, own))
-
-        recoding = Recoding(pairs, begin, stopped.add, on_chunk)
-        recoding.go_on()
-        return recoding
-
-    def _recoded(self, pair: Pair, shards: int, recoding: Recoding, call: _Call) -> None:
+    def _recoded(self, pair: Pair, recoding: Recoding, call: _Call) -> None:
         error = call.error
         self._went(error)
         if error is not None and error.kind != "cancelled":
             self._warn(error, "the chunk is as it was")
         old, new = pair
         for key in set(pair):
-            self._removals.writes(key, -1)
+            self._catalog.writes(key, -1)
             self._catalog.forget(key, is_gone=error is None and key == old)
         if error is None:
-            self._catalog.put(new, (1 << shards) - 1)
+            self._catalog.put(new, (1 << recoding.shards) - 1)
         self._tell()
         recoding.ended(old, error)
 
     def _remove_some(self) -> None:
-        if not self._health.doubt and self.env.clock() >= self._remove_from and (names := self._removals.take(name_of)):
+        if not self._health.doubt and self.env.clock() >= self._remove_from and (names := self._catalog.next_removed()):
             self._call(self._stores, partial(self._remove, names), self._removed)
 
     def _remove(self, names: Sequence[str]) -> None:
@@ -297,7 +285,7 @@ class RemoteTier(StoreTier):
     def _removed(self, call: _Call) -> None:
         error = call.error
         self._went(error)
-        self._removals.over(is_done=error is None)
+        self._catalog.removed(is_done=error is None)
         if error is None:
             self._remove_some()
             return
@@ -316,7 +304,7 @@ class RemoteTier(StoreTier):
     def _over(self, call: _Call, job: Job) -> None:
         error, key, is_load = call.error, call.part.key, call.is_load
         if not is_load:
-            self._removals.writes(key, -1)
+            self._catalog.writes(key, -1)
         if error is None:
             self._went(None)
             self._count("loaded" if is_load else "stored")
@@ -332,7 +320,7 @@ class RemoteTier(StoreTier):
                 self._not_stored([key], str(error))
         if is_load and error is not None and error.kind in _OF_CHUNKS:
             self._catalog.lost(key)
-        elif not is_load and key in self._removals:
+        elif not is_load and self._catalog.is_leaving(key):
             self._remove_some()  # which has waited for it
         elif not is_load and error is None:
             self._catalog.put(key, 1 << call.part.shard)
@@ -348,8 +336,9 @@ class RemoteTier(StoreTier):
         for of_copy in self._works.values():
             for work in of_copy:
                 work.is_cancelled = True
-        if len(self._removals) and not self._threads.is_closing:
-            log.warning("%d chunks that were deleted may still be in %s", len(self._removals), self._backend.place)
+        left = self._catalog.num_leaving
+        if left and not self._threads.is_closing:
+            log.warning("%d chunks that were deleted may still be in %s", left, self._backend.place)
         self._threads.close()
         self._backend.close()
 
@@ -417,7 +406,7 @@ class RemoteTier(StoreTier):
             raise TierError(f"{error}, and is not removed: {then}", error.kind) from error
 
     def _end_if(self, work: Work) -> None:
-        if work.is_cancelled or work.part.key in self._removals:
+        if work.is_cancelled or self._catalog.is_leaving(work.part.key):
             raise TierError("cancelled", "cancelled")
         self._end_if_paused()
 

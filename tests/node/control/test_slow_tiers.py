@@ -384,7 +384,7 @@ def test_what_a_tenant_deletes_is_removed_in_all_its_shards(bed):
 def test_what_clients_name_is_not_looked_for_in_a_store(bed):
     bed.shelf.remove = None
     bed.service.tiers.forget([key(1)], is_named=True)
-    assert not len(bed.remote._removals)
+    assert not bed.remote._catalog.num_leaving
 
 
 def test_what_a_controller_looks_at_or_plans_is_no_use(bed):
