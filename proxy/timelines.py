@@ -11,7 +11,8 @@ import msgspec
 from pdx.proxy.engines import MAX_NODES
 from pdx.proxy.plan import Mode, Route
 from pdx.telemetry.timeline import Moment, breakdown
-from pdx.wire.proxy import MarkReport, NodeReport
+from pdx.wire.messages import Mark
+from pdx.wire.proxy import NodeReport
 
 KEPT = 1000  # timelines
 MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too
@@ -67,7 +68,7 @@ class Timelines:
             self._timelines[transfer] = timeline
         timeline.transfer = transfer
 
-    def merge(self, marks: Iterable[MarkReport], offset_ns: int = 0) -> None:
+    def merge(self, marks: Iterable[Mark], offset_ns: int = 0) -> None:
         """Add what nodes saw; `offset_ns` turns their clock into this process's (see `Clocks`).
 
         Marks of transfers that are not (or no longer) known are dropped.

@@ -32,6 +32,7 @@ from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
 from pdx.node.process_socket import Delivery, ProcessSocket
 from pdx.node.proxy_line import ProxyLine
+from pdx.node.reports import heartbeat, node_status
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.security import descriptors
 from pdx.security.address import check_address, check_control
@@ -145,7 +146,7 @@ class Daemon:
                     MetricsServer(
                         config.metrics,
                         env,
-                        status=self.service.reports.status,
+                        status=lambda: node_status(self.service),
                         has_keys=bool(config.keys and config.roster),
                     ).close
                 )
@@ -386,10 +387,10 @@ class Daemon:
     def _report(self, now: float) -> None:
         if self._proxy is None or not self._proxy.is_up:
             return  # marks wait for it, the last 4,096 of them
-        if now < self._next_report and not (self.service.reports.news or self.service.reports.marks):
+        if now < self._next_report and not (self.service.has_news or self.service.marks):
             return
         self._next_report = now + self._config.report_s
-        if not self._proxy.send(self.service.reports.heartbeat()):
+        if not self._proxy.send(heartbeat(self.service)):
             self.env.counters["reports_dropped"] += 1
 
     # ---- the end ----------------------------------------------------------------------------

@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from pdx.node.begun import Begun
-from pdx.node.sessions import Session, Sessions
+from pdx.memory.keys import KEY_BYTES
+from pdx.node.sessions import Session, Sessions, differing
 from pdx.store.chunk import Chunk, Origin
 from pdx.store.history import ago
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
+from pdx.telemetry.recent import remember
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.explained import Explained, Explanation, Reason
-from pdx.wire.messages import Admit, Admitted
+from pdx.wire.messages import Admit, Admitted, Hello
 
 MAX_REQUESTS = 4096  # that are remembered
 MAX_KEYS = 1 << 17  # of all requests whose keys are remembered
+MAX_BEGUN = 4096  # first blocks, and cache salts, that are remembered
 MAX_SHOWN = 32  # in one answer
 MAX_HOLDERS = 4  # of room that another request did not find
 MAX_EXPLAINED = 48  # chunks that a request lacks: to explain one costs about as much as to answer for ten
@@ -47,7 +49,10 @@ class Explanations:
         self._index = store.index
         self._tiers = tiers
         self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
-        self._begun = Begun()
+        # Of the last prompts by their first block: who asked, and what leads up to the first chunk (its layout's). A
+        # block's name covers its tokens and what the engine hashes with them (cache salt, adapter, images).
+        self._begun: OrderedDict[bytes, tuple[Hello, bytes]] = OrderedDict()
+        self._salts: OrderedDict[bytes, None] = OrderedDict()  # of the same prompts; empty: none
         self._keys: OrderedDict[tuple[str, str], tuple[Sequence[bytes], int]] = OrderedDict()  # and how many shards
         self._num_keys = 0
 
@@ -91,19 +96,39 @@ class Explanations:
             differs = session.unshared or session.unshared_before
             if differs:
                 notes.append(printable(f"its engine shares no chunks {differs}"))
-            if reasons[0].kind == "new" and (text := self._begun.differs(session.hello, ask)):
+            if reasons[0].kind == "new" and (text := self._differs(session.hello, ask)):
                 notes.append(printable(text))
-        self._begun.note(session.hello, ask)
+        if name := ask.blocks[:KEY_BYTES]:
+            remember(self._begun, name, (session.hello, ask.parent), MAX_BEGUN)
+            remember(self._salts, ask.hints.salt, None, MAX_BEGUN)
         whose = _whose(session)
         self._remember(whose, ask)
         shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
         shown_reasons = reasons[:MAX_REASONS]
         chunks = max(ask.sought, answer.hits)  # the tail that it would write itself may have been there
         told = Explanation(*shown, 0.0, waited_s, chunks, answer.hits, shown_reasons, notes, answer.verdicts)
-        self._of_request[whose, ask.request] = now, told
-        self._of_request.move_to_end((whose, ask.request))
-        while len(self._of_request) > MAX_REQUESTS:
-            self._of_request.popitem(last=False)
+        remember(self._of_request, (whose, ask.request), (now, told), MAX_REQUESTS)
+
+    def _differs(self, hello: Hello, ask: Admit) -> str:
+        """In what a prompt of which nothing is known differs from those before it; empty: that cannot be told."""
+        name = ask.blocks[:KEY_BYTES]
+        if not name or not self._begun:
+            return ""
+        if (seen := self._begun.get(name)) is not None:
+            other, parent = seen
+            if parent == ask.parent:
+                return ""
+            fields = differing(hello, other) or "its chunks have another layout"
+            return f"engine {other.engine!r} has had the same first block, but under other keys: {fields}"
+        is_all = max(len(self._begun), len(self._salts)) < MAX_BEGUN  # else some may be forgotten
+        if ask.hints.salt not in self._salts:
+            why = "its cache salt is new here" if is_all else "its cache salt was in none of them"
+            why = why if ask.hints.salt else "it has no cache salt, and all of them had one"
+        else:
+            why = "the tokens differ, or what its engine hashes with them"
+            why += ", or the cache salt, of which there are several" if len(self._salts) > 1 else ""
+        before = "no prompt before it" if is_all else f"none of the last {len(self._begun)} prompts"
+        return f"{before} began with its first block: {why}"
 
     def _remember(self, whose: str, ask: Admit) -> None:
         name = whose, ask.request

@@ -23,7 +23,7 @@ from pdx.node.hinting import Hinting
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
 from pdx.node.peers.regions import Regions
-from pdx.node.reports import MAX_MARKS, Reports
+from pdx.node.reports import node_status
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
@@ -63,13 +63,13 @@ from pdx.wire.messages import (
     Renew,
     Welcome,
 )
-from pdx.wire.proxy import MarkReport
 from pdx.wire.verbs import Advise, AnyVerb, Status, Why
 
 log = logging.getLogger("pdx.node")
 
 PROBE_BYTES = 1 << 20  # behind the chunks in the arena: peers write there to measure their channels
 
+MAX_MARKS = 4096  # that wait for the next heartbeat
 MAX_DEGRADED = 64  # reasons that are counted by name, and then the others together
 
 
@@ -96,7 +96,7 @@ class Service:
         arena = arenas[0]
         self._config = config
         self._arenas = arenas
-        self._epoch = epoch
+        self.epoch = epoch
         self.env = env
         self._clock = env.clock
         self.name = node_name(config)
@@ -130,7 +130,10 @@ class Service:
             store_s=config.push_s,
             load_s=config.fetch_s,
         )
-        marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
+        self.started_at = env.clock()
+        self.marks: deque[Mark] = deque(maxlen=MAX_MARKS)  # to be told with the next heartbeat
+        self.has_news = True  # engines came or went since the last one
+        self.gpus = [each.gpu for each in arenas]
         chunk_bytes = self.store.pools[0].total_bytes
         self.peers = Peers(
             config,
@@ -141,7 +144,7 @@ class Service:
             copies=self.copies,
             transfers=self.transfers,
             sessions=self.sessions,
-            marks=marks,
+            marks=self.marks,
             context=context,
             poller=poller,
         )
@@ -169,24 +172,12 @@ class Service:
             sessions=self.sessions,
             admissions=self.admissions,
             look_ahead=self.look_ahead,
-            gpus=[each.gpu for each in arenas],
+            gpus=self.gpus,
             pin_share=config.pin_share,
             copy_s=config.push_s,
             env=env,
         )
-        self.reports = Reports(
-            env,
-            name=self.name,
-            epoch=epoch,
-            store=self.store,
-            sessions=self.sessions,
-            transfers=self.transfers,
-            tiers=self.tiers,
-            peers=self.peers,
-            marks=marks,
-            gpus=[each.gpu for each in arenas],
-        )
-        self.events = EventLog(self.store, self.tiers, [each.gpu for each in arenas], env)
+        self.events = EventLog(self.store, self.tiers, self.gpus, env)
         self._handlers = self._by_message()
 
     def open_tiers(self) -> None:
@@ -212,10 +203,10 @@ class Service:
         if session.unshared:
             error = LayoutError(f"engine {hello.engine!r} shares no chunks {session.unshared}")
             counted(log, self.counters, "engine_layouts_differ", "%s", error)
-        self.reports.news = True
+        self.has_news = True
         session.home = next((at for at, arena in enumerate(self._arenas) if hello.gpu and arena.gpu == hello.gpu), 0)
         arena = self._arenas[session.home]
-        welcome = Welcome(self._epoch, os.getpid(), str(arena.path), arena.nbytes)
+        welcome = Welcome(self.epoch, os.getpid(), str(arena.path), arena.nbytes)
         if arena.gpu:
             handover = str(handover_path(self._config.address, session.home))
             welcome = msgspec.structs.replace(welcome, gpu=arena.gpu, handover=handover, ticket=session.ticket)
@@ -224,7 +215,7 @@ class Service:
     def end(self, session: Session) -> None:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
-        self.reports.news = True
+        self.has_news = True
         with self._faults.contain("the end of a session's questions"):
             self.admissions.end_session(session)
             self.look_ahead.end_session(session)
@@ -318,7 +309,7 @@ class Service:
         session.running, session.chunk_s, session.load_s = ask.running, ask.chunk_s, ask.load_s
         if (layout := ask.keyed or session.hello.layout) != session.layout:
             session.layout = layout
-            self.reports.news = True
+            self.has_news = True
         for reason, count in ask.degraded.items():
             is_known = reason in self._degraded or len(self._degraded) < MAX_DEGRADED
             self._degraded |= {reason} if is_known else set()
@@ -427,8 +418,7 @@ class Service:
         self.transfers.prefilled(transfer, self._clock(), source)
 
     def _mark(self, session: Session, ask: Mark) -> Answer:
-        hello = session.hello
-        self.reports.marks.append(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, hello.engine))
+        self.marks.append(msgspec.structs.replace(ask, engine=session.hello.engine))
         if ask.event == Event.PREFILL_END:
             self.peers.tiers.prefill_ended(ask.transfer, ask.at_ns)
         return Done()
@@ -442,7 +432,7 @@ class Service:
         :raises NodeError: refused. :raises ProtocolError: it makes no sense.
         """
         if isinstance(verb, Status):
-            return self.reports.status()
+            return node_status(self)
         if isinstance(verb, Advise):
             return self.hinting.advise(verb, (), is_named=False)
         if isinstance(verb, Why):

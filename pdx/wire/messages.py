@@ -289,13 +289,15 @@ class Cancel(Message, frozen=True):
 
 
 class Mark(Message, frozen=True):
-    """A moment in a transfer's timeline, as seen by the sender (see `pdx.telemetry.timeline` for the events)."""
+    """A moment in a transfer's timeline (see `pdx.telemetry.timeline` for the events), as the sender saw it. Told on to
+    the proxy by its node with the name of the `engine`; empty: the node itself saw it."""
 
     transfer: TransferId
     event: Annotated[str, Meta(max_length=32)]
     at_ns: Stamp
     nbytes: Bytes = 0
     tokens: Count = 0
+    engine: Name = ""
 
 
 # ---- from a node to an attached process ---------------------------------------------------------

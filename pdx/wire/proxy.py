@@ -22,7 +22,7 @@ from pdx.wire.base import (
     Stamp,
     TransferId,
 )
-from pdx.wire.messages import Cancel, EngineFacts, Outcome, decode_frame
+from pdx.wire.messages import Cancel, EngineFacts, Mark, Outcome, decode_frame
 from pdx.wire.verbs import AnyVerb
 
 
@@ -38,17 +38,6 @@ class EngineReport(msgspec.Struct, array_like=True, frozen=True):
     shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}
 
 
-class MarkReport(msgspec.Struct, array_like=True, frozen=True):
-    """One moment of a transfer's timeline; `engine` saw it; empty: the node itself."""
-
-    transfer: TransferId
-    event: Annotated[str, Meta(max_length=32)]
-    at_ns: Stamp
-    nbytes: Bytes
-    tokens: Count = 0
-    engine: Name = ""
-
-
 class NodeReport(Message, frozen=True):
     """Node to proxy, every second and at once when engines come or go: registration and heartbeat in one.
 
@@ -62,7 +51,7 @@ class NodeReport(Message, frozen=True):
     arena_bytes: Bytes
     free_bytes: Bytes
     engines: Annotated[list[EngineReport], Meta(max_length=1024)]
-    marks: Annotated[list[MarkReport], Meta(max_length=4096)]
+    marks: Annotated[list[Mark], Meta(max_length=4096)]
     listen: Name = ""
     public_key: PublicKey = ""
     host: Annotated[str, Meta(max_length=64)] = ""

@@ -8,7 +8,7 @@ from service_stage import CHUNKS, Below, Clock, keys, serving
 
 from pdx.errors import ChunkMissing, TierError
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.node import begun, explanations
+from pdx.node import explanations
 from pdx.store import history
 from pdx.store.history import Cause
 from pdx.wire.base import MAX_NAME, MAX_REASONS
@@ -280,7 +280,7 @@ def test_in_what_a_prompt_differs_from_those_before_it_is_told_as_far_as_names_t
 
 
 def test_a_first_block_that_may_be_forgotten_is_not_said_to_be_new(service, session, monkeypatch):
-    monkeypatch.setattr(begun, "MAX_BEGUN", 2)
+    monkeypatch.setattr(explanations, "MAX_BEGUN", 2)
     for block, salt in (("a", b"x"), ("b", b"y"), ("c", b"z"), ("a", b"x")):
         ask_for(service, session, f"{block} it is", block, salt=salt)
     ask_for(service, session, "this one", "d", salt=b"v")

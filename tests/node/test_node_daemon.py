@@ -489,7 +489,7 @@ def test_reports_that_a_proxy_leaves_unread_are_counted(address, place, monkeypa
         with Daemon(NodeConfig(address=address, arena_bytes=MIB, proxy=f"ipc://{place}/proxy.sock")) as daemon:
             wait_until(lambda: daemon.turn(0.01) or proxy.poll(0))
             monkeypatch.setattr(daemon._proxy, "send", lambda report: False)
-            daemon.service.reports.news = True
+            daemon.service.has_news = True
             daemon.turn(0.0)
             assert daemon.service.counters["reports_dropped"] == 1
     (place / "proxy.sock").unlink()

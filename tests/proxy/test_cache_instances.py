@@ -11,8 +11,8 @@ from pdx.errors import NodeUnavailable, SelectionError
 from pdx.proxy.cache import instances as instances_module
 from pdx.proxy.cache.instances import FORGET_S, Instances
 from pdx.telemetry.env import Env
-from pdx.wire.messages import VERSION
-from pdx.wire.proxy import EngineReport, MarkReport, NodeReport
+from pdx.wire.messages import VERSION, Mark
+from pdx.wire.proxy import EngineReport, NodeReport
 
 SILENT_S = 5.0
 
@@ -64,7 +64,7 @@ def test_the_roster_says_which_nodes_there_are():
 def test_how_many_are_known_is_bounded_and_their_marks_are_not_kept(monkeypatch):
     monkeypatch.setattr(instances_module, "MAX_NODES", 2)
     bed = Bed()
-    mark = MarkReport("t" * 16, "sealed", 1, 0, 0, "")
+    mark = Mark("t" * 16, "sealed", 1, 0, 0, "")
     bed.instances.report(NodeReport(VERSION, "a", 1, 1, 1, [], [mark]))
     for name in ("b", "c"):
         bed.report(name)

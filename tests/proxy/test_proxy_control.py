@@ -19,7 +19,8 @@ from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.security.peer_socket import PeerSocket
 from pdx.wire import messages
-from pdx.wire.proxy import Follow, MarkReport, NodeReport
+from pdx.wire.messages import Mark
+from pdx.wire.proxy import Follow, NodeReport
 
 TRANSFER = "x" * 32
 REPORT = messages.encode(
@@ -191,7 +192,7 @@ async def test_marks_of_nodes_join_the_timeline(made):
     _, headers, _ = await made.post("/v1/completions", {"prompt": "beta", "temperature": 0})
     transfer = headers["x-pdx-transfer-id"]
     marks = [
-        MarkReport(transfer=transfer, event=event, at_ns=at, nbytes=nbytes, tokens=tokens, engine="p0")
+        Mark(transfer=transfer, event=event, at_ns=at, nbytes=nbytes, tokens=tokens, engine="p0")
         for event, at, nbytes, tokens in [
             ("admitted", 10, 0, 64),
             ("prefill_end", 20, 30, 0),

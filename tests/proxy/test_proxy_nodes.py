@@ -10,7 +10,8 @@ from proxy_harness import BODY, CHAT, COMPLETIONS, HALF, TALK, cluster, until, w
 from pdx.proxy.hints import digest
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
-from pdx.wire.proxy import MarkReport, Prefilled, decode_from_proxy
+from pdx.wire.messages import Mark
+from pdx.wire.proxy import Prefilled, decode_from_proxy
 
 PATIENT = {"heartbeat_timeout_s": 60.0, "known": False}  # nodes report once in these tests, and only where placed
 REQUESTS = {
@@ -234,7 +235,7 @@ async def test_a_node_that_says_something_else_each_time_is_not_echoed():
 async def test_moments_of_another_host_are_told_by_this_hosts_clock(made):
     _, headers, _ = await made.post(COMPLETIONS, BODY)
     transfer = headers["x-pdx-transfer-id"]
-    mark = MarkReport(transfer=transfer, event="pushed", at_ns=10**6, nbytes=5, tokens=0, engine="far")
+    mark = Mark(transfer=transfer, event="pushed", at_ns=10**6, nbytes=5, tokens=0, engine="far")
     near = msgspec.structs.replace(mark, event="landed", engine="near")
     far_ns = 10**9  # what the other host's clock shows when it reports
     before_ns = time.monotonic_ns()

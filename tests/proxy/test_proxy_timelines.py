@@ -10,8 +10,8 @@ from pdx.proxy.plan import Mode, Route
 from pdx.proxy.timelines import WINDOW_NS, Clocks, Timeline, Timelines
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.env import Env
-from pdx.wire.messages import VERSION
-from pdx.wire.proxy import MarkReport, NodeReport
+from pdx.wire.messages import VERSION, Mark
+from pdx.wire.proxy import NodeReport
 
 MS, S = 10**6, 10**9
 
@@ -92,7 +92,7 @@ def timeline(transfer):
 
 
 def mark(transfer, at_ns, event="sealed"):
-    return MarkReport(transfer=transfer, event=event, at_ns=at_ns, nbytes=7, tokens=1, engine="e")
+    return Mark(transfer=transfer, event=event, at_ns=at_ns, nbytes=7, tokens=1, engine="e")
 
 
 def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):

@@ -14,6 +14,7 @@ from raw_engine import CHUNK_BYTES, LAYERS, key
 from pdx.config import NodeConfig
 from pdx.errors import NodeError, ProtocolError
 from pdx.memory.arena import Arena
+from pdx.node.reports import node_status
 from pdx.node.service import Service
 from pdx.node.sessions import Session
 from pdx.telemetry.env import Env
@@ -114,7 +115,7 @@ class ControlBed:
 
     def status(self) -> NodeStatus:
         """As `pdx node --status`."""
-        return self.service.reports.status()
+        return node_status(self.service)
 
     def over(self, status: Any) -> JobStatus:
         """The job's end."""

@@ -27,8 +27,7 @@ from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
 from pdx.transports.registry import FOR_GPUS
 from pdx.wire.hints import Hints
-from pdx.wire.messages import Admit, Cancel, Chosen, PeerBody, Release, Welcome
-from pdx.wire.proxy import MarkReport
+from pdx.wire.messages import Admit, Cancel, Chosen, Mark, PeerBody, Release, Welcome
 
 log = logging.getLogger("pdx.node")
 
@@ -152,7 +151,7 @@ class PeerTiers:
         connections: Connections,
         fetches: Fetches,
         inbound: InboundPushes,
-        marks: deque[MarkReport],
+        marks: deque[Mark],
     ) -> None:
         """`marks`: of transfers, to be told to the proxy."""
         self.config = config
@@ -227,7 +226,7 @@ class PeerTiers:
         flow = self._flows.get(transfer)
         if flow is not None:
             so_far = flow.acked + self.copies.copied_bytes(transfer, PeerTier.kind)
-            self._marks.append(MarkReport(transfer, Event.ACROSS, at_ns, so_far - flow.across))
+            self._marks.append(Mark(transfer, Event.ACROSS, at_ns, so_far - flow.across))
             flow.across = so_far
 
     def copy_over(self, copy: Copy) -> None:
@@ -238,7 +237,7 @@ class PeerTiers:
         if flow is not None:
             flow.acked += copy.copied_bytes
         if copy.is_complete:
-            self._marks.append(MarkReport(copy.transfer, Event.PUSHED, time.monotonic_ns(), copy.copied_bytes))
+            self._marks.append(Mark(copy.transfer, Event.PUSHED, time.monotonic_ns(), copy.copied_bytes))
 
     # ---- channels ---------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from pdx.wire.messages import (
     Chosen,
     Done,
     Hello,
+    Mark,
     PeerBody,
     Push,
     Refused,
@@ -51,7 +52,7 @@ from pdx.wire.messages import (
     Settle,
     Welcome,
 )
-from pdx.wire.proxy import MarkReport, PeerEntry
+from pdx.wire.proxy import PeerEntry
 from pdx.wire.status import PeerStatus
 from pdx.wire.verbs import Found
 
@@ -81,7 +82,7 @@ class Peers:
         copies: Copies,
         transfers: Transfers,
         sessions: Sessions,
-        marks: deque[MarkReport],
+        marks: deque[Mark],
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         poller: zmq.Poller | None = None,
     ) -> None:
@@ -322,7 +323,7 @@ class Peers:
             self.fetches.landed(name, offer.nbytes * offer.shards, push.landed_bytes, push.opened_at, now)
         self.fetches.over(name, offer.want, offer.transfer, now)
         if offer.transfer is not None and push.landed_bytes:
-            self._marks.append(MarkReport(offer.transfer, Event.LANDED, time.monotonic_ns(), push.landed_bytes))
+            self._marks.append(Mark(offer.transfer, Event.LANDED, time.monotonic_ns(), push.landed_bytes))
 
     # ---- time and the end -------------------------------------------------------------------
 
