@@ -22,7 +22,7 @@ import zmq
 
 from pdx.errors import ConfigError, ProtocolError
 from pdx.proxy.engines import MAX_ENGINES_OF_NODE
-from pdx.security.address import address_host, base_url, check_control, check_listen, is_loopback, spelled, url_host
+from pdx.security.address import address_host, base_url, check_address, is_loopback, spelled, url_host
 from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import GONE, Arrival, PeerSocket
 from pdx.security.roster import Roster
@@ -73,8 +73,7 @@ class Control:
 
         :raises ConfigError: the address, the keys or the roster are wrong.
         """
-        check_control(address, has_keys=bool(keys and roster))
-        check_listen(address, has_keys=bool(keys and roster))
+        check_address(address, has_keys=bool(keys and roster), listens=True, is_control=True)
         self.address = address
         self._own_keys = KeyPair.load(keys) if keys else None
         self._roster = Roster(roster, has_keys=self._own_keys is not None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import click
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -63,20 +61,15 @@ def _list(explained: Explained) -> RenderableType:
 
 
 def _one(one: Explanation) -> RenderableType:
-    return Group(Text(f"request {one.request} of engine {one.engine}, {duration(one.age_s)} ago"), *_lines(one))
-
-
-def _lines(one: Explanation) -> Iterator[RenderableType]:
     waited = f", after {one.waited_s:.3f} s of waiting" if one.waited_s >= 0.001 else ""
-    yield Text(f"{one.hits} of {one.chunks} chunks were hits{waited}")
-    rows = [(_span(reason.first, reason.count), _verdict(reason.is_hit), reason.text) for reason in one.reasons]
-    yield table("", ("chunks", "", "why"), rows)
-    yield from map(Text, one.notes)
-
-
-def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
-
-
-def _verdict(is_hit: bool) -> str:
-    return "hit" if is_hit else "missing"
+    rows = []
+    for reason in one.reasons:
+        last = reason.first + reason.count - 1
+        span = str(last) if reason.count == 1 else f"{reason.first}-{last}"
+        rows.append((span, "hit" if reason.is_hit else "missing", reason.text))
+    return Group(
+        Text(f"request {one.request} of engine {one.engine}, {duration(one.age_s)} ago"),
+        Text(f"{one.hits} of {one.chunks} chunks were hits{waited}"),
+        table("", ("chunks", "", "why"), rows),
+        *map(Text, one.notes),
+    )

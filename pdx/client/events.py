@@ -101,7 +101,7 @@ class Tracker:
     def __init__(self, *, can_ask: bool) -> None:
         """`can_ask`: whether there is somebody to be asked for what is missing."""
         self.index = BlockIndex()
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()  # batches; gaps, lost, replayed, repeated, restarts, malformed
         self.asking: int | None = 0 if can_ask else None  # from which number on the answer is awaited
         self.last: int | None = None  # number of the last batch that is in the index
         self._can_ask = can_ask
@@ -118,6 +118,10 @@ class Tracker:
     def is_complete(self) -> bool:
         """Whether everything that was told up to the last batch is in the index, and what was there before as well."""
         return self._is_complete and self.asking is None
+
+    def leading(self, blocks: Sequence[Hash]) -> dict[str, int]:
+        """See `BlockIndex.leading`."""
+        return self.index.leading(blocks)
 
     def ask(self) -> None:
         """What is behind the last batch, if there is any, is to be asked for, or again."""
@@ -231,7 +235,7 @@ class Tracker:
         self.counters["malformed"] += 1
 
 
-class Subscriber:
+class Subscriber(Tracker):
     """Listens from construction to `close`. One thread; `poll` alone takes in what has come."""
 
     def __init__(
@@ -251,9 +255,9 @@ class Subscriber:
 
         :raises ConfigError: the keys are wrong.
         """
+        super().__init__(can_ask=bool(replay))
         self._own = KeyPair.load(keys) if keys else None
         self._server_key = server_key or None
-        self._tracker = Tracker(can_ask=bool(replay))
         self._replay_address = replay
         self._check_s = check_s
         self._clock = clock
@@ -267,30 +271,6 @@ class Subscriber:
             self._undo = undo.pop_all()
         self._asked: int | None = None  # what was sent last
         self._heard_at = self._asked_at = clock()
-
-    @property
-    def index(self) -> BlockIndex:
-        """What is known. It changes in `poll`."""
-        return self._tracker.index
-
-    @property
-    def is_complete(self) -> bool:
-        """See `Tracker.is_complete`."""
-        return self._tracker.is_complete
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """Batches; gaps, lost, replayed, repeated, restarts, malformed."""
-        return self._tracker.counters
-
-    @property
-    def seq(self) -> int | None:
-        """Number of the last batch that is in the index."""
-        return self._tracker.last
-
-    def leading(self, blocks: Sequence[Hash]) -> dict[str, int]:
-        """See `BlockIndex.leading`."""
-        return self.index.leading(blocks)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Take in what has come; wait for something so long. Whether anything came."""
@@ -313,7 +293,7 @@ class Subscriber:
         frames = _received(self._sub)
         if frames is None:
             return False
-        if len(frames) == 3 and len(frames[1]) == SEQ_BYTES and self._live(int.from_bytes(frames[1], "big"), frames[2]):
+        if len(frames) == 3 and len(frames[1]) == SEQ_BYTES and self.live(int.from_bytes(frames[1], "big"), frames[2]):
             self._heard_at = self._clock()
         return True
 
@@ -326,33 +306,30 @@ class Subscriber:
             self._replayed(frames[-2], frames[-1])
         return True
 
-    def _live(self, seq: int, payload: bytes) -> bool:
-        return self._tracker.live(seq, payload)
-
     def _replayed(self, seq: bytes, payload: bytes) -> None:
         if seq == END_SEQ:
             self._asked = None
-            self._tracker.answered()
+            self.answered()
         else:
-            self._tracker.replayed(int.from_bytes(seq, "big"), payload)
+            self.replayed(int.from_bytes(seq, "big"), payload)
 
     def _ask(self) -> None:
         """Ask for what is missing, if that is due."""
         if not self._replay_address:
             return
         now = self._clock()
-        if self._tracker.asking is None and now - max(self._heard_at, self._asked_at) > self._check_s:
-            self._tracker.ask()
+        if self.asking is None and now - max(self._heard_at, self._asked_at) > self._check_s:
+            self.ask()
         is_late = self._asked is not None and now - self._asked_at > self._check_s
         if is_late:
-            self._tracker.ask()
-        if self._tracker.asking is None or (self._asked == self._tracker.asking and not is_late):
+            self.ask()
+        if self.asking is None or (self._asked == self.asking and not is_late):
             return
         if self._asked is not None:
             self._close_dealer()  # what still comes of the answer before is nobody's any more
         if self._dealer is None:
             self._dealer = self._connected(zmq.DEALER, self._replay_address)
-        self._asked, self._asked_at = self._tracker.asking, now
+        self._asked, self._asked_at = self.asking, now
         with contextlib.suppress(zmq.Again):
             self._dealer.send_multipart([b"", self._asked.to_bytes(SEQ_BYTES, "big")], zmq.NOBLOCK)
 

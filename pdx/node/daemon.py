@@ -35,7 +35,7 @@ from pdx.node.proxy_line import ProxyLine
 from pdx.node.reports import heartbeat, node_status
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.security import descriptors
-from pdx.security.address import check_address, check_control
+from pdx.security.address import check_address
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.env import Env
@@ -99,8 +99,7 @@ class Daemon:
         """`near`: the NUMA node where an arena in host memory should lie; None: anywhere."""
         path = socket_path(config.address)
         if config.proxy:
-            check_address(config.proxy, bool(config.keys))
-            check_control(config.proxy, has_keys=bool(config.keys))
+            check_address(config.proxy, has_keys=bool(config.keys), is_control=True)
         trace_folder(config.trace)  # before anything is opened
         private_folder(path.parent)
         self._config = config

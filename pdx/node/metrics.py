@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from pdx.errors import ConfigError
 from pdx.node.peers.connection import ConnectionState
-from pdx.security.address import check_listen
+from pdx.security.address import check_address
 from pdx.store.lifecycle import State
 from pdx.store.tier import Tally
 from pdx.telemetry.env import Env
@@ -203,7 +203,7 @@ class MetricsServer:
 
         :raises ConfigError: the address is none, leads beyond this host without keys, or cannot be had.
         """
-        check_listen(f"tcp://{address}", has_keys=has_keys)
+        check_address(f"tcp://{address}", has_keys=has_keys, listens=True)
         url = urlsplit(f"tcp://{address}")
 
         def ask() -> NodeStatus:

@@ -26,48 +26,28 @@ _URL_HOST = re.compile(r"[0-9A-Za-z._-]{1,253}")  # names with underscores are t
 _PLAIN_PORTS = {"http": 80, "https": 443}
 
 
-def check_listen(address: str, *, has_keys: bool) -> None:
-    """Whether this may be listened on; port 0 is any free one.
+def check_address(address: str, *, has_keys: bool, listens: bool = False, is_control: bool = False) -> None:
+    """Whether this may be dialled; or, where somebody `listens`, be listened on: port 0 is any free one there.
 
-    :raises ConfigError: not an address, one of all interfaces, or beyond this host without keys.
-    """
-    if address.startswith("ipc://"):
-        socket_path(address)
-        return
-    ip, _ = _endpoint(address)
-    if isinstance(ip, str):
-        raise ConfigError(f"{address!r}: to listen, name an IP address of this host instead of {ip!r}")
-    _check_reach(address, ip, has_keys=has_keys)
+    `is_control`: a node and its proxy meet there. Whoever reports an engine to a proxy gets its clients' prompts. A
+    Unix socket is its user's alone, but loopback is open to every user of the host, so every tcp address needs keys.
 
-
-def check_address(address: str, has_keys: bool) -> None:
-    """Whether this may be dialled.
-
-    :raises ConfigError: not an address, one of all interfaces, or beyond this host without keys.
+    :raises ConfigError: not an address, one of all interfaces, or one that needs keys.
     """
     if address.startswith("ipc://"):
         socket_path(address)
         return
     ip, port = _endpoint(address)
-    if not port:
+    if listens and isinstance(ip, str):
+        raise ConfigError(f"{address!r}: to listen, name an IP address of this host instead of {ip!r}")
+    if not listens and not port:
         raise ConfigError(f"{address!r} has no port")
-    _check_reach(address, ip, has_keys=has_keys)
-
-
-def check_control(address: str, *, has_keys: bool) -> None:
-    """Whether a node and its proxy may meet there; port 0 is any free one.
-
-    Whoever reports an engine to a proxy gets its clients' prompts. A Unix socket is its user's alone, but loopback is
-    open to every user of the host.
-
-    :raises ConfigError: not an address, one of all interfaces, or a tcp address without keys.
-    """
-    if address.startswith("ipc://"):
-        socket_path(address)
-        return
-    ip, _ = _endpoint(address)
-    _check_reach(address, ip, has_keys=has_keys)
-    if not has_keys:
+    if not has_keys and (isinstance(ip, str) or not ip.is_loopback):
+        raise ConfigError(
+            f"{address!r} is beyond this host, which needs keys and a roster (see `pdx keygen`); "
+            "without them use ipc:///path, tcp://127.0.0.1:PORT or tcp://[::1]:PORT"
+        )
+    if not has_keys and is_control:
         raise ConfigError(
             f"{address!r} is open to every user of this host, and who reports an engine there gets prompts; "
             "use ipc:///path, or keys and a roster (see `pdx keygen`)"
@@ -160,14 +140,6 @@ def tcp_endpoint(address: str) -> tuple[str, int]:
 def needs_ipv6(address: str) -> bool:
     """Whether ZMQ has to be told to use IPv6 for it."""
     return address.startswith("tcp://[")
-
-
-def _check_reach(address: str, ip: IPv4Address | IPv6Address | str, *, has_keys: bool) -> None:
-    if not has_keys and (isinstance(ip, str) or not ip.is_loopback):
-        raise ConfigError(
-            f"{address!r} is beyond this host, which needs keys and a roster (see `pdx keygen`); "
-            "without them use ipc:///path, tcp://127.0.0.1:PORT or tcp://[::1]:PORT"
-        )
 
 
 def _endpoint(address: str) -> tuple[IPv4Address | IPv6Address | str, int]:

@@ -127,7 +127,7 @@ def _entry(value: object, kind: type[_Entry], where: str, has_keys: bool) -> _En
         if has_keys and isinstance(entry, RosterEntry) and not entry.key:
             raise ConfigError("a key is missing")
         if isinstance(entry, RosterEntry):
-            check_address(entry.address, has_keys)
+            check_address(entry.address, has_keys=has_keys)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {error}") from error
     if entry.key or isinstance(entry, ReaderEntry):

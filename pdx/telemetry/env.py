@@ -26,4 +26,4 @@ class Env:
         self.clock = clock
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock, log=log)
-        self.mailbox = Mailbox(self.faults, clock)
+        self.mailbox = Mailbox(self.faults)

@@ -40,7 +40,7 @@ class Faults:
         """`log`: that of the part whose faults these are."""
         self._counters = counters
         self._log = log
-        self._clock = clock
+        self.clock = clock
         self._known: set[tuple[str, type[Exception]]] = set()
         self._quiet: dict[str, tuple[float, int]] = {}  # until when, and how many were not logged
 
@@ -79,7 +79,7 @@ class Faults:
 
     def warn(self, about: str, text: str) -> None:
         """Log a warning; of those about the same, one in a minute, which says how many were not logged."""
-        now = self._clock()
+        now = self.clock()
         until, unsaid = self._quiet.get(about, (now, 0))
         if now < until:
             self._quiet[about] = (until, unsaid + 1)

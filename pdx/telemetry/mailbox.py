@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from pdx.telemetry.faults import Faults
@@ -15,10 +14,9 @@ from pdx.wire.burst import burst
 class Mailbox:
     """Calls that any thread posts and the loop makes. Its descriptor is readable when there are some."""
 
-    def __init__(self, faults: Faults | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, faults: Faults) -> None:
         self._fd = -1
-        self._faults = faults or Faults(Counter())
-        self._clock = clock
+        self._faults = faults
         self._calls: deque[Callable[[], None]] = deque()
 
     @property
@@ -42,7 +40,7 @@ class Mailbox:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._fd)
         posted = len(self._calls)
-        for number, _ in enumerate(burst(self._clock)):
+        for number, _ in enumerate(burst(self._faults.clock)):
             if number >= posted or not self._calls:
                 break
             call = self._calls.popleft()

@@ -1,29 +1,34 @@
-"""`Controller` against two real nodes of this host."""
+"""`Controller` against two real nodes of this host, at their sockets and through a real proxy; and odd answers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from cache_bed import CHUNK, LAYOUT, MODEL, NODES, SHAPE, prompt
-from http_server import answering
+from click.testing import CliRunner
+from http_server import Canned, answering
 from node_harness import attached
-from proxied_bed import TOKEN, proxied_bed
+from proxied_bed import TOKEN, proxied_bed, proxy
 from raw_engine import CHUNK_BYTES, Engine
 
+from pdx.cli.main import main
 from pdx.client.controller import Controller
 from pdx.client.results import Job, Place
 from pdx.errors import (
     ChunkMissing,
+    ConfigError,
     JobConflict,
     JobUnknown,
     NodeError,
     NodeUnavailable,
     NoEngine,
+    ProtocolError,
+    ProxyError,
     SelectionError,
     TierUnknown,
 )
@@ -92,16 +97,12 @@ def test_a_request_names_its_chunks(two, cache):
         cache.move("alpha/host", "alpha/disk", Prompt(request="nobody-asked"))
 
 
-def test_query_ip_and_health(two, cache):
+def test_query_ip_health_and_ls(two, cache):
     assert cache.instances == list(NODES)
     assert cache.query_ip(["beta"]) == {"beta": f"{two.address('beta')}.peers"}
     health = cache.health()
     assert set(health) == set(NODES)
-    assert health["alpha"].troubles == []
-    assert health["alpha"].status.name == "alpha"
-
-
-def test_ls(two, cache):
+    assert (health["alpha"].troubles, health["alpha"].status.name) == ([], "alpha")
     two.save("beta", prompt(), session="alice")
     (listing,) = cache.ls("beta", session="alice").values()
     assert [(kept.name, kept.chunks) for kept in listing.sessions] == [("alice", 4)]
@@ -168,10 +169,6 @@ def test_clear_of_everything_is_a_job(two, cache):
     assert isinstance(job, Job)
     assert cache.wait(job).status.chunks_done >= 4
     assert cache.lookup(tokens)["beta"]["disk"] == 0
-    with pytest.raises(SelectionError, match="everything and no tokens"):
-        cache.clear(tokens, "beta", everything=True)
-    with pytest.raises(SelectionError, match="everything and no tokens"):
-        cache.clear(None, "beta")
 
 
 def test_a_job_is_cancelled(two, cache):
@@ -199,45 +196,37 @@ def test_a_job_is_cancelled(two, cache):
 def test_what_is_wrong_is_named(two, cache):
     tokens = prompt()
     two.save("alpha", tokens)
+    selection = (
+        (lambda: cache.lookup(tokens, ["gamma"]), "no node 'gamma' is known here; there are alpha, beta"),
+        (lambda: cache.clear(tokens), "say which node of alpha, beta, or \\* for all"),
+        (lambda: cache.move("alpha/", "alpha/disk", tokens), "no tier behind its slash"),
+        (lambda: cache.move("/host", "alpha/disk", tokens), "names no node: write NODE/TIER"),
+        (lambda: cache.lookup(tokens[:15]), "15 tokens fill no chunk .* one has 16 tokens"),
+        (lambda: cache.lookup([*tokens, 100_000]), "knows 100,000 tokens; are these ids of another"),
+        (lambda: cache.lookup(Prompt(tokens=tokens, model="llama")), "is, or has, the model 'llama'"),
+        (lambda: cache.cancel("gamma:1-1"), "no node 'gamma'"),
+        (lambda: cache.compress(tokens, "alpha", "disk", "zip9"), "no codec 'zip9': there are none, lossless"),
+        (lambda: cache.lookup(Prompt()), "by one of tokens, text.*, not by nothing"),
+        (lambda: cache.lookup(Prompt(tokens=tokens, request="r")), "not by tokens and request"),
+        (lambda: cache.clear(tokens, "beta", everything=True), "everything and no tokens"),
+        (lambda: cache.clear(None, "beta"), "everything and no tokens"),
+    )
     for ask, error, words in (
-        (
-            lambda: cache.lookup(tokens, ["gamma"]),
-            SelectionError,
-            "no node 'gamma' is known here; there are alpha, beta",
-        ),
-        (lambda: cache.clear(tokens), SelectionError, "say which node of alpha, beta, or \\* for all"),
+        *((ask, SelectionError, words) for ask, words in selection),
         (lambda: cache.clear(tokens, "alpha", "tape"), TierUnknown, "no tier 'tape'; it has 'host', 'disk'"),
         (lambda: cache.move("alpha/host", "alpha/tape", tokens), TierUnknown, "it has 'host', 'disk'"),
-        (lambda: cache.move("alpha/", "alpha/disk", tokens), SelectionError, "no tier behind its slash"),
-        (lambda: cache.move("/host", "alpha/disk", tokens), SelectionError, "names no node: write NODE/TIER"),
-        (lambda: cache.lookup(tokens[:15]), SelectionError, "15 tokens fill no chunk .* one has 16 tokens"),
-        (lambda: cache.lookup([*tokens, 100_000]), SelectionError, "knows 100,000 tokens; are these ids of another"),
-        (lambda: cache.lookup(Prompt(tokens=tokens, model="llama")), SelectionError, "is, or has, the model 'llama'"),
         (lambda: cache.lookup("a text"), (SelectionError, NoEngine), "serves.* HTTP.*give (token )?ids"),
         (lambda: cache.check_finish("alpha:1-1"), JobUnknown, "of another life of this node"),
         (lambda: cache.check_finish("yesterday"), JobUnknown, "is no job's name, which is NODE:EPOCH-NUMBER"),
-        (lambda: cache.cancel("gamma:1-1"), SelectionError, "no node 'gamma'"),
-        (
-            lambda: cache.compress(tokens, "alpha", "disk", "zip9"),
-            SelectionError,
-            "no codec 'zip9': there are none, lossless",
-        ),
         (lambda: cache.compress(tokens, "alpha", "host", "lossless"), NodeError, "as engines read them"),
-        (lambda: cache.lookup(Prompt()), SelectionError, "by one of tokens, text.*, not by nothing"),
-        (lambda: cache.lookup(Prompt(tokens=tokens, request="r")), SelectionError, "not by tokens and request"),
     ):
         with pytest.raises(error, match=words):
             ask()
+    with contextlib.suppress(SelectionError):  # a proxy knows the nodes
+        done = cache.wait(cache.move("alpha/host", "gamma/host", tokens))
+        assert done.status.state == "failed"
+        assert "gamma" in done.status.why
     assert cache.lookup(tokens)["alpha"]["host"] == 64, "nothing came of any of that"
-
-
-def test_a_move_to_a_node_that_nobody_knows(two, local):
-    tokens = prompt()
-    two.save("alpha", tokens)
-    done = local.wait(local.move("alpha/host", "gamma/host", tokens))
-    assert done.status.state == "failed"
-    assert "gamma" in done.status.why
-    assert local.lookup(tokens)["alpha"]["host"] == 64
 
 
 def test_engines_that_make_other_keys_have_to_be_told_apart(two, local):
@@ -297,43 +286,10 @@ def test_a_node_that_is_stopped_does_not_answer_and_others_do(two):
 # ---- texts --------------------------------------------------------------------------------------
 
 
-class FakeEngine(ThreadingHTTPServer):
-    """What vLLM answers to who wants a text's tokens: here the code points."""
-
-    daemon_threads = False
-    block_on_close = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.status = 200
-        self.asked: list[str] = []
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: FakeEngine
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(self.path)
-        tokens = [ord(letter) for letter in asked["prompt"]]
-        self._answer({"count": len(tokens), "tokens": tokens})
-
-    def _answer(self, body: object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def served() -> Iterator[FakeEngine]:
-    """An engine's HTTP server, in this process."""
-    server = FakeEngine()
+def served() -> Iterator[Canned]:
+    """What vLLM answers to who wants a text's tokens: here the code points."""
+    server = Canned(lambda asked: json.dumps({"count": 1, "tokens": [ord(each) for each in asked["prompt"]]}).encode())
     with answering(server):
         yield server
 
@@ -376,3 +332,99 @@ def test_to_compress_a_text_with_a_loss_its_tokens_are_asked_for_once(node, serv
                 cache.compress(Prompt(request="any"), cache.instances[0], "host", "int8")
     finally:
         engine.close()
+
+
+# ---- through a proxy ----------------------------------------------------------------------------
+
+
+def test_without_the_token_nothing_is_said(two):
+    for token in ("", "x" * 32):
+        with Controller(proxy=two.url, token=token) as cache, pytest.raises(ProxyError, match="token"):
+            cache.jobs()
+
+
+def test_the_command_shows_the_token_in_a_file(two, tmp_path):
+    tokens = prompt()
+    two.save("beta", tokens)
+    ids = ",".join(map(str, tokens))
+
+    def run(*arguments):
+        return CliRunner().invoke(main, ["cache", *arguments, "--proxy", two.url])
+
+    done = run("move", "beta/host", "alpha/disk", "--ids", ids, "--token-file", two.token_file)
+    assert (done.exit_code, done.stdout[:29]) == (0, "done: move 4 of 4 chunks from"), done.output
+    done = run("lookup", "--ids", ids, "--json", "--token-file", two.token_file)
+    assert json.loads(done.stdout)["tiers"]["alpha"] == {"host": 0, "disk": 4 * CHUNK}
+    assert "token" in run("jobs").stderr
+    open_file = tmp_path / "open"
+    open_file.write_text(TOKEN)
+    open_file.chmod(0o644)
+    done = run("jobs", "--token-file", str(open_file))
+    assert "chmod 600" in done.stderr
+    assert TOKEN not in done.stderr
+
+
+def test_a_proxy_at_a_unix_socket_asks_for_no_token(tmp_path):
+    for name in ("control", "admin"):
+        (tmp_path / name).mkdir(mode=0o700)
+    socket = tmp_path / "admin" / "s.sock"
+    with proxy(f"ipc://{tmp_path}/control/p.sock", "--admin", str(socket)):
+        wait_until(lambda: _answers(socket), timeout_s=60.0, what="the proxy serves")
+        with Controller(proxy=str(socket)) as cache:
+            assert cache.instances == []
+            with pytest.raises(SelectionError, match="say which node of none"):
+                cache.clear(list(range(100)))
+
+
+def _answers(socket):
+    with Controller(proxy=str(socket)) as cache, contextlib.suppress(ProxyError):
+        return cache.instances == []
+    return False
+
+
+@pytest.fixture
+def odd() -> Iterator[Canned]:
+    """A server that is no proxy."""
+    server = Canned(lambda asked: b"{}")
+    with answering(server):
+        yield server
+
+
+def job(**fields):
+    return json.dumps({"nodes": {"a": {"type": "JobStatus", "job": "a:1-1", **fields}}})
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "words"),
+    [
+        (200, "[1]", ProtocolError, "does not answer /cache/check_finish so"),
+        (404, "<html>", ProxyError, "/cache/check_finish answers 404, and not as a proxy's --admin address does"),
+        (302, "", ProxyError, "answers 302"),
+        (502, '{"error": {"type": "SystemExit", "message": "no"}}', NodeError, "SystemExit: no"),
+        (502, '{"error": {"type": "os", "message": "no"}}', NodeError, "os: no"),
+        (429, '{"error": {"type": "RequestRefused", "message": "later"}}', ProxyError, "later"),
+        (404, '{"error": {"type": "JobUnknown", "message": "gone"}}', JobUnknown, "gone"),
+        (200, '{"nodes": {}, "errors": {"a": {"type": "JobUnknown", "message": "gone"}}}', JobUnknown, "gone"),
+        (200, job(verb="move", state="asleep", chunks=1), ProtocolError, "Invalid enum value 'asleep'"),
+        (200, job(verb="move", chunks=1), ProtocolError, "missing required field `state`"),
+        (200, job(verb="move", state="done", chunks=-1), ProtocolError, "`int` >= 0"),
+        (200, '{"nodes": {"a": {"type": "Welcome"}}}', ProtocolError, "Invalid value 'Welcome'"),
+        (200, '{"nodes": [1]}', ProtocolError, "Expected `object`"),
+        (200, '{"nodes": {"a": {"type": "Effect", "tiers": []}}}', ProtocolError, "answers Effect to CheckFinish"),
+    ],
+)
+def test_what_is_no_answer_is_no_surprise(odd, status, body, error, words):
+    odd.status, odd.reply = status, lambda asked: body.encode()
+    with (
+        Controller(proxy=odd.url) as cache,
+        pytest.raises(error, match=words),
+    ):
+        cache.check_finish("a:1-1")
+
+
+def test_urls_that_are_none(odd):
+    for url, error in (("ftp://h", ConfigError), ("http://", ConfigError), (f"/{os.getpid()}/none", ProxyError)):
+        with Controller(proxy=url) as cache, pytest.raises(error):
+            cache.jobs()
+    with pytest.raises(SelectionError, match="not both"):
+        Controller("ipc:///x", proxy="http://h")

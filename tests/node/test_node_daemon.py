@@ -522,7 +522,7 @@ def test_a_burst_ends_in_time_whatever_a_message_costs(daemon, wire, monkeypatch
 
 def test_results_of_threads_are_bounded_in_time_too(address):
     now, made = [100.0], []
-    mailbox = Mailbox(Faults(Counter()), lambda: now[0])
+    mailbox = Mailbox(Faults(Counter(), lambda: now[0]))
 
     def one():
         now[0] += 0.6 * BURST_S

@@ -8,7 +8,7 @@ from pdx.errors import ConfigError
 from pdx.security.address import (
     address_host,
     base_url,
-    check_control,
+    check_address,
     is_loopback,
     is_wildcard,
     reachable_url,
@@ -20,14 +20,14 @@ from pdx.security.address import (
 def test_loopback_needs_keys_where_nodes_report(address):
     """Any user of this host could report an engine of its own, and get prompts with their keys."""
     with pytest.raises(ConfigError, match="every user of this host"):
-        check_control(address, has_keys=False)
-    check_control(address, has_keys=True)
+        check_address(address, has_keys=False, listens=True, is_control=True)
+    check_address(address, has_keys=True, listens=True, is_control=True)
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:7600", "tcp://0.0.0.0:7600", "nonsense"])
 def test_a_proxys_address_is_checked_like_any_other(address):
     with pytest.raises(ConfigError, match=r"beyond this host|all interfaces|not an address"):
-        check_control(address, has_keys=False)
+        check_address(address, has_keys=False, listens=True, is_control=True)
 
 
 @pytest.mark.parametrize(

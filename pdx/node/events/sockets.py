@@ -16,7 +16,7 @@ import zmq
 
 from pdx.config import private_folder, socket_path
 from pdx.errors import ConfigError
-from pdx.security.address import address_host, check_listen, is_loopback, tcp_endpoint
+from pdx.security.address import address_host, check_address, is_loopback, tcp_endpoint
 from pdx.security.curve_keys import KeyPair
 from pdx.security.gate import Gate
 from pdx.security.socket_lock import owned, remove_socket
@@ -106,7 +106,7 @@ class EventSockets:
         ):
             socket.setsockopt(number, value)
         try:
-            check_listen(address, has_keys=True)
+            check_address(address, has_keys=True, listens=True)
         except ConfigError as error:
             raise ConfigError(f"{option} {error}") from error
         is_beyond = not is_loopback(address_host(address))

@@ -29,7 +29,7 @@ from pdx.node.peers.connection import (
     check_welcome,
     refusal,
 )
-from pdx.security.address import check_listen
+from pdx.security.address import check_address
 from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import Arrival, PeerSocket, dialled, receive
 from pdx.security.roster import Roster
@@ -80,7 +80,7 @@ class Connections:
         :raises NodeRunning: another node owns the address.
         """
         listen = listen_address(config)
-        check_listen(listen, has_keys=bool(config.keys and config.roster))
+        check_address(listen, has_keys=bool(config.keys and config.roster), listens=True)
         self._node, self._env, self._numbers = node, env, numbers
         self._context, self._poller = context, poller or zmq.Poller()
         self._timeout_s, self._ping_s = config.peer_timeout_s, config.report_s

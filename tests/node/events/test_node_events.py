@@ -63,7 +63,7 @@ def test_a_subscriber_knows_what_is_where_while_nodes_come_and_go(start_node, at
         wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(blocks)) == full)
         attach(node).ask(Delete(keys[1:]))
         wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(blocks)) == {"host": 4, "disk": 4})
-        wait_until(lambda: node.status().counters.get("events_seq", 0) >= subscriber.seq)
+        wait_until(lambda: node.status().counters.get("events_seq", 0) >= subscriber.last)
         assert node.status().counters["events"] > 0
         node.kill()
         node = start_node(**settings)

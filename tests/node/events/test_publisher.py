@@ -140,8 +140,8 @@ class Lossy(Subscriber):
         super().__init__(*arguments, check_s=check_s, **settings)
         self.rng, self.loss, self.late = rng, loss, []
 
-    def _live(self, seq, payload):
-        return any([super(Lossy, self)._live(*each) for each in self._mangled((seq, payload))])
+    def live(self, seq, payload):
+        return any([super(Lossy, self).live(*each) for each in self._mangled((seq, payload))])
 
     def _replayed(self, seq, payload):
         if self.rng.random() >= self.loss:
@@ -485,14 +485,14 @@ def test_beyond_this_host_readers_need_a_key_that_the_roster_lets_in(stage, own_
         wait_until(lambda: counters["peers_denied"], what="who was taken out dials again, in vain")
         made.put(2)
         made.settle(good, "who is still in has missed nothing")
-        before = removed.seq
+        before = removed.last
         made.put(3)
         made.settle(good)
         for each in (removed, stranger):
             while each.poll(0.0):
                 pass
-        assert removed.seq == before
-        assert stranger.seq is None
+        assert removed.last == before
+        assert stranger.last is None
     assert f"{other.public} at {own_ip} is not in the roster" in caplog.text
 
 
