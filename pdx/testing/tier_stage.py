@@ -80,7 +80,7 @@ class Calls(Mailbox):
     """What threads post, for a loop that makes one call at a time and lets its errors through."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Env().faults)
         self.waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def post(self, call: Callable[[], None]) -> None:
