@@ -30,7 +30,7 @@ from pdx.node.events.publisher import Publisher
 from pdx.node.events.sockets import Readers
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
-from pdx.node.process_socket import Delivery, ProcessSocket
+from pdx.node.process_socket import ProcessSocket, sender_pid
 from pdx.node.proxy_line import ProxyLine
 from pdx.node.reports import heartbeat, node_status
 from pdx.node.service import PROBE_BYTES, Service
@@ -273,20 +273,19 @@ class Daemon:
             delivery = self._process_socket.receive()
             if delivery is None:
                 return
-            self._serve(delivery)
+            self._serve(*delivery)
 
-    def _serve(self, delivery: Delivery) -> None:
-        route = delivery.route
+    def _serve(self, route: bytes, frames: list[zmq.Frame]) -> None:
         try:
-            if len(delivery.frames) != 1:
-                raise ProtocolError(f"{len(delivery.frames)} frames instead of one")
-            envelope = decode_to_node(delivery.frames[0].bytes)
+            if len(frames) != 1:
+                raise ProtocolError(f"{len(frames)} frames instead of one")
+            envelope = decode_to_node(frames[0].bytes)
         except ProtocolError as error:
             self._faults.dropped(self._sender(route), error)
             return
         try:
             with self._faults.contain(f"a {type(envelope.body).__name__}", passing=(NodeError, ProtocolError)) as part:
-                answer = self._answer(delivery, envelope)
+                answer = self._answer(route, envelope, frames)
             if part.has_failed:
                 answer = self._end_failed(route)
         except (NodeError, ProtocolError) as error:
@@ -302,11 +301,10 @@ class Daemon:
         if session is not None:
             self.service.take_back(session, answer)
 
-    def _answer(self, delivery: Delivery, envelope: ToNode) -> Answer | None:
-        route = delivery.route
+    def _answer(self, route: bytes, envelope: ToNode, frames: list[zmq.Frame]) -> Answer | None:
         session = self.service.sessions.of_route(route)
         if isinstance(envelope.body, Hello) and session is None:
-            session, welcome = self.service.attach(route, envelope.body, delivery.pid)
+            session, welcome = self.service.attach(route, envelope.body, sender_pid(frames))
             session.last_seq = envelope.seq
             return welcome
         if session is None:

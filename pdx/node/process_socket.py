@@ -6,26 +6,18 @@ import contextlib
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from pdx.security.accept_queue import AcceptQueue
 from pdx.wire.messages import MAX_FRAME_BYTES
 
 
-class Delivery(msgspec.Struct, frozen=True):
-    """What one process sent."""
-
-    route: bytes
-    frames: list[zmq.Frame]
-
-    @property
-    def pid(self) -> int:
-        """The process that connected, by the kernel's word when it did; 0: it is not seen from here."""
-        try:  # ZMQ says host:user:group:process
-            return int(str(self.frames[0].get("Peer-Address")).rpartition(":")[2])
-        except (IndexError, ValueError, zmq.ZMQError):
-            return 0
+def sender_pid(frames: list[zmq.Frame]) -> int:
+    """The process that connected, by the kernel's word when it did; 0: it is not seen from here."""
+    try:  # ZMQ says host:user:group:process
+        return int(str(frames[0].get("Peer-Address")).rpartition(":")[2])
+    except (IndexError, ValueError, zmq.ZMQError):
+        return 0
 
 
 class ProcessSocket:
@@ -44,8 +36,9 @@ class ProcessSocket:
             self.queue = undo.enter_context(contextlib.closing(AcceptQueue(path, self.socket, counters)))
             self._undo = undo.pop_all()
 
-    def receive(self) -> Delivery | None:
-        """What came next, None if nothing did. Who has connected meanwhile is not kept waiting by who sends much."""
+    def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """The route and the frames of what came next, None if nothing did. Who has connected meanwhile is not kept
+        waiting by who sends much."""
         # Asking for events makes ZMQ look for new senders; `recv` alone does so at each hundredth message.
         if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
@@ -53,7 +46,7 @@ class ProcessSocket:
             route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return Delivery(route.bytes, frames)
+        return route.bytes, frames
 
     def send(self, route: bytes, frame: bytes) -> bool:
         """Send without waiting; False: that process has left a thousand answers unread, or is gone."""

@@ -98,7 +98,6 @@ class Service:
         self._arenas = arenas
         self.epoch = epoch
         self.env = env
-        self._clock = env.clock
         self.name = node_name(config)
         nbytes = round_up(config.arena_bytes)
         self.store = Store(
@@ -114,7 +113,6 @@ class Service:
         self.sessions = Sessions()
         self.counters = env.counters
         self._degraded: set[str] = set()  # what engines have said that they did without
-        self._faults = env.faults
         self.transfers = Transfers(env)
         self.copies = Copies(
             self.store, env, group_bytes=config.group_bytes, tracer=tracer_for(config.trace, self.name)
@@ -199,7 +197,7 @@ class Service:
             raise ProtocolError(f"this node speaks version {VERSION}, the process {hello.version}; upgrade the older")
         if hello.kind == "peer":
             raise ProtocolError("a peer connects where peers do (--listen), not where processes attach")
-        session = self.sessions.attach(route, hello, pid, self._clock())
+        session = self.sessions.attach(route, hello, pid, self.env.clock())
         if session.unshared:
             error = LayoutError(f"engine {hello.engine!r} shares no chunks {session.unshared}")
             counted(log, self.counters, "engine_layouts_differ", "%s", error)
@@ -216,20 +214,20 @@ class Service:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
         self.has_news = True
-        with self._faults.contain("the end of a session's questions"):
+        with self.env.faults.contain("the end of a session's questions"):
             self.admissions.end_session(session)
             self.look_ahead.end_session(session)
-        with self._faults.contain("the end of a session's chunks"):
+        with self.env.faults.contain("the end of a session's chunks"):
             self._lost(self.store.end_session(session.number))
 
     def _lost(self, chunks: Sequence[Chunk]) -> None:
         """These chunks will not be whole: who waits for them stops waiting."""
-        self.transfers.aborted(chunks, self._clock())
+        self.transfers.aborted(chunks, self.env.clock())
         self._changed(chunks)
 
     def _changed(self, chunks: Sequence[Chunk]) -> None:
         """Slices of these chunks were filled, or they are whole, or never will be: copies and questions go on."""
-        names = self.transfers.filled(chunks, self._clock())
+        names = self.transfers.filled(chunks, self.env.clock())
         self.copies.changed(chunks)
         self.tiers.storing.changed(chunks)
         self.admissions.changed(chunks, names)
@@ -240,40 +238,40 @@ class Service:
         :raises NodeError: refused.
         :raises ProtocolError: the message makes no sense from this session or in this state.
         """
-        session.last_seen = self._clock()
+        session.last_seen = self.env.clock()
         if type(ask) not in RIGHTS[session.hello.kind]:
             raise ProtocolError(f"{type(ask).__name__} is not for a {session.hello.kind} that is attached")
         return self._handlers[type(ask)](session, ask)
 
     def tick(self) -> None:
         """Deadlines; call it a few times a second."""
-        with self._faults.contain("the deadlines of the store"):
+        with self.env.faults.contain("the deadlines of the store"):
             self._lost(self.store.expire())
-        with self._faults.contain("the deadlines of transfers"):
-            for name in self.transfers.expire(self._clock()):
+        with self.env.faults.contain("the deadlines of transfers"):
+            for name in self.transfers.expire(self.env.clock()):
                 self.store.drop_tails(name)
-        with self._faults.contain("the deadlines of copies"):
-            self.copies.tick(self._clock())
-        with self._faults.contain("what is stored ahead of its eviction"):
+        with self.env.faults.contain("the deadlines of copies"):
+            self.copies.tick(self.env.clock())
+        with self.env.faults.contain("what is stored ahead of its eviction"):
             self.tiers.storing.look_ahead()
-        with self._faults.contain("what is due in the tiers"):
+        with self.env.faults.contain("what is due in the tiers"):
             self.tiers.tick()
-        with self._faults.contain("the deadlines of the look-ahead"):
+        with self.env.faults.contain("the deadlines of the look-ahead"):
             self.look_ahead.tick()
-        with self._faults.contain("the times of hints"):
+        with self.env.faults.contain("the times of hints"):
             self.hinting.tick()
         self.peers.tick()
 
     def turn(self) -> None:
         """After each turn of the control loop."""
-        with self._faults.contain("the turn of copies"):
+        with self.env.faults.contain("the turn of copies"):
             landed, self.copies.landed = self.copies.landed, []
             self._changed([*self.peers.turn(), *landed])
             self.tiers.storing.turn()
             self.look_ahead.answered(self.tiers.found)
             self.look_ahead.turn()
             self.copies.pump()
-        with self._faults.contain("the jobs of controllers"):
+        with self.env.faults.contain("the jobs of controllers"):
             self.controls.turn()
 
     def due_in(self, now: float) -> float:
@@ -344,7 +342,7 @@ class Service:
         count = sum([chunk.state is State.FILLING for chunk in chunks])  # the others were aborted meanwhile
         if ask.seal:
             self.store.seal(chunks)
-            self.transfers.sealed(chunks, self._clock())
+            self.transfers.sealed(chunks, self.env.clock())
         self._changed(chunks)
         return Done(count)
 
@@ -401,7 +399,7 @@ class Service:
 
     def cancel(self, transfer: str, source: str) -> bool:
         """Give up a transfer, as `source` asks for; returns whether that is news."""
-        news = self.transfers.give_up(transfer, self._clock(), source)
+        news = self.transfers.give_up(transfer, self.env.clock(), source)
         self.copies.cancel(transfer)
         # Also if it was given up before: its chunks may have come to nothing one by one.
         self.peers.inbound.cancel(transfer)
@@ -415,7 +413,7 @@ class Service:
 
     def prefilled(self, transfer: str, source: str) -> None:
         """The prefill leg of a transfer is over, as `source` says."""
-        self.transfers.prefilled(transfer, self._clock(), source)
+        self.transfers.prefilled(transfer, self.env.clock(), source)
 
     def _mark(self, session: Session, ask: Mark) -> Answer:
         self.marks.append(msgspec.structs.replace(ask, engine=session.hello.engine))
@@ -436,5 +434,5 @@ class Service:
         if isinstance(verb, Advise):
             return self.hinting.advise(verb, (), is_named=False)
         if isinstance(verb, Why):
-            return self.admissions.explanations.of(verb.request, self._clock())
+            return self.admissions.explanations.of(verb.request, self.env.clock())
         return self.controls.handle(verb)

@@ -4,17 +4,10 @@ import logging
 from collections import Counter
 
 import pytest
+from service_stage import Clock
 
 from pdx.errors import ProtocolError
 from pdx.telemetry.faults import QUIET_S, Faults, printable
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

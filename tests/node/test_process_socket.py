@@ -49,7 +49,7 @@ def dial(place):
 
 
 def receive(process_socket):
-    return wait_until(lambda: process_socket.queue.heed() or process_socket.receive()).frames[0].bytes
+    return wait_until(lambda: process_socket.queue.heed() or process_socket.receive())[1][0].bytes
 
 
 def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(
@@ -101,7 +101,7 @@ def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(process_socket, d
         before = descriptors.left()
         for number in range(20):  # all the time the thread of ZMQ works
             known.send(b"again")
-            assert wait_until(process_socket.receive).frames[0].bytes == b"again", number
+            assert wait_until(process_socket.receive)[1][0].bytes == b"again", number
         assert descriptors.left() == before
         assert select.select([process_socket.queue.fd], [], [], 0)[0]
         process_socket.queue.heed()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,13 +38,6 @@ class Target(msgspec.Struct, frozen=True):
     measure: bool  # use the fastest instead of the first
     probe: Slot | None  # the peer's, to be written to for measuring
     preferred: str = ""  # used without measuring if it connects
-
-
-class _Write(NamedTuple):
-    """A job that its channel was given."""
-
-    job: Job
-    transfer: Transfer
 
 
 class SendThread:
@@ -90,7 +83,7 @@ class SendThread:
     # ---- on its own thread ------------------------------------------------------------------
 
     def _run(self) -> None:
-        under_way: list[_Write] = []
+        under_way: list[tuple[Job, Transfer]] = []
         channel: Channel | None = None
         try:
             scheme, channel = self._choose()
@@ -110,13 +103,13 @@ class SendThread:
     def _broken(self, why: str) -> None:
         self._post(lambda: self._tiers.channel_broken(self, why))
 
-    def _end(self, channel: Channel | None, under_way: list[_Write]) -> None:
+    def _end(self, channel: Channel | None, under_way: list[tuple[Job, Transfer]]) -> None:
         """Whatever was asked for is answered, and no local byte is read any more."""
         if channel is not None:
             channel.close()
-        for write in under_way:
+        for job, transfer in under_way:
             # Not sent at all, or not known to have arrived: the push will not be taken as complete either way.
-            self._over(write, write.transfer.error if write.transfer.poll() else ChannelBroken("closed"))
+            self._over(job, transfer.error if transfer.poll() else ChannelBroken("closed"))
         self._post(self._ended)
 
     def _ended(self) -> None:
@@ -125,7 +118,7 @@ class SendThread:
             self._tiers.written(self, self._jobs.popleft(), ChannelBroken("closed"))
         self._tiers.sender_ended(self)
 
-    def _serve(self, scheme: str, channel: Channel, under_way: list[_Write]) -> None:
+    def _serve(self, scheme: str, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
         region = self._tiers.regions.regions[scheme]
         is_digested = are_digests_due(self._tiers.config.digests, region)
         with Notifications(self._tiers.regions.arena, digested=is_digested) as announcer:
@@ -137,7 +130,7 @@ class SendThread:
                 self._collect(under_way)
                 self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
 
-    def _write_all(self, channel: Channel, announcer: Notifications, under_way: list[_Write]) -> None:
+    def _write_all(self, channel: Channel, announcer: Notifications, under_way: list[tuple[Job, Transfer]]) -> None:
         while self._jobs and not self._closing:
             job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
             if job.number in self._aborted:
@@ -147,24 +140,24 @@ class SendThread:
             if len(self._jobs) > 1:
                 announcer.begin(self._jobs[1])  # a channel may copy within `write`
             job.start_ns = time.monotonic_ns()
-            under_way.append(_Write(job, channel.write([piece(part) for part in job.parts], notify)))
+            under_way.append((job, channel.write([piece(part) for part in job.parts], notify)))
             self._jobs.popleft()
             self._collect(under_way)
 
-    def _collect(self, under_way: list[_Write]) -> None:
+    def _collect(self, under_way: list[tuple[Job, Transfer]]) -> None:
         left = []
-        for write in under_way:
-            if write.transfer.poll():
-                self._over(write, write.transfer.error)
+        for job, transfer in under_way:
+            if transfer.poll():
+                self._over(job, transfer.error)
                 continue
-            if write.job.number in self._aborted:
-                write.transfer.abort()
-            left.append(write)
+            if job.number in self._aborted:
+                transfer.abort()
+            left.append((job, transfer))
         under_way[:] = left
 
-    def _over(self, write: _Write, error: ChannelError | None) -> None:
-        write.job.end_ns = time.monotonic_ns()
-        self._done(write.job, error)
+    def _over(self, job: Job, error: ChannelError | None) -> None:
+        job.end_ns = time.monotonic_ns()
+        self._done(job, error)
 
     def _done(self, job: Job, error: ChannelError | None) -> None:
         self._post(lambda: self._tiers.written(self, job, error))
