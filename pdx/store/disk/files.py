@@ -22,7 +22,6 @@ from pdx.store.disk.account import Account
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.folder import Folder, Task, file_of
 from pdx.store.disk.index import FileIndex
-from pdx.store.disk.notes import Notes
 from pdx.store.health import GONE, SILENT
 from pdx.store.history import Cause
 from pdx.store.recoding import Pair, Recoding
@@ -59,7 +58,6 @@ class DiskFiles(StoreTier):
         self._folder = folder
         self._account = account
         self._index = FileIndex()
-        self._notes = Notes()
         self._numbers = itertools.count(-1, -1)  # of jobs that recode: no copy has such
         self._looked_at = -math.inf
         self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed, by key and shard
@@ -167,9 +165,6 @@ class DiskFiles(StoreTier):
 
     def _take_out(self, files: Sequence[ChunkFile], task: Task) -> None:
         """These cannot be found any more; `task` removes them."""
-        for file in files:
-            if file.key in self._index.pins:
-                self._notes.pinned(file.key, 0)
         self._index.remove(files)
         self.note(file.key for file in files)
         for file in files:
@@ -260,7 +255,7 @@ class DiskFiles(StoreTier):
 
     def _note(self) -> None:
         """Have files say that they were loaded, and what is pinned."""
-        if (task := self._notes.take(len(self._index.pins))) is not None:
+        if (task := self._index.tell()) is not None:
             self._give(task, self._writes, is_first=True)
 
     def _remove_anew(self, file: ChunkFile) -> None:
@@ -322,7 +317,7 @@ class DiskFiles(StoreTier):
         elif task.job is None:
             self._account.leaving -= task.hold
             if task.used or task.pins:
-                self._notes.over(task)
+                self._index.told(task)
                 if task.error is None:
                     self._note()
             if task.error is not None:
@@ -416,7 +411,7 @@ class DiskFiles(StoreTier):
         files = self._index.of(part.key)
         if error is None:
             if (file := self._file(part.key, part.shard)) is not None:
-                self._notes.loaded(file)
+                self._index.loaded(file)
                 self._note()
             self._health.read(part.key, part.shard)
             self._count("loaded")

@@ -1,4 +1,5 @@
-"""Which files a disk tier can find, in the order in which their chunks were used. No I/O, no threads here."""
+"""Which files a disk tier can find, in the order in which their chunks were used, and what they do not say yet: how
+often they were loaded, and what is pinned. No I/O, no threads here."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.folder import Task
 from pdx.store.tier import Held
 
+MAX_USES = 1 << 16  # files that are to say that they were loaded
 MAX_SPARED = 32  # files that are passed over for one store, because requests find their chunks in memory
 
 
@@ -23,6 +26,9 @@ class FileIndex:
         self.pinned_bytes = 0  # of the cap, of these
         self.nbytes = 0  # of the cap, of all files
         self.num_files = 0  # each shard counted
+        self._untold_uses: Counter[ChunkFile] = Counter()  # loads that files are to say …
+        self._untold_pins: dict[bytes, int] = {}  # … and how often chunks are pinned
+        self._is_telling = False  # one thread at a time: where writes do not return, loads do not wait
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._files or key in self._pinned
@@ -69,6 +75,7 @@ class FileIndex:
             self._pinned[key] = self._files.pop(key)
         elif key not in self.pins and key in self._pinned:
             self._files[key] = self._pinned.pop(key)  # it counts as used now
+        self._untold_pins[key] = self.pins[key]
 
     # ---- use --------------------------------------------------------------------------------
 
@@ -111,6 +118,30 @@ class FileIndex:
                 used += of_key
                 self._files.move_to_end(key)
         return files, used
+
+    # ---- what files are to say --------------------------------------------------------------
+
+    def loaded(self, file: ChunkFile) -> None:
+        """Once more."""
+        self._untold_uses[file] += 1
+        if len(self._untold_uses) > MAX_USES:
+            del self._untold_uses[next(iter(self._untold_uses))]
+
+    def tell(self, *, always: bool = False) -> Task | None:
+        """What a thread is to write, where none writes, or `always`."""
+        if not (self._untold_uses or self._untold_pins) or (self._is_telling and not always):
+            return None
+        self._is_telling = True
+        task = Task(used=list(self._untold_uses.items()), pins=self._untold_pins, num_pinned=len(self.pins))
+        self._untold_uses.clear()
+        self._untold_pins = {}
+        return task
+
+    def told(self, task: Task) -> None:
+        """It is written; or, where that failed, what is pinned is written with the next."""
+        self._is_telling = False
+        if task.error is not None:
+            self._untold_pins = {**task.pins, **self._untold_pins}
 
     # ---- what is there ----------------------------------------------------------------------
 

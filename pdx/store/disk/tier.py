@@ -259,7 +259,6 @@ class DiskTier(DiskFiles):
                 raise ArenaFull(f"{nbytes} bytes would be pinned in {self.name}, where {most} may be (pin_share)")
         for key in keys:
             self._index.pin(key, 1 if pinned else -1)
-            self._notes.pinned(key, self._index.pins[key])
         self._note()
 
     def close(self) -> None:
@@ -270,7 +269,7 @@ class DiskTier(DiskFiles):
         has_ended = self._threads.close(timeout_s)
         self._scanner.join(timeout_s if has_ended else 0.0)
         has_ended = has_ended and not self._scanner.is_alive()
-        if has_ended and (task := self._notes.take(len(self._index.pins), always=True)) is not None:
+        if has_ended and (task := self._index.tell(always=True)) is not None:
             with contextlib.suppress(TierError):  # what is not written is lost
                 self.perform(task)
         for job in itertools.chain.from_iterable(self._later.values()):
@@ -326,7 +325,7 @@ class DiskTier(DiskFiles):
         """Pins from before: of chunks that are not there any more, and those that a smaller cap has no room for."""
         gone = [key for key in self._index.pins if key not in self._index]
         for key in gone:
-            del self._index.pins[key]
+            self._index.pin(key, -self._index.pins[key])
         too_many: list[bytes] = []
         lack = self._account.excess
         for key in self._index.pins if lack > 0 else ():
@@ -336,8 +335,6 @@ class DiskTier(DiskFiles):
                 break
         for key in too_many:
             self._index.pin(key, -self._index.pins[key])
-        for key in (*gone, *too_many):
-            self._notes.pinned(key, 0)
         if too_many:
             self.env.counters["disk_pins_dropped"] += len(too_many)
             text = "%s: pins of %d chunks are dropped: the cap is smaller than what was pinned"
