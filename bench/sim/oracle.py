@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pdx.bench.sim.requests import Request
 from pdx.store.chunk import Chunk
-from pdx.store.policies.policy import EvictionPolicy
-from pdx.store.policies.ranks import Ranks
+from pdx.store.policies.ranks import Ranked
 
 NEVER = 1 << 60
 
@@ -36,7 +35,7 @@ class Future:
         return self._places.get(key, NEVER)
 
 
-class Belady(EvictionPolicy):
+class Belady(Ranked):
     """Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
 
     Who replays a trace has the store refresh the chunks of each request when it is over: what a request wanted next
@@ -45,7 +44,7 @@ class Belady(EvictionPolicy):
 
     def __init__(self, future: Future) -> None:
         self._future = future
-        self._ranks = Ranks()
+        super().__init__()
         self._numbers = 0
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
@@ -53,10 +52,6 @@ class Belady(EvictionPolicy):
         self._numbers += 1
         chunk.rank = -self._future.next(chunk.key), -self._future.place(chunk.key), self._numbers
         self._ranks.add(chunk)
-
-    def hold(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.hold`."""
-        self._ranks.discard(chunk)
 
     def victims(self, start: Chunk | None) -> Iterator[Chunk]:
         """See `EvictionPolicy.victims`. The order may have changed since a search: each begins anew."""

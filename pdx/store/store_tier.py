@@ -94,10 +94,13 @@ class StoreTier(Tier):
 
     @abstractmethod
     def perform(self, work: Work) -> None:
-        """See `Owner.perform`."""
+        """Do this; on a thread.
+
+        :raises TierError: it could not be done.
+        """
 
     def performed(self, work: Work) -> None:
-        """See `Owner.performed`."""
+        """This is over; on the control loop."""
         number = work.job.number if work.job is not None else 0
         of_copy = self._works[number]
         del of_copy[work]

@@ -11,13 +11,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdx.errors import TierError
 from pdx.store.tier import Job, Part
-from pdx.telemetry.env import Env
+
+if TYPE_CHECKING:
+    from pdx.store.store_tier import StoreTier
 
 log = logging.getLogger("pdx.node")
 
@@ -43,21 +45,6 @@ class Work(msgspec.Struct, eq=False):
         self.error = error
 
 
-class Owner(Protocol):
-    """A tier that has threads."""
-
-    env: Env
-
-    def perform(self, work: Work) -> None:
-        """Do it; on a thread.
-
-        :raises TierError: it could not be done.
-        """
-
-    def performed(self, work: Work) -> None:
-        """It is over; on the control loop."""
-
-
 class Lane(msgspec.Struct, eq=False):
     """What waits for a thread, and how many may be at it. `first`: goes before the rest, and is done by a tier that
     closes, too."""
@@ -71,7 +58,7 @@ class Lane(msgspec.Struct, eq=False):
 class Threads:
     """Owned by the control loop, whose methods never wait but `close`."""
 
-    def __init__(self, name: str, count: int, owner: Owner, lanes: Sequence[Lane]) -> None:
+    def __init__(self, name: str, count: int, owner: StoreTier, lanes: Sequence[Lane]) -> None:
         """So many threads for these lanes, the first of which goes first."""
         self._owner = owner
         self._lanes = lanes

@@ -241,7 +241,7 @@ class DiskFiles(StoreTier):
         task.recoding.ended(old, error)
 
     def perform(self, work: Work) -> None:
-        """See `Owner.perform`."""
+        """See `StoreTier.perform`."""
         self._folder.do(cast("Task", work), self._codec, self.env.clock, lambda: self._threads.is_closing)
 
     def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:

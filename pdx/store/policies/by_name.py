@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from pdx.errors import ConfigError
-from pdx.store.policies.expiry import Age, Idle
+from pdx.store.policies.expiry import Age
 from pdx.store.policies.gittins import Gittins
 from pdx.store.policies.lru import Lru
 from pdx.store.policies.policy import EvictionPolicy
@@ -25,7 +25,7 @@ GROUP = "pdx.policies"
 clock = time.monotonic
 Maker = Callable[[int], EvictionPolicy]  # of one policy, for an arena of so many bytes
 _SIZED: dict[str, Maker] = {"lru": lambda _: Lru(), "s3fifo": S3Fifo, "gittins": Gittins}
-_TIMED: dict[str, type[Age]] = {"age": Age, "idle": Idle}
+_TIMED = {"age": False, "idle": True}  # whether use lengthens a life
 
 
 def names() -> list[str]:
@@ -42,7 +42,7 @@ def find(setting: str, now: Callable[[], float] | None = None) -> Maker:
     name, colon, argument = setting.partition(":")
     if name in _TIMED:
         seconds = _seconds(setting, argument)
-        return lambda _: _TIMED[name](seconds, now or clock)
+        return lambda _: Age(seconds, now or clock, is_idle=_TIMED[name])
     if name in _SIZED:
         if colon:
             raise ConfigError(f"--policy {setting}: {name} takes nothing behind a colon")

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 from pdx.store.chunk import Chunk
-from pdx.store.policies.policy import EvictionPolicy
-from pdx.store.policies.ranks import Ranks
+from pdx.store.policies.ranks import Ranked
 
 MAX_PAST = 4096  # at one time: to move them takes 15 ms of the control loop
 
 
-class Expected(EvictionPolicy):
+class Expected(Ranked):
     """Chunks of one priority by the time at which they are expected, the end of a prompt before its beginning.
 
     It is Belady's order, as far as applications know the future. Whose time has passed is on another level
     (`pdx.store.eviction`).
     """
-
-    def __init__(self) -> None:
-        self._ranks = Ranks()
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
         """See `EvictionPolicy.insert`."""
@@ -28,14 +23,6 @@ class Expected(EvictionPolicy):
         if chunk.rank is None or chunk.rank[0] != first:
             chunk.rank = self._ranks.new(before, first)
         self._ranks.add(chunk)
-
-    def hold(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.hold`."""
-        self._ranks.discard(chunk)
-
-    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
-        """See `EvictionPolicy.victims`."""
-        return self._ranks.within(start)
 
     def past(self, now: float) -> list[Chunk]:
         """Those that were expected by now, or some of them."""

@@ -9,6 +9,7 @@ from operator import attrgetter
 from sortedcontainers import SortedKeyList
 
 from pdx.store.chunk import Chunk, Rank
+from pdx.store.policies.policy import EvictionPolicy
 
 
 class Ranks:
@@ -50,3 +51,18 @@ class Ranks:
         """All of them, from `start` on where it has a rank. Nothing may change meanwhile."""
         least = start.rank if start is not None else None
         return iter(self._sorted) if least is None else self._sorted.irange_key(least)
+
+
+class Ranked(EvictionPolicy):
+    """A policy whose order is that of the ranks which its `insert` gives."""
+
+    def __init__(self) -> None:
+        self._ranks = Ranks()
+
+    def hold(self, chunk: Chunk) -> None:
+        """See `EvictionPolicy.hold`."""
+        self._ranks.discard(chunk)
+
+    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
+        """See `EvictionPolicy.victims`."""
+        return self._ranks.within(start)

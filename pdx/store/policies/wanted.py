@@ -6,31 +6,22 @@ section 3.3.2 (scheduler-aware eviction).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from pdx.store.chunk import Chunk
-from pdx.store.policies.policy import EvictionPolicy
-from pdx.store.policies.ranks import Ranks
+from pdx.store.policies.ranks import Ranked
 
 
-class Wanted(EvictionPolicy):
+class Wanted(Ranked):
     """Chunks that the queue wants; first goes what the last request wants, from the end of its prompt."""
 
     def __init__(self, places: Mapping[bytes, Mapping[int, int]]) -> None:
         """`places`: by key, where in its prompt each request that wants it has it, the first in the queue first."""
         self._places = places
-        self._ranks = Ranks()
+        super().__init__()
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
         """See `EvictionPolicy.insert`. A chunk whose place changes is held and inserted again."""
         number, index = next(iter(self._places[chunk.key].items()))
         chunk.rank = -number, -index, 0
         self._ranks.add(chunk)
-
-    def hold(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.hold`."""
-        self._ranks.discard(chunk)
-
-    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
-        """See `EvictionPolicy.victims`."""
-        return self._ranks.within(start)

@@ -345,7 +345,7 @@ class RemoteTier(StoreTier):
     # ---- on the threads ---------------------------------------------------------------------
 
     def perform(self, work: Work) -> None:
-        """See `Owner.perform`."""
+        """See `StoreTier.perform`."""
         call = cast("_Call", work)
         if call.job is None:
             call.result = call.call()
