@@ -153,7 +153,7 @@ def test_of_two_disks_with_a_named_chunk_the_newer_one_wins(tmp_path, monkeypatc
         assert [new.has(number, 2) for number in range(8)] == [True] * 8
         assert not any(old.has(number, 2) for number in range(8))
         assert old.files == []
-        assert old.tier._scan.named_at == new.tier._scan.named_at == {}
+        assert old.tier.named_at == new.tier.named_at == {}
 
 
 def test_a_disk_whose_files_are_not_told_hides_no_named_chunks_of_others_for_long(tmp_path, monkeypatch):

@@ -831,7 +831,7 @@ def test_a_bug_while_files_are_counted_costs_stores_and_nothing_else(bed, monkey
             bed.turn()
     assert not bed.store(2)
     bed.tier.evict([key(number) for number in range(100)])
-    assert not bed.tier._scan.evicted, "nobody looks at these"
+    assert not bed.tier._evicted, "nobody looks at these"
 
 
 @contextlib.contextmanager

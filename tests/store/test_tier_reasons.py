@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_listed_says_so(disk, monkeypatch):
     disk.close_tier()
     monkeypatch.setattr(listing, "listed", _denied)
     disk.open(wait=False)
-    while not disk.tier._scan.is_over:
+    while not disk.tier.is_scanned:
         disk.turn()
     assert said(disk, 1) == ("could not be listed", None)
     assert not disk.tier.status().is_up

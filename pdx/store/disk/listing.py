@@ -1,5 +1,5 @@
-"""What a disk tier finds in its folder when it starts: the files from before, those that were used last first, and
-whether the folder is still the same one later.
+"""What a disk tier finds in its folder when it starts: the files from before, those that were used last first, how
+much of its cap the disk has, and whether the folder is still the same one later.
 
 Everything here waits for the disk.
 """
@@ -7,11 +7,15 @@ Everything here waits for the disk.
 from __future__ import annotations
 
 import heapq
+import itertools
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +24,10 @@ from pdx.errors import TierError
 from pdx.store.chunk_format import Over
 from pdx.store.disk.chunk_file import NAME, ChunkFile, is_folder, is_gone, named, path_of
 
+log = logging.getLogger("pdx.node")
+
+MIB = 1 << 20
+_BATCH = 256
 _UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9]{1,6}-[0-9]{1,6}-[0-9]{1,15}\.partial")
 _FOLDERS = 256
 _SPREAD = 64  # files of a folder, at the least, so that few of them need not be even
@@ -31,6 +39,47 @@ class Useless(msgspec.Struct, frozen=True):
 
     why: TierError
     nbytes: int = 0
+
+
+Batch = Sequence[tuple[int, ChunkFile | Useless]]
+
+
+def count(
+    root: Path,
+    max_files: int,
+    block_bytes: int,
+    is_over: Over,
+    post: Callable[[Callable[[], None]], None],
+    on_found: Callable[[Batch], None],
+    on_counted: Callable[[TierError | None], None],
+) -> None:
+    """The root of a thread: have the control loop told of all files from before, and then that these were all, or why
+    there may be more."""
+    why: TierError | None = None
+    try:
+        files = listed(root, is_over, max_files, block_bytes)
+        while not is_over() and (batch := list(itertools.islice(files, _BATCH))):
+            post(partial(on_found, batch))
+    except OSError as error:
+        text = f"{root} cannot be listed: {error.strerror}; nothing is stored there"
+        why = TierError(text, "read_failed")
+    except Exception as error:  # the thread's root
+        log.exception("the disk tier failed")
+        why = TierError(f"{root} is not read: {type(error).__name__}; nothing is stored there", "failed")
+    if not is_over():
+        post(partial(on_counted, why))
+
+
+def attainable(root: Path, limit_bytes: int, reserve_bytes: int, counters: Counter[str]) -> int:
+    """The cap, or what the file system has in all without the reserve."""
+    disk = os.statvfs(root)
+    total_bytes = disk.f_blocks * disk.f_frsize
+    most = max(0, total_bytes - reserve_bytes)
+    if limit_bytes > most:
+        counters["disk_cap_lowered"] += 1
+        text = "%s is on a disk of %.1f MiB: the cap of %.1f MiB is lowered to %.1f MiB, so that the reserve is left"
+        log.warning(text, root, total_bytes / MIB, limit_bytes / MIB, most / MIB)
+    return min(limit_bytes, most)
 
 
 def most_of_folder(max_files: int) -> int:

@@ -35,10 +35,9 @@ from pdx.store.disk import chunk_file, file_system, listing, pins
 from pdx.store.disk import files as disk_files
 from pdx.store.disk.account import Account
 from pdx.store.disk.chunk_file import ChunkFile
-from pdx.store.disk.counting import Scan, attainable, count
 from pdx.store.disk.files import DiskFiles
 from pdx.store.disk.folder import Folder
-from pdx.store.disk.listing import Useless
+from pdx.store.disk.listing import Batch, Useless
 from pdx.store.health import SILENT
 from pdx.store.tier import Grant, Held, TierHost
 from pdx.wire.status import COUNTING, TierStatus
@@ -46,6 +45,7 @@ from pdx.wire.status import COUNTING, TierStatus
 log = logging.getLogger("pdx.node")
 
 MIB = 1 << 20
+COUNTED, NOT_READABLE = "counted", "not readable"  # see `_scan`
 JOIN_S = 10.0
 SILENT_JOIN_S = 1.0  # … where the disk does not answer
 
@@ -73,7 +73,11 @@ class DiskTier(DiskFiles):
         env = host.env
         self.name = name
         self.siblings: Sequence[DiskTier] = ()  # the other disks of the node: a chunk may lie on one of them, too
-        self._scan = Scan(env.clock)
+        self._scan = COUNTING  # then COUNTED, or NOT_READABLE; SILENT while nothing is heard of it for long
+        self._heard_at = env.clock()  # set by any thread
+        self._evicted: set[bytes] = set()  # meanwhile
+        # When named chunks from before were used last, until all disks are counted.
+        self.named_at: dict[bytes, int] = {}
         self._lock = contextlib.ExitStack()
         lock = self._lock.enter_context(owned(root / "tier", partial(self._taken, root), may_be_read_only=True))
         is_direct = False
@@ -87,7 +91,7 @@ class DiskTier(DiskFiles):
             reserve_bytes=reserve_bytes,
             place=listing.place_of(root),
         )
-        account = Account(attainable(root, limit_bytes, reserve_bytes, env.counters), env.clock)
+        account = Account(listing.attainable(root, limit_bytes, reserve_bytes, env.counters), env.clock)
         super().__init__(host, folder, account, codec)
         if not lock.is_written:
             self._health.begins_read_only(is_ours=lock.is_held)
@@ -101,7 +105,7 @@ class DiskTier(DiskFiles):
             log.warning("%s is read and written through the page cache: no direct I/O there", root)
         post = env.mailbox.post
         run = partial(
-            count,
+            listing.count,
             root,
             disk_files.MAX_FILES,
             self._folder.block_bytes,
@@ -123,7 +127,7 @@ class DiskTier(DiskFiles):
         self._look()
         state = self._health.text or ("" if self._threads.takes(self._writes) else "writes do not return")
         if not state and not self.is_counted:
-            state = "not readable" if self._scan.is_over else COUNTING if self.is_listing else SILENT
+            state = COUNTING if self.is_listing else self._scan
         elif not state and self._account.is_full:
             state = "full"
         elif not state:
@@ -135,7 +139,12 @@ class DiskTier(DiskFiles):
     @property
     def is_counted(self) -> bool:
         """Whether the index has all files."""
-        return self._scan.is_counted
+        return self._scan == COUNTED
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether no more files from before are found."""
+        return self._scan in (COUNTED, NOT_READABLE)
 
     @property
     def takes_stores(self) -> bool:
@@ -168,31 +177,32 @@ class DiskTier(DiskFiles):
 
     def _may_be_old(self, key: bytes) -> bool:
         """Whether another disk, which is not counted yet, may have a newer chunk of this name."""
-        return key in self._scan.named_at and any(each.is_listing for each in self.siblings)
+        return key in self.named_at and any(each.is_listing for each in self.siblings)
 
     @property
     def is_listing(self) -> bool:
         """Whether it is being found out which files are here. A disk that does not answer meanwhile is as one that is
         left out, until it does."""
-        if self._scan.falls_silent(disk_files.SILENT_S):
+        if self._scan == COUNTING and self._heard_at < self.env.clock() - disk_files.SILENT_S:
+            self._scan = SILENT
             text = f"{self.folder} does not answer: which chunks are there is not known until it does"
             self._warn(TierError(text, "silent"))
-        return not (self._scan.is_over or self._scan.is_silent)
+        return self._scan == COUNTING
 
     def _is_scan_over(self) -> bool:
-        self._scan.heard()
+        self._heard_at = self.env.clock()
         return self._threads.is_closing
 
     def _is_newest(self, key: bytes, time_ns: int) -> bool:
         """Whether a named chunk from before is newer than what the other disks have of it; then that is forgotten. A
         disk that was left out for a life of the node has what clients have written anew meanwhile."""
         for each in self.siblings:
-            if each._scan.named_at.get(key, math.inf if key in each._index else -1) >= time_ns:
+            if each.named_at.get(key, math.inf if key in each._index else -1) >= time_ns:
                 return False  # what is not from before was stored since
         for each in self.siblings:
-            if key in each._scan.named_at:
+            if key in each.named_at:
                 each.evict([key])
-        self._scan.named_at.setdefault(key, time_ns)
+        self.named_at.setdefault(key, time_ns)
         return True
 
     def why_not(self, key: bytes) -> str:
@@ -202,7 +212,7 @@ class DiskTier(DiskFiles):
             return self._health.why_not(key) or (is_old if self._may_be_old(key) else "")
         if self.is_counted:
             return ""
-        return "could not be listed" if self._scan.is_over else "has not counted its files yet"
+        return "could not be listed" if self.is_scanned else "has not counted its files yet"
 
     def admit(self, copy: Copy) -> Grant:
         """See `Tier.admit`."""
@@ -233,8 +243,8 @@ class DiskTier(DiskFiles):
         files: list[ChunkFile] = []
         count = 0
         for key in dict.fromkeys(keys):
-            if not self._scan.is_over:
-                self._scan.evicted.add(key)
+            if not self.is_scanned:
+                self._evicted.add(key)
             self._forgotten.note(key)
             for shard, task in self._busy.get(key, {}).items():
                 task.forgotten.add(key)
@@ -278,9 +288,9 @@ class DiskTier(DiskFiles):
         if has_ended:
             self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
 
-    def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:
+    def _found(self, batch: Batch) -> None:
         """Files from before, with their times; those that were used last come first."""
-        self._scan.heard()
+        self._heard_at = self.env.clock()
         for time_ns, file in batch:
             if isinstance(file, Useless):
                 self._account.used_bytes += file.nbytes
@@ -298,7 +308,7 @@ class DiskTier(DiskFiles):
                 self._insert(file)
                 if hits := chunk_file.hits_of(time_ns):
                     self._index.set_hits(file.key, hits)
-            if file.key in self._scan.evicted:
+            if file.key in self._evicted:
                 self.evict([file.key])
         surplus = self.num_chunks - disk_files.MAX_FILES
         self._index_is_full(surplus)
@@ -307,16 +317,15 @@ class DiskTier(DiskFiles):
 
     def _scanned(self, error: TierError | None) -> None:
         """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
-        self._scan.is_over = True
-        self._scan.evicted.clear()
+        self._scan = COUNTED if error is None else NOT_READABLE
+        self._evicted.clear()
         disks = (self, *self.siblings)
-        if all(each._scan.is_over for each in disks):
+        if all(each.is_scanned for each in disks):
             for each in disks:
-                each._scan.named_at.clear()
+                each.named_at.clear()
         if error is not None:
             self._warn(error)
         else:
-            self._scan.is_counted = True
             self._drop_pins()
             used, limit = self.used_bytes / MIB, self.limit_bytes / MIB
             log.info("disk tier %s: %d chunks, %.0f of %.0f MiB", self.folder, self.num_chunks, used, limit)
