@@ -77,6 +77,9 @@ def _fds() -> Counter[str]:
     return found
 
 
+_commands: dict[str, str] = {}  # of children, as they were last seen
+
+
 def _children() -> Counter[str]:
     found: Counter[str] = Counter()
     for task in [*Path("/proc/self/task").iterdir(), *Path(f"/proc/{forked.origin().pid}/task").iterdir()]:
@@ -84,7 +87,8 @@ def _children() -> Counter[str]:
             for pid in (task / "children").read_text().split():
                 command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
                 if not any(word in command for word in _HARMLESS_CHILDREN):
-                    found[f"{pid}: {command or 'not waited for'}"] += 1
+                    _commands[pid] = command or "not waited for"
+                    found[pid] += 1  # by its number alone: some write their command anew
     return found
 
 
@@ -145,7 +149,8 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu"):
         leaks = not_the_drivers(leaks, _kept_by_drivers)
     if leaks:
-        pytest.fail(f"leaked: {leaks}")
+        commands = {pid: _commands[pid] for pid in leaks.get("children", ())}
+        pytest.fail(f"leaked: {leaks} {commands or ''}")
 
 
 def not_the_drivers(leaks: dict[str, Counter[str]], known: set[str]) -> dict[str, Counter[str]]:
