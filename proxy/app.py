@@ -44,8 +44,7 @@ from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.proxy.turns import in_turns
 from pdx.proxy.why import Explainer
 from pdx.security import descriptors
-from pdx.telemetry.clock import WakingClock
-from pdx.telemetry.env import Env
+from pdx.telemetry.env import Env, WakingClock
 from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
 from pdx.wire import proxy as wire

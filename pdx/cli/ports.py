@@ -80,14 +80,12 @@ def _bound(family: int, kind: int, number: int, where: tuple[object, ...]) -> so
 
 
 def _unavailable(host: str, port: int, error: OSError) -> ConfigError:
-    match error.errno:
-        case errno.EADDRINUSE:
-            return ConfigError(f"port {port} on {host} is in use; choose another with --port")
-        case errno.EADDRNOTAVAIL:
-            return ConfigError(f"--host {host} is no address of this host; `ip address` lists them")
-        case errno.EACCES:
-            return ConfigError(f"port {port} is for the system's own servers; choose one above 1023 with --port")
-    return ConfigError(f"port {port} on {host} cannot be had: {error.strerror}")
+    known = {
+        errno.EADDRINUSE: f"port {port} on {host} is in use; choose another with --port",
+        errno.EADDRNOTAVAIL: f"--host {host} is no address of this host; `ip address` lists them",
+        errno.EACCES: f"port {port} is for the system's own servers; choose one above 1023 with --port",
+    }
+    return ConfigError(known.get(error.errno or 0, f"port {port} on {host} cannot be had: {error.strerror}"))
 
 
 def _candidates() -> list[int]:

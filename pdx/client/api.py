@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pdx.client.connection import Connection, attached
 from pdx.config import default_node
@@ -232,6 +232,9 @@ class _MappedChunk:
         self._arena.map(gpu)
         return gpu.ordinal, self._arena.span(self.slot)
 
+    def __enter__(self) -> Self:
+        return self
+
     def _finish(self) -> None:
         """What this process has asked a GPU to do with the chunk's tensors is done."""
         _synchronize(self._device)
@@ -283,9 +286,6 @@ class WritableChunk(_MappedChunk):
             self._finish()
             self._node._call(Abort([self.slot]), Done)
 
-    def __enter__(self) -> WritableChunk:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.abort()
 
@@ -322,9 +322,6 @@ class ReadableChunk(_MappedChunk):
             self._open = False
             self._finish()
             self._node._call(Release(self._lease), Done)
-
-    def __enter__(self) -> ReadableChunk:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()

@@ -37,8 +37,7 @@ from pdx.node.service import PROBE_BYTES, Service
 from pdx.security import descriptors
 from pdx.security.address import check_address
 from pdx.security.socket_lock import owned, remove_socket
-from pdx.telemetry.clock import WakingClock
-from pdx.telemetry.env import Env
+from pdx.telemetry.env import Env, WakingClock
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,

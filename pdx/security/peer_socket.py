@@ -64,8 +64,12 @@ class PeerSocket:
                 private_folder(path.parent)
                 undo.enter_context(owned(path, lambda _: taken))
                 remove_socket(path)
-            self._filter = self._new_filter(listen, timeout_s, counters) if listen.startswith("tcp://") else None
-            if self._filter is not None:
+            self._filter: TcpFilter | None = None
+            if listen.startswith("tcp://"):
+                try:
+                    self._filter = TcpFilter(*tcp_endpoint(listen), young_s=timeout_s, counters=counters)
+                except OSError as error:
+                    raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
                 undo.callback(self._filter.close)
             self._gate: Gate | None = None
             if own is not None:
@@ -143,13 +147,6 @@ class PeerSocket:
         if not self.router.closed:
             self.router.setsockopt(zmq.LINGER, linger_ms)
         self._undo.close()
-
-    def _new_filter(self, listen: str, timeout_s: float, counters: Counter[str]) -> TcpFilter:
-        host, port = tcp_endpoint(listen)
-        try:
-            return TcpFilter(host, port, young_s=timeout_s, counters=counters)
-        except OSError as error:
-            raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
 
 
 def dialled(

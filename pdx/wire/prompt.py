@@ -15,7 +15,7 @@ from pdx.errors import SelectionError
 from pdx.memory.form import LossyName
 from pdx.memory.keys import KEY_BYTES
 from pdx.wire.base import MAX_KEYS, MAX_NAME, Name, ShardCount
-from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, form_text, num_shards
+from pdx.wire.tokens import chosen, chunk_keys, form_text, number_of
 from pdx.wire.verbs import Model, Recode, Selection, Verb
 
 _V = TypeVar("_V", bound=Verb)
@@ -94,7 +94,7 @@ def _selection(prompt: Prompt, models: Sequence[Model]) -> Selection:
     if prompt.keys:
         return Selection(list(map(bytes.fromhex, prompt.keys)), prompt.shards)
     if prompt.request:
-        sizes = {chunk_tokens(model) for model in models if model.shape.get("chunk_tokens")}
+        sizes = {number_of(model, "chunk_tokens") for model in models if model.shape.get("chunk_tokens")}
         return Selection(request=prompt.request, chunk_tokens=sizes.pop() if len(sizes) == 1 else 0)
     keys = chunk_keys(models[0], prompt.tokens or (), prompt.salt, prompt.codec)
-    return Selection(keys, num_shards(models[0]), chunk_tokens=chunk_tokens(models[0]))
+    return Selection(keys, number_of(models[0], "num_shards"), chunk_tokens=number_of(models[0], "chunk_tokens"))

@@ -29,20 +29,18 @@ _LEAST = 4  # characters of a name's beginning
 _MOST_LISTED = 8
 
 
-def chunk_tokens(model: Model) -> int:
-    """How many tokens a chunk of this engine has.
+def number_of(model: Model, field: str) -> int:
+    """A number above 0 that an engine has told of its chunks, as `chunk_tokens` or `num_shards`.
 
-    :raises SelectionError: the engine has not told.
+    :raises SelectionError: it has not.
     """
-    return _number(model, "chunk_tokens")
-
-
-def num_shards(model: Model) -> int:
-    """In how many shards each of its chunks is.
-
-    :raises SelectionError: the engine has not told.
-    """
-    return _number(model, "num_shards")
+    try:
+        found = int(model.shape[field])
+    except (KeyError, ValueError):
+        found = 0
+    if found < 1:
+        raise SelectionError(f"engine {model.engine!r} has not told its {field}: it is none that PDX keeps chunks for")
+    return found
 
 
 def form_text(model: Model, codec: str) -> str:
@@ -66,7 +64,7 @@ def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "", codec: str =
 
     :raises SelectionError: the tokens fill no chunk or are none of this model's, or only the engine can make its keys.
     """
-    per_chunk, per_block = chunk_tokens(model), _number(model, "block_tokens")
+    per_chunk, per_block = number_of(model, "chunk_tokens"), number_of(model, "block_tokens")
     _check(model, tokens, per_chunk)
     hashed, root = _hash_of(model), _root(model)
     form = form_text(model, codec)
@@ -79,16 +77,6 @@ def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "", codec: str =
             extra = None
         keys.append(chunk_key(fingerprint, root))
     return keys
-
-
-def _number(model: Model, field: str) -> int:
-    try:
-        found = int(model.shape[field])
-    except (KeyError, ValueError):
-        found = 0
-    if found < 1:
-        raise SelectionError(f"engine {model.engine!r} has not told its {field}: it is none that PDX keeps chunks for")
-    return found
 
 
 def _check(model: Model, tokens: Sequence[int], per_chunk: int) -> None:

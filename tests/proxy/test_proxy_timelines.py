@@ -8,8 +8,7 @@ from pdx.proxy.engines import MAX_NODES, Engines
 from pdx.proxy.health import Health
 from pdx.proxy.plan import Mode, Route
 from pdx.proxy.timelines import WINDOW_NS, Clocks, Timeline, Timelines
-from pdx.telemetry.clock import WakingClock
-from pdx.telemetry.env import Env
+from pdx.telemetry.env import Env, WakingClock
 from pdx.wire.messages import VERSION, Mark
 from pdx.wire.proxy import NodeReport
 

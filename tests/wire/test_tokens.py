@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdx.errors import SelectionError
 from pdx.memory.keys import chunk_key
 from pdx.wire.base import MAX_KEYS
-from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, num_shards
+from pdx.wire.tokens import chosen, chunk_keys, number_of
 from pdx.wire.verbs import Model
 
 LAYOUT = b"l" * 16
@@ -93,7 +93,7 @@ def test_a_longer_prompt_begins_with_the_keys_of_a_shorter_one():
 
 
 def test_numbers_are_read_from_the_shape():
-    assert (chunk_tokens(model()), num_shards(model())) == (4, 2)
+    assert (number_of(model(), "chunk_tokens"), number_of(model(), "num_shards")) == (4, 2)
 
 
 @pytest.mark.parametrize(

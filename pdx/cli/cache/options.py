@@ -110,16 +110,8 @@ def prompt(
 
     :raises SelectionError: none, or several, or a file that names none.
     """
-    given = [
-        name
-        for name, is_given in (
-            ("--ids", bool(ids)),
-            ("--text", text is not None),
-            ("--file", file is not None),
-            ("--request", bool(request)),
-        )
-        if is_given
-    ]
+    ways = {"--ids": ids, "--text": text, "--file": file, "--request": request}
+    given = [name for name, said in ways.items() if said not in (None, "")]
     if len(given) != 1:
         raise SelectionError(
             f"name a prompt by one of --ids, --text, --file and --request, not by {' and '.join(given) or 'none'}"

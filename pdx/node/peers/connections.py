@@ -33,8 +33,7 @@ from pdx.security.address import check_address
 from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import Arrival, PeerSocket, dialled, receive
 from pdx.security.roster import Roster
-from pdx.telemetry.clock import WakingClock
-from pdx.telemetry.env import Env
+from pdx.telemetry.env import Env, WakingClock
 from pdx.wire.burst import burst
 from pdx.wire.messages import PEER_ANSWERS, RIGHTS, Bye, Hello, PeerFrame, Ping, Refused, Welcome, decode_peer, encode
 from pdx.wire.proxy import PeerEntry
