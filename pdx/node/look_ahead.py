@@ -29,9 +29,7 @@ from pdx.wire.messages import Admit, Expect
 SHARE = 0.5  # of the first arena, for what the queue wants
 MAX_REQUESTS = 4096  # of all queues together
 MAX_KEYS = 1 << 17
-SESSIONS_SHARE = (
-    0.5  # of these three: above it no more is heeded of what sessions may want, so that queues have the rest
-)
+SESSIONS_SHARE = 0.5  # of these three: no more is heeded of what sessions may want; queues have the rest
 MAX_SESSIONS = 4096  # whose last request is remembered
 MAX_LOOKS = 8192  # at chunks, for one list of sessions
 ARRIVAL_S = 30.0  # a request that the proxy has told of comes by then

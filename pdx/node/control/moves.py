@@ -281,7 +281,7 @@ class Mover:
         try:
             while True:
                 number = number or self._peers.ask(node, question)
-                if number and (answer := self._peers.answered.pop(number, None)) is not None:
+                if number and (answer := self._peers.answer(number)) is not None:
                     break
                 if self._clock() >= until:
                     raise NodeError(f"node {node!r:.80} has not answered within {ANSWER_S:g} s")

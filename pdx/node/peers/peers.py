@@ -35,6 +35,7 @@ from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.telemetry.host import host_id
+from pdx.telemetry.recent import remember
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import (
     VERSION,
@@ -64,7 +65,7 @@ log = logging.getLogger("pdx.node")
 MAX_WARM = 8  # with more peers than that, each is dialled when it is needed
 WARM_UP_S = 5.0
 FIRST_QUESTION = 1 << 40  # above the numbers of copies, which `about` names, too
-MAX_ANSWERED = 1024  # that nobody has taken yet
+MAX_ASKED = 1024  # questions without an answer, and answers that nobody has taken yet
 MAX_WANTS = 1000  # pushes under way that one peer asked for; each holds its chunks until it is over
 
 
@@ -100,10 +101,11 @@ class Peers:
         self._transfers = transfers
         self._sessions = sessions
         self._marks = marks
-        self._questions = itertools.count(FIRST_QUESTION)
-        self._asked: OrderedDict[int, str] = OrderedDict()  # by the number of a question: the peer that is to answer it
-        self.answered: OrderedDict[int, Found | Refused] = OrderedDict()  # by the number of the question
-        self.on_settle: Callable[[str, Settle], Found] = _settles_nothing  # what a `Settle` of this peer does
+        self._numbers = itertools.count(FIRST_QUESTION)
+        self._asked: OrderedDict[int, str | Found | Refused] = (
+            OrderedDict()
+        )  # by number: who is to answer, or the answer
+        self.on_settle: Callable[[str, Settle], Found]  # what a `Settle` of this peer does; `Controls` says it
         self._warm_up_at = 0.0
         self.regions = regions
         self.connections = Connections(self, config, env, sessions.numbers, context, poller)
@@ -131,20 +133,25 @@ class Peers:
         return self.tiers.push(name, keys, shards, transfer=transfer, layout=layout)
 
     def ask(self, name: str, question: Settle) -> int:
-        """Ask a peer, which is dialled if need be; the number under which `answered` will have the answer. 0: it is not
-        connected yet.
+        """Ask a peer, which is dialled if need be; the question's number, for `answer`. 0: it is not connected yet.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
         peer = self.connections.dial(name)
         if peer.state is not ConnectionState.READY:
             return 0
-        number = next(self._questions)
-        self._asked[number] = name
-        while len(self._asked) > MAX_ANSWERED:
-            self._asked.popitem(last=False)
+        number = next(self._numbers)
+        remember(self._asked, number, name, MAX_ASKED)
         peer.send(question, number)
         return number
+
+    def answer(self, number: int) -> Found | Refused | None:
+        """The answer to the question of this number, once; None: it has not come."""
+        answer = self._asked.get(number)
+        if answer is None or isinstance(answer, str):
+            return None
+        del self._asked[number]
+        return answer
 
     def _settle(self, peer: PeerConnection, ask: Settle, about: int) -> None:
         try:
@@ -158,10 +165,7 @@ class Peers:
             text = "%s answers what it was not asked"
             counted(log, self._env.counters, "answers_dropped", text, peer.name)
             return
-        del self._asked[about]
-        self.answered[about] = answer
-        while len(self.answered) > MAX_ANSWERED:
-            self.answered.popitem(last=False)
+        self._asked[about] = answer
 
     def may_come(self, ask: Admit, hits: int, computing: Computing) -> bool:
         """Whether what is missing here may still come from the peer that a question names, sooner than it is computed.
@@ -407,7 +411,3 @@ class Peers:
         self.connections.close()
         self.inbound.close()
         self.regions.close()
-
-
-def _settles_nothing(peer: str, ask: Settle) -> Found:
-    raise NodeError(f"this node stores nothing in {ask.tier!r:.80} for others")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 
@@ -202,14 +201,8 @@ def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
     keys = bed.put(1, 4)
     assert bed.move(keys, "host", "disk").state == "done"
     peers = bed.service.peers
-    numbers = itertools.count(1)
-
-    def ask(node, question):
-        number = next(numbers)
-        peers.answered[number] = verbs.Found(len(question.keys), 0, {})
-        return number
-
-    monkeypatch.setattr(peers, "ask", ask)
+    monkeypatch.setattr(peers, "ask", lambda node, question: 1)
+    monkeypatch.setattr(peers, "answer", lambda number: verbs.Found(len(keys), 0, {}))
     monkeypatch.setattr(peers, "push", lambda *_: 0)
     monkeypatch.setattr(peers.tiers, "tier", lambda node: bed.remote)
     job = bed.service.control(Move(Selection(keys), "disk", "disk", "b")).job

@@ -186,21 +186,24 @@ def test_an_answer_counts_only_from_the_peer_that_was_asked_and_once(stage, monk
     stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: None
     monkeypatch.setattr(peers.connections, "dial", lambda name: stage.peer)
     number = peers.ask("b", Settle([key(0)], 1, "disk"))
-    for about in range(number, number + 2 * module.MAX_ANSWERED):
+    for about in range(number, number + 2 * module.MAX_ASKED):
         peers.message(other, Found(1, 1, {}), about)
-    assert not peers.answered
+        assert peers.answer(about) is None
     peers.message(stage.peer, Found(1, 1, {}), number)
-    assert peers.answered.pop(number) == Found(1, 1, {})
+    peers.message(stage.peer, Found(2, 2, {}), number)
+    assert peers.answer(number) == Found(1, 1, {})
     peers.message(stage.peer, Found(1, 1, {}), number)
-    assert not peers.answered
-    assert stage.counters["answers_dropped"] == 2 * module.MAX_ANSWERED + 1
+    assert peers.answer(number) is None
+    assert stage.counters["answers_dropped"] == 2 * module.MAX_ASKED + 2
 
 
 def test_questions_that_nobody_answers_are_forgotten(stage, monkeypatch):
     peers = stage.peers
     stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: None
     monkeypatch.setattr(peers.connections, "dial", lambda name: stage.peer)
-    numbers = [peers.ask("b", Settle([key(0)], 1, "disk")) for _ in range(2 * module.MAX_ANSWERED)]
-    assert len(peers._asked) == module.MAX_ANSWERED
+    numbers = [peers.ask("b", Settle([key(0)], 1, "disk")) for _ in range(2 * module.MAX_ASKED)]
+    assert len(peers._asked) == module.MAX_ASKED
     peers.message(stage.peer, Found(1, 1, {}), numbers[0])
-    assert not peers.answered
+    assert peers.answer(numbers[0]) is None
+    peers.message(stage.peer, Found(1, 1, {}), numbers[-1])
+    assert peers.answer(numbers[-1]) == Found(1, 1, {})
