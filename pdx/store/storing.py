@@ -69,7 +69,7 @@ class Storing:
         """Slices of these chunks were filled, or they are whole, or never will be."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.tail and self._choice != "write-back":
-                self._wait(chunk, self._next(chunk))
+                self.give(chunk, self._next(chunk))
 
     def found_by_request(self, chunks: Iterable[Chunk]) -> None:
         """A request has found these; of each the first time counts."""
@@ -82,7 +82,7 @@ class Storing:
                 chunk.is_found = True
                 self._tiers.hit(chunk)
                 if self._choice == "twice-seen" and not chunk.tail and not any(chunk.reservation.arenas):
-                    self._wait(chunk, self.below(chunk))
+                    self.give(chunk, self.below(chunk))
 
     def removed(self, keys: Iterable[bytes]) -> None:
         """A tier below has these no more: those that memory has are stored there again before they leave it.
@@ -99,7 +99,8 @@ class Storing:
         while len(self._again) > MAX_WAITING:
             self._again.popitem(last=False)
 
-    def _wait(self, chunk: Chunk, where: Iterable[Tier]) -> None:
+    def give(self, chunk: Chunk, where: Iterable[Tier]) -> None:
+        """Store this key there as soon as they take it."""
         for tier in where:
             chunk.is_stored = True
             self._sealed.setdefault((tier, chunk.reservation.shards, tuple(chunk.reservation.arenas)), OrderedDict())[
@@ -112,10 +113,6 @@ class Storing:
             return [self._tiers.arenas] if self._tiers.arenas is not None and self.spills else []
         is_due = self._choice != "twice-seen" or self._store.history.is_missed(chunk.key)
         return self.below(chunk) if is_due else []
-
-    def give(self, chunk: Chunk, where: Iterable[Tier]) -> None:
-        """Store this key there, whatever is stored otherwise."""
-        self._wait(chunk, where)
 
     def below(self, chunk: Chunk) -> list[Tier]:
         """The tiers below the arenas that this chunk is for."""
@@ -150,9 +147,9 @@ class Storing:
                 for chunk in self._next_victims(pool):
                     if self._again.pop(chunk.key, chunk) is None:
                         chunk.is_stored_again = True
-                        self._wait(chunk, self.below(chunk))
+                        self.give(chunk, self.below(chunk))
                     elif self._choice == "write-back":
-                        self._wait(chunk, self._next(chunk))
+                        self.give(chunk, self._next(chunk))
 
     def _next_victims(self, pool: SlotPool) -> list[Chunk]:
         """Those in the window of this arena that are not stored."""

@@ -230,7 +230,9 @@ class Tiers(TierHost):
         deadline = self._clock() + paying.patience_s(computing.seconds(count), self._load_s)
         if count:
             with self._holding(keys[:hits], shards, arenas):
-                if self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who):
+                if self._copies.load(
+                    found[:count], shards, priority=Priority.AWAITED, deadline=deadline, is_named=is_named, who=who
+                ):
                     return math.inf
         return patience_s
 
@@ -269,7 +271,9 @@ class Tiers(TierHost):
                 break
             found.append(each)
         deadline = self._clock() + self._store_s
-        return self._load(found, shards, Priority.PREFETCH, deadline, is_named, who) if found else []
+        return self._copies.load(
+            found, shards, priority=Priority.PREFETCH, deadline=deadline, is_named=is_named, who=who
+        )
 
     def give_up(self, copies: Sequence[Copy]) -> int:
         """Nobody needs these loads any more; how many were not over."""
@@ -339,7 +343,9 @@ class Tiers(TierHost):
         if self._is_due(self._probed_at, found[1]):
             with self._holding(hits, shards, arenas):
                 deadline, who = self._clock() + self._load_s, "a look how fast the tier is"
-                self._load([found], shards, Priority.PREFETCH, deadline, is_named, who)
+                self._copies.load(
+                    [found], shards, priority=Priority.PREFETCH, deadline=deadline, is_named=is_named, who=who
+                )
 
     def _is_due(self, done_at: dict[Tier, float], tier: Tier, *, always: bool = False) -> bool:
         """Whether what is done with a tier now and then, or `always`, is to be done now; then it is noted as done."""
@@ -348,17 +354,6 @@ class Tiers(TierHost):
         if is_due:
             done_at[tier] = now
         return is_due
-
-    def _load(
-        self,
-        found: Sequence[tuple[bytes, Tier, Held]],
-        shards: int,
-        priority: Priority,
-        deadline: float,
-        is_named: bool,
-        who: str,
-    ) -> list[Copy]:
-        return self._copies.load(found, shards, priority=priority, deadline=deadline, is_named=is_named, who=who)
 
     def why_not(self, key: bytes, shards: int, *, is_named: bool = False, chunk_s: float = math.inf) -> str:
         """Why a key that the arena lacks did not come from a tier below that has it; empty: none has it."""

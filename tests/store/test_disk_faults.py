@@ -583,10 +583,7 @@ def test_what_was_forgotten_is_not_found_again_when_its_file_cannot_be_removed(b
     assert bed.store(1)
     used = bed.tier.used_bytes
 
-    def denied(path):
-        raise TierError(f"{path} cannot be removed", "denied")
-
-    monkeypatch.setattr(chunk_file, "remove", denied)
+    _refuse_to_remove(monkeypatch, 1)
     assert bed.tier.evict([key(1)]) == 1
     bed.settle()
     assert bed.counters["disk_denied"] == 1
@@ -741,7 +738,7 @@ def test_a_node_without_descriptors_keeps_its_files(bed, monkeypatch, fake):
 def test_the_older_of_two_files_of_a_chunk_is_removed_when_a_node_starts(bed, monkeypatch):
     """It was forgotten, and could not be removed then; a client has stored other bytes under the name since."""
     with monkeypatch.context() as patch:
-        patch.setattr(chunk_file, "remove", lambda path: _denied(path))
+        _refuse_to_remove(patch, 1)
         assert bed.store(1, layers=2)
         assert bed.tier.evict([key(1)]) == 1
         bed.settle()
@@ -752,10 +749,6 @@ def test_the_older_of_two_files_of_a_chunk_is_removed_when_a_node_starts(bed, mo
     assert bed.load(1) is None
     assert bed.files == [bed.file(1)]
     assert (bed.tier.num_chunks, bed.tier.used_bytes) == (1, bed.charge)
-
-
-def _denied(path):
-    raise TierError(f"{path} cannot be removed", "denied")
 
 
 def test_a_load_that_meets_a_bug_is_not_asked_for_again_and_again(bed, monkeypatch):

@@ -102,35 +102,6 @@ def test_room_for_all_of_a_chunk_is_there_before_it_is_encoded(make, monkeypatch
     assert bed.tier.used_bytes < charge + charge
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_account_is_true_whatever_happens(make, seed):
-    bed = make(limit_bytes=6 * chunk_file.disk_bytes(CHUNK_BYTES, 4))
-    random_ = random.Random(seed)
-    for _ in range(25):
-        bed.tier._codec = random_.choice([NONE, LOSSLESS])
-        copies = []
-        for at in range(8):
-            number = random_.randrange(12)
-            if (what := random_.random()) < 0.6:
-                copies.append(bed.start_store(number, at=at))
-            elif what < 0.8 and bed.has(number):
-                copies.append(bed.start_load(number, at=at))
-            else:
-                bed.tier.evict([key(number)])
-        for copy in copies:
-            if copy is not None:
-                error = bed.end(copy)
-                assert error is None or error.kind in ("cancelled", "busy", "missing")
-        assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
-    bed.settle()
-    charges = [file.charge for of_key in bed.tier._index._files.values() for file in of_key]
-    assert bed.tier.used_bytes == sum(charges) == bed.tier._index.nbytes
-    assert len(charges) == len(bed.files)
-    before = bed.tier.used_bytes
-    bed.restart()
-    assert bed.tier.used_bytes == before
-
-
 def test_a_codec_of_a_later_release_is_a_miss(bed, monkeypatch):
     real = chunk_format.codec_of
     monkeypatch.setattr(chunk_format, "codec_of", lambda name: real(LOSSLESS) if name == "later" else real(name))

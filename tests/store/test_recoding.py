@@ -288,6 +288,7 @@ def test_whatever_is_under_way_at_once_no_wrong_byte_is_read_and_the_account_is_
     random_ = random.Random(seed)
     for _ in range(20):
         copies, handles = [], []
+        bed.tier._codec = random_.choice([NONE, LOSSLESS])
         for at in range(10):
             number = random_.randrange(8)
             if (what := random_.random()) < 0.35:
@@ -309,6 +310,9 @@ def test_whatever_is_under_way_at_once_no_wrong_byte_is_read_and_the_account_is_
     bed.settle()
     account_is_true(bed)
     assert bed.counters["disk_corrupt"] == bed.counters["disk_failed"] == 0
+    before = bed.tier.used_bytes
+    bed.restart()
+    assert bed.tier.used_bytes == before
 
 
 # ---- a store that nodes share ----------------------------------------------------------------

@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -149,20 +149,6 @@ def touch(path: Path, loads: int) -> None:
         os.utime(path, ns=(now_ns, now_ns - hits_of(now_ns) + hits), follow_symlinks=False)
 
 
-class Source(Protocol):
-    """Memory that has chunks: an arena, or `Contents`."""
-
-    @property
-    def gpu(self) -> str:
-        """UUID of the GPU that has it; empty: host memory."""
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """These bytes."""
-
-    def check(self, slot: Slot) -> None:
-        """:raises StaleSlot, LayoutError: the slot is another's by now."""
-
-
 class Contents(NamedTuple):
     """What was in a file, as an arena has it: in a slot at 0, of whole granules."""
 
@@ -206,7 +192,7 @@ def contents(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> 
 def write(
     path: Path,
     part: Part,
-    arena: Source,
+    arena: Arena | Contents,
     is_over: Over,
     *,
     is_direct: bool = False,
@@ -318,7 +304,7 @@ def is_gone(path: Path) -> bool:
     return True
 
 
-def _write(fd: int, part: Part, arena: Source, is_over: Over, is_direct: bool, codec: str) -> int:
+def _write(fd: int, part: Part, arena: Arena | Contents, is_over: Over, is_direct: bool, codec: str) -> int:
     slot, start = part.slot, header_bytes(part.layers)
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
     arena.check(slot)

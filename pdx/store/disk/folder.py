@@ -111,7 +111,7 @@ class Folder(msgspec.Struct, frozen=True, kw_only=True):
             codec = chunk_file.read(self.path(file), part, arena, is_over, is_direct=is_direct, coded=file.coded)
             task.job.form = "" if codec == LOSSLESS else codec
         else:
-            source: chunk_file.Source = self.arenas[part.slot.arena]
+            source: Arena | chunk_file.Contents = self.arenas[part.slot.arena]
             used_ns, codec = None, part.form or codec
             if task.source is not None and task.recoding is not None:
                 codec = task.recoding.codec
