@@ -15,7 +15,22 @@ def beds(tmp_path):
 
 
 @pytest.fixture
-def redis(tmp_path):
-    server = made("redis", tmp_path / "redis").start()
-    yield server
-    server.kill()
+def serve(monkeypatch):
+    """Starts a server, whose client finds it by the environment, until the test is over."""
+    servers = []
+
+    def start(server):
+        servers.append(server)
+        server.start()
+        for name, value in server.env().items() if hasattr(server, "env") else ():
+            monkeypatch.setenv(name, value)
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def redis(tmp_path, serve):
+    return serve(made("redis", tmp_path / "redis"))

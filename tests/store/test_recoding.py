@@ -10,7 +10,6 @@ import threading
 import pytest
 from disk_bed import KV_BYTES, MIB, KvBed, closing_all, key, kv
 from remote_bed import Bed as RemoteBed
-from remote_bed import made
 
 from pdx.errors import TierError
 from pdx.memory.form import Form
@@ -318,31 +317,24 @@ def test_whatever_is_under_way_at_once_no_wrong_byte_is_read_and_the_account_is_
 # ---- a store that nodes share ----------------------------------------------------------------
 
 
-@pytest.fixture
-def store(tmp_path):
-    server = made("redis", tmp_path / "redis").start()
-    yield server
-    server.kill()
-
-
 def zeros(number, shard, nbytes):
     return bytes(nbytes)
 
 
-def test_what_no_arena_of_this_node_could_take_is_not_decoded(store, tmp_path):
+def test_what_no_arena_of_this_node_could_take_is_not_decoded(redis, tmp_path):
     """An encoded object of a few bytes may stand for any number of them."""
     large, small = (
-        RemoteBed(tmp_path / name, store.url, slot_bytes=nbytes, slots=4, codec=LOSSLESS, content=zeros)
+        RemoteBed(tmp_path / name, redis.url, slot_bytes=nbytes, slots=4, codec=LOSSLESS, content=zeros)
         for name, nbytes in (("large", 8 * MIB), ("small", MIB // 4))
     )
     try:
         assert large.opened().store(1) is None
-        assert len(store.raw(f"v3/{key(1).hex()}-0")) < MIB
+        assert len(redis.raw(f"v3/{key(1).hex()}-0")) < MIB
         handle = small.opened().tier.recode([(key(1), key(1))], NONE, 1, print)
         while not handle.is_over:
             small.turn()
         assert handle.failed == {"too_large": 1}
-        assert len(store.raw(f"v3/{key(1).hex()}-0")) < MIB
+        assert len(redis.raw(f"v3/{key(1).hex()}-0")) < MIB
     finally:
         large.close()
         small.close()

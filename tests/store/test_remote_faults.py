@@ -58,16 +58,12 @@ def test_a_store_that_is_down_is_not_asked_all_the_time(beds):
     assert bed.counters["remote_unreachable"] == 2
 
 
-def test_a_store_that_takes_few_connections_is_used_by_those(beds, tmp_path):
-    server = Redis(tmp_path / "server", "--maxclients", "2")
-    try:
-        server.start()
-        bed = beds(server.url).opened()
-        assert bed.store(1) is None
-        assert bed.sought([1]) == 1
-        assert bed.load(1) is None
-    finally:
-        server.kill()
+def test_a_store_that_takes_few_connections_is_used_by_those(beds, tmp_path, serve):
+    server = serve(Redis(tmp_path / "server", "--maxclients", "2"))
+    bed = beds(server.url).opened()
+    assert bed.store(1) is None
+    assert bed.sought([1]) == 1
+    assert bed.load(1) is None
 
 
 def test_a_connection_that_ended_with_a_question_is_made_anew_before_the_next(beds, redis):
@@ -148,57 +144,51 @@ def test_an_answer_from_before_it_was_stored_says_nothing(beds, redis, monkeypat
 
 
 @pytest.mark.long
-def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path):
-    server = made("cluster", tmp_path / "cluster").start()
-    try:
-        bed = beds(server.url, timeout_s=2.0, lookup_s=1.0).opened()
-        assert [bed.store(number) for number in range(30)] == [None] * 30
-        assert bed.sought(range(30)) == 30
-        dead = server.members[1]
-        lost = {name for name in dead.names() if name.startswith("v")}
-        assert 0 < len(lost) < 30
-        dead.kill()
-        while bed.counters["remote_paused"] == 0:
-            bed.now += 100.0
-            assert bed.sought(range(30)) < 30
-        assert bed.longest_s < LOOP_S
-        dead.start()
-        server.wait_until_one()
+def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path, serve):
+    server = serve(made("cluster", tmp_path / "cluster"))
+    bed = beds(server.url, timeout_s=2.0, lookup_s=1.0).opened()
+    assert [bed.store(number) for number in range(30)] == [None] * 30
+    assert bed.sought(range(30)) == 30
+    dead = server.members[1]
+    lost = {name for name in dead.names() if name.startswith("v")}
+    assert 0 < len(lost) < 30
+    dead.kill()
+    while bed.counters["remote_paused"] == 0:
+        bed.now += 100.0
+        assert bed.sought(range(30)) < 30
+    assert bed.longest_s < LOOP_S
+    dead.start()
+    server.wait_until_one()
 
-        def is_open():
-            bed.now += PAUSE_S
-            return bed.tier.takes_stores or bed.turn()
+    def is_open():
+        bed.now += PAUSE_S
+        return bed.tier.takes_stores or bed.turn()
 
-        wait_until(is_open, what="it answers again")
-        errors = [bed.load(number) for number in range(30)]
-        gone = {number for number, error in enumerate(errors) if error is not None}
-        assert {errors[number].kind for number in gone} == {"missing"}
-        assert len(gone) == len(lost), "the others are there still"
-        assert [bed.store(number) for number in gone] == [None] * len(gone)
-        assert bed.sought(range(30)) == 30
-    finally:
-        server.kill()
+    wait_until(is_open, what="it answers again")
+    errors = [bed.load(number) for number in range(30)]
+    gone = {number for number, error in enumerate(errors) if error is not None}
+    assert {errors[number].kind for number in gone} == {"missing"}
+    assert len(gone) == len(lost), "the others are there still"
+    assert [bed.store(number) for number in gone] == [None] * len(gone)
+    assert bed.sought(range(30)) == 30
 
 
-def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path):
+def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path, serve):
     if why := why_not("redis"):
         pytest.skip(why)
-    server = Redis(tmp_path / "redis", "--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru").start()
-    try:
-        bed = beds(server.url).opened()
-        assert [bed.store(number) for number in range(20)] == [None] * 20
-        assert bed.sought(range(20)) == 20
-        assert [bed.store(number) for number in range(20, 300)] == [None] * 280, "it makes room itself"
-        errors = [bed.load(number) for number in range(20)]  # it takes samples: not all of the oldest are gone
-        gone = [number for number, error in enumerate(errors) if error is not None]
-        assert {errors[number].kind for number in gone} == {"missing"}
-        assert bed.counters["remote_missing"] == len(gone)
-        assert bed.sought(range(20)) == gone[0]
-        assert bed.sought([299]) == 1
-        assert bed.load(299) is None
-        assert bed.counters["remote_paused"] == 0
-    finally:
-        server.kill()
+    server = serve(Redis(tmp_path / "redis", "--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru"))
+    bed = beds(server.url).opened()
+    assert [bed.store(number) for number in range(20)] == [None] * 20
+    assert bed.sought(range(20)) == 20
+    assert [bed.store(number) for number in range(20, 300)] == [None] * 280, "it makes room itself"
+    errors = [bed.load(number) for number in range(20)]  # it takes samples: not all of the oldest are gone
+    gone = [number for number, error in enumerate(errors) if error is not None]
+    assert {errors[number].kind for number in gone} == {"missing"}
+    assert bed.counters["remote_missing"] == len(gone)
+    assert bed.sought(range(20)) == gone[0]
+    assert bed.sought([299]) == 1
+    assert bed.load(299) is None
+    assert bed.counters["remote_paused"] == 0
 
 
 @pytest.mark.long
@@ -323,26 +313,23 @@ def test_what_waits_for_a_thread_ends_with_the_pause(beds, redis):
     assert bed.counters["remote_not_asked"] + bed.counters["remote_left_out"] == kinds["paused"]
 
 
-def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path):
+def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path, serve):
     if why := why_not("redis"):
         pytest.skip(why)
-    server = Redis(tmp_path / "redis", "--maxmemory", "2mb", "--maxmemory-policy", "noeviction").start()
-    try:
-        bed = beds(server.url).opened()
-        stored = 0
-        while (error := bed.store(stored)) is None:
-            stored += 1
-        assert error.kind == "full"
-        assert bed.counters["remote_full"] == 1
-        assert not bed.tier.takes_stores
-        assert bed.store(stored) == "left out"
-        assert bed.sought(range(stored)) == stored
-        assert [bed.load(number) for number in range(stored)] == [None] * stored
-        server.cli("CONFIG", "SET", "maxmemory", "64mb")
-        bed.now += PAUSE_S
-        assert bed.store(stored) is None
-    finally:
-        server.kill()
+    server = serve(Redis(tmp_path / "redis", "--maxmemory", "2mb", "--maxmemory-policy", "noeviction"))
+    bed = beds(server.url).opened()
+    stored = 0
+    while (error := bed.store(stored)) is None:
+        stored += 1
+    assert error.kind == "full"
+    assert bed.counters["remote_full"] == 1
+    assert not bed.tier.takes_stores
+    assert bed.store(stored) == "left out"
+    assert bed.sought(range(stored)) == stored
+    assert [bed.load(number) for number in range(stored)] == [None] * stored
+    server.cli("CONFIG", "SET", "maxmemory", "64mb")
+    bed.now += PAUSE_S
+    assert bed.store(stored) is None
 
 
 def test_who_is_no_store_at_all(beds, caplog):

@@ -182,79 +182,65 @@ def test_what_clocks_differ_by_is_added_to_the_age(beds, s3, monkeypatch, ahead_
     assert (bed.load(1) is None) == is_found
 
 
-def test_tls_is_checked(beds, tmp_path):
+def test_tls_is_checked(beds, tmp_path, serve):
     if why := why_not("redis"):
         pytest.skip(why)
     cert = certificate(tmp_path)
     other, _ = certificate(tmp_path, "other")
-    server = Redis(tmp_path / "redis", tls=cert).start()
-    try:
-        assert beds(server.url, ca=str(cert[0])).opened().store(1) is None
-        bed = beds(server.url, ca=str(other))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-        bed = beds(server.url)
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-        bed = beds(server.url.replace("rediss", "redis"))
-        until(bed, lambda: bed.counters["remote_paused"])
-    finally:
-        server.kill()
+    server = serve(Redis(tmp_path / "redis", tls=cert))
+    assert beds(server.url, ca=str(cert[0])).opened().store(1) is None
+    bed = beds(server.url, ca=str(other))
+    until(bed, lambda: bed.counters["remote_paused"])
+    assert bed.counters["remote_untrusted"] == 1
+    bed = beds(server.url)
+    until(bed, lambda: bed.counters["remote_paused"])
+    assert bed.counters["remote_untrusted"] == 1
+    bed = beds(server.url.replace("rediss", "redis"))
+    until(bed, lambda: bed.counters["remote_paused"])
 
 
 @pytest.mark.long
-def test_tls_reaches_each_member_of_a_cluster(beds, tmp_path):
+def test_tls_reaches_each_member_of_a_cluster(beds, tmp_path, serve):
     if why := why_not("cluster"):
         pytest.skip(why)
     cert = certificate(tmp_path)
     other, _ = certificate(tmp_path, "other")
-    server = Cluster(tmp_path / "cluster", tls=cert).start()
-    try:
-        bed = beds(server.url, ca=str(cert[0])).opened()
-        assert [bed.store(number) for number in range(30)] == [None] * 30
-        assert bed.sought(range(30)) == 30
-        assert all(member.names() for member in server.members)
-        bed = beds(server.url, ca=str(other))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-    finally:
-        server.kill()
+    server = serve(Cluster(tmp_path / "cluster", tls=cert))
+    bed = beds(server.url, ca=str(cert[0])).opened()
+    assert [bed.store(number) for number in range(30)] == [None] * 30
+    assert bed.sought(range(30)) == 30
+    assert all(member.names() for member in server.members)
+    bed = beds(server.url, ca=str(other))
+    until(bed, lambda: bed.counters["remote_paused"])
+    assert bed.counters["remote_untrusted"] == 1
 
 
-def test_a_certificate_of_another_host_is_refused(beds, tmp_path):
+def test_a_certificate_of_another_host_is_refused(beds, tmp_path, serve):
     if why := why_not("redis"):
         pytest.skip(why)
     cert = certificate(tmp_path, host="127.0.0.2")
-    server = Redis(tmp_path / "redis", tls=cert).start()
-    try:
-        bed = beds(server.url, ca=str(cert[0]))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-        assert beds(server.url.replace("127.0.0.1", "127.0.0.2"), ca=str(cert[0])).opened().store(1) is None
-    finally:
-        server.kill()
+    server = serve(Redis(tmp_path / "redis", tls=cert))
+    bed = beds(server.url, ca=str(cert[0]))
+    until(bed, lambda: bed.counters["remote_paused"])
+    assert bed.counters["remote_untrusted"] == 1
+    assert beds(server.url.replace("127.0.0.1", "127.0.0.2"), ca=str(cert[0])).opened().store(1) is None
 
 
-def test_tls_of_s3_is_checked(beds, tmp_path, monkeypatch):
+def test_tls_of_s3_is_checked(beds, tmp_path, monkeypatch, serve):
     if why := why_not("s3"):
         pytest.skip(why)
     ca, *own = signed(tmp_path)
     other, *_ = signed(tmp_path, "other")
-    server = SeaweedFs(tmp_path / "server", tls=own).start()
+    server = serve(SeaweedFs(tmp_path / "server", tls=own))
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    for name, value in server.env().items():
-        monkeypatch.setenv(name, value)
-    try:
-        good = beds(server.url, ca=str(ca)).opened()
-        assert "SSL_CERT_FILE" not in os.environ, "it is for this store alone"
-        assert good.store(1) is None
-        for of in (str(other), "", str(own[0])):  # another's, the system's, and one that may sign nothing
-            bed = beds(server.url, ca=of)
-            until(bed, lambda bed=bed: bed.counters["remote_paused"])
-            assert bed.counters["remote_untrusted"] == 1, of
-        assert good.load(1) is None
-    finally:
-        server.kill()
+    good = beds(server.url, ca=str(ca)).opened()
+    assert "SSL_CERT_FILE" not in os.environ, "it is for this store alone"
+    assert good.store(1) is None
+    for of in (str(other), "", str(own[0])):  # another's, the system's, and one that may sign nothing
+        bed = beds(server.url, ca=of)
+        until(bed, lambda bed=bed: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1, of
+    assert good.load(1) is None
 
 
 # ---- what is said at the start --------------------------------------------------------------
