@@ -6,7 +6,7 @@ import itertools
 import random
 from contextlib import ExitStack
 
-from node_harness import NodeProcess
+from node_harness import NodeThread
 from toy_engine import CHUNK, Request, ToyEngine
 
 import pdx
@@ -35,7 +35,7 @@ def run(engine: ToyEngine, prompt: list[int]) -> int:
     return found
 
 
-def forget(node: NodeProcess, nbytes: int = 1) -> None:
+def forget(node: NodeThread, nbytes: int = 1) -> None:
     """Others take the room of what memory has."""
     wait_until(lambda: set(node.status().chunks) <= {"sealed"}, what="nothing is written")
     wait_until(lambda: not any(tier.copies for tier in node.status().tiers), what="nothing is stored")
@@ -47,7 +47,7 @@ def forget(node: NodeProcess, nbytes: int = 1) -> None:
                 return
 
 
-def stored(node: NodeProcess, count: int) -> None:
+def stored(node: NodeThread, count: int) -> None:
     def has_stored() -> bool:
         counters = node.status().counters
         return counters.get("disk_stored", 0) + counters.get("remote_stored", 0) >= count

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda, fake_cuda
 from lagging_streams import interpreted
-from node_harness import NodeProcess
+from node_harness import NodeProcess, NodeThread
 from stream_bed import Bed
 from toy_engine import ToyEngine
 
@@ -56,8 +56,8 @@ def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pdx.engine.link.Connection", Recording)
     monkeypatch.setattr("pdx.engine.gpu_copier.PageLock", WholePageLock)
 
-    def make(on_gpu: bool, *flags: str, **settings: Any) -> Bed:
-        made.append(Bed(address, on_gpu=on_gpu))
+    def make(on_gpu: bool, *flags: str, is_killed: bool = False, **settings: Any) -> Bed:
+        made.append(Bed(address, on_gpu=on_gpu, is_killed=is_killed))
         made[-1].start_node(*flags, **settings)
         return made[-1]
 
@@ -73,15 +73,17 @@ def bed(beds: Callable[..., Bed]) -> Bed:
 
 
 @pytest.fixture
+def killed_bed(beds: Callable[..., Bed]) -> Bed:
+    """The same, of whose node a test kills or stops the process."""
+    return beds(False, is_killed=True)
+
+
+@pytest.fixture
 def gpu_bed(beds: Callable[..., Bed]) -> Bed:
     return beds(True)
 
 
-@pytest.fixture
-def engines(
-    start_node: Callable[..., NodeProcess], request: pytest.FixtureRequest
-) -> Iterator[Callable[..., ToyEngine]]:
-    node = start_node(**getattr(request, "param", {}))
+def _engines(node: NodeProcess | NodeThread) -> Iterator[Callable[..., ToyEngine]]:
     made: list[ToyEngine] = []
 
     def make(**settings: Any) -> ToyEngine:
@@ -92,3 +94,17 @@ def engines(
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def engines(
+    start_here: Callable[..., NodeThread], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., ToyEngine]]:
+    """Makes engines of one node, `engines.node`."""
+    yield from _engines(start_here(**getattr(request, "param", {})))
+
+
+@pytest.fixture
+def engines_of_killed(start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., ToyEngine]]:
+    """The same, of whose node a test kills the process."""
+    yield from _engines(start_node())

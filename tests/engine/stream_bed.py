@@ -10,7 +10,7 @@ from typing import Any
 import forked
 import msgspec
 from lagging_streams import LaggingStreams
-from node_harness import MIB, NodeProcess
+from node_harness import MIB, NodeProcess, NodeThread
 from toy_engine import Request, ToyEngine
 
 from pdx.config import NodeConfig, private_folder, socket_path
@@ -33,25 +33,32 @@ class FakeGpuNode(NodeProcess):
 
 
 class Bed:
-    """A node, and engines whose streams lag. `log` has what workers told the node, and what their kernels did."""
+    """A node, and engines whose streams lag. `log` has what workers told the node, and what their kernels did.
 
-    def __init__(self, address: str, *, on_gpu: bool) -> None:
+    The node has a process of its own where it `is_killed`, or has a GPU: memory of another's.
+    """
+
+    def __init__(self, address: str, *, on_gpu: bool, is_killed: bool) -> None:
         self.address = address
         self.on_gpu = on_gpu
-        self.nodes: list[NodeProcess] = []
+        self.is_killed = is_killed
+        self.nodes: list[Any] = []
         self.made: list[tuple[ToyEngine, list[LaggingStreams]]] = []
         self.log: list[Any] = []
 
     @property
-    def node(self) -> NodeProcess:
+    def node(self) -> Any:
         return self.nodes[-1]
 
     def start_node(self, *flags: str, **settings: Any) -> None:
         config = NodeConfig(
             **{"address": self.address, "arena_bytes": 8 * MIB, "gpu": "0" if self.on_gpu else "", **settings}
         )
-        self.nodes.append(FakeGpuNode(config, *flags) if self.on_gpu else NodeProcess(config))
-        self.node.wait_ready()
+        if self.on_gpu:
+            self.nodes.append(FakeGpuNode(config, *flags))
+            self.node.wait_ready()
+        else:
+            self.nodes.append(NodeProcess.ready(config) if self.is_killed else NodeThread(config))
 
     def engine(
         self, *, lag_s: float = 0.001, lags: bool = True, gpus: Sequence[str] = ("0",), **settings: Any

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from node_harness import NodeProcess
 from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine
-from two_peers import are_at_rest, settings_of_peers
+from two_peers import are_at_rest, two_nodes
 
 from pdx.client.connection import Connection
 from pdx.engine import step_save
@@ -59,9 +59,8 @@ class Gated:
 class Bed:
     """A prefill engine and a decode engine, at one node or at two."""
 
-    def __init__(self, start: Callable[..., NodeProcess], settings: list[dict[str, Any]]) -> None:
-        self._start, self._settings = start, settings
-        self.nodes = nodes = [start(**each) for each in settings]
+    def __init__(self, nodes: list[NodeProcess]) -> None:
+        self.nodes = nodes
         self.prefill, self.decode = (
             ToyEngine(node.address, name=f"toy-{at}") for at, node in enumerate((nodes * 2)[:2])
         )
@@ -87,10 +86,6 @@ class Bed:
         params = {"do_remote_prefill": True, "transfer_id": TRANSFER, "is_early": True}
         return Request("d", list(range(LENGTH)), params)
 
-    def kill_decode_node(self) -> None:
-        self.decode_node.kill()
-        self.nodes[-1] = self._start(**self._settings[-1])
-
     def counted(self, name: str) -> int:
         return self.decode_node.status().counters.get(name, 0)
 
@@ -104,7 +99,7 @@ def bed(
     request: Any, place: Path, start_node: Callable[..., NodeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bed]:
     monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
-    made = Bed(start_node, [{}] if request.param == "one node" else settings_of_peers(place, group_bytes=1))
+    made = Bed([start_node()] if request.param == "one node" else two_nodes(start_node, place, group_bytes=1))
     yield made
     try:
         wait_until(lambda: are_at_rest(made.nodes), what="the nodes are at rest")

@@ -18,7 +18,7 @@ from pdx.wire.proxy import decode_to_proxy
 
 
 def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(
-    address: str, start_node: Any, monkeypatch: pytest.MonkeyPatch
+    address: str, start_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(Connection):
         def count(self, reason: str, *args: Any, **settings: Any) -> None:
@@ -31,7 +31,7 @@ def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(
     link = NodeLink(ConnectorConfig(node=address, start_node=False), hello, starter=False)
     try:
         link.count("before")
-        node = start_node()
+        node = start_here()
         assert link.wait_attached(10)
         wait_until(
             lambda: [node.status().counters.get(f"degraded_{each}") for each in ("before", "meanwhile")] == [1, 1],
@@ -42,10 +42,10 @@ def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(
 
 
 def test_a_descriptor_that_is_another_file_by_now_says_nothing_about_the_node(
-    address: str, start_node: Any, monkeypatch: pytest.MonkeyPatch
+    address: str, start_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread asks whether the node lives while another one closes the connection."""
-    start_node()
+    start_here()
     connection = Connection(address, Hello(VERSION, os.getpid(), "client"))
     pidfd = -1
 

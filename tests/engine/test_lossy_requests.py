@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from below_memory import CHUNKS, forget, stored, tokens
-from node_harness import MIB, NodeProcess
+from node_harness import MIB, NodeThread
 from remote_bed import made
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, kv_bytes, layout
 
@@ -37,7 +37,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def engine_of(node: NodeProcess, stack: ExitStack, **settings: Any) -> ToyEngine:
+def engine_of(node: NodeThread, stack: ExitStack, **settings: Any) -> ToyEngine:
     given = {"page_bytes": PAGE, "shape": SHAPE, **settings}
     return stack.enter_context(ToyEngine(node.address, f"toy-{next(numbers)}", **given))
 
@@ -83,10 +83,10 @@ def coded(place: Path) -> list[int]:
 
 
 def test_exact_and_lossy_chunks_of_one_prompt_never_meet(
-    start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack
+    start_here: Callable[..., NodeThread], place: Path, stack: ExitStack
 ) -> None:
     settings = {"arena_bytes": 2 * MIB, "disks": [str(place / "disk")]}
-    node = start_node(**settings)
+    node = start_here(**settings)
     engine = engine_of(node, stack)
     prompt = tokens(1)
     assert run(engine, prompt, "int8") == 0
@@ -105,15 +105,15 @@ def test_exact_and_lossy_chunks_of_one_prompt_never_meet(
         check_lossy(engine, lossy, lossy.loaded)
         engine.finish(lossy)
         node.close()
-        node = start_node(**settings)
+        node = start_here(**settings)
         wait_until(lambda node=node: node.status().tiers[0].chunks == 3 * CHUNKS, what="the index is read")
         engine = engine_of(node, stack)
 
 
 def test_a_part_of_a_lossy_chunk_is_no_hit_of_an_exact_request(
-    start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack
+    start_here: Callable[..., NodeThread], place: Path, stack: ExitStack
 ) -> None:
-    node = start_node(arena_bytes=2 * MIB, disks=[str(place / "disk")])
+    node = start_here(arena_bytes=2 * MIB, disks=[str(place / "disk")])
     engine = engine_of(node, stack)
     prompts = [tokens(seed) for seed in (1, 2)]
     for prompt in prompts:
@@ -130,13 +130,13 @@ def test_a_part_of_a_lossy_chunk_is_no_hit_of_an_exact_request(
 
 
 def test_what_came_with_a_loss_goes_on_as_it_came_and_nothing_is_lost_a_second_time(
-    start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack
+    start_here: Callable[..., NodeThread], place: Path, stack: ExitStack
 ) -> None:
     redis = made("redis", place / "redis").start()
     stack.callback(redis.kill)
     common = {"arena_bytes": MIB, "remote": redis.url, "remote_lookup_s": 20.0}
     nodes = [
-        start_node(address=f"ipc://{place}/{at}.sock", **common, disks=[str(place / f"disk-{at}")]) for at in range(2)
+        start_here(address=f"ipc://{place}/{at}.sock", **common, disks=[str(place / f"disk-{at}")]) for at in range(2)
     ]
     for node in nodes:
         wait_until(lambda node=node: node.status().tiers[1].state == "ok", what="the store answers")
@@ -170,8 +170,13 @@ def test_what_came_with_a_loss_goes_on_as_it_came_and_nothing_is_lost_a_second_t
     ids=str,
 )
 def test_who_cannot_have_the_codec_is_told_and_is_exact(
-    node: NodeProcess, stack: ExitStack, caplog: pytest.LogCaptureFixture, codec: Any, settings: dict[str, Any]
+    start_here: Callable[..., NodeThread],
+    stack: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+    codec: Any,
+    settings: dict[str, Any],
 ) -> None:
+    node = start_here()
     engine = engine_of(node, stack, **settings)
     prompt = tokens(1)
     assert run(engine, prompt, codec) == 0
@@ -181,8 +186,11 @@ def test_who_cannot_have_the_codec_is_told_and_is_exact(
     wait_until(lambda: node.status().counters.get("degraded_codec_refused") == 1, what="it is counted")
 
 
-def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(node: NodeProcess, stack: ExitStack) -> None:
+def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(
+    start_here: Callable[..., NodeThread], stack: ExitStack
+) -> None:
     """They may be those of exact requests, and what is computed behind them goes to these."""
+    node = start_here()
     engine = engine_of(node, stack)
     request = Request("late", tokens(1), {"pdx_hints": {"version": 1, "codec": "int8"}})
     assert engine.match(request, local=CHUNK) == 0

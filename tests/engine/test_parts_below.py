@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from below_memory import forget, run, stored
-from node_harness import MIB, NodeProcess
+from node_harness import MIB, NodeThread
 from remote_bed import made
 from toy_engine import BLOCK, CHUNK, ToyEngine
 
@@ -21,7 +21,7 @@ TIERS = [("remote",), ("disk",), ("disk", "disk"), ("disk", "disk", "remote")]
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
 def test_the_longest_beginning_comes_in_every_shard(
-    start_node: Callable[..., NodeProcess], place: Path, tiers: tuple[str, ...], shards: int
+    start_here: Callable[..., NodeThread], place: Path, tiers: tuple[str, ...], shards: int
 ) -> None:
     generator = random.Random(len(tiers) + shards)
     with ExitStack() as stack:
@@ -30,7 +30,7 @@ def test_the_longest_beginning_comes_in_every_shard(
             redis = made("redis", place / "redis").start()
             stack.callback(redis.kill)
             settings |= {"remote": redis.url, "remote_lookup_s": 20.0}
-        node = start_node(arena_bytes=MIB, **settings)
+        node = start_here(arena_bytes=MIB, **settings)
         ready = ("ok", "by way of the page cache")
         wait_until(lambda: all(tier.state in ready for tier in node.status().tiers), what="the tiers are ready")
         engine = stack.enter_context(ToyEngine(node.address, shards=shards))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from node_harness import NodeProcess
+from node_harness import NodeThread
 from remote_bed import made
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine
 
@@ -59,7 +59,7 @@ class Outcome:
 class Bed:
     """An engine of pinned pace, its node, and a Redis behind a relay."""
 
-    def __init__(self, node: NodeProcess, engine: ToyEngine, relay: Relay) -> None:
+    def __init__(self, node: NodeThread, engine: ToyEngine, relay: Relay) -> None:
         self.node, self.engine, self.relay = node, engine, relay
         self.numbers = itertools.count()
         engine.skip_hooks = True  # as in vLLM no step loads while it computes, whatever part of a prompt is found
@@ -109,7 +109,7 @@ def tokens(seed: int, chunks: int) -> list[int]:
 
 @pytest.fixture
 def make_bed(
-    start_node: Callable[..., NodeProcess], place: Path, monkeypatch: pytest.MonkeyPatch
+    start_here: Callable[..., NodeThread], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[float], Bed]]:
     monkeypatch.setattr(Pace, "chunk_s", CHUNK_S)
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def make_bed(
             relay = Relay(redis.port)
             stack.callback(relay.close)
             url = f"redis://127.0.0.1:{relay.port}"
-            node = start_node(remote=url, remote_lookup_s=60.0, remote_s=60.0, fetch_s=fetch_s)
+            node = start_here(remote=url, remote_lookup_s=60.0, remote_s=60.0, fetch_s=fetch_s)
             wait_until(lambda: node.status().tiers[0].state == "ok", what="the store answers")
             shape = {"page_bytes": PAGE_BYTES, "num_blocks": 96}
             engine = stack.enter_context(ToyEngine(node.address, **shape))

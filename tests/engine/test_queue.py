@@ -20,8 +20,10 @@ EARLY = 8  # the turn of so many is near
 
 
 @pytest.fixture
-def engine(start_node: Callable[..., Any], place: Path) -> Iterator[ToyEngine]:
-    node = start_node(disks=[str(place / "disk")])
+def engine(request: pytest.FixtureRequest, place: Path) -> Iterator[ToyEngine]:
+    """The node is in this process where no test starts another one in its place."""
+    start = request.getfixturevalue("start_node" if "start_node" in request.fixturenames else "start_here")
+    node = start(disks=[str(place / "disk")])
     made = ToyEngine(node.address, name="toy", limits=StepLimits(tokens=5 * CHUNK, requests=EARLY))
     made.node = node  # type: ignore[attr-defined]
     yield made
@@ -122,9 +124,7 @@ def test_a_burst_takes_room_for_those_that_run_next(engine: ToyEngine, has_answe
         engine.finish(request)
 
 
-def test_a_request_that_ends_before_its_turn_takes_its_word_back(
-    engine: ToyEngine, start_node: Callable[..., Any]
-) -> None:
+def test_a_request_that_ends_before_its_turn_takes_its_word_back(engine: ToyEngine) -> None:
     fresh = [tokens(300 + number, CHUNK // 2) for number in range(EARLY)]
     queue = arrive(engine, [*fresh, tokens(400, 3 * CHUNK), tokens(401, 3 * CHUNK)])
     said: list[Any] = []
@@ -184,7 +184,7 @@ def test_a_request_is_told_at_its_end_what_became_of_its_hints(engine: ToyEngine
     assert engine.finish(plain) == {}
 
 
-def test_a_request_that_no_node_has_heard_of_is_told_so(engine: ToyEngine) -> None:
+def test_a_request_that_no_node_has_heard_of_is_told_so(engine: ToyEngine, start_node: Callable[..., Any]) -> None:
     engine.node.close()  # type: ignore[attr-defined]
     wait_until(lambda: not engine.is_attached, what="the node is gone")
     request = Request("asks", tokens(604, 3 * CHUNK + 2), {"pdx_hints": {"version": 1, "priority": 7, "ttl_s": 0}})

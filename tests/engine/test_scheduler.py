@@ -309,23 +309,23 @@ def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Callable[...,
 
 @pytest.mark.parametrize("what", ["load", "abort"])
 def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
-    engines: Callable[..., ToyEngine], start_node: Any, what: str
+    engines_of_killed: Callable[..., ToyEngine], start_node: Any, what: str
 ) -> None:
     """The same offsets and generations may be somebody else's chunks there."""
-    engine = engines()
+    engine = engines_of_killed()
     prompt = tokens(52, 2 * CHUNK)
     request = Request("a", prompt)
     if what == "load":
-        save(engine, engines, prompt)
+        save(engine, engines_of_killed, prompt)
         engine.allocate(request, engine.match(request))
     else:
         engine.admit(request)
         engine.scheduler.finished(request)
-    engines.node.kill()
-    engines.node = start_node()
+    engines_of_killed.node.kill()
+    engines_of_killed.node = start_node()
     wait_until(lambda: engine.is_attached, what="attached to the next node")
-    with ToyEngine(engines.node.address, name="other") as other:
-        save(other, engines, tokens(53, 2 * CHUNK))
+    with ToyEngine(engines_of_killed.node.address, name="other") as other:
+        save(other, engines_of_killed, tokens(53, 2 * CHUNK))
     plan = engine.scheduler.plan_step(engine.record({}))
     assert plan.aborts == []
     if what == "load":
@@ -338,7 +338,7 @@ def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
         assert failed == set(request.block_ids[: 2 * CHUNK // BLOCK])
         engine.scheduler.loaded(request.request_id)
         engine.finish(request)
-    wait_until(lambda: at_rest(engines), what="at rest")
+    wait_until(lambda: at_rest(engines_of_killed), what="at rest")
 
 
 # ---- what a step looks at -------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from below_memory import CHUNKS, forget, run, stored, tokens
-from node_harness import MIB, NodeProcess
+from node_harness import MIB, NodeThread
 from toy_engine import BLOCK, CHUNK, PAGE_BYTES, ToyEngine
 
 from pdx.testing.waiting import wait_until
@@ -27,7 +27,7 @@ OTHERS = [
 numbers = itertools.count()
 
 
-def attached(node: NodeProcess, stack: ExitStack, *, is_other: bool = False, **settings: Any) -> ToyEngine:
+def attached(node: NodeThread, stack: ExitStack, *, is_other: bool = False, **settings: Any) -> ToyEngine:
     engine = stack.enter_context(ToyEngine(node.address, f"toy-{next(numbers)}", **settings))
     engine.weights = "other" if is_other else ""
     return engine
@@ -35,13 +35,13 @@ def attached(node: NodeProcess, stack: ExitStack, *, is_other: bool = False, **s
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_of_another_engines_files_none_is_a_hit_after_a_restart(
-    start_node: Callable[..., NodeProcess], place: Path, other: dict[str, Any]
+    start_here: Callable[..., NodeThread], place: Path, other: dict[str, Any]
 ) -> None:
     settings = {"arena_bytes": MIB, "disks": [str(place / "disk")]}
     prompts = [tokens(seed) for seed in range(3)]
     found = 0
     for life, kind in enumerate([{}, other, {}, other]):
-        node = start_node(**settings)
+        node = start_here(**settings)
         wait_until(lambda node=node, found=found: node.status().tiers[0].chunks == found, what="the index is read")
         shards = kind.get("shards", 1)
         with ExitStack() as stack:

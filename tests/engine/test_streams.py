@@ -248,7 +248,7 @@ def test_an_idle_step_waits_for_a_load_only_as_long_as_that_needs_the_core(
 def test_nothing_of_ours_spoils_a_capture_under_way(beds: Callable[..., Bed], fake: FakeCuda, on_gpu: bool) -> None:
     """A graph is captured while a thread sleeps behind copies. Before the capture ends, the thread wakes and tells the
     node, the node dies, its memory is let go of, and the next node's is mapped or page-locked."""
-    bed = beds(on_gpu)
+    bed = beds(on_gpu, is_killed=True)
     engine = bed.engine()
     streams = streams_of(engine)
     with streams.held(streams.gathering):

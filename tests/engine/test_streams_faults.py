@@ -96,11 +96,11 @@ def test_page_lock_refused_costs_only_the_cache(bed: Bed, fake: FakeCuda, caplog
 
 
 def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whole(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
+    killed_bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node promises room as soon as the worker is attached. A chunk whose first pages fell into that time is never
     sealed, and its room is given back at once."""
-    engine = bed.engine()
+    engine = killed_bed.engine()
     is_mapped, open_arena = threading.Event(), MappedArena.open
 
     def open_late(*args: Any) -> MappedArena:
@@ -108,32 +108,32 @@ def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whol
         return open_arena(*args)
 
     monkeypatch.setattr(MappedArena, "open", open_late)
-    bed.node.kill()
-    bed.start_node()
+    killed_bed.node.kill()
+    killed_bed.start_node()
     wait_until(lambda: engine.scheduler.is_attached, timeout_s=10, what="the scheduler half is attached")
     wait_until(lambda: engine.workers[0]._link.attached is not None, timeout_s=10, what="the worker half is attached")  # noqa: SLF001
     assert not engine.workers[0].is_attached
     half, whole = Request("half", tokens(28, CHUNK)), Request("whole", tokens(29, CHUNK))
     assert engine.admit(whole) == set()
     engine.step((whole, CHUNK))
-    wait_until(lambda: bed.node.status().chunks == {}, what="nobody will fill it: its room is free")
+    wait_until(lambda: killed_bed.node.status().chunks == {}, what="nobody will fill it: its room is free")
     assert engine.admit(half) == set()
-    bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
+    killed_bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
     engine.step((half, CHUNK // 2))
     is_mapped.set()
     wait_until(lambda: engine.is_attached, what="mapped")
     engine.step((half, CHUNK - CHUNK // 2))
     streams_of(engine).synchronize()
-    bed.node.signal(signal.SIGCONT)
+    killed_bed.node.signal(signal.SIGCONT)
     for request in (half, whole):
         engine.finish(request)
-    bed.wait_at_rest()
-    assert bed.node.status().chunks == {}
-    wait_until(lambda: bed.counted("save_skipped") == 3, what="counted")
-    assert bed.told(Fill) == []
+    killed_bed.wait_at_rest()
+    assert killed_bed.node.status().chunks == {}
+    wait_until(lambda: killed_bed.counted("save_skipped") == 3, what="counted")
+    assert killed_bed.told(Fill) == []
     engine.finish(saved(engine, half.all_token_ids))
-    bed.wait_sealed(1)
-    check_loaded(bed.engine(), half.all_token_ids, CHUNK)
+    killed_bed.wait_sealed(1)
+    check_loaded(killed_bed.engine(), half.all_token_ids, CHUNK)
 
 
 class SlowPageLock(PageLock):
@@ -145,27 +145,27 @@ class SlowPageLock(PageLock):
         return not self.is_slow and super().covers(offset, nbytes)
 
 
-def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(killed_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk whose first pages were skipped is never sealed, also if the others could be saved."""
     monkeypatch.setattr("pdx.engine.gpu_copier.PageLock", SlowPageLock)
-    engine = bed.engine()
+    engine = killed_bed.engine()
     prompt = tokens(22, CHUNK)
     request = Request("a", prompt)
     engine.admit(request)
-    bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
+    killed_bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
     engine.step((request, CHUNK // 2))
     monkeypatch.setattr(SlowPageLock, "is_slow", False)
     wait_until(lambda: engine.workers[0]._copier._mapped._page_lock.covers(0, MIB), what="page-locked")  # noqa: SLF001
     engine.step((request, CHUNK - CHUNK // 2))
-    bed.node.signal(signal.SIGCONT)
+    killed_bed.node.signal(signal.SIGCONT)
     engine.finish(request)
-    wait_until(lambda: len(bed.told(Abort)) == 2 or bed.told(Fill), what="both steps are told of")
-    assert bed.told(Fill) == []
-    bed.wait_at_rest()
-    assert bed.node.status().chunks == {}
+    wait_until(lambda: len(killed_bed.told(Abort)) == 2 or killed_bed.told(Fill), what="both steps are told of")
+    assert killed_bed.told(Fill) == []
+    killed_bed.wait_at_rest()
+    assert killed_bed.node.status().chunks == {}
     engine.finish(saved(engine, prompt))
-    bed.wait_sealed(1)
-    check_loaded(bed.engine(), prompt, CHUNK)
+    killed_bed.wait_sealed(1)
+    check_loaded(killed_bed.engine(), prompt, CHUNK)
 
 
 def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:

@@ -247,24 +247,26 @@ def test_what_was_done_without_pdx_is_counted(engines: Callable[..., ToyEngine])
         ballast.abort()
 
 
-def test_node_killed_between_steps_costs_only_the_cache(engines: Callable[..., ToyEngine], start_node: Any) -> None:
-    engine = engines()
+def test_node_killed_between_steps_costs_only_the_cache(
+    engines_of_killed: Callable[..., ToyEngine], start_node: Any
+) -> None:
+    engine = engines_of_killed()
     prompt = tokens(13, 3 * CHUNK)
     request = Request("a", prompt, {"do_remote_decode": True, "transfer_id": "t" * 20})
     engine.admit(request)
     engine.step((request, CHUNK))
-    engines.node.kill()
+    engines_of_killed.node.kill()
     engine.step((request, CHUNK))
     lost = Request("b", prompt)
     assert engine.match(lost) == 0
     engine.step((request, CHUNK))
     engine.finish(request)
-    engines.node = start_node()
+    engines_of_killed.node = start_node()
     wait_until(lambda: engine.is_attached, timeout_s=10, what="both halves are attached to the next node")
     again = Request("c", prompt)
     engine.admit(again)
     engine.step((again, len(prompt)))
-    wait_until(lambda: engines.node.status().chunks.get("sealed") == 3, what="saved in the next node")
+    wait_until(lambda: engines_of_killed.node.status().chunks.get("sealed") == 3, what="saved in the next node")
     engine.finish(again)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_harness import NodeProcess
+from node_harness import NodeThread
 from stream_bed import Bed, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine
 
@@ -61,18 +61,18 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def engines(module_node: NodeProcess, folder: Path) -> Iterator[Callable[..., ToyEngine]]:
+def engines(node_here: NodeThread, folder: Path) -> Iterator[Callable[..., ToyEngine]]:
     """Engines that record spans, at one node for all tests: their prompts must differ."""
     made: list[ToyEngine] = []
 
     def make(**settings: Any) -> ToyEngine:
-        made.append(ToyEngine(module_node.address, f"toy-{len(made)}", **{"trace": str(folder), **settings}))
+        made.append(ToyEngine(node_here.address, f"toy-{len(made)}", **{"trace": str(folder), **settings}))
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
-    with pdx.connect(module_node.address) as client:
+    with pdx.connect(node_here.address) as client:
         wait_until(
             lambda: not (status := client.status()).leases and not status.transfers, what="nobody holds anything"
         )

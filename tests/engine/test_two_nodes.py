@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from node_harness import NodeProcess
 from toy_engine import CHUNK, LAYERS, Request, ToyEngine
-from two_peers import are_at_rest, settings_of_peers
+from two_peers import are_at_rest, two_nodes
 
 from pdx.client.connection import Connection
 from pdx.engine import step_save
@@ -42,7 +42,7 @@ class Pair:
 
 @pytest.fixture
 def make_pair(place: Path, start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., Pair]]:
-    nodes = [start_node(**settings) for settings in settings_of_peers(place)]
+    nodes = two_nodes(start_node, place)
     made: list[Pair] = []
 
     def make(shards: int = 1) -> Pair:
@@ -171,7 +171,6 @@ def test_a_decoder_whose_prefill_was_given_up_computes(make_pair: Callable[..., 
 def test_a_decoder_whose_prefill_node_does_not_answer_computes(make_pair: Callable[..., Pair]) -> None:
     """The answer comes later than the engine believes in old ones; the next one must not wait for its own room."""
     pair = make_pair()
-    wait_until(lambda: all(peer.state == "ready" for node in pair.nodes for peer in node.status().peers))
     pair.nodes[0].signal(signal.SIGSTOP)
     try:
         prompt = tokens(0, 3 * CHUNK)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from node_harness import NodeProcess
+from node_harness import NodeProcess, NodeThread
 
 from pdx.config import NodeConfig, listen_address
+from pdx.testing.waiting import wait_until
 
 
 def settings_of_peers(place: Path, **common: Any) -> list[dict[str, Any]]:
@@ -25,7 +26,15 @@ def settings_of_peers(place: Path, **common: Any) -> list[dict[str, Any]]:
     return [{"address": address, "name": name, **shared} for name, address in named.items()]
 
 
-def are_at_rest(nodes: Iterable[NodeProcess]) -> bool:
+def two_nodes(start: Callable[..., Any], place: Path, **common: Any) -> list[Any]:
+    """Both, once each has reached the other."""
+    nodes = [start(**settings) for settings in settings_of_peers(place, **common)]
+    for node in nodes:
+        wait_until(lambda node=node: [peer.state for peer in node.status().peers] == ["ready"], what="they are peers")
+    return nodes
+
+
+def are_at_rest(nodes: Iterable[NodeProcess | NodeThread]) -> bool:
     """Nothing is under way, and nobody holds anything."""
     found = [node.status() for node in nodes]
     peers = [peer for status in found for peer in status.peers]
