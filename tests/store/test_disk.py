@@ -1,5 +1,6 @@
 """The disk tier against a model, and its rules one by one. The folders are real; threads are the tier's own."""
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -99,20 +100,19 @@ def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes,
 )
 def test_the_cap_is_kept_where_blocks_are_not_of_4_kib(tmp_path, options, block_bytes):
     """It counted blocks of 4 KiB: 1.24 of the cap was taken where files grow by 64 KiB."""
-    with disk_image(tmp_path / "tier", 64 * MIB, options):
-        bed = Bed(tmp_path, limit_bytes=8 * MIB, slot_bytes=(100 << 10) + 1, slots=2)
-        try:
-            assert bed.tier._folder.block_bytes == block_bytes
-            for number in range(100):
-                assert bed.store(number)
-            assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
-            assert bed.disk_bytes > 0.9 * bed.limit_bytes
-            used = bed.tier.used_bytes
-            bed.restart()
-            assert bed.tier.used_bytes == used
-            assert bed.load(99) is None
-        finally:
-            bed.close()
+    with (
+        disk_image(tmp_path / "tier", 64 * MIB, options),
+        contextlib.closing(Bed(tmp_path, limit_bytes=8 * MIB, slot_bytes=(100 << 10) + 1, slots=2)) as bed,
+    ):
+        assert bed.tier._folder.block_bytes == block_bytes
+        for number in range(100):
+            assert bed.store(number)
+        assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
+        assert bed.disk_bytes > 0.9 * bed.limit_bytes
+        used = bed.tier.used_bytes
+        bed.restart()
+        assert bed.tier.used_bytes == used
+        assert bed.load(99) is None
 
 
 @pytest.mark.parametrize("block_bytes", [512, 1024, 4096, 65_536, 1 << 20])
@@ -534,26 +534,25 @@ def test_no_file_has_its_name_before_its_bytes_are_on_the_disk(make, monkeypatch
 def test_the_cap_holds_at_every_moment(tmp_path, seed):
     """The file system is exactly as large as the cap (and the lock): one byte more would be an error of the disk."""
     random_ = random.Random(seed)
-    with small_disk(tmp_path / "tier", MIB // 2 + 8192) as folder:
-        bed = Bed(folder.parent, limit_bytes=MIB // 2, slots=8)
-        try:
-            copies = []
-            for _ in range(600):
-                number = random_.randrange(200)
-                nbytes = random_.choice([100, 5000, 12_288])  # these take exactly their charge
-                copies.append(bed.start_store(number, at=len(copies) % 8, nbytes=nbytes, layers=1))
-                if len(copies) == 8:
-                    for copy in copies:
-                        if copy is not None:
-                            bed.end(copy)
-                    copies.clear()
-            bed.settle()
-            assert bed.counters["disk_full"] == 0
-            assert bed.counters["disk_stored"] > 100
-            assert bed.counters["disk_removed"] > 50
-            assert bed.disk_bytes <= bed.tier.used_bytes <= MIB // 2
-        finally:
-            bed.close()
+    with (
+        small_disk(tmp_path / "tier", MIB // 2 + 8192) as folder,
+        contextlib.closing(Bed(folder.parent, limit_bytes=MIB // 2, slots=8)) as bed,
+    ):
+        copies = []
+        for _ in range(600):
+            number = random_.randrange(200)
+            nbytes = random_.choice([100, 5000, 12_288])  # these take exactly their charge
+            copies.append(bed.start_store(number, at=len(copies) % 8, nbytes=nbytes, layers=1))
+            if len(copies) == 8:
+                for copy in copies:
+                    if copy is not None:
+                        bed.end(copy)
+                copies.clear()
+        bed.settle()
+        assert bed.counters["disk_full"] == 0
+        assert bed.counters["disk_stored"] > 100
+        assert bed.counters["disk_removed"] > 50
+        assert bed.disk_bytes <= bed.tier.used_bytes <= MIB // 2
 
 
 # ---- many at once ---------------------------------------------------------------------------

@@ -494,32 +494,28 @@ def test_a_link_under_the_name_of_a_chunk_is_not_followed_when_a_node_starts(bed
 def test_a_disk_that_is_unmounted_for_a_while_is_used_again(tmp_path):
     other = tmp_path / "elsewhere"
     other.mkdir()
-    with small_disk(tmp_path / "tier", MIB) as folder:
-        bed = Bed(folder.parent)
+    with small_disk(tmp_path / "tier", MIB) as folder, contextlib.closing(Bed(folder.parent)) as bed:
+        for number in range(4):
+            assert bed.store(number)
+        subprocess.run(["mount", "--bind", str(folder), str(other)], check=True)
         try:
-            for number in range(4):
-                assert bed.store(number)
-            subprocess.run(["mount", "--bind", str(folder), str(other)], check=True)
-            try:
-                subprocess.run(["umount", "-l", str(folder)], check=True)
-                assert not bed.store(9)
-                assert bed.counters["disk_gone"] == 1
-                assert not bed.has(1)
-                bed.tier.evict([key(3)])
-                bed.settle()
-                assert bed.tier.status().state == "not there"
-                assert not list(folder.iterdir()), "nothing is written to the file system below"
-                subprocess.run(["mount", "--bind", str(other), str(folder)], check=True)
-            finally:
-                subprocess.run(["umount", "-l", str(other)], check=True)
-            bed.now += PAUSE_S
-            while not bed.has(1):
-                bed.turn()
-            assert [bed.load(number) for number in range(3)] == [None] * 3
-            assert not bed.has(3), "what was forgotten meanwhile is not found again"
-            assert bed.store(9)
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+            assert not bed.store(9)
+            assert bed.counters["disk_gone"] == 1
+            assert not bed.has(1)
+            bed.tier.evict([key(3)])
+            bed.settle()
+            assert bed.tier.status().state == "not there"
+            assert not list(folder.iterdir()), "nothing is written to the file system below"
+            subprocess.run(["mount", "--bind", str(other), str(folder)], check=True)
         finally:
-            bed.close()
+            subprocess.run(["umount", "-l", str(other)], check=True)
+        bed.now += PAUSE_S
+        while not bed.has(1):
+            bed.turn()
+        assert [bed.load(number) for number in range(3)] == [None] * 3
+        assert not bed.has(3), "what was forgotten meanwhile is not found again"
+        assert bed.store(9)
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -529,8 +525,7 @@ def test_a_disk_that_is_unmounted_for_a_while_is_used_again(tmp_path):
 def test_a_full_disk_keeps_what_it_has_and_new_chunks_replace_old_ones(tmp_path, caplog):
     with small_disk(tmp_path / "tier", MIB + 4 * 36_864 + 8192) as folder:
         (folder / "of-others").write_bytes(bytes(MIB))
-        bed = Bed(folder.parent, limit_bytes=MIB)
-        try:
+        with contextlib.closing(Bed(folder.parent, limit_bytes=MIB)) as bed:
             assert [bed.store(number) for number in range(6)] == [True, True, True, True, False, True]
             assert bed.counters["disk_full"] == 1
             assert (bed.tier.status().state, bed.tier.status().is_up) == ("full", True)
@@ -542,8 +537,6 @@ def test_a_full_disk_keeps_what_it_has_and_new_chunks_replace_old_ones(tmp_path,
             assert [bed.store(number) for number in (6, 7)] == [False, True]
             assert bed.counters["disk_full"] == 2
             assert sum("disk_full" in line for line in caplog.messages) == 2  # a minute lies between them
-        finally:
-            bed.close()
 
 
 @is_root
@@ -551,30 +544,26 @@ def test_the_reserve_of_a_disk_is_left_to_others(tmp_path):
     with small_disk(tmp_path / "tier", 2 * MIB) as folder:
         (folder / "of-others").write_bytes(bytes(MIB))
         left = MIB - 3 * 36_864
-        bed = Bed(folder.parent, limit_bytes=MIB, reserve_bytes=left - 4096)
-        try:
+        with contextlib.closing(Bed(folder.parent, limit_bytes=MIB, reserve_bytes=left - 4096)) as bed:
             assert [bed.store(number) for number in range(5)] == [True, True, True, False, True]
             disk = os.statvfs(folder)
             assert disk.f_bavail * disk.f_frsize >= left - 2 * 4096  # the folder's own pages
             assert bed.counters["disk_full"] == 1
             assert len(bed.files) == 3
-        finally:
-            bed.close()
 
 
 @is_root
 def test_a_cap_that_the_disk_does_not_have_is_lowered_and_said(tmp_path, caplog):
-    with small_disk(tmp_path / "tier", MIB) as folder:
-        bed = Bed(folder.parent, limit_bytes=64 * MIB, reserve_bytes=MIB // 4)
-        try:
-            assert bed.tier.limit_bytes == bed.tier.status().limit_bytes == MIB - MIB // 4
-            assert bed.counters["disk_cap_lowered"] == 1
-            assert f"{folder} is on a disk of 1.0 MiB: the cap of 64.0 MiB is lowered to 0.8 MiB" in caplog.text
-            assert all(bed.store(number) for number in range(40))
-            assert bed.disk_bytes <= bed.tier.used_bytes <= MIB - MIB // 4
-            assert not bed.counters["disk_full"]
-        finally:
-            bed.close()
+    with (
+        small_disk(tmp_path / "tier", MIB) as folder,
+        contextlib.closing(Bed(folder.parent, limit_bytes=64 * MIB, reserve_bytes=MIB // 4)) as bed,
+    ):
+        assert bed.tier.limit_bytes == bed.tier.status().limit_bytes == MIB - MIB // 4
+        assert bed.counters["disk_cap_lowered"] == 1
+        assert f"{folder} is on a disk of 1.0 MiB: the cap of 64.0 MiB is lowered to 0.8 MiB" in caplog.text
+        assert all(bed.store(number) for number in range(40))
+        assert bed.disk_bytes <= bed.tier.used_bytes <= MIB - MIB // 4
+        assert not bed.counters["disk_full"]
 
 
 @is_root
@@ -841,53 +830,45 @@ def read_only(folder):
 @is_root
 @pytest.mark.parametrize("has_lock", [True, False])
 def test_a_disk_that_is_read_only_when_a_node_starts_is_read(tmp_path, caplog, has_lock):
-    with small_disk(tmp_path / "tier", MIB) as folder:
-        bed = Bed(folder.parent)
-        try:
-            assert bed.store(1)
-            bed.close_tier()
-            if not has_lock:
-                (folder / "tier.lock").unlink()
-            with read_only(folder):
-                bed.open()
-                assert bed.load(1) is None
-                assert not bed.tier.takes_stores
-                assert not bed.store(2)
-                assert bed.counters["disk_read_only"] == 1
-                assert bed.tier._folder.is_direct
-                assert bed.tier.status().state == "read-only"
-                assert sum("read-only" in one.message.lower() for one in caplog.records) == 1
-                bed.now += PAUSE_S
-                assert not bed.store(2)
-                if has_lock:
-                    with pytest.raises(ConfigError, match="another node"):
-                        bed.open()
+    with small_disk(tmp_path / "tier", MIB) as folder, contextlib.closing(Bed(folder.parent)) as bed:
+        assert bed.store(1)
+        bed.close_tier()
+        if not has_lock:
+            (folder / "tier.lock").unlink()
+        with read_only(folder):
+            bed.open()
+            assert bed.load(1) is None
+            assert not bed.tier.takes_stores
+            assert not bed.store(2)
+            assert bed.counters["disk_read_only"] == 1
+            assert bed.tier._folder.is_direct
+            assert bed.tier.status().state == "read-only"
+            assert sum("read-only" in one.message.lower() for one in caplog.records) == 1
             bed.now += PAUSE_S
-            assert bed.store(2) == has_lock, "a folder that is not this node's alone is never written to"
-        finally:
-            bed.close()
+            assert not bed.store(2)
+            if has_lock:
+                with pytest.raises(ConfigError, match="another node"):
+                    bed.open()
+        bed.now += PAUSE_S
+        assert bed.store(2) == has_lock, "a folder that is not this node's alone is never written to"
 
 
 @is_root
 def test_a_disk_that_is_full_when_a_node_starts_is_not_used_through_the_page_cache(tmp_path, caplog):
-    with small_disk(tmp_path / "tier", MIB) as folder:
-        bed = Bed(folder.parent)
-        try:
-            assert bed.tier._folder.is_direct, "else there is nothing to see here"
-            assert bed.store(1)
-            bed.close_tier()
-            with (folder / "of-others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(4096))
-            bed.open()
-            assert bed.tier._folder.is_direct
-            assert bed.tier.status().state == "ok"
-            assert not bed.counters["disk_not_direct"]
-            assert "direct" not in caplog.text
-            assert bed.load(1) is None
-            assert not (folder / "direct").exists()
-        finally:
-            bed.close()
+    with small_disk(tmp_path / "tier", MIB) as folder, contextlib.closing(Bed(folder.parent)) as bed:
+        assert bed.tier._folder.is_direct, "else there is nothing to see here"
+        assert bed.store(1)
+        bed.close_tier()
+        with (folder / "of-others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        bed.open()
+        assert bed.tier._folder.is_direct
+        assert bed.tier.status().state == "ok"
+        assert not bed.counters["disk_not_direct"]
+        assert "direct" not in caplog.text
+        assert bed.load(1) is None
+        assert not (folder / "direct").exists()
 
 
 def test_a_folder_that_nothing_may_be_written_to(bed):

@@ -1,5 +1,6 @@
 """A node that is killed at any moment: what its disk tier has afterwards is whole, and nothing else is left."""
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -24,13 +25,10 @@ def test_after_a_kill_at_any_system_call_whatever_is_found_is_whole(tmp_path, se
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
         stored += done.stdout.count("stored")
-        bed = Bed(tmp_path, limit_bytes=LIMIT_BYTES)
-        try:
+        with contextlib.closing(Bed(tmp_path, limit_bytes=LIMIT_BYTES)) as bed:
             found = [number for number in range(20) if bed.has(number)]
             assert [bed.load(number) for number in found] == [None] * len(found)
             assert bed.files == sorted(bed.file(number) for number in found)
             assert bed.disk_bytes <= bed.tier.used_bytes == len(found) * bed.charge <= LIMIT_BYTES
             assert not any(bed.counters[f"disk_{kind}"] for kind in ("corrupt", "truncated", "missing"))
-        finally:
-            bed.close()
     assert stored

@@ -1,5 +1,6 @@
 """A remote store that is down, slow, full, or refuses us costs misses and counters, and never the control loop."""
 
+import contextlib
 import logging
 import socket
 import threading
@@ -102,8 +103,7 @@ def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
 
 def test_a_store_that_dies_within_an_answer_is_believed_so_far(beds, redis):
     """Questions go in batches; of the second one comes a half."""
-    relay = Relay(redis.port)
-    try:
+    with contextlib.closing(Relay(redis.port)) as relay:
         bed = beds(redis.url.replace(str(redis.port), str(relay.port))).opened()
         batch = bed.tier._backend.batch
         assert [bed.store(number) for number in range(2 * batch)] == [None] * (2 * batch)
@@ -113,8 +113,6 @@ def test_a_store_that_dies_within_an_answer_is_believed_so_far(beds, redis):
         assert bed.counters["remote_unreachable"] == 1
         assert not bed.tier._catalog._sought
         assert bed.load(0).kind == "unreachable"
-    finally:
-        relay.close()
 
 
 @pytest.mark.parametrize("is_asked_again", [False, True])

@@ -1,5 +1,6 @@
 """The tier of docs/tutorials/add-a-tier.md: its own test file passes, and a real node keeps chunks there."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -57,14 +58,11 @@ def test_a_node_keeps_chunks_in_the_tier_that_its_settings_name(tmp_path, instal
     for is_first in (True, False):  # the second node finds what the first has stored
         address = f"ipc://{tmp_path}/{is_first}.sock"
         node = NodeProcess(NodeConfig(address=address, arena_bytes=16 * MIB, remote=f"shelf://{place}")).wait_ready()
-        engine = Engine(node.address)
-        try:
+        with contextlib.closing(Engine(node.address)) as engine:
             wait_until(lambda node=node: node.status().tiers[0].is_up, what="the folder was looked at")
             if is_first:
                 engine.save(saved)
                 wait_until(lambda: sum(path.is_file() for path in place.rglob("*-0")) == 4, what="all is stored")
             else:
                 assert engine.look(list(saved)) == list(saved.values())
-        finally:
-            engine.close()
             node.close()

@@ -1,5 +1,6 @@
 """What a tier says of keys that it does not find: that it cannot know, or what became of them."""
 
+import contextlib
 import errno
 import os
 import threading
@@ -108,13 +109,10 @@ def test_what_could_not_be_written_says_how_and_what_came_in_the_pause_says_that
 
 
 def test_a_chunk_that_is_larger_than_the_cap_is_not_stored_for_that(tmp_path):
-    bed = disk_bed.Bed(tmp_path, limit_bytes=1000)
-    try:
+    with contextlib.closing(disk_bed.Bed(tmp_path, limit_bytes=1000)) as bed:
         assert not bed.store(1)
         assert said(bed, 1) == ("", "not stored: a chunk is larger than all of the cap, 0.0 s ago")
         assert bed.tier.tally.dropped == 1
-    finally:
-        bed.close()
 
 
 # ---- a store that nodes share ---------------------------------------------------------------

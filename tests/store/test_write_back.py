@@ -3,6 +3,7 @@
 The tier is the fake of test_tiers.
 """
 
+import contextlib
 import tempfile
 from collections import Counter
 
@@ -113,8 +114,7 @@ def test_what_was_not_stored_because_it_failed_is_a_miss_later(stage):
 
 @pytest.mark.parametrize("choice", ["all", "twice-seen", "write-back"])
 def test_what_a_tier_has_removed_is_stored_again_before_it_leaves_memory(tmp_path, choice):
-    stage = Stage(tmp_path, choice=choice, window=4 / GRANULES)
-    try:
+    with contextlib.closing(Stage(tmp_path, choice=choice, window=4 / GRANULES)) as stage:
         stage.save(range(GRANULES))
         for number in range(GRANULES):
             stage.tiers.storing.found_by_request(stage.store.find([key(number)], 1)[0])
@@ -135,14 +135,11 @@ def test_what_a_tier_has_removed_is_stored_again_before_it_leaves_memory(tmp_pat
         assert 3 in stored(stage)
         assert stage.store.counters["evicted_unstored"] == 0
         assert not stage.tiers.storing._again, "nothing is looked for that is stored"
-    finally:
-        stage.close()
 
 
 @pytest.mark.parametrize("choice", ["all", "twice-seen", "write-back"])
 def test_what_a_tier_had_and_has_removed_is_not_said_to_have_been_kept_from_it(tmp_path, choice):
-    stage = Stage(tmp_path, choice=choice, window=1 / GRANULES)
-    try:
+    with contextlib.closing(Stage(tmp_path, choice=choice, window=1 / GRANULES)) as stage:
         stage.save([0])
         stage.tiers.storing.found_by_request(stage.store.find([key(0)], 1)[0])
         stage.save(range(1, GRANULES))
@@ -159,8 +156,6 @@ def test_what_a_tier_had_and_has_removed_is_not_said_to_have_been_kept_from_it(t
             ("evicted", "below: removed to make room, 0.0 s ago")
         ]
         stage.end_all()
-    finally:
-        stage.close()
 
 
 @pytest.mark.parametrize("choice", ["all", "twice-seen", "write-back"])
@@ -204,8 +199,9 @@ def test_a_tier_smaller_than_the_window_is_not_written_to_all_the_time(tmp_path,
 @given(accesses=st.lists(st.integers(0, 25), max_size=80))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_storing_ahead_changes_nothing_of_what_goes(tmp_path, name, window, accesses):
-    stage = Stage(tempfile.mkdtemp(dir=tmp_path), granules=ROOM, policy=find(name), choice="write-back", window=window)
-    try:
+    with contextlib.closing(
+        Stage(tempfile.mkdtemp(dir=tmp_path), granules=ROOM, policy=find(name), choice="write-back", window=window)
+    ) as stage:
         found = []
         for number in accesses:
             there = stage.hits([number]) == 1
@@ -218,5 +214,3 @@ def test_storing_ahead_changes_nothing_of_what_goes(tmp_path, name, window, acce
             stage.end_all()
         assert found == list(MODELS[name](accesses))
         assert window < 1.0 or name == "s3fifo" or stage.store.counters["evicted_unstored"] == 0
-    finally:
-        stage.close()
