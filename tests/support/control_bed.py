@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raw_engine import CHUNK_BYTES, LAYERS, key
+from raw_engine import CHUNK_BYTES, Engine, key
 
 from pdx.config import NodeConfig
 from pdx.errors import NodeError, ProtocolError
@@ -19,7 +19,7 @@ from pdx.node.service import Service
 from pdx.node.sessions import Session
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import VERSION, Admit, Answer, Ask, Fill, Hello, Refused, Release
+from pdx.wire.messages import VERSION, Answer, Ask, Hello, Refused
 from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import CheckFinish, JobStatus
 
@@ -61,31 +61,13 @@ class Said:
         return answer.error
 
 
-class BedEngine:
-    """Both halves of an engine of one shard, as `raw_engine.Engine`."""
+class BedEngine(Engine):
+    """Both halves are sessions of the bed."""
 
     def __init__(self, bed: ControlBed, **hello: Any) -> None:
-        self._bed = bed
         self.arena = bed.arena
         self.scheduler = Said(bed, kind="scheduler", engine="e" * 16, **hello)
         self.worker = Said(bed, kind="worker", engine="e" * 16)
-
-    def save(self, contents: Mapping[bytes, bytes], **ask: Any) -> None:
-        """Whole chunks by their keys."""
-        keys = list(contents)
-        nbytes = len(next(iter(contents.values())))
-        granted = self.scheduler.ask(Admit(keys, nbytes, LAYERS, partial=True, **ask))
-        for index, slot in zip(granted.granted, granted.granted_slots, strict=True):
-            self.arena.view(slot)[:] = contents[keys[index]]
-        assert self.worker.ask(Fill(granted.granted_slots, 0, LAYERS, seal=True)).count == len(granted.granted)
-
-    def look(self, keys: Sequence[bytes], wait_s: float = 5.0) -> list[bytes]:
-        """The bytes of the leading ones that are there, or come in time."""
-        found = self.scheduler.ask(Admit(list(keys), lease_s=20.0, wait_s=wait_s))
-        contents = [bytes(self.arena.view(slot)) for slot in found.slots]
-        if found.lease:
-            self.scheduler.ask(Release(found.lease))
-        return contents
 
 
 class ControlBed:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
+from typing import Literal
 
 import msgspec
 import zmq
@@ -60,11 +60,8 @@ class _Replay(msgspec.Struct):
     frame: list[bytes] = []  # to be sent next
 
 
-class _Feed(Enum):
-    """What was there when the publisher began: what was told before is void; all of it has been told."""
-
-    BEGINS = auto()
-    WHOLE = auto()
+# What was there when the publisher began: what was told before is void; all of it has been told.
+_Feed = Literal["begins", "whole"]
 
 
 class Publisher:
@@ -132,12 +129,12 @@ class Publisher:
             piece = next(self._feed, None)
             if piece is None:
                 self._feed = None
-            self._queue.append(_Feed.WHOLE if piece is None else piece)
+            self._queue.append("whole" if piece is None else piece)
             self._wake_up()
 
     def _begin_anew(self) -> None:
         self._queue.clear()
-        self._queue.append(_Feed.BEGINS)
+        self._queue.append("begins")
         self._feed = self._events.snapshot()
 
     def _wake_up(self) -> None:
@@ -207,10 +204,10 @@ class Publisher:
             self._subscribed.discard(topic)
 
     def _take(self, item: Batch | list[Change] | _Feed) -> None:
-        if isinstance(item, _Feed):
-            self._is_whole = item is _Feed.WHOLE
+        if isinstance(item, str):
+            self._is_whole = item == "whole"
             self._whole = (-1, b"")
-            if item is _Feed.BEGINS:
+            if item == "begins":
                 self._blocks.begin()
             else:
                 self._blocks.end()
