@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from contextlib import ExitStack
 
 from node_harness import NodeThread
 from toy_engine import CHUNK, Request, ToyEngine
 
 import pdx
-from pdx.errors import ArenaFull
-from pdx.memory.arena import GRANULE_BYTES
 from pdx.testing.waiting import wait_until
 
 CHUNKS = 3
@@ -35,16 +32,12 @@ def run(engine: ToyEngine, prompt: list[int]) -> int:
     return found
 
 
-def forget(node: NodeThread, nbytes: int = 1) -> None:
-    """Others take the room of what memory has."""
+def forget(node: NodeThread) -> None:
+    """Somebody takes all the room of what memory has."""
     wait_until(lambda: set(node.status().chunks) <= {"sealed"}, what="nothing is written")
     wait_until(lambda: not any(tier.copies for tier in node.status().tiers), what="nothing is stored")
-    with pdx.connect(node.address) as client, ExitStack() as held:
-        for number in range(node.config.arena_bytes // GRANULE_BYTES):
-            try:
-                held.enter_context(client.reserve(f"filler {number}", nbytes))
-            except ArenaFull:
-                return
+    with pdx.connect(node.address) as client, client.reserve("filler", node.config.arena_bytes):
+        assert "sealed" not in client.status().chunks
 
 
 def stored(node: NodeThread, count: int) -> None:

@@ -15,11 +15,10 @@ from toy_engine import BLOCK, CHUNK, ToyEngine
 
 from pdx.testing.waiting import wait_until
 
-TIERS = [("remote",), ("disk",), ("disk", "disk"), ("disk", "disk", "remote")]
+TIERS = [(("remote",), 2), (("disk",), 1), (("disk", "disk"), 2), (("disk", "disk", "remote"), 2)]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize(("tiers", "shards"), TIERS, ids=str)
 def test_the_longest_beginning_comes_in_every_shard(
     start_here: Callable[..., NodeThread], place: Path, tiers: tuple[str, ...], shards: int
 ) -> None:

@@ -259,7 +259,7 @@ def test_nothing_of_ours_spoils_a_capture_under_way(beds: Callable[..., Bed], fa
     wait_until(lambda: not num_mapped() and not fake.counts()["registered"], what="the dead node's memory is let go of")
     bed.start_node()
     wait_until(lambda: num_mapped() or fake.counts()["registered"], what="the next node's memory is reached")
-    wait_until(lambda: engine.is_attached, timeout_s=10, what="attached to the next node")
+    wait_until(lambda: engine.is_attached, what="attached to the next node")
     assert fake.spoiled == []
     streams.captured = None
     engine.finish(saved(engine, tokens(45, CHUNK)))

@@ -63,7 +63,7 @@ def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: s
     engine.finish(request)
     engine.finish(other)
     bed.start_node(*flags)
-    wait_until(lambda: engine.is_attached, timeout_s=10, what="attached to the next node")
+    wait_until(lambda: engine.is_attached, what="attached to the next node")
     engine.finish(saved(engine, prompt))
     bed.wait_sealed(2)
     check_loaded(bed.engine(), prompt, 2 * CHUNK)
@@ -104,14 +104,14 @@ def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whol
     is_mapped, open_arena = threading.Event(), MappedArena.open
 
     def open_late(*args: Any) -> MappedArena:
-        is_mapped.wait(10)
+        is_mapped.wait(60)
         return open_arena(*args)
 
     monkeypatch.setattr(MappedArena, "open", open_late)
     killed_bed.node.kill()
     killed_bed.start_node()
-    wait_until(lambda: engine.scheduler.is_attached, timeout_s=10, what="the scheduler half is attached")
-    wait_until(lambda: engine.workers[0]._link.attached is not None, timeout_s=10, what="the worker half is attached")  # noqa: SLF001
+    wait_until(lambda: engine.scheduler.is_attached, what="the scheduler half is attached")
+    wait_until(lambda: engine.workers[0]._link.attached is not None, what="the worker half is attached")  # noqa: SLF001
     assert not engine.workers[0].is_attached
     half, whole = Request("half", tokens(28, CHUNK)), Request("whole", tokens(29, CHUNK))
     assert engine.admit(whole) == set()

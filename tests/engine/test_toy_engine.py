@@ -262,7 +262,7 @@ def test_node_killed_between_steps_costs_only_the_cache(
     engine.step((request, CHUNK))
     engine.finish(request)
     engines_of_killed.node = start_node()
-    wait_until(lambda: engine.is_attached, timeout_s=10, what="both halves are attached to the next node")
+    wait_until(lambda: engine.is_attached, what="both halves are attached to the next node")
     again = Request("c", prompt)
     engine.admit(again)
     engine.step((again, len(prompt)))
