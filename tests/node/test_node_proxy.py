@@ -130,7 +130,7 @@ def test_how_engines_name_their_chunks_is_in_the_report_as_soon_as_it_changes(no
 def test_marks_arrive_once_and_in_order(node, proxy, attach):
     scheduler = attach(node, kind="scheduler", engine="e")
     for number in range(100):
-        scheduler.tell(Mark(TRANSFER, f"event {number}", number, nbytes=number, tokens=1))
+        scheduler.tell(Mark(TRANSFER, f"event {number}", number, number, 1, "another"))  # says who it is, in vain
     marks = []
 
     def all_are_there():

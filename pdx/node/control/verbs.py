@@ -30,6 +30,7 @@ from pdx.wire.messages import Outcome
 from pdx.wire.verbs import (
     MAX_EVICTED,
     MAX_LISTED,
+    MAX_MODELS,
     AnyVerb,
     CheckFinish,
     Clear,
@@ -185,13 +186,12 @@ class Controls:
         return len(keys)
 
     def _models(self, ask: Models) -> ModelList:
-        return ModelList(
-            [
-                Model(hello.engine, hello.url, session.layout, hello.shape)
-                for session in self._sessions
-                if (hello := session.hello).kind == "scheduler" and hello.layout and hello.shape
-            ][:256]
-        )
+        models = [
+            Model(hello.engine, hello.url, session.layout, hello.shape)
+            for session in self._sessions
+            if (hello := session.hello).kind == "scheduler" and hello.layout and hello.shape
+        ]
+        return ModelList(models[:MAX_MODELS])
 
     def _list(self, ask: List) -> Listing:
         named = {
