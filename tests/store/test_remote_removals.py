@@ -122,3 +122,23 @@ def test_what_is_not_removed_by_the_end_is_said(bed, redis, caplog):
     bed.tier.evict([key(1)])
     bed.tier.close()
     assert "1 chunks that were deleted may still be in" in caplog.text
+
+
+def test_what_is_deleted_while_it_is_written_is_removed_when_that_is_over(bed, redis, monkeypatch):
+    write, reached, goes_on = bed.tier._backend.write, threading.Event(), threading.Event()
+
+    def late(name, parts):
+        reached.set()
+        assert goes_on.wait(30)
+        write(name, parts)
+
+    monkeypatch.setattr(bed.tier._backend, "write", late)
+    copy = bed.start("store", 1, at=1)
+    assert reached.wait(30)
+    bed.tier.evict([key(1)])
+    bed.tier.tick()
+    removing = bool(bed.tier._catalog._removing)
+    goes_on.set()
+    bed.end(copy)
+    assert not removing, "it is being written"
+    assert gone(bed, redis)
