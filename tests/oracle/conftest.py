@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from node_harness import NodeProcess
+from node_harness import NodeProcess, NodeThread
 
 from pdx.bench.harness.tiny_llama import make_model
 
@@ -31,11 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bed(model: Path, module_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[OracleBed]:
+def bed(model: Path, node_here: NodeThread, request: pytest.FixtureRequest) -> Iterator[OracleBed]:
     """Engines on a node that has nothing of this test's prompts."""
     from oracle_bed import OracleBed
 
-    with contextlib.closing(OracleBed(model, module_node, request.node.name)) as made:
+    with contextlib.closing(OracleBed(model, node_here, request.node.name)) as made:
         yield made
 
 

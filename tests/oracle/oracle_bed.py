@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from exact_engine import Engine, Shape, check_nothing_left, tokens
-from node_harness import NodeProcess
+from node_harness import NodeProcess, NodeThread
 
 from pdx.testing.waiting import wait_until
 
@@ -14,9 +14,9 @@ from pdx.testing.waiting import wait_until
 class OracleBed:
     """Engines on one node. At its end nothing is left of their requests."""
 
-    def __init__(self, model: Path, node: NodeProcess, name: str) -> None:
+    def __init__(self, model: Path, node: NodeProcess | NodeThread, name: str) -> None:
         """`name`: beds of the same name have the same tokens."""
-        self.node = node
+        self.node: Any = node
         self._model, self._name = model, name
         self._before = node.status()
         self.engines: list[Engine] = []
