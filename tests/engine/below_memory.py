@@ -36,6 +36,7 @@ def forget(node: NodeThread) -> None:
     """Somebody takes all the room of what memory has."""
     wait_until(lambda: set(node.status().chunks) <= {"sealed"}, what="nothing is written")
     wait_until(lambda: not any(tier.copies for tier in node.status().tiers), what="nothing is stored")
+    wait_until(lambda: not node.status().leases, what="nobody holds anything")
     with pdx.connect(node.address) as client, client.reserve("filler", node.config.arena_bytes):
         assert "sealed" not in client.status().chunks
 
