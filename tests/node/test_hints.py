@@ -16,7 +16,7 @@ from pdx.store.tier import Grant
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import OWN, Hints, tenant
 from pdx.wire.messages import Abort, Admit, Bye, Delete, Expect, Fill, Pin, Release
-from pdx.wire.verbs import Advise
+from pdx.wire.verbs import Advise, Why
 
 A, B = tenant("a"), tenant("b")
 
@@ -654,7 +654,7 @@ def test_hints_that_fail_cost_the_request_nothing(bed, monkeypatch):
 
 def test_the_answer_is_remembered_with_the_request(bed):
     bed.request(range(4), Hints("", lease_s=5.0, codec="int8"), request="r")
-    [explained] = bed.service.explained("r").requests
+    [explained] = bed.service.handle(bed.session, Why("r")).requests
     assert {verdict.field: verdict.outcome for verdict in explained.verdicts} == {
         "lease_s": "accepted",
         "codec": "refused",
