@@ -365,6 +365,8 @@ def from_words(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in said.items():
         if name not in known:
             raise ConfigError(f"{name!r} is no option of {kind.__name__}; there are {', '.join(known)}")
+        if known[name].is_size and value == "":
+            continue  # as if it were not said
         settings[known[name].field.name] = _value(known[name], value)
     return settings
 
@@ -444,18 +446,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 30.0
     lease_s: Annotated[PositiveSeconds, option("Found chunks are held this long.")] = 60.0
     trace: Annotated[FileName, option("Private folder (mode 0700) for spans.", default="PDX_TRACE, else none")] = ""
-    of_node: dict[str, Any] = {}  # what is said of a node that this engine starts, by `Option.name`
+    of_node: dict[str, Any] = {}  # settings of `NodeConfig` for a node that this engine starts
 
     def node_address(self) -> str:
         """The node this engine attaches to."""
         return self.node or default_node()
-
-    def settings(self) -> dict[str, Any]:
-        """Those of `NodeConfig` for a node that this engine starts.
-
-        :raises ConfigError: see `node_settings`.
-        """
-        return node_settings(self.of_node)
 
 
 def parse(kind: type[_T], settings: dict[str, Any]) -> _T:
@@ -463,13 +458,21 @@ def parse(kind: type[_T], settings: dict[str, Any]) -> _T:
 
     :raises ConfigError: an unknown name, a wrong type, or a value out of range; the message names it.
     """
-    if kind is ConnectorConfig:
-        of_nodes = {name for name, option in options_of(NodeConfig).items() if option.for_engines}
-        of_node = {name: value for name, value in settings.items() if name in of_nodes}
-        node_settings(of_node)
-        settings = {**{name: value for name, value in settings.items() if name not in of_nodes}, "of_node": of_node}
     try:
         return msgspec.convert(settings, kind)
     except msgspec.ValidationError as error:
         known = ", ".join(field.name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
         raise ConfigError(f"{error} (settings of {kind.__name__}: {known})") from error
+
+
+def connector_config(settings: Mapping[str, Any]) -> ConnectorConfig:
+    """What `kv_connector_extra_config` says, of the connector and of a node that it starts.
+
+    :raises ConfigError: see `parse` and `node_settings`.
+    """
+    if "of_node" in settings:
+        raise ConfigError("'of_node' is no setting of the connector; say what is in it by itself")
+    of_nodes = {name for name, option in options_of(NodeConfig).items() if option.for_engines}
+    of_node = node_settings({name: value for name, value in settings.items() if name in of_nodes})
+    own = {name: value for name, value in settings.items() if name not in of_nodes}
+    return parse(ConnectorConfig, {**own, "of_node": of_node})

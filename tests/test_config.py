@@ -9,6 +9,7 @@ from pdx import config
 from pdx.config import (
     ConnectorConfig,
     NodeConfig,
+    connector_config,
     disk_names,
     node_name,
     node_settings,
@@ -46,7 +47,7 @@ def test_what_is_not_a_size_is_refused_with_an_example(text):
 
 def test_an_unknown_setting_names_itself_and_the_known_ones():
     with pytest.raises(ConfigError) as refused:
-        parse(ConnectorConfig, {"chunk_token": 256})
+        connector_config({"chunk_token": 256})
     assert "chunk_token`" in str(refused.value)
     for name in ("chunk_tokens", "lookup_s", "node"):
         assert name in str(refused.value)
@@ -72,7 +73,7 @@ def test_node_settings_out_of_range_are_refused(settings):
 
 def test_defaults_are_valid():
     assert parse(NodeConfig, {"address": "ipc:///tmp/x"}) == NodeConfig(address="ipc:///tmp/x")
-    assert parse(ConnectorConfig, {}) == ConnectorConfig()
+    assert connector_config({}) == ConnectorConfig()
 
 
 @pytest.mark.parametrize(
@@ -201,3 +202,22 @@ def test_a_time_limit_is_one(seconds):
     if not 0 <= seconds <= 1:
         with pytest.raises(ConfigError, match="exit_when_idle_s"):
             parse(NodeConfig, {"address": "ipc:///x", "exit_when_idle_s": seconds})
+
+
+@pytest.mark.parametrize(
+    ("said", "settings"),
+    [
+        ({"disk": "/a"}, {"disks": ["/a"]}),
+        ({"disk": ["/a", "/b"]}, {"disks": ["/a", "/b"]}),
+        ({"disk": ""}, {"disks": []}),
+        ({"disk": []}, {"disks": []}),
+        ({"arena": "", "disk_limit": ""}, {}),  # as if they were not said
+    ],
+)
+def test_the_connector_takes_one_folder_or_several_and_empty_words(said, settings):
+    assert connector_config(said).of_node == settings
+
+
+def test_the_connector_has_no_setting_of_the_name_of_a_field_that_is_made():
+    with pytest.raises(ConfigError, match="'of_node' is no setting"):
+        connector_config({"of_node": {"disk": "/a"}})

@@ -28,7 +28,7 @@ from pdx.bench.harness import tiny_llama
 from pdx.cli.main import main
 from pdx.cli.ports import free_ports
 from pdx.cli.serve import engine_command
-from pdx.config import ConnectorConfig, parse
+from pdx.config import connector_config
 from pdx.errors import PdxError
 from pdx.telemetry.timeline import Breakdown
 from pdx.testing.channel_conformance import ChannelConformance
@@ -99,7 +99,7 @@ def test_the_connector_is_configured_as_pdx_serve_does_it():
     for line in lines:
         shown = json.loads(line[line.index("--kv-transfer-config") + 1])
         settings = shown.pop("kv_connector_extra_config")
-        parse(ConnectorConfig, settings)
+        connector_config(settings)
         assert settings["url"].endswith(f":{line[line.index('--port') + 1]}")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pdx.config import ConnectorConfig, parse
+from pdx.config import connector_config
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import BlockHashing, StepRecord, StepRequest
 from pdx.engine.worker import WorkerHalf
@@ -85,7 +85,7 @@ class Engine:
 
     def __init__(self, address: str, name: str) -> None:
         settings = {"node": address, "start_node": False, "chunk_tokens": CHUNK_TOKENS, "lookup_s": TIMEOUT_S}
-        config = parse(ConnectorConfig, settings)
+        config = connector_config(settings)
         self.pages = [torch.zeros(BLOCKS, BLOCK_TOKENS, 2, dtype=torch.int64) for _ in range(LAYERS)]
         self.free = list(range(BLOCKS))
         self.worker = WorkerHalf(config, LAYOUT, name, 0)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from pdx.cli.options import Sectioned, node_options, option, refuse_node_options, said
-from pdx.config import ConnectorConfig, default_node, default_proxy, parse
+from pdx.config import connector_config, default_node, default_proxy
 from pdx.errors import ConfigError
 from pdx.security.address import base_url, bracketed
 
@@ -84,7 +84,7 @@ def engine_command(model: str, flags: Sequence[str], *, url: str = "", **setting
         )
     _check_model(model)
     settings["url"] = base_url(url) if url else _url(flags)
-    parse(ConnectorConfig, settings)
+    connector_config(settings)
     # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
     # must not be imported instead of the standard library's.
     server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]

@@ -194,5 +194,5 @@ class NodeLink:
             address=self._config.node_address(),
             proxy=self._config.proxy or default_proxy(),
             trace=self._config.trace,
-            **self._config.settings(),
+            **self._config.of_node,
         )

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pdx.config import ConnectorConfig, parse
+from pdx.config import ConnectorConfig, connector_config
 from pdx.engine.guard import Off, SchedulerGuard, WorkerGuard
 from pdx.engine.plan import StepPlan, WorkerNews
 from pdx.engine.scheduler import SchedulerHalf
@@ -300,7 +300,7 @@ def _join_log() -> None:
 
 
 def _checked_config(transfer: Any) -> ConnectorConfig:
-    config = parse(ConnectorConfig, transfer.kv_connector_extra_config)
+    config = connector_config(transfer.kv_connector_extra_config)
     if transfer.kv_role != "kv_both":
         raise ConfigError(f'kv_role is {transfer.kv_role!r}: PdxConnector needs "kv_both"; the role is per request')
     if transfer.kv_load_failure_policy != "recompute":

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pdx.cli import serve as module
 from pdx.cli.serve import engine_command, serve
-from pdx.config import ConnectorConfig, parse
+from pdx.config import ConnectorConfig, connector_config
 from pdx.errors import ConfigError
 
 
@@ -38,8 +38,8 @@ def test_the_connector_is_set_up():
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    assert parse(ConnectorConfig, settings) == ConnectorConfig(
-        node="ipc:///n", of_node={"arena": "1GiB"}, proxy="", role="prefill", url="http://0.0.0.0:8000"
+    assert connector_config(settings) == ConnectorConfig(
+        node="ipc:///n", of_node={"arena_bytes": 1 << 30}, proxy="", role="prefill", url="http://0.0.0.0:8000"
     )
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from pdx.cli import up
 from pdx.cli.main import main
-from pdx.config import ConnectorConfig, NodeConfig, parse
+from pdx.config import NodeConfig, connector_config, parse
 from pdx.errors import ConfigError
 
 
@@ -146,7 +146,7 @@ def of_serve(run, monkeypatch, *options):
     assert pdx("serve", "both", "MODEL", *options).exit_code == 0
     (command,) = executed
     said = json.loads(command[command.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
-    return parse(NodeConfig, {"address": "ipc:///x", **parse(ConnectorConfig, said).settings()})
+    return parse(NodeConfig, {"address": "ipc:///x", **connector_config(said).of_node})
 
 
 def of_up(run, monkeypatch, *options):
