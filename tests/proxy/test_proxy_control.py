@@ -117,6 +117,21 @@ async def test_a_cancel_goes_to_the_nodes_of_its_transfer(tmp_path):
             assert [await node.cancelled() for _ in range(2)] == [first * 32, "c" * 32]
 
 
+async def test_what_a_node_does_not_read_is_lost_to_it_and_counted(made):
+    """It holds nobody up, and nothing piles up for it."""
+    deaf = made.other_node("deaf")
+    await deaf.report()
+    await made.metric_reaches(2, "pdx_proxy_reports_total")
+    most, sent = 100_000, 0
+    while not made.proxy._control.dropped and sent < most:
+        made.proxy._control.cancel(f"{sent:032d}", {"deaf"})
+        sent += 1
+    assert sent < most
+    await made.metric_reaches(1, "pdx_proxy_control_dropped_total", reason="peer_full")
+    made.proxy._control.cancel(TRANSFER, {""})
+    assert await made.node.cancelled() == TRANSFER
+
+
 async def test_only_the_node_that_is_followed_hears_of_it_whatever_its_name(made):
     """Else a node without a name has all others begin anew, again and again."""
     nameless = made.other_node()
