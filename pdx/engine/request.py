@@ -260,9 +260,11 @@ class TrackedRequest:
         return self.state not in (State.LEFT_OUT, State.VOID, State.LOADING_VOID)
 
     @property
-    def is_kept_waiting(self) -> bool:
-        """Whether the node was asked, and it is what may still come, or room, that is waited for: nothing is held."""
-        return self.state is State.WAITING and (self.wait_until is not None or self.room_until is not None)
+    def stands_aside(self) -> bool:
+        """Whether it waits for what may come, as decode legs do, or for room: it has none meanwhile."""
+        if self.state is not State.WAITING:
+            return False
+        return self.wait_until is not None or self.room_until is not None or self.is_decode
 
     # ---- its hints and its transfer ---------------------------------------------------------
 

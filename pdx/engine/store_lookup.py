@@ -100,9 +100,10 @@ class StoreLookup:
             self._try(tracked, connection, self._decide)
         else:
             return False
-        if tracked.is_decided:  # it can be scheduled in this step, and waits for the others meanwhile
-            self._left_s = min(self._left_s, ASK_S)
-        return tracked.is_decided
+        if not tracked.is_decided:
+            return False
+        self._left_s = min(self._left_s, ASK_S)  # it can be scheduled in this step, and waits for the others meanwhile
+        return True
 
     def _try(
         self,

@@ -50,15 +50,15 @@ class Turns:
 
     def is_near(self, tracked: TrackedRequest, num_running: int) -> bool:
         """Whether this one, which the engine has come to, may have its turn soon."""
-        if self._stands_aside(tracked):
+        if tracked.stands_aside:
             return True
         return self._passed_tokens < STEPS * self._limits.tokens and self._num_passed < self._seats(num_running)
 
     def pass_by(self, tracked: TrackedRequest) -> None:
         """The engine goes on behind this one, which has what it needs or will have it."""
-        if not self._stands_aside(tracked):
-            self._passed_tokens += self._need(tracked)
-            self._num_passed += not tracked.is_decided
+        tokens = self._need(tracked)
+        self._passed_tokens += tokens
+        self._num_passed += tokens > 0 and not tracked.is_decided
 
     def next_ones(self, num_running: int) -> Iterator[TrackedRequest]:
         """Those that have come near since the last call: they have not asked yet."""
@@ -67,7 +67,7 @@ class Turns:
         self._has_moved = False
         tokens, seats = 0, self._seats(num_running)
         for tracked in self._waiting:
-            if self._stands_aside(tracked):
+            if tracked.stands_aside:
                 continue
             if seats <= 0 or tokens >= STEPS * self._limits.tokens:
                 return
@@ -76,16 +76,12 @@ class Turns:
             tokens += self._need(tracked)
             seats -= 1
 
-    def _stands_aside(self, tracked: TrackedRequest) -> bool:
-        """Whether it waits for what may come, as decode legs do, or for room: it has none meanwhile."""
-        return not tracked.is_decided and (tracked.is_decode or tracked.is_kept_waiting)
-
     def _seats(self, num_running: int) -> int:
         return max(1, self._limits.requests - num_running)
 
     def _need(self, tracked: TrackedRequest) -> int:
-        """Tokens of the next steps that it takes."""
-        if self._stands_aside(tracked):
+        """Tokens of the next steps that it takes; 0: it stands aside."""
+        if tracked.stands_aside:
             return 0
         tokens = max(1, tracked.request.num_tokens - tracked.node.hit_tokens)
         most = self._limits.request_tokens
