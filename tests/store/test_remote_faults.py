@@ -78,6 +78,28 @@ def test_a_connection_that_ended_with_a_question_is_made_anew_before_the_next(be
     until(bed, lambda: connections(redis) == THREADS)
 
 
+def test_a_question_waits_no_longer_than_for_connections_that_are_made_anew(beds, redis, monkeypatch):
+    bed = beds(redis.url).opened()
+    backend, goes_on, answers = bed.tier._backend, threading.Event(), [TierError("too late", "timeout"), [None]]
+    monkeypatch.setattr(backend, "connect", lambda count: goes_on.wait(30))
+
+    def heads(names, nbytes):
+        answers.append(answers.pop(0))
+        if isinstance(answers[-1], TierError):
+            raise answers[-1]
+        return answers[-1]
+
+    monkeypatch.setattr(backend, "heads", heads)
+    for number in range(2 * THREADS - 1):
+        assert bed.sought([number]) == 0
+    assert bed.counters["remote_timeout"] == THREADS, "all threads for questions make connections now"
+    bed.answers.clear()
+    assert bed.tier.seeks([key(99)], 1)
+    goes_on.set()
+    bed.settle()
+    assert key(99) in bed.answers
+
+
 def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     bed = beds(redis.url, timeout_s=1.0, lookup_s=0.5).opened()
     assert [bed.store(number) for number in range(4)] == [None] * 4

@@ -188,7 +188,6 @@ class RemoteTier(StoreTier):
         told = self._catalog.answered(asked, iter(call.result or ()), error)
         self.answer_s = self._catalog.answer_s
         self._host.answered(told)
-        self._ask()
 
     def _sizes(self, names: Sequence[str]) -> list[Held | None]:
         """On a thread: of what chunks these are; None: of none."""
@@ -297,6 +296,7 @@ class RemoteTier(StoreTier):
         call = cast("_Call", work)
         if call.job is None:
             call.then(call)
+            self._ask()  # of whatever kind it was: it may have had a thread that questions wait for
         else:
             self._over(call, call.job)
         self._tell()
