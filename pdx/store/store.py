@@ -119,10 +119,11 @@ class Store:
         return None
 
     def name(self, chunks: Iterable[Chunk], parent: bytes, blocks: bytes, block_tokens: int = 0) -> None:
-        """Sealed chunks of one key have these blocks: what came from elsewhere does not say so itself."""
+        """Sealed chunks of one key have these blocks: what came from elsewhere does not say so itself. `block_tokens`
+        holds for all that was reserved with them; 0: as before."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.blocks:
-                chunk.reservation.block_tokens = block_tokens
+                chunk.reservation.block_tokens = block_tokens or chunk.reservation.block_tokens
                 chunk.parent, chunk.blocks = parent, blocks
                 self.index.named(chunk)
 

@@ -445,6 +445,14 @@ def test_the_same_chunk_twice_in_a_lease(store):
     assert there(store, "a") == ""
 
 
+def test_the_names_of_one_chunk_change_no_other_of_its_reservation(store):
+    put(store, "ab")
+    [one], [other] = map(store.index.of, keys("ab"))
+    store.name([one], b"before", bytes(16), 64)
+    store.name([other], b"a", bytes(16))  # who has kept its names does not know how many tokens they stand for
+    assert one.block_tokens == 64
+
+
 # ---- what it costs --------------------------------------------------------------------------------
 
 
