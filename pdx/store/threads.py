@@ -111,8 +111,9 @@ class Threads:
         """End all but what goes first, and wait; whether all threads have ended."""
         with self._condition:
             self.is_closing = True
+            left = self.take_back(*self._lanes)  # before a thread may begin any of it
             self._condition.notify_all()
-        self._drop(self.take_back(*self._lanes))
+        self._drop(left)
         end = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(None if end is None else max(0.0, end - time.monotonic()))

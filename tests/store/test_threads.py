@@ -1,0 +1,42 @@
+"""The threads of a tier: what they begin and what they do not."""
+
+import threading
+import time
+
+from pdx.store.threads import Lane, Threads, Work
+from pdx.telemetry.env import Env
+
+
+class Owner:
+    """A tier whose work lasts until it may go on."""
+
+    def __init__(self):
+        self.env, self.begun, self.is_begun, self.goes_on = Env(), [], threading.Event(), threading.Event()
+
+    def perform(self, work):
+        self.begun.append(work)
+        self.is_begun.set()
+        self.goes_on.wait(30)
+
+    def performed(self, work):
+        pass
+
+
+def test_what_waits_when_it_closes_is_not_begun(monkeypatch):
+    """Though a thread is idle, which closing wakes."""
+    owner, lane, first, second = Owner(), Lane(1), Work(), Work()
+    threads = Threads("test", 2, owner, [lane])
+    threads.give(first, lane)
+    assert owner.is_begun.wait(30)
+    threads.give(second, lane)
+    real = threads.take_back
+
+    def late(*lanes):
+        time.sleep(0.2)
+        owner.goes_on.set()
+        return real(*lanes)
+
+    monkeypatch.setattr(threads, "take_back", late)
+    assert threads.close()
+    assert owner.begun == [first]
+    assert second.error.kind == "cancelled"
