@@ -193,21 +193,15 @@ class Report:
         for key in (*keys, *RATES):
             each = [found for pair in blocks if (found := ratio(key, *pair)) is not None]
             ratios[key] = {"median_of_blocks": statistics.median(each) if each else None, "blocks": each}
-        texts = [
-            one == other
-            for pair in blocks
-            for one, other, first_error, second_error in zip(
-                *(each[name] for name in ("generated_texts", "errors") for each in pair), strict=True
-            )
-            if not first_error and not second_error
-        ]
+        answers = [(_answers(one), _answers(other)) for one, other in both]
+        same = [one[key] == other[key] for one, other in answers for key in one.keys() & other.keys()]
         return {
             "kind": "pdx-bench-serve-comparison",
             "first": first.server.label,
             "second": second.server.label,
             "how": "latencies: second / first; throughput and goodput: first / second; above 1 the first is better",
             "ratios": ratios,
-            "answers": {"both_answered": len(texts), "same": sum(texts)},
+            "answers": {"both_answered": len(same), "same": sum(same)},
         }
 
     def show(self, tallies: Sequence[Tally]) -> None:
@@ -270,6 +264,17 @@ def ratio(key: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> floa
 def file_name(label: str) -> str:
     """Of the result with that label."""
     return f"serve-{re.sub(r'[^0-9A-Za-z._-]+', '-', label)}.json"
+
+
+def _answers(block: Block) -> dict[tuple[int, int], str]:
+    """Texts by round and conversation; a failed request was the last one of its conversation."""
+    found: dict[tuple[int, int], str] = {}
+    asked: Sequence[int] = range(len(block.results[0]["errors"]) if block.results else 0)
+    for number, result in enumerate(block.results):
+        told = zip(asked, result["generated_texts"], result["errors"], strict=True)
+        found |= {(number, at): text for at, text, error in told if not error}
+        asked = [at for at in asked if (number, at) in found]
+    return found
 
 
 def _cpu_share(tally: Tally) -> float:

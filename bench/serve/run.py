@@ -16,7 +16,7 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -119,7 +119,7 @@ class Block:
     """What one server did with one block; a conversation's rounds are results of their own."""
 
     results: list[Result] = field(default_factory=list)
-    cpu_s: float = 0.0  # of this process
+    cpu_s: float = 0.0  # of this process, while requests were under way
     found: dict[str, Found] = field(default_factory=dict)  # tokens of prompts, by the URL of the engine that had them
 
 
@@ -279,29 +279,25 @@ class Generator:
         length = max(1, self._settings.input_len - 1)
         return self.prompts(f"warm-up {label}", count, shared=count, shared_len=length, own_len=1)
 
-    def next_round(self, number: int, asked: Sequence[Any], result: Result) -> list[Any]:
-        """The next requests of these conversations, but for those whose last one failed: all that was said, the answers
-        included, and a new message."""
+    def next_round(self, number: int, count: int, asked: Mapping[int, Any], result: Result) -> dict[int, Any]:
+        """The next requests of these conversations of `count`, but for those whose last one failed: all that was said,
+        the answers included, and a new message, which does not depend on who else goes on."""
         settings = self._settings
-        said_all = zip(asked, result["generated_texts"], result["errors"], strict=True)
-        going_on = [(request, answer) for request, answer, error in said_all if not error]
+        said_all = zip(asked.items(), result["generated_texts"], result["errors"], strict=True)
+        going_on = {at: (request, answer) for (at, request), answer, error in said_all if not error}
         if not going_on:
-            return []
-        new = self.prompts(
-            f"round {number}",
-            len(going_on),
-            shared=len(going_on),
-            shared_len=max(1, settings.message_len - 1),
-            own_len=1,
-        )
-        for (before, answer), request in zip(going_on, new, strict=True):
+            return {}
+        message = {"shared_len": max(1, settings.message_len - 1), "own_len": 1}
+        new = self.prompts(f"round {number}", count, shared=count, **message)
+        for at, (before, answer) in going_on.items():
+            request = new[at]
             request.prompt_len += before.prompt_len + settings.output_len
             if settings.api == "chat":
                 said = [*before.chat_messages, {"role": "assistant", "content": answer}]
                 request.chat_messages = [*said, *request.chat_messages]
             else:
                 request.prompt = before.prompt + answer + request.prompt
-        return new
+        return {at: new[at] for at in going_on}
 
     async def send(self, server: Server, requests: Sequence[Any], name: str) -> Result:
         """What vLLM's generator says of them, each request's times included. Greedy, and without an early end.
@@ -379,22 +375,23 @@ async def run(
 
 
 async def _block(settings: Settings, server: Server, generator: Generator, requests: Sequence[Any], name: str) -> Block:
-    block = Block()
-    counted, cpu_s = read_counts(server.engines), time.process_time()
+    block, counted = Block(), read_counts(server.engines)
+    asked = dict(enumerate(requests))
     for number in range(settings.rounds if settings.is_chat else 1):
         if number:
-            requests = generator.next_round(number, requests, block.results[-1])
-        if not requests:
+            asked = generator.next_round(number, len(requests), asked, block.results[-1])
+        if not asked:
             break
-        block.results.append(await generator.send(server, requests, f"{name} {number}"))
-    block.cpu_s = time.process_time() - cpu_s
-    asked = sum(
+        began_s = time.process_time()
+        block.results.append(await generator.send(server, list(asked.values()), f"{name} {number}"))
+        block.cpu_s += time.process_time() - began_s
+    prompt_tokens = sum(
         length
         for each in block.results
         for length, error in zip(each["input_lens"], each["errors"], strict=True)
         if not error
     )
-    block.found = await asyncio.to_thread(found_since, counted, asked)
+    block.found = await asyncio.to_thread(found_since, counted, prompt_tokens)
     return block
 
 

@@ -100,6 +100,15 @@ def test_two_services_are_compared_block_by_block(tmp_path):
     assert ratio("mean_ttft_ms", {"mean_ttft_ms": 0.0}, {"mean_ttft_ms": 1.0}) is None
 
 
+def test_answers_are_compared_by_conversation(tmp_path):
+    """One that failed has no later rounds, so that those of the others move up."""
+    one, other = tally("one"), tally("other")
+    one.blocks.append(Block([result((1.0, ""), (2.0, "")), result((3.0, ""), (4.0, ""))]))
+    other.blocks.append(Block([result((1.0, "gone"), (2.0, "")), result((4.0, ""))]))
+    found = Report(SETTINGS, Slo(), tmp_path, tokenizer="t", is_detailed=False).compare(one, other)
+    assert found["answers"] == {"both_answered": 2, "same": 2}
+
+
 def test_each_request_is_kept_where_that_is_asked(tmp_path):
     blocks = tally("a b", result((1.0, "")), result((2.0, "gone")))
     for is_detailed in (False, True):

@@ -173,6 +173,20 @@ def test_two_services_get_the_same_in_turns(bench, tokenizer):
     assert len(compared["ratios"]["mean_ttft_ms"]["blocks"]) == 3
 
 
+def test_services_get_the_same_messages_when_a_conversation_has_ended_at_one(bench, tokenizer):
+    def refuse_first(number, _body):
+        return Conduct(status=500 if number == 0 else 200)
+
+    with StandIn(tokenizer, refuse_first) as one, StandIn(tokenizer) as two:
+        argv = ["--url", one.url, "--compare", two.url, "--label", "one", "--label", "two", "--blocks", 1]
+        chat = ["--workload", "chat", "--requests", 9, "--rounds", 3, "--message-len", 20, "--concurrency", 1]
+        done = bench(*argv, *chat, *SMALL)
+    assert done.status == 0, done.text
+    assert len(one.seen) == 1 + 3 * 2
+    assert {history(seen) for seen in one.seen} < {history(seen) for seen in two.seen}
+    assert done.files["comparison.json"]["answers"] == {"both_answered": 6, "same": 6}
+
+
 def by_blocks(arrivals):
     """Which server got each three requests."""
     names = [name for _, name in sorted(arrivals)]
