@@ -144,7 +144,7 @@ def test_channels_of_others_are_measured_and_what_fails_is_named(tmp_path):
     assert {row["scheme"] for row in found["rows"]} == {MEMCPY, "copying"}
     assert found["missing"].keys() == {"lying", "crashing", "absent"}
     assert "did not bring all bytes; see pdx doctor --channel lying" in found["missing"]["lying"]
-    assert "its process ended too early" in found["missing"]["crashing"]
+    assert "receiver ended with -6; see pdx doctor --channel crashing" in found["missing"]["crashing"]
     assert "no carrier pigeon; buy one" in found["missing"]["absent"]
     assert "no carrier pigeon" in found["stdout"]
 
