@@ -25,7 +25,7 @@ import msgspec
 from pdx.bench.channels.measure import CHECKED, MEMCPY, Options, Row, measure_memcpy, measure_scheme
 from pdx.bench.channels.plots import size_text
 from pdx.bench.harness.report import Figure, plain
-from pdx.errors import ChannelUnavailable, ConfigError
+from pdx.errors import ChannelBroken, ChannelUnavailable, ConfigError
 from pdx.transports.registry import FOR_GPUS, find
 
 SHM = Path("/dev/shm")
@@ -35,9 +35,10 @@ MAX_CASES = 16  # sizes, and numbers in flight
 
 
 class Missing(msgspec.Struct, frozen=True, tag=True):
-    """Why there are no (more) rows, and what would help."""
+    """Why there are no (more) rows, and what would help. `is_broken`: there should be some."""
 
     why: str
+    is_broken: bool = False
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
@@ -87,7 +88,8 @@ def figure(row: Row) -> Figure:
 def told(scheme: str, chosen: Options) -> Iterator[Row]:
     """Start a process, hand on its rows, end it: also where the caller stops listening.
 
-    :raises ChannelUnavailable: there are no (more) rows; the text says why, and what would help.
+    :raises ChannelUnavailable: there are no rows here; the text says why, and what would help.
+    :raises ChannelBroken: it should work here, and does not.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"pdx-bench-{os.getpid()}-", dir=SHM))
     try:
@@ -126,13 +128,13 @@ def _rows(process: subprocess.Popen[bytes], scheme: str, chosen: Options, errors
             raise _broken(scheme, "its process ended too early", errors)
         message = msgspec.json.decode(line, type=Measured | Missing)
         if isinstance(message, Missing):
-            raise ChannelUnavailable(message.why)
+            raise (ChannelBroken if message.is_broken else ChannelUnavailable)(message.why)
         yield message.row
 
 
-def _broken(scheme: str, why: str, errors: Path) -> ChannelUnavailable:
+def _broken(scheme: str, why: str, errors: Path) -> ChannelBroken:
     last = errors.read_text(errors="replace").strip().rpartition("\n")[2] or "it said nothing about it"
-    return ChannelUnavailable(f"{why}; {last}; see pdx doctor --channel {scheme}")
+    return ChannelBroken(f"{why}; {last}; see pdx doctor --channel {scheme}")
 
 
 def _follow_parent(folder: Path) -> None:
@@ -164,7 +166,7 @@ def _measure(scheme: str, chosen: Options, folder: Path, say: Any) -> None:
     except ChannelUnavailable as error:
         say(Missing(str(error)))
     except Exception as error:  # noqa: BLE001 - root of this program; a third party's backend may raise anything
-        say(Missing(f"{type(error).__name__}: {error}; see pdx doctor --channel {scheme}"))
+        say(Missing(f"{type(error).__name__}: {error}; see pdx doctor --channel {scheme}", is_broken=True))
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from pdx.cli.node import check_channels
 from pdx.cli.options import FOLDER, option
 from pdx.cli.tables import table
 from pdx.config import parse_bytes
-from pdx.errors import ConfigError, PdxError
+from pdx.errors import ChannelBroken, ConfigError, PdxError
 from pdx.extras import install
 from pdx.transports.registry import schemes
 
@@ -214,7 +215,7 @@ def transfer(
     Both sides walk through more memory than caches hold; that all bytes arrive is seen first. A channel and the
     technology under it are timed in the same rounds. Ctrl-C keeps what was measured (exit status 130).
 
-    Exit status 1: nothing was measured, or a channel that was named with --channel was not.
+    Exit status 1: nothing was measured, a channel broke, or one that was named with --channel was not measured.
     """
     check_channels(channels)
     try:
@@ -236,19 +237,27 @@ def transfer(
         run.details["rows"].append(row)
         return trial.figure(row)
 
-    def channel(name: str) -> Iterable[Figure]:
-        return map(measured, trial.told(name, chosen))
+    broken: set[str] = set()
+
+    def channel(name: str) -> Iterator[Figure]:
+        try:
+            yield from map(measured, trial.told(name, chosen))
+        except ChannelBroken:
+            broken.add(name)
+            raise
 
     names = dict.fromkeys(channels or schemes())
 
-    def picture() -> list[Figure]:
-        draw(rows, out / "transfer.png", machine(), f"Median of {repeats}; bytes compared once before")
+    def picture(stopped: str = "") -> list[Figure]:
+        draw(rows, out / "transfer.png", machine(), f"{stopped}Median of {repeats}; bytes compared once before")
         return []
 
     steps = [Step(name, partial(channel, name), name) for name in (MEMCPY, *names)]
     try:
         run.carry_out([*steps, Step("picture", picture)], as_json=as_json)
     finally:
-        if rows and not (out / "transfer.png").exists() and "picture" not in run.missing:
-            picture()
-    sys.exit(1 if run.missing.keys() & set(channels) or not {row.scheme for row in rows} - {MEMCPY} else 0)
+        if rows and not run.is_complete:
+            with contextlib.suppress(ConfigError):  # there is no matplotlib
+                picture("INTERRUPTED: only what was measured until then. ")
+    has_failed = broken or run.missing.keys() & set(channels)
+    sys.exit(1 if has_failed or not {row.scheme for row in rows} - {MEMCPY} else 0)

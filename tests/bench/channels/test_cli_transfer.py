@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pdx.bench.channels.measure import MEMCPY
+from pdx.bench.channels import plots, trial
+from pdx.bench.channels.measure import MEMCPY, Row
+from pdx.bench.harness import commands as commands_module
 from pdx.cli.main import main
+from pdx.errors import ChannelBroken, ChannelUnavailable
 
 pytestmark = pytest.mark.timeout(180)  # half a dozen processes that import much, on machines that may be busy
 PLUGIN = Path(__file__).parents[2] / "cli" / "plugin"
@@ -147,6 +150,43 @@ def test_channels_of_others_are_measured_and_what_fails_is_named(tmp_path):
     assert "receiver ended with -6; see pdx doctor --channel crashing" in found["missing"]["crashing"]
     assert "no carrier pigeon; buy one" in found["missing"]["absent"]
     assert "no carrier pigeon" in found["stdout"]
+
+
+def carried_out(monkeypatch, out, **told):
+    """Of channels that give a row, unless they raise what is `told` of them; exit status and details."""
+
+    def rows(scheme, _options):
+        yield Row(scheme, 4096, 1, None, 1.0, None)
+        if scheme in told:
+            raise told[scheme]
+
+    monkeypatch.setattr(commands_module, "schemes", lambda: ["shm", "tcp"])
+    monkeypatch.setattr(trial, "told", rows)
+    options = ["--sizes", "4KiB", "--in-flight", "1", "--memory", "8MiB", "--out", str(out)]
+    done = CliRunner().invoke(main, ["bench", "transfer", *options])
+    return done.exit_code, json.loads((out / "transfer.json").read_text())["details"]
+
+
+def test_a_channel_that_is_not_there_is_no_failure_and_one_that_breaks_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(plots, "draw", lambda *_: None)  # which leaves fonts open
+    status, found = carried_out(monkeypatch, tmp_path, shm=ChannelUnavailable("no room"))
+    assert (status, found["missing"]["shm"]) == (0, "ChannelUnavailable: no room")
+    status, found = carried_out(monkeypatch, tmp_path, shm=ChannelBroken("other bytes"))
+    assert (status, found["missing"]["shm"]) == (1, "ChannelBroken: other bytes")
+
+
+def test_the_picture_of_an_interrupted_run_is_its_own(monkeypatch, tmp_path):
+    notes = []
+    monkeypatch.setattr(plots, "draw", lambda rows, _path, _machine, note: notes.append((len(rows), note)))
+    (tmp_path / "transfer.png").write_bytes(b"of another run")
+    status, found = carried_out(monkeypatch, tmp_path, shm=KeyboardInterrupt())
+    assert (status, found["is_complete"]) == (130, False)
+    assert notes == [(2, "INTERRUPTED: only what was measured until then. Median of 7; bytes compared once before")]
+
+
+def test_an_interrupted_run_needs_no_picture(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert carried_out(monkeypatch, tmp_path, shm=KeyboardInterrupt())[0] == 130
 
 
 @pytest.mark.parametrize(
