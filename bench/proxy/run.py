@@ -273,7 +273,7 @@ def steps_of(
         for length in prompt_tokens
         for count in tokens
     ]
-    saturated: dict[tuple[str, int], Row] = {}  # the first one of each mode and prompt length
+    saturated: dict[tuple[str, int], list[Row]] = {}  # by mode and prompt length, in the order of `tokens`
 
     def pace(case: Case) -> list[Figure]:
         row = measure(stage, case)
@@ -283,8 +283,13 @@ def steps_of(
     def saturate(case: Case) -> list[Figure]:
         row = measure(stage, case, is_saturated=True)
         run.details["rows"].append({"is_saturated": True, **asdict(row)})
-        first = saturated.setdefault((case.mode, case.prompt_tokens), row)
-        return [*saturated_figures(row), *(cost_figures(first, row) if first is not row else ())]
+        rows = saturated.setdefault((case.mode, case.prompt_tokens), [])
+        rows.append(row)
+        found = saturated_figures(row)
+        if case.tokens == tokens[-1] and len(rows) > 1:
+            fewest, *_, most = sorted(rows, key=lambda row: row.tokens)
+            found += cost_figures(fewest, most)
+        return found
 
     return [
         *(Step(words(case), partial(pace, case)) for case in paced),

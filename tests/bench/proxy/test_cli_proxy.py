@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from click.testing import CliRunner
 from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
 from pdx.bench.harness.report import ROOT
 from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds
+from pdx.bench.proxy import run as proxy_run
 from pdx.bench.proxy import stand_in_engine
 from pdx.bench.proxy.run import FORWARD, SAMPLED, Case, Row, Way, _Load, _Spent, cost_figures, measure
 from pdx.bench.proxy.stage import Front, Stage
@@ -261,6 +263,21 @@ def test_the_cost_of_a_token_is_what_more_tokens_take() -> None:
     fewer = Row("forward", 1, 10, 4, 1, way, way, None, 0, 0, 0, 0, is_machine_full=False)
     request, token = cost_figures(fewer, replace(fewer, tokens=24, proxy=replace(way, cpu_ms=3.4)))
     assert (request.value, token.value) == (pytest.approx(1.0), pytest.approx(100.0))
+
+
+def test_the_cost_of_a_token_is_told_once_from_the_fewest_and_the_most(monkeypatch) -> None:
+    way = Way(Spread(1, 1, 1), Spread(1, 1, 1), 1, 1, 1, 1, 1, cpu_ms=1.0, exposed=Spread(1, 1, 1))
+
+    def measured(_stage: Any, case: Case, *, is_saturated: bool = False) -> Row:
+        spent = replace(way, cpu_ms={4: 1.4, 14: 9.0, 24: 3.4}[case.tokens])
+        return Row(case.mode, 1, 10, case.tokens, 1, way, spent, None, 0, 0, 0, 0, is_machine_full=False)
+
+    monkeypatch.setattr(proxy_run, "measure", measured)
+    run: Any = SimpleNamespace(details={"rows": []})
+    asked = {"modes": ["forward"], "concurrency": [1], "prompt_tokens": [10], "tokens": [4, 24, 14], "requests": 1}
+    found = [figure for step in proxy_run.steps_of(run, None, **asked) for figure in step.call()]  # type: ignore[arg-type]
+    assert [each.value for each in found if "per token" in each.name] == [pytest.approx(100.0)]
+    assert len({each.name for each in found}) == len(found)
 
 
 def test_cores_that_were_hardly_busy_are_not_zero() -> None:
