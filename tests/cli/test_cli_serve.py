@@ -85,8 +85,11 @@ def test_a_host_or_a_port_that_is_none_is_refused(flags):
         command(*flags)
 
 
-@pytest.mark.parametrize(("options", "starts"), [([], True), (["--no-start-node"], False)])
-def test_flags_reach_vllm_unchanged_and_in_order(monkeypatch, options, starts):
+@pytest.mark.parametrize(
+    ("options", "starts", "url"),
+    [([], True, "http://0.0.0.0:8100"), (["--no-start-node", "--url", "https://a:1"], False, "https://a:1")],
+)
+def test_flags_reach_vllm_unchanged_and_in_order(monkeypatch, options, starts, url):
     executed = []
     monkeypatch.setattr(os, "execvp", lambda file, argv: executed.append((file, argv)))
     flags = ["--port", "8100", "-tp", "2", "--disk-cache", "x", "--override=a b", "--node-rank", "0"]
@@ -97,7 +100,7 @@ def test_flags_reach_vllm_unchanged_and_in_order(monkeypatch, options, starts):
     assert argv[:6] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", "some/model"]
     assert argv[-len(flags) :] == flags
     settings = connector(argv)["kv_connector_extra_config"]
-    assert (settings["role"], settings["start_node"]) == ("decode", starts)
+    assert (settings["role"], settings["start_node"], settings["url"]) == ("decode", starts, url)
 
 
 @pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config", "--kv-tr"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -12,6 +14,7 @@ from pdx.cli import up
 from pdx.cli.main import main
 from pdx.config import NodeConfig, connector_config, parse
 from pdx.errors import ConfigError
+from pdx.options import options_of
 
 
 def pdx(*arguments: str):
@@ -63,22 +66,18 @@ trusted-network = true
 
 
 def test_a_file_has_the_words_of_the_command_line(run, file):
-    result = pdx("node", "--address", "ipc:///run/x/node.sock", "--node-config", file(ALL))
-    assert result.exit_code == 0, result.output
-    (config,) = run
-    assert (config.arena_bytes, config.more_gpus, config.gpu_arena_bytes) == (2 << 30, ["0", "1"], 1 << 30)
-    assert (config.disks, config.disk_limit_bytes, config.disk_reserve_bytes) == (["/a", "/b"], 500 << 30, 1 << 20)
-    assert (config.remote, config.remote_ttl_s, config.policy, config.numa) == (
-        "valkey://h:6379",
-        60.0,
-        "s3fifo",
-        "none",
-    )
-    assert (config.remote_s, config.remote_lookup_s, config.fetch_s) == (20.0, 1.5, 9.0)
-    assert (config.pin_share, config.store) == (0.0, "write-back")
-    assert (config.tenant_lease_share, config.lease_max_s) == (0.5, 60.0)
-    assert (config.metrics, config.name, config.digests) == ("127.0.0.1:9400", "here", "always")
-    assert (config.channels, config.trusted_network) == (["tcp"], True)
+    pdx("node", "--address", "ipc:///run/x/node.sock", "--node-config", file(ALL))
+    words = tomllib.loads(ALL)
+    said = [(f"--{word.replace('_', '-')}", each) for word, value in words.items() for each in as_list(value)]
+    pdx("node", "--address", "ipc:///run/x/node.sock", *(str(each) for pair in said for each in pair if each is not True))
+    by_file, by_command = map(msgspec.structs.asdict, run)
+    default = msgspec.structs.asdict(NodeConfig(address="ipc:///run/x/node.sock"))
+    assert by_file == by_command
+    assert sum(by_file[name] != default[name] for name in default) == len(words) + 1, "of two GPUs each has its arena"
+
+
+def as_list(value):
+    return value if isinstance(value, list) else [value]
 
 
 def test_the_command_line_comes_first(run, file):
@@ -101,6 +100,7 @@ def test_the_command_line_comes_first(run, file):
         ("digests = 'sometimes'", "sometimes"),
         ("arena = 'much'", "'much' is not a size"),
         ("pin-share = 1.5", "1.5 is not in the range 0.0<=x<=1.0"),
+        ("remote-timeout = 0", "0.0 is not in the range 0.001<=x<=86400.0"),
         ("disk = ['/a', '/b', '/a']", "each folder has its own part; name each once"),
         (None, "cannot be read: No such file or directory"),
     ],
@@ -164,34 +164,36 @@ def of_up(run, monkeypatch, *options):
     return of_node(run, monkeypatch, *node.options)
 
 
+# Of each option of a node a value that is not its default; what is asserted is the setting.
+SAID = {
+    "arena": ("1GiB", 1 << 30), "gpus": ("0,1", ["0", "1"]), "gpu_arena": ("2GiB", 2 << 30), "numa": ("none", "none"),
+    "policy": ("s3fifo", "s3fifo"), "salt_quota": ("0.5", 0.5), "pin_share": ("0", 0.0),
+    "tenant_lease_share": ("0", 0.0), "lease_max_s": ("30", 30.0), "disk": ("cache", [os.path.abspath("cache")]),
+    "disk_limit": ("2GiB", 2 << 30), "disk_reserve": ("2GiB", 2 << 30), "disk_codec": ("lossless", "lossless"),
+    "remote": ("rediss://[fd00::1]:6380/2?prefix=team",) * 2, "remote_codec": ("lossless", "lossless"),
+    "remote_ttl": ("3600", 3600.0), "remote_ca": ("ca.pem", os.path.abspath("ca.pem")),
+    "remote_credentials": ("secret.toml", os.path.abspath("secret.toml")), "remote_timeout": ("30", 30.0),
+    "remote_lookup_timeout": ("1.5", 1.5), "fetch_timeout": ("9", 9.0), "store": ("write-back", "write-back"),
+    "store_window": ("0.3", 0.3), "metrics": ("127.0.0.1:9400",) * 2, "events": ("tcp://10.0.0.1:5557",) * 2,
+    "events_replay": ("ipc:///run/x/r.sock",) * 2, "events_topic": ("kv", "kv"), "events_hashes": ("bytes", "bytes"),
+    "events_open": (None, True),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("settings_of", [of_node, of_serve, of_up])
-@pytest.mark.parametrize(
-    ("options", "settings"),
-    [
-        (["--remote", "valkey://10.0.0.5:6379/2?prefix=team"], {"remote": "valkey://10.0.0.5:6379/2?prefix=team"}),
-        (
-            ["--remote", "rediss://[fd00::1]:6380", "--remote-ca", "ca.pem", "--remote-ttl", "3600"],
-            {"remote": "rediss://[fd00::1]:6380", "remote_ca": os.path.abspath("ca.pem"), "remote_ttl_s": 3600.0},
-        ),
-        (
-            ["--disk", "cache", "--disk-limit", "2GiB", "--disk-codec", "lossless", "--fetch-timeout", "9"],
-            {
-                "disks": [os.path.abspath("cache")],
-                "disk_limit_bytes": 2 << 30,
-                "disk_codec": "lossless",
-                "fetch_s": 9.0,
-            },
-        ),
-        (["--store", "write-back", "--store-window", "0.3"], {"store": "write-back", "store_window": 0.3}),
-        (["--pin-share", "0", "--lease-max-s", "30"], {"pin_share": 0.0, "lease_max_s": 30.0}),
-        (["--arena", "1GiB", "--gpu", "0", "--gpu", "1"], {"arena_bytes": 1 << 30, "more_gpus": ["0", "1"]}),
-        (["--numa", "none", "--metrics", "127.0.0.1:9400"], {"numa": "none", "metrics": "127.0.0.1:9400"}),
-        (["--events", "tcp://10.0.0.1:5557", "--events-open"], {"events": "tcp://10.0.0.1:5557", "events_open": True}),
-    ],
-)
-def test_every_command_that_starts_a_node_gives_it_what_is_said(run, monkeypatch, settings_of, options, settings):
-    config = settings_of(run, monkeypatch, *options)
-    assert {name: getattr(config, name) for name in settings} == settings
+def test_every_command_that_starts_a_node_gives_it_what_is_said(run, monkeypatch, settings_of):
+    known = {name: each for name, each in options_of(NodeConfig).items() if each.for_engines}
+    assert SAID.keys() == known.keys()
+    said = [word for name, (value, _) in SAID.items() for word in (f"--{known[name].flag}", value) if word is not None]
+    config, default = settings_of(run, monkeypatch, *said), NodeConfig(address="ipc:///x")
+    for name, (_, wanted) in SAID.items():
+        field = known[name].field.name
+        assert getattr(config, field) == wanted != getattr(default, field), name
+
+
+def test_where_only_gpus_are_named_the_first_arena_is_one_of_theirs(run, monkeypatch):
+    config = of_up(run, monkeypatch, "--gpu", "0", "--gpu", "1", "--gpu-arena", "2GiB")
+    assert (config.gpu, config.more_gpus, config.arena_bytes) == ("0", ["1"], 2 << 30)
 
 
 @pytest.mark.parametrize("command", [["node"], ["serve", "both", "MODEL"], ["up", "MODEL"]])
@@ -202,6 +204,10 @@ def test_every_command_that_starts_a_node_gives_it_what_is_said(run, monkeypatch
         ("--fetch-timeout", "nan"),
         ("--pin-share", "1.5"),
         ("--store", "sometimes"),
+        ("--remote-lookup-timeout", "-1"),
+        ("--tenant-lease-share", "-0.1"),
+        ("--lease-max-s", "0"),
+        ("--disk-codec", "fp8"),
         ("--disk-limit", "much"),
         ("--gpu", "0,0"),
     ],
