@@ -17,7 +17,7 @@ from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.proxy import headers, hints
 from pdx.proxy.body import Intake, parsing
-from pdx.proxy.cache.service import CacheControl
+from pdx.proxy.cache.routes import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control, FromNode
@@ -42,13 +42,11 @@ from pdx.proxy.router import serving
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.proxy.turns import in_turns
-from pdx.proxy.why import Explainer
 from pdx.security import descriptors
 from pdx.telemetry.env import Env, WakingClock
 from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
 from pdx.wire import proxy as wire
-from pdx.wire.explained import Explained
 from pdx.wire.hints import Envelope
 from pdx.wire.proxy import Changes, NodeReport, PeerEntry
 
@@ -100,18 +98,12 @@ class Proxy:
             all_bytes=config.max_bodies_bytes,
             timeout_s=config.body_timeout_s,
         )
-        self._explainer = Explainer(self._control)
         self.chunks: Following | None = None  # which node has which chunks
         if config.chunk_index:
             index = ChunkIndex(config.chunk_index_limit, self.env.counters)
             self.chunks = Following(index, self._control, self.env, timeout_s=config.heartbeat_timeout_s)
         self._cache = CacheControl(
-            config,
-            self._control,
-            self.env,
-            engines=self.engines,
-            metrics=self._metrics,
-            chunks=self.chunks,
+            config, self._control, self.env, engines=self.engines, metrics=self._metrics, chunks=self.chunks
         )
 
     def app(self) -> web.Application:
@@ -121,19 +113,26 @@ class Proxy:
         app.middlewares.extend((self._contain, redirect_slashes))
         app.on_response_prepare.append(_echo_request_id)
         app.on_response_prepare.append(self._tell_hints)
-        for route in Route:
-            app.router.add_post(route, self._generate)
-        app.router.add_get("/v1/models", self._list_models)
-        app.router.add_get("/health", self._tell_health)
+        app.add_routes(
+            [
+                *(web.post(route, self._generate) for route in Route),
+                web.get("/v1/models", self._list_models),
+                web.get("/health", self._tell_health),
+            ]
+        )
         app.cleanup_ctx.append(self._lifetime)
         return app
 
     def admin_app(self) -> web.Application:
         """What only those may ask who run this proxy: it tells of all clients' requests."""
         app = web.Application(middlewares=[self._contain])
-        app.router.add_get("/metrics", self._expose)
-        app.router.add_get("/pdx/requests", self._list_requests)
-        app.router.add_get("/pdx/requests/{transfer}", self._tell_request)
+        app.add_routes(
+            [
+                web.get("/metrics", self._expose),
+                web.get("/pdx/requests", self._list_requests),
+                web.get("/pdx/requests/{transfer}", self._tell_request),
+            ]
+        )
         self._cache.install(app)
         return app
 
@@ -204,11 +203,8 @@ class Proxy:
         match message:
             case NodeReport():
                 self._take_report(message)
-            case wire.Reply(0, outcome):
-                if isinstance(outcome, Explained):
-                    self._explainer.told(outcome)
             case wire.Reply():
-                self._cache.replied(node, message)
+                self._cache.orders.replied(node, message)
             case Changes() if self.chunks is not None:
                 self.chunks.took(node, message)
 
@@ -216,9 +212,9 @@ class Proxy:
         self._metrics.reports.inc()
         self._cache.report(report)
         believed, dropped = self.engines.screen(report)
-        for drop in dropped:
-            self._faults.warn(f"{drop.reason} {report.node}", printable(drop.text))
-            self._control.dropped[drop.reason] += 1
+        for reason, text in dropped:
+            self._faults.warn(f"{reason} {report.node}", printable(text))
+            self._control.dropped[reason] += 1
         if believed is not None:
             self._timelines.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
             self._note_detached(self.engines.report(believed), f"node {report.node!r} says so")
@@ -365,7 +361,7 @@ class Proxy:
         hinted: tuple[Envelope, str] | None = request.get(_HINTED)
         if hinted is not None:
             envelope, name = hinted
-            verdicts = await self._explainer.verdicts(name) if response.status == 200 else []
+            verdicts = await self._cache.orders.verdicts(name) if response.status == 200 else []
             told = [verdict.as_member for verdict in envelope.answer(verdicts)]
             response.headers[hints.HEADER] = ", ".join(told)
 

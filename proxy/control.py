@@ -31,7 +31,6 @@ from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
-from pdx.wire.hints import Hints
 from pdx.wire.messages import Cancel
 from pdx.wire.proxy import (
     Arriving,
@@ -46,7 +45,6 @@ from pdx.wire.proxy import (
     Reply,
     decode_to_proxy,
 )
-from pdx.wire.verbs import Why
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -131,33 +129,18 @@ class Control:
         self._peers.clear()
         self._routes.clear()
 
-    def cancel(self, transfer: str, nodes: Collection[str]) -> None:
+    def tell(self, message: Arriving | Cancel | Prefilled | Order, nodes: Collection[str]) -> None:
         """Tell these nodes, all where the name of one is not known (""), without waiting.
 
-        A node that cannot take the message gives up by its own deadline.
+        A node that cannot take a `Cancel` gives up by its own deadline.
         """
-        self._tell(Cancel(transfer), nodes)
-
-    def prefilled(self, transfer: str, nodes: Collection[str]) -> None:
-        """Likewise: the prefill leg has answered, and nobody opens the transfer any more."""
-        self._tell(Prefilled(transfer), nodes)
-
-    def arriving(self, hints: Hints, nodes: Collection[str]) -> None:
-        """Likewise, where names are known: a request of this session of its tenant comes to engines of theirs."""
-        self._tell(Arriving(hints.session, hints.salt), {name for name in nodes if name})
-
-    def ask_why(self, request: str) -> None:
-        """Ask all nodes what they know of this request; the answers have number 0."""
-        self._send(messages.encode(Order(0, Why(request))), list(self._peers))
+        told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
+        self._send(messages.encode(message), told)
 
     def follow(self, node: str, ask: Follow) -> None:
         """Ask this node for its changes; it tells them as `Changes`."""
         route = self._routes.get(node)
         self._send(messages.encode(ask), [] if route is None else [route])
-
-    def _tell(self, message: Arriving | Cancel | Prefilled, nodes: Collection[str]) -> None:
-        told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
-        self._send(messages.encode(message), told)
 
     def order(self, node: str, order: Order) -> str:
         """Tell one node to carry out a verb, without waiting; what was wrong, empty if nothing."""

@@ -27,6 +27,7 @@ MAX_NODES = 1024
 MAX_EPOCHS = 2  # of one name at a time: that of a node which was started again, and the one before
 MAX_ENGINES = 1024  # that nodes have reported
 MAX_ENGINES_OF_NODE = 64
+Drop = tuple[str, str]  # why something that a node said is not believed: for counting, and as a text
 _MOST_NAMES = 4  # of models in the log, of an engine with many adapters
 FORGET_S = 300.0  # an engine that no node reports is forgotten when it has not answered for so long
 
@@ -42,13 +43,6 @@ class Engine(msgspec.Struct, frozen=True):
     node: str = ""
     detached: bool = False  # a node has reported it, and none does now: it shares no KV
     facts: EngineFacts | None = None  # None: nobody tells
-
-
-class DroppedReport(msgspec.Struct, frozen=True):
-    """Something that a node said and that is not believed; `reason` is for counting."""
-
-    reason: str
-    text: str
 
 
 class _Node(msgspec.Struct):
@@ -93,7 +87,7 @@ class Engines:
     def __len__(self) -> int:
         return len(self._viewed().engines)
 
-    def screen(self, report: NodeReport) -> tuple[NodeReport | None, list[DroppedReport]]:
+    def screen(self, report: NodeReport) -> tuple[NodeReport | None, list[Drop]]:
         """What of a report to believe, None: nothing, and what not. `report` takes in what is believed.
 
         A URL has one owner, the node that reported it first, as long as that one is heard of and says so.
@@ -101,15 +95,15 @@ class Engines:
         epochs = self._epochs.get(report.node, [])
         if not epochs and len(self._epochs) >= MAX_NODES:
             text = f"a report of node {report.node!r} is dropped: there are {MAX_NODES} others"
-            return None, [DroppedReport("nodes", text)]
+            return None, [("nodes", text)]
         if (report.node, report.epoch) not in epochs and not self._may_begin(epochs):
             text = f"a report of node {report.node!r} is dropped: {MAX_EPOCHS} other nodes report under that name"
-            return None, [DroppedReport("epochs", text)]
+            return None, [("epochs", text)]
         view = self._viewed()
         places = MAX_ENGINES - len(self._last_reports)
         own = MAX_ENGINES_OF_NODE - view.places[report.node]
         engines: dict[str, EngineReport] = {}
-        dropped: list[DroppedReport] = []
+        dropped: list[Drop] = []
         for engine in report.engines:
             drop = _unroutable(report.node, engine)
             url = base_url(engine.url) if drop is None else ""
@@ -117,7 +111,7 @@ class Engines:
             is_new = url not in self._last_reports and url not in engines
             if drop is None and is_new and min(places, own) <= 0:
                 text = f"engine {engine.engine!r} of node {report.node!r} gets no requests: there are too many"
-                drop = DroppedReport("engines", text)
+                drop = ("engines", text)
             if drop is None:
                 engines[url] = engine
                 places, own = places - is_new, own - is_new
@@ -283,7 +277,7 @@ def _lasting(engine: EngineReport) -> tuple[object, ...]:
     return (engine.engine, engine.role, engine.facts)
 
 
-def _unroutable(node: str, engine: EngineReport) -> DroppedReport | None:
+def _unroutable(node: str, engine: EngineReport) -> Drop | None:
     """An engine whose URL is missing or odd is attached to its node but cannot be asked anything."""
     try:
         if not is_wildcard(url_host(base_url(engine.url))):
@@ -292,12 +286,12 @@ def _unroutable(node: str, engine: EngineReport) -> DroppedReport | None:
     except ConfigError as error:
         why = str(error) if engine.url else "it told no URL"
     text = f"engine {engine.engine!r} of node {node!r} gets no requests: {why}; see `pdx serve --url`"
-    return DroppedReport("unroutable", text)
+    return ("unroutable", text)
 
 
-def _owned(node: str, url: str, reported: Mapping[str, str]) -> DroppedReport | None:
+def _owned(node: str, url: str, reported: Mapping[str, str]) -> Drop | None:
     owner = reported.get(url, node)
     if owner == node:
         return None
     text = f"node {node!r} names the engine at {url}, which is not believed: it is one of node {owner!r}"
-    return DroppedReport("owned", text)
+    return ("owned", text)

@@ -24,7 +24,8 @@ from pdx.proxy.timelines import Timelines
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.timeline import Event
 from pdx.wire.hints import Hints
-from pdx.wire.messages import EngineFacts
+from pdx.wire.messages import Cancel, EngineFacts
+from pdx.wire.proxy import Arriving, Prefilled
 
 T = TypeVar("T")
 
@@ -134,7 +135,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         if pair.decoder.detached:
             return await self._fall_back(exchange, "detached")
         if exchange.hints.session:
-            self.control.arriving(exchange.hints, {pair.prefiller.node, pair.decoder.node})
+            arriving = Arriving(exchange.hints.session, exchange.hints.salt)
+            self.control.tell(arriving, {pair.prefiller.node, pair.decoder.node} - {""})
         self._note_unplaced(pair)
         with self.health.plan(pair.decoder.url) as exchange.booking:
             return await self._split(exchange, pair)
@@ -197,7 +199,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             if not exchange.reply.started:
                 exchange.set_mode(Mode.ALONE, reason)
             return failure
-        self.control.prefilled(exchange.transfer, exchange.told)
+        self.control.tell(Prefilled(exchange.transfer), exchange.told)
         return prefill
 
     def _prefill_failed(self, exchange: Exchange, failure: Exception) -> str:
@@ -481,5 +483,5 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:
             self.metrics.cancels.labels(reason).inc()
-            self.control.cancel(exchange.transfer, exchange.told)
+            self.control.tell(Cancel(exchange.transfer), exchange.told)
             exchange.told = set()

@@ -58,8 +58,9 @@ def _digest(token: str) -> bytes:
 class Access:
     """Lets requests in, or not. `counters` counts refusals as `controllers_denied`."""
 
-    def __init__(self, token: Token | None, env: Env) -> None:
-        self._token = token
+    def __init__(self, token_file: str, env: Env) -> None:
+        """`token_file`: empty, there is none. :raises ConfigError: see `Token`."""
+        self._token = Token(token_file) if token_file else None
         self._counters = env.counters
         self._faults = env.faults
         self._clock = env.clock

@@ -1,39 +1,27 @@
-"""Verbs that nodes were told to carry out and have not answered yet: numbers, deadlines, and whose answer counts."""
+"""What nodes were asked and have not answered yet: numbers, deadlines, and whose answer counts."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import secrets
+from weakref import WeakValueDictionary
 
 from pdx.errors import NodeUnavailable, ProtocolError
 from pdx.proxy.control import Control
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
+from pdx.wire.base import MAX_NAME
+from pdx.wire.explained import Explained
+from pdx.wire.hints import Verdict
 from pdx.wire.messages import Outcome, Refused
 from pdx.wire.proxy import Order, Reply
-from pdx.wire.verbs import (
-    AnyVerb,
-)
+from pdx.wire.verbs import AnyVerb, Why
 
 AT_A_TIME = 32  # of one node; it can leave 64 answers unread by the proxy, reports included
-
-
-class _Asked:
-    """An order under way, of the node `node`."""
-
-    def __init__(self, node: str, verb: AnyVerb) -> None:
-        self.node = node
-        self.verb = verb
-        self.answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-
-
-class _Turns:
-    """Who waits for a turn at one node, or has one."""
-
-    def __init__(self) -> None:
-        self.semaphore = asyncio.Semaphore(AT_A_TIME)
-        self.users = 0
+WHY_S = 0.1  # that an answer to a client may wait for what nodes say of its hints
+MAX_WHY = 256  # clients' requests that wait for that at a time
+_OF_ALL = 0  # the number of what all nodes are asked
 
 
 class Orders:
@@ -48,9 +36,10 @@ class Orders:
         self._counters = env.counters
         self._faults = env.faults
         # Not from 1: an answer to this proxy's last life is no answer to this one.
-        self._numbers = itertools.count(secrets.randbits(60))
-        self._under_way: dict[int, _Asked] = {}
-        self._turns: dict[str, _Turns] = {}
+        self._numbers = itertools.count(secrets.randbits(60) + 1)
+        self._under_way: dict[int, tuple[str, AnyVerb, asyncio.Future[Outcome]]] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # while somebody waits or asks
+        self._whys: dict[str, asyncio.Future[list[Verdict]]] = {}  # by a client's request
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -61,50 +50,77 @@ class Orders:
         :raises NodeUnavailable: it cannot be reached, or has not answered in `wait_s`, or was started again.
         :raises ProtocolError: it answered with something else.
         """
-        turns = self._turns.setdefault(node, _Turns())
-        turns.users += 1
+        turn = self._turns.setdefault(node, asyncio.Semaphore(AT_A_TIME))
         try:
-            async with asyncio.timeout(wait_s):
-                async with turns.semaphore:
-                    return await self._ask(node, verb)
+            async with asyncio.timeout(wait_s), turn:
+                return await self._ask(node, verb)
         except TimeoutError as error:
             text = f"node {node!r} has not answered for {wait_s:g} s; whether it has done it is not known"
             raise NodeUnavailable(text) from error
-        finally:
-            turns.users -= 1
-            if not turns.users:
-                del self._turns[node]
 
     async def _ask(self, node: str, verb: AnyVerb) -> Outcome:
         number = next(self._numbers)
-        asked = self._under_way[number] = _Asked(node, verb)
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._under_way[number] = node, verb, answer
         try:
             if problem := self._control.order(node, Order(number, verb)):
                 raise NodeUnavailable(f"node {node!r} was not asked: {problem}")
-            return await asked.answer
+            return await answer
         finally:
             del self._under_way[number]
 
+    async def verdicts(self, request: str) -> list[Verdict]:
+        """What became of the hints of a client's request: of all engines of the node that knows it and answers first.
+        Empty: none answers in WHY_S, or too many wait already.
+        """
+        if len(self._whys) >= MAX_WHY or request in self._whys or not _can_be_said(request):
+            return []
+        self._whys[request] = asyncio.get_running_loop().create_future()
+        try:
+            self._control.tell(Order(_OF_ALL, Why(request)), {""})
+            async with asyncio.timeout(WHY_S):
+                return await self._whys[request]
+        except TimeoutError:
+            return []
+        finally:
+            del self._whys[request]
+
     def replied(self, node: str, reply: Reply) -> None:
         """A node has answered."""
-        asked = self._under_way.get(reply.number)
-        if asked is None or asked.answer.done():
+        if reply.number == _OF_ALL:
+            if isinstance(reply.outcome, Explained):
+                self._explained(reply.outcome)
+            return
+        asked, verb, answer = self._under_way.get(reply.number, ("", None, None))
+        if verb is None or answer is None or answer.done():
             self._drop("replies_late", node, "its answer comes too late, or again")
-        elif asked.node != node:
-            self._drop("replies_misplaced", node, f"it answers what node {asked.node!r} was asked")
-        elif not isinstance(reply.outcome, (Refused, *asked.verb.answers)):
-            text = f"node {node!r} answered {type(asked.verb).__name__} with {type(reply.outcome).__name__}"
+        elif asked != node:
+            self._drop("replies_misplaced", node, f"it answers what node {asked!r} was asked")
+        elif not isinstance(reply.outcome, (Refused, *verb.answers)):
+            text = f"node {node!r} answered {type(verb).__name__} with {type(reply.outcome).__name__}"
             self._drop("replies_wrong", node, text)
-            asked.answer.set_exception(ProtocolError(text))
+            answer.set_exception(ProtocolError(text))
         else:
-            asked.answer.set_result(reply.outcome)
+            answer.set_result(reply.outcome)
+
+    def _explained(self, explained: Explained) -> None:
+        """By a node: with nothing, if it does not know the request."""
+        for request, waiting in self._whys.items():
+            engines = {one.engine: one for one in reversed(explained.requests) if request in one.request}
+            if engines and not waiting.done():
+                waiting.set_result([verdict for one in engines.values() for verdict in one.verdicts])
 
     def lost(self, node: str, why: str) -> None:
         """What this node was told is not answered any more."""
-        for asked in self._under_way.values():
-            if asked.node == node and not asked.answer.done():
-                asked.answer.set_exception(NodeUnavailable(f"node {node!r} {why}; whether it has done it is not known"))
+        for asked, _, answer in self._under_way.values():
+            if asked == node and not answer.done():
+                answer.set_exception(NodeUnavailable(f"node {node!r} {why}; whether it has done it is not known"))
 
     def _drop(self, counter: str, node: str, text: str) -> None:
         self._counters[counter] += 1
         self._faults.warn(f"{counter} {node}", printable(f"an answer of node {node!r} is dropped: {text}"))
+
+
+def _can_be_said(request: str) -> bool:
+    """Whether a message can say this name of a client's; an empty one would stand for all requests."""
+    return 0 < len(request) <= MAX_NAME and not any("\ud800" <= one <= "\udfff" for one in request)

@@ -31,12 +31,20 @@ from pdx.errors import (
 from pdx.proxy.body import Intake
 from pdx.proxy.cache.access import Access
 from pdx.proxy.cache.instances import Instances
+from pdx.proxy.cache.orders import Orders
 from pdx.proxy.cache.verbs import Verbs
+from pdx.proxy.config import ProxyConfig
+from pdx.proxy.control import Control
+from pdx.proxy.engines import Engines
+from pdx.proxy.following import Following
 from pdx.proxy.metrics import Metrics
+from pdx.telemetry.env import Env
 from pdx.wire.messages import Refused
 from pdx.wire.objects import Failure, encode_answers, form_of
+from pdx.wire.proxy import NodeReport
 from pdx.wire.verbs import VERBS
 
+_ALL_BODIES = 8  # times the largest body: what bodies of verbs may hold together
 LARGE_BYTES = 256 << 10  # to decode more takes its time
 AT_A_TIME = 1024  # verbs under way
 WAIT_S, LEAST_WAIT_S, MOST_WAIT_S = 5.0, 0.05, 60.0  # that each node has to answer
@@ -53,40 +61,59 @@ _STATUS: Mapping[str, int] = {
 }
 
 
-class Routes:
-    """The routes, on the loop of the proxy."""
+class CacheControl:
+    """All that the proxy has for controllers; one per proxy, on its event loop."""
 
-    def __init__(self, verbs: Verbs, access: Access, instances: Instances, *, intake: Intake, metrics: Metrics) -> None:
-        self._verbs = verbs
-        self._access = access
-        self._instances = instances
-        self._intake = intake
+    def __init__(
+        self,
+        config: ProxyConfig,
+        control: Control,
+        env: Env,
+        *,
+        engines: Engines,
+        metrics: Metrics,
+        chunks: Following | None,
+    ) -> None:
+        """`chunks`: see `Verbs`.
+
+        :raises ConfigError: the token's file is wrong.
+        """
+        self.instances = Instances(control, env, silent_s=config.heartbeat_timeout_s)
+        self.orders = Orders(control, env)
+        self.verbs = Verbs(self.instances, self.orders, engines, chunks)
+        self.access = Access(config.cache_token_file, env)
         self._metrics = metrics
+        largest = config.max_body_bytes
+        self._intake = Intake(each_bytes=largest, all_bytes=_ALL_BODIES * largest, timeout_s=config.body_timeout_s)
         self._under_way = 0
         self._turn = asyncio.Semaphore(1)
         self._decoders = {name: msgspec.json.Decoder(form_of(verb)) for name, verb in VERBS.items()}
 
     def install(self, app: web.Application) -> None:
-        """Serve them there."""
-        app.router.add_get("/cache", self._list)
-        app.router.add_post("/cache/{verb}", self._serve)
+        """Serve verbs there."""
+        app.add_routes([web.get("/cache", self._list), web.post("/cache/{verb}", self._serve)])
         for name in VERBS:  # so that the first one counts for `rate`
             self._metrics.verbs.labels(name, "ok")
+
+    def report(self, report: NodeReport) -> None:
+        """A node has reported."""
+        if self.instances.report(report):
+            self.orders.lost(report.node, "was started again")
 
     async def _list(self, request: web.Request) -> web.Response:
         """What can be said, and to which nodes."""
         try:
-            self._access.check(request)
+            self.access.check(request)
         except PdxError as error:
             return _error(error)
-        told = msgspec.json.encode({"nodes": list(self._instances.all()), "verbs": list(VERBS)})
+        told = msgspec.json.encode({"nodes": list(self.instances.all()), "verbs": list(VERBS)})
         return web.Response(body=told, content_type="application/json")
 
     async def _serve(self, request: web.Request) -> web.Response:
         name = request.match_info["verb"]
         outcome = "error"
         try:
-            self._access.check(request)
+            self.access.check(request)
             if name not in VERBS:
                 raise RequestRefused(404, f"there is no such verb; there are {', '.join(VERBS)}")
             answer = await self._answer(request, name)
@@ -115,7 +142,7 @@ class Routes:
                         said = _decoded(self._decoders[name], raw)
                 else:
                     said = _decoded(self._decoders[name], raw)
-                found = await self._verbs.carry_out(VERBS[name], said, names, wait_s)
+                found = await self.verbs.carry_out(VERBS[name], said, names, wait_s)
         finally:
             self._under_way -= 1
         refused = {

@@ -69,7 +69,12 @@ def test_a_file_has_the_words_of_the_command_line(run, file):
     pdx("node", "--address", "ipc:///run/x/node.sock", "--node-config", file(ALL))
     words = tomllib.loads(ALL)
     said = [(f"--{word.replace('_', '-')}", each) for word, value in words.items() for each in as_list(value)]
-    pdx("node", "--address", "ipc:///run/x/node.sock", *(str(each) for pair in said for each in pair if each is not True))
+    pdx(
+        "node",
+        "--address",
+        "ipc:///run/x/node.sock",
+        *(str(each) for pair in said for each in pair if each is not True),
+    )
     by_file, by_command = map(msgspec.structs.asdict, run)
     default = msgspec.structs.asdict(NodeConfig(address="ipc:///run/x/node.sock"))
     assert by_file == by_command

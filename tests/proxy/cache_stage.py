@@ -122,7 +122,7 @@ class Stage:
 
     async def told(self, count=1):
         """Wait until so many engines have told how they name chunks."""
-        await until(lambda: len(self.made.proxy._cache._instances.models()) >= count)
+        await until(lambda: len(self.made.proxy._cache.instances.models()) >= count)
 
 
 @asynccontextmanager

@@ -164,14 +164,14 @@ def settle_with(control, engines):
     settled = engines[0].settled if engines else {}
     for engine in engines:
         engine.settled = settled
-    tell = control._tell
+    tell = control.tell
 
     def told(message, nodes):
         tell(message, nodes)
-        if not isinstance(message, Arriving):
+        if isinstance(message, messages.Cancel | Prefilled):
             settled[message.transfer].set()
 
-    control._tell = told
+    control.tell = told
 
 
 @asynccontextmanager

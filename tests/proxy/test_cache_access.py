@@ -112,7 +112,7 @@ def test_wrong_tokens_of_one_address_are_bounded(tmp_path, monkeypatch):
                 assert (await made.post("health", token="x" * 32))[0] == 401
             assert (await made.post("health", token="y" * 32))[0] == 429
             assert (await made.post("health"))[0] == 429, "or guesses would go on"
-            clock = made.made.proxy._cache._routes._access
+            clock = made.made.proxy._cache.access
             clock._clock = lambda: made.made.proxy.env.clock() + access.WINDOW_S
             assert (await made.listed())[0] == 200
 
@@ -121,7 +121,7 @@ def test_wrong_tokens_of_one_address_are_bounded(tmp_path, monkeypatch):
 
 def test_addresses_that_fail_are_forgotten_the_oldest_first(monkeypatch):
     monkeypatch.setattr(access, "_MAX_ADDRESSES", 2)
-    made = access.Access(None, Env(lambda: 0.0))
+    made = access.Access("", Env(lambda: 0.0))
     for address in ("a", "b", "c"):
         made._fail(address)
     assert list(made._failed) == ["b", "c"]
@@ -245,7 +245,7 @@ def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, said, err
 def test_a_move_goes_to_no_node_that_is_not_there(tmp_path):
     async def main():
         async with stage(tmp_path, "a", "b") as made:
-            told = made.made.proxy._cache._instances
+            told = made.made.proxy._cache.instances
             problem, move = told.problem, {**SAID, "source": "host", "target": "host"}
             told.problem = lambda each: "is silent" if each.name == "b" else problem(each)
             for node, why in (("x", (400, "SelectionError")), ("b", (504, "NodeUnavailable"))):
@@ -310,7 +310,7 @@ def test_a_thousand_verbs_at_once_are_answered(tmp_path):
 
             def answer(_):
                 nonlocal most
-                most = max(most, len(made.made.proxy._cache._orders))
+                most = max(most, len(made.made.proxy._cache.orders))
                 return RUNNING
 
             node.answers = answer
@@ -319,7 +319,7 @@ def test_a_thousand_verbs_at_once_are_answered(tmp_path):
             assert len(node.orders) == 1000
             assert len({order.number for order in node.orders}) == 1000
             assert 1 < most <= 32
-            assert made.made.proxy._cache._orders._turns == {}
+            assert not made.made.proxy._cache.orders._turns
 
     run(main)
 
@@ -434,7 +434,7 @@ def test_one_dead_node_does_not_hold_up_the_others(tmp_path):
             for task in dead:
                 task.cancel()
             await asyncio.gather(*dead, return_exceptions=True)
-            await until(lambda: len(made.made.proxy._cache._orders) == 0)
+            await until(lambda: len(made.made.proxy._cache.orders) == 0)
 
     run(main)
 

@@ -188,11 +188,11 @@ def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(tmp_path):
                 ({}, 0, True),
             ]
             assert made.nodes["a"].verbs == []
-            problem = cache._instances.problem
-            cache._instances.problem = lambda each: "is silent" if each.name == "b" else problem(each)
+            problem = cache.instances.problem
+            cache.instances.problem = lambda each: "is silent" if each.name == "b" else problem(each)
             silent = {"b": {"type": "NodeUnavailable", "message": "node 'b' is silent"}}
             assert (await made.ok("lookup", **SAID))["errors"] == silent
-            cache._instances.problem = problem
+            cache.instances.problem = problem
             assert not (await made.answers("lookup", **SAID, ask=True))["a"]["by_index"]
             cache.verbs._chunks.lookup = lambda _: (known, False)
             for what in (SAID["what"], {"request": "r"}):
@@ -249,7 +249,7 @@ def test_answers_late_twice_misplaced_or_of_another_type_are_dropped_and_counted
             status, kind, _ = await made.error("check_finish", job="a:3f-7")
             assert (status, kind) == (502, "ProtocolError")
             assert made.counters["replies_wrong"] == 1
-            assert len(made.made.proxy._cache._orders) == 0
+            assert len(made.made.proxy._cache.orders) == 0
 
     run(main)
 

@@ -19,7 +19,7 @@ from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.security.peer_socket import PeerSocket
 from pdx.wire import messages
-from pdx.wire.messages import Mark
+from pdx.wire.messages import Cancel, Mark
 from pdx.wire.proxy import Follow, NodeReport
 
 TRANSFER = "x" * 32
@@ -30,7 +30,7 @@ REPORT = messages.encode(
 
 async def test_nonsense_is_dropped_and_counted_and_logged_once_in_a_while(caplog):
     async with cluster() as made:
-        cancel = messages.encode(messages.Cancel(transfer=TRANSFER))
+        cancel = messages.encode(Cancel(transfer=TRANSFER))
         for frame in (b"", b"\xc1", msgpack.packb(["NodeReport", 1]), cancel, *[b"not msgpack"] * 200):
             await made.node.socket.send(frame)
         await made.node.socket.send_multipart([b"two", b"frames"])
@@ -88,14 +88,14 @@ async def test_cancels_reach_every_node_and_survive_one_that_left(tmp_path):
         await one.report()
         await two.report()
         await until(lambda: len(made.reports) == 2)
-        control.cancel(TRANSFER, {""})
+        control.tell(Cancel(TRANSFER), {""})
         assert await one.cancelled() == await two.cancelled() == TRANSFER
         two.close()
         three = made.node("three")
         await three.report()
         await until(lambda: len(made.reports) == 3)
         for number in range(20):
-            control.cancel(f"{number:032d}", {""})
+            control.tell(Cancel(f"{number:032d}"), {""})
         assert [await one.cancelled() for _ in range(20)] == [f"{number:032d}" for number in range(20)]
         assert await three.cancelled() == f"{0:032d}"
         assert made.drops == []
@@ -110,9 +110,9 @@ async def test_a_cancel_goes_to_the_nodes_of_its_transfer(tmp_path):
         for node in nodes:
             await node.report()
         await until(lambda: len(made.reports) == 3)
-        made.control.cancel("a" * 32, {"one", "two"})
-        made.control.cancel("b" * 32, {"three", "left long ago"})
-        made.control.cancel("c" * 32, {"two", ""})
+        made.control.tell(Cancel("a" * 32), {"one", "two"})
+        made.control.tell(Cancel("b" * 32), {"three", "left long ago"})
+        made.control.tell(Cancel("c" * 32), {"two", ""})
         for node, first in zip(nodes, "aab", strict=True):
             assert [await node.cancelled() for _ in range(2)] == [first * 32, "c" * 32]
 
@@ -124,11 +124,11 @@ async def test_what_a_node_does_not_read_is_lost_to_it_and_counted(made):
     await made.metric_reaches(2, "pdx_proxy_reports_total")
     most, sent = 100_000, 0
     while not made.proxy._control.dropped and sent < most:
-        made.proxy._control.cancel(f"{sent:032d}", {"deaf"})
+        made.proxy._control.tell(Cancel(f"{sent:032d}"), {"deaf"})
         sent += 1
     assert sent < most
     await made.metric_reaches(1, "pdx_proxy_control_dropped_total", reason="peer_full")
-    made.proxy._control.cancel(TRANSFER, {""})
+    made.proxy._control.tell(Cancel(TRANSFER), {""})
     assert await made.node.cancelled() == TRANSFER
 
 
@@ -162,7 +162,7 @@ async def test_no_message_is_left_lying(tmp_path):
         node.send(REPORT)
         arrived_by = time.monotonic() + 0.1
         while time.monotonic() < arrived_by:
-            made.control.cancel(TRANSFER, {""})
+            made.control.tell(Cancel(TRANSFER), {""})
         await until(lambda: len(made.took) == 902)
 
 
@@ -249,7 +249,7 @@ async def test_what_goes_wrong_in_the_control_socket_ends_nothing(tmp_path, monk
             return post(self, route, frame)
 
         monkeypatch.setattr(PeerSocket, "post", failing)
-        made.control.cancel(TRANSFER, {""})
+        made.control.tell(Cancel(TRANSFER), {""})
         assert counters["internal_errors"] == 2
         assert await nodes[1].cancelled() == await nodes[2].cancelled() == TRANSFER
         await nodes[1].report()

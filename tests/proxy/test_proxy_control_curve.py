@@ -13,7 +13,7 @@ from pdx.proxy.control import Control
 from pdx.security.curve_keys import KeyPair
 from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
-from pdx.wire import messages
+from pdx.wire.messages import Cancel
 from pdx.wire.proxy import PeerEntry, PeerList, decode_from_proxy
 
 PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
@@ -57,9 +57,9 @@ async def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
         assert await peers_of(one) == await peers_of(two) == PEERS
         await two.report()
         await until(lambda: len(made.reports) == 3)
-        made.control.cancel("t" * 16, {""})
+        made.control.tell(Cancel("t" * 16), {""})
         frame = await within(two.socket.recv())
-        assert isinstance(decode_from_proxy(frame), messages.Cancel), "a list is told once"
+        assert isinstance(decode_from_proxy(frame), Cancel), "a list is told once"
         assert made.drops == []
 
 

@@ -8,8 +8,10 @@ import pytest
 from proxy_harness import CHAT, COMPLETIONS, FORWARDED, Node, cluster
 from read_at_once import parse
 
-from pdx.proxy import hints, why
+from pdx.proxy import hints
+from pdx.proxy.cache import orders
 from pdx.proxy.hints import digest
+from pdx.telemetry.env import Env
 from pdx.wire import messages
 from pdx.wire.explained import Explained, Explanation
 from pdx.wire.hints import Hints, Verdict, tenant
@@ -25,7 +27,7 @@ NOTHING = 'refused;why="no node has answered to it"'
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    monkeypatch.setattr(why, "WHY_S", 5.0)
+    monkeypatch.setattr(orders, "WHY_S", 5.0)
 
 
 def explained(request, *verdicts):
@@ -83,7 +85,7 @@ async def test_a_node_hears_of_the_session_within_its_tenant(made):
 
 
 async def test_an_engine_that_pdx_is_not_in_gets_none_of_it(monkeypatch):
-    monkeypatch.setattr(why, "WHY_S", 0.05)
+    monkeypatch.setattr(orders, "WHY_S", 0.05)
     async with cluster(known=False) as made:
         status, headers, _ = await made.post(CHAT, {**CHATTED, "pdx_hints": {"version": 1, "priority": 5}})
         assert status == 200
@@ -95,7 +97,7 @@ async def test_an_engine_that_pdx_is_not_in_gets_none_of_it(monkeypatch):
 
 @pytest.mark.parametrize("body", [{}, {"pdx_hints": None}, {"pdx_hints": {"version": 1}}])
 async def test_who_says_nothing_waits_for_nothing(body, monkeypatch):
-    monkeypatch.setattr(why.Explainer, "verdicts", None)  # would raise
+    monkeypatch.setattr(orders.Orders, "verdicts", None)  # would raise
     async with cluster() as made:
         status, headers, _ = await made.post(COMPLETIONS, {**BODY, **body})
         assert status == 200
@@ -108,7 +110,7 @@ async def test_who_says_nothing_waits_for_nothing(body, monkeypatch):
     ["x", 5, [], {}, {"version": 2, "priority": 5}, {"version": 1, **{f"f{one}": 1 for one in range(1000)}}],
 )
 async def test_an_envelope_that_makes_no_sense_costs_its_request_nothing(bad, monkeypatch):
-    monkeypatch.setattr(why, "WHY_S", 0.01)
+    monkeypatch.setattr(orders, "WHY_S", 0.01)
     async with cluster() as made:
         status, headers, plain = await made.post(COMPLETIONS, {**BODY, "pdx_hints": bad})
         assert status == 200
@@ -203,11 +205,11 @@ async def test_what_others_say_or_of_other_requests_is_no_answer():
 
 
 async def test_only_so_many_may_wait_for_it(monkeypatch):
-    monkeypatch.setattr(why, "MAX_ASKED", 1)
+    monkeypatch.setattr(orders, "MAX_WHY", 1)
     asked = []
-    explainer = why.Explainer(Mock(ask_why=asked.append))
-    first = asyncio.create_task(explainer.verdicts("a"))
+    made = orders.Orders(Mock(tell=lambda order, nodes: asked.append((order, nodes))), Env())
+    first = asyncio.create_task(made.verdicts("a"))
     await asyncio.sleep(0)
-    assert await explainer.verdicts("b") == []
-    explainer.told(one("cmpl-a-0"))
-    assert (await first, asked) == ([Verdict("priority", "accepted")], ["a"])
+    assert await made.verdicts("b") == []
+    made.replied("n", Reply(0, one("cmpl-a-0")))
+    assert (await first, asked) == ([Verdict("priority", "accepted")], [(Order(0, Why("a")), {""})])
