@@ -27,6 +27,7 @@ from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.leg import Legs, engine_socket, engine_tls
 from pdx.proxy.metrics import Metrics, Outcome
+from pdx.proxy.outline import in_turns
 from pdx.proxy.plan import Body, Mode, Plan, Route, model_of, planning, strip_control
 from pdx.proxy.probe import Probes
 from pdx.proxy.relay import Relay, new_transfer
@@ -41,7 +42,6 @@ from pdx.proxy.reply import (
 from pdx.proxy.router import serving
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
-from pdx.proxy.turns import in_turns
 from pdx.security import descriptors
 from pdx.telemetry.env import Env, WakingClock
 from pdx.telemetry.faults import printable

@@ -19,9 +19,8 @@ from aiohttp import StreamReader, web
 from msgspec import Raw
 
 from pdx.errors import RequestRefused
-from pdx.proxy.outline import outline
+from pdx.proxy.outline import Steps, outline
 from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode, Route
-from pdx.proxy.turns import Steps
 from pdx.wire.hints import Hints
 
 LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
@@ -41,7 +40,7 @@ _JSON_NAME = {list: "list", str: "string", int: "number", float: "number", bool:
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 
-# What shapes the answer only. In chat, `response_format`, `tools` and the like also shape the prompt and stay.
+# What shapes the answer only. In chats, `response_format`, `tools` and the like also shape the prompt and stay.
 _ANSWER_ONLY = (
     "stream_options",
     "stream_interval",
@@ -212,10 +211,8 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_
         leg.pop("stream_options", None)
         leg["return_token_ids"] = True
     else:
-        for name in _ANSWER_ONLY:
+        for name in (*_ANSWER_ONLY, *route.answer_only):
             leg.pop(name, None)
-        if route is Route.COMPLETIONS:
-            leg.pop("response_format", None)
     leg["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": transfer}
     if decode_node:
         leg["kv_transfer_params"]["decode_node"] = decode_node

@@ -1,4 +1,5 @@
-"""Where the values of a large JSON object or list begin and end, found piece by piece: no single call takes long.
+"""Work on large texts in steps, between which other requests have their turn; and where the values of a large JSON
+object or list begin and end.
 
 As in simdjson, the bytes that matter (quotes, backslashes, brackets) are marked by a table; then whether a byte is in a
 string, and how deep it lies, are running sums. All else in a value is passed by, so a text that is no JSON has an
@@ -7,12 +8,13 @@ outline, too. But of a text that a reader of JSON takes, the outline is what tha
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Generator
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pdx.errors import RequestRefused
-from pdx.proxy.turns import Steps
 
 STEP = 64 << 10  # even, see the cut of backslashes
 _QUOTE, _BACKSLASH, _OPEN, _CLOSE = 1, 2, 3, 4
@@ -20,6 +22,27 @@ _KINDS = {ord('"'): _QUOTE, ord("\\"): _BACKSLASH, **dict.fromkeys(b"[{", _OPEN)
 _KIND = bytes(_KINDS.get(byte, 0) for byte in range(256))
 _DEEPER = np.array([0, 0, 0, 1, -1], np.int8)  # by kind
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+
+async def in_turns(steps: Steps[T]) -> T:
+    """The result; the event loop serves others between the steps."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        await asyncio.sleep(0)
+
+
+def at_once(steps: Steps[T]) -> T:
+    """The result; nothing else happens meanwhile."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 def outline(raw: bytes | bytearray | memoryview, most: int) -> Steps[list[tuple[int, int]]]:

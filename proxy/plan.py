@@ -15,18 +15,15 @@ import msgspec
 from msgspec import Raw
 
 from pdx.errors import RequestRefused
-from pdx.proxy.outline import STEP, outline
-from pdx.proxy.turns import Steps, at_once
+from pdx.proxy.outline import STEP, Steps, at_once, outline
 from pdx.wire.messages import EngineFacts
 
 Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parsing`)
 
-DEFAULT_MAX_TOKENS = 16  # vLLM's, for completions
 FORWARD_BYTES = 1 << 20  # of a prompt: the prefill engine sends all its token ids back, which takes everybody's time
 ONE_TOKEN = "one_token"  # why a request goes to one engine, and to one that prefills: that is all it has to do
 XARGS = "vllm_xargs"
 _BYTES_PER_TOKEN = 4  # of text, roughly
-_IN_CHATS = ("messages", "tools", "documents")  # what a chat's prompt is made of
 _CONTENT_PARTS = re.compile(rb'"content"\s*:\s*\[')  # text in parts, or pictures: few bytes may be many tokens
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
@@ -38,10 +35,29 @@ _SOMETHING = re.compile(rb"\[\s*[^\]\s]")
 
 
 class Route(StrEnum):
-    """The two generating endpoints."""
+    """A generating endpoint and all that sets it apart: a further one is a further row."""
 
-    COMPLETIONS = "/v1/completions"
-    CHAT = "/v1/chat/completions"
+    limits: tuple[str, ...]  # fields that say the most tokens of an answer: the first that is there counts
+    default_limit: int | None  # vLLM's, where none of them is there; None: as many as fit
+    prompt: tuple[str, ...]  # fields that a prompt is made of; the first has to be there
+    answer_only: tuple[str, ...]  # fields that shape the answer alone, beside those of `body`
+    forwards: bool  # whether the first token can be told on its own: the prompt is text or ids, and no conversation
+
+    COMPLETIONS = "/v1/completions", ("max_tokens",), 16, ("prompt",), ("response_format",), True
+    CHAT = (
+        "/v1/chat/completions",
+        ("max_completion_tokens", "max_tokens"),
+        None,
+        ("messages", "tools", "documents"),
+        (),
+        False,
+    )
+
+    def __new__(cls, path: str, *facts: Any) -> Route:
+        made = str.__new__(cls, path)
+        made._value_ = path
+        made.limits, made.default_limit, made.prompt, made.answer_only, made.forwards = facts
+        return made
 
 
 class Mode(StrEnum):
@@ -99,13 +115,8 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         return Plan(Mode.ALONE, "stream_options")
     if (body.get("min_tokens") or 0) > (token_limit(route, body) or 1 << 62):
         return Plan(Mode.ALONE, "min_tokens")
-    if route is Route.CHAT:
-        messages = body.get("messages")
-        if not isinstance(messages, Raw) or _SOMETHING.match(memoryview(messages)[:_SPACE_BYTES]) is None:
-            return Plan(Mode.ALONE, "messages")
-        if token_limit(route, body) == 1:
-            return Plan(Mode.ALONE, ONE_TOKEN)
-        return Plan(Mode.ALONE, "short_prompt") if _is_short(body, min_split_tokens) else Plan(Mode.SAMPLED, "chat")
+    if not route.forwards:
+        return _planned_chat(route, body, min_split_tokens)
     prompt = yield from single_prompt(body.get("prompt"))
     if prompt is None:
         return Plan(Mode.ALONE, "prompt")
@@ -120,6 +131,19 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         if value is not None and not _forwardable(name, value, body):
             return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field", least_length)
     return Plan(Mode.FORWARD, "", least_length)
+
+
+def _planned_chat(route: Route, body: Body, min_split_tokens: int) -> Plan:
+    messages = body.get(route.prompt[0])
+    if not isinstance(messages, Raw) or _SOMETHING.match(memoryview(messages)[:_SPACE_BYTES]) is None:
+        return Plan(Mode.ALONE, route.prompt[0])
+    if token_limit(route, body) == 1:
+        return Plan(Mode.ALONE, ONE_TOKEN)
+    parts = [memoryview(body[name]) for name in route.prompt if isinstance(body.get(name), Raw)]
+    is_short = sum(map(len, parts)) // _BYTES_PER_TOKEN < min_split_tokens
+    if is_short and _CONTENT_PARTS.search(memoryview(messages)) is None:  # else it is more than text
+        return Plan(Mode.ALONE, "short_prompt")
+    return Plan(Mode.SAMPLED, "chat")
 
 
 def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None) -> str:
@@ -152,11 +176,7 @@ def continues(facts: EngineFacts | None, *, prompt_tokens: int, limit: int) -> b
 
 def token_limit(route: Route, body: Body) -> int | None:
     """The most tokens the client wants; None: as many as fit. Only for a body that may be split."""
-    if route is Route.CHAT:
-        limit = body.get("max_completion_tokens")
-        return limit if limit is not None else body.get("max_tokens")
-    limit = body.get("max_tokens")
-    return limit if limit is not None else DEFAULT_MAX_TOKENS
+    return next((limit for name in route.limits if (limit := body.get(name)) is not None), route.default_limit)
 
 
 def single_prompt(prompt: Any) -> Steps[Prompt | None]:
@@ -211,14 +231,6 @@ def _counting(ids: memoryview) -> Steps[int | None]:
             return None
         is_empty = is_empty and piece.isspace()
     return None if is_empty else commas + 1
-
-
-def _is_short(body: Body, tokens: int) -> bool:
-    """Whether a chat is text alone, and makes a prompt of less than so many tokens."""
-    parts = [memoryview(body[name]) for name in _IN_CHATS if isinstance(body.get(name), Raw)]
-    if sum(map(len, parts)) // _BYTES_PER_TOKEN >= tokens:
-        return False
-    return _CONTENT_PARTS.search(memoryview(body["messages"])) is None
 
 
 def _is_int(value: Any) -> bool:

@@ -20,6 +20,7 @@ from pdx.proxy.health import PROBE_S, EngineState, Health, Reason
 from pdx.proxy.leg import Legs, failed
 from pdx.proxy.reply import error_body
 from pdx.telemetry.env import Env
+from pdx.telemetry.recent import remember
 
 _AT_ONCE = 64  # GET /health under way; where hosts are gone, each takes 5 s
 _ANSWER_S = 5.0
@@ -204,11 +205,8 @@ class Probes:
         return answer.status, raw, cards
 
     def _kept_for(self, headers: Mapping[str, str]) -> _Kept:
-        kept = self._kept.setdefault(headers.get("Authorization", ""), _Kept())
-        self._kept.move_to_end(headers.get("Authorization", ""))
-        if len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
-        return kept
+        key = headers.get("Authorization", "")
+        return remember(self._kept, key, self._kept.get(key) or _Kept(), _MOST_KEPT)
 
     async def _ask(self, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """The first engine's answer, and what the other well ones add if that was a list."""

@@ -250,9 +250,9 @@ class Server:
             asyncio.get_running_loop().add_reader(each, self._accept, each)
 
     def _accept(self, listening: socket.socket) -> None:
-        with self._env.faults.contain("taking connections") as part:
+        with self._env.faults.contain("taking connections") as failures:
             self._take_waiting(listening)
-        if part.has_failed:
+        if failures:
             self._rest("an internal error")
 
     def _take_waiting(self, listening: socket.socket) -> None:

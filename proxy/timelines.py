@@ -10,6 +10,7 @@ import msgspec
 
 from pdx.proxy.engines import MAX_NODES
 from pdx.proxy.plan import Mode, Route
+from pdx.telemetry.recent import remember
 from pdx.telemetry.timeline import Moment, breakdown
 from pdx.wire.messages import Mark
 from pdx.wire.proxy import NodeReport
@@ -58,9 +59,7 @@ class Timelines:
 
     def open(self, timeline: Timeline) -> None:
         """Keep a new timeline; the oldest one makes room."""
-        self._timelines[timeline.transfer] = timeline
-        while len(self._timelines) > self._keep:
-            self._timelines.popitem(last=False)
+        remember(self._timelines, timeline.transfer, timeline, self._keep)
 
     def rename(self, timeline: Timeline, transfer: str) -> None:
         """Its transfer has another id from now on."""
@@ -128,10 +127,8 @@ class Clocks:
             return 0
         key = (report.node, report.epoch)
         seen_ns = received_ns - report.sent_ns
-        window = self._windows.setdefault(key, _Window(received_ns, seen_ns, seen_ns))
-        self._windows.move_to_end(key)
-        if len(self._windows) > MAX_NODES:
-            self._windows.popitem(last=False)
+        window = self._windows.get(key) or _Window(received_ns, seen_ns, seen_ns)
+        remember(self._windows, key, window, MAX_NODES)
         age_ns = received_ns - window.start_ns
         if age_ns >= WINDOW_NS:
             window.before_ns = window.least_ns if age_ns < 2 * WINDOW_NS else seen_ns

@@ -195,10 +195,10 @@ class Daemon:
         with self._faults.contain("letting processes in"):
             self._process_socket.queue.heed()
         for source, _ in ready:
-            with self._faults.contain("serving a socket") as part:
+            with self._faults.contain("serving a socket") as failures:
                 self._serve_source(source)
             own = (self.env.mailbox.fd, self._process_socket.queue.fd, self.service.sessions.fd)
-            if part.has_failed and isinstance(source, int) and source not in own:
+            if failures and isinstance(source, int) and source not in own:
                 with contextlib.suppress(KeyError):
                     self._poller.unregister(source)  # else it would fail again at once, for ever
         now = time.monotonic()
@@ -283,9 +283,10 @@ class Daemon:
             self._faults.dropped(self._sender(route), error)
             return
         try:
-            with self._faults.contain(f"a {type(envelope.body).__name__}", passing=(NodeError, ProtocolError)) as part:
+            kind = type(envelope.body).__name__
+            with self._faults.contain(f"a {kind}", passing=(NodeError, ProtocolError)) as failures:
                 answer = self._answer(route, envelope, frames)
-            if part.has_failed:
+            if failures:
                 answer = self._end_failed(route)
         except (NodeError, ProtocolError) as error:
             self.env.counters["refused"] += 1

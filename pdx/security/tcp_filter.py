@@ -243,14 +243,14 @@ class TcpFilter:
         wait_s = 0.02 if self._is_closing else _ROUND_S if self._rests_until is None else _PACE_S
         for fd, _ in self._epoll.poll(wait_s):
             connection = self._connections.get(fd)
-            with self._faults.contain("a connection to the TCP port for peers") as part:
+            with self._faults.contain("a connection to the TCP port for peers") as failures:
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
                 elif fd == self._listener.fileno():
                     self._accept()
                 elif connection is not None:
                     self._serve(connection)
-            if part.has_failed and connection is not None and self._connections.get(fd) is connection:
+            if failures and connection is not None and self._connections.get(fd) is connection:
                 self._end(connection)
         if self._drops:
             self._drops = False

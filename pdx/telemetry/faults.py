@@ -17,12 +17,6 @@ _MAX_SENDERS = 1024
 _MAX_TEXT = 300
 
 
-class Contained:
-    """What became of one piece of work: whoever did it ends what the work belonged to, if it has failed."""
-
-    has_failed = False
-
-
 class Faults:
     """Counts and logs. One thread, the loop's.
 
@@ -45,18 +39,19 @@ class Faults:
         self._quiet: dict[str, tuple[float, int]] = {}  # until when, and how many were not logged
 
     @contextlib.contextmanager
-    def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[Contained]:
+    def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[list[Exception]]:
         """A `with` block that an exception ends, and that none leaves but `passing`, which the caller expects.
 
-        `part` names the work; there are few different ones.
+        `part` names the work; there are few different ones. Yields what has gone wrong: whoever did the work ends what
+        it belonged to.
         """
-        work = Contained()
+        failures: list[Exception] = []
         try:
-            yield work
+            yield failures
         except passing:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is counted and logged
-            work.has_failed = True
+            failures.append(error)
             self.unexpected(part, error)
 
     def unexpected(self, part: str, error: Exception) -> None:

@@ -16,6 +16,7 @@ from aiohttp import web
 from pdx.errors import ConfigError, RequestRefused
 from pdx.security.secret_file import load_token
 from pdx.telemetry.env import Env
+from pdx.telemetry.recent import remember
 
 MAX_FAILED = 32  # of one address, in …
 WINDOW_S = 10.0
@@ -110,10 +111,9 @@ class Access:
 
     def _fail(self, address: str) -> None:
         now = self._clock()
-        since, failed = self._failed.pop(address, (now, 0))
-        self._failed[address] = (since, failed + 1) if now < since + WINDOW_S else (now, 1)
-        if len(self._failed) > _MAX_ADDRESSES:
-            self._failed.popitem(last=False)
+        since, failed = self._failed.get(address, (now, 0))
+        told = (since, failed + 1) if now < since + WINDOW_S else (now, 1)
+        remember(self._failed, address, told, _MAX_ADDRESSES)
 
 
 def _is_unix(request: web.Request) -> bool:

@@ -27,14 +27,14 @@ def faults(counters, clock):
 
 def test_an_exception_ends_its_block_and_is_logged_once_with_its_trace(faults, counters, caplog):
     for _ in range(3):
-        with faults.contain("a tick") as part:
+        with faults.contain("a tick") as failures:
             raise KeyError("x")
-        assert part.has_failed
-    with faults.contain("a tick") as part:
+        assert failures
+    with faults.contain("a tick") as failures:
         raise ValueError("another class")
-    with faults.contain("a tick") as part:
+    with faults.contain("a tick") as failures:
         pass
-    assert not part.has_failed
+    assert not failures
     assert counters == {"internal_errors": 4}
     assert [record.exc_info[0] for record in caplog.records] == [KeyError, ValueError]
     assert "a tick" in caplog.records[0].getMessage()

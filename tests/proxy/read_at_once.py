@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pdx.proxy import body, plan
+from pdx.proxy.outline import at_once
 from pdx.proxy.plan import Body, Plan, Prompt, Route
-from pdx.proxy.turns import at_once
 
 
 def parse(raw: bytes | bytearray) -> Body:

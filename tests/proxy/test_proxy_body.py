@@ -24,8 +24,8 @@ from pdx.proxy import body as body_module
 from pdx.proxy import outline as outline_module
 from pdx.proxy import plan
 from pdx.proxy.body import LENIENT_BYTES, PIECE, Intake, as_engines_read, encode, parsing, prefill_body
+from pdx.proxy.outline import in_turns
 from pdx.proxy.plan import Mode, Route, planning, strip_control
-from pdx.proxy.turns import in_turns
 
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 4}
 

@@ -225,11 +225,11 @@ class Connections:
         if is_ping_due:
             self._next_ping = self._now + self._ping_s
         for peer in self.peers:
-            with self._env.faults.contain("the tick of a connection") as part:
+            with self._env.faults.contain("the tick of a connection") as failures:
                 if is_ping_due:
                     peer.send(Ping())
                 self._tick(peer)
-            if part.has_failed:
+            if failures:
                 self._end_failed(peer)
 
     def close(self) -> None:
@@ -260,13 +260,13 @@ class Connections:
                 if arrival is None:
                     return
                 peer = peer or self._by_route.get(arrival.route)
-                with self._env.faults.contain("a message of a peer", passing=(ProtocolError,)) as part:
+                with self._env.faults.contain("a message of a peer", passing=(ProtocolError,)) as failures:
                     frame = decode_peer(arrival.frame)
                     if peer is not None:
                         self._hear(peer, arrival.key, frame)
                     else:
                         self._hear_stranger(arrival, frame)
-                if part.has_failed:
+                if failures:
                     self._end_failed(peer or self._by_route.get(arrival.route))
             except ProtocolError as error:
                 self._env.faults.dropped(repr(peer.name) if peer else "a node without a session", error)
