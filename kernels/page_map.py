@@ -1,4 +1,4 @@
-"""Where the pages of all layers of an engine lie, as a table that the copy kernel reads.
+"""Where the pages of all layers of an engine lie, and which of them are copied: tables that the copy kernel reads.
 
 A page is one block of one layer: `pieces` equal contiguous pieces, a constant distance apart. One piece where the
 page is contiguous (LBNHC, LBHNC, BLNHC, BLHNC, MLA), one per head where other layers or other blocks lie between the
@@ -7,17 +7,21 @@ heads (BHLNC, LHBNC). In a slot a page is always contiguous: its pieces in the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 UNIT_BYTES = 16  # of one access of the kernel; sizes, distances and addresses are multiples of it
+_MAX_ADDRESS = 1 << 62
 
 
 @dataclass(frozen=True)
-class _Place:
+class _LayerPages:
     """The pages of one layer; everything in bytes. Page b, piece p lies at address + b * block + p * piece."""
 
     address: int
@@ -55,19 +59,19 @@ class PageMap:
             raise ValueError("no layers")
         if len({tensor.device for tensor in layers}) > 1:
             raise ValueError(f"layers on several devices: {sorted({str(tensor.device) for tensor in layers})}")
-        places = [_place(tensor, num_blocks) for tensor in layers]
-        sizes = {(place.pieces, place.piece_bytes) for place in places}
+        found = [_layer_pages(tensor, num_blocks) for tensor in layers]
+        sizes = {(place.pieces, place.piece_bytes) for place in found}
         if len(sizes) > 1:
             raise ValueError(f"layers differ in (pieces, bytes of a piece) of a page: {sorted(sizes)}")
         [(pieces, piece_bytes)] = sizes
-        rows = [(place.address, place.block_stride, place.piece_stride) for place in places]
+        rows = [(place.address, place.block_stride, place.piece_stride) for place in found]
         device = layers[0].device
         table = torch.tensor(rows, dtype=torch.int64).to(device)
         page_bytes = pieces * piece_bytes
         return cls(len(layers), num_blocks, page_bytes, device, pieces, piece_bytes, table, tuple(layers))
 
 
-def _place(tensor: Tensor, num_blocks: int) -> _Place:
+def _layer_pages(tensor: Tensor, num_blocks: int) -> _LayerPages:
     shape = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}"
     if tensor.dim() < 2 or num_blocks < 1 or not tensor.numel() or tensor.shape[0] % num_blocks:
         raise ValueError(f"no pages of {num_blocks} blocks: {shape}")
@@ -87,7 +91,7 @@ def _place(tensor: Tensor, num_blocks: int) -> _Place:
             raise ValueError(f"a page is not equal pieces at one distance: {shape}")
     # The distance to the next block means nothing where there is one block.
     block_stride = blocks.stride(0) * itemsize if num_blocks > 1 else 0
-    place = _Place(tensor.data_ptr(), block_stride, piece_stride, pieces, piece_bytes)
+    place = _LayerPages(tensor.data_ptr(), block_stride, piece_stride, pieces, piece_bytes)
     if any(number % UNIT_BYTES for number in (place.address, block_stride, piece_stride, piece_bytes)):
         raise ValueError(f"{place} is not divisible by {UNIT_BYTES}: {shape}")
     if num_blocks > 1 and not _is_apart(place, num_blocks):
@@ -95,9 +99,100 @@ def _place(tensor: Tensor, num_blocks: int) -> _Place:
     return place
 
 
-def _is_apart(place: _Place, num_blocks: int) -> bool:
+def _is_apart(place: _LayerPages, num_blocks: int) -> bool:
     """Whether blocks lie one behind the other, or, between a block's pieces, the same piece of all other blocks."""
     page_extent = (place.pieces - 1) * place.piece_stride + place.piece_bytes
     all_blocks_extent = (num_blocks - 1) * place.block_stride + place.piece_bytes
     is_interleaved = place.block_stride >= place.piece_bytes and place.piece_stride >= all_blocks_extent
     return place.block_stride >= page_extent or is_interleaved
+
+
+class Place(Enum):
+    """In what memory the places of a batch lie, as seen by the GPU that copies."""
+
+    HERE = "its own"
+    PEER = "another GPU's, mapped"
+    HOST = "page-locked host memory"
+
+
+class Run(NamedTuple):
+    """Pages whose places in the slices follow each other, in every layer.
+
+    Page i of layer l lies at `address` + l * `layer_bytes` + i * page_bytes. The address is one that the kernel can
+    reach: device memory, a peer's mapped memory or page-locked host memory. Whether the slot reaches that far is for
+    the caller to check; nothing here knows where a slot ends.
+    """
+
+    block_ids: Sequence[int]
+    address: int  # of the first page's place in layer 0, whichever layers are copied
+    layer_bytes: int  # from a layer's slice to the next one's
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The pages of any number of runs. Used on the stream it was made on, where it may be dropped after a launch."""
+
+    pages: PageMap
+    num_pages: int
+    # int64 [num_pages, 3] on the device: block id, address of its place in layer 0, layer_bytes
+    table: Tensor = field(repr=False)
+
+    @classmethod
+    def of(cls, pages: PageMap, runs: Sequence[Run]) -> Batch:
+        """Check the runs and upload them in one copy on torch's current stream, without waiting for it.
+
+        :raises IndexError: a block id is outside the engine's blocks; it is named.
+        :raises ValueError: an address or a distance is not divisible by 16, out of range, or too small for its pages.
+        """
+        for run in runs:
+            _check(run, pages)
+        block_ids, places, distances = array("q"), array("q"), array("q")
+        for run in runs:
+            num_pages = len(run.block_ids)
+            block_ids.extend(run.block_ids)
+            places.extend(range(run.address, run.address + num_pages * pages.page_bytes, pages.page_bytes))
+            distances.extend([run.layer_bytes] * num_pages)
+        num_pages = len(block_ids)
+        # torch keeps page-locked memory from being used again until the copies from it have ended.
+        rows = torch.empty((num_pages, 3), dtype=torch.int64, pin_memory=pages.device.type == "cuda")
+        if num_pages:
+            columns = torch.frombuffer(block_ids + places + distances, dtype=torch.int64)
+            rows.copy_(columns.view(3, num_pages).T)
+        return cls(pages, num_pages, rows.to(pages.device, non_blocking=True))
+
+    def shifted(self, nbytes: int) -> Batch:
+        """The same pages, with places that lie so much further on. On torch's current stream, as `of`."""
+        table = self.table.clone()
+        table[:, 1] += nbytes
+        return Batch(self.pages, self.num_pages, table)
+
+    def parts(self, layers: range, nbytes: int) -> Iterator[tuple[Batch, range]]:
+        """The same copies in parts of at most `nbytes` bytes; the least is two pages of one layer.
+
+        A part's table is a part of this one's, so the parts are used on the same stream.
+        """
+        # An even number of rows of 24 bytes: every part's table is aligned to 16, as the compiled kernel expects.
+        most_pages = max(2, nbytes // self.pages.page_bytes // 2 * 2)
+        most_layers = max(1, nbytes // max(1, self.num_pages * self.pages.page_bytes))
+        for first in range(0, self.num_pages, most_pages):
+            part = self
+            if self.num_pages > most_pages:
+                rows = self.table[first : first + most_pages]
+                part = Batch(self.pages, len(rows), rows)
+            for layer in range(layers.start, layers.stop, most_layers):
+                yield part, range(layer, min(layer + most_layers, layers.stop))
+
+
+def _check(run: Run, pages: PageMap) -> None:
+    if not run.block_ids:
+        return
+    for bad in (min(run.block_ids), max(run.block_ids)):
+        if not 0 <= bad < pages.num_blocks:
+            raise IndexError(f"block id {bad} is outside the {pages.num_blocks} blocks")
+    end = run.address + pages.num_layers * run.layer_bytes
+    if run.address <= 0 or run.address % UNIT_BYTES or end > _MAX_ADDRESS:
+        raise ValueError(f"address {run.address:#x} is not one of {len(run.block_ids)} pages aligned to {UNIT_BYTES}")
+    if run.layer_bytes % UNIT_BYTES or run.layer_bytes < len(run.block_ids) * pages.page_bytes:
+        raise ValueError(
+            f"slices {run.layer_bytes} bytes apart do not hold {len(run.block_ids)} pages of {pages.page_bytes} bytes"
+        )

@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdx.kernels.batch import Batch, Place, Run
-from pdx.kernels.page_map import PageMap
+from pdx.kernels.page_map import Batch, PageMap, Place, Run
 
 __all__ = ["Batch", "PageMap", "Place", "Run", "gather", "scatter", "warm_up"]
 

@@ -139,7 +139,7 @@ def _check_saved(address: str, sizes: Sizes) -> None:
 
 def _measure(engine: ReferenceEngine, sizes: Sizes) -> list[Row]:
     worker: Any = engine.worker
-    if not worker.is_attached:
+    if not worker.link.is_attached:
         raise RuntimeError("the engine is not attached to its node")
     meters = {name: Meter(getattr(worker, name)) for name in ("save_layer", "begin", "end_forward")}
     for name, meter in meters.items():

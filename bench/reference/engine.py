@@ -171,7 +171,7 @@ class ReferenceEngine:
             self.worker = WorkerHalf(connector, layout, name, 0)
             self.worker.register({f"layer.{i}": pages for i, pages in enumerate(self.kv.layers)}, num_blocks)
             self.scheduler = SchedulerHalf(connector, layout, name, Hashing(chained_hash))
-            if not (self.worker.is_attached and self.scheduler.wait_attached(ATTACH_S)):
+            if not (self.worker.link.is_attached and self.scheduler.link.wait_attached(ATTACH_S)):
                 self.close()
                 raise NodeUnavailable(f"no node answers engine {name} at {connector.node_address()}")
 

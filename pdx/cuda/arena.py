@@ -1,7 +1,7 @@
 """The arena of a node whose chunks lie on a GPU: generations in a shared file as ever, the data in device memory.
 
 Opening it maps the tables alone, so a scheduler half or `pdx node --status` never has a CUDA context. Who moves
-bytes maps the data, too (`map`), by a handle that the node hands over (`pdx.cuda.handover`).
+bytes maps the data, too (`map`), by a handle that the node hands over (`pdx.node.handover`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import contextlib
 import ctypes
 import logging
 import os
+import socket
+import struct
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
+
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu, keeping_context
-from pdx.cuda.handover import fetch_handle
 from pdx.cuda.memory import DeviceMemory, DeviceSpan, Handle
 from pdx.errors import (
     ArenaTooSmall,
@@ -26,13 +29,19 @@ from pdx.errors import (
     GpuMemoryFull,
     GpuUnavailable,
     LayoutError,
+    NodeError,
     NodeUnavailable,
     ProtocolError,
 )
 from pdx.memory.arena import Arena, check_span, round_up
 from pdx.memory.slot import Slot
+from pdx.security.unix_peer import peer_of, receive_fds
 
 HANDOVER_S = 5.0
+MAX_ANSWER_BYTES = 1024
+_MAX_FDS = 2  # one is right
+_TIMEVAL = struct.Struct("@ll")
+_decoder = msgspec.msgpack.Decoder(Handle)
 _log = logging.getLogger(__name__)
 
 
@@ -284,3 +293,46 @@ class GpuArena(Arena):
             stack.close()
         except GpuError as error:  # what is left to do needs no GPU
             _log.warning("the thread's current GPU may not be the one of before: %s", str(error))
+
+
+def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, int]:
+    """Ask the node that listens at `path`: the handle, and a descriptor that the caller closes (-1: none).
+
+    Each of its three steps waits `timeout_s` at most.
+
+    :raises NodeUnavailable: no node is there, or it does not answer in time.
+    :raises NodeError: it refuses; its log says why.
+    :raises ProtocolError: what answers is not a node of this user.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
+        limit = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # `connect` to a full backlog heeds the first
+            stream.setsockopt(socket.SOL_SOCKET, option, limit)
+        try:
+            stream.connect(str(path))
+            if (uid := peer_of(stream).uid) != os.geteuid():  # else somebody else would learn the ticket
+                raise ProtocolError(f"user {uid} listens at {path}")
+            stream.send(ticket)
+            message, fds, flags = receive_fds(stream, MAX_ANSWER_BYTES, _MAX_FDS)
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise NodeError(f"the node does not hand over its GPU memory; its log says why ({error})") from error
+        except OSError as error:
+            raise NodeUnavailable(f"no node hands over GPU memory at {path}: {error}") from error
+    try:
+        return _checked(message, fds, flags)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def _checked(message: bytes, fds: list[int], flags: int) -> tuple[Handle, int]:
+    if not message:
+        raise NodeError("the node does not hand over its GPU memory; its log says why")
+    try:
+        handle = _decoder.decode(message)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"what the node hands over does not decode: {error}") from error
+    if len(fds) != (handle.kind == "vmm") or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise ProtocolError(f"the node hands over {len(fds)} descriptors with memory of kind {handle.kind}")
+    return handle, fds[0] if fds else -1

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
-from pdx.engine.plan import LoadPlan, StepPlan, WorkerNews
+from pdx.engine.plan import LoadPlan, StepPlan
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import EngineRequest, StepRecord
 from pdx.engine.worker import WorkerHalf
@@ -51,7 +51,7 @@ class _Guard:
     def count(self, reason: str, text: str, *args: object, times: int = 1) -> None:
         """See `NodeLink.count`."""
         if not self.is_off:
-            self._half.count(reason, text, *args, times=times)
+            self._half.link.count(reason, text, *args, times=times)
 
     def close(self) -> None:
         """Detach from the node. Idempotent."""
@@ -68,7 +68,7 @@ class _Guard:
             return hook(*args)
         except Exception as error:  # the root of all that PDX does on this thread
             log.exception("%s failed", hook.__name__)
-            self._half.count("hook_failed")
+            self._half.link.count("hook_failed")
             self.switch_off(f"{hook.__name__} failed: {type(error).__name__}: {str(error)[:200]!r}")
             return otherwise
 
@@ -79,8 +79,25 @@ class _Guard:
             log.exception("detaching from the node failed")
 
 
+def _hook(name: str, otherwise: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
+    """The half's hook of this name, guarded; `otherwise` makes the answer of a half that is off."""
+
+    def hook(self: _Guard, *args: Any) -> Any:
+        return self._run(getattr(self._half, name), *args, otherwise=otherwise())
+
+    return hook
+
+
 class SchedulerGuard(_Guard):
     """The scheduler half, whose methods have the same names here, and which loads no worker has heard of yet."""
+
+    arrived = _hook("arrived")
+    not_loaded = _hook("not_loaded", frozenset)
+    load_failed = _hook("load_failed")
+    heard = _hook("heard")
+    loaded = _hook("loaded")
+    finished = _hook("finished", dict)
+    reset = _hook("reset")  # where it fails, PDX is off, and nothing is found either
 
     _half: SchedulerHalf
 
@@ -90,9 +107,6 @@ class SchedulerGuard(_Guard):
         self._local_tokens = 0  # of the request that was asked about last, which is the one that is allocated next
         self._promised: dict[str, list[int]] = {}  # blocks to be loaded, until the step's plan is with the workers
         self._is_told = False  # the workers know that PDX is off
-
-    def arrived(self, request: EngineRequest) -> None:
-        self._run(self._half.arrived, request, otherwise=None)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         self._local_tokens = local_tokens
@@ -105,18 +119,6 @@ class SchedulerGuard(_Guard):
             end = -(-(self._local_tokens + num_external) // self._block_tokens)
             self._promised[request.request_id] = [block for group in blocks for block in group[first:end]]
         self._run(self._half.allocated, request, blocks, num_external, otherwise=None)
-
-    def not_loaded(self, block_ids: Set[int]) -> Set[int]:
-        return self._run(self._half.not_loaded, block_ids, otherwise=frozenset[int]())
-
-    def load_failed(self, request_id: str) -> None:
-        self._run(self._half.load_failed, request_id, otherwise=None)
-
-    def heard(self, news: Sequence[WorkerNews]) -> None:
-        self._run(self._half.heard, news, otherwise=None)
-
-    def loaded(self, request_id: str) -> None:
-        self._run(self._half.loaded, request_id, otherwise=None)
 
     def plan_step(self, record_for: Callable[[SchedulerHalf], StepRecord]) -> StepPlan | Off:
         """`record_for` makes the step's record, and may fail like the half itself."""
@@ -131,20 +133,16 @@ class SchedulerGuard(_Guard):
         self._is_told = True
         return Off(promised)
 
-    def finished(self, request: EngineRequest) -> dict[str, str]:
-        nothing: dict[str, str] = {}
-        return self._run(self._half.finished, request, otherwise=nothing)
-
-    def reset(self) -> None:
-        """Where it fails, PDX is off, and nothing is found either."""
-        self._run(self._half.reset, otherwise=None)
-
     def has_unsent_plans(self) -> bool:
         return self._run(self._half.has_unsent_plans, otherwise=bool(self._promised) or not self._is_told)
 
 
 class WorkerGuard(_Guard):
     """The worker half, whose methods have the same names here, and which loads nobody was told the end of."""
+
+    save_layer = _hook("save_layer")
+    end_forward = _hook("end_forward")
+    take_news = _hook("take_news")
 
     _half: WorkerHalf
 
@@ -173,12 +171,6 @@ class WorkerGuard(_Guard):
         self._loads.update({load.request_id: load for load in plan.loads})
         self._run(self._half.begin, plan, otherwise=None)
 
-    def save_layer(self, name: str) -> None:
-        self._run(self._half.save_layer, name, otherwise=None)
-
-    def end_forward(self) -> None:
-        self._run(self._half.end_forward, otherwise=None)
-
     def finished_loads(self) -> tuple[set[str], set[int]]:
         """When PDX is off, loads that are under way are waited for (in later steps): until then they write into their
         blocks. The others have failed.
@@ -196,10 +188,6 @@ class WorkerGuard(_Guard):
     def failed_loads(self) -> set[str]:
         """Of the loads that `finished_loads` told of last, those of which something is missing."""
         return self._failed_loads
-
-    def take_news(self) -> WorkerNews | None:
-        nothing: WorkerNews | None = None
-        return self._run(self._half.take_news, otherwise=nothing)
 
     def _last_loads(self) -> tuple[set[str], set[int]]:
         """All that are left; only when nothing loads any more."""

@@ -69,6 +69,11 @@ class NodeLink:
         connection = self._connection
         return connection if connection is not None and connection.is_alive else None
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether `connection` is one."""
+        return self.connection is not None
+
     def serve(self, use: Callable[[Arena | None], None]) -> None:
         """Call `use` with each node's arena before `connection` tells of that node, and with None when it is gone.
 

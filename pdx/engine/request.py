@@ -1,4 +1,14 @@
-"""One request as the scheduler half sees it: its claims, its chunks, what the node said of them, what is saved."""
+"""One request as the scheduler half sees it: its claims, its life, its chunks, what the node said, what is saved.
+
+Its life is one table, `TRANSITIONS`:
+
+    WAITING ──decide──► DECIDED ──load──► LOADING ──loaded──► RUNNING ──void──► VOID
+       ▲  ◄─ask again─────┘ └─────run───────────────────────────▲                 │
+       └────────────────────────────preempt─────────────────────┴─────────────────┘
+
+A request is tracked from its first sight until the engine says that it is over. LEFT_OUT is for good: nothing of it is
+asked, found or saved, but others may rest on the same blocks (`pdx.engine.trust`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +16,13 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, auto
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan
-from pdx.engine.states import LOADING, TRANSITIONS, State, Step
 from pdx.engine.step import BlockHasher, EngineRequest
 from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
@@ -67,6 +76,52 @@ def parse_hints(params: Any, salt: str | None = None) -> Envelope:
     `salt`: its cache salt.
     """
     return parse(params.get("pdx_hints") if isinstance(params, Mapping) else None, salt)
+
+
+class State(IntEnum):
+    """Where a request is in its life."""
+
+    LEFT_OUT = auto()
+    WAITING = auto()  # for its turn, and for the node's last word
+    DECIDED = auto()  # for its turn: its hits are leased and its misses have slots, or nothing of that can be
+    LOADING = auto()  # it has blocks, and its hits are on their way into them
+    LOADING_VOID = auto()  # likewise, and nothing of its blocks will be saved
+    RUNNING = auto()  # it has blocks and waits for no load
+    VOID = auto()  # likewise, and nothing of its blocks is saved: computed before a reset, or from pages that failed
+
+
+class Step(IntEnum):
+    """What can happen to a request."""
+
+    DECIDE = auto()
+    ASK_AGAIN = auto()  # what the node has said is void, or too old
+    LOAD = auto()  # the engine gave it blocks, some of them to be loaded
+    RUN = auto()  # the engine gave it blocks, none of them to be loaded
+    LOADED = auto()  # its load is over, whatever came of it
+    PREEMPT = auto()  # it has lost its blocks
+    VOID = auto()  # what its blocks hold is not what its keys say
+
+
+_QUEUED = (State.WAITING, State.DECIDED)
+_IN_BLOCKS = (State.RUNNING, State.VOID)
+TRANSITIONS: dict[tuple[State, Step], State] = {
+    **{(state, Step.DECIDE): State.DECIDED for state in _QUEUED},
+    **{(state, Step.ASK_AGAIN): State.WAITING for state in _QUEUED},
+    **{(state, Step.LOAD): State.LOADING for state in _QUEUED},
+    **{(state, Step.RUN): State.RUNNING for state in (*_QUEUED, State.RUNNING)},
+    **{(state, Step.PREEMPT): State.WAITING for state in _IN_BLOCKS},
+    **{(state, Step.VOID): State.VOID for state in _IN_BLOCKS},
+    **{(state, Step.VOID): State.WAITING for state in _QUEUED},
+    (State.LOADING, Step.LOADED): State.RUNNING,
+    (State.LOADING, Step.VOID): State.LOADING_VOID,
+    (State.LOADING_VOID, Step.LOADED): State.VOID,
+    (State.LOADING_VOID, Step.VOID): State.LOADING_VOID,
+    (State.VOID, Step.RUN): State.VOID,
+    **{(State.LEFT_OUT, step): State.LEFT_OUT for step in (Step.RUN, Step.PREEMPT, Step.VOID)},
+}
+
+LOADING = (State.LOADING, State.LOADING_VOID)
+SEATED = (*LOADING, State.RUNNING, State.VOID)  # has a place in the engine's steps, or will before any that waits
 
 
 class Asked(NamedTuple):
@@ -328,10 +383,6 @@ class TrackedRequest:
             return 0
         claimed = self.params.prefill_tokens or num_prompt
         return claimed if claimed <= num_prompt else 0
-
-    def tail(self, hasher: BlockHasher) -> tuple[bytes, int] | None:
-        """Key and number of blocks of the tail of its transfer; None where that ends with a full chunk."""
-        return self.keys.tail(hasher, self.transfer_tokens, self.transfer) if self.transfer is not None else None
 
     # ---- what becomes void ------------------------------------------------------------------
 

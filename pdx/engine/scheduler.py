@@ -20,8 +20,16 @@ from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
 from pdx.engine.pace import StepTimes
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
-from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
-from pdx.engine.states import LOADING, SEATED, State, Step
+from pdx.engine.request import (
+    LOADING,
+    SEATED,
+    State,
+    Step,
+    TrackedRequest,
+    TransferParams,
+    parse_hints,
+    parse_params,
+)
 from pdx.engine.step import BlockHashing, EngineRequest, StepLimits, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
 from pdx.engine.trust import NEVER, Trust
@@ -79,7 +87,7 @@ class SchedulerHalf:
             shape={**layout.described(), **(naming or {})},
             facts=facts,
         )
-        self._link = NodeLink(config, hello, starter=True)
+        self.link = NodeLink(config, hello, starter=True)
 
     # ---- new requests -----------------------------------------------------------------------
 
@@ -90,7 +98,7 @@ class SchedulerHalf:
         if tracked.state is State.LEFT_OUT:
             return
         is_near = self._turns.add(tracked, self._num_seated)
-        connection = self._link.connection
+        connection = self.link.connection
         if connection is not None:
             (self._lookup.begin if is_near else self._lookup.expect)(tracked, connection)
 
@@ -108,13 +116,13 @@ class SchedulerHalf:
         fingerprint = self._fingerprint_of(envelope.hints)
         tracked = TrackedRequest(request, self._layout, params, fingerprint, envelope, state, self._counts)
         self._requests[request.request_id] = tracked
-        connection = self._link.connection
+        connection = self.link.connection
         if connection is not None:
             self._tell_load(connection)
             if why is not None:
                 self._lookup.give_up_transfer(tracked, connection)
         if why is not None and why.reason:
-            self._link.count(why.reason, why.text, request.request_id)
+            self.link.count(why.reason, why.text, request.request_id)
         return tracked
 
     @property
@@ -131,7 +139,7 @@ class SchedulerHalf:
             log.warning("request %s runs without a transfer: %s", request.request_id, error)
         for verdict in envelope.decided:
             text = "request %s runs without its hint %s: %s"
-            self._link.count("hints_refused", text, request.request_id, verdict.field, verdict.text)
+            self.link.count("hints_refused", text, request.request_id, verdict.field, verdict.text)
         return params, envelope
 
     def _with_form(self, request: EngineRequest, envelope: Envelope, *, is_new: bool) -> Envelope:
@@ -153,7 +161,7 @@ class SchedulerHalf:
             return envelope
         if wants and not form:
             text = "request %s is stored exactly, not by the codec that it asks for: %s"
-            self._link.count("codec_refused", text, request.request_id, why)
+            self.link.count("codec_refused", text, request.request_id, why)
         verdict = Verdict("codec", "refused", why[:200]) if wants and not form else Verdict("codec", "accepted")
         hints = msgspec.structs.replace(envelope.hints, form=form, codec=None)  # nodes are told the form
         return Envelope(hints, envelope.said, (*envelope.decided, verdict))
@@ -176,9 +184,9 @@ class SchedulerHalf:
             self._trust.forget(tracked)
         if tracked.state is State.LEFT_OUT or tracked.loaded_for == request.num_preemptions:  # or its load has failed
             return 0
-        connection = self._link.connection
+        connection = self.link.connection
         if connection is None or (tracked.is_decided and tracked.node.epoch != connection.epoch):
-            self._link.count("no_node")
+            self.link.count("no_node")
             tracked.forget_node()
             return 0
         may_ask = self._turns.is_near(tracked, self._num_seated)
@@ -190,7 +198,7 @@ class SchedulerHalf:
         # What a transfer brings was computed for this engine; and where nobody else runs, there is no step to miss.
         loads_all = self._loads_all or tracked.is_decode or not self._counts[State.RUNNING] + self._counts[State.VOID]
         if tokens and not (loads_all or self._times.pays(tokens, len(self._turns))):
-            self._link.count("load_not_worth")
+            self.link.count("load_not_worth")
             return 0
         return tokens
 
@@ -211,7 +219,7 @@ class SchedulerHalf:
             tracked.failed_block, tracked.loaded_for = None, request.num_preemptions
             self._loads.append(tracked.plan_load(num_external))
         else:
-            self._lookup.release(tracked, self._link.connection)
+            self._lookup.release(tracked, self.link.connection)
 
     def not_loaded(self, block_ids: Set[int]) -> Set[int]:
         """These blocks were not loaded, and the engine computes them. They may be another connector's, which had
@@ -245,13 +253,13 @@ class SchedulerHalf:
         """It was computed from pages that nobody has loaded: nothing of it is saved."""
         if tracked.state is State.LEFT_OUT:
             return
-        connection = self._link.connection
+        connection = self.link.connection
         if connection is not None and tracked.node.epoch == connection.epoch:
             self._let_go(tracked, connection)
         tracked.node.grants.clear()
         tracked.step(Step.VOID)
         text = "request %s is not saved: it rests on pages that another connector has promised and not loaded"
-        self._link.count("save_spoiled", text, tracked.request.request_id)
+        self.link.count("save_spoiled", text, tracked.request.request_id)
 
     def heard(self, news: Sequence[WorkerNews]) -> None:
         """What the worker halves told after a step, one for each."""
@@ -260,7 +268,7 @@ class SchedulerHalf:
 
     def loaded(self, request_id: str) -> None:
         """All workers have scattered the request's chunks, or have given up on them."""
-        connection = self._link.connection
+        connection = self.link.connection
         if (ended := self._ending.pop(request_id, None)) is not None:
             self._lookup.release(ended, connection)
             return
@@ -298,7 +306,7 @@ class SchedulerHalf:
         self._times.step(time.monotonic(), record.num_tokens, goes_on=record.is_busy)
         is_loading = any(self._counts[state] for state in LOADING)
         self._lookup.new_step(is_busy=record.is_busy, is_loading=is_loading, step_s=self._times.step_s)
-        connection = self._link.connection
+        connection = self.link.connection
         self._lookup.take_back(connection)
         self._turns.new_walk()
         if connection is not None:
@@ -349,7 +357,7 @@ class SchedulerHalf:
         self._turns.remove(tracked)
         self._due.discard(request.request_id)
         self._trust.forget(tracked)
-        connection = self._link.connection
+        connection = self.link.connection
         if connection is not None:
             self._tell_load(connection)
             self._lookup.expect_no_more(tracked, connection)
@@ -377,8 +385,8 @@ class SchedulerHalf:
         What requests in the engine have computed, or are loading, belongs to the old weights: nothing of it is saved.
         """
         self._fingerprint = secrets.token_bytes(KEY_BYTES)
-        self._link.key_by(self._fingerprint)
-        connection = self._link.connection
+        self.link.key_by(self._fingerprint)
+        connection = self.link.connection
         self._loads = [msgspec.structs.replace(load, epoch=NO_EPOCH) for load in self._loads]
         for tracked in self._requests.values():
             if connection is not None and tracked.node.epoch == connection.epoch:
@@ -391,19 +399,6 @@ class SchedulerHalf:
         """Whether the workers must still be told of something, although no request needs a step."""
         return bool(self._aborts)
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether this half is attached to a living node."""
-        return self._link.connection is not None
-
-    def wait_attached(self, timeout_s: float) -> bool:
-        """For start-up only: whether this half is attached to a node within `timeout_s`."""
-        return self._link.wait_attached(timeout_s)
-
-    def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
-        """See `NodeLink.count`."""
-        self._link.count(reason, text, *args, times=times)
-
     def close(self) -> None:
         """Detach from the node. Idempotent."""
-        self._link.close()
+        self.link.close()

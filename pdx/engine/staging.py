@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pdx.engine.streams import Stream, StreamEvent, Streams
-from pdx.kernels.batch import Batch, Place, Run
-from pdx.kernels.page_map import UNIT_BYTES, PageMap
+from pdx.kernels.page_map import UNIT_BYTES, Batch, PageMap, Place, Run
 
 STAGING_BYTES = 128 << 20  # a launch takes half of it at most, as much as `gpu_copier.LAUNCH_BYTES`
 _MAX_UNDER_WAY = 64  # launches whose copies may be under way

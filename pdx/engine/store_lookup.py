@@ -16,8 +16,7 @@ from typing import Any
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
-from pdx.engine.request import Asked, Awaited, SlotGrant, TrackedRequest
-from pdx.engine.states import Step
+from pdx.engine.request import Asked, Awaited, SlotGrant, Step, TrackedRequest
 from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
@@ -334,10 +333,12 @@ class StoreLookup:
         if request.num_preemptions and not tracked.is_prefill:
             # What was generated may be there, too; the tail was for one reader.
             return self._keys(tracked, request.num_tokens if self._saves_decoded else request.num_prompt_tokens), 0
-        if (tracked.is_prefill or tracked.is_decode) and tracked.transfer_tokens:
-            keys, tail = self._keys(tracked, tracked.transfer_tokens), self._tail(tracked)
+        tokens = tracked.transfer_tokens
+        # Of a prompt so long that a message cannot name all of it the tail would not follow the keys.
+        if tracked.transfer is not None and 0 < tokens < (self._max_chunks + 1) * self._layout.chunk_tokens:
+            tail = tracked.keys.tail(self._hasher, tokens, tracked.transfer)
             if tail is not None:
-                return [*keys, tail[0]], tail[1]
+                return [*self._keys(tracked, tokens), tail[0]], tail[1]
         keys = self._keys(tracked, request.num_prompt_tokens)
         if tracked.params is None and self._takes_room(tracked) and len(keys) < self._max_chunks:
             end = tracked.keys.end(request.num_prompt_tokens)
@@ -353,12 +354,6 @@ class StoreLookup:
 
     def _keys(self, tracked: TrackedRequest, num_tokens: int) -> list[bytes]:
         return tracked.keys.leading(min(num_tokens // self._layout.chunk_tokens, self._max_chunks))
-
-    def _tail(self, tracked: TrackedRequest) -> tuple[bytes, int] | None:
-        """The tail of the request's transfer, unless its prompt is so long that the tail would not follow the keys."""
-        if tracked.transfer_tokens // self._layout.chunk_tokens > self._max_chunks:
-            return None
-        return tracked.tail(self._hasher)
 
     # ---- its answer -------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class WorkerHalf:
         gpu = _gpu_of(streams)
         hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role, gpu=gpu)
         # Any process of an engine may be the first: workers come up before the scheduler half.
-        self._link = NodeLink(config, hello, starter=shard == 0)
+        self.link = NodeLink(config, hello, starter=shard == 0)
         self._loader = Loader(layout, shard, self._tracer, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # once there is a KV cache
         self._idle = True
@@ -86,8 +86,8 @@ class WorkerHalf:
         if len(layers) != self._layout.num_layers:
             raise LayoutError(f"{len(layers)} layers with a KV cache, expected {self._layout.num_layers}")
         self._copier = self._copier_for(layers, num_blocks)
-        self._link.serve(self._copier.use)
-        if not self._link.wait_attached(START_UP_S):
+        self.link.serve(self._copier.use)
+        if not self.link.wait_attached(START_UP_S):
             log.warning("not attached to a node after %s s: running without PDX until one answers", START_UP_S)
 
     def _copier_for(self, layers: list[torch.Tensor], num_blocks: int) -> PageCopier:
@@ -103,11 +103,11 @@ class WorkerHalf:
 
             _populate(layers)
             blocks = [self._block_rows(tensor, num_blocks) for tensor in layers]
-            return CpuCopier(blocks, self._layout, self._shard, self._link)
+            return CpuCopier(blocks, self._layout, self._shard, self.link)
         from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
         pages = page_map(layers, num_blocks, self._layout.page_bytes)
-        return GpuCopier.start(pages, self._shard, self._streams or Streams(device), self._link)
+        return GpuCopier.start(pages, self._shard, self._streams or Streams(device), self.link)
 
     def _block_rows(self, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         ratio, rest = divmod(tensor.shape[0], num_blocks)
@@ -135,7 +135,7 @@ class WorkerHalf:
             self._epoch = plan.epoch
             self._spoiled.clear()
             self._untold.clear()
-        connection, copier = self._link.connection, self._copier
+        connection, copier = self.link.connection, self._copier
         arena = _arena_of(connection, plan.epoch)
         if copier is None or connection is None or arena is None:
             self._miss(plan)
@@ -163,11 +163,11 @@ class WorkerHalf:
         self._loader.fail(loads)
         for load in loads:
             text = "request %s: its node is gone or its memory out of reach, %d chunks are not loaded"
-            self._link.count("load_failed", text, load.request_id, load.num_chunks)
+            self.link.count("load_failed", text, load.request_id, load.num_chunks)
 
     def _tell_untold(self) -> None:
         """At once, without the copier: nothing was ever copied to these slots, or the node is gone."""
-        connection = self._link.attached
+        connection = self.link.attached
         if self._untold and connection is not None and connection.epoch == self._epoch:
             untold, self._untold = self._untold, []
             connection.tell(Abort(untold))
@@ -212,7 +212,7 @@ class WorkerHalf:
             else:
                 self._spoiled.add(slot)
         text = "%d chunks are not saved: their slots are not ours any more, or out of reach"
-        self._link.count("save_skipped", text, len(slots), times=len(slots))
+        self.link.count("save_skipped", text, len(slots), times=len(slots))
         return slots
 
     def _give_up(self) -> None:
@@ -268,13 +268,9 @@ class WorkerHalf:
         if not self._has_news and abs(chunk_s - self._told_chunk_s) <= NEWS_SHARE * self._told_chunk_s:
             return None
         self._has_news, self._told_chunk_s = False, chunk_s
-        connection = self._link.connection
+        connection = self.link.connection
         load_s = connection.load_s if connection is not None else 0.0
         return WorkerNews(load_s, chunk_s, self._number)
-
-    def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
-        """See `NodeLink.count`."""
-        self._link.count(reason, text, *args, times=times)
 
     def close(self) -> None:
         """Wait for the copies under way, stop the threads and detach. Idempotent."""
@@ -282,14 +278,9 @@ class WorkerHalf:
         self._give_up()
         if self._copier is not None:
             self._copier.close()
-        self._link.close()
+        self.link.close()
         if self._tracer is not None:
             self._tracer.close()
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether this half is attached to a living node."""
-        return self._link.connection is not None
 
 
 def _populate(layers: Sequence[torch.Tensor]) -> None:

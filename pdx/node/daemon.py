@@ -22,12 +22,12 @@ import zmq
 from pdx.config import NodeConfig, handover_path, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
-from pdx.cuda.handover import HandoverServer
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
 from pdx.node.events.follower import Follower
 from pdx.node.events.publisher import Publisher
 from pdx.node.events.sockets import Readers
+from pdx.node.handover import HandoverServer
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
 from pdx.node.process_socket import ProcessSocket, sender_pid

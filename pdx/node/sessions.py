@@ -17,11 +17,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdx.cuda.handover import TICKET_BYTES
 from pdx.errors import NodeError, ProtocolError
 from pdx.security import descriptors
 from pdx.wire.messages import Hello
 
+TICKET_BYTES = 16
 MAX_SESSIONS = 4096
 MAX_OF_ONE_PROCESS = 256
 MAX_GONE = 256  # models whose last engine is remembered

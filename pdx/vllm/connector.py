@@ -34,10 +34,10 @@ from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
 from pdx.vllm.adapters import Adapter, Claim, LoadedAdapters, watch
 from pdx.vllm.content import Content
-from pdx.vllm.facts import facts_of
 from pdx.vllm.identity import (
     attention_backend,
     check_no_state,
+    facts_of,
     layout_of,
     model_identity,
     naming_of,

@@ -8,15 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import secrets
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from pdx.engine.weights import SUFFIXES, weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
 from pdx.memory.layout import KvLayout
-from pdx.vllm.releases import cpu_isa, hashed_tokens, is_causal, page_order, release_name, root_hash, salt_tag
+from pdx.vllm.releases import (
+    cpu_isa,
+    hashed_tokens,
+    is_causal,
+    is_diffusion,
+    is_watermarked,
+    page_order,
+    release_name,
+    root_hash,
+    salt_tag,
+)
+from pdx.wire.messages import EngineFacts
+
+log = logging.getLogger("pdx")
 
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _HASHES = ("sha256", "sha256_cbor")
@@ -26,6 +42,9 @@ _READ_FROM_FILES = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "gguf"),
     *("bitsandbytes", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
 )
+
+_COUNT_GENERATED = ("presence_penalty", "frequency_penalty")
+_PLUGINS = "vllm.logits_processors"  # the entry points of which every one is loaded
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str) -> KvLayout:
@@ -186,3 +205,36 @@ def _checked_hash(cache: Any) -> str:
             "(--prefix-caching-hash-algo sha256)"
         )
     return name
+
+
+def facts_of(vllm_config: Any) -> EngineFacts:
+    """What this server adds to every request by its own configuration: the proxy must know before it may forward.
+
+    `--generation-config` and `--override-generation-config` give defaults to requests that say nothing (in vLLM
+    entrypoints/openai/completion/serving.py and protocol.py), since 0.31 for all three penalties. Of these,
+    `repetition_penalty` counts the tokens of the prompt like generated ones (model_executor/layers/utils.py); the other
+    two count generated tokens only.
+    """
+    model = vllm_config.model_config
+    defaults = model.get_diff_sampling_param()
+    backward = list(_looking_back(vllm_config, defaults))
+    if backward:
+        log.warning(
+            "no first token of this engine's completions is forwarded: %s may look at the tokens generated before",
+            ", ".join(backward),
+        )
+    # As vLLM's own servers find it: the model's own generation_config.json is only what a request gets by default.
+    own = model.generation_config in ("auto", "vllm")
+    cap = model.override_generation_config.get("max_new_tokens") if own else defaults.get("max_tokens")
+    return EngineFacts(max_model_len=model.max_model_len, max_new_tokens=cap or 0, looks_back=bool(backward))
+
+
+def _looking_back(vllm_config: Any, defaults: dict[str, Any]) -> Iterator[str]:
+    model = vllm_config.model_config
+    yield from (f"the default {name} {defaults[name]}" for name in _COUNT_GENERATED if defaults.get(name))
+    yield from (f"logits processor {each}" for each in model.logits_processors or ())
+    yield from (f"logits processor {each.value}" for each in entry_points(group=_PLUGINS))
+    if is_watermarked(vllm_config):
+        yield "watermarking"
+    if is_diffusion(model):
+        yield "the order in which a diffusion model generates"

@@ -307,7 +307,7 @@ class Welcome(Message, frozen=True):
     """Attached. A process maps `arena_path`; every slot of this node is in there while `epoch` stands.
 
     If `gpu` is not empty, that file has the tables alone; who needs the data asks at the socket `handover` for it
-    and shows this session's secret `ticket` (`pdx.cuda.handover`).
+    and shows this session's secret `ticket` (`pdx.node.handover`).
 
     A peer writes to `regions`, one per scheme that both have, and to `probe`, a slot that is there to try them out.
     The answer to a hello, and to that answer.

@@ -47,8 +47,7 @@ with warnings.catch_warnings():
     from pdx.vllm import connector, releases
     from pdx.vllm.connector import _checked_config
     from pdx.vllm.content import tail_hash
-    from pdx.vllm.facts import facts_of
-    from pdx.vllm.identity import layout_of, model_identity, naming_of, why_unnamed
+    from pdx.vllm.identity import facts_of, layout_of, model_identity, naming_of, why_unnamed
 
 # ---- the model's identity -------------------------------------------------------------------
 
@@ -148,6 +147,7 @@ def test_weights_without_a_content_are_named_for_one_life(
     class Half:
         def __init__(self, config: Any, layout: KvLayout, *_: Any) -> None:
             layouts.append(layout)
+            self.link = self
 
         def count(self, reason: str, text: str, *args: str, times: int) -> None:
             told.append((reason, text % args))
@@ -514,7 +514,7 @@ def test_logits_processors_that_are_installed_and_watermarks_look_back(
     assert facts_of(plain).looks_back
     monkeypatch.setattr(plain, "watermark_config", None)
     installed = EntryPoint("theirs", "their.module:Processor", LOGITSPROCS_GROUP)
-    monkeypatch.setattr("pdx.vllm.facts.entry_points", lambda group: [installed] if group == installed.group else [])
+    monkeypatch.setattr("pdx.vllm.identity.entry_points", lambda group: [installed] if group == installed.group else [])
     assert facts_of(plain).looks_back
     assert "their.module:Processor may look at the tokens" in caplog.messages[-1]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pdx.engine.guard import Off
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan
-from pdx.engine.request import TrackedRequest, TransferParams
+from pdx.engine.request import RequestKeys
 from pdx.memory.layout import KvLayout
 
 if importlib.util.find_spec("vllm") is None:
@@ -99,11 +99,10 @@ def keys_of(content: Content, request: Any, codec: str = "") -> list[bytes]:
     tell(content, request.lora_request)
     assert content.name_inputs(request, True) is None
     assert content.keep_apart(request, codec)
-    params = TransferParams(do_remote_decode=True, transfer_id="t" * 20)
-    tracked = TrackedRequest(request, LAYOUT, params, LAYOUT.fingerprint())
-    tail = tracked.tail(content.tail)
+    keys = RequestKeys(request, LAYOUT, LAYOUT.fingerprint())
+    tail = keys.tail(content.tail, len(request.all_token_ids), "t" * 20)
     assert tail is not None
-    return [*tracked.keys.leading(2), tail[0]]
+    return [*keys.leading(2), tail[0]]
 
 
 def make_adapter(folder: Path, weights: str, config: str = "{}") -> str:

@@ -13,11 +13,13 @@ from gpu_harness import GpuNode, fake_cuda
 from node_harness import MIB, Wire
 
 from pdx.config import NodeConfig
-from pdx.cuda import handover
+from pdx.cuda import arena
+from pdx.cuda.arena import fetch_handle
 from pdx.cuda.gpu import Gpu
-from pdx.cuda.handover import HandoverServer, fetch_handle
 from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
+from pdx.node import handover
+from pdx.node.handover import HandoverServer
 from pdx.security.unix_peer import Credentials
 from pdx.telemetry.env import Env
 
@@ -292,7 +294,7 @@ def test_no_node_and_a_node_that_is_silent(place):
 
 
 def test_a_ticket_is_not_shown_to_another_user(place, monkeypatch):
-    monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(1, os.getuid() + 1))
+    monkeypatch.setattr(arena, "peer_of", lambda stream: Credentials(1, os.getuid() + 1))
     shown = []
     monkeypatch.setattr(socket.socket, "send", lambda self, data: shown.append(data))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:

@@ -72,7 +72,7 @@ class Bed:
 
     def copies_as_slow_as(self, load_s: float) -> None:
         """What the node knows of the decode engine's copies."""
-        connection: Any = self.decode.workers[0]._link.connection  # noqa: SLF001
+        connection: Any = self.decode.workers[0].link.connection
         connection.load_s = load_s
         connection.call(Ping(load_s=load_s), 10)
 
@@ -167,7 +167,7 @@ def test_a_prefill_that_ends_before_its_last_layer_costs_only_what_it_lacks(
     bed.decode.allocate(decode, LENGTH)
     bed.decode.idle()
     wait_until(lambda: loaded_layers(bed.decode, decode, LENGTH - 1) == 1, what="a layer of the last tokens")
-    worker: Connection = bed.prefill.workers[0]._link.connection  # type: ignore[assignment]  # noqa: SLF001
+    worker: Connection = bed.prefill.workers[0].link.connection  # type: ignore[assignment]
     if end == "aborted":
         slots = [slot for grant in bed.prefill.scheduler.track(prefill).node.grants for slot in grant.slots]
         assert slots == [], "the step has them all"

@@ -63,7 +63,7 @@ class Bed:
         self.node, self.engine, self.relay = node, engine, relay
         self.numbers = itertools.count()
         engine.skip_hooks = True  # as in vLLM no step loads while it computes, whatever part of a prompt is found
-        connection = engine.workers[0]._link.connection
+        connection = engine.workers[0].link.connection
         assert connection is not None
         connection.chunk_s = CHUNK_S
         assert connection.collect(connection.ask(Ping(chunk_s=CHUNK_S)), 20.0) is not None

@@ -107,7 +107,7 @@ def test_a_burst_takes_room_for_those_that_run_next(engine: ToyEngine, has_answe
     queue = arrive(engine, [tokens(700 + number, 3 * CHUNK) for number in range(40)])
     half = engine.scheduler
     if not has_answers:
-        half._link.connection.collect = lambda *args, **kwargs: None  # type: ignore[method-assign,union-attr]
+        half.link.connection.collect = lambda *args, **kwargs: None  # type: ignore[method-assign,union-attr]
     most = 0
     for _ in range(200):
         computed = walk(engine, queue, 5 * CHUNK)
@@ -128,7 +128,7 @@ def test_a_request_that_ends_before_its_turn_takes_its_word_back(engine: ToyEngi
     fresh = [tokens(300 + number, CHUNK // 2) for number in range(EARLY)]
     queue = arrive(engine, [*fresh, tokens(400, 3 * CHUNK), tokens(401, 3 * CHUNK)])
     said: list[Any] = []
-    connection = engine.scheduler._link.connection
+    connection = engine.scheduler.link.connection
     assert connection is not None
     tell = connection.tell
     connection.tell = lambda body: said.append(body) or tell(body)  # type: ignore[func-returns-value,method-assign]

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 from toy_engine import Request, layout
 
-from pdx.engine.request import RequestKeys, TrackedRequest
-from pdx.engine.states import LOADING, TRANSITIONS, State, Step
+from pdx.engine.request import LOADING, TRANSITIONS, RequestKeys, State, Step, TrackedRequest
 
 QUEUED = {State.WAITING, State.DECIDED}
 

@@ -12,8 +12,7 @@ import pytest
 from toy_engine import CHUNK, Request, hasher, layout
 
 from pdx.config import ConnectorConfig
-from pdx.engine.request import TrackedRequest, parse_params
-from pdx.engine.states import Step
+from pdx.engine.request import Step, TrackedRequest, parse_params
 from pdx.engine.store_lookup import ASK_S, IDLE_S, StoreLookup
 from pdx.memory.slot import Slot
 from pdx.wire.messages import Admit, Admitted, Answer, Ask, Release

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from toy_engine import Request, layout
 
-from pdx.engine.request import Asked, TrackedRequest, parse_params
-from pdx.engine.states import Step
+from pdx.engine.request import Asked, Step, TrackedRequest, parse_params
 from pdx.engine.step import StepLimits
 from pdx.engine.turns import Turns
 

@@ -137,7 +137,7 @@ class ToyEngine:
             Hashing(keeps_apart, left_out),
             limits=limits,
         )
-        assert self.scheduler.wait_attached(10)
+        assert self.scheduler.link.wait_attached(10)
         # Steps go through the guards, as vLLM's hooks do; tests may ask the halves themselves.
         self.scheduler_guard = SchedulerGuard(self.scheduler, BLOCK)
         self.worker_guards = [WorkerGuard(worker) for worker in self.workers]
@@ -334,7 +334,7 @@ class ToyEngine:
     @property
     def is_attached(self) -> bool:
         """Whether all halves are attached to a living node."""
-        return self.scheduler.is_attached and all(worker.is_attached for worker in self.workers)
+        return all(half.link.is_attached for half in (self.scheduler, *self.workers))
 
     def close(self) -> None:
         for guard in (self.scheduler_guard, *self.worker_guards):

@@ -21,8 +21,7 @@ from paged_cases import LAYOUTS, Problem, layer_views, paged, problems, random_b
 
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.memory import DeviceMemory  # noqa: E402
-from pdx.kernels.batch import Batch, Place, Run  # noqa: E402
-from pdx.kernels.page_map import PageMap  # noqa: E402
+from pdx.kernels.page_map import Batch, PageMap, Place, Run  # noqa: E402
 
 GIB = 1 << 30
 PLACES = [pytest.param(("cuda", "cuda"), id="device"), pytest.param(("cuda", "pinned"), id="host")]

@@ -16,8 +16,8 @@ from node_harness import NodeProcess  # noqa: E402
 
 import pdx  # noqa: E402
 from pdx.config import handover_path  # noqa: E402
+from pdx.cuda.arena import fetch_handle  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
-from pdx.cuda.handover import fetch_handle  # noqa: E402
 from pdx.cuda.memory import num_mapped  # noqa: E402
 from pdx.errors import LayoutError, NodeError, NodeUnavailable  # noqa: E402
 from pdx.testing.waiting import wait_until  # noqa: E402

@@ -16,8 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pdx.kernels import paged
-from pdx.kernels.batch import Batch, Place, Run
-from pdx.kernels.page_map import PageMap
+from pdx.kernels.page_map import Batch, PageMap, Place, Run
 
 H100, A100, B200 = 90, 80, 100
 # GPU, bytes of a piece, pieces of a page: tiles of one piece, of several, with columns left over.

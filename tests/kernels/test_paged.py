@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from paged_cases import LAYOUTS, PLACES, SCATTERED, layer_views, paged, problems, random_bytes
 
 from pdx.kernels import pages as cpu_pages
-from pdx.kernels.batch import Batch, Place, Run
-from pdx.kernels.page_map import PageMap
+from pdx.kernels.page_map import Batch, PageMap, Place, Run
 from pdx.kernels.page_rows import ELEMENT_BYTES, page_rows
 
 # What the interpreter of older Tritons does with the bounds of a loop.

@@ -6,13 +6,14 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
+import paged_reference as reference
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdx.kernels import pages, reference, streaming
+from pdx.kernels import pages, streaming
 from pdx.kernels.page_rows import page_rows
 
 

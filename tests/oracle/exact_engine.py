@@ -190,7 +190,7 @@ class Engine:
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         self.pdx = self._pdx_of(self.scheduler.connector)
         self.worker_pdx = self._pdx_of(self._worker)
-        assert self.half.wait_attached(ATTACH_S), "not attached"
+        assert self.half.link.wait_attached(ATTACH_S), "not attached"
         self._lose_by_faults()
 
     @staticmethod

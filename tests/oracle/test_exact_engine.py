@@ -259,7 +259,9 @@ def test_a_load_of_a_node_that_dies_is_computed(
     reader.run()
     reader.check("a")
     own_bed.node = start_node()
-    wait_until(lambda: reader.half.is_attached and reader.worker_half.is_attached, what="the reader is attached")
+    wait_until(
+        lambda: reader.half.link.is_attached and reader.worker_half.link.is_attached, what="the reader is attached"
+    )
     reader.ask("b", history + own_bed.tokens(300, "b"), 12)
 
 
@@ -285,13 +287,13 @@ def test_a_worker_that_maps_the_arena_of_a_new_node_late_loads_nothing_until_the
     own_bed.node.kill()
     own_bed.node = start_node()
     own_bed.forget_counts()
-    wait_until(lambda: reader.half.is_attached, what="the reader's scheduler half is attached")
+    wait_until(lambda: reader.half.link.is_attached, what="the reader's scheduler half is attached")
     try:
         history = written(own_bed)
         reader.ask("a", history + own_bed.tokens(300, "a"), 12)
     finally:
         mapped.set()
-    wait_until(lambda: reader.worker_half.is_attached, what="its worker half is")
+    wait_until(lambda: reader.worker_half.link.is_attached, what="its worker half is")
     reader.ask("b", history + own_bed.tokens(300, "b"), 12)
 
 

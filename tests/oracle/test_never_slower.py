@@ -69,7 +69,7 @@ class Questions:
     """What an engine asks its node."""
 
     def __init__(self, engine: Any) -> None:
-        connection = engine.half._link.connection
+        connection = engine.half.link.connection
         self.asked: list[Admit] = []
         self._ask = connection.ask
         connection.ask = self._note
@@ -156,7 +156,7 @@ def test_a_silent_node_keeps_one_request_waiting_and_no_other(own_bed: OracleBed
         assert len(questions.asked) == 1
     finally:
         node.signal(signal.SIGCONT)
-    connection = engine.half._link.connection
+    connection = engine.half.link.connection
     wait_until(lambda: connection.silent_s() == 0.0, what="its heartbeat is answered")
     engine.ask("after", own_bed.tokens(300, "after"), 2)
     assert len(questions.asked) == 2

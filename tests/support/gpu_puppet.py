@@ -8,8 +8,8 @@ import sys
 from fake_cuda import fake_cuda
 
 import pdx
+from pdx.cuda.arena import fetch_handle
 from pdx.cuda.gpu import Gpu
-from pdx.cuda.handover import fetch_handle
 from pdx.cuda.memory import num_mapped
 from pdx.memory.slot import Slot
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from types import ModuleType
 
+import paged_reference as reference
 import pytest
 import torch
 import triton  # noqa: F401  natively: imported under TRITON_INTERPRET, parts of it could not be imported later
@@ -17,9 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pdx
-from pdx.kernels import reference
-from pdx.kernels.batch import Batch, Place, Run
-from pdx.kernels.page_map import PageMap
+from pdx.kernels.page_map import Batch, PageMap, Place, Run
 
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 ON_GPU = [

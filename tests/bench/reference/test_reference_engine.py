@@ -163,7 +163,7 @@ def test_node_killed_while_a_prompt_is_computed(
     assert [request.output] == outputs(make_engine(), prompt)
     following = start_node()
     wait_until(
-        lambda: engine.worker.is_attached and engine.scheduler.is_attached,
+        lambda: engine.worker.link.is_attached and engine.scheduler.link.is_attached,
         timeout_s=10,
         what="attached to the next node",
     )
@@ -186,7 +186,7 @@ def test_node_killed_between_lookup_and_load(
         allocated(request, block_ids, num_external)
         found.append(num_external)
         node.kill()
-        wait_until(lambda: not engine.worker.is_attached, what="the worker knows")
+        wait_until(lambda: not engine.worker.link.is_attached, what="the worker knows")
 
     engine.scheduler.allocated = allocate_and_kill  # type: ignore[method-assign]
     engine.run()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from pdx.kernels.batch import Run
+from pdx.kernels.page_map import Run
 
 
 def gather(pages: Tensor, block_ids: Tensor, out: Tensor) -> None:

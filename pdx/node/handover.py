@@ -1,4 +1,4 @@
-"""How a process gets the handle of a node's GPU memory: a Unix socket of the node, one message each way.
+"""Hands the handle of a node's GPU memory over: a Unix socket, one message each way; who asks is `pdx.cuda.arena`.
 
 The process shows the ticket of its welcome (`pdx.wire.messages.Welcome`). The node looks at who it is, by the kernel's
 word, and sends the handle, with the memory's file descriptor where there is one. Sockets keep messages apart
@@ -11,29 +11,24 @@ import logging
 import os
 import select
 import socket
-import struct
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
+import zmq
 
-from pdx.cuda.memory import DeviceMemory, Handle
-from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
-from pdx.security.unix_peer import peer_of, receive_fds
+from pdx.cuda.memory import DeviceMemory
+from pdx.errors import GpuError
+from pdx.node.sessions import TICKET_BYTES, Sessions
+from pdx.security.unix_peer import peer_of
 from pdx.telemetry.env import Env
 
 log = logging.getLogger("pdx.node")
 
-TICKET_BYTES = 16
-MAX_ANSWER_BYTES = 1024
 MAX_UNPROVED = 16  # connections that have not shown a ticket yet; more wait in the backlog
 MAX_OF_ONE_PROCESS = 4
 TIMEOUT_S = 1.0  # with a connection that shows no ticket
 QUIET_S = 10.0  # between two lines in the log about one process; all refusals are counted
 _BACKLOG = 256
-_MAX_FDS = 2  # one is right
-_TIMEVAL = struct.Struct("@ll")
-_decoder = msgspec.msgpack.Decoder(Handle)
 
 
 class _Asker(msgspec.Struct):
@@ -44,30 +39,10 @@ class _Asker(msgspec.Struct):
     deadline: float
 
 
-class Attached(Protocol):
-    """The processes that are attached to the node (`pdx.node.sessions.Sessions`)."""
-
-    def is_attached(self, pid: int) -> bool:
-        """Whether this process may ask."""
-
-    def admits(self, pid: int, ticket: bytes) -> bool:
-        """Whether that is its ticket."""
-
-
-class Poller(Protocol):
-    """What the node's loop waits with: a zmq.Poller."""
-
-    def register(self, socket: Any, flags: int) -> None:
-        """Wait for it, too."""
-
-    def unregister(self, socket: Any) -> None:
-        """Wait for it no more."""
-
-
 class HandoverServer:
     """The node's side. Owned by its control loop; nothing blocks, nothing raises."""
 
-    def __init__(self, path: Path, sessions: Attached, memory: DeviceMemory, poller: Poller, env: Env) -> None:
+    def __init__(self, path: Path, sessions: Sessions, memory: DeviceMemory, poller: zmq.Poller, env: Env) -> None:
         """`poller` decides when `serve` is called. `path` is free."""
         self.path = path
         self._sessions = sessions
@@ -185,46 +160,3 @@ class HandoverServer:
         asker.stream.close()
         if self._listener.fileno() >= 0:
             self._listen()
-
-
-def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, int]:
-    """Ask the node that listens at `path`: the handle, and a descriptor that the caller closes (-1: none).
-
-    Each of its three steps waits `timeout_s` at most.
-
-    :raises NodeUnavailable: no node is there, or it does not answer in time.
-    :raises NodeError: it refuses; its log says why.
-    :raises ProtocolError: what answers is not a node of this user.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
-        limit = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # `connect` to a full backlog heeds the first
-            stream.setsockopt(socket.SOL_SOCKET, option, limit)
-        try:
-            stream.connect(str(path))
-            if (uid := peer_of(stream).uid) != os.geteuid():  # else somebody else would learn the ticket
-                raise ProtocolError(f"user {uid} listens at {path}")
-            stream.send(ticket)
-            message, fds, flags = receive_fds(stream, MAX_ANSWER_BYTES, _MAX_FDS)
-        except (ConnectionResetError, BrokenPipeError) as error:
-            raise NodeError(f"the node does not hand over its GPU memory; its log says why ({error})") from error
-        except OSError as error:
-            raise NodeUnavailable(f"no node hands over GPU memory at {path}: {error}") from error
-    try:
-        return _checked(message, fds, flags)
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-
-
-def _checked(message: bytes, fds: list[int], flags: int) -> tuple[Handle, int]:
-    if not message:
-        raise NodeError("the node does not hand over its GPU memory; its log says why")
-    try:
-        handle = _decoder.decode(message)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"what the node hands over does not decode: {error}") from error
-    if len(fds) != (handle.kind == "vmm") or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise ProtocolError(f"the node hands over {len(fds)} descriptors with memory of kind {handle.kind}")
-    return handle, fds[0] if fds else -1
