@@ -50,10 +50,7 @@ class PageMap:
         """Map the layers' tensors [num_blocks * ratio, ...], in layer order, of any dtype and dimension order.
 
         Where the ratio is not 1, that many neighbouring kernel blocks make one block. Uploads the table: at
-        start-up only, since it may wait for the device.
-
-        :raises ValueError: there is no layer, layers differ in device or page size, blocks overlap, a page has holes
-            that are not one constant distance, or a size, distance or address is not divisible by 16.
+        start-up only, since it may wait for the device. A ValueError of what has no such table.
         """
         if not layers:
             raise ValueError("no layers")
@@ -139,11 +136,8 @@ class Batch:
 
     @classmethod
     def of(cls, pages: PageMap, runs: Sequence[Run]) -> Batch:
-        """Check the runs and upload them in one copy on torch's current stream, without waiting for it.
-
-        :raises IndexError: a block id is outside the engine's blocks; it is named.
-        :raises ValueError: an address or a distance is not divisible by 16, out of range, or too small for its pages.
-        """
+        """Check the runs and upload them in one copy on torch's current stream, without waiting for it. An IndexError
+        names a block id outside the engine's blocks; a ValueError an address or a distance that cannot be."""
         for run in runs:
             _check(run, pages)
         block_ids, places, distances = array("q"), array("q"), array("q")

@@ -108,10 +108,8 @@ def gather(
 
     The device of `pages` is current in the calling thread, the stream is the one of `Batch.of`, and the places belong
     to the caller until the launch has ended. `place` says in what memory they lie; with `Place.HOST` the copy takes few
-    of the GPU's multiprocessors. Errors of the copy itself are CUDA's, and come with a later call.
-
-    :raises IndexError: the layers are not all in `pages`; nothing was launched.
-    :raises ValueError: the batch was made for other pages, or another device is current; nothing was launched.
+    of the GPU's multiprocessors. Nothing was launched where the layers are not all in `pages` (IndexError), or the
+    batch was made for other pages or another device is current (ValueError); errors of the copy come with a later call.
     """
     _launch(pages, batch, first_layer, num_layers, _shape(place), is_gather=True)
 
@@ -119,10 +117,8 @@ def gather(
 def scatter(
     pages: PageMap, batch: Batch, first_layer: int = 0, num_layers: int = 1, *, place: Place = Place.HERE
 ) -> None:
-    """Copy the batch's pages of these layers from their places into the engine.
-
-    Contract and errors as `gather`. Block ids must differ; which page wins otherwise is not defined.
-    """
+    """Copy the batch's pages of these layers from their places into the engine, as `gather`. Block ids must differ;
+    which page wins otherwise is not defined."""
     _launch(pages, batch, first_layer, num_layers, _shape(place), is_gather=False)
 
 

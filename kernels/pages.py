@@ -32,10 +32,8 @@ def gather(copies: Sequence[PageCopy]) -> None:
     """Copy the engine's pages into slots.
 
     Nothing of the data's size is allocated, the GIL is free during the copy, and any thread may call. On one thread
-    (`torch.get_num_threads`) the GIL is taken once for all copies.
-
-    :raises IndexError: a block id is outside its pages; nothing was copied.
-    :raises ValueError: the shapes or dtypes of a copy do not belong together; nothing was copied.
+    (`torch.get_num_threads`) the GIL is taken once for all copies. Nothing was copied where a block id is outside its
+    pages (IndexError), or shapes or dtypes do not belong together (ValueError).
     """
     if torch.get_num_threads() == 1:
         _stream(copies, to_pages=False)
@@ -45,10 +43,8 @@ def gather(copies: Sequence[PageCopy]) -> None:
 
 
 def scatter(copies: Sequence[PageCopy]) -> None:
-    """Copy slots into the engine's pages.
-
-    Contract and errors as `gather`. Block ids of the same pages must differ; which row wins otherwise is not defined.
-    """
+    """Copy slots into the engine's pages, as `gather`. Block ids of the same pages must differ; which row wins
+    otherwise is not defined."""
     if torch.get_num_threads() == 1:
         _stream(copies, to_pages=True)
         return

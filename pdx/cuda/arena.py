@@ -81,11 +81,8 @@ class GpuArena(Arena):
 
     @classmethod
     def create(cls, path: Path, nbytes: int, gpu: Gpu) -> GpuArena:  # type: ignore[override]  # by class, not object
-        """Allocate the data on `gpu` and the file of generations (mode 0600), and map both.
-
-        :raises ArenaTooSmall: the GPU, or the file system, cannot hold it.
-        :raises GpuUnavailable: memory of this GPU cannot be shared between processes.
-        """
+        """Allocate the data on `gpu` and the file of generations (mode 0600), and map both. ArenaTooSmall: the GPU, or
+        the file system, cannot hold it; GpuUnavailable: memory of this GPU cannot be shared between processes."""
         nbytes = round_up(nbytes)
         try:
             memory = DeviceMemory.create(gpu, nbytes)
@@ -113,12 +110,8 @@ class GpuArena(Arena):
         ticket: bytes,
         is_node_alive: Callable[[], bool] = lambda: True,
     ) -> GpuArena:
-        """Map the generations of an arena that a node made, read-only. Needs neither a GPU nor its driver.
-
-        `is_node_alive`: asked about legacy IPC memory, which is gone with its node.
-
-        :raises NodeUnavailable: the file is gone (the node ended) or is not that arena.
-        """
+        """Map the generations of an arena that a node made, read-only; NodeUnavailable: it has ended. Needs neither a
+        GPU nor its driver. `is_node_alive`: asked about legacy IPC memory, which is gone with its node."""
         try:
             return cls(
                 path,
@@ -141,12 +134,9 @@ class GpuArena(Arena):
         return memory.kind if memory is not None else ""
 
     def map(self, on: Gpu) -> None:
-        """Map the data for copies and kernels of the GPU `on`. Idempotent; may take as long as `HANDOVER_S`.
-
-        :raises NodeError: the node is gone, or does not hand it over.
-        :raises ProtocolError: what it handed over is not this arena.
-        :raises GpuError: it cannot be mapped for that GPU; or it is mapped for another one already.
-        """
+        """Map the data for copies and kernels of the GPU `on`. Idempotent; may take as long as `HANDOVER_S`. Errors as
+        of `fetch_handle`; a ProtocolError of what is not this arena; a GpuError where it cannot be mapped for that GPU,
+        or is for another one."""
         if self._on is None and self._handover is not None:
             handle, fd = fetch_handle(self._handover, self._ticket, HANDOVER_S)
             try:
@@ -165,20 +155,15 @@ class GpuArena(Arena):
 
     @property
     def device(self) -> DeviceMemory:
-        """The data; this arena's to close.
-
-        :raises GpuUnavailable: it is not mapped.
-        """
+        """The data, this arena's to close; GpuUnavailable: it is not mapped."""
         memory = self._memory
         if memory is None:
             raise GpuUnavailable(f"{self!r} is not mapped")
         return memory
 
     def hold(self) -> int:
-        """Keep the data mapped until `let_go`, whatever is closed; its address.
-
-        :raises GpuUnavailable: it is not mapped (any more).
-        """
+        """Keep the data mapped until `let_go`, whatever is closed; its address. GpuUnavailable: it is not (any
+        more)."""
         with self._lock:
             if self._memory is None or self._is_closed:
                 raise GpuUnavailable(f"{self!r} is not mapped")
@@ -192,11 +177,7 @@ class GpuArena(Arena):
         self._unmap_if_over()
 
     def span(self, slot: Slot) -> DeviceSpan:
-        """The slot's bytes, without a copy. They stay mapped as long as the span lives.
-
-        :raises StaleSlot: see `check`.
-        :raises GpuUnavailable: the data is not mapped.
-        """
+        """The slot's bytes, without a copy, checked. They stay mapped as long as the span lives."""
         self.check(slot)
         span = DeviceSpan(self.hold() + slot.offset, slot.nbytes)
         self._had_spans = True
@@ -209,10 +190,7 @@ class GpuArena(Arena):
         raise LayoutError(f"this chunk is on GPU {self.gpu}: use .tensor(), or read a copy")
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """A copy of these bytes in host memory. See `Arena.read`.
-
-        :raises GpuUnavailable: the data is not mapped.
-        """
+        """A copy of these bytes in host memory, as `Arena.read`."""
         check_span(offset, nbytes, self.nbytes)
         copy = bytearray(nbytes)
         if not nbytes:
@@ -298,11 +276,8 @@ class GpuArena(Arena):
 def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, int]:
     """Ask the node that listens at `path`: the handle, and a descriptor that the caller closes (-1: none).
 
-    Each of its three steps waits `timeout_s` at most.
-
-    :raises NodeUnavailable: no node is there, or it does not answer in time.
-    :raises NodeError: it refuses; its log says why.
-    :raises ProtocolError: what answers is not a node of this user.
+    Each of its three steps waits `timeout_s` at most. NodeUnavailable: no node is there, or it does not answer in time;
+    NodeError: it refuses, and its log says why; ProtocolError: what answers is not a node of this user.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
         limit = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))

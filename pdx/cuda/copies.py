@@ -24,7 +24,6 @@ class CopyStream:
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        """:raises GpuError: the driver refused."""
         self._gpu = gpu
         gpu.use()
         flags, events = api().CUstream_flags, api().CUevent_flags
@@ -38,10 +37,8 @@ class CopyStream:
             raise
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Begin to copy `nbytes` bytes from address `source` to address `target`.
-
-        :raises GpuError: it is closed, the driver does not know the addresses, or an earlier copy failed.
-        """
+        """Begin to copy `nbytes` bytes from address `source` to address `target`. A GpuError if it is closed, the
+        driver does not know the addresses, or an earlier copy failed."""
         if self._stream is None:
             raise GpuError("a copy on a closed stream")
         self._gpu.use()
@@ -49,20 +46,15 @@ class CopyStream:
             call("cuMemcpyAsync", *piece, self._stream)
 
     def copy_all(self, copies: Iterable[tuple[int, int, int]]) -> None:
-        """Begin these copies, in any order, behind those before: see `queue_copies`.
-
-        :raises GpuError: it is closed, the driver refused, or an earlier copy failed.
-        """
+        """Begin these copies, in any order, behind those before: `queue_copies`."""
         if self._stream is None:
             raise GpuError("a copy on a closed stream")
         self._gpu.use()
         queue_copies(self._stream, copies)
 
     def wait(self) -> None:
-        """Return when all copies have ended; other threads run meanwhile.
-
-        :raises GpuError: one of them failed, so that nothing is known of any bytes.
-        """
+        """Return when all copies have ended; other threads run meanwhile. A GpuError if one of them failed, so that
+        nothing is known of any bytes."""
         if self._stream is None:
             return
         self._gpu.use()
@@ -101,8 +93,6 @@ def queue_copies(stream: Any, copies: Iterable[tuple[int, int, int]]) -> None:
 
     The addresses are in memory that CUDA knows: a GPU's, or page-locked. One call of the driver for all of them since
     CUDA 12.8, one for each before.
-
-    :raises GpuError: the driver refused.
     """
     pieces = [piece for each in copies for piece in _pieces(*each)]
     if len(pieces) < 2 or not hasattr(api(), "cuMemcpyBatchAsync") or version() < _BATCHES_SINCE:

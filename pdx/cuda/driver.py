@@ -1,5 +1,7 @@
 """Calls of the CUDA driver: the only place that touches `cuda.bindings.driver`. Results become values or `GpuError`s.
 
+Whatever in PDX calls the driver raises these: GpuMemoryFull where it is out of memory, GpuUnavailable where there is no
+driver, no package or no such GPU, else GpuError; the text has the call, and the error's name and explanation.
 Any thread may call. The bindings let go of the GIL during a call (cuda-bindings 12.9.1 and later).
 """
 
@@ -34,10 +36,7 @@ _lock = threading.Lock()
 
 
 def api() -> ModuleType:
-    """`cuda.bindings.driver`, for its structs and enums. Loads no driver library.
-
-    :raises GpuUnavailable: the package is not installed.
-    """
+    """`cuda.bindings.driver`, for its structs and enums. Loads no driver library."""
     global _bindings
     if _bindings is None:
         _bindings = real_api()
@@ -45,10 +44,7 @@ def api() -> ModuleType:
 
 
 def real_api() -> ModuleType:
-    """The same, also while `replace` has put something else there.
-
-    :raises GpuUnavailable: the package is not installed.
-    """
+    """The same, also while `replace` has put something else there."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -65,21 +61,13 @@ def replace(module: Any) -> None:
 
 
 def call(name: str, *args: Any) -> Any:
-    """The value behind the CUresult (None, or a tuple if there are several) of a function of the driver.
-
-    :raises GpuMemoryFull: the driver is out of memory.
-    :raises GpuUnavailable: there is no driver, or no such GPU.
-    :raises GpuError: anything else; the text has the call, and the error's name and explanation.
-    """
+    """The value behind the CUresult (None, or a tuple if there are several) of a function of the driver."""
     _initialise()
     return _call(name, *args)
 
 
 def version() -> int:
-    """The driver's CUDA version, 1000 * major + 10 * minor.
-
-    :raises GpuUnavailable: there is no driver.
-    """
+    """The driver's CUDA version, 1000 * major + 10 * minor."""
     return int(call("cuDriverGetVersion"))
 
 

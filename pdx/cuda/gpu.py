@@ -31,10 +31,7 @@ class Gpu:
 
     @classmethod
     def find(cls, which: str) -> Gpu:
-        """The GPU of that ordinal ("0") or UUID.
-
-        :raises GpuUnavailable: there is none; the text names those that are.
-        """
+        """The GPU of that ordinal ("0") or UUID; or GpuUnavailable, whose text names those that are."""
         gpus = all_gpus()
         wanted = _bare(which)
         for gpu in gpus:
@@ -44,12 +41,8 @@ class Gpu:
         raise GpuUnavailable(f"there is no GPU {which!r} here; this process sees: {found}{_mask()}")
 
     def use(self) -> None:
-        """Make its primary context the current one of the calling thread, as PyTorch's `set_device` does.
-
-        The first call of a process takes long.
-
-        :raises GpuError: the context cannot be made.
-        """
+        """Make its primary context the current one of the calling thread, as PyTorch's `set_device` does. The first
+        call of a process takes long."""
         context = _contexts.get(self.ordinal)
         if context is None:
             with _contexts_lock:
@@ -60,12 +53,8 @@ class Gpu:
         call("cuCtxSetCurrent", context)
 
     def wait(self) -> None:
-        """Return when it has done all that this process has asked it to do; other threads run meanwhile.
-
-        Makes its context current in the calling thread.
-
-        :raises GpuError: some of it failed.
-        """
+        """Return when it has done all that this process has asked it to do, or some of it failed; other threads run
+        meanwhile. Makes its context current in the calling thread."""
         self.use()
         call("cuCtxSynchronize")
 
@@ -98,10 +87,7 @@ class Gpu:
 
 
 def all_gpus() -> list[Gpu]:
-    """Every GPU that this process sees, by ordinal.
-
-    :raises GpuUnavailable: there is no driver or library.
-    """
+    """Every GPU that this process sees, by ordinal."""
     return [_describe(ordinal) for ordinal in range(call("cuDeviceGetCount"))]
 
 
@@ -116,10 +102,7 @@ def why_no_gpu() -> str:
 @contextlib.contextmanager
 def keeping_context() -> Iterator[None]:
     """After the block the calling thread's current context is the one from before it, which PyTorch takes for the
-    thread's current device. For threads that are not ours.
-
-    :raises GpuError: the driver refused.
-    """
+    thread's current device. For threads that are not ours."""
     before = call("cuCtxGetCurrent")
     try:
         yield
@@ -129,10 +112,7 @@ def keeping_context() -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """What the block asks the driver for spoils no graph that another thread of this process captures meanwhile.
-
-    :raises GpuError: the driver refused.
-    """
+    """What the block asks the driver for spoils no graph that another thread of this process captures meanwhile."""
     before = call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     try:
         yield

@@ -93,11 +93,7 @@ class DeviceMemory:
     @classmethod
     def create(cls, gpu: Gpu, nbytes: int, kind: Kind | Literal[""] = "") -> DeviceMemory:
         """At least `nbytes` of new memory on `gpu`; contents are undefined. "" is "vmm" where the GPU supports it.
-
-        :raises GpuMemoryFull: it does not fit; the text says what is free.
-        :raises GpuUnavailable: the GPU does not support that kind.
-        :raises GpuError: the driver refused for another reason.
-        """
+        GpuMemoryFull says what is free, GpuUnavailable that the GPU does not support that kind."""
         if not 0 < nbytes <= MAX_NBYTES:
             raise ValueError(f"{nbytes} bytes of GPU memory; 1 to {MAX_NBYTES} are possible")
         if kind == "vmm" and not gpu.supports_vmm:
@@ -115,12 +111,8 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, handle: Handle, fd: int, *, on: Gpu) -> DeviceMemory:
-        """Map what another process exported, for use by `on`. `fd` (kind "vmm") stays the caller's.
-
-        :raises GpuHandleDead: the exporter is gone, and the memory with it.
-        :raises GpuUnavailable: `on` cannot reach that GPU, or the driver cannot open such a handle.
-        :raises GpuError: the driver refused for another reason.
-        """
+        """Map what another process exported, for use by `on`. `fd` (kind "vmm") stays the caller's. GpuHandleDead: the
+        exporter is gone, and the memory with it; GpuUnavailable: `on` cannot reach that GPU, or open such a handle."""
         _check(handle, fd)
         if not on.can_access(handle.gpu):
             raise GpuUnavailable(
@@ -144,10 +136,8 @@ class DeviceMemory:
         return f"<DeviceMemory {self.kind} {self.nbytes >> 20} MiB of {self.gpu} {state}>"
 
     def export(self) -> tuple[Handle, int]:
-        """A handle for other processes, and a new file descriptor that the caller closes (-1 for kind "ipc").
-
-        :raises GpuError: it is closed, or was opened instead of made, or the driver refused.
-        """
+        """A handle for other processes, and a new file descriptor that the caller closes (-1 for kind "ipc"). A
+        GpuError if it is closed, or was opened instead of made."""
         if self._held is None or not self._is_made:
             raise GpuError(f"{self} cannot be exported: only who made the memory can, until it is closed")
         version, fd, data = driver.version(), -1, b""
@@ -162,10 +152,8 @@ class DeviceMemory:
         return Handle(self.kind, self.gpu, self.nbytes, version, os.getpid(), data), fd
 
     def allow(self, other: Gpu) -> bool:
-        """Whether this process may copy to and from it by `other`, too, from now on.
-
-        Not without peer access, and not memory of legacy IPC handles.
-        """
+        """Whether this process may copy to and from it by `other`, too, from now on: not without peer access, and not
+        memory of legacy IPC handles."""
         if self.kind != "vmm" or not other.can_access(self.gpu):
             return False
         try:
@@ -176,10 +164,8 @@ class DeviceMemory:
         return True
 
     def close(self) -> None:
-        """Unmap it and give up this process's hold on it. Idempotent.
-
-        What the driver refuses is logged, and the memory still counts as mapped then.
-        """
+        """Unmap it and give up this process's hold on it. Idempotent. What the driver refuses is logged, and the memory
+        still counts as mapped then."""
         with _mapped_lock:
             held, self._held = self._held, None
         if held is None:
@@ -300,7 +286,7 @@ def num_mapped() -> int:
 
 
 def _check(handle: Handle, fd: int) -> None:
-    """:raises GpuUnavailable: no process with our code exported this."""
+    """GpuUnavailable: no process with our code exported this."""
     try:
         msgspec.convert(msgspec.to_builtins(handle), Handle)
     except msgspec.ValidationError as error:

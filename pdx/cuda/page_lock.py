@@ -121,10 +121,7 @@ class PageLock:
             self._covered = address - self._start
 
     def _register_piece(self, address: int, nbytes: int, flags: int) -> bool:
-        """Whether it is registered now, and by us.
-
-        :raises GpuError: it is not, or only a part of it.
-        """
+        """Whether it is registered by us now, or by others; a GpuError if it is not, or only a part of it."""
         try:
             call("cuMemHostRegister", address, nbytes, flags)
             return True
@@ -135,7 +132,6 @@ class PageLock:
             raise
 
     def _flags(self) -> int:
-        """:raises GpuError: this GPU cannot do what is needed."""
         if not self._gpu.attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"):
             raise GpuError("this GPU reaches host memory at other addresses than the host does")
         flags = int(api().CU_MEMHOSTREGISTER_PORTABLE) | int(api().CU_MEMHOSTREGISTER_DEVICEMAP)

@@ -15,7 +15,7 @@ Action = Callable[[], None]
 
 @dataclass
 class Scatter:
-    """Copies the chunks of one load. The load thread calls `copy` any number of times, then `close`."""
+    """Copies the chunks of one load: the load thread calls `copy` any number of times, then `close`."""
 
     copier: PageCopier
     mapped: Any  # what the copier has made of the arena
@@ -84,10 +84,10 @@ class PageCopier(ABC):
 
     @abstractmethod
     def load(self, source: Scatter, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
-        """See `Scatter.copy`."""
+        """`Scatter.copy`."""
 
     def let_go(self, source: Scatter) -> None:  # noqa: B027  a mapping may go with the last view of it
-        """See `Scatter.close`."""
+        """`Scatter.close`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Pages in host memory, which the CPU copies: a gather is done when the hook returns."""
+"""Pages in host memory, which the CPU copies: when a hook returns, its gather is done, and so is all before it."""
 
 from __future__ import annotations
 
@@ -66,11 +66,9 @@ class CpuCopier(PageCopier):
         return lambda: True
 
     def after_copies(self, action: Action) -> None:
-        """Everything is copied already."""
         action()
 
     def after_compute(self, action: Action) -> bool:
-        """Everything is computed already."""
         action()
         return True
 

@@ -46,10 +46,8 @@ class MappedArena:
 
     @classmethod
     def open(cls, arena: Arena, gpu: Gpu, on_refused: Callable[[str], None]) -> MappedArena:
-        """Map the arena for `gpu`, or begin to page-lock it; `on_refused` hears, from another thread, if that fails.
-
-        :raises PdxError: it cannot be mapped; the class says why.
-        """
+        """Map the arena for `gpu`, or a PdxError; or begin to page-lock it: `on_refused` hears, from another thread, if
+        that fails."""
         if isinstance(arena, GpuArena):
             arena.map(gpu)
             return cls(arena, Place.HERE if arena.gpu == gpu.uuid else Place.PEER, None)
@@ -86,9 +84,7 @@ class MappedArena:
 
     def address_of(self, slot: Slot, nbytes: int) -> int | None:
         """Where the GPU finds the slot's `nbytes`; None if it is not (any more) a slot of that size, or out of reach.
-
-        Only while held.
-        """
+        Only while held."""
         if nbytes > slot.nbytes or not self.arena.is_current(slot):
             return None
         if self._page_lock is not None and not self._page_lock.covers(slot.offset, slot.nbytes):

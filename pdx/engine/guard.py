@@ -49,7 +49,7 @@ class _Guard:
         self._closing.start()
 
     def count(self, reason: str, text: str, *args: object, times: int = 1) -> None:
-        """See `NodeLink.count`."""
+        """`NodeLink.count`."""
         if not self.is_off:
             self._half.link.count(reason, text, *args, times=times)
 

@@ -57,7 +57,7 @@ class NodeLink:
 
     @property
     def connection(self) -> Connection | None:
-        """The connection to a living node, or None."""
+        """That to a living node, whose arena is in use here; or None."""
         connection = self._connection
         if connection is None or (self._use is not None and self._used is not connection):
             return None
@@ -85,10 +85,8 @@ class NodeLink:
         self._wake.set()
 
     def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
-        """Something was done without PDX, or with less of it: told to this node, or to the next one.
-
-        `text` is logged as `Connection.count` says.
-        """
+        """Something was done without PDX, or with less of it: told to this node, or to the next one, and logged as
+        `Connection.count` says."""
         with self._lock:
             connection = self._connection
             if connection is None:
@@ -100,7 +98,7 @@ class NodeLink:
             log.log(level, text, *args)
 
     def key_by(self, fingerprint: bytes) -> None:
-        """See `Connection.key_by`: told to this node, and to each one after it."""
+        """`Connection.key_by`, of this node and of each one after it."""
         with self._lock:
             self._keyed = fingerprint
             if self._connection is not None:

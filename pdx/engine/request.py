@@ -51,10 +51,7 @@ class TransferParams(msgspec.Struct, frozen=True):
 
 
 def parse_params(params: Any) -> TransferParams | None:
-    """The request's part in a transfer, or None if it has none.
-
-    :raises ProtocolError: it claims a part but what it says makes no sense.
-    """
+    """The request's part in a transfer, or None if it has none. A ProtocolError if what it claims makes no sense."""
     if params is None:
         return None
     try:
@@ -406,10 +403,8 @@ class TrackedRequest:
     # ---- plans for the workers --------------------------------------------------------------
 
     def take_blocks(self, blocks: Sequence[Sequence[int]], *, are_all: bool = True) -> None:
-        """These are its blocks, for each cache group; or those that follow what it has.
-
-        :raises LayoutError: more than one group. This is the only place where several groups would become one.
-        """
+        """These are its blocks, for each cache group; or those that follow what it has. A LayoutError of more than one
+        group: this is the only place where several groups would become one."""
         if len(blocks) != 1:
             raise LayoutError(f"request {self.request.request_id}: blocks of {len(blocks)} cache groups, expected 1")
         if are_all:

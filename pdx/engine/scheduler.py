@@ -205,10 +205,8 @@ class SchedulerHalf:
     # ---- allocated --------------------------------------------------------------------------
 
     def allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], num_external: int) -> None:
-        """The engine gave the request these blocks, by cache group; `num_external` of their tokens are to be loaded.
-
-        :raises LayoutError: as `TrackedRequest.take_blocks`.
-        """
+        """The engine gave the request these blocks, by cache group (`TrackedRequest.take_blocks`); `num_external` of
+        their tokens are to be loaded."""
         tracked = self.track(request)
         tracked.take_blocks(blocks)
         tracked.step(Step.LOAD if num_external else Step.RUN)
@@ -299,10 +297,7 @@ class SchedulerHalf:
         return tracked.request if tracked is not None else None
 
     def plan_step(self, record: StepRecord) -> StepPlan:
-        """What the workers do in this step.
-
-        :raises LayoutError: as `TrackedRequest.take_blocks`.
-        """
+        """What the workers do in this step."""
         self._times.step(time.monotonic(), record.num_tokens, goes_on=record.is_busy)
         is_loading = any(self._counts[state] for state in LOADING)
         self._lookup.new_step(is_busy=record.is_busy, is_loading=is_loading, step_s=self._times.step_s)

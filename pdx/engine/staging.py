@@ -53,11 +53,8 @@ class Staging:
         self._at = 0  # behind what was taken last
 
     def stage(self, runs: Sequence[Run]) -> list[Staged]:
-        """What these runs, with addresses in host memory, are gathered by. On torch's current stream, see `Batch.of`.
-
-        :raises IndexError, ValueError: see `Batch.of`.
-        :raises RuntimeError: the GPU has no room for the tables.
-        """
+        """What these runs, with addresses in host memory, are gathered by. On torch's current stream; errors as of
+        `Batch.of`, and a RuntimeError where the GPU has no room for the tables."""
         most_pages = self._half_bytes // self._pages.page_bytes
         staged: list[Staged] = []
         group: list[Run] = []
@@ -84,10 +81,7 @@ class Staging:
 
     def gather(self, gathering: Stream, kernel: Callable[..., None], staged: Sequence[Staged], layers: range) -> None:
         """Queue the way of these layers: `kernel` on the stream `gathering`, the copies to host memory behind it.
-
-        :raises RuntimeError, ValueError: see `pdx.kernels.paged.gather`.
-        :raises GpuError: the driver refused a copy.
-        """
+        Errors are the kernel's, and a GpuError where the driver refused a copy."""
         for each in staged:
             at_once = max(1, self._half_bytes // each.layer_bytes)
             for first in range(layers.start, layers.stop, at_once):

@@ -425,10 +425,8 @@ class StoreLookup:
         return Asked(connection.ask(body), self._clock(), self._step, first_chunk)
 
     def _collect(self, connection: Connection, asked: Asked, *, wait: bool = True) -> Admitted | None:
-        """The answer, if it is there.
-
-        :raises NodeError: the node refused, or has been silent for too long for somebody who waits.
-        """
+        """The answer, if it is there; a NodeError if the node refused, or has been silent for too long for who
+        waits."""
         start = time.monotonic()
         answer = connection.collect(asked.seq, self._left_s if wait else 0.0, or_another=not self._is_busy)
         took_s = time.monotonic() - start

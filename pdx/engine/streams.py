@@ -26,19 +26,14 @@ class Streams:
         self._gpu: Gpu | None = None
 
     def gpu(self) -> Gpu:
-        """The GPU they are on. In one process torch and the driver number GPUs alike.
-
-        :raises GpuUnavailable: the driver cannot be reached.
-        """
+        """The GPU they are on, or GpuUnavailable. In one process torch and the driver number GPUs alike."""
         if self._gpu is None:
             self._gpu = Gpu.find(str(self._device.index))
         return self._gpu
 
     def bind_thread(self) -> None:
-        """Prepare the calling thread, which is not the engine's.
-
-        A graph that another thread captures is not spoiled by what this one calls.
-        """
+        """Prepare the calling thread, which is not the engine's: what it calls spoils no graph that another one
+        captures."""
         torch.cuda.set_device(self._device)
         self.gpu().use()
         call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -65,10 +60,7 @@ class Streams:
         return bool(torch.cuda.is_current_stream_capturing())
 
     def copy(self, stream: Stream, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Queue copies by the copy engine on `stream`: (to address, from address, bytes) each, in any order.
-
-        :raises GpuError: the driver refused one.
-        """
+        """Queue copies by the copy engine on `stream`, as `queue_copies`."""
         queue_copies(stream.cuda_stream, copies)
 
     def launch(self, stream: Stream, kernel: Callable[..., None], *args: Any, **settings: Any) -> None:

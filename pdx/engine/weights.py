@@ -44,8 +44,6 @@ def weights_digest(files: Iterable[Path]) -> bytes:
     """16 bytes for the files' names, sizes, tables of tensors, all small tensors and samples of the large ones.
 
     It reads 0.4 % of large tensors, no less than two pieces of each, and blocks for as long as that takes.
-
-    :raises OSError: a file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"pdx-weights-1")
     ordered = list(files)

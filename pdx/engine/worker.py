@@ -72,11 +72,9 @@ class WorkerHalf:
         self._epoch = 0  # the node's life that they are of
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order.
-
-        :raises LayoutError: the tensors are not what the layout says, or not all in one place.
-        :raises GpuUnavailable: they are on a GPU whose driver PDX cannot call.
-        """
+        """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order. A LayoutError if they
+        are not what the layout says, or not all in one place; GpuUnavailable if PDX cannot call the driver of their
+        GPU."""
         layers: list[torch.Tensor] = []
         rows: dict[int, int] = {}  # address -> layer; layers that share KV come with one address
         for name, tensor in kv_caches.items():

@@ -165,11 +165,8 @@ def watch(adapters: LoadedAdapters) -> None:
 
 
 def _folder(path: str) -> Path:
-    """Where vLLM's `get_adapter_absolute_path` finds it, without asking a hub again.
-
-    :raises OSError: nowhere on this host.
-    :raises ValueError: it is no name of a repository either.
-    """
+    """Where vLLM's `get_adapter_absolute_path` finds it, without asking a hub again; an OSError or a ValueError:
+    nowhere."""
     place = Path(os.path.expanduser(path))
     if place.is_absolute() or place.exists():
         return place
@@ -179,10 +176,7 @@ def _folder(path: str) -> Path:
 
 
 def _signature(folder: Path) -> _Signature:
-    """What the files look like from outside.
-
-    :raises OSError: one of those that an adapter needs is missing.
-    """
+    """What the files look like from outside; an OSError if one that an adapter needs is missing."""
     found = []
     for name in _FILES:
         try:

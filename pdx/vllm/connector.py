@@ -312,10 +312,8 @@ def _checked_config(transfer: Any) -> ConnectorConfig:
 
 
 def _is_nested(transfer: Any) -> bool:
-    """Whether this connector is a child of another one, such as MultiConnector. Only workers can know.
-
-    :raises ConfigError: vLLM would treat loads that fail as the other one's configuration says.
-    """
+    """Whether this connector is a child of another one, such as MultiConnector. Only workers can know. A ConfigError
+    where vLLM would treat loads that fail as the other one's configuration says."""
     current = get_current_vllm_config_or_none()
     outer = current.kv_transfer_config if current is not None else None
     if outer is None or outer.kv_connector == transfer.kv_connector:

@@ -51,10 +51,8 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
     """The layout of one shard of `model` (see `model_identity`; who makes no keys need not know it).
 
     Its `backend` is what the command line asks for, empty where that leaves the choice to vLLM: `attention_backend`
-    says what became of it.
-
-    :raises LayoutError: a model or engine layout that PDX does not move yet.
-    :raises ConfigError: block hashes that are not cryptographic, or chunks that are no multiple of blocks.
+    says what became of it. A LayoutError of what PDX does not move yet; a ConfigError of block hashes that are not
+    cryptographic, or chunks that are no multiple of blocks.
     """
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -98,7 +96,7 @@ def naming_of(vllm_config: Any) -> dict[str, str]:
 
 
 def check_no_state(model: Any) -> None:
-    """:raises LayoutError: some of the model's layers keep a state instead of the KV of tokens."""
+    """A LayoutError if some of the model's layers keep a state instead of the KV of tokens."""
     if model.is_hybrid:
         raise LayoutError(
             f"hybrid model with state-space layers ({', '.join(model.architectures)}): PDX moves models whose layers "
@@ -175,11 +173,8 @@ def _commit(model: Any) -> str:
 
 
 def _one_group(groups: Any) -> Any:
-    """The only group of layers, with full attention as vLLM's cache sees it.
-
-    PdxConnector is no `SupportsHMA`, so that vLLM gives layers that attend to a window the blocks of those that attend
-    to everything, and puts both into one group.
-    """
+    """The only group of layers, with full attention as vLLM's cache sees it: PdxConnector is no `SupportsHMA`, so that
+    vLLM gives layers that attend to a window the blocks of those that attend to everything, in one group with them."""
     specs = [group.kv_cache_spec for group in groups]
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
     if not specs:

@@ -27,10 +27,8 @@ RELEASE: tuple[int, int] = __version_tuple__[:2]  # (0, 0) where vLLM was built 
 
 
 def check_release(*, any_release: bool) -> None:
-    """`any_release`: also one that PDX was not tested with, though what it makes of loads that fail is not known.
-
-    :raises ConfigError: the release is unknown or too old, or no two of its engines would find each other's chunks.
-    """
+    """A ConfigError if the release is unknown or too old, or no two of its engines would find each other's chunks.
+    `any_release`: one that PDX was not tested with will do, though what it makes of loads that fail is not known."""
     tested = f"PDX is tested with {_name(OLDEST)} to {_name(NEWEST)}"
     if RELEASE > NEWEST or RELEASE == (0, 0):
         if not any_release:
@@ -60,10 +58,8 @@ def reports_blocks() -> bool:
 
 
 def check_nested() -> None:
-    """Inside another connector no worker tells the scheduler half what it knows (`page_order`).
-
-    :raises ConfigError: nobody knows the order of a page's bytes.
-    """
+    """A ConfigError where nobody knows the order of a page's bytes: inside another connector no worker tells the
+    scheduler half what it knows (`page_order`)."""
     if RELEASE == (0, 28):
         raise ConfigError(
             "PdxConnector inside another connector needs vLLM 0.29 or newer: in 0.28 only the workers know in which "
