@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from fake_cuda import FakeCuda, fake_cuda
 from lagging_streams import interpreted
 from node_harness import NodeProcess, NodeThread
 from stream_bed import Bed
-from toy_engine import ToyEngine
+from toy_engine import Engines
 
 from pdx.client.connection import Connection
 from pdx.cuda.memory import num_mapped
@@ -83,28 +84,15 @@ def gpu_bed(beds: Callable[..., Bed]) -> Bed:
     return beds(True)
 
 
-def _engines(node: NodeProcess | NodeThread) -> Iterator[Callable[..., ToyEngine]]:
-    made: list[ToyEngine] = []
-
-    def make(**settings: Any) -> ToyEngine:
-        made.append(ToyEngine(node.address, name=f"toy-{len(made)}", **settings))
-        return made[-1]
-
-    make.node = node  # type: ignore[attr-defined]
-    yield make
-    for engine in made:
-        engine.close()
-
-
 @pytest.fixture
-def engines(
-    start_here: Callable[..., NodeThread], request: pytest.FixtureRequest
-) -> Iterator[Callable[..., ToyEngine]]:
+def engines(start_here: Callable[..., NodeThread], request: pytest.FixtureRequest) -> Iterator[Engines]:
     """Makes engines of one node, `engines.node`."""
-    yield from _engines(start_here(**getattr(request, "param", {})))
+    with contextlib.closing(Engines(start_here(**getattr(request, "param", {})))) as made:
+        yield made
 
 
 @pytest.fixture
-def engines_of_killed(start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., ToyEngine]]:
+def engines_of_killed(start_node: Callable[..., NodeProcess]) -> Iterator[Engines]:
     """The same, of whose node a test kills the process."""
-    yield from _engines(start_node())
+    with contextlib.closing(Engines(start_node())) as made:
+        yield made

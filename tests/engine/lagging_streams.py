@@ -10,10 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
-import queue
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,6 +19,7 @@ import pytest
 import triton  # noqa: F401  natively: imported under TRITON_INTERPRET, parts of it could not be imported later
 from fake_cuda_calls import Refused
 from fake_cuda_kernels import install
+from fake_cuda_streams import FakeEvent, FakeStream
 
 import pdx
 from pdx.cuda import driver
@@ -46,20 +44,17 @@ def interpreted() -> ModuleType:
     return module
 
 
-class LaggingStream:
-    """A queue and a thread. `gate`: while it is cleared, nothing runs."""
+class LaggingStream(FakeStream):
+    """`gate`: while it is cleared, nothing runs."""
 
     def __init__(self, lag_s: float) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.errors: list[BaseException] = []
-        self._lag_s = lag_s
         self.awaits_event = False
         self._left = 0  # queued or being done; guarded by `_lock`
         self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="lagging-stream", daemon=True)
-        self._thread.start()
+        super().__init__(0, lag_s, 1, self.gate)
 
     @property
     def waiting(self) -> bool:
@@ -72,28 +67,28 @@ class LaggingStream:
         return self.awaits_event or not self.waiting
 
     def put(self, work: Callable[[], Any]) -> None:
-        with self._lock:
-            self._left += 1
-        self._work.put(work)
-
-    def close(self) -> None:
-        self.gate.set()
-        self._work.put(None)
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive(), "a stream waits for ever"
-
-    def _run(self) -> None:
-        chance = random.Random(1)
-        while (work := self._work.get()) is not None:
-            if self._lag_s:
-                time.sleep(chance.random() * self._lag_s)
-            self.gate.wait()
+        def run() -> None:
             try:
                 work()
             except BaseException as error:  # noqa: BLE001  shown when the streams are closed
                 self.errors.append(error)
             with self._lock:
                 self._left -= 1
+
+        with self._lock:
+            self._left += 1
+        super().put(run)
+
+    def mark(self) -> threading.Event:
+        marker = threading.Event()
+        self.put(marker.set)
+        return marker
+
+    def close(self) -> None:
+        self.gate.set()
+        self.destroy()
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive(), "a stream waits for ever"
 
 
 def _called(name: str) -> None:
@@ -104,20 +99,15 @@ def _called(name: str) -> None:
         raise RuntimeError(f"CUDA error: {refused}") from refused
 
 
-class LaggingEvent:
+class LaggingEvent(FakeEvent):
     """See pdx.engine.streams.StreamEvent."""
 
-    def __init__(self, streams: LaggingStreams | None = None) -> None:
+    def __init__(self, streams: LaggingStreams) -> None:
+        super().__init__()
         self._streams = streams
-        self._passed = threading.Event()
-        self._passed.set()
 
-    def record(self, stream: LaggingStream) -> None:
-        self._passed = threading.Event()
-        stream.put(self._passed.set)
-
-    def wait(self, stream: LaggingStream) -> None:
-        passed = self._passed
+    def wait(self, stream: LaggingStream) -> None:  # type: ignore[override]
+        passed = self._marker
 
         def wait() -> None:
             stream.awaits_event = not passed.is_set()
@@ -128,21 +118,22 @@ class LaggingEvent:
 
     def query(self) -> bool:
         _called("cuEventQuery")
-        return self._passed.is_set()
+        return self.is_done()
 
     def synchronize(self) -> None:
         _called("cuEventSynchronize")
-        if self._streams is not None and self._streams.fault:
+        if self._streams.fault:
             raise RuntimeError(self._streams.fault)
-        assert self._passed.wait(DEADLINE_S), "an event never passed"
+        assert self._marker.wait(DEADLINE_S), "an event never passed"
 
 
 class LaggingStreams(Streams):
     """One compute stream of a GPU, and those of a mover: first the one that gathers, then the one that loads."""
 
-    def __init__(self, lag_s: float = 0.001, gpu: str = "0") -> None:
+    def __init__(self, lag_s: float = 0.001, gpu: str = "0", log: list[Any] | None = None) -> None:
         self.made: list[LaggingStream] = []
-        self.log: list[Any] = []  # in the order of their ends: (kernel, first layer, layers), and what tests add
+        # In the order of their ends: (kernel, first layer, layers), and what tests add.
+        self.log: list[Any] = [] if log is None else log
         self._captured: list[Callable[[], None]] | None = None
         self.fault = ""  # what waiting for an event raises
         self._lag_s = lag_s
@@ -228,9 +219,7 @@ class LaggingStreams(Streams):
     def synchronize(self) -> None:
         """Wait until nothing is queued."""
         for stream in self.made:
-            event = LaggingEvent()
-            event.record(stream)
-            assert event._passed.wait(DEADLINE_S), "a stream does not end"
+            assert stream.mark().wait(DEADLINE_S), "a stream does not end"
 
     @contextlib.contextmanager
     def held(self, *streams: LaggingStream) -> Iterator[None]:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stream_bed import Bed, check_loaded, saved, streams_of, tokens
-from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine
+from stream_bed import Bed, streams_of
+from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine, tokens
 
 from pdx.engine import worker
 from pdx.engine.cpu_copier import CpuCopier
@@ -46,9 +46,9 @@ def test_a_chunk_of_which_a_layer_was_not_computed_is_never_sealed(bed: Bed, lag
     wait_until(lambda: bed.node.status().counters.get("aborted") == 2 - whole, what="the room is given back")
     assert bed.node.status().chunks == ({"sealed": whole} if whole else {})
     other = bed.engine(lags=False)
-    check_loaded(other, prompt, whole * CHUNK)
+    assert other.load(prompt) == whole * CHUNK
     bed.made[0][0].finish(request)
-    bed.wait_at_rest()
+    bed.node.wait_at_rest()
 
 
 def test_a_chunk_whose_first_pages_were_not_computed_is_not_sealed_by_its_last_ones(bed: Bed) -> None:
@@ -64,8 +64,8 @@ def test_a_chunk_whose_first_pages_were_not_computed_is_not_sealed_by_its_last_o
     engine.step((request, CHUNK - 3))
     streams_of(engine).synchronize()
     engine.finish(request)
-    bed.wait_at_rest()
-    check_loaded(engine, prompt, 0)
+    bed.node.wait_at_rest()
+    assert engine.load(prompt) == 0
 
 
 def test_the_node_is_told_of_no_moment_of_a_failed_step(bed: Bed) -> None:
@@ -74,7 +74,7 @@ def test_the_node_is_told_of_no_moment_of_a_failed_step(bed: Bed) -> None:
     engine = bed.made[0][0]
     engine.finish(request)
     streams_of(engine).synchronize()
-    bed.wait_at_rest()
+    bed.node.wait_at_rest()
     assert bed.told(Mark) == []
     assert not any(fill.seal for fill in bed.told(Fill))
     assert bed.told(Abort)
@@ -84,7 +84,7 @@ def test_a_rank_whose_forward_pass_fails_spoils_the_chunk_for_all(bed: Bed) -> N
     prompt, request = fail_step(bed, (1, 1), lags=False, shards=2)
     wait_until(lambda: bed.node.status().chunks == {"sealed": 2}, what="the first rank is done, the second gave up")
     engine = bed.made[0][0]
-    check_loaded(engine, prompt, 0)
+    assert engine.load(prompt) == 0
     engine.finish(request)
 
 
@@ -93,10 +93,10 @@ def test_the_engine_saves_again_after_a_failed_step(bed: Bed, lags: bool) -> Non
     prompt, request = fail_step(bed, (0, 1), lags=lags)
     engine = bed.made[0][0]
     engine.finish(request)
-    bed.wait_at_rest()
-    engine.finish(saved(engine, prompt))
-    bed.wait_sealed(2)
-    check_loaded(engine, prompt, 2 * CHUNK)
+    bed.node.wait_at_rest()
+    engine.finish(engine.save(prompt))
+    bed.node.wait_sealed(2)
+    assert engine.load(prompt) == 2 * CHUNK
 
 
 # ---- the hooks --------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_hook_that_fails_ends_pdx_and_not_the_engine(
     other = bed.engine(lags=False, shards=shards)
     there, new = tokens(510, 3 * CHUNK + 3), tokens(511, 2 * CHUNK + 3)
     serve(other, Request("other", there))
-    bed.wait_sealed(3 * shards)
+    bed.node.wait_sealed(3 * shards)
     engine = bed.engine(lags=lags, shards=shards)
     half = engine.scheduler if hook in SCHEDULER_HOOKS else engine.workers[-1]
     calls = break_hook(monkeypatch, half, hook, call, is_late=is_late)
@@ -160,8 +160,8 @@ def test_a_hook_that_fails_ends_pdx_and_not_the_engine(
     assert len(calls) == call, "nothing is asked of a half that is off"
     guards = [engine.scheduler_guard, *engine.worker_guards]
     assert all(guard.is_off for guard in guards)
-    wait_until(lambda: bed.counted("hook_failed") == 1, what="counted")
-    bed.wait_at_rest()
+    wait_until(lambda: bed.node.degraded("hook_failed") == 1, what="counted")
+    bed.node.wait_at_rest()
     sealed = bed.node.status().chunks["sealed"]
     assert 3 * shards <= sealed <= 5 * shards
     serve(other, Request("last", new))
@@ -180,8 +180,8 @@ def test_loads_under_way_are_waited_for_and_reported_as_what_they_are(
     """Until a load has ended it writes into its blocks, so nobody may compute there."""
     prompt = tokens(512, 2 * CHUNK)
     other = bed.engine(lags=False)
-    other.finish(saved(other, prompt))
-    bed.wait_sealed(2)
+    other.finish(other.save(prompt))
+    bed.node.wait_sealed(2)
     engine = bed.engine()
     streams = streams_of(engine)
     request = Request("a", prompt)
@@ -204,8 +204,8 @@ def test_loads_under_way_are_waited_for_and_reported_as_what_they_are(
 def test_a_load_that_no_worker_has_heard_of_is_reported_as_failed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = tokens(513, 3 * CHUNK)
     other = bed.engine(lags=False)
-    other.finish(saved(other, prompt))
-    bed.wait_sealed(3)
+    other.finish(other.save(prompt))
+    bed.node.wait_sealed(3)
     engine = bed.engine(lags=False)
     break_hook(monkeypatch, engine.scheduler, "allocated", 1, is_late=False)
     request = Request("a", prompt)
@@ -214,7 +214,7 @@ def test_a_load_that_no_worker_has_heard_of_is_reported_as_failed(bed: Bed, monk
     engine.allocate(request, external)
     assert engine.finish_load(request) == set(request.block_ids[CHUNK // BLOCK : 3 * CHUNK // BLOCK])
     assert engine.match(Request("b", prompt)) == 0
-    bed.wait_at_rest()
+    bed.node.wait_at_rest()
 
 
 def test_room_that_was_promised_before_a_worker_had_mapped_the_arena_is_given_back(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from toy_engine import CHUNK, Request, ToyEngine
+from toy_engine import CHUNK, Engines, Request, ToyEngine, decode_of, prefill_of
 
 from pdx.engine.step import LeftOut
 from pdx.testing.waiting import wait_until
@@ -31,11 +30,11 @@ def run(engine: ToyEngine, name: str, params: Any = None, *, is_announced: bool 
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-def test_nothing_is_asked_saved_or_found(engines: Callable[..., ToyEngine], is_announced: bool) -> None:
+def test_nothing_is_asked_saved_or_found(engines: Engines, is_announced: bool) -> None:
     plain = engines()
     assert run(plain, "first") == 0
     wait_until(lambda: run(plain, "second") == 3 * CHUNK, what="it is sealed")
-    node = engines.node  # type: ignore[attr-defined]
+    node = engines.node
     engine = engines(left_out=lambda request: LeftOut("", ""))
     before = node.status()
     assert run(engine, "third", is_announced=is_announced) == 0
@@ -48,37 +47,33 @@ def test_nothing_is_asked_saved_or_found(engines: Callable[..., ToyEngine], is_a
 
 
 def test_the_reason_is_counted_for_each_and_logged_for_the_first(
-    engines: Callable[..., ToyEngine], caplog: pytest.LogCaptureFixture
+    engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engines(left_out=lambda request: LeftOut("unnamed_media", "not request %s"))
     with caplog.at_level(logging.WARNING, "pdx"):
         for name in ("one", "two"):
             assert run(engine, name) == 0
     assert [told for told in caplog.messages if told.startswith("not request")] == ["not request one"]
-    node = engines.node  # type: ignore[attr-defined]
-    wait_until(lambda: node.status().counters.get("degraded_unnamed_media") == 2, what="it is counted")
+    wait_until(lambda: engines.node.degraded("unnamed_media") == 2, what="it is counted")
 
 
 def test_what_is_left_out_and_was_computed_from_blocks_that_failed_is_found_by_nobody(
-    engines: Callable[..., ToyEngine],
+    engines: Engines,
 ) -> None:
     """Others would find its blocks in the engine's own cache, and what they save would rest on them."""
     engine = engines(left_out=lambda request: LeftOut("", ""))
-    request = Request("first", PROMPT)
-    engine.admit(request)
-    engine.step((request, len(PROMPT)))
+    request = engine.save(PROMPT)
     assert len(request.block_ids) > 1
     assert engine.scheduler_guard.not_loaded({request.block_ids[0]}) == set(request.block_ids)
 
 
-def test_a_decoder_does_not_wait_for_a_prefill_that_is_left_out(engines: Callable[..., ToyEngine]) -> None:
+def test_a_decoder_does_not_wait_for_a_prefill_that_is_left_out(engines: Engines) -> None:
     """Its transfer is given up at once, and it computes."""
     transfer = "t" * 20
     prefiller = engines(left_out=lambda request: LeftOut("", ""))
     decoder = engines(transfer_wait_s=60.0)
-    reading = Request("decode", PROMPT, {"do_remote_prefill": True, "transfer_id": transfer})
+    reading = Request("decode", PROMPT, decode_of(transfer))
     decoder.scheduler_guard.arrived(reading)
-    assert run(prefiller, "prefill", {"do_remote_decode": True, "transfer_id": transfer}) == 0
+    assert run(prefiller, "prefill", prefill_of(transfer)) == 0
     assert decoder.match(reading, deadline_s=20.0) == 0
-    node = engines.node  # type: ignore[attr-defined]
-    assert node.status().counters["transfers_given_up"] == 1
+    assert engines.node.counter("transfers_given_up") == 1

@@ -4,63 +4,44 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from node_harness import attached
-from test_toy_engine import at_rest, tokens
-from toy_engine import BLOCK, CHUNK, Request, ToyEngine
+from toy_engine import BLOCK, CHUNK, Engines, Request, ToyEngine, decode_of, prefill_of, tokens
 
-import pdx
 from pdx.engine.step import StepRecord, StepRequest
 from pdx.errors import LayoutError
 from pdx.testing.waiting import wait_until
 from pdx.vllm.step import step_record
 from pdx.wire.messages import Delete
 
-TRANSFER = {"transfer_id": "reset-" + "r" * 20}
+TRANSFER = "reset-" + "r" * 20
 
 
-def save(engine: ToyEngine, engines: Any, prompt: list[int], name: str = "saves") -> None:
-    """A request that computes this prompt, all of whose full chunks are in the store afterwards."""
-    request = Request(name, prompt)
-    engine.admit(request)
-    if request.num_computed < len(prompt):
-        engine.step((request, len(prompt) - request.num_computed))
-    engine.finish(request)
-    wait_until(lambda: at_rest(engines), what="saved")
-
-
-def check(engine: ToyEngine, engines: Any, prompt: list[int], num_hits: int, name: str = "checks") -> None:
-    """As many chunks of this prompt are found, and hold what this engine would compute now."""
-    request = Request(name, prompt)
-    engine.admit(request)
-    assert request.num_computed == num_hits * CHUNK
-    engine.check_cache(request, request.num_computed)
-    engine.finish(request)
-    wait_until(lambda: at_rest(engines), what="at rest")
+def run(engine: ToyEngine, engines: Engines, prompt: list[int]) -> int:
+    """A request that computes what is not found of this prompt, all of which is in the store afterwards; the rest."""
+    found = engine.run(prompt)
+    engines.node.wait_at_rest()
+    return found
 
 
 # ---- the cache is reset ---------------------------------------------------------------------
 
 
-def test_after_a_reset_this_engine_finds_what_it_has_saved_since_and_nothing_older(
-    engines: Callable[..., ToyEngine],
-) -> None:
+def test_after_a_reset_this_engine_finds_what_it_has_saved_since_and_nothing_older(engines: Engines) -> None:
     engine, other = engines(), engines()
     prompt = tokens(40, 3 * CHUNK + 2)
-    save(engine, engines, prompt)
+    run(engine, engines, prompt)
     engine.scheduler.reset()
     engine.weights = "new"
-    check(engine, engines, prompt, 0)
-    save(engine, engines, prompt)
-    check(engine, engines, prompt, 3)
-    check(other, engines, prompt, 3)
+    assert engine.load(prompt) == 0
+    run(engine, engines, prompt)
+    assert engine.load(prompt) == other.load(prompt) == 3 * CHUNK
     other.scheduler.reset()
     other.weights = "newer"
-    check(other, engines, prompt, 0)
+    assert other.load(prompt) == 0
 
 
 MOMENTS = {"asked", "decided", "allocated", "loading", "loaded", "computing", "computed", "generating"}
@@ -79,8 +60,7 @@ def bring(engine: ToyEngine, request: Request, moment: str) -> None:
     if moment == "allocated":
         return
     if moment == "loading":
-        plan = engine.scheduler.plan_step(engine.record({}))
-        engine.workers[0].begin(plan)
+        engine.workers[0].begin(engine.planned())
         engine.workers[0].end_forward()
         return
     assert engine.finish_load(request) == set()
@@ -96,16 +76,13 @@ def bring(engine: ToyEngine, request: Request, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", sorted(MOMENTS))
-def test_a_reset_at_any_moment_leaves_nothing_of_the_old_weights_behind(
-    engines: Callable[..., ToyEngine], moment: str
-) -> None:
+def test_a_reset_at_any_moment_leaves_nothing_of_the_old_weights_behind(engines: Engines, moment: str) -> None:
     engine = engines()
     cases = itertools.product(("goes on", "preempted", "finished"), (False, True))
     for number, (then, is_prefill) in enumerate(cases):
-        params = {"do_remote_decode": True, "transfer_id": f"reset-{number}-{'r' * 20}"} if is_prefill else None
         prompt = tokens(60 + number, 3 * CHUNK + 2)
-        save(engine, engines, prompt[: CHUNK + 1])
-        request = Request("r", prompt, params)
+        run(engine, engines, prompt[: CHUNK + 1])
+        request = Request("r", prompt, prefill_of(f"reset-{number}-{'r' * 20}") if is_prefill else None)
         bring(engine, request, moment)
         engine.scheduler.reset()
         engine.weights = f"after {number + 1} resets"
@@ -115,14 +92,10 @@ def test_a_reset_at_any_moment_leaves_nothing_of_the_old_weights_behind(
         if then != "finished":
             go_on(engine, engines, request)
         engine.finish(request)
-        wait_until(lambda: at_rest(engines), what=f"nothing is held, where it {then}")
-        save(engine, engines, prompt, "leads up to what the request may have saved")
-        again = Request("again", request.all_token_ids)
-        engine.admit(again)
-        assert again.num_computed >= 3 * CHUNK
-        engine.check_cache(again, again.num_computed)
-        engine.finish(again)
-        wait_until(lambda: at_rest(engines), what="at rest")
+        engines.node.wait_at_rest()
+        run(engine, engines, prompt)  # what leads up to what the request may have saved
+        assert engine.load(request.all_token_ids) >= 3 * CHUNK
+        engines.node.wait_at_rest()
 
 
 def settle(engine: ToyEngine, request: Request, moment: str) -> None:
@@ -132,11 +105,11 @@ def settle(engine: ToyEngine, request: Request, moment: str) -> None:
     elif moment == "loading":
         finished: set[str] = set()
         while request.request_id not in finished:
-            finished |= engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})[0]
+            finished |= engine.run_worker(0, engine.planned(), {})[0]
         engine.scheduler.loaded(request.request_id)
 
 
-def go_on(engine: ToyEngine, engines: Any, request: Request) -> None:
+def go_on(engine: ToyEngine, engines: Engines, request: Request) -> None:
     """The request computes what it has not yet, and generates a chunk."""
     if not request.block_ids:
         engine.admit(request)
@@ -151,9 +124,7 @@ def go_on(engine: ToyEngine, engines: Any, request: Request) -> None:
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 @pytest.mark.parametrize("moment", ["before", "halfway"])
-def test_when_one_engine_of_a_pair_is_reset_the_decoder_computes(
-    engines: Callable[..., ToyEngine], who: str, moment: str
-) -> None:
+def test_when_one_engine_of_a_pair_is_reset_the_decoder_computes(engines: Engines, who: str, moment: str) -> None:
     """It waits for no transfer that it cannot read, and loads nothing that the other weights have made."""
     first, second = engines(), engines()
     prompt = tokens(44, 2 * CHUNK + 5)
@@ -165,22 +136,17 @@ def test_when_one_engine_of_a_pair_is_reset_the_decoder_computes(
 
     if moment == "before":
         reset()
-    request = Request("p", prompt, {"do_remote_decode": True, **TRANSFER})
+    request = Request("p", prompt, prefill_of(TRANSFER))
     first.admit(request)
     first.step((request, CHUNK + 3))
     if moment == "halfway":
         reset()
     first.step((request, CHUNK + 2))
     first.finish(request)
-    decode = Request("d", [*prompt, 7], {"do_remote_prefill": True, "prefill_tokens": len(prompt), **TRANSFER})
-    second.admit(decode)
-    if who == "decode" or moment == "before":
-        assert decode.num_computed == 0
     # Of a prefill engine that was reset later, a decoder that was not may take what the old weights made, as its own.
-    second.weights = "" if who == "prefill" else "new"
-    second.check_cache(decode, decode.num_computed)
-    second.finish(decode)
-    wait_until(lambda: at_rest(engines), what="at rest")
+    found = second.load([*prompt, 7], decode_of(TRANSFER, prefill_tokens=len(prompt)))
+    assert found == 0 or (who, moment) == ("prefill", "halfway")
+    engines.node.wait_at_rest()
 
 
 # ---- answers age ----------------------------------------------------------------------------
@@ -205,36 +171,32 @@ class Later:
     ("engines", "lease_s"), [({}, 0.5), ({"max_lease_s": 0.5}, 60.0)], indirect=["engines"], ids=["asked", "capped"]
 )
 def test_chunks_that_went_while_a_request_waited_are_not_promised(
-    engines: Callable[..., ToyEngine], lease_s: float, collected: bool
+    engines: Engines, lease_s: float, collected: bool
 ) -> None:
-    engine = engines(lease_s=lease_s)
-    prompt = tokens(46, 2 * CHUNK + 1)
-    save(engine, engines, prompt)
+    engine, prompt = engines(lease_s=lease_s), tokens(46, 2 * CHUNK + 1)
+    run(engine, engines, prompt)
     later = Later(engine)
     waiting = Request("w", prompt)
     engine.scheduler.arrived(waiting)
     if collected:
         assert engine.match(waiting) == 2 * CHUNK
     wait_until(lambda: not engines.node.status().leases, what="the lease has ended")
-    with pdx.connect(engines.node.address) as node, node.reserve("all", engines.node.config.arena_bytes):
-        assert "sealed" not in node.status().chunks
+    engines.node.forget()
     later.pass_by(engine, 1.0)
     assert engine.match(waiting) == 0
     engine.allocate(waiting, 0)
     engine.step((waiting, len(prompt)))
     engine.finish(waiting)
-    wait_until(lambda: engines.node.status().chunks == {"sealed": 2}, what="saved again")
+    engines.node.wait_sealed(2)
 
 
-def test_chunks_of_a_prefill_leg_that_went_while_it_waited_are_saved_again(
-    engines: Callable[..., ToyEngine],
-) -> None:
+def test_chunks_of_a_prefill_leg_that_went_while_it_waited_are_saved_again(engines: Engines) -> None:
     """Without them, the decoder would compute everything behind the hole."""
     first, second = engines(lease_s=0.5), engines()
     prompt = tokens(47, 3 * CHUNK + 5)
-    save(first, engines, prompt[: 2 * CHUNK + 1])
+    run(first, engines, prompt[: 2 * CHUNK + 1])
     later = Later(first)
-    request = Request("p", prompt, {"do_remote_decode": True, **TRANSFER})
+    request = Request("p", prompt, prefill_of(TRANSFER))
     assert first.match(request) == 2 * CHUNK
     wait_until(lambda: not engines.node.status().leases, what="the lease has ended")
     with attached(engines.node.address) as wire:
@@ -243,37 +205,15 @@ def test_chunks_of_a_prefill_leg_that_went_while_it_waited_are_saved_again(
     first.admit(request)
     first.step((request, len(prompt) - request.num_computed))
     first.finish(request)
-    decode = Request("d", prompt, {"do_remote_prefill": True, "prefill_tokens": len(prompt), **TRANSFER})
-    second.admit(decode)
-    assert decode.num_computed == len(prompt)
-    second.check_cache(decode, len(prompt))
-    second.finish(decode)
-    wait_until(lambda: at_rest(engines), what="at rest")
+    assert second.load(prompt, decode_of(TRANSFER, prefill_tokens=len(prompt))) == len(prompt)
+    engines.node.wait_at_rest()
 
 
-def test_chunks_that_could_not_be_loaded_are_saved_again(engines: Callable[..., ToyEngine]) -> None:
-    engine = engines(lease_s=0.001)
-    prompt = tokens(48, 3 * CHUNK)
-    save(engine, engines, prompt)
-    again = Request("b", prompt)
-    external = engine.match(again)
-    engine.allocate(again, external)
-    wait_until(lambda: not engines.node.status().leases, what="the lease has expired")
-    with attached(engines.node.address) as wire:
-        assert wire.ask(Delete(engine.scheduler.track(again).keys.leading(3))).count == 3
-    assert engine.finish_load(again)
-    wait_until(lambda: engines.node.status().chunks == {"filling": 3} or engine.idle(), what="there is room")
-    for _ in range(len(prompt)):
-        engine.step((again, 1))
-    engine.finish(again)
-    wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="saved again")
-
-
-def test_a_preempted_decoder_does_not_wait_for_what_it_was_to_fill_itself(engines: Callable[..., ToyEngine]) -> None:
+def test_a_preempted_decoder_does_not_wait_for_what_it_was_to_fill_itself(engines: Engines) -> None:
     """Its second chunk is still reserved for it, and nobody else fills that."""
     engine = engines()
     prompt = tokens(54, 3 * CHUNK + 2)
-    request = Request("d", prompt, {"do_remote_prefill": True, **TRANSFER})
+    request = Request("d", prompt, decode_of(TRANSFER))
     engine.admit(request)
     engine.step((request, CHUNK + 3))
     wait_until(lambda: engines.node.status().chunks == {"sealed": 1, "filling": 2}, what="one chunk is saved")
@@ -288,7 +228,7 @@ def test_a_preempted_decoder_does_not_wait_for_what_it_was_to_fill_itself(engine
     wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="all is saved")
 
 
-def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Callable[..., ToyEngine]) -> None:
+def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Engines) -> None:
     """The last sampled token, which was never computed, makes way for what the client sends next."""
     engine = engines()
     tracked = engine.scheduler.track(request := Request("s", tokens(51, 2 * CHUNK)))
@@ -306,14 +246,13 @@ def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Callable[...,
 
 @pytest.mark.parametrize("what", ["load", "abort"])
 def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
-    engines_of_killed: Callable[..., ToyEngine], start_node: Any, what: str
+    engines_of_killed: Engines, start_node: Any, what: str
 ) -> None:
     """The same offsets and generations may be somebody else's chunks there."""
-    engine = engines_of_killed()
-    prompt = tokens(52, 2 * CHUNK)
+    engine, prompt = engines_of_killed(), tokens(52, 2 * CHUNK)
     request = Request("a", prompt)
     if what == "load":
-        save(engine, engines_of_killed, prompt)
+        run(engine, engines_of_killed, prompt)
         engine.allocate(request, engine.match(request))
     else:
         engine.admit(request)
@@ -321,9 +260,8 @@ def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
     engines_of_killed.node.kill()
     engines_of_killed.node = start_node()
     wait_until(lambda: engine.is_attached, what="attached to the next node")
-    with ToyEngine(engines_of_killed.node.address, name="other") as other:
-        save(other, engines_of_killed, tokens(53, 2 * CHUNK))
-    plan = engine.scheduler.plan_step(engine.record({}))
+    run(engines_of_killed(), engines_of_killed, tokens(53, 2 * CHUNK))
+    plan = engine.planned()
     assert plan.aborts == []
     if what == "load":
         failed: set[int] = set()
@@ -331,11 +269,11 @@ def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
         while not finished:
             finished, blocks = engine.run_worker(0, plan, {})
             failed |= blocks
-            plan = engine.scheduler.plan_step(engine.record({}))
+            plan = engine.planned()
         assert failed == set(request.block_ids[: 2 * CHUNK // BLOCK])
         engine.scheduler.loaded(request.request_id)
         engine.finish(request)
-    wait_until(lambda: at_rest(engines_of_killed), what="at rest")
+    engines_of_killed.node.wait_at_rest()
 
 
 # ---- what a step looks at -------------------------------------------------------------------
@@ -370,7 +308,7 @@ def running(engine: ToyEngine, requests: list[Request], new_blocks: dict[int, li
     return step_record(output, engine.scheduler)
 
 
-def test_a_step_looks_at_the_requests_that_have_something_to_save(engines: Callable[..., ToyEngine]) -> None:
+def test_a_step_looks_at_the_requests_that_have_something_to_save(engines: Engines) -> None:
     engine = engines()
     requests: list[Request] = [Counted(f"r{index}", tokens(200 + index, CHUNK - 4)) for index in range(100)]
     for request in requests:
@@ -394,7 +332,7 @@ def test_a_step_looks_at_the_requests_that_have_something_to_save(engines: Calla
         engine.scheduler.finished(request)
 
 
-def test_blocks_of_several_cache_groups_are_refused_and_not_mixed_up(engines: Callable[..., ToyEngine]) -> None:
+def test_blocks_of_several_cache_groups_are_refused_and_not_mixed_up(engines: Engines) -> None:
     engine = engines()
     request = Request("g", tokens(56, CHUNK))
     assert engine.match(request) == 0
@@ -410,7 +348,7 @@ def test_blocks_of_several_cache_groups_are_refused_and_not_mixed_up(engines: Ca
     engine.scheduler.finished(request)
 
 
-def test_only_known_tokens_of_a_step_are_final(engines: Callable[..., ToyEngine]) -> None:
+def test_only_known_tokens_of_a_step_are_final(engines: Engines) -> None:
     """Drafts may be rejected: a chunk that they fill is not saved before its tokens are known."""
     engine = engines()
     request = Request("drafts", tokens(57, CHUNK))

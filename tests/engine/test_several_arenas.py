@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 from node_harness import MIB
-from stream_bed import Bed, check_loaded, saved, tokens
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
+from stream_bed import Bed
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, tokens
 
 from pdx.memory.arena import round_up
 from pdx.testing.waiting import wait_until
@@ -35,41 +35,41 @@ def used(bed: Bed) -> list[int]:
 def test_what_is_saved_on_the_gpu_is_in_host_memory_too(bed: Bed) -> None:
     first, second = bed.engine(), bed.engine()
     prompt = tokens(1, 3 * CHUNK + 3)
-    first.finish(saved(first, prompt, step=7))
-    bed.wait_sealed(6)
+    first.finish(first.save(prompt, step=7))
+    bed.node.wait_sealed(6)
     assert used(bed) == [3 * CHUNK_BYTES, 3 * CHUNK_BYTES]
     assert [arena.gpu != "" for arena in bed.node.status().arenas] == [False, True]
-    check_loaded(second, prompt, 3 * CHUNK)
-    bed.wait_at_rest()
+    assert second.load(prompt) == 3 * CHUNK
+    bed.node.wait_at_rest()
 
 
 def test_what_was_evicted_from_the_gpu_comes_back_from_host_memory(bed: Bed) -> None:
     engine = bed.engine()
     room = bed.node.status().arenas[1].total_bytes // CHUNK_BYTES
     first = tokens(1, 3 * CHUNK)
-    engine.finish(saved(engine, first))
-    bed.wait_sealed(6)
+    engine.finish(engine.save(first))
+    bed.node.wait_sealed(6)
     for number in range(room // AT_ONCE):
-        engine.finish(saved(engine, tokens(2 + number, AT_ONCE * CHUNK)))
+        engine.finish(engine.save(tokens(2 + number, AT_ONCE * CHUNK)))
         kept = 3 + (number + 1) * AT_ONCE
         wait_until(lambda kept=kept: used(bed)[0] == kept * CHUNK_BYTES, what="it is in host memory")
     loaded = bed.node.status().counters["arenas_stored_bytes"]
-    check_loaded(engine, first, 3 * CHUNK)
+    assert engine.load(first) == 3 * CHUNK
     assert bed.node.status().counters["arenas_stored_bytes"] >= loaded + 3 * LAYERS * CHUNK // BLOCK * PAGE_BYTES
-    bed.wait_at_rest()
+    bed.node.wait_at_rest()
 
 
 def test_a_handoff_within_the_gpu_makes_no_detour(bed: Bed) -> None:
     first, second = bed.engine(), bed.engine()
     prompt = tokens(2, 2 * CHUNK + 7)
-    first.finish(saved(first, prompt, PREFILL))
+    first.finish(first.save(prompt, PREFILL))
     decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
     assert second.admit(decode) == set()
     assert decode.num_computed == len(prompt)
     second.check_cache(decode, len(prompt))
     second.finish(decode)
-    bed.wait_at_rest()
-    bed.wait_sealed(5)  # two chunks here and below, and the full block behind them
+    bed.node.wait_at_rest()
+    bed.node.wait_sealed(5)  # two chunks here and below, and the full block behind them
 
 
 @pytest.fixture
@@ -82,23 +82,23 @@ def on_two(beds: Callable[..., Bed]) -> Bed:
 def test_the_ranks_of_an_engine_have_their_chunks_on_their_gpus(on_two: Bed) -> None:
     engine = on_two.engine(gpus=("0", "1"))
     prompt = tokens(4, 3 * CHUNK + 3)
-    engine.finish(saved(engine, prompt, step=7))
-    on_two.wait_sealed(12)
+    engine.finish(engine.save(prompt, step=7))
+    on_two.node.wait_sealed(12)
     assert used(on_two) == [6 * CHUNK_BYTES, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES], "both shards are in host memory"
     gpus = [arena.gpu for arena in on_two.node.status().arenas]
     assert gpus == ["", *(worker.gpu().uuid for worker in engine.by_rank if worker is not None)]
-    check_loaded(on_two.engine(gpus=("0", "1")), prompt, 3 * CHUNK)
-    on_two.wait_at_rest()
+    assert on_two.engine(gpus=("0", "1")).load(prompt) == 3 * CHUNK
+    on_two.node.wait_at_rest()
 
 
 def test_a_handoff_from_one_gpu_to_another_of_the_node(on_two: Bed) -> None:
     first, second = on_two.engine(gpus=("0",)), on_two.engine(gpus=("1",))
     prompt = tokens(6, 2 * CHUNK + 7)
-    first.finish(saved(first, prompt, PREFILL))
+    first.finish(first.save(prompt, PREFILL))
     decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
     assert second.admit(decode) == set()
     assert decode.num_computed == len(prompt)
     second.check_cache(decode, len(prompt))
     second.finish(decode)
     assert "jobs_failed" not in on_two.node.status().counters
-    on_two.wait_at_rest()
+    on_two.node.wait_at_rest()

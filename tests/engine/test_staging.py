@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_bed import Bed, check_loaded, saved, streams_of, tokens
-from toy_engine import CHUNK, PAGE_BYTES
+from stream_bed import Bed, streams_of
+from toy_engine import CHUNK, PAGE_BYTES, tokens
 
 from pdx.engine import staging
 from pdx.engine.staging import Staging
@@ -32,10 +32,10 @@ def test_whatever_fits_into_a_half_the_bytes_arrive(
     first, second = bed.engine(), bed.engine()
     first.skip_hooks = not hooks
     prompt = tokens(1, 3 * CHUNK + 3)
-    first.finish(saved(first, prompt, step=CHUNK + 3))
-    bed.wait_sealed(3)
-    check_loaded(second, prompt, 3 * CHUNK)
-    bed.wait_at_rest()
+    first.finish(first.save(prompt, step=CHUNK + 3))
+    bed.node.wait_sealed(3)
+    assert second.load(prompt) == 3 * CHUNK
+    bed.node.wait_at_rest()
 
 
 @given(st.lists(st.integers(1, 50), max_size=300), st.integers(1, 100))
@@ -74,7 +74,7 @@ def test_a_part_is_filled_again_only_when_it_is_emptied(
     prompt = tokens(4, 3 * CHUNK)
     streams = streams_of(engine)
     with streams.held(streams.copying):
-        request = saved(engine, prompt)
+        request = engine.save(prompt)
 
         def launches() -> int:
             return len([entry for entry in bed.log if isinstance(entry, tuple)])
@@ -85,8 +85,8 @@ def test_a_part_is_filled_again_only_when_it_is_emptied(
         )
         assert launches() == 2
     engine.finish(request)
-    bed.wait_sealed(3)
-    check_loaded(bed.engine(), prompt, 3 * CHUNK)
+    bed.node.wait_sealed(3)
+    assert bed.engine().load(prompt) == 3 * CHUNK
 
 
 def test_without_room_for_it_kernels_write_to_host_memory(
@@ -100,10 +100,10 @@ def test_without_room_for_it_kernels_write_to_host_memory(
         patched.setattr(staging.torch, "empty", full)
         first = bed.engine()
     prompt = tokens(5, 2 * CHUNK)
-    first.finish(saved(first, prompt))
-    bed.wait_sealed(2)
-    check_loaded(bed.engine(), prompt, 2 * CHUNK)
-    wait_until(lambda: bed.counted("staging_unavailable") == 1)
+    first.finish(first.save(prompt))
+    bed.node.wait_sealed(2)
+    assert bed.engine().load(prompt) == 2 * CHUNK
+    wait_until(lambda: bed.node.degraded("staging_unavailable") == 1)
 
 
 def test_a_copy_that_the_driver_refuses_costs_the_step_that_it_was_for(
@@ -117,10 +117,10 @@ def test_a_copy_that_the_driver_refuses_costs_the_step_that_it_was_for(
 
     with monkeypatch.context() as patched:
         patched.setattr(type(streams), "copy", refuse)
-        engine.finish(saved(engine, tokens(6, CHUNK)))
-    wait_until(lambda: bed.counted("launch_refused"))
+        engine.finish(engine.save(tokens(6, CHUNK)))
+    wait_until(lambda: bed.node.degraded("launch_refused"))
     prompt = tokens(7, CHUNK)
-    engine.finish(saved(engine, prompt))
-    bed.wait_sealed(1)
-    check_loaded(bed.engine(), prompt, CHUNK)
-    bed.wait_at_rest()
+    engine.finish(engine.save(prompt))
+    bed.node.wait_sealed(1)
+    assert bed.engine().load(prompt) == CHUNK
+    bed.node.wait_at_rest()

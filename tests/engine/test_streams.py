@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 from fake_cuda import FakeCuda
-from stream_bed import Bed, check_loaded, saved, streams_of, tokens
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
+from stream_bed import Bed, streams_of
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, tokens
 
 from pdx.cuda.memory import num_mapped
 from pdx.engine import gpu_copier, step_save, store_lookup
@@ -38,10 +38,10 @@ def test_prompt_computed_once_is_loaded_by_another_engine(
     first, second = bed.engine(graphs=mode == "graphs"), bed.engine()
     first.skip_hooks = mode == "no hooks"
     prompt = tokens(1, 3 * CHUNK + 3)
-    first.finish(saved(first, prompt, step=step))
-    bed.wait_sealed(3)
-    check_loaded(second, prompt, 3 * CHUNK)
-    bed.wait_at_rest()
+    first.finish(first.save(prompt, step=step))
+    bed.node.wait_sealed(3)
+    assert second.load(prompt) == 3 * CHUNK
+    bed.node.wait_at_rest()
     assert num_mapped() == 2 * on_gpu, "one mapping for each worker"
 
 
@@ -52,26 +52,26 @@ def test_pages_overwritten_right_after_the_step_were_gathered_before(bed: Bed) -
     engine = bed.engine()
     prompt = tokens(4, 2 * CHUNK)
     with streams_of(engine).held(streams_of(engine).gathering):
-        request = saved(engine, prompt)
+        request = engine.save(prompt)
         engine.overwrite(request.block_ids)
     engine.finish(request)
-    bed.wait_sealed(2)
-    check_loaded(bed.engine(), prompt, 2 * CHUNK)
+    bed.node.wait_sealed(2)
+    assert bed.engine().load(prompt) == 2 * CHUNK
 
 
 def test_blocks_of_a_preempted_request_may_be_computed_anew_at_once(bed: Bed) -> None:
     engine = bed.engine()
     prompt, other = tokens(5, 2 * CHUNK), tokens(6, 2 * CHUNK)
     with streams_of(engine).held(streams_of(engine).gathering):
-        request = saved(engine, prompt)
+        request = engine.save(prompt)
         request.num_preemptions += 1
         engine.free = [*request.block_ids, *engine.free]
         blocks, request.block_ids, request.num_computed = request.block_ids, [], 0
-        thief = saved(engine, other)
+        thief = engine.save(other)
         assert thief.block_ids == blocks
-    bed.wait_sealed(4)
+    bed.node.wait_sealed(4)
     for each in (prompt, other):
-        check_loaded(bed.engine(), each, 2 * CHUNK)
+        assert bed.engine().load(each) == 2 * CHUNK
     engine.finish(thief)
     engine.scheduler.finished(request)
 
@@ -80,11 +80,11 @@ def test_a_page_is_gathered_after_its_layer_was_computed(bed: Bed) -> None:
     engine = bed.engine()
     prompt = tokens(7, CHUNK)
     with streams_of(engine).held(streams_of(engine).compute()):
-        engine.finish(saved(engine, prompt))
+        engine.finish(engine.save(prompt))
         wait_until(lambda: streams_of(engine).gathering.is_still, what="nothing can go on")
         assert bed.log == [], "nothing is computed yet"
-    bed.wait_sealed(1)
-    check_loaded(bed.engine(), prompt, CHUNK)
+    bed.node.wait_sealed(1)
+    assert bed.engine().load(prompt) == CHUNK
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
     engine = bed.engine(lag_s=0.02)
-    engine.finish(saved(engine, tokens(8, CHUNK)))
-    bed.wait_sealed(1)
+    engine.finish(engine.save(tokens(8, CHUNK)))
+    bed.node.wait_sealed(1)
     log = [entry for entry in bed.log if isinstance(entry, tuple | Fill)]
     gathers = [log.index(("gather", layer, 1)) for layer in range(LAYERS)]
     fills = [log.index(fill) for fill in bed.told(Fill)]
@@ -121,7 +121,7 @@ def test_a_slot_is_let_go_of_when_nothing_writes_it_any_more(bed: Bed) -> None:
     log = [entry for entry in bed.log if isinstance(entry, tuple | Abort)]
     assert log[-1:] == bed.told(Abort)
     assert len(log) == LAYERS + 1
-    bed.wait_at_rest()
+    bed.node.wait_at_rest()
 
 
 def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
@@ -143,7 +143,7 @@ def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
     streams.gathering.gate.set()
     assert bed.told(Mark)[0].nbytes == CHUNK // BLOCK * PAGE_BYTES, "one layer"
     engine.finish(request)
-    bed.wait_sealed(1)
+    bed.node.wait_sealed(1)
 
 
 def test_a_step_that_fails_is_not_sealed(bed: Bed) -> None:
@@ -156,7 +156,7 @@ def test_a_step_that_fails_is_not_sealed(bed: Bed) -> None:
     engine.compute(0, 0, request, 0, CHUNK)
     engine.workers[0].save_layer("layer.0")
     engine.finish(request)
-    bed.wait_at_rest()
+    bed.node.wait_at_rest()
     assert bed.node.status().chunks == {}
 
 
@@ -167,8 +167,8 @@ def test_a_load_waits_for_what_was_computed_before_it(bed: Bed) -> None:
     """Whoever had the blocks before may still be at work on them."""
     engine = bed.engine()
     prompt = tokens(15, 2 * CHUNK)
-    engine.finish(saved(engine, prompt))
-    bed.wait_sealed(2)
+    engine.finish(engine.save(prompt))
+    bed.node.wait_sealed(2)
     again = Request("again", prompt)
     assert engine.match(again) == 2 * CHUNK
     engine.allocate(again, 2 * CHUNK)
@@ -184,8 +184,8 @@ def test_a_load_waits_for_what_was_computed_before_it(bed: Bed) -> None:
 def test_a_load_is_over_when_its_pages_are_there(bed: Bed) -> None:
     first, second = bed.engine(), bed.engine(lag_s=0.05)
     prompt = tokens(16, CHUNK)
-    first.finish(saved(first, prompt))
-    bed.wait_sealed(1)
+    first.finish(first.save(prompt))
+    bed.node.wait_sealed(1)
     again = Request("again", prompt)
     assert second.admit(again) == set()
     assert bed.log.count(("scatter", 0, LAYERS)) == 1, "told after the copy"
@@ -196,8 +196,8 @@ def test_a_load_is_over_when_its_pages_are_there(bed: Bed) -> None:
 def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = bed.engine()
     prompt = tokens(17, 2 * CHUNK)
-    engine.finish(saved(engine, prompt))
-    bed.wait_sealed(2)
+    engine.finish(engine.save(prompt))
+    bed.node.wait_sealed(2)
     again = Request("again", prompt)
     external = engine.match(again)
     engine.allocate(again, external)
@@ -206,7 +206,7 @@ def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: 
         wait_until(lambda: streams_of(engine).loading.waiting, what="the copy is queued")
         monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
     assert engine.finish_load(again) == set(again.block_ids[: 2 * CHUNK // BLOCK])
-    wait_until(lambda: bed.counted("load_failed") == 1, what="counted")
+    wait_until(lambda: bed.node.degraded("load_failed") == 1, what="counted")
     monkeypatch.undo()
     engine.finish(again)
 
@@ -219,11 +219,11 @@ def test_a_large_save_to_memory_of_a_gpu_is_several_launches(
     engine = gpu_bed.engine()
     engine.skip_hooks = not hooks
     prompt = tokens(44, 2 * CHUNK)  # eight pages of each layer
-    engine.finish(saved(engine, prompt))
-    gpu_bed.wait_sealed(2)
+    engine.finish(engine.save(prompt))
+    gpu_bed.node.wait_sealed(2)
     launches = [entry[1:] for entry in gpu_bed.log if isinstance(entry, tuple) and entry[0] == "gather"]
     assert sorted(launches) == sorted([(layer, 1) for layer in range(LAYERS)] * 2)
-    check_loaded(engine, prompt, 2 * CHUNK)
+    assert engine.load(prompt) == 2 * CHUNK
 
 
 @pytest.mark.parametrize(("lags", "longest_s"), [(True, 0.002), (False, 0.03)])
@@ -252,9 +252,9 @@ def test_nothing_of_ours_spoils_a_capture_under_way(beds: Callable[..., Bed], fa
     engine = bed.engine()
     streams = streams_of(engine)
     with streams.held(streams.gathering):
-        engine.finish(saved(engine, tokens(44, CHUNK)))
+        engine.finish(engine.save(tokens(44, CHUNK)))
         streams.captured = []
-    bed.wait_sealed(1)
+    bed.node.wait_sealed(1)
     bed.node.kill()
     wait_until(lambda: not num_mapped() and not fake.counts()["registered"], what="the dead node's memory is let go of")
     bed.start_node()
@@ -262,5 +262,5 @@ def test_nothing_of_ours_spoils_a_capture_under_way(beds: Callable[..., Bed], fa
     wait_until(lambda: engine.is_attached, what="attached to the next node")
     assert fake.spoiled == []
     streams.captured = None
-    engine.finish(saved(engine, tokens(45, CHUNK)))
-    bed.wait_sealed(1)
+    engine.finish(engine.save(tokens(45, CHUNK)))
+    bed.node.wait_sealed(1)

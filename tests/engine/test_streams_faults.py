@@ -11,8 +11,8 @@ import pytest
 from fake_cuda import FakeCuda
 from lagging_streams import LaggingStreams
 from node_harness import MIB
-from stream_bed import Bed, check_loaded, saved, streams_of, tokens
-from toy_engine import BLOCK, CHUNK, Request, ToyEngine
+from stream_bed import Bed, streams_of
+from toy_engine import BLOCK, CHUNK, Request, ToyEngine, tokens
 
 from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
@@ -35,8 +35,8 @@ def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: s
     streams = streams_of(engine)
     prompt = tokens(18, 2 * CHUNK)
     if during == "scatter":
-        engine.finish(saved(engine, prompt))
-        bed.wait_sealed(2)
+        engine.finish(engine.save(prompt))
+        bed.node.wait_sealed(2)
     request = Request("a", prompt)
     external = engine.match(request)
     assert external == (2 * CHUNK if during == "scatter" else 0)
@@ -64,9 +64,9 @@ def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: s
     engine.finish(other)
     bed.start_node(*flags)
     wait_until(lambda: engine.is_attached, what="attached to the next node")
-    engine.finish(saved(engine, prompt))
-    bed.wait_sealed(2)
-    check_loaded(bed.engine(), prompt, 2 * CHUNK)
+    engine.finish(engine.save(prompt))
+    bed.node.wait_sealed(2)
+    assert bed.engine().load(prompt) == 2 * CHUNK
 
 
 def test_page_lock_refused_costs_only_the_cache(bed: Bed, fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,9 +74,9 @@ def test_page_lock_refused_costs_only_the_cache(bed: Bed, fake: FakeCuda, caplog
     fake.fail("cuMemHostRegister", error="NOT_PERMITTED")
     on_cpu, engine = bed.engine(lags=False), bed.engine()
     prompt = tokens(20, CHUNK)
-    on_cpu.finish(saved(on_cpu, prompt))
-    bed.wait_sealed(1)
-    wait_until(lambda: bed.counted("page_lock_refused") == 1, what="counted")
+    on_cpu.finish(on_cpu.save(prompt))
+    bed.node.wait_sealed(1)
+    wait_until(lambda: bed.node.degraded("page_lock_refused") == 1, what="counted")
     request = Request("a", prompt)
     failed = engine.admit(request)
     assert failed == set(request.block_ids[: CHUNK // BLOCK])
@@ -84,12 +84,12 @@ def test_page_lock_refused_costs_only_the_cache(bed: Bed, fake: FakeCuda, caplog
     engine.step((request, CHUNK))
     engine.check_cache(request, CHUNK)
     engine.finish(request)
-    engine.finish(saved(engine, tokens(21, CHUNK)))
+    engine.finish(engine.save(tokens(21, CHUNK)))
     another = Request("b", prompt)
     assert engine.admit(another)
     engine.finish(another)
-    wait_until(lambda: (bed.counted("save_skipped"), bed.counted("load_failed")) == (1, 2), what="counted")
-    bed.wait_at_rest()
+    wait_until(lambda: (bed.node.degraded("save_skipped"), bed.node.degraded("load_failed")) == (1, 2), what="counted")
+    bed.node.wait_at_rest()
     assert bed.node.status().chunks == {"sealed": 1}
     for once in ("ulimit -l", "not loaded", "not saved"):
         assert sum(record.levelname != "DEBUG" and once in record.message for record in caplog.records) == 1
@@ -127,13 +127,13 @@ def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whol
     killed_bed.node.signal(signal.SIGCONT)
     for request in (half, whole):
         engine.finish(request)
-    killed_bed.wait_at_rest()
+    killed_bed.node.wait_at_rest()
     assert killed_bed.node.status().chunks == {}
-    wait_until(lambda: killed_bed.counted("save_skipped") == 3, what="counted")
+    wait_until(lambda: killed_bed.node.degraded("save_skipped") == 3, what="counted")
     assert killed_bed.told(Fill) == []
-    engine.finish(saved(engine, half.all_token_ids))
-    killed_bed.wait_sealed(1)
-    check_loaded(killed_bed.engine(), half.all_token_ids, CHUNK)
+    engine.finish(engine.save(half.all_token_ids))
+    killed_bed.node.wait_sealed(1)
+    assert killed_bed.engine().load(half.all_token_ids) == CHUNK
 
 
 class SlowPageLock(PageLock):
@@ -161,28 +161,28 @@ def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(killed_bed: Bed, monk
     engine.finish(request)
     wait_until(lambda: len(killed_bed.told(Abort)) == 2 or killed_bed.told(Fill), what="both steps are told of")
     assert killed_bed.told(Fill) == []
-    killed_bed.wait_at_rest()
+    killed_bed.node.wait_at_rest()
     assert killed_bed.node.status().chunks == {}
-    engine.finish(saved(engine, prompt))
-    killed_bed.wait_sealed(1)
-    check_loaded(killed_bed.engine(), prompt, CHUNK)
+    engine.finish(engine.save(prompt))
+    killed_bed.node.wait_sealed(1)
+    assert killed_bed.engine().load(prompt) == CHUNK
 
 
 def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
     """After such an error CUDA does nothing any more for this process. What was under way stays reserved and mapped
     until it ends: nobody knows what still writes there."""
     engine = bed.engine()
-    engine.finish(saved(engine, tokens(30, CHUNK)))
-    bed.wait_sealed(1)
+    engine.finish(engine.save(tokens(30, CHUNK)))
+    bed.node.wait_sealed(1)
     told = len(bed.told(Fill)), len(bed.told(Abort))
     window = engine.workers[0]._copier._mapped  # noqa: SLF001
     streams_of(engine).fault = "an illegal memory access was encountered"
     prompts = [tokens(seed, CHUNK) for seed in (31, 32, 33)]
-    engine.finish(saved(engine, prompts[0]))
-    wait_until(lambda: bed.counted("copies_failed") == 1, what="counted")
+    engine.finish(engine.save(prompts[0]))
+    wait_until(lambda: bed.node.degraded("copies_failed") == 1, what="counted")
     for prompt in prompts[1:]:
-        engine.finish(saved(engine, prompt))
-    wait_until(lambda: bed.counted("save_skipped") == 2, what="nothing is copied any more")
+        engine.finish(engine.save(prompt))
+    wait_until(lambda: bed.node.degraded("save_skipped") == 2, what="nothing is copied any more")
     again = Request("again", tokens(30, CHUNK))
     assert engine.admit(again) == set(again.block_ids[: CHUNK // BLOCK])
     engine.finish(again)
@@ -201,13 +201,13 @@ def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:
     engine, reader = gpu_bed.engine(), gpu_bed.engine()
     streams = streams_of(engine)
     prompt, other = tokens(26, CHUNK), tokens(27, CHUNK)
-    engine.finish(saved(engine, prompt))
-    gpu_bed.wait_sealed(1)
+    engine.finish(engine.save(prompt))
+    gpu_bed.node.wait_sealed(1)
     again = Request("again", prompt)
     engine.allocate(again, engine.match(again))
     with streams.held(streams.gathering, streams.loading):
         engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
-        request = saved(engine, other)
+        request = engine.save(other)
         closing = threading.Thread(target=engine.workers[0].close)
         closing.start()
         wait_until(lambda: streams.loading.waiting and streams.gathering.waiting, what="both copies are queued")
@@ -217,8 +217,8 @@ def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:
     assert not closing.is_alive()
     assert num_mapped() == 1, "the reader's"
     engine.check_cache(again, CHUNK)
-    gpu_bed.wait_sealed(2)
-    check_loaded(reader, other, CHUNK)
+    gpu_bed.node.wait_sealed(2)
+    assert reader.load(other) == CHUNK
     for each in (again, request):
         engine.scheduler.finished(each)
 
@@ -233,10 +233,10 @@ def test_kernels_that_cannot_be_compiled_cost_only_the_cache(
 
     monkeypatch.setattr(gpu_copier, "warm_up", fails)
     engine = bed.engine()
-    wait_until(lambda: bed.counted("kernels_unavailable") == 1, what="counted")
-    engine.finish(saved(engine, tokens(40, CHUNK)))
-    wait_until(lambda: bed.counted("save_skipped") == 1, what="counted")
-    bed.wait_at_rest()
+    wait_until(lambda: bed.node.degraded("kernels_unavailable") == 1, what="counted")
+    engine.finish(engine.save(tokens(40, CHUNK)))
+    wait_until(lambda: bed.node.degraded("save_skipped") == 1, what="counted")
+    bed.node.wait_at_rest()
     assert bed.node.status().chunks == {}
     assert fake.calls["cuMemHostRegister"] == 0, "memory is page-locked that no kernel will reach"
     [record] = [each for each in caplog.records if "copy kernels" in each.message]
@@ -260,16 +260,16 @@ def test_a_launch_that_is_refused_costs_the_step_alone(
 
     with monkeypatch.context() as patched:
         patched.setattr(LaggingStreams, "launch", refuse)
-        lost = saved(engine, tokens(41, CHUNK), PREFILL)
+        lost = engine.save(tokens(41, CHUNK), PREFILL)
     assert next(launches) == 1 + in_hook, "the first refusal is the last launch of the step"
     engine.finish(lost)
-    wait_until(lambda: bed.counted("launch_refused") == 1 == bed.counted("save_skipped"), what="counted")
-    bed.wait_at_rest()
+    wait_until(lambda: bed.node.degraded("launch_refused") == 1 == bed.node.degraded("save_skipped"), what="counted")
+    bed.node.wait_at_rest()
     assert bed.node.status().chunks == {}
     prompt = tokens(42, CHUNK)
-    engine.finish(saved(engine, prompt))
-    bed.wait_sealed(1)
-    check_loaded(engine, prompt, CHUNK)
+    engine.finish(engine.save(prompt))
+    bed.node.wait_sealed(1)
+    assert engine.load(prompt) == CHUNK
 
 
 @pytest.mark.timeout(300)  # some forty engines
@@ -293,7 +293,7 @@ def test_whatever_call_of_the_driver_fails_the_engine_goes_on(
         streams.log = bed.log
         engine = ToyEngine(bed.address, name, streams=streams)
         prompt = tokens(number, CHUNK)
-        engine.finish(saved(engine, prompt))
+        engine.finish(engine.save(prompt))
         again = Request("again", prompt)
         engine.admit(again)
         engine.check_cache(again, again.num_computed)
@@ -322,7 +322,7 @@ def test_memory_of_the_node_that_cannot_be_mapped_costs_only_the_cache(
     bed = beds(True)
     fake.fail("cuMemImportFromShareableHandle")
     engine = bed.engine()
-    engine.finish(saved(engine, tokens(25, CHUNK)))
-    wait_until(lambda: bed.counted("arena_unreachable") == 1 == bed.counted("save_skipped"), what="counted")
-    bed.wait_at_rest()
+    engine.finish(engine.save(tokens(25, CHUNK)))
+    wait_until(lambda: bed.node.degraded("arena_unreachable") == 1 == bed.node.degraded("save_skipped"), what="counted")
+    bed.node.wait_at_rest()
     assert "cuMemImportFromShareableHandle" in caplog.text

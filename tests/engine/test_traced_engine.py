@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from node_harness import NodeThread
-from stream_bed import Bed, saved, streams_of, tokens
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine
+from stream_bed import Bed, streams_of
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, tokens
 
 import pdx
 from pdx.telemetry.timeline import Event
@@ -115,7 +115,7 @@ def test_every_layer_is_computed_and_gathered_once_per_step(
 ) -> None:
     engine = engines()
     prompt = tokens(100 + step, 2 * CHUNK + 7)
-    request = saved(engine, prompt, prefill_of(transfer), step=step)
+    request = engine.save(prompt, prefill_of(transfer), step=step)
     spans = read(folder)  # written when the prefill has ended, without another step
     engine.finish(request)
     steps = -(-len(prompt) // step)
@@ -135,7 +135,7 @@ def test_a_decode_leg_scatters_and_neither_computes_nor_gathers(
 ) -> None:
     first, second = engines(shards=2), engines(shards=2)
     prompt = tokens(4, CHUNK + 3)
-    first.finish(saved(first, prompt, prefill_of(transfer)))
+    first.finish(first.save(prompt, prefill_of(transfer)))
     decode = Request("d", [*prompt, *tokens(5, CHUNK)], decode_of(transfer, len(prompt)))
     assert second.admit(decode) == set()
     second.step((decode, decode.num_tokens - decode.num_computed))  # fills chunks that are saved
@@ -159,7 +159,7 @@ def test_off_nothing_is_written_and_nothing_else_differs(
     def story(engine: ToyEngine, seed: int) -> list[Any]:
         """What the node is told in a handoff, but for times and handles."""
         told.clear()
-        engine.finish(saved(engine, tokens(seed, 2 * CHUNK + 7), prefill_of(f"{seed}-{transfer}"), step=CHUNK))
+        engine.finish(engine.save(tokens(seed, 2 * CHUNK + 7), prefill_of(f"{seed}-{transfer}"), step=CHUNK))
         return [
             (body.event, body.nbytes, body.tokens) if isinstance(body, Mark) else type(body).__name__ for body in told
         ]

@@ -9,6 +9,8 @@ With `streams` it queues its work as an engine on a GPU does, and with `graphs` 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +35,23 @@ CHUNK = 16
 LAYERS = 3
 PAGE_BYTES = 64
 NUM_BLOCKS = 64
+_numbers = itertools.count()  # of requests and of engines that a test gives no name
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """A prompt, the same for the same seed; a longer one begins as a shorter one does."""
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(count)]
+
+
+def prefill_of(transfer: str, **more: Any) -> dict[str, Any]:
+    """The parameters of a leg that prefills for another engine."""
+    return {"do_remote_decode": True, "transfer_id": transfer, **more}
+
+
+def decode_of(transfer: str, **more: Any) -> dict[str, Any]:
+    """And of the one that was prefilled for."""
+    return {"do_remote_prefill": True, "transfer_id": transfer, **more}
 
 
 def layout(**changes: Any) -> KvLayout:
@@ -102,7 +121,7 @@ class ToyEngine:
     def __init__(
         self,
         address: str,
-        name: str = "toy",
+        name: str = "",
         shards: int = 1,
         *,
         streams: LaggingStreams | None = None,
@@ -120,6 +139,7 @@ class ToyEngine:
         settings.setdefault("load", "always")  # likewise, and not how fast the machine is
         config = ConnectorConfig(node=address, chunk_tokens=CHUNK, start_node=False, **settings)
         self.page_bytes = page_bytes
+        name = name or f"toy-{next(_numbers)}"
         layout_ = layout(num_shards=shards, page_bytes=page_bytes, **(shape or {}))
         assert streams is None or shards == 1 + len(more_streams)
         self.streams, self.graphs = streams, graphs
@@ -193,11 +213,39 @@ class ToyEngine:
         self.scheduler_guard.loaded(request.request_id)
         return failed
 
+    def save(self, prompt: list[int], params: Any = None, *, step: int = 1000) -> Request:
+        """A request whose prompt is computed; what its gathers still have to do is queued."""
+        request = Request(f"request-{next(_numbers)}", prompt, params)
+        assert self.admit(request) == set()
+        request.loaded = request.num_computed
+        while request.num_computed < len(prompt):
+            self.step((request, min(step, len(prompt) - request.num_computed)))
+        return request
+
+    def run(self, prompt: list[int], params: Any = None, *, step: int = 1000) -> int:
+        """A request from its question to its end, whose pages are right; how many of its tokens were loaded."""
+        request = self.save(prompt, params, step=step)
+        self.check_cache(request, len(prompt))
+        self.finish(request)
+        return int(request.loaded)
+
+    def load(self, prompt: list[int], params: Any = None) -> int:
+        """How many tokens of this prompt another request finds; they are what was computed."""
+        request = Request(f"request-{next(_numbers)}", prompt, params)
+        assert self.admit(request) == set()
+        self.check_cache(request, request.num_computed)
+        self.finish(request)
+        return request.num_computed
+
     def preempt(self, request: Request) -> None:
         """Its blocks go to others; it waits for its turn again."""
         request.num_preemptions += 1
         self.free += request.block_ids
         request.block_ids, request.num_computed = [], 0
+
+    def planned(self, *work: tuple[Request, int]) -> Any:
+        """The scheduler half's plan of a step, which no worker has heard of."""
+        return self.scheduler.plan_step(self.record({request.request_id: (request, count) for request, count in work}))
 
     def output(self, scheduled: dict[str, tuple[Request, int]]) -> Any:
         new = [
@@ -293,19 +341,6 @@ class ToyEngine:
             page = self.caches[shard][layer, blocks[position // BLOCK]]
             page[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, shard, weights, self.page_bytes)
 
-    def holds(self, shard: int, layer: int, request: Request, end: int) -> bool:
-        """Whether the pages of this layer are those of the request's tokens up to `end`."""
-        for position in range(end):
-            page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
-            wanted = self._right(request, position, layer, shard)
-            if not torch.equal(page[position % BLOCK], wanted):
-                return False
-        return True
-
-    def _right(self, request: Request, position: int, layer: int, shard: int) -> torch.Tensor:
-        """What computing puts at this token."""
-        return kv_bytes(request.all_token_ids[: position + 1], layer, shard, self.weights, self.page_bytes)
-
     def overwrite(self, blocks: list[int]) -> None:
         """Somebody else's work on these blocks, as their next owner's or as zeroing."""
         assert self.streams is not None
@@ -317,12 +352,10 @@ class ToyEngine:
         for streams in self.by_rank:
             if streams is not None:
                 streams.synchronize()
-        for shard in range(len(self.workers)):
-            for layer in range(LAYERS):
-                for position in range(end):
-                    page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
-                    wanted = self._right(request, position, layer, shard)
-                    assert torch.equal(page[position % BLOCK], wanted), f"token {position} of layer {layer}"
+        for shard, layer, position in itertools.product(range(len(self.workers)), range(LAYERS), range(end)):
+            page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
+            wanted = kv_bytes(request.all_token_ids[: position + 1], layer, shard, self.weights, self.page_bytes)
+            assert torch.equal(page[position % BLOCK], wanted), f"token {position} of layer {layer}"
 
     def finish(self, request: Request) -> dict[str, str]:
         """The request is over; one more step tells the workers. What became of its hints."""
@@ -345,3 +378,19 @@ class ToyEngine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class Engines:
+    """Makes engines of one node, with these settings beside their own; `close` ends them."""
+
+    def __init__(self, node: Any, **settings: Any) -> None:
+        self.node, self._settings = node, settings
+        self.made: list[ToyEngine] = []
+
+    def __call__(self, **settings: Any) -> ToyEngine:
+        self.made.append(ToyEngine(self.node.address, f"toy-{len(self.made)}", **{**self._settings, **settings}))
+        return self.made[-1]
+
+    def close(self) -> None:
+        for engine in self.made:
+            engine.close()

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import forked
 import msgspec
 import zmq
 
+import pdx
 from pdx.config import NodeConfig, private_folder, socket_path
-from pdx.errors import NodeUnavailable
+from pdx.errors import ArenaFull, NodeUnavailable
 from pdx.node.daemon import TICK_S, Daemon
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
@@ -165,7 +167,65 @@ def _start(config: NodeConfig) -> Any:
         return forked.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
-class NodeProcess:
+class Served:
+    """A node that serves, as its clients see it."""
+
+    address: str
+    config: NodeConfig
+
+    def status(self) -> NodeStatus:
+        """Its status, seen by a client of its own."""
+        with attached(self.address) as wire:
+            return wire.status()
+
+    def client(self) -> pdx.Node:
+        """A client of its own."""
+        return pdx.connect(self.address, timeout_s=10.0)
+
+    def counter(self, name: str) -> int:
+        """How far this counter has come."""
+        return self.status().counters.get(name, 0)
+
+    def degraded(self, reason: str) -> int:
+        """How often something was done without PDX for this reason."""
+        return self.counter(f"degraded_{reason}")
+
+    def wait_sealed(self, count: int) -> None:
+        """Until so many chunks are sealed."""
+        wait_until(lambda: self.status().chunks.get("sealed", 0) == count, what=f"{count} chunks are sealed")
+
+    def is_at_rest(self) -> bool:
+        """Whether nobody holds anything, and nothing is under way."""
+        status = self.status()
+        held = status.leases or status.transfers or set(status.chunks) - {"sealed"}
+        return not held and not any(peer.pushes or peer.landing for peer in status.peers)
+
+    def wait_at_rest(self) -> None:
+        """Until that is so."""
+        wait_until(self.is_at_rest, what="nobody holds anything")
+
+    def wait_stored(self, count: int) -> None:
+        """Until so many chunks are in the tiers below memory."""
+        wait_until(lambda: self.counter("disk_stored") + self.counter("remote_stored") >= count, what="all are stored")
+
+    def forget(self) -> None:
+        """Somebody takes all the room of what memory has, once nobody holds any of it."""
+        self.wait_at_rest()
+        wait_until(lambda: not any(tier.copies for tier in self.status().tiers), what="nothing is stored")
+        with self.filled():
+            assert "sealed" not in self.status().chunks
+
+    @contextlib.contextmanager
+    def filled(self, piece_bytes: int = 0) -> Iterator[None]:
+        """Somebody has all the room of the arena: at once, or in pieces of so many bytes as far as there are any."""
+        with pdx.connect(self.address) as client, contextlib.ExitStack() as held:
+            with contextlib.suppress(*[ArenaFull] if piece_bytes else []):  # something is being written or stored
+                for at in range(0, self.config.arena_bytes, piece_bytes or self.config.arena_bytes):
+                    held.enter_context(client.reserve(f"filler {at}", piece_bytes or self.config.arena_bytes))
+            yield
+
+
+class NodeProcess(Served):
     """A real node in a process of its own."""
 
     def __init__(self, config: NodeConfig) -> None:
@@ -208,11 +268,6 @@ class NodeProcess:
             wire.ask(Bye())
         return self
 
-    def status(self) -> NodeStatus:
-        """Its status, seen by a client of its own."""
-        with attached(self.address) as wire:
-            return wire.status()
-
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
         self.process.send_signal(number)
@@ -235,7 +290,7 @@ class NodeProcess:
             raise
 
 
-class NodeThread:
+class NodeThread(Served):
     """A node in a thread of this process: for what does not ask how a process starts, ends or logs."""
 
     def __init__(self, config: NodeConfig) -> None:
@@ -261,11 +316,6 @@ class NodeThread:
         except Exception as error:  # noqa: BLE001 - it is raised where it was started or ended
             self._error = error
             self._is_ready.set()
-
-    def status(self) -> NodeStatus:
-        """Its status, seen by a client of its own."""
-        with attached(self.address) as wire:
-            return wire.status()
 
     def close(self) -> None:
         """End it, and wait until it has cleaned up. Idempotent."""
