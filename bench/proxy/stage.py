@@ -22,8 +22,7 @@ import zmq
 
 from pdx.bench.proxy.stand_in_engine import MODEL_LEN, Pace
 from pdx.cli.ports import free_ports
-from pdx.cli.processes import Process, Processes, ProcessState
-from pdx.cli.ready import answers
+from pdx.cli.processes import Process, Processes, ProcessState, answers
 from pdx.wire.messages import VERSION, EngineFacts, encode
 from pdx.wire.proxy import EngineReport, NodeReport
 

@@ -27,8 +27,7 @@ import msgspec
 from pdx.bench.harness import web
 from pdx.bench.harness.interrupts import undisturbed
 from pdx.cli import guard, placement
-from pdx.cli.processes import Process, Processes, ProcessState
-from pdx.cli.ready import answers
+from pdx.cli.processes import Process, Processes, ProcessState, answers
 from pdx.errors import PdxError
 from pdx.telemetry.timeline import Moment
 

@@ -16,7 +16,7 @@ COMMANDS = {
     "serve": "pdx.cli.serve:serve",
     "node": "pdx.cli.node:node",
     "proxy": "pdx.cli.proxy:proxy",
-    "cache": "pdx.cli.cache.group:cache",
+    "cache": "pdx.cli.cache:cache",
     "why": "pdx.cli.why:why",
     "keygen": "pdx.cli.keygen:keygen",
     "doctor": "pdx.cli.doctor:doctor",

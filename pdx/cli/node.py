@@ -8,28 +8,31 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 import msgspec
 from rich.console import Console
 from rich.live import Live
+from rich.progress import TaskID, TimeElapsedColumn
 
-from pdx.cli.counting import follow_in_background
 from pdx.cli.options import NODE_EXAMPLE, Sectioned, file_option, option, said, settings_of
-from pdx.cli.tables import size, to_json, view
+from pdx.cli.tables import progress, size, to_json, view
 from pdx.client.connection import attached
 from pdx.config import NodeConfig, default_node, default_proxy, node_settings, parse, socket_path
-from pdx.errors import ChannelUnavailable, ConfigError, NodeError
+from pdx.errors import ChannelUnavailable, ConfigError, NodeError, PdxError
 from pdx.transports.channel import Availability
 from pdx.transports.registry import find, schemes
-from pdx.wire.status import AttachedStatus, NodeStatus
+from pdx.wire.status import COUNTING, AttachedStatus, NodeStatus
 from pdx.wire.verbs import Status
 
 TIMEOUT_S = 30.0
 ANSWER_S = 5.0
+_ATTACH_S = 60.0  # of this process to its own node
+PAUSE_S = 0.25
 
 
 @click.command(cls=Sectioned)
@@ -79,7 +82,7 @@ def node(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = parse(NodeConfig, {**of_node, **node_settings(said(settings))})
     if config.disks:
-        follow_in_background(address)
+        _follow_in_background(address)
     run(config)
 
 
@@ -168,3 +171,35 @@ def _listed(attached: Sequence[AttachedStatus]) -> str:
     names = [f"{one.kind} {one.engine[:8] or one.name} (process {one.pid})" for one in attached]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
+
+
+# ---- while a node counts the files of its disks, which it does beside serving -------------------
+
+
+def _follow_in_background(address: str) -> None:
+    """Show it for the node at `address`, which this process runs or is about to; from a thread, until it is over."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        threading.Thread(target=_attach_and_follow, args=(address, console), name="pdx-counting", daemon=True).start()
+
+
+def _attach_and_follow(address: str, console: Console) -> None:
+    from pdx.client.api import connect
+
+    with contextlib.suppress(PdxError), connect(address, timeout_s=_ATTACH_S) as node:  # it ends, or never begins
+        follow(node.status, console)
+
+
+def follow(read: Callable[[], NodeStatus], console: Console, pause_s: float = PAUSE_S) -> None:
+    """Show a bar for each tier that counts, as `read` says, until none does. How many there are is not known before."""
+    with progress(TimeElapsedColumn(), console=console) as shown:
+        bars: dict[str, TaskID] = {}
+        while True:
+            counting = [tier for tier in read().tiers if tier.state == COUNTING]
+            for tier in counting:
+                if tier.name not in bars:
+                    bars[tier.name] = shown.add_task(f"{COUNTING} of {tier.place}", total=None)
+                shown.update(bars[tier.name], completed=tier.chunks)
+            if not counting:
+                return
+            time.sleep(pause_s)

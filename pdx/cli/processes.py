@@ -1,4 +1,5 @@
-"""The processes of one `pdx up`: started into logs, watched, and ended together with everything they started.
+"""The processes of one `pdx up`: started into logs, asked whether they answer yet, watched, and ended together with
+everything they started.
 
 Each process leads a group of its own, so a terminal's Ctrl-C reaches only `pdx up`; and a guard ends the groups
 if `pdx up` itself is killed (see `guard`).
@@ -7,6 +8,7 @@ if `pdx up` itself is killed (see `guard`).
 from __future__ import annotations
 
 import errno
+import http.client
 import os
 import subprocess
 import sys
@@ -18,9 +20,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from pdx.cli import guard
-from pdx.errors import ConfigError
+import msgspec
 
+from pdx.cli import guard
+from pdx.client.connection import attached
+from pdx.client.http_call import call
+from pdx.errors import ConfigError, NodeError, NodeUnavailable
+from pdx.wire.status import NodeStatus
+from pdx.wire.verbs import Status
+
+ANSWER_S = 1.0  # that a process has for a question
 TAIL_BYTES = 8 << 10
 MAX_LOG_BYTES = 64 << 20
 MARK = ".pdx-logs"  # of a folder whose logs are written by PDX: it replaces no others
@@ -234,3 +243,30 @@ class Processes:
 
 def _guard_program() -> list[str]:
     return [sys.executable, "-I", "-S", guard.__file__]
+
+
+def answers(where: str, num_nodes: int = 0) -> bool:
+    """Whether the node at an ipc:// address lets this process attach, or the HTTP server at a URL says that it is
+    healthy; one of a proxy, that so many nodes have reported to it: before, it cannot name them to engines."""
+    try:
+        if where.startswith("ipc://"):
+            attached(where, ANSWER_S).close()
+            return True
+        status, body = call(where, "/health", timeout_s=ANSWER_S)
+        told = msgspec.json.decode(body) if num_nodes else None
+    except (NodeUnavailable, OSError, http.client.HTTPException, ValueError):
+        return False
+    is_known = not num_nodes or (
+        isinstance(told, dict) and isinstance(count := told.get("nodes"), int) and count >= num_nodes
+    )
+    return status == 200 and is_known  # another server may have the port: ours ends then, and says so
+
+
+def attached_urls(address: str) -> set[str]:
+    """The URLs of the engines that are attached to the node at `address`; none where it does not answer."""
+    try:
+        with attached(address, ANSWER_S) as node:
+            told = node.call_for(Status(), ANSWER_S, NodeStatus).attached
+    except NodeError:
+        return set()
+    return {one.url for one in told if one.kind == "scheduler"}

@@ -6,7 +6,7 @@ import msgspec
 from node_harness import MIB
 from rich.console import Console
 
-from pdx.cli.counting import follow
+from pdx.cli.node import follow
 from pdx.wire.status import COUNTING, TierStatus
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pdx.cli.cache.options import _of_file
+from pdx.cli.cache_options import _of_file
 from pdx.errors import SelectionError
 
 

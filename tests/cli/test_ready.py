@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdx.cli.ready import answers
+from pdx.cli.processes import answers
 
 
 @contextlib.contextmanager

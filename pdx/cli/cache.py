@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 from rich.console import Console, RenderableType
-from rich.progress import TimeRemainingColumn
+from rich.progress import TextColumn, TimeRemainingColumn
 
-from pdx.cli.cache.jobs import as_object, echo, finish
-from pdx.cli.cache.options import choosing, controller, detach, dry_run, prompt, reaching
+from pdx.cli.cache_options import choosing, controller, detach, dry_run, prompt, reaching
 from pdx.cli.options import option
 from pdx.cli.tables import duration, progress, size, table, to_json
 from pdx.client.results import ALL, Job, Place
@@ -23,7 +24,12 @@ from pdx.telemetry.faults import printable
 from pdx.wire.messages import Refused
 from pdx.wire.verbs import Effect
 
+if TYPE_CHECKING:
+    from pdx.client.controller import Controller
+
 _T = TypeVar("_T")
+_INTERRUPTED = 130  # the exit status of what SIGINT has ended
+_LOOK_S = 0.25  # between two looks at a job, and whether Ctrl-C was pressed
 _MAX_LINES = 20  # of bad files
 
 
@@ -137,7 +143,7 @@ def move(
     whose = prompt(model=model, **options)
     with controller(**options) as made:
         start = partial(made.move, source, target, whose, keep=keep, dry_run=dry_run)
-        finish(made, start, detach=detach, as_json=as_json)
+        _finish(made, start, detach=detach, as_json=as_json)
 
 
 @cache.command()
@@ -158,10 +164,10 @@ def clear(place: str, everything: bool, dry_run: bool, detach: bool, as_json: bo
         done = made.clear(whose, at.node, at.tier, everything=everything, dry_run=dry_run)
         jobs = [each for each in done.values() if isinstance(each, Job)]
         if len(jobs) == 1 == len(done):
-            finish(made, lambda: jobs[0], detach=detach, as_json=as_json)
+            _finish(made, lambda: jobs[0], detach=detach, as_json=as_json)
             return
         over = [job if detach or not job.name else made.wait(job) for job in jobs]
-        echo(over, as_json=as_json)
+        _echo(over, as_json=as_json)
     _effects({name: each for name, each in done.items() if not isinstance(each, Job)}, "forgotten", as_json=as_json)
     if any(job.status.state in ("failed", "cancelled") for job in over):
         sys.exit(1)
@@ -196,7 +202,7 @@ def compress(place: str, method: str, dry_run: bool, detach: bool, as_json: bool
     whose, at = prompt(**options), Place.of(place, needs_tier=True)
     with controller(**options) as made:
         start = partial(made.compress, whose, at.node, at.tier, method, dry_run=dry_run)
-        finish(made, start, detach=detach, as_json=as_json)
+        _finish(made, start, detach=detach, as_json=as_json)
 
 
 @cache.command()
@@ -210,7 +216,7 @@ def decompress(place: str, dry_run: bool, detach: bool, as_json: bool, **options
     whose, at = prompt(**options), Place.of(place, needs_tier=True)
     with controller(**options) as made:
         start = partial(made.decompress, whose, at.node, at.tier, dry_run=dry_run)
-        finish(made, start, detach=detach, as_json=as_json)
+        _finish(made, start, detach=detach, as_json=as_json)
 
 
 @cache.command()
@@ -278,7 +284,7 @@ def jobs(node: str, as_json: bool, **options: Any) -> None:
         told, refused = _split(made.jobs(node))
     found = [job for listed in told.values() for job in listed]
     if as_json:
-        click.echo(to_json([as_object(job) for job in found]))
+        click.echo(to_json([_as_object(job) for job in found]))
         _complain(refused)
         return
     rows = [
@@ -304,10 +310,10 @@ def check(job: str, is_waited_for: bool, as_json: bool, **options: Any) -> None:
     """How is JOB doing? Ends with status 1 where it has failed or was cancelled."""
     with controller(**options) as made:
         if is_waited_for:
-            finish(made, partial(made.check_finish, job), detach=False, as_json=as_json)
+            _finish(made, partial(made.check_finish, job), detach=False, as_json=as_json)
             return
         found = made.check_finish(job)
-    echo([found], as_json=as_json)
+    _echo([found], as_json=as_json)
     if found.status.state in ("failed", "cancelled"):
         sys.exit(1)
 
@@ -318,7 +324,80 @@ def check(job: str, is_waited_for: bool, as_json: bool, **options: Any) -> None:
 def cancel(job: str, as_json: bool, **options: Any) -> None:
     """Cancel JOB: what it has done stays done, nothing more is."""
     with controller(**options) as made:
-        echo([made.cancel(job)], as_json=as_json)
+        _echo([made.cancel(job)], as_json=as_json)
+
+
+# ---- a job on the terminal: a bar as long as it runs, its end, and Ctrl-C, which cancels it -----
+
+
+def _finish(cache: Controller, start: Callable[[], Job], *, detach: bool, as_json: bool) -> None:
+    """Start a job, wait for it and say what became of it; a plan, and one that is not waited for, is only told.
+
+    Ctrl-C cancels it, from its start on. Ends with status 1 where it has failed or was cancelled elsewhere.
+    """
+    with _interrupts() as pressed:
+        job = start()
+        if job.name and not detach:
+            job = _followed(cache, job, pressed, as_json=as_json)
+    if detach and job.name and not as_json:
+        click.echo(job.name)
+        return
+    _echo([job], as_json=as_json)
+    if job.status.state in ("failed", "cancelled"):
+        raise SystemExit(_INTERRUPTED if pressed else 1)
+
+
+def _followed(cache: Controller, job: Job, pressed: list[int], *, as_json: bool) -> Job:
+    """The job when it is over; cancelled where Ctrl-C was `pressed`."""
+    columns = TextColumn("{task.fields[moved]}"), TimeRemainingColumn()
+    with progress(*columns, hidden=as_json) as shown:
+        task = shown.add_task(job.status.verb, total=job.status.chunks, moved="")
+        while not job.is_over and not pressed:
+            job = cache.wait(job, timeout_s=_LOOK_S)
+            status = job.status
+            shown.update(task, completed=status.chunks_done, total=status.chunks, moved=size(status.bytes_done))
+    return job if job.is_over else cache.cancel(job)
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Holds something once Ctrl-C was pressed; the second time it interrupts as ever."""
+    pressed: list[int] = []
+
+    def on_signal(number: int, _: Any) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _as_object(job: Job) -> dict[str, Any]:
+    """A job as plain data."""
+    return {**msgspec.structs.asdict(job.status), "instance": job.instance}
+
+
+def _echo(jobs: list[Job], *, as_json: bool) -> None:
+    """What became of jobs, a line each."""
+    for job in jobs:
+        click.echo(to_json(_as_object(job)) if as_json else _line(job))
+
+
+def _line(job: Job) -> str:
+    status = job.status
+    what = status.what or status.verb
+    why = f": {status.why}" if status.why else ""
+    if status.state == "planned":
+        text = f"would {what} ({status.chunks:,} chunks, {size(status.nbytes)})"
+    else:
+        done = f"{status.chunks_done:,} of {status.chunks:,} chunks, {size(status.bytes_done)}, {status.seconds:.1f} s"
+        text = f"{status.state}: {what}: {done}{why}"
+        if status.state == "cancelled" and status.chunks_done:
+            text += "; what was done before stays done"
+    return printable(text, 4096)
 
 
 # ---- showing ------------------------------------------------------------------------------------

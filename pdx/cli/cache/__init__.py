@@ -1,1 +1,0 @@
-"""`pdx cache`: what is kept, where, and how to change that."""
