@@ -59,7 +59,6 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
     @property
     def choice(self) -> _Choice:
-        """The only one."""
         return self.choices[0]
 
 
@@ -153,7 +152,6 @@ def merged_answer(prefill: PrefillAnswer, raw: bytes) -> bytes:
 
 
 def first_event(prefill: PrefillAnswer, *, finish: bool, options: dict[str, Any]) -> bytes:
-    """The stream's first event: the prefill leg's token."""
     choice = prefill.choice
     chunk = _chunk(prefill)
     chunk["choices"] = [
@@ -291,11 +289,9 @@ class Continuation:
             exchange.reply.whole(200, merged)
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
-        """Of the client's stream."""
         yield b"".join(map(self.event, events))
 
     def event(self, event: bytes) -> bytes:
-        """One event."""
         if self._their_head and event.startswith(self._their_head) and not _SPECIAL.search(event):
             return b"data: " + self._head + event[len(self._their_head) :]
         data = sse.data(event)

@@ -373,7 +373,6 @@ class Proxy:
             return error_response(503, "the proxy has too many connections; come back later", retry_after_s=1)
 
     async def _tell_health(self, _request: web.Request) -> web.Response:
-        """Readiness: whether somebody can decode now."""
         ready = [each for each in self.engines.all() if self._health.of(each.url).is_ready]
         decoders = sum(engine.decodes for engine in ready)
         state = {

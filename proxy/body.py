@@ -226,25 +226,19 @@ def continuation_body(body: Body, *, prompt: Raw, tokens: int, first: int, limit
     leg["max_tokens"] = limit - 1
     if leg.get("min_tokens"):
         leg["min_tokens"] -= 1
-    leg["kv_transfer_params"] = _arriving(transfer, tokens)
-    return leg
+    return arriving(leg, transfer=transfer, prompt_tokens=tokens)
 
 
-def sampled_body(body: Body, *, prompt_tokens: int, cached_tokens: int | None, transfer: str) -> Body:
+def arriving(body: Body, *, transfer: str, prompt_tokens: int | None = None, cached_tokens: int | None = None) -> Body:
     """The decode leg of `sampled`: the client's own request, with its prompt's KV on the way.
 
-    `cached_tokens`: what the prefill engine had of the prompt, if it says so. To the decode engine all that arrives
-    is cached; told of the other count it reports that one.
+    The counts are the prefill engine's; None: it does not say so, or (`prompt_tokens`) has not answered yet: the legs
+    are sent together. To the decode engine all that arrives is cached; told of another count it reports that one.
     """
-    params = _arriving(transfer, prompt_tokens)
+    params: Body = {"do_remote_prefill": True, "transfer_id": transfer}
+    params |= {"is_early": True} if prompt_tokens is None else {"prefill_tokens": prompt_tokens}
     if cached_tokens is not None:
         params["remote_prefill_cached_tokens"] = cached_tokens
-    return {**body, "kv_transfer_params": params}
-
-
-def early_body(body: Body, *, transfer: str) -> Body:
-    """The decode leg of `sampled` that is sent together with the prefill leg: what that one answers is not known."""
-    params = {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True}
     return {**body, "kv_transfer_params": params}
 
 
@@ -258,10 +252,6 @@ def hinted(leg: Body, hints: Hints) -> Body:
 def located(leg: Body, prefill_node: str) -> Body:
     """A decode leg for an engine of another node than `prefill_node`, where what does not arrive can be asked for."""
     return {**leg, "kv_transfer_params": {**leg["kv_transfer_params"], "prefill_node": prefill_node}}
-
-
-def _arriving(transfer: str, prompt_tokens: int) -> Body:
-    return {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": prompt_tokens}
 
 
 PIECE = 64 << 10  # each gives a body a second more time to arrive

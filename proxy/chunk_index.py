@@ -92,7 +92,6 @@ class ChunkIndex:
             self._nodes[node].has_all = False
 
     def remove(self, node: str, tier: str, keys: bytes) -> None:
-        """These are not there any more."""
         bit = self._bit(node, tier)
         others, shared = self._live & ~bit, self._shared
         for at in range(0, len(keys), KEY_BYTES):
@@ -214,7 +213,6 @@ class ChunkIndex:
 
 
 def _bits(number: int) -> list[int]:
-    """Which bits of a number are set."""
     digits = bin(number)[:1:-1]  # the lowest first
     found = []
     at = digits.find("1")

@@ -118,7 +118,6 @@ class Control:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Stop listening."""
         self._undo.close()
 
     def _forget(self) -> None:

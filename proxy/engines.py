@@ -169,7 +169,6 @@ class Engines:
         return self._detached(gone)
 
     def all(self) -> list[Engine]:
-        """All engines that may serve."""
         return self._viewed().engines.copy()
 
     def _pop(self, key: tuple[str, int]) -> _Node:
@@ -193,7 +192,6 @@ class Engines:
         return sum(node.seen_at >= oldest for node in self._nodes.values())
 
     def node_names(self) -> frozenset[str]:
-        """What they are called."""
         oldest = self._oldest()
         return frozenset(name for (name, _), node in self._nodes.items() if node.seen_at >= oldest)
 

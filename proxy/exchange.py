@@ -66,7 +66,6 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def stream_options(self) -> dict[str, Any]:
-        """As the client gave them."""
         options = self.body.get("stream_options")
         return options if isinstance(options, dict) else {}
 
@@ -128,11 +127,9 @@ class Drain:
             self._changed.set()
 
     def begin(self) -> None:
-        """Refuse new requests from now on."""
         self.has_begun = True
 
     def end(self) -> None:
-        """End the requests under way."""
         self.has_begun = self.is_over = True
         for scope in self._scopes:
             self._expire(scope)

@@ -51,11 +51,9 @@ class Following:
         return self.index.is_complete and all(stream.is_whole for stream in self._streams.values())
 
     def lookup(self, keys: Sequence[bytes]) -> tuple[dict[str, dict[str, int]], bool]:
-        """See `ChunkIndex.lookup`; and whether that is everything."""
         return self.index.lookup(keys), self.is_complete
 
     def heard(self, node: str, epoch: int) -> None:
-        """A node has reported."""
         stream = self._streams.get(node)
         if stream is None:
             stream = self._streams[node] = _Stream(_draw(), epoch)
@@ -66,7 +64,6 @@ class Following:
         self._ask(node, stream)
 
     def took(self, node: str, changes: Changes) -> None:
-        """What a node has told."""
         stream = self._streams.get(node)
         if stream is None or changes.stream != stream.number or changes.epoch != stream.asked_epoch:
             return  # of a stream, or a life, that is over

@@ -143,11 +143,9 @@ class Health:
         return found
 
     def keep(self, urls: Collection[str]) -> None:
-        """Forget all others."""
         self._records = {url: record for url, record in self._records.items() if url in urls}
 
     def begin(self, url: str) -> Use:
-        """A leg starts."""
         return Use(self.of(url), next(self._turns), is_planned=False)
 
     def plan(self, url: str) -> Use:
@@ -228,7 +226,6 @@ class Health:
             record.well_at = self.clock()
 
     def not_probed(self, record: Record) -> None:
-        """A probe told nothing."""
         record.is_probing = False
         record.probe_at = self.clock() + FIRST_S
 

@@ -55,7 +55,6 @@ def engine_tls(ca: str) -> ssl.SSLContext | bool:
 
 
 def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | None = None) -> LegFailed:
-    """The error that says so."""
     return LegFailed(reason, engine.name, engine.url, text, unsent=reason in UNSENT, answer=answer)
 
 
@@ -83,7 +82,6 @@ class Answer:
         self._content: aiohttp.StreamReader | None = None
 
     def arrived(self, response: aiohttp.ClientResponse) -> None:
-        """Its headers are here."""
         self.status = response.status
         self.content_type = response.content_type
         self.headers = response.headers
@@ -91,7 +89,6 @@ class Answer:
 
     @property
     def is_stream(self) -> bool:
-        """Server-sent events."""
         return self.status == 200 and self.content_type == "text/event-stream"
 
     @property
@@ -164,7 +161,6 @@ class Legs:
         self._under_way: set[Answer] = set()
 
     def end_silent(self) -> None:
-        """Give up the legs that were silent for too long."""
         now = self._clock()
         for leg in self._under_way:
             if leg.after is not None and not leg.after.done():

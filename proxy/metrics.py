@@ -109,7 +109,6 @@ class Metrics(Collector):
         self.prefill, self.decode = legs.labels("prefill"), legs.labels("decode")
 
     def expose(self) -> bytes:
-        """In the Prometheus text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:

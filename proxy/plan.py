@@ -76,11 +76,7 @@ class Plan(msgspec.Struct, frozen=True):
     least_length: int = 0  # a model that takes less than so many tokens refuses the prompt
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """A completion's only prompt."""
-
-    nbytes: int  # as it was written
-    ids: int = 0  # 0: it is text
+Prompt = tuple[int, int]  # a completion's only one: its bytes, as it was written, and how many ids it is; 0: it is text
 
 
 def strip_control(body: Body) -> tuple[Body, bool]:
@@ -120,12 +116,13 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
     prompt = yield from single_prompt(body.get("prompt"))
     if prompt is None:
         return Plan(Mode.ALONE, "prompt")
-    least_length = prompt.ids if body.get("truncate_prompt_tokens") is None else 0
+    nbytes, ids = prompt
+    least_length = ids if body.get("truncate_prompt_tokens") is None else 0
     if token_limit(route, body) == 1:
         return Plan(Mode.ALONE, ONE_TOKEN, least_length)
-    if (prompt.ids or prompt.nbytes // _BYTES_PER_TOKEN) < min_split_tokens:
+    if (ids or nbytes // _BYTES_PER_TOKEN) < min_split_tokens:
         return Plan(Mode.ALONE, "short_prompt", least_length)
-    if prompt.nbytes > FORWARD_BYTES:
+    if nbytes > FORWARD_BYTES:
         return Plan(Mode.SAMPLED, "prompt_size", least_length)
     for name, value in body.items():
         if value is not None and not _forwardable(name, value, body):
@@ -191,13 +188,12 @@ def single_prompt(prompt: Any) -> Steps[Prompt | None]:
             return None
         view = found
     if view[0] == ord('"'):
-        return Prompt(size) if len(view) > len('""') else None
+        return (size, 0) if len(view) > len('""') else None
     count = yield from _counting(view)
-    return Prompt(size, count) if count is not None else None
+    return (size, count) if count is not None else None
 
 
 def _only(items: memoryview) -> Steps[memoryview | None]:
-    """The one string or list in a list."""
     try:
         spans = yield from outline(items, 1)
     except RequestRefused:

@@ -79,7 +79,6 @@ class Probes:
             task.exception()  # of a list: what this process lacks, the request's legs find out, too
 
     async def close(self) -> None:
-        """End all that is being asked."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

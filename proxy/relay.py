@@ -160,7 +160,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
         def leg() -> Body:
             if not prefill.done():
-                return body.early_body(exchange.body, transfer=exchange.transfer)
+                return body.arriving(exchange.body, transfer=exchange.transfer)
             found = prefill.result()
             return self._sampled_leg(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
 
@@ -346,12 +346,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
     def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
         usage = prefill.usage
-        return body.sampled_body(
-            exchange.body,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            transfer=exchange.transfer,
-        )
+        told = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
+        return body.arriving(exchange.body, transfer=exchange.transfer, **told)
 
     async def _alone(self, exchange: Exchange) -> None:
         await self._decode(exchange, lambda: exchange.body, answer.AsItIs())

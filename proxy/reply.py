@@ -89,7 +89,6 @@ class Reply:
 
     @property
     def response(self) -> web.StreamResponse:
-        """What the web framework is to be handed."""
         response = self._stream or self._whole
         assert response is not None
         return response

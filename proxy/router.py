@@ -57,7 +57,6 @@ def serving(engines: Sequence[Engine], health: Health, model: str | None) -> lis
 
 
 def candidates(engines: Iterable[Engine], health: Health) -> list[Candidate]:
-    """All of these, as they are now."""
     return [
         Candidate(
             engine=engine,

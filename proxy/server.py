@@ -64,17 +64,14 @@ class HttpConnection(web.RequestHandler):
         self._body: StreamReader | None = None  # of the last request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         self._listener.came(self)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """See `asyncio.Protocol`."""
         self._listener.left(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         is_body = self._body is not None and not self._body.is_eof()  # the rest of one that was answered early
         if self._listener.spoke(self) and not is_body:
             self._head_bytes += len(data)
@@ -102,14 +99,12 @@ class HttpConnection(web.RequestHandler):
         return response
 
     def begin(self, body: StreamReader) -> None:
-        """The head of a request has arrived."""
         self._head_bytes, self._body = 0, body
         self._listener.begun(self, body)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Write the rest of the answer."""
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -199,7 +194,6 @@ class Server:
     # ---- what connections say ---------------------------------------------------------------
 
     def came(self, connection: HttpConnection) -> None:
-        """It is connected."""
         self._all.add(connection)
         self._idle[connection] = None
         self._heads[connection] = self._env.clock()
@@ -212,25 +206,21 @@ class Server:
         return is_idle
 
     def refused_head(self, connection: HttpConnection, most: int) -> None:
-        """A request's head is too long."""
         self._drop(connection, "heads_too_large", f"a request's head has more than {most} bytes")
 
     def begun(self, connection: HttpConnection, body: StreamReader) -> None:
-        """A request is under way on it."""
         self._idle.pop(connection, None)
         self._heads.pop(connection, None)
         self._bodies[connection] = None
         body.on_eof(lambda: self._bodies.pop(connection, None))
 
     def ended(self, connection: HttpConnection) -> None:
-        """No request is under way on it any more."""
         self._heads.pop(connection, None)
         self._bodies.pop(connection, None)
         if connection in self._all:
             self._idle[connection] = None
 
     def left(self, connection: HttpConnection) -> None:
-        """It is closed."""
         self._all.discard(connection)
         self._idle.pop(connection, None)
         self._heads.pop(connection, None)
@@ -374,7 +364,6 @@ def when_signalled(call: Callable[[], None]) -> None:
 
 
 def endpoint(host: str, port: int) -> str:
-    """`HOST:PORT`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

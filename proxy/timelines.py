@@ -86,11 +86,9 @@ class Timelines:
                 )
 
     def view(self) -> list[dict[str, Any]]:
-        """All timelines, oldest first."""
         return [timeline.view() for timeline in self._timelines.values()]
 
     def find(self, transfer: str) -> dict[str, Any] | None:
-        """One timeline."""
         timeline = self._timelines.get(transfer)
         return None if timeline is None else timeline.view()
 

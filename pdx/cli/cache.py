@@ -376,7 +376,6 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _as_object(job: Job) -> dict[str, Any]:
-    """A job as plain data."""
     return {**msgspec.structs.asdict(job.status), "instance": job.instance}
 
 
@@ -408,7 +407,6 @@ def _show(what: RenderableType) -> None:
 
 
 def _split(found: Mapping[str, _T | Refused]) -> tuple[dict[str, _T], dict[str, str]]:
-    """What nodes have told, and why others have not."""
     refused = {name: each.text for name, each in found.items() if isinstance(each, Refused)}
     return {name: each for name, each in found.items() if not isinstance(each, Refused)}, refused
 

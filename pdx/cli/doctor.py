@@ -116,7 +116,6 @@ def examine_channel(scheme: str, nbytes: int, timeout_s: float) -> Finding:
 
 
 def _finding(scheme: str, trial: Trial) -> FindingName | None:
-    """What is wrong with a channel whose trial came to an end."""
     if trial.state == "ok":
         return None
     if trial.state == "unavailable":
@@ -125,7 +124,6 @@ def _finding(scheme: str, trial: Trial) -> FindingName | None:
 
 
 def view(report: Report) -> RenderableType:
-    """Two tables: the channels, and the machine."""
     tried = [
         (each.scheme, _STATES[each.trial.state], *_rate(each.trial.rate))
         + (_lines(each.trial.why, each.trial.fix, _see(each.finding)),)

@@ -6,7 +6,6 @@ import signal
 
 
 def run() -> None:
-    """Import the command, and run it."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -103,7 +103,6 @@ def _arena(gpus: Sequence[Gpu]) -> Fact:
 
 
 def _peers(gpus: Sequence[Gpu]) -> Fact:
-    """Which GPU reaches which other one's memory."""
     if len(gpus) == 1:
         return Fact("peer access", "one GPU")
     pairs = [(one, other) for one in gpus for other in gpus if one is not other]
@@ -115,7 +114,6 @@ def _peers(gpus: Sequence[Gpu]) -> Fact:
 
 
 def _page_locking(gpu: Gpu) -> Fact:
-    """Whether host arenas can be page-locked."""
     from pdx.cuda.page_lock import PageLock
 
     memory = Memory(memoryview(mmap.mmap(-1, PAGE_LOCK_BYTES)))
@@ -155,7 +153,6 @@ def _channel() -> Fact:
 
 
 def _has_device(sysfs: Path) -> bool:
-    """Whether an NVIDIA GPU is on the PCI bus."""
     for device in (sysfs / "bus/pci/devices").glob("*"):
         try:
             is_ours = (device / "vendor").read_text().strip() == _NVIDIA

@@ -33,7 +33,6 @@ def members(groups: Collection[int]) -> list[int]:
 
 
 def send(groups: Collection[int], number: int) -> None:
-    """Signal every process of `groups`."""
     for group in groups:
         try:
             os.killpg(group, number)

@@ -88,7 +88,6 @@ class Block:
             self._copy(self.memory.address, ctypes.addressof(staged))
 
     def digest(self) -> str:
-        """Of all of it."""
         if self._device is None:
             return hashlib.blake2b(self.memory.view).hexdigest()
         staged = (ctypes.c_char * self.memory.nbytes)()

@@ -85,7 +85,6 @@ def facts(ucx: Sequence[str], environ: Mapping[str, str]) -> list[Fact]:
 
 
 def shared_memory() -> Fact:
-    """Room for arenas."""
     stats = os.statvfs(SHM)
     total, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     found = f"{size(total)}, {size(free)} of it free"

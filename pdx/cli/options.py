@@ -43,7 +43,6 @@ class _Option(click.Option):
         return None
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
-        """See `click.Option`."""
         extra = super().get_help_extra(ctx)
         if self._shown:
             extra["default"] = self._shown
@@ -70,7 +69,6 @@ class Sectioned(click.Command):
         return ["-h", "--help"]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """See `click.Command`."""
         found: dict[str, list[tuple[str, str]]] = {"Options": []}
         for each in self.get_params(ctx):
             if (record := each.get_help_record(ctx)) is not None:

@@ -102,7 +102,6 @@ class Process:
         return self.state
 
     def tail(self, lines: int) -> list[str]:
-        """The last non-empty lines of the log."""
         return last_lines(self.log, lines)
 
     def bound_log(self) -> None:

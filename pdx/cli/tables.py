@@ -75,14 +75,12 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, without leading zeros."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def view(status: NodeStatus, address: str) -> RenderableType:
-    """Everything in `status` on one page."""
     attached = [
         (one.engine[:8] or one.name, one.kind, str(one.shard), one.role, one.url, str(one.pid), str(one.running))
         + (f"{one.silent_s:.1f} s",)

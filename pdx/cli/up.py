@@ -219,7 +219,6 @@ class _Up:
             self._processes.start(each.name, each.command, is_ready=each.is_ready, env=each.env)
 
     def _died(self) -> bool:
-        """Report processes that ended on their own."""
         dead = self._processes.look()
         for process in dead:
             self._update()
@@ -235,7 +234,6 @@ class _Up:
         self._console.file.flush()
 
     def _update(self) -> None:
-        """Show what has changed."""
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
             return
@@ -264,7 +262,6 @@ def _unattached(engines: Sequence[Start]) -> list[str]:
 
 
 def _reached_at(host: str) -> str:
-    """Where this host's clients find what listens there."""
     host = spelled(host)
     return ("::1" if ":" in host else "127.0.0.1") if is_wildcard(host) else host
 

@@ -24,7 +24,6 @@ class Rate(msgspec.Struct):
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured."""
         return self.ns > 0
 
     @property

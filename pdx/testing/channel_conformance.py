@@ -19,16 +19,13 @@ import pytest
 
 pytest.register_assert_rewrite(
     "pdx.testing.channel_faults",
-    "pdx.testing.channel_grants",
     "pdx.testing.channel_stage",
     "pdx.testing.channel_writes",
 )
 
 from pdx.testing.channel_faults import Deaths, Endings, Malformed  # noqa: E402
-from pdx.testing.channel_grants import Grants  # noqa: E402
-from pdx.testing.channel_memory import HostFile, SideMemory  # noqa: E402
-from pdx.testing.channel_stage import Peer, Stage, World  # noqa: E402
-from pdx.testing.channel_writes import Writes  # noqa: E402
+from pdx.testing.channel_stage import HostFile, Peer, SideMemory, Stage, World  # noqa: E402
+from pdx.testing.channel_writes import Grants, Writes  # noqa: E402
 from pdx.transports.channel import Region  # noqa: E402
 
 
@@ -43,7 +40,6 @@ class ChannelSetting:
 
     @pytest.fixture(autouse=True)
     def around(self) -> Iterator[None]:
-        """The world."""
         with type(self).world():
             yield
 
@@ -62,7 +58,6 @@ class ChannelSetting:
 
     @pytest.fixture
     def stage(self, available: None) -> Iterator[Stage]:
-        """Where the test makes its sides and peers."""
         with Stage(self.region, memories=self.memories, world=type(self).world) as stage:
             yield stage
 
@@ -75,7 +70,6 @@ class ChannelSetting:
 
     @pytest.fixture
     def peer(self, new_peer: Callable[[], Peer]) -> Peer:
-        """One peer in a process of its own."""
         return new_peer()
 
 

@@ -56,7 +56,6 @@ class Endings:
         stage.until(lambda: arrived <= set(reader.payloads()), "all that have no error are notified")
 
     def test_abort_after_the_end_changes_nothing(self, stage: Stage) -> None:
-        """A success stays one."""
         writer, reader = stage.side(), stage.side()
         channel = writer.connect(reader.session((0, MIB))[1])
         transfer = channel.write([Piece(0, 0, MIB)], b"")
@@ -113,7 +112,6 @@ class Endings:
         assert bytes(reader.view) == mine
 
     def test_nothing_is_left_behind(self, stage: Stage) -> None:
-        """Descriptors, threads and memory, after many sessions."""
         reader, writer = stage.side(), stage.side()
         listener = reader.region.listen()
 
@@ -137,7 +135,6 @@ class Endings:
 
 
 def _holdings() -> tuple[int, int, int]:
-    """Open descriptors, threads, bytes of resident memory."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), _resident_bytes()
 
 
@@ -163,7 +160,6 @@ class Deaths:
         return channel, transfers
 
     def test_death_before_connecting(self, stage: Stage, peer: Peer) -> None:
-        """Connecting fails within its deadline."""
         _, remote = peer.session((0, MIB))
         peer.kill()
         with pytest.raises(ChannelError):
@@ -178,7 +174,6 @@ class Deaths:
             side.region.connect(remote, timeout_s=0.3)
 
     def test_death_while_idle(self, stage: Stage, peer: Peer) -> None:
-        """The next write is broken."""
         side = stage.side()
         channel = side.connect(peer.session((0, MIB))[1])
         assert stage.written(channel, [Piece(0, 0, MIB)]) == ""
@@ -318,7 +313,6 @@ class Malformed:
         assert connect(remote, DEADLINE_S) == ""
 
     def test_another_scheme_is_not_for_us(self, stage: Stage) -> None:
-        """A region of some other technology."""
         _, remote = stage.side(MIB).session((0, MIB))
         fake = RemoteRegion("other", remote.nbytes, remote.token, remote.detail)
         assert self._connect(stage)(fake) == "ChannelUnavailable"

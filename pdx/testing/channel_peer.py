@@ -11,6 +11,7 @@ import importlib
 import json
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,75 +21,66 @@ from pdx.testing.channel_stage import Side, Stage
 from pdx.transports.channel import Channel, Piece, RemoteRegion, Transfer
 
 
-class Actor:
-    """One side and the channels and transfers it has made, by number."""
-
-    def __init__(self, stage: Stage, side: Side) -> None:
-        self._stage = stage
-        self._side = side
-        self._channels: list[Channel] = []
-        self._transfers: list[Transfer] = []
-
-    def invite(self, token: str) -> str:
-        """What a peer needs to connect."""
-        return msgspec.msgpack.encode(self._side.region.listen().invite(bytes.fromhex(token))).hex()
-
-    def grant(self, token: str, offset: int, nbytes: int) -> None:
-        """See `Listener.grant`."""
-        self._side.region.listen().grant(bytes.fromhex(token), offset, nbytes)
-
-    def payloads(self, count: int) -> list[str]:
-        """Wait for that many notifications; what all so far say."""
-        return [payload.hex() for payload in self._stage.notified(self._side, count)]
-
-    def connect(self, remote: str, timeout_s: float) -> int:
-        """The number of the new channel."""
-        decoded = msgspec.msgpack.decode(bytes.fromhex(remote), type=RemoteRegion)
-        self._channels.append(self._side.region.connect(decoded, timeout_s=timeout_s))
-        return len(self._channels) - 1
-
-    def write(self, channel: int, pieces: list[list[int]], notify: str) -> int:
-        """The number of the new transfer."""
-        made = [Piece(local, remote, nbytes) for local, remote, nbytes in pieces]
-        self._transfers.append(self._channels[channel].write(made, bytes.fromhex(notify)))
-        return len(self._transfers) - 1
-
-    def storm(self, channel: int, piece: list[int], count: int) -> int:
-        """That many writes of one piece, without waiting for them."""
-        for number in range(count):
-            self.write(channel, [piece], number.to_bytes(4).hex())
-        return count
-
-    def finish(self) -> list[str]:
-        """Wait for all transfers; the names of their errors."""
-        return self._stage.finish(self._transfers)
-
-    def read(self, offset: int, nbytes: int) -> str:
-        """Bytes of the memory."""
-        return bytes(self._side.view[offset : offset + nbytes]).hex()
-
-    def close(self) -> None:
-        """Close all channels."""
-        for channel in self._channels:
-            channel.close()
-
-
 def main() -> None:
-    """Serve standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     region, memory, world = map(_find, sys.argv[1:4])
     nbytes, seed = map(int, sys.argv[4:])
     with world(), Stage(region, first_seed=seed, memories=[memory]) as stage:
         side = stage.side(nbytes)
-        actor = Actor(stage, side)
+        verbs = _verbs(stage, side)
         _say(str(side.path or ""))
         for line in sys.stdin:
             verb, *arguments = json.loads(line)
             try:
-                result = getattr(actor, verb)(*arguments)
+                result = verbs[verb](*arguments)
             except (ChannelError, ValueError, AssertionError) as error:
                 result = {"error": type(error).__name__, "text": str(error)}
             _say(result)
+
+
+def _verbs(stage: Stage, side: Side) -> dict[str, Callable[..., Any]]:
+    """By name. Channels and transfers are said by their numbers."""
+    channels: list[Channel] = []
+    transfers: list[Transfer] = []
+
+    def invite(token: str) -> str:
+        return msgspec.msgpack.encode(side.region.listen().invite(bytes.fromhex(token))).hex()
+
+    def grant(token: str, offset: int, nbytes: int) -> None:
+        side.region.listen().grant(bytes.fromhex(token), offset, nbytes)
+
+    def payloads(count: int) -> list[str]:
+        """Wait for that many notifications; what all so far say."""
+        return [payload.hex() for payload in stage.notified(side, count)]
+
+    def connect(remote: str, timeout_s: float) -> int:
+        decoded = msgspec.msgpack.decode(bytes.fromhex(remote), type=RemoteRegion)
+        channels.append(side.region.connect(decoded, timeout_s=timeout_s))
+        return len(channels) - 1
+
+    def write(channel: int, pieces: list[list[int]], notify: str) -> int:
+        made = [Piece(local, remote, nbytes) for local, remote, nbytes in pieces]
+        transfers.append(channels[channel].write(made, bytes.fromhex(notify)))
+        return len(transfers) - 1
+
+    def storm(channel: int, piece: list[int], count: int) -> int:
+        """That many writes of one piece, without waiting for them."""
+        for number in range(count):
+            write(channel, [piece], number.to_bytes(4).hex())
+        return count
+
+    def finish() -> list[str]:
+        """Wait for all transfers; the names of their errors."""
+        return stage.finish(transfers)
+
+    def read(offset: int, nbytes: int) -> str:
+        return bytes(side.view[offset : offset + nbytes]).hex()
+
+    def close() -> None:
+        for channel in channels:
+            channel.close()
+
+    return {each.__name__: each for each in (invite, grant, payloads, connect, write, storm, finish, read, close)}
 
 
 def _find(target: str) -> Any:

@@ -1,10 +1,13 @@
-"""What tests of a channel act on: regions in this process, regions in processes of their own, and waiting for both."""
+"""What tests of a channel act on: memory of the host or a GPU, regions over it in this process and in others, and
+waiting for both."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
+import mmap
 import os
 import random
 import secrets
@@ -13,21 +16,154 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from pdx.testing.channel_memory import HostFile, SideMemory, View
+from pdx.cuda.copies import CopyStream
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.memory import DeviceMemory
 from pdx.testing.waiting import DEADLINE_S, wait_until
-from pdx.transports.channel import TOKEN_BYTES, Channel, Notification, Piece, Region, RemoteRegion, Transfer
+from pdx.transports.channel import (
+    TOKEN_BYTES,
+    Channel,
+    GpuMemory,
+    Memory,
+    Notification,
+    Piece,
+    Region,
+    RemoteRegion,
+    Transfer,
+)
 
 MIB = 1 << 20
 
 # What is around a test and in each of its peers, as a fake driver; a function or class of some module.
 World: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+class DeviceView:
+    """Bytes of a GPU's memory, copied out and in whenever they are asked for. Any thread may use it."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, gpu: Gpu, address: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._gpu = gpu
+        self._address = address
+
+    def __getitem__(self, span: slice) -> bytes:
+        start, stop = self._span(span)
+        found = ctypes.create_string_buffer(max(stop - start, 1))
+        self._copy(ctypes.addressof(found), self._address + start, stop - start)
+        return ctypes.string_at(found, stop - start)
+
+    def __setitem__(self, span: slice, data: bytes | memoryview) -> None:
+        start, stop = self._span(span)
+        source = (ctypes.c_char * max(len(data), 1)).from_buffer_copy(data or b"\0")
+        if len(data) != stop - start:
+            raise ValueError(f"{len(data)} bytes for a span of {stop - start}")
+        self._copy(self._address + start, ctypes.addressof(source), stop - start)
+
+    def __bytes__(self) -> bytes:
+        return self[:]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, bytes | memoryview | DeviceView) and bytes(self) == bytes(other)
+
+    def _span(self, span: slice) -> tuple[int, int]:
+        start, stop, step = span.indices(self.nbytes)
+        assert step == 1
+        return start, max(start, stop)
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        with CopyStream(self._gpu) as stream:
+            stream.copy(target, source, nbytes)
+            stream.wait()
+
+
+View: TypeAlias = memoryview | DeviceView  # what a test sees of it
+
+
+class SideMemory(ABC):
+    """Memory of one side, of a kind of its own; contents are undefined. Its owner closes it, after all regions."""
+
+    memory: Memory
+    view: View
+    path: Path | None = None  # where other processes can read it
+
+    def __init__(self, nbytes: int) -> None:
+        self.acquire(nbytes)
+
+    @abstractmethod
+    def acquire(self, nbytes: int) -> None:
+        """Take that much; sets the attributes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give it back. Idempotent."""
+
+
+class HostFile(SideMemory):
+    """A file in /dev/shm, mapped."""
+
+    path: Path
+
+    def acquire(self, nbytes: int) -> None:
+        self.path = Path("/dev/shm") / f"pdx-side-{os.getpid()}-{secrets.token_hex(4)}"
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, nbytes)
+            view = memoryview(mmap.mmap(fd, nbytes))
+        except BaseException:
+            self.path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        self.view = view
+        self.memory = Memory(view, self.path)
+
+    def close(self) -> None:
+        """Remove the file; the mapping goes with its last view."""
+        self.path.unlink(missing_ok=True)
+
+
+class GpuBlock(SideMemory):
+    """Memory of a GPU, handed over as a descriptor."""
+
+    kind: ClassVar[Literal["vmm", "ipc"]] = "vmm"
+    which: ClassVar[str] = "0"  # the GPU
+
+    def acquire(self, nbytes: int) -> None:
+        gpu = Gpu.find(self.which)
+        self._device = DeviceMemory.create(gpu, nbytes, self.kind)
+        self.memory = GpuMemory(self._device, nbytes)
+        self.view = DeviceView(gpu, self._device.address, nbytes)
+
+    def close(self) -> None:
+        self._device.close()
+
+
+class LegacyGpuBlock(GpuBlock):
+    """Memory of a GPU, handed over as a legacy IPC handle."""
+
+    kind = "ipc"
+
+
+class SecondGpuBlock(GpuBlock):
+    """Of another GPU."""
+
+    which = "1"
+
+
+# ---- sides and peers ----------------------------------------------------------------------------
 
 
 def noise(nbytes: int, seed: int) -> bytes:
@@ -71,12 +207,10 @@ class Side:
         return self.region.connect(remote, timeout_s=DEADLINE_S)
 
     def take(self) -> list[Notification]:
-        """All notifications so far, oldest first."""
         self.seen += self.region.listen().take()
         return self.seen
 
     def payloads(self) -> list[bytes]:
-        """What they say."""
         return [each.payload for each in self.take()]
 
     def close(self) -> None:
@@ -123,12 +257,10 @@ class Peer:
         return json.loads(line)
 
     def do(self, verb: str, *arguments: Any) -> Any:
-        """Tell it and wait for the result."""
         self.send(verb, *arguments)
         return self.result()
 
     def session(self, *spans: tuple[int, int]) -> tuple[bytes, RemoteRegion]:
-        """See `Side.session`."""
         token = secrets.token_bytes(TOKEN_BYTES)
         detail = self.do("invite", token.hex())
         for offset, nbytes in spans:
@@ -152,17 +284,14 @@ class Peer:
             return file.read(nbytes)
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it is stopped."""
         self._process.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{self._process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the peer is stopped")
 
     def go_on(self) -> None:
-        """SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
         self._process.kill()
         self._process.wait(10)
 
@@ -192,7 +321,6 @@ class Bell(threading.Event):
         self._stage = stage
 
     def set(self) -> None:
-        """See `threading.Event`."""
         super().set()
         self._stage.wake()
 
@@ -218,13 +346,11 @@ class Stage:
         self._open: list[Side | Peer] = []
 
     def side(self, nbytes: int = 8 * MIB) -> Side:
-        """A region in this process."""
         side = Side(self._region, next(self._memories)(nbytes), Bell(self), seed=next(self._seeds))
         self._open.append(side)
         return side
 
     def peer(self, nbytes: int = 8 * MIB) -> Peer:
-        """A region in a process of its own."""
         memory = next(self._memories)
         peer = Peer(self._region, nbytes, seed=next(self._seeds), memory=memory, world=self._world)
         self._open.append(peer)
@@ -248,7 +374,6 @@ class Stage:
             return self._woken.wait_for(lambda: self._num_wakes != before, timeout_s)
 
     def wake(self) -> None:
-        """A `Bell` of this stage was set."""
         with self._woken:
             self._num_wakes += 1
             self._woken.notify_all()
@@ -276,7 +401,6 @@ class Stage:
         return side.payloads()
 
     def close(self) -> None:
-        """Close all sides and peers."""
         while self._open:
             self._open.pop().close()
 

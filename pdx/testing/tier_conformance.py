@@ -45,7 +45,6 @@ class TierConformance:
 
     @pytest.fixture
     def make(self, store: TierStore, tmp_path: Path) -> Iterator[Make]:
-        """Stages of tiers over that store."""
         made: list[TierStage] = []
 
         def make_one(codec: str = "none", content: Content = content, **settings: Any) -> TierStage:
@@ -58,7 +57,6 @@ class TierConformance:
 
     @pytest.fixture
     def stage(self, make: Make) -> TierStage:
-        """One of them."""
         return make()
 
     @pytest.fixture
@@ -102,7 +100,6 @@ class TierConformance:
     def test_nodes_with_another_codec_read_what_is_there(
         self, make: Make, stage: TierStage, store: TierStore, numbers: list[int]
     ) -> None:
-        """What a store has says by which codec."""
         assert stage.store(numbers[0])
         if not stage.tier.is_shared:
             stage.close_tier()
@@ -128,7 +125,6 @@ class TierConformance:
         assert stage.tier.tally.read_bytes == copy.job.coded_bytes
 
     def test_a_load_leaves_the_neighbours_alone(self, stage: TierStage, numbers: list[int]) -> None:
-        """In memory."""
         assert stage.store(numbers[0], nbytes=5000)
         for at in (1, 3):
             stage.put(stage.slot(at), content(at, 0, stage.slot_bytes))
@@ -140,7 +136,6 @@ class TierConformance:
     def test_a_slot_that_is_anothers_now_is_neither_read_nor_written(
         self, stage: TierStage, numbers: list[int]
     ) -> None:
-        """Its generation says so."""
         assert stage.store(numbers[0])
         assert stage.count(numbers[:1]) == 1
         slot = stage.slot(3)
@@ -158,7 +153,6 @@ class TierConformance:
     # ---- what is there ----------------------------------------------------------------------
 
     def test_a_chunk_is_there_when_all_its_shards_are(self, stage: TierStage, numbers: list[int]) -> None:
-        """And no more than those."""
         assert stage.store(numbers[0], 0, shards=2)
         assert not stage.has(numbers[0], 2)
         stage.now += 2.0
@@ -176,7 +170,6 @@ class TierConformance:
         assert len(stage.tier.find([key(number) for number in numbers], 1)) == 40
 
     def test_what_is_there_is_not_stored_again(self, stage: TierStage, numbers: list[int]) -> None:
-        """A shard that is missing is."""
         assert stage.store(numbers[0])
         assert stage.has(numbers[0])
         assert stage.start_store(numbers[0]) is None
@@ -186,7 +179,6 @@ class TierConformance:
         assert stage.end(stage.give("store", copy, numbers[1], 0, stage.slot(0))) is None
 
     def test_it_says_what_came_and_what_went(self, stage: TierStage, numbers: list[int]) -> None:
-        """To who looks, by key."""
         stage.tier.changed = {}
         assert stage.store(numbers[0])
         assert stage.has(numbers[0])
@@ -200,7 +192,6 @@ class TierConformance:
         assert key(numbers[0]) not in set(stage.tier.keys())
 
     def test_what_was_done_is_counted(self, stage: TierStage, numbers: list[int]) -> None:
-        """By the tier, and of its kind."""
         kind, tally = stage.tier.kind, stage.tier.tally
         assert [stage.store(number) for number in numbers[:2]] == [True, True]
         assert stage.count(numbers[:1]) == 1
@@ -276,7 +267,6 @@ class TierConformance:
     # ---- ends of jobs -----------------------------------------------------------------------
 
     def test_what_is_cancelled_ends_once(self, stage: TierStage, numbers: list[int]) -> None:
-        """As well or not."""
         copies = [stage.start_store(number, at=at) for at, number in enumerate(numbers[:12])]
         for copy in copies:
             stage.tier.cancel(copy)
@@ -284,7 +274,6 @@ class TierConformance:
         stage.settle()
 
     def test_closing_ends_every_job(self, stage: TierStage, numbers: list[int]) -> None:
-        """And what comes afterwards."""
         assert stage.store(numbers[0])
         copies = [stage.start_store(number, at=at) for at, number in enumerate(numbers[1:13])]
         copies += [stage.start_load(numbers[0], at=14) for _ in range(8)]
@@ -354,7 +343,6 @@ class TierConformance:
     def test_what_somebody_else_has_removed_is_a_miss(
         self, stage: TierStage, store: TierStore, numbers: list[int]
     ) -> None:
-        """And nobody's fault."""
         assert stage.store(numbers[0])
         assert stage.has(numbers[0])
         self._alter(store, numbers[0], lambda good: None)
@@ -414,7 +402,6 @@ class TierConformance:
     # ---- pins and forms ---------------------------------------------------------------------
 
     def test_pins_are_counted_and_bounded_or_refused(self, stage: TierStage, numbers: list[int]) -> None:
-        """Where there are none, it says so."""
         tier = stage.tier
         assert [stage.store(number) for number in numbers[:2]] == [True, True]
         assert not tier.is_pinned(key(numbers[0]))

@@ -42,7 +42,6 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
 
 
 def key(number: int) -> bytes:
-    """Of chunk `number`."""
     return number.to_bytes(2, "big") * 8
 
 
@@ -84,7 +83,6 @@ class Calls(Mailbox):
         self.waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def post(self, call: Callable[[], None]) -> None:
-        """See `Mailbox.post`."""
         self.waiting.put(call)
 
 
@@ -126,7 +124,6 @@ class TierStage(TierHost):
         self.tier = self._make(self)
 
     def opened(self) -> TierStage:
-        """When it takes stores."""
         self.until(lambda: self.tier.takes_stores)
         return self
 
@@ -137,13 +134,11 @@ class TierStage(TierHost):
             self.turn()
 
     def reopen(self) -> None:
-        """As after a restart of the node."""
         self.close_tier()
         self.open()
         self.opened()
 
     def close(self) -> None:
-        """Close all."""
         self.close_tier()
         self.arena.close()
         self.arena.path.unlink()
@@ -151,7 +146,6 @@ class TierStage(TierHost):
     # ---- the node's side of a tier ----------------------------------------------------------
 
     def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
-        """See `TierHost.done`."""
         assert tier is self.tier
         assert job.number not in self.over, "a job ended twice"
         self.over[job.number] = error
@@ -159,22 +153,18 @@ class TierStage(TierHost):
             tier.tally.moved(job, is_load=job.number in self._loading)
 
     def answered(self, keys: Iterable[bytes]) -> None:
-        """See `TierHost.answered`."""
         self.answers.extend(keys)
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """See `TierHost.removed`."""
         self.gone.extend(keys)
 
     def is_used(self, key: bytes) -> bool:
-        """See `TierHost.is_used`."""
         return key in self.used
 
     # ---- the loop ---------------------------------------------------------------------------
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no call waits to be made."""
         return self._calls.waiting.empty()
 
     def next_call(self) -> Callable[[], None]:
@@ -182,11 +172,9 @@ class TierStage(TierHost):
         return self._calls.waiting.get(timeout=HANGS_S)
 
     def turn(self) -> None:
-        """Make one posted call."""
         self.timed(self.next_call())
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Turn the loop until this holds."""
         while not condition():
             self.turn()
 
@@ -214,11 +202,9 @@ class TierStage(TierHost):
         return Slot(offset, nbytes or self.slot_bytes, self.arena.generations[offset // GRANULE_BYTES])
 
     def put(self, slot: Slot, data: bytes) -> None:
-        """Write to the arena."""
         self.arena.data[slot.offset : slot.offset + slot.nbytes] = data
 
     def bytes_at(self, slot: Slot) -> bytes:
-        """What is there."""
         return bytes(self.arena.view(slot))
 
     def copy(self, keys: Sequence[bytes], shards: int = 1, nbytes: int | None = None, layers: int = 4) -> Any:
@@ -234,7 +220,6 @@ class TierStage(TierHost):
     def give(
         self, verb: str, copy: Any, number: int, shard: int, slot: Slot, *, layers: int = 4, form: str = ""
     ) -> Any:
-        """A job of this copy."""
         job = Job(copy.number, [Part(key(number), shard, layers, 0, layers, slot, form=form)], slot.nbytes)
         copy.job = job
         if verb == "load":
@@ -265,7 +250,6 @@ class TierStage(TierHost):
     def start_load(
         self, number: int, shard: int = 0, *, at: int = 1, nbytes: int | None = None, layers: int = 4
     ) -> Any:
-        """Copy chunk `number` to slot `at`."""
         slot = self.slot(at, nbytes)
         self.put(slot, bytes(slot.nbytes))
         return self.give("load", self.copy([key(number)], 1, nbytes, layers), number, shard, slot, layers=layers)
@@ -277,7 +261,6 @@ class TierStage(TierHost):
         return self.over[copy.number]
 
     def store(self, number: int, shard: int = 0, **settings: Any) -> Any:
-        """Whether it is stored."""
         copy = self.start_store(number, shard, **settings)
         is_stored = copy is not None and self.end(copy) is None
         self.settle()
@@ -305,11 +288,9 @@ class TierStage(TierHost):
 
     @property
     def status(self) -> TierStatus:
-        """See `Tier.status`."""
         status = self.tier.status()
         assert status is not None
         return status
 
     def has(self, number: int, shards: int = 1) -> bool:
-        """Whether it can be loaded in all shards."""
         return bool(self.count([number], shards))

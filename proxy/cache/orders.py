@@ -86,7 +86,6 @@ class Orders:
             del self._whys[request]
 
     def replied(self, node: str, reply: Reply) -> None:
-        """A node has answered."""
         if reply.number == _OF_ALL:
             if isinstance(reply.outcome, Explained):
                 self._explained(reply.outcome)

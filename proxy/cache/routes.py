@@ -90,18 +90,15 @@ class CacheControl:
         self._decoders = {name: msgspec.json.Decoder(form_of(verb)) for name, verb in VERBS.items()}
 
     def install(self, app: web.Application) -> None:
-        """Serve verbs there."""
         app.add_routes([web.get("/cache", self._list), web.post("/cache/{verb}", self._serve)])
         for name in VERBS:  # so that the first one counts for `rate`
             self._metrics.verbs.labels(name, "ok")
 
     def report(self, report: NodeReport) -> None:
-        """A node has reported."""
         if self.instances.report(report):
             self.orders.lost(report.node, "was started again")
 
     async def _list(self, request: web.Request) -> web.Response:
-        """What can be said, and to which nodes."""
         try:
             self.access.check(request)
         except PdxError as error:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from pdx.testing.channel_conformance import BetweenKindsOfMemory, BetweenProcesses, ChannelConformance
-from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
+from pdx.testing.channel_stage import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
 from pdx.transports.channel import Region
 from pdx.transports.cuda_ipc import CudaIpcRegion
 

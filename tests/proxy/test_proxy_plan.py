@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from read_at_once import classify, parse
 
-from pdx.proxy.body import as_engines_read, continuation_body, encode, located, prefill_body, sampled_body
+from pdx.proxy.body import arriving, as_engines_read, continuation_body, encode, located, prefill_body
 from pdx.proxy.plan import ONE_TOKEN, Mode, Plan, Route, strip_control, token_limit
 
 TRANSFER = "t" * 32
@@ -199,7 +199,7 @@ def test_any_body_has_a_mode_and_its_legs_leave_it_as_it_was(body, route):
         assert leg["stream"] is False
         assert "stream_options" not in leg
         assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER}
-        sampled = given_back(sampled_body(clean, prompt_tokens=3, cached_tokens=None, transfer=TRANSFER))
+        sampled = given_back(arriving(clean, prompt_tokens=3, cached_tokens=None, transfer=TRANSFER))
         assert {name: sampled[name] for name in fields} == fields
     if plan.mode is Mode.FORWARD and token_limit(route, clean) > 1:
         limit = token_limit(route, clean)
@@ -260,7 +260,7 @@ def test_prefill_leg():
 def test_legs_name_the_other_legs_node_only_if_told():
     leg = prefill_body(Route.COMPLETIONS, SIMPLE, mode=Mode.FORWARD, transfer=TRANSFER, decode_node="two")
     assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
-    decode = sampled_body(SIMPLE, prompt_tokens=3, cached_tokens=0, transfer=TRANSFER)
+    decode = arriving(SIMPLE, prompt_tokens=3, cached_tokens=0, transfer=TRANSFER)
     before = json.dumps(decode)
     found = located(decode, "one")
     assert found["kv_transfer_params"] == {**decode["kv_transfer_params"], "prefill_node": "one"}

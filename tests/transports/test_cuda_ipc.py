@@ -6,7 +6,7 @@ import pytest
 from cuda_world import one_gpu, two_gpus
 
 from pdx.testing.channel_conformance import BetweenKindsOfMemory, BetweenProcesses, ChannelConformance, ChannelSetting
-from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock
+from pdx.testing.channel_stage import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock
 from pdx.testing.channel_writes import Writes
 from pdx.transports.cuda_ipc import CudaIpcRegion
 

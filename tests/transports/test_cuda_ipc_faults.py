@@ -23,8 +23,7 @@ from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
 from pdx.security.unix_peer import Credentials
 from pdx.telemetry.host import process_stat
-from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
-from pdx.testing.channel_stage import MIB, Peer, Stage
+from pdx.testing.channel_stage import MIB, GpuBlock, HostFile, LegacyGpuBlock, Peer, SecondGpuBlock, SideMemory, Stage
 from pdx.testing.waiting import wait_until
 from pdx.transports import local
 from pdx.transports.channel import GpuMemory, Memory, Piece, RemoteRegion

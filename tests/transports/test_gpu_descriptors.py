@@ -15,8 +15,7 @@ from fake_cuda import FakeCuda
 
 from pdx.cuda import driver
 from pdx.errors import ChannelUnavailable
-from pdx.testing.channel_memory import GpuBlock, HostFile, SecondGpuBlock
-from pdx.testing.channel_stage import MIB
+from pdx.testing.channel_stage import MIB, GpuBlock, HostFile, SecondGpuBlock
 from pdx.transports.channel import Memory, Piece
 from pdx.transports.nixl import agent as nixl_agent
 from pdx.transports.nixl.agent import NixlAgent, Place

@@ -11,8 +11,7 @@ from fake_cuda import FakeCuda
 
 from pdx.cuda.memory import DeviceSpan
 from pdx.errors import ChannelUnavailable
-from pdx.testing.channel_memory import GpuBlock, HostFile
-from pdx.testing.channel_stage import MIB
+from pdx.testing.channel_stage import MIB, GpuBlock, HostFile
 from pdx.transports.ucx import engine as ucx_engine
 from pdx.transports.ucx.region import UcxRegion
 
