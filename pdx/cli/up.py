@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pdx.cli import placement
 from pdx.cli.node import check_channels
 from pdx.cli.options import FOLDER, Sectioned, as_flags, node_options, option, refuse_node_options, said
 from pdx.cli.ports import free_ports, held_port
@@ -292,8 +292,8 @@ def _engines(
     model: str, roles: Sequence[str], flags: Sequence[str], nodes: Sequence[Node], control: str, *, sees_others: bool
 ) -> list[Start]:
     """Each serves the proxy alone, so never beyond this host."""
-    cores, gpus = sorted(os.sched_getaffinity(0)), gpus_here()
-    homes = place(len(roles), cores, gpus, os.environ, sees_others=sees_others)
+    cores, gpus = placement.cores(), placement.gpus()
+    homes = placement.place(len(roles), cores, gpus, os.environ, sees_others=sees_others)
     found: list[Start] = []
     for role, port, home in zip(roles, free_ports(len(roles)), homes, strict=True):
         url = f"http://127.0.0.1:{port}"
@@ -315,48 +315,6 @@ def _engines(
 def _proxy(options: Sequence[str], engines: Sequence[Start], url: str, num_nodes: int) -> Start:
     named = [word for engine in engines for word in (f"--{engine.name.partition('-')[0]}", engine.url)]
     return Start("proxy", [*PDX, "proxy", *options, "--drain", str(DRAIN_S), *named], partial(answers, url, num_nodes))
-
-
-def gpus_here() -> list[str]:
-    """Indices of this host's NVIDIA GPUs that vLLM may use; empty on a CPU host."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    if listing.returncode != 0:
-        return []
-    return [str(index) for index, line in enumerate(listing.stdout.splitlines()) if line.startswith("GPU ")]
-
-
-def place(
-    num_engines: int,
-    cores: Sequence[int],
-    gpus: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    sees_others: bool = False,
-) -> list[dict[str, str]]:
-    """Variables for each engine: a GPU of its own, or a share of the cores; what the user has set stays.
-
-    With more engines than GPUs or cores they share; more than one engine on a GPU needs vLLM's
-    --gpu-memory-utilization to be set accordingly. `sees_others`: behind its own GPU an engine sees the others,
-    because it maps memory of one of them.
-    """
-    if gpus and sees_others:
-        starts = [index % len(gpus) for index in range(num_engines)]
-        return [{"CUDA_VISIBLE_DEVICES": ",".join([*gpus[start:], *gpus[:start]])} for start in starts]
-    if gpus:
-        return [{"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} for index in range(num_engines)]
-    if "VLLM_CPU_OMP_THREADS_BIND" in environ:
-        return [{} for _ in range(num_engines)]
-    share = max(1, len(cores) // num_engines)
-    placed = []
-    for index in range(num_engines):
-        start = index * share % len(cores)
-        placed.append({"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[start : start + share]))})
-    return placed
 
 
 def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> list[Node]:

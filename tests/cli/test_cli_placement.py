@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdx.cli.up import gpus_here, place
+from pdx.cli.placement import gpus, place
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -33,4 +33,4 @@ def test_what_the_user_has_chosen_stays(monkeypatch):
     assert place(2, [0, 1], [], {BIND: "7"}) == [{}, {}]
     for chosen, found in (("2,3", ["2", "3"]), ("", [])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert gpus_here() == found
+        assert gpus() == found
