@@ -236,7 +236,7 @@ class Copies:
         try:
             copy.grant(grant)
         except ProtocolError:
-            self._give_up(copy, CopyStep.CANCEL)  # the tier keeps room for it until it is told
+            self._give_up(copy)  # the tier keeps room for it until it is told
             raise
         copy.step(CopyStep.GRANT)
         wanted = set(grant.keys)
@@ -264,7 +264,7 @@ class Copies:
             if text:
                 log.warning("%s stopped a copy: %r", tier.name, text)
             self._counters["copies_stopped"] += 1
-            self._give_up(copy, CopyStep.STOP)
+            self._give_up(copy)
 
     def lost(self, tier: Tier) -> None:
         """A tier is gone; its jobs end with errors, or have ended."""
@@ -274,7 +274,7 @@ class Copies:
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True  # all was given; whether it arrived nobody will know
             else:
-                self._give_up(copy, CopyStep.LOST)
+                self._give_up(copy)
 
     # ---- what happens here ------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Copies:
         for copy in list(self._of_transfer.get(transfer, ())):
             if copy.state is not CopyState.DRAINING:
                 self._counters["copies_cancelled"] += 1
-                self._give_up(copy, CopyStep.CANCEL)
+                self._give_up(copy)
 
     def give_up(self, copies: Iterable[Copy]) -> int:
         """Nobody needs these any more; how many were not over."""
@@ -317,7 +317,7 @@ class Copies:
             copy.is_given_up = True
             copy.tier.cancel(copy)
         else:
-            self._give_up(copy, CopyStep.CANCEL)
+            self._give_up(copy)
 
     def tick(self, now: float) -> None:
         """Give up what is too late; write what spans there are."""
@@ -405,7 +405,7 @@ class Copies:
                 if copy.is_load:  # the others may be good
                     self.give_back([part.slot for part in job.parts], Cause.NOT_LOADED, f"{tier.name}: {error}")
                 elif copy.state is CopyState.RUNNING and copy.priority < Priority.STORE:  # somebody waits for all of it
-                    self._give_up(copy, CopyStep.CANCEL)
+                    self._give_up(copy)
             if copy.state is CopyState.DRAINING:
                 self._drain(copy)
         self._forget_if_idle(tier)
@@ -439,13 +439,13 @@ class Copies:
     def _source_is_gone(self, copy: Copy) -> None:
         """Whoever filled a chunk of it has given up."""
         self._counters["copies_without_source"] += 1
-        self._give_up(copy, CopyStep.CANCEL)
+        self._give_up(copy)
 
-    def _give_up(self, copy: Copy, step: CopyStep) -> None:
+    def _give_up(self, copy: Copy) -> None:
         copy.is_given_up = True
         if copy.is_load:  # what is not given never will be
             self._queues[copy.tier].to_load[copy.priority, copy.size_class] -= copy.held_bytes - copy.given_bytes
-        copy.step(step)
+        copy.step(CopyStep.GIVE_UP)
         self._rank(copy)
         copy.tier.cancel(copy)
         self._drain(copy)

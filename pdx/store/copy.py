@@ -1,9 +1,8 @@
 """One copy: its life, what of it can be read, what was given to its tier, and the job that goes next.
 
     QUEUED ──grant──► RUNNING
-       │                 │ all given, cancel,
-       │ cancel, stop,   │ stop, lost
-       │ lost            ▼
+       │                 │ all given, give up
+       │ give up         ▼
        └────────────► DRAINING ──drained──► OVER
 
 A copy in DRAINING has jobs under way, which still read or write the arena.
@@ -62,21 +61,15 @@ class CopyStep(StrEnum):
 
     GRANT = "grant"
     ALL_GIVEN = "all given"
-    CANCEL = "cancel"  # this node gives up: cancelled, aborted, too late
-    STOP = "stop"  # the tier gives up
-    LOST = "lost"  # the tier is gone
+    GIVE_UP = "give up"  # this node: cancelled, aborted, too late; or the tier, or it is gone
     DRAINED = "drained"
 
 
 COPY: dict[tuple[CopyState, CopyStep], CopyState] = {
     (CopyState.QUEUED, CopyStep.GRANT): CopyState.RUNNING,
-    (CopyState.QUEUED, CopyStep.CANCEL): CopyState.DRAINING,
-    (CopyState.QUEUED, CopyStep.STOP): CopyState.DRAINING,
-    (CopyState.QUEUED, CopyStep.LOST): CopyState.DRAINING,
+    (CopyState.QUEUED, CopyStep.GIVE_UP): CopyState.DRAINING,
     (CopyState.RUNNING, CopyStep.ALL_GIVEN): CopyState.DRAINING,
-    (CopyState.RUNNING, CopyStep.CANCEL): CopyState.DRAINING,
-    (CopyState.RUNNING, CopyStep.STOP): CopyState.DRAINING,
-    (CopyState.RUNNING, CopyStep.LOST): CopyState.DRAINING,
+    (CopyState.RUNNING, CopyStep.GIVE_UP): CopyState.DRAINING,
     (CopyState.DRAINING, CopyStep.DRAINED): CopyState.OVER,
 }
 

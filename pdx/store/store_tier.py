@@ -74,18 +74,15 @@ class StoreTier(Tier):
 
     @property
     def is_idle(self) -> bool:
-        """See `Tier.is_idle`."""
         return not self._works
 
     # ---- jobs -------------------------------------------------------------------------------
 
     def cancel(self, copy: Copy) -> None:
-        """See `Tier.cancel`."""
         for work in self._works.get(copy.number, ()):
             work.is_cancelled = True
 
     def over(self, copy: Copy) -> None:
-        """See `Tier.over`."""
         self._admitted.pop(copy.number, None)
 
     def _give(self, work: Work, lane: Lane, *, is_first: bool = False) -> None:
@@ -113,7 +110,6 @@ class StoreTier(Tier):
         """What became of this."""
 
     def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
-        """See `Tier.recode`."""
         check(pairs, codec)
         recoding = Recoding(pairs, codec, shards, self._recode, on_chunk)
         recoding.go_on()

@@ -89,19 +89,15 @@ class Tiers(TierHost):
     # ---- what tiers tell --------------------------------------------------------------------
 
     def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
-        """See `TierHost.done`."""
         self._copies.done(tier, job, error)
 
     def answered(self, keys: Iterable[bytes]) -> None:
-        """See `TierHost.answered`."""
         self.found.extend(keys)
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """See `TierHost.removed`."""
         self.storing.removed(keys)
 
     def is_used(self, key: bytes) -> bool:
-        """See `TierHost.is_used`."""
         return self._store.index.is_found(key)
 
     # ---- loading ----------------------------------------------------------------------------

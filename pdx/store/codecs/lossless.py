@@ -41,7 +41,6 @@ class Lossless(Codec):
         self._decoder = zstandard.ZstdDecompressor(max_window_size=max(self.piece_bytes, 1 << 10))
 
     def encode(self, data: memoryview, into: memoryview) -> int:
-        """See `Codec.encode`."""
         self._width = self._width or self._found_width(data)
         parts = self._parts(data, self._width)
         nbytes = sum(len(part) for part in parts)
@@ -75,7 +74,6 @@ class Lossless(Codec):
         return [bytes([width]), sizes, *coded, data[count * width :]]
 
     def decode(self, data: memoryview, into: memoryview) -> int:
-        """See `Codec.decode`."""
         width = data[0] if len(data) else 255
         if not width:
             _check(data, 1 + len(into))

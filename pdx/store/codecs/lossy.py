@@ -44,7 +44,6 @@ class Lossy(Codec):
         return pages, pages * (4 * form.num_scales + form.page_bytes // ELEMENT_BYTES[form.elements])
 
     def encode(self, data: memoryview, into: memoryview) -> int:
-        """See `Codec.encode`."""
         pages, nbytes = self._encoded_bytes(len(data))
         if nbytes > len(into):
             return 0
@@ -65,7 +64,6 @@ class Lossy(Codec):
         return nbytes
 
     def decode(self, data: memoryview, into: memoryview) -> int:
-        """See `Codec.decode`."""
         pages, nbytes = self._encoded_bytes(len(into))
         if len(data) < nbytes:
             raise CodecError(f"a piece ends after {len(data)} of {nbytes} bytes")

@@ -100,7 +100,6 @@ class DiskFiles(StoreTier):
         self.env.faults.warn(f"disk {why}", f"the disk tier {self.folder} leaves out chunks: {_LEFT_OUT[why]}")
 
     def store(self, job: Job) -> None:
-        """See `Tier.store`."""
         part = job.parts[0]
         if self._health.doubt or (self._threads.has_silent and not self._threads.takes(self._writes)):
             return self._refuse(job, "paused")
@@ -177,7 +176,6 @@ class DiskFiles(StoreTier):
         self._note()
 
     def load(self, job: Job) -> None:
-        """See `Tier.load`."""
         self._look()
         if not self._health.takes_loads:
             self._count("paused")
@@ -241,7 +239,6 @@ class DiskFiles(StoreTier):
         task.recoding.ended(old, error)
 
     def perform(self, work: Work) -> None:
-        """See `StoreTier.perform`."""
         self._folder.do(cast("Task", work), self._codec, self.env.clock, lambda: self._threads.is_closing)
 
     def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:

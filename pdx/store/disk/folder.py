@@ -41,7 +41,6 @@ class Task(Work):
     left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
 
     def drop(self, error: TierError) -> None:
-        """See `Work.drop`."""
         self.error = error
         self.left += self.victims
 

@@ -148,12 +148,10 @@ class DiskTier(DiskFiles):
 
     @property
     def takes_stores(self) -> bool:
-        """See `Tier.takes_stores`."""
         self._look()
         return self.is_counted and self._health.takes_stores and self._threads.takes(self._writes)
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
-        """See `Tier.find`."""
         self._look()
         found: list[Held] = []
         for key in keys if self._health.takes_loads else ():
@@ -164,15 +162,12 @@ class DiskTier(DiskFiles):
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """See `Tier.use`."""
         self._index.touch(keys)
 
     def holds(self, key: bytes, shards: int = 0) -> bool:
-        """See `Tier.holds`."""
         return self._index.held(key, shards or len(self._index.of(key))) is not None
 
     def keys(self) -> list[bytes]:
-        """See `Tier.keys`."""
         return self._index.keys()
 
     def _may_be_old(self, key: bytes) -> bool:
@@ -206,7 +201,6 @@ class DiskTier(DiskFiles):
         return True
 
     def why_not(self, key: bytes) -> str:
-        """See `Tier.why_not`."""
         if key in self._index:
             is_old = "has it, and another disk, which may have a newer one, is not counted yet"
             return self._health.why_not(key) or (is_old if self._may_be_old(key) else "")
@@ -215,7 +209,6 @@ class DiskTier(DiskFiles):
         return "could not be listed" if self.is_scanned else "has not counted its files yet"
 
     def admit(self, copy: Copy) -> Grant:
-        """See `Tier.admit`."""
         self._admitted[copy.number] = self._forgotten.moment()
         granted: list[int] = []
         takes_stores, shards = self.takes_stores, copy.shards
@@ -234,12 +227,10 @@ class DiskTier(DiskFiles):
         return Grant(granted)
 
     def over(self, copy: Copy) -> None:
-        """See `Tier.over`."""
         if self._admitted.pop(copy.number, None) is not None:
             self._index.touch(copy.keys)
 
     def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
-        """See `Tier.evict`."""
         files: list[ChunkFile] = []
         count = 0
         for key in dict.fromkeys(keys):
@@ -256,11 +247,9 @@ class DiskTier(DiskFiles):
         return count
 
     def is_pinned(self, key: bytes) -> bool:
-        """See `Tier.is_pinned`."""
         return key in self._index.pins
 
     def pin(self, keys: Sequence[bytes], *, pinned: bool, share: float) -> None:
-        """See `Tier.pin`."""
         if pinned:
             fresh = [key for key in keys if key not in self._index.pins]
             nbytes = self._index.pinned_bytes + sum(file.charge for key in fresh for file in self._index.of(key))

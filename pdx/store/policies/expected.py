@@ -18,7 +18,6 @@ class Expected(Ranked):
     """
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
-        """See `EvictionPolicy.insert`."""
         first = _first(chunk.keep.expected_at)
         if chunk.rank is None or chunk.rank[0] != first:
             chunk.rank = self._ranks.new(before, first)

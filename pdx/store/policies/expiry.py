@@ -28,7 +28,6 @@ class Age(Ranked):
         self._ends: Deadlines[Chunk] = Deadlines()
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
-        """See `EvictionPolicy.insert`."""
         if chunk.rank is None:
             chunk.rank = self._ranks.new(before)
             if not chunk.keep.expires_at:
@@ -37,17 +36,14 @@ class Age(Ranked):
         self._ranks.add(chunk)
 
     def hold(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.hold`."""
         super().hold(chunk)
         if self._is_idle:
             self.remove(chunk)
             chunk.keep = replace(chunk.keep, expires_at=0.0)
 
     def remove(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.remove`."""
         self._ends.discard(chunk, chunk.keep.expires_at)
         super().remove(chunk)
 
     def overdue(self) -> list[Chunk]:
-        """See `EvictionPolicy.overdue`."""
         return [chunk for chunk in self._ends.take(self._clock()) if not chunk.keep.pins]

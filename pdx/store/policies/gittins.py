@@ -138,16 +138,13 @@ class Gittins(EvictionPolicy):
         self._queues[chunk.rank[0]].add(chunk)
 
     def hold(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.hold`."""
         assert chunk.rank is not None
         self._queues[chunk.rank[0]].discard(chunk)
 
     def access(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.access`."""
         chunk.uses += 1
 
     def remove(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.remove`."""
         if chunk.rank is not None:
             if chunk.uses:
                 self._found(chunk)
@@ -162,7 +159,6 @@ class Gittins(EvictionPolicy):
         super().remove(chunk)
 
     def victims(self, start: Chunk | None) -> Iterator[Chunk]:
-        """See `EvictionPolicy.victims`."""
         reached: list[Rank | None] = [None, None]  # in each queue
         if start is not None and start.rank is not None:
             kind, since, depth = start.rank

@@ -33,7 +33,6 @@ class Lru(EvictionPolicy):
         older.newer = newer.older = chunk
 
     def hold(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.hold`."""
         older, newer = chunk.older, chunk.newer
         assert older is not None
         assert newer is not None
@@ -41,7 +40,6 @@ class Lru(EvictionPolicy):
         chunk.older = chunk.newer = None
 
     def victims(self, start: Chunk | None) -> Iterator[Chunk]:
-        """See `EvictionPolicy.victims`."""
         at = start if start is not None and start.newer is not None else self._end.newer
         while at is not None and at is not self._end:
             yield at

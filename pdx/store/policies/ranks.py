@@ -60,9 +60,7 @@ class Ranked(EvictionPolicy):
         self._ranks = Ranks()
 
     def hold(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.hold`."""
         self._ranks.discard(chunk)
 
     def victims(self, start: Chunk | None) -> Iterator[Chunk]:
-        """See `EvictionPolicy.victims`."""
         return self._ranks.within(start)

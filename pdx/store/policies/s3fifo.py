@@ -36,7 +36,6 @@ class S3Fifo(EvictionPolicy):
         self._most_ghost_bytes = total_bytes - self._most_small_bytes
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
-        """See `EvictionPolicy.insert`."""
         if chunk.rank is None:
             ghost_bytes = self._ghosts.pop(chunk.key, 0)
             self._ghost_bytes -= ghost_bytes
@@ -47,16 +46,13 @@ class S3Fifo(EvictionPolicy):
         self._queues[chunk.rank[0]].add(chunk)
 
     def hold(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.hold`."""
         assert chunk.rank is not None
         self._queues[chunk.rank[0]].discard(chunk)
 
     def access(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.access`."""
         chunk.uses = min(MAX_USES, chunk.uses + 1)
 
     def remove(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.remove`."""
         if chunk.rank is not None and chunk.rank[0] == _SMALL:
             self._small_bytes -= chunk.room_bytes
             self._ghost_bytes += chunk.room_bytes - self._ghosts.pop(chunk.key, 0)

@@ -170,7 +170,6 @@ class RedisBackend(Backend):
         return f"{self._prefix}:{name}"
 
     def connect(self, count: int) -> None:
-        """See `Backend.connect`."""
         with self._call(self._timeout_s) as client:  # nobody waits for it
             client.ping()
             servers = [client]
@@ -182,7 +181,6 @@ class RedisBackend(Backend):
                     _open(each, count)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
-        """See `Backend.heads`."""
         with self._call(self._lookup_s) as client:
             pipeline = client.pipeline(transaction=False)
             for name in names:
@@ -197,7 +195,6 @@ class RedisBackend(Backend):
         return [_found(*triple) for triple in triples]
 
     def read(self, name: str, into: Sequence[memoryview]) -> int | None:
-        """See `Backend.read`."""
         with self._call(self._timeout_s) as client:
             try:
                 data = client.get(self._name(name))
@@ -208,13 +205,11 @@ class RedisBackend(Backend):
         return fill(into, data) if data is not None else None
 
     def write(self, name: str, data: Sequence[memoryview]) -> None:
-        """See `Backend.write`."""
         whole = b"".join(data)
         with self._call(self._timeout_s) as client:
             client.set(self._name(name), whole, px=int(self._ttl_s * 1000) or None)
 
     def remove(self, names: Sequence[str]) -> None:
-        """See `Backend.remove`."""
         with self._call(self._timeout_s) as client:
             pipeline = client.pipeline(transaction=False)
             for name in names:
@@ -222,7 +217,6 @@ class RedisBackend(Backend):
             pipeline.execute()
 
     def close(self) -> None:
-        """See `Backend.close`."""
         with self._lock:
             client, self._client = self._client, None
         if hasattr(client, "disconnect_connection_pools"):  # a cluster's: it does not close them itself

@@ -80,7 +80,6 @@ class S3Backend(Backend):
             next(iter(obstore.list(store, chunk_size=1)), None)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
-        """See `Backend.heads`."""
         # A request may wait for a thread as well. One that comes to no end in time goes on: the client would close its
         # connection, and a new one may take longer than a question has.
         try:
@@ -105,7 +104,6 @@ class S3Backend(Backend):
         return bool(self._ttl_s) and meta["last_modified"] + timedelta(seconds=self._ttl_s) < datetime.now(UTC)
 
     def read(self, name: str, into: Sequence[memoryview]) -> int | None:
-        """See `Backend.read`."""
         with self._call() as store:
             try:
                 found = obstore.get(store, name)
@@ -114,18 +112,15 @@ class S3Backend(Backend):
                 return None
 
     def write(self, name: str, data: Sequence[memoryview]) -> None:
-        """See `Backend.write`."""
         whole = b"".join(data)
         with self._call() as store:
             obstore.put(store, name, whole, use_multipart=False)
 
     def remove(self, names: Sequence[str]) -> None:
-        """See `Backend.remove`."""
         with self._call() as store, contextlib.suppress(FileNotFoundError):
             obstore.delete(store, list(names))  # 1000 of them are one request
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._store = None  # its connections end with it
 

@@ -77,7 +77,6 @@ class RemoteTier(StoreTier):
 
     @property
     def is_idle(self) -> bool:
-        """See `Tier.is_idle`."""
         return not (self._works or self._catalog.num_leaving)
 
     def status(self) -> TierStatus:
@@ -127,7 +126,6 @@ class RemoteTier(StoreTier):
     # ---- what is there ----------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
-        """See `Tier.find`."""
         found: list[Held] = []
         for key in () if self._health.doubt else keys:
             known = self._catalog.of(key, shards)
@@ -137,15 +135,12 @@ class RemoteTier(StoreTier):
         return found
 
     def holds(self, key: bytes, shards: int = 0) -> bool:
-        """See `Tier.holds`."""
         return self._catalog.holds(key, shards)
 
     def keys(self) -> list[bytes]:
-        """See `Tier.keys`."""
         return self._catalog.keys()
 
     def seeks(self, keys: Sequence[bytes], shards: int) -> bool:
-        """See `Tier.seeks`."""
         if self._catalog.seeks(keys[0]):
             return True
         if not self._answers() or self._catalog.is_leaving(keys[0]) or self._catalog.of(keys[0], shards) is not None:
@@ -157,11 +152,9 @@ class RemoteTier(StoreTier):
         return True
 
     def why_not(self, key: bytes) -> str:
-        """See `Tier.why_not`."""
         return f"does not answer: {self._health.doubt}" if self._health.doubt else self._catalog.why_not(key)
 
     def asked_s(self, key: bytes) -> float:
-        """See `Tier.asked_s`."""
         return self._catalog.asked_s(key)
 
     def _ask(self) -> None:
@@ -203,11 +196,9 @@ class RemoteTier(StoreTier):
 
     @property
     def takes_stores(self) -> bool:
-        """See `Tier.takes_stores`."""
         return self._answers() and self._health.takes_stores
 
     def admit(self, copy: Copy) -> Grant:
-        """See `Tier.admit`."""
         if not self.takes_stores:
             self._count("left_out", len(copy.keys))
             self.tally.dropped += len(copy.keys)
@@ -220,7 +211,6 @@ class RemoteTier(StoreTier):
         return Grant([at for at, key in keys if key not in leaving and not self.find([key], copy.shards)])
 
     def store(self, job: Job) -> None:
-        """See `Tier.store`."""
         key = job.parts[0].key
         if self._catalog.left_since(key, self._admitted.get(job.number, 0)):
             self._end(job)
@@ -229,11 +219,9 @@ class RemoteTier(StoreTier):
             self._give(_Call(job), self._stores)
 
     def load(self, job: Job) -> None:
-        """See `Tier.load`."""
         self._give(_Call(job, is_load=True), self._loads)
 
     def tick(self) -> None:
-        """See `Tier.tick`."""
         if self._catalog.num_leaving and self._answers():
             self._remove_some()
 
@@ -332,7 +320,6 @@ class RemoteTier(StoreTier):
         self.note(changed)
 
     def close(self) -> None:
-        """See `Tier.close`."""
         for of_copy in self._works.values():
             for work in of_copy:
                 work.is_cancelled = True
@@ -345,7 +332,6 @@ class RemoteTier(StoreTier):
     # ---- on the threads ---------------------------------------------------------------------
 
     def perform(self, work: Work) -> None:
-        """See `StoreTier.perform`."""
         call = cast("_Call", work)
         if call.job is None:
             call.result = call.call()
