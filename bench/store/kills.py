@@ -30,7 +30,7 @@ from pdx.memory.arena import Arena
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
 from pdx.node.start import start
-from pdx.store.disk import chunk_file, file_system
+from pdx.store.disk import chunk_file, folder
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.scrub import scrub
 from pdx.store.tier import Part
@@ -51,7 +51,7 @@ def fill(root: Path, count: int, memory: Path) -> None:
     """Files of chunks 0 to `count`, as a tier writes them."""
     private_folder(root)
     arena = Arena.create(memory / "arena", WRITERS * CHUNK_BYTES)
-    is_direct = file_system.takes_direct(root)
+    is_direct = folder.takes_direct(root)
 
     def write(writer: int) -> None:
         slot = Slot(writer * CHUNK_BYTES, CHUNK_BYTES, arena.generations[writer * CHUNK_BYTES // 4096])

@@ -14,8 +14,7 @@ import msgspec
 from pdx.config import NodeConfig
 from pdx.node.look_ahead import LookAhead, Wanted
 from pdx.store.chunk import Chunk
-from pdx.store.hints.demotions import Demotions
-from pdx.store.hints.ends import Ends
+from pdx.store.hints import Demotions, Ends
 from pdx.store.history import Cause
 from pdx.store.lifecycle import State
 from pdx.store.store import Store

@@ -71,7 +71,7 @@ class Keep(msgspec.Struct, frozen=True, gc=False):
 
     pins: int = 0
     expected_at: float = 0.0  # a request has said that it is wanted again then (`Hints.reuse_s`); 0: none has
-    leased_until: float = 0.0  # a tenant keeps it from being evicted (`pdx.store.hints.tenant_leases`) …
+    leased_until: float = 0.0  # a tenant keeps it from being evicted (`pdx.store.tenant_leases`) …
     lessee: bytes = b""  # … this one
     expires_at: float = 0.0  # when it goes, if its eviction policy says so
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, NamedTuple, NoReturn
 
@@ -23,12 +24,12 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from pdx.errors import CodecError, TierError
-from pdx.memory.arena import GRANULE_BYTES, round_up
+from pdx.errors import CodecError, LayoutError, StaleSlot, TierError
+from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Bytes
-from pdx.store.codecs.codec import NONE, codec_of, decode_slice, encode_slice
-from pdx.store.tier import Part
+from pdx.store.codecs.codec import LOSSLESS, NONE, codec_of, decode_slice, encode_slice
+from pdx.store.tier import Job, Part
 from pdx.wire.base import MAX_LAYERS, Key, LayerCount, Shard
 
 MAGIC = b"PDXCHUNK"
@@ -53,6 +54,11 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     digests: Annotated[bytes, Meta(max_length=_DIGEST_BYTES * MAX_LAYERS)]
 
     @property
+    def of(self) -> tuple[bytes, int, int, int]:
+        """Which chunk it is: key, shard, slices, bytes."""
+        return self.key, self.shard, self.layers, self.nbytes
+
+    @property
     def stored(self) -> int:
         """Bytes behind the header."""
         return self.nbytes
@@ -75,16 +81,13 @@ class EncodedHeader(Header, frozen=True):
 
     @property
     def stored(self) -> int:
-        """Bytes behind the header."""
         return sum(size for (size,) in _SIZE.iter_unpack(self.sizes))
 
     @property
     def start(self) -> int:
-        """Bytes of the header."""
         return header_bytes(self.layers, is_encoded=True)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Start and bytes of each slice, as it stands behind the header."""
         first = 0
         for (size,) in _SIZE.iter_unpack(self.sizes):
             yield first, size
@@ -109,24 +112,42 @@ def aligned(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
-class Kept(NamedTuple):
-    """An encoded chunk: header and body, each `aligned`, of whole granules; the body has `nbytes` bytes."""
+class Packed(NamedTuple):
+    """A chunk as it is kept: header and body, of whole granules if its data were; the body has `nbytes` bytes."""
 
     head: memoryview
     body: memoryview
     nbytes: int
+    is_encoded: bool = False
 
     @property
     def data(self) -> memoryview:
         """The body itself."""
         return self.body[: self.nbytes]
 
+    @property
+    def coded(self) -> int:
+        """The bytes of the body if it is encoded, else 0."""
+        return self.nbytes * self.is_encoded
 
-def encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Kept | None:
-    """A whole chunk, whose bytes are `data`, by a codec; None: it would not take fewer granules.
+
+def packed(part: Part, data: memoryview, codec: str, is_over: Over) -> Packed:
+    """A whole chunk, which `data` begin with, behind its header: by the codec where it then takes fewer granules, else
+    `data` themselves.
 
     :raises TierError: the codec is not for such chunks; `is_over`.
     """
+    if codec != NONE and (found := _encoded(part, data, codec, is_over)) is not None:
+        return found
+    digests = bytearray()
+    for first, nbytes in spans(part.slot.nbytes, part.layers, is_over):
+        digests += xxhash.xxh3_64_digest(data[first : first + nbytes])
+    head = aligned(header_bytes(part.layers))
+    _write_header(PLAIN, Header(part.key, part.shard, part.slot.nbytes, part.layers, bytes(digests)), head)
+    return Packed(head, data, part.slot.nbytes)
+
+
+def _encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Packed | None:
     nbytes, layers = part.slot.nbytes, part.layers
     if nbytes // layers >= _MAX_SLICE_BYTES or nbytes <= GRANULE_BYTES:
         return None
@@ -149,30 +170,21 @@ def encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Kept | N
     head = aligned(header_bytes(layers, is_encoded=True))
     header = EncodedHeader(part.key, part.shard, nbytes, layers, bytes(digests), codec, bytes(sizes))
     _write_header(ENCODED, header, head)
-    return Kept(head, body[: round_up(used)], used)
+    return Packed(head, body[: round_up(used)], used, is_encoded=True)
 
 
-def packed(part: Part, data: memoryview, codec: str, is_over: Over) -> tuple[list[memoryview], int]:
-    """A whole chunk, whose bytes are `data`, behind its header: by the codec where it then takes less, else `data`
-    itself. And its bytes behind the header, if they are encoded; else 0.
-
-    :raises TierError: the codec is not for such chunks; `is_over`.
-    """
-    kept = encoded(part, data, codec, is_over) if codec != NONE else None
-    if kept is not None:
-        return [kept.head, kept.data], kept.nbytes
-    head = memoryview(bytearray(header_bytes(part.layers)))
-    encode(part, data, head, is_over)
-    return [head, data], 0
-
-
-def decode(header: EncodedHeader, data: memoryview, into: memoryview, path: object, is_over: Over) -> None:
-    """Decode the slices of an encoded chunk, whose header and bytes were read of `path`. The digests are compared
-    first.
+def unpacked(
+    header: Header, data: memoryview, path: object, is_over: Over, into: memoryview | None = None
+) -> memoryview:
+    """The bytes of a chunk whose header was read of `path`, and `data` behind it: decoded, `into` the place for them,
+    if it is encoded, else `data` themselves. The digests are compared first.
 
     :raises TierError: they are not what was written; this release knows no such codec; `is_over`.
     """
     compare(header, data, path, is_over)
+    if not isinstance(header, EncodedHeader):
+        return data
+    into = aligned(round_up(header.nbytes)) if into is None else into
     on_piece = partial(end_if, is_over)
     try:
         by = codec_of(header.codec)
@@ -184,23 +196,53 @@ def decode(header: EncodedHeader, data: memoryview, into: memoryview, path: obje
             decode_slice(by, data[first : first + size], into[start : start + count], on_piece)
     except CodecError as error:
         raise TierError(f"{path} cannot be decoded: {error}", "corrupt") from error
+    return into
+
+
+Read = Callable[[Sequence[memoryview]], "int | None"]  # see `pdx.store.remote.backend.Backend.read`
+
+
+def load(job: Job, arena: Arena, path: object, read: Read, is_over: Over, coded: int | None = None) -> None:
+    """Have the one chunk of a job read from `path` into its place, see that it is good, and decode it. `coded`: its
+    bytes behind the header if it is encoded, 0 if it is not; None: its header says so.
+
+    :raises TierError: nothing is there, or something else, or it is damaged, or `read` failed; `is_over`; or its place
+        is another's by now. Anything may be in its place then.
+    """
+    [part], slot = job.parts, job.parts[0].slot
+    job.start_ns = time.monotonic_ns()
+    try:
+        arena.check(slot)
+        with arena.data[slot.offset : slot.offset + round_up(slot.nbytes)] as room:
+            head = aligned(header_bytes(part.layers, is_encoded=bool(coded)))
+            data = aligned(round_up(coded)) if coded else room
+            size = read([head, data])
+            if size is None:
+                raise TierError(f"{path} is not there any more", "missing")
+            most = len(head) + len(data)
+            if coded is None and (is_encoded(head) or whole_header(head) > len(head)):
+                whole = memoryview(b"".join((head, room)))[:size]  # it takes no more than one that is not encoded
+                start = header_bytes(part.layers, is_encoded=True)
+                head, data = whole[:start], whole[start:]
+            header = parsed(head[:size], size, path)
+            job.coded_bytes = header.stored if isinstance(header, EncodedHeader) else 0
+            own = part.key, part.shard, part.layers, slot.nbytes, job.coded_bytes if coded is None else coded
+            if (*header.of, job.coded_bytes) != own or size > most:
+                raise TierError(f"{path} has another chunk", "corrupt")
+            arena.check(slot)
+            unpacked(header, data, path, is_over, room[: slot.nbytes])
+            arena.check(slot)
+            if isinstance(header, EncodedHeader) and header.codec != LOSSLESS:
+                job.form = header.codec
+    except (StaleSlot, LayoutError) as error:
+        raise TierError(f"{path} is not loaded: {error}", "stale") from error
+    job.end_ns = time.monotonic_ns()
 
 
 def _write_header(version: int, header: Header, into: memoryview) -> None:
     body = msgspec.msgpack.encode(header)
     whole = _PREFIX.pack(MAGIC, version, len(body), xxhash.xxh3_64_intdigest(body)) + body
     into[: len(whole)] = whole
-
-
-def encode(part: Part, data: memoryview, into: memoryview, is_over: Over) -> None:
-    """Make the header of a whole chunk, whose bytes are `data`.
-
-    :raises TierError: `is_over`.
-    """
-    digests = bytearray()
-    for first, nbytes in spans(part.slot.nbytes, part.layers, is_over):
-        digests += xxhash.xxh3_64_digest(data[first : first + nbytes])
-    _write_header(PLAIN, Header(part.key, part.shard, part.slot.nbytes, part.layers, bytes(digests)), into)
 
 
 def whole_header(head: memoryview) -> int:

@@ -31,8 +31,7 @@ from pdx.errors import ArenaTooSmall, PdxError, ProtocolError, TierError
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NODE, Chunk, Origin
 from pdx.store.claim import Claim
-from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority, alike
-from pdx.store.copy_queue import CopyQueue
+from pdx.store.copy import Copy, CopyQueue, CopyState, CopyStep, Item, Priority, alike
 from pdx.store.deadlines import Deadlines
 from pdx.store.history import Cause
 from pdx.store.lifecycle import State

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pdx.store.chunk import IN, ORDINARY, OUT, PARKED, Chunk
-from pdx.store.policies.expected import Expected
 from pdx.store.policies.policy import EvictionPolicy
-from pdx.store.policies.wanted import Wanted
+from pdx.store.policies.ranks import Expected, Wanted
 from pdx.store.quota import Quota
 from pdx.telemetry.env import Env
 

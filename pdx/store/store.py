@@ -21,13 +21,13 @@ from pdx.store.chunk import NODE, Chunk
 from pdx.store.claim import Claim
 from pdx.store.deadlines import Deadlines
 from pdx.store.eviction import EvictionOrder
-from pdx.store.hints.tenant_leases import TenantLeases
 from pdx.store.history import Cause, History
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.policies.by_name import Maker, find
 from pdx.store.quota import Quota
 from pdx.store.slot_pool import SlotPool
+from pdx.store.tenant_leases import TenantLeases
 from pdx.telemetry.env import Env
 
 LRU = find("lru")

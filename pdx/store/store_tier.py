@@ -9,23 +9,167 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+import time
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+
+import msgspec
 
 from pdx.errors import TierError
 from pdx.store.copy import Copy
 from pdx.store.health import Health
 from pdx.store.history import Cause
 from pdx.store.recoding import OnChunk, Pair, Recoding, check
-from pdx.store.threads import Lane, Threads, Work
-from pdx.store.tier import Job, Tier, TierHost
+from pdx.store.tier import Job, Part, Tier, TierHost
 
 log = logging.getLogger("pdx.node")
 
 MAX_FORGOTTEN = 1 << 16  # keys; of what was admitted before those, any may have been deleted
 OF_STORES = ("full", "read_only", "denied")  # errors of what is to be stored, where what is there can be loaded
+
+
+class Work(msgspec.Struct, eq=False):
+    """For a thread: a job, or a call of the tier's own with what follows it on the control loop. The thread sets
+    `error`, `result` and `seen_at`."""
+
+    job: Job | None = None
+    is_load: bool = False
+    call: Callable[[Any], Any] = lambda work: None
+    then: Callable[[Any], None] = lambda work: None
+    result: Any = None
+    is_cancelled: bool = False
+    error: TierError | None = None
+    seen_at: float = 0.0  # when the last call of the system came back, by the tier's clock
+    is_silent: bool = False  # that was long ago, as the control loop knows
+
+    @property
+    def part(self) -> Part:
+        """What the job is about."""
+        assert self.job is not None
+        return self.job.parts[0]
+
+
+class Lane(msgspec.Struct, eq=False):
+    """What waits for a thread, and how many may be at it. `first`: goes before the rest, and is done by a tier that
+    closes, too."""
+
+    limit: int
+    first: deque[Work] = msgspec.field(default_factory=deque)
+    rest: deque[Work] = msgspec.field(default_factory=deque)
+    running: int = 0
+
+
+class Threads:
+    """Owned by the control loop, whose methods never wait but `close`."""
+
+    def __init__(self, name: str, count: int, owner: StoreTier, lanes: Sequence[Lane]) -> None:
+        """So many threads for these lanes, the first of which goes first."""
+        self._owner = owner
+        self._lanes = lanes
+        self._condition = threading.Condition()  # guards the lanes
+        self._at_work: list[tuple[Lane, Work] | None] = [None] * count
+        self.is_closing = False
+        self.has_silent = False  # there may be work that was found silent
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"pdx-{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def give(self, work: Work, lane: Lane, *, is_first: bool = False) -> None:
+        """Have this done; of a tier that is closed, it ends at once."""
+        if self.is_closing:
+            self._drop([work])
+            return
+        with self._condition:
+            (lane.first if is_first else lane.rest).append(work)
+            self._condition.notify()
+
+    def take_back(self, *lanes: Lane) -> list[Work]:
+        """What no thread has begun of these, and never will, but for what goes first."""
+        with self._condition:
+            works = [work for lane in lanes for work in lane.rest]
+            for lane in lanes:
+                lane.rest.clear()
+        return works
+
+    def silent(self, before: float) -> list[Work]:
+        """What threads are at whose last call has not come back since `before`, each once."""
+        found = [at[1] for at in self._at_work if at is not None and at[1].seen_at < before and not at[1].is_silent]
+        for work in found:
+            work.is_silent = self.has_silent = True
+        return found
+
+    def takes(self, lane: Lane) -> bool:
+        """Whether a thread may come to what is given there: not all that may wait for calls that were found silent."""
+        silent = [at[0] for at in self._at_work if at is not None and at[1].is_silent]
+        self.has_silent = bool(silent)
+        return silent.count(lane) < lane.limit
+
+    def has_room(self, lane: Lane) -> bool:
+        """Whether a thread would begin at once what is given there."""
+        return lane.running + len(lane.rest) < lane.limit
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End all but what goes first, and wait; whether all threads have ended."""
+        with self._condition:
+            self.is_closing = True
+            left = self.take_back(*self._lanes)  # before a thread may begin any of it
+            self._condition.notify_all()
+        self._drop(left)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        for lane in self._lanes:
+            with self._condition:
+                left = list(lane.first)
+                lane.first.clear()
+            self._drop(left)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _drop(self, works: Sequence[Work]) -> None:
+        for work in works:
+            work.error = TierError("the tier is closed", "cancelled")
+            self._owner.env.mailbox.post(partial(self._owner.performed, work))
+
+    # ---- on the threads ---------------------------------------------------------------------
+
+    def _work(self, number: int) -> None:
+        while (at := self._next()) is not None:
+            lane, work = at
+            work.seen_at = self._owner.env.clock()
+            self._at_work[number] = at
+            try:
+                self._owner.perform(work)
+            except TierError as error:  # a traceback would keep the arena's memory mapped
+                work.error = TierError(str(error), error.kind, is_left=error.is_left)
+            except Exception as error:  # the thread's root: a job must end, and the thread must not
+                log.exception("a thread of a tier failed")
+                work.error = TierError(f"{type(error).__name__}: {error}", "failed")
+            self._at_work[number] = None
+            with self._condition:
+                lane.running -= 1
+                self._condition.notify()
+            self._owner.env.mailbox.post(partial(self._owner.performed, work))
+            del at, work  # what it is about may be closed while this thread waits
+
+    def _next(self) -> tuple[Lane, Work] | None:
+        with self._condition:
+            while True:
+                for lane in self._lanes:
+                    if lane.running < lane.limit or self.is_closing:
+                        for queue in (lane.first, lane.rest):
+                            if queue:
+                                lane.running += 1
+                                return lane, queue.popleft()
+                if self.is_closing:
+                    return None
+                self._condition.wait()
 
 
 class Forgotten:
@@ -89,14 +233,37 @@ class StoreTier(Tier):
         self._works.setdefault(work.job.number if work.job is not None else 0, {})[work] = None
         self._threads.give(work, lane, is_first=is_first)
 
-    @abstractmethod
-    def perform(self, work: Work) -> None:
+    def _call(
+        self,
+        lane: Lane,
+        call: Callable[[Work], Any],
+        then: Callable[[Work], None] = lambda work: None,
+        *,
+        is_first: bool = False,
+    ) -> None:
+        self._give(Work(call=call, then=then), lane, is_first=is_first)
+
+    def perform(self, work: Any) -> None:
         """Do this; on a thread.
 
         :raises TierError: it could not be done.
         """
+        if work.job is None:
+            work.result = work.call(work)
+        elif work.is_load:
+            self._read(work, work.job)
+        else:
+            self._write(work, work.job)
 
-    def performed(self, work: Work) -> None:
+    @abstractmethod
+    def _read(self, work: Any, job: Job) -> None:
+        """Do a load; on a thread."""
+
+    @abstractmethod
+    def _write(self, work: Any, job: Job) -> None:
+        """Do a store; on a thread."""
+
+    def performed(self, work: Any) -> None:
         """This is over; on the control loop."""
         number = work.job.number if work.job is not None else 0
         of_copy = self._works[number]
@@ -105,9 +272,15 @@ class StoreTier(Tier):
             del self._works[number]
         self._ended(work)
 
+    def _ended(self, work: Any) -> None:
+        if work.job is None:
+            work.then(work)
+        else:
+            self._over(work, work.job)
+
     @abstractmethod
-    def _ended(self, work: Work) -> None:
-        """What became of this."""
+    def _over(self, work: Any, job: Job) -> None:
+        """What became of a job."""
 
     def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
         check(pairs, codec)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from disk_bed import Bed
 
 from pdx.cli.main import main
-from pdx.store.disk import file_system
+from pdx.store.disk import folder
 from pdx.store.disk.scrub import scrub
 
 
@@ -41,7 +41,7 @@ def test_all_is_well_beside_a_node_that_has_the_folder(bed):
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_each_kind_of_damage_is_named(bed, monkeypatch, is_direct):
-    monkeypatch.setattr(file_system, "takes_direct", lambda root: is_direct)
+    monkeypatch.setattr(folder, "takes_direct", lambda root: is_direct)
     files = [bed.file(number) for number in range(8)]
     flip(files[0], 30)  # the header
     flip(files[1], 4096)  # the first slice

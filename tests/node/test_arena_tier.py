@@ -19,7 +19,7 @@ from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.arena_tier import ArenaTier
 from pdx.store.claim import Claim
 from pdx.store.copies import Copies
-from pdx.store.hints.demotions import Demotions
+from pdx.store.hints import Demotions
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers

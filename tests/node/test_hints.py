@@ -131,7 +131,7 @@ def test_what_was_expected_before_now_has_lost_its_place(bed):
 
 
 def test_what_was_expected_loses_its_place_in_several_looks_where_it_is_much(bed, monkeypatch):
-    monkeypatch.setattr("pdx.store.policies.expected.MAX_PAST", 3)
+    monkeypatch.setattr("pdx.store.policies.ranks.MAX_PAST", 3)
     bed.request(range(8), Hints("", reuse_s=60.0))
     levels = []
     for seconds in (61, 1, 1):
@@ -231,7 +231,7 @@ def test_a_look_is_no_use(bed):
 
 
 def test_so_many_chunks_may_have_an_end(bed, monkeypatch):
-    monkeypatch.setattr("pdx.store.hints.ends.MAX_ENDS", 6)
+    monkeypatch.setattr("pdx.store.hints.MAX_ENDS", 6)
     verdicts = bed.request(range(8), Hints("", ttl_s=60.0))
     assert outcomes(verdicts) == {"ttl_s": "clipped"}
     assert verdicts["ttl_s"][2] == "2 of 8 chunks stay: too many chunks have an end"
@@ -246,7 +246,7 @@ def test_so_many_chunks_may_have_an_end(bed, monkeypatch):
 
 
 def test_many_ends_at_one_time_are_spread_over_several_looks(bed, monkeypatch):
-    monkeypatch.setattr("pdx.store.hints.ends.MAX_TAKEN", 3)
+    monkeypatch.setattr("pdx.store.hints.MAX_TAKEN", 3)
     bed.request(range(8), Hints("", ttl_s=60.0))
     bed.wait(61)
     assert len(bed.there(range(8))) == 5

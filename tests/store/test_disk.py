@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdx.errors import ConfigError
 from pdx.memory.keys import named_key
 from pdx.store import store_tier
-from pdx.store.disk import chunk_file, file_system, files, listing, pins
+from pdx.store.disk import chunk_file, files, folder, listing, pins
 from pdx.store.disk.files import SILENT_S, THREADS
 from pdx.store.disk.index import MAX_SPARED
 from pdx.store.health import SILENT
@@ -83,7 +83,7 @@ def gate(monkeypatch):
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
 def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes, layers):
     if not is_direct:
-        monkeypatch.setattr(file_system, "takes_direct", lambda root: False)
+        monkeypatch.setattr(folder, "takes_direct", lambda root: False)
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
     assert bed.tier._folder.is_direct == is_direct
     assert bed.store(7, nbytes=nbytes, layers=layers)
@@ -513,7 +513,7 @@ def test_a_clock_that_jumps_costs_the_order_and_nothing_else(bed, monkeypatch, j
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_no_file_has_its_name_before_its_bytes_are_on_the_disk(make, monkeypatch, is_direct):
     """What a machine without power leaves follows from this order, which nothing but the disk may change."""
-    monkeypatch.setattr(file_system, "takes_direct", lambda root: is_direct)
+    monkeypatch.setattr(folder, "takes_direct", lambda root: is_direct)
     bed = make(limit_bytes=2 * CHARGE)
     calls = []
     for name in ("pwritev", "ftruncate", "utime", "fdatasync", "rename"):

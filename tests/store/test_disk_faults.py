@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pdx.errors import ConfigError, TierError
 from pdx.store import chunk_format
 from pdx.store.disk import chunk_file, listing
-from pdx.store.disk.account import FULL_S
 from pdx.store.disk.files import SILENT_S, THREADS
+from pdx.store.disk.index import FULL_S
 from pdx.store.disk.tier import JOIN_S
 from pdx.store.health import MAX_ERRORS, PAUSE_S
 from pdx.store.tier import Job, Part

@@ -13,7 +13,7 @@ def never(key):
 
 
 def filled(count):
-    index = FileIndex()
+    index = FileIndex(1 << 40, time.monotonic)
     for number in range(count):
         index.add(ChunkFile(number.to_bytes(16, "big"), 0, 4, 4096))
     return index
@@ -65,7 +65,7 @@ def test_pins_change_what_goes_first_and_not_what_is_found():
 
 
 def test_a_pinned_chunk_in_another_file_is_pinned_still():
-    index = FileIndex()
+    index = FileIndex(1 << 40, time.monotonic)
     old, new = ChunkFile(b"k" * 16, 0, 4, 1000), ChunkFile(b"k" * 16, 0, 4, 500)
     index.add(old)
     index.pin(old.key, 1)

@@ -15,7 +15,7 @@ from disk_bed import MIB, KvBed, closing_all, key
 from pdx.errors import TierError
 from pdx.store import chunk_format
 from pdx.store.codecs.codec import LOSSLESS, NONE
-from pdx.store.disk import chunk_file, file_system
+from pdx.store.disk import chunk_file, folder
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.scrub import num_files, scrub
 
@@ -42,7 +42,7 @@ def bed(make):
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
 def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes, layers):
     if not is_direct:
-        monkeypatch.setattr(file_system, "takes_direct", lambda root: False)
+        monkeypatch.setattr(folder, "takes_direct", lambda root: False)
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
     assert bed.tier._folder.is_direct == is_direct
     assert bed.store(7, nbytes=nbytes, layers=layers)
@@ -85,14 +85,14 @@ def test_room_for_all_of_a_chunk_is_there_before_it_is_encoded(make, monkeypatch
     bed = make(limit_bytes=2 * charge)
     assert bed.store(1)
     arrived, go_on = threading.Semaphore(0), threading.Event()
-    real = chunk_file.encoded
+    real = chunk_file.packed
 
     def gated(*args):
         arrived.release()
         assert go_on.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(chunk_file, "encoded", gated)
+    monkeypatch.setattr(chunk_file, "packed", gated)
     copy = bed.start_store(2, at=2)
     assert arrived.acquire(timeout=60)
     assert bed.tier.used_bytes == charge + ChunkFile(key(1), 0, 4, CHUNK_BYTES, bed.coded(1)).charge

@@ -7,7 +7,7 @@ import pytest
 from test_tiers import DictTier, Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.store import copy_queue, paying, tiers
+from pdx.store import copy, paying, tiers
 from pdx.store.chunk import NODE
 from pdx.store.paying import Computing
 from pdx.telemetry.rate import HALF_BYTES, HALF_NS, Rate
@@ -202,7 +202,7 @@ def test_what_was_given_up_has_no_turn(stage):
     below(stage, range(10))
     assert stage.may_come([0, 1])
     stage.copies.give_up(stage.copies.of(stage.tier))
-    for number in range(2, 2 + copy_queue.OVERTAKEN * 2):
+    for number in range(2, 2 + copy.OVERTAKEN * 2):
         assert stage.may_come([number])
         stage.copies.give_up(stage.copies.of(stage.tier)[1:])
     assert stage.copies.loading_bytes(stage.tier, 1) == GRANULE_BYTES, "what is given"
@@ -251,7 +251,7 @@ def test_a_long_prompt_lets_so_many_short_ones_go_first_and_no_more(stage):
     others = 0
     while stage.hits(range(4)) < 4:
         others += 1
-        assert others <= copy_queue.OVERTAKEN * 4, "it never gets its turn"
+        assert others <= copy.OVERTAKEN * 4, "it never gets its turn"
         assert stage.may_come([4 + others % 8])  # one comes as fast as the tier loads one
         stage.end()
         stage.forget([4 + others % 8])
@@ -263,7 +263,7 @@ def test_one_that_has_its_turn_is_expected_before_short_ones(stage):
     below(stage, range(10))
     assert stage.may_come([0, 1])
     assert stage.copies.loading_bytes(stage.tier, GRANULE_BYTES) == GRANULE_BYTES, "what is given"
-    for number in range(2, 2 + copy_queue.OVERTAKEN * 2):
+    for number in range(2, 2 + copy.OVERTAKEN * 2):
         assert stage.may_come([number])
     assert stage.copies.loading_bytes(stage.tier, GRANULE_BYTES) == 10 * GRANULE_BYTES
     stage.end()

@@ -13,9 +13,9 @@ from remote_bed import Bed as RemoteBed
 
 from pdx.errors import TierError
 from pdx.memory.form import Form
-from pdx.store import recoding
+from pdx.store import chunk_format, recoding
 from pdx.store.codecs.codec import LOSSLESS, NONE
-from pdx.store.disk import chunk_file, file_system
+from pdx.store.disk import chunk_file, folder
 
 FORM = Form("int8", "bf16", (1, 4, 16, 2, 64))  # pages of 16 KiB: 16 in a chunk, 4 in a slice
 CHARGE = chunk_file.disk_bytes(KV_BYTES, 4)
@@ -58,7 +58,7 @@ def account_is_true(bed):
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
 def test_files_are_encoded_and_decoded_in_place(make, monkeypatch, is_direct):
     if not is_direct:
-        monkeypatch.setattr(file_system, "takes_direct", lambda root: False)
+        monkeypatch.setattr(folder, "takes_direct", lambda root: False)
     bed = make()
     for number in range(6):
         assert bed.store(number)
@@ -152,15 +152,15 @@ def test_a_chunk_makes_no_room_for_itself(make):
 def gate(monkeypatch):
     opened, arrived = threading.Event(), threading.Semaphore(0)
 
-    def gated(name):
-        real = getattr(chunk_file, name)
+    def gated(name, of=chunk_file):
+        real = getattr(of, name)
 
         def waiting(*args, **settings):
             arrived.release()
             assert opened.wait(60)
             return real(*args, **settings)
 
-        monkeypatch.setattr(chunk_file, name, waiting)
+        monkeypatch.setattr(of, name, waiting)
 
     gated.opened, gated.arrived = opened, arrived
     yield gated
@@ -169,7 +169,7 @@ def gate(monkeypatch):
 
 def test_a_load_that_comes_to_the_old_file_too_late_reads_the_new_one(bed, gate):
     assert bed.store(1)
-    gate("read")
+    gate("load", chunk_format)
     copy = bed.start_load(1)
     assert gate.arrived.acquire(timeout=60)
     assert until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print)).done == 1

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from pdx.store.threads import Lane, Threads, Work
+from pdx.store.store_tier import Lane, Threads, Work
 from pdx.telemetry.env import Env
 
 

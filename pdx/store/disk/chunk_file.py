@@ -24,14 +24,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from pdx.errors import LayoutError, StaleSlot, TierError
+from pdx.errors import StaleSlot, TierError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.security.socket_lock import is_lock
@@ -42,14 +42,13 @@ from pdx.store.chunk_format import (
     Over,
     aligned,
     compare,
-    decode,
-    encode,
-    encoded,
+    end_if,
     header_bytes,
+    packed,
     parsed,
+    unpacked,
 )
 from pdx.store.codecs.codec import NONE
-from pdx.store.disk.system_calls import calls, read_all, write_all
 from pdx.store.tier import Part
 
 WHOLE, PARTIAL = ".chunk", ".partial"
@@ -74,6 +73,7 @@ _READ_KINDS = {
     errno.ENOMEM: "exhausted",
 }
 MAX_HITS = 999  # that are counted
+_CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job can end between two
 
 
 @lru_cache(1024)
@@ -169,24 +169,12 @@ def contents(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> 
 
     :raises TierError: it could not be read, or is not what was written, or `is_over`.
     """
-    with _opened(path) as fd:
-        size = _size(fd, path)
-        if is_direct:
-            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
-        head = aligned(file.size - (file.coded or file.nbytes))
-        stored = aligned(round_up(file.coded or file.nbytes))
-        count = 0
-        for buffers, offset in calls(head, stored, is_over):
-            count = offset + read_all(fd, buffers, offset)
-        header = parsed(head, min(size, count), path)
-        _check_header(header, file, path)
-        data = stored
-        if isinstance(header, EncodedHeader):
-            data = aligned(round_up(file.nbytes))
-            decode(header, stored, data[: file.nbytes], path, is_over)
-        else:
-            compare(header, stored, path, is_over)
-        return Contents(data, os.fstat(fd).st_mtime_ns)
+    stored = file.coded or file.nbytes
+    head, data = aligned(file.size - stored), aligned(round_up(stored))
+    info = read(path, [head, data], is_over, is_direct=is_direct)
+    header = parsed(head, info.st_size, path)
+    _check_header(header, file, path)
+    return Contents(unpacked(header, data, path, is_over), info.st_mtime_ns)
 
 
 def write(
@@ -308,59 +296,61 @@ def _write(fd: int, part: Part, arena: Arena | Contents, is_over: Over, is_direc
     slot, start = part.slot, header_bytes(part.layers)
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
     arena.check(slot)
-    data = arena.read(slot.offset, _moved_bytes(slot, is_direct))
-    kept = encoded(part, data[: slot.nbytes], codec, is_over) if codec != NONE else None
-    if kept is not None:
-        head, data, size = kept.head, kept.body if is_direct else kept.data, len(kept.head) + kept.nbytes
-    else:
-        head, size = aligned(start), start + slot.nbytes
-        encode(part, data, head, is_over)
-    for buffers, offset in calls(head, data, is_over):
+    # A disk itself knows whole blocks only.
+    kept = packed(part, arena.read(slot.offset, round_up(slot.nbytes) if is_direct else slot.nbytes), codec, is_over)
+    body = kept.body if is_direct else kept.data
+    for buffers, offset in _calls(kept.head, body, is_over):
         write_all(fd, buffers, offset)
-    if kept is not None or len(head) + len(data) > size:
-        os.ftruncate(fd, size)
+    if kept.is_encoded or len(body) > kept.nbytes:
+        os.ftruncate(fd, len(kept.head) + kept.nbytes)
     arena.check(slot)
-    return kept.nbytes if kept is not None else 0
+    return kept.coded
 
 
-def _moved_bytes(slot: Slot, is_direct: bool) -> int:
-    """What is read or written of a slot's room: a disk itself knows whole blocks only."""
-    return round_up(slot.nbytes) if is_direct else slot.nbytes
+def _calls(head: memoryview, data: memoryview, is_over: Over) -> Iterator[tuple[list[memoryview], int]]:
+    """What each system call reads or writes: (memory, offset in the file)."""
+    for first in range(0, len(data), _CALL_BYTES):
+        end_if(is_over)
+        piece = data[first : first + _CALL_BYTES]
+        yield ([piece], len(head) + first) if first else ([head, piece], 0)
 
 
-def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False, coded: int = 0) -> str:
-    """Copy a whole chunk from its file into an arena, and compare the digest of each slice; `is_direct`: without a copy
-    in the page cache. `coded`: see `ChunkFile`; where it is not 0 the chunk is decoded.
+def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write all of it."""
+    while buffers:
+        written = os.pwritev(fd, buffers, offset)
+        buffers, offset = _behind(buffers, written), offset + written
 
-    :returns: the codec that its file was encoded by; empty: none.
-    :raises TierError: it could not be read, or is not what was written, or `is_over`. The slot may hold anything then.
+
+def _behind(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of the memory of a system call that has done so much."""
+    left = []
+    for buffer in buffers:
+        if nbytes < len(buffer):
+            left.append(buffer[nbytes:])
+        nbytes = max(0, nbytes - len(buffer))
+    return left
+
+
+def read(path: Path, into: Sequence[memoryview], is_over: Over, *, is_direct: bool = False) -> os.stat_result:
+    """Read a file into the place of its header and that of what is behind it, as far as it goes; `is_direct`: without
+    a copy in the page cache.
+
+    :raises TierError: it could not be read, or got shorter meanwhile, or `is_over`.
     """
-    slot = part.slot
+    head, data = into
     with _opened(path) as fd:
-        size, head = _size(fd, path), aligned(header_bytes(part.layers, is_encoded=bool(coded)))
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise TierError(f"{path} is not a file", "corrupt")
         if is_direct:  # only now: what is no file may not be opened so
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
-        header: Header | None = None
-        try:
-            arena.check(slot)
-            room = arena.data[slot.offset : slot.offset + _moved_bytes(slot, is_direct)]
-            data = aligned(round_up(coded)) if coded else room
-            for buffers, offset in calls(head, data, is_over):
-                count = read_all(fd, buffers, offset)
-                if header is None:
-                    header = parsed(head[:count], size, path)
-                    _check_header(header, ChunkFile(part.key, part.shard, part.layers, slot.nbytes, coded), path)
-            assert header is not None
-            if offset + count < len(head) + header.stored:
-                raise TierError(f"{path} ends too early", "truncated")
-            if isinstance(header, EncodedHeader):
-                decode(header, data, room[: slot.nbytes], path, is_over)
-            else:
-                compare(header, data, path, is_over)
-            arena.check(slot)
-        except (StaleSlot, LayoutError) as error:
-            raise TierError(f"{path} is not read: {error}", "stale") from error
-        return header.codec if isinstance(header, EncodedHeader) else ""
+        for buffers, offset in _calls(head, data, is_over):
+            while buffers and (count := os.preadv(fd, buffers, offset)):
+                buffers, offset = _behind(buffers, count), offset + count
+        if offset < min(info.st_size, len(head) + len(data)):
+            raise TierError(f"{path} ends too early", "truncated")
+        return info
 
 
 def verify(path: Path, *, is_direct: bool) -> int:
@@ -372,35 +362,26 @@ def verify(path: Path, *, is_direct: bool) -> int:
     match = NAME.fullmatch(path.name)
     if match is None or path.parent.name != path.name[:2]:
         raise TierError(f"{path} is no tier's", "foreign")
-    file = named(match)
+    file, inode = named(match), os.stat(path, follow_symlinks=False).st_ino
+    stored = file.coded or file.nbytes
+    head, data = aligned(file.size - stored), aligned(round_up(stored))
     try:
-        with _opened(path) as fd:
-            size = _size(fd, path)
-            if size != file.size:
-                raise TierError(f"{path} has {size} bytes, not {file.size}", "truncated")
-            if is_direct:
-                fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
-            memory = aligned(round_up(size))
-            whole = memory[: read_all(fd, [memory], 0)]
-            try:
-                header = parsed(whole[: size - (file.coded or file.nbytes)], size, path)
-                _check_header(header, file, path)
-                compare(header, whole[header.start :], path, lambda: False)
-            except TierError:
-                if os.fstat(fd).st_ino != os.stat(path, follow_symlinks=False).st_ino:
-                    raise FileNotFoundError(path) from None
-                raise
-            return size
+        size = read(path, [head, data], lambda: False, is_direct=is_direct).st_size
+        if size != file.size:
+            raise TierError(f"{path} has {size} bytes, not {file.size}", "truncated")
+        header = parsed(head, size, path)
+        _check_header(header, file, path)
+        compare(header, data, path, lambda: False)
+        return size
     except TierError as error:
-        if error.kind == "missing":
+        if error.kind == "missing" or os.stat(path, follow_symlinks=False).st_ino != inode:
             raise FileNotFoundError(path) from error
         raise
 
 
 def _check_header(header: Header, file: ChunkFile, path: Path) -> None:
     coded = header.stored if isinstance(header, EncodedHeader) else 0
-    own = file.key, file.shard, file.layers, file.nbytes, file.coded
-    if (header.key, header.shard, header.layers, header.nbytes, coded) != own:
+    if (*header.of, coded) != (file.key, file.shard, file.layers, file.nbytes, file.coded):
         raise TierError(f"{path} is the file of another chunk", "corrupt")
 
 
@@ -446,10 +427,3 @@ def _opened(path: Path) -> Iterator[int]:
     except OSError as error:
         kind = _READ_KINDS.get(error.errno or 0, "read_failed")
         raise TierError(f"{path} cannot be read: {error.strerror}", kind) from error
-
-
-def _size(fd: int, path: Path) -> int:
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        raise TierError(f"{path} is not a file", "corrupt")
-    return info.st_size

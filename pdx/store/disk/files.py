@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
@@ -18,15 +17,13 @@ from pdx.errors import TierError
 from pdx.memory.slot import Slot
 from pdx.store.codecs.codec import LOSSLESS
 from pdx.store.disk import chunk_file
-from pdx.store.disk.account import Account
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.folder import Folder, Task, file_of
-from pdx.store.disk.index import FileIndex
+from pdx.store.disk.index import FileIndex, Untold
 from pdx.store.health import GONE, SILENT
 from pdx.store.history import Cause
 from pdx.store.recoding import Pair, Recoding
-from pdx.store.store_tier import StoreTier
-from pdx.store.threads import Lane, Work
+from pdx.store.store_tier import Lane, StoreTier, Work
 from pdx.store.tier import Job, Part, TierHost
 
 log = logging.getLogger("pdx.node")
@@ -53,11 +50,9 @@ class DiskFiles(StoreTier):
 
     kind = "disk"
 
-    def __init__(self, host: TierHost, folder: Folder, account: Account, codec: str) -> None:
-        """`account`: of the cap."""
+    def __init__(self, host: TierHost, folder: Folder, limit_bytes: int, codec: str) -> None:
         self._folder = folder
-        self._account = account
-        self._index = FileIndex()
+        self._index = FileIndex(limit_bytes, host.env.clock)
         self._numbers = itertools.count(-1, -1)  # of jobs that recode: no copy has such
         self._looked_at = -math.inf
         self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed, by key and shard
@@ -72,12 +67,12 @@ class DiskFiles(StoreTier):
     @property
     def used_bytes(self) -> int:
         """Of the cap: what may be on the disk."""
-        return self._account.used_bytes
+        return self._index.used_bytes
 
     @property
     def limit_bytes(self) -> int:
         """The cap."""
-        return self._account.limit_bytes
+        return self._index.limit_bytes
 
     @property
     def num_chunks(self) -> int:
@@ -118,13 +113,14 @@ class DiskFiles(StoreTier):
         assert task.job is not None
         part, charge, source = task.job.parts[0], task.charge, task.source
         is_used = self._host.is_used if source is None else lambda key: key == source.key or self._host.is_used(key)
-        lack = self._account.lack(charge)
-        surplus = self._index.num_files + self._account.coming + 1 - MAX_FILES
+        lack = self._index.lack(charge)
+        surplus = self._index.num_files + self._index.coming + 1 - MAX_FILES
         has_room = lack <= self._index.nbytes - self._index.pinned_bytes and surplus <= self._index.num_files
         victims: list[ChunkFile] = []
         if has_room and (lack > 0 or surplus > 0):
             victims, used = self._index.oldest(lack, surplus, is_used)
-            task.used = [(file, 0) for file in used]
+            for file in used:
+                self._index.note(file, 0)
         if not has_room or source in victims:
             self._leave_out("busy", [part.key])
             return False
@@ -136,8 +132,8 @@ class DiskFiles(StoreTier):
             task.victims = victims
             self._reuse(task)
             self._take_out(victims, task)
-        self._account.used_bytes += task.hold - freed
-        self._account.coming += 1
+        self._index.used_bytes += task.hold - freed
+        self._index.coming += 1
         self._busy.setdefault(part.key, {})[part.shard] = task
         self._give(task, self._writes)
         return True
@@ -238,8 +234,14 @@ class DiskFiles(StoreTier):
             self._remove(list(self._index.of(old if error is None else new)), is_forgotten=True)
         task.recoding.ended(old, error)
 
-    def perform(self, work: Work) -> None:
-        self._folder.do(cast("Task", work), self._codec, self.env.clock, lambda: self._threads.is_closing)
+    def _read(self, task: Task, job: Job) -> None:
+        self._folder.load(task, job, self._is_closing)
+
+    def _write(self, task: Task, job: Job) -> None:
+        self._folder.store(task, job, task.part.form or self._codec, self._is_closing)
+
+    def _is_closing(self) -> bool:
+        return self._threads.is_closing
 
     def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:
         if files:
@@ -247,13 +249,25 @@ class DiskFiles(StoreTier):
             if is_forgotten:
                 task.forgotten.update(file.key for file in files)
             self._take_out(files, task)
-            self._account.leaving += task.hold
-            self._give(task, self._writes, is_first=True)
+            self._clear(task)
+
+    def _clear(self, task: Task) -> None:
+        """Have only files removed."""
+        task.call, task.then = self._folder.clear, self._cleared
+        self._index.leaving += task.hold
+        self._give(task, self._writes, is_first=True)
 
     def _note(self) -> None:
         """Have files say that they were loaded, and what is pinned."""
-        if (task := self._index.tell()) is not None:
-            self._give(task, self._writes, is_first=True)
+        if (untold := self._index.tell()) is not None:
+            self._call(self._writes, partial(self._folder.tell, untold), partial(self._told, untold), is_first=True)
+
+    def _told(self, untold: Untold, work: Work) -> None:
+        self._index.told(untold, is_done=work.error is None)
+        if work.error is None:
+            self._note()
+        else:
+            self._warn(work.error)
 
     def _remove_anew(self, file: ChunkFile) -> None:
         """This one, which cannot be found, could not be removed in its time; a store of its chunk waits for that."""
@@ -263,16 +277,15 @@ class DiskFiles(StoreTier):
         """Remove a file that cannot be found. At the start: there is a newer one of its chunk with another size."""
         task = Task(victims=[file], hold=file.charge, forgotten={file.key}, is_unfound=True)
         self._going[file.key, file.shard] += 1
-        self._account.used_bytes += file.charge
-        self._account.leaving += file.charge
-        self._give(task, self._writes, is_first=True)
+        self._index.used_bytes += file.charge
+        self._clear(task)
         return task
 
     def _doubt(self, why: str) -> None:
         """What waits for a thread is given up: it would keep memory, and those who wait for it."""
         self._health.doubts(why)
         for work in self._threads.take_back(self._loads, self._writes):
-            work.drop(TierError("the disk is in doubt", "paused"))
+            work.error = TierError("the disk is in doubt", "paused")
             self.env.mailbox.post(partial(self.performed, work))
 
     def _look(self) -> None:
@@ -288,58 +301,64 @@ class DiskFiles(StoreTier):
         if self._health.begins_probe():
             files = list(itertools.islice(self._index.last_used(), _PROBED))
             file = files[self._health.probes % len(files)] if files else None  # another one each time
-            self._give(Task(is_probe=True, probed=file), self._loads)
+            self._call(self._loads, partial(self._folder.probe, file), self._probed)
 
     # ---- what became of it, on the control loop ---------------------------------------------
 
     def _ended(self, work: Work) -> None:
-        task: Task = work  # type: ignore[assignment]
-        self._account.used_bytes -= task.hold
-        kind = task.error.kind if task.error is not None else ""
-        for file in task.left:
-            if kind == "paused" and file.key in task.forgotten:  # nobody has tried to remove it
-                self._remove_anew(file)
-            elif file.key in task.forgotten:
-                self._account.stick(file)
-            else:
-                self._insert(file)
+        kind = work.error.kind if work.error is not None else ""
         if kind == "gone":
             self._doubt(GONE)
-        elif task.is_silent and kind in ("", "cancelled", "stale"):
+        elif work.is_silent and kind in ("", "cancelled", "stale"):
             self._health.answers()
+        super()._ended(work)
+
+    def _cleared(self, task: Task) -> None:
+        """Files were removed, or not."""
+        self._settle(task)
+        self._index.leaving -= task.hold
         if task.is_unfound:
             self._going -= Counter((file.key, file.shard) for file in task.victims)
-        if task.is_probe:
-            self._probed(task.error)
-        elif task.job is None:
-            self._account.leaving -= task.hold
-            if task.used or task.pins:
-                self._index.told(task)
-                if task.error is None:
-                    self._note()
-            if task.error is not None:
-                self._warn(task.error)
-        elif task.is_load:
-            name = task.part.key, task.part.shard
-            if kind == "missing" and (now := self._file(*name)) is not None and now != task.file:
-                task.file, task.error = now, None  # it was written anew meanwhile
-                self._give(task, self._loads)
-                return
-            self._reading[name] -= 1
-            if not self._reading[name]:
-                del self._reading[name]
-            self._loaded(task.part, task.error)
-        else:
-            self._stored(task, task.job.parts[0])
+        if task.error is not None:
+            self._warn(task.error)
         for file in task.victims:
             self._free(task, file.key, file.shard)
-        if task.job is not None:
-            part = task.job.parts[0]
-            self._free(task, part.key, part.shard)
-            if task.source is not None:
-                self._rewritten(task, task.error)
+
+    def _settle(self, task: Task) -> None:
+        """What the task held of the cap is free again, but for what it was to remove and has not."""
+        self._index.used_bytes -= task.hold
+        for file in task.victims:
+            if file in task.removed:
+                continue
+            if file.key not in task.forgotten:
+                self._insert(file)
+            elif task.error is not None and task.error.kind == "paused":  # nobody has tried to remove it
+                self._remove_anew(file)
             else:
-                self._host.done(self, task.job, task.error)
+                self._index.stick(file)
+
+    def _over(self, task: Task, job: Job) -> None:
+        part = job.parts[0]
+        if task.is_load:
+            kind, file = task.error.kind if task.error is not None else "", self._file(part.key, part.shard)
+            if kind == "missing" and file is not None and file != task.file:
+                task.file, task.error = file, None  # it was written anew meanwhile
+                self._give(task, self._loads)
+                return
+            self._reading[part.key, part.shard] -= 1
+            if not self._reading[part.key, part.shard]:
+                del self._reading[part.key, part.shard]
+            self._loaded(part, task.error)
+        else:
+            self._settle(task)
+            self._stored(task, part)
+        for file in task.victims:
+            self._free(task, file.key, file.shard)
+        self._free(task, part.key, part.shard)
+        if task.source is not None:
+            self._rewritten(task, task.error)
+        else:
+            self._host.done(self, job, task.error)
 
     def _free(self, task: Task, key: bytes, shard: int) -> None:
         """A task is done with this file: what is to be stored there may be begun."""
@@ -352,8 +371,8 @@ class DiskFiles(StoreTier):
             for job in self._later.pop((key, shard), ()):
                 self.store(job)
 
-    def _probed(self, error: TierError | None) -> None:
-        kind = error.kind if error is not None else ""
+    def _probed(self, work: Work) -> None:
+        error, kind = work.error, work.error.kind if work.error is not None else ""
         is_of_file = kind not in ("", "gone", "paused", "cancelled", *_OF_THE_DISK, *_NOT_OF_THE_DISK)
         self._health.probed(works=error is None or is_of_file)
         if error is not None and kind in _OF_THE_DISK:
@@ -361,12 +380,12 @@ class DiskFiles(StoreTier):
 
     def _insert(self, file: ChunkFile) -> None:
         """There is this file; it counts as not used for longest."""
-        self._account.used_bytes += self._index.add(file)
+        self._index.add(file)
         self.note([file.key])
 
     def _stored(self, task: Task, part: Part) -> None:
         error = task.error
-        self._account.coming -= 1
+        self._index.coming -= 1
         source = task.source
         file = task.file or file_of(part, self._folder.block_bytes)
         if source is not None and task.is_unread:
@@ -375,8 +394,8 @@ class DiskFiles(StoreTier):
         if error is None:
             self._health.wrote()
             self._count("stored")
-            if self._account.stuck:
-                self._account.replaced(file, file_of(part, self._folder.block_bytes))
+            if self._index.stuck:
+                self._index.unstick(file, file_of(part, self._folder.block_bytes))
             is_gone = part.key in task.forgotten
             if source is not None and source in self._index.of(part.key):
                 self._replaced(source, file)
@@ -388,27 +407,26 @@ class DiskFiles(StoreTier):
                 self._remove([file], is_forgotten=True)
             return
         if error.is_left:
-            self._account.stick(file, is_unfinished=True)
+            self._index.stick(file, is_unfinished=True)
         if error.kind != "cancelled":
             self._warn(error)
             self._not_stored([part.key], str(error))
             if error.kind in _DISK_FAULTS:
                 self._health.not_written(is_read_only=error.kind == "read_only")
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
-                self._account.full()
+                self._index.full()
 
     def _replaced(self, source: ChunkFile, file: ChunkFile) -> None:
         """The chunk keeps its key and has another file, or the same one anew."""
         if file != source:
             self._index.replace(source, file)
-            self._account.used_bytes += file.charge - source.charge
             self._remove_unfound(source)
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.of(part.key)
         if error is None:
             if (file := self._file(part.key, part.shard)) is not None:
-                self._index.loaded(file)
+                self._index.note(file, 1)
                 self._note()
             self._health.read(part.key, part.shard)
             self._count("loaded")

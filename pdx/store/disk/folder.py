@@ -1,10 +1,14 @@
-"""What the threads of a disk tier do in its folder: read, write and remove its files, for one task each."""
+"""What the threads of a disk tier do in its folder: read, write and remove its files; and what they find out about its
+file system: whether it takes direct I/O, its blocks, and whether the folder is still the same one."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,23 +16,23 @@ import msgspec
 
 from pdx.errors import TierError
 from pdx.memory.arena import Arena
-from pdx.store.codecs.codec import LOSSLESS
-from pdx.store.disk import chunk_file, listing, pins
-from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store import chunk_format
+from pdx.store.chunk_format import HEADER_BYTES, aligned
+from pdx.store.disk import chunk_file, pins
+from pdx.store.disk.chunk_file import PARTIAL, ChunkFile, some_file
+from pdx.store.disk.index import Untold
 from pdx.store.recoding import Recoding
-from pdx.store.threads import Work
-from pdx.store.tier import Part
+from pdx.store.store_tier import Work
+from pdx.store.tier import Job, Part
+
+_MOST_BLOCK_BYTES = 64 << 20  # larger ones are none
 
 
 class Task(Work):
-    """Work for a thread: a job, or only files to remove, or a probe. The thread sets `left`, too."""
+    """A job, or only files to remove. The thread sets `removed`, too."""
 
-    is_probe: bool = False  # whether the folder is there, and a file of it can be read: …
-    probed: ChunkFile | None = None  # … this one, if there is one
-    used: Sequence[tuple[ChunkFile, int]] = ()  # whose files are to say so, and how many times they were loaded
-    pins: Mapping[bytes, int] = {}  # how often chunks are pinned now, which the file of pins is to say …
-    num_pinned: int = 0  # … and how many are
     victims: Sequence[ChunkFile] = ()  # to be removed first
+    removed: set[ChunkFile] = msgspec.field(default_factory=set)  # of these
     reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
     charge: int = 0  # of these, what its file takes if it is not encoded
@@ -38,11 +42,6 @@ class Task(Work):
     is_unread: bool = False  # that could not be read, which the thread sets
     is_unfound: bool = False  # its victim cannot be found, nor keeps its key from being found
     forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
-    left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
-
-    def drop(self, error: TierError) -> None:
-        self.error = error
-        self.left += self.victims
 
 
 def file_of(part: Part, block_bytes: int) -> ChunkFile:
@@ -50,87 +49,207 @@ def file_of(part: Part, block_bytes: int) -> ChunkFile:
     return ChunkFile(part.key, part.shard, part.layers, part.slot.nbytes, block_bytes=block_bytes)
 
 
-class Folder(msgspec.Struct, frozen=True, kw_only=True):
-    """How files are read and written there."""
+class Folder:
+    """How files are read and written there. Its methods are for threads."""
 
-    root: Path
-    arenas: Sequence[Arena]
-    is_direct: bool  # without the page cache
-    block_bytes: int  # in how many files grow
-    reserve_bytes: int  # of the file system, which are left to others
-    place: tuple[int, int]  # the folder itself, whatever its name leads to later
+    def __init__(self, root: Path, arenas: Sequence[Arena], reserve_bytes: int, clock: Callable[[], float]) -> None:
+        """`reserve_bytes` of the file system are left to others. By `clock` it is noted when the disk has answered.
+
+        :raises OSError: there is no such folder.
+        """
+        self.root = root
+        self.is_direct = False  # without the page cache
+        with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
+            self.is_direct = takes_direct(root)
+        self.block_bytes = block_bytes(root)  # in how many files grow
+        self.reserve_bytes = reserve_bytes
+        self._arenas = arenas
+        self._clock = clock
+        self._place = self._found_place()  # the folder itself, whatever its name leads to later
 
     def path(self, file: ChunkFile) -> Path:
         """Where a file is."""
         return chunk_file.path_of(self.root, file)
 
-    def do(self, task: Task, codec: str, clock: Callable[[], float], is_closing: Callable[[], bool]) -> None:
-        """On a thread. `codec`: see `StoreTier`.
+    def _found_place(self) -> tuple[int, int]:
+        info = os.stat(self.root)
+        return info.st_dev, info.st_ino
 
-        :raises TierError: it could not be done, or was cancelled, or `is_closing`.
-        """
+    def check(self) -> None:
+        """:raises TierError: the folder was removed, or its disk unmounted, and something else may be there now."""
         try:
-            listing.check_place(self.root, self.place)
-        except TierError:
-            task.left += task.victims
-            raise
-        if task.probed is not None:
+            is_there = self._found_place() == self._place
+        except FileNotFoundError:
+            is_there = False
+        except OSError as error:
+            raise TierError(f"{self.root} cannot be read: {error.strerror}", "read_failed") from error
+        if not is_there:
+            raise TierError(f"{self.root} is not there any more", "gone")
+
+    def probe(self, file: ChunkFile | None, work: Work) -> None:
+        """Whether the folder is there, and this file of it can be read.
+
+        :raises TierError: it is not, or cannot.
+        """
+        self.check()
+        if file is not None:
             with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
-                chunk_file.verify(self.path(task.probed), is_direct=self.is_direct)
-        for file, loads in task.used:
-            task.seen_at = clock()
+                chunk_file.verify(self.path(file), is_direct=self.is_direct)
+
+    def tell(self, untold: Untold, work: Work) -> None:
+        """Have files say that they were loaded, and what is pinned.
+
+        :raises TierError: the folder is gone, or what is pinned cannot be written.
+        """
+        self.check()
+        for file, loads in untold.uses:
+            work.seen_at = self._clock()
             chunk_file.touch(self.path(file), loads)
-        if task.pins:
-            task.seen_at = clock()
-            pins.write(self.root, task.pins, task.num_pinned)
+        if untold.pins:
+            work.seen_at = self._clock()
+            pins.write(self.root, untold.pins, untold.num_pinned)
+
+    def clear(self, task: Task) -> None:
+        """Remove the victims of a task.
+
+        :raises TierError: one cannot be removed, which keeps no other, or the folder is gone.
+        """
+        self.check()
         for file in task.victims:
-            task.seen_at = clock()
-            old = self.path(file)
+            task.seen_at = self._clock()
             try:
                 if file is task.reused and task.error is None:
-                    chunk_file.reuse(old, self.path(file_of(task.part, self.block_bytes)))
+                    chunk_file.reuse(self.path(file), self.path(file_of(task.part, self.block_bytes)))
                 else:
-                    chunk_file.remove(old)
+                    chunk_file.remove(self.path(file))
+                task.removed.add(file)
             except TierError as error:
-                task.left.append(file)
                 task.error = TierError(str(error), error.kind)
-        if task.job is None or task.error is not None:
-            return
-        part = task.part
+        if task.error is not None:
+            raise task.error
 
-        def is_over() -> bool:
-            task.seen_at = clock()
-            is_cancelled = task.is_cancelled or (task.recoding is not None and task.recoding.is_cancelled)
-            return is_cancelled or is_closing()
+    def load(self, task: Task, job: Job, is_over: Callable[[], bool]) -> None:
+        """Read the file of a job into the arena.
 
-        task.job.start_ns = time.monotonic_ns()
-        if task.is_load:
-            file, arena = task.file or file_of(part, self.block_bytes), self.arenas[part.slot.arena]
-            is_direct = self.is_direct
-            codec = chunk_file.read(self.path(file), part, arena, is_over, is_direct=is_direct, coded=file.coded)
-            task.job.form = "" if codec == LOSSLESS else codec
-        else:
-            source: Arena | chunk_file.Contents = self.arenas[part.slot.arena]
-            used_ns, codec = None, part.form or codec
-            if task.source is not None and task.recoding is not None:
-                codec = task.recoding.codec
-                try:
-                    read = partial(chunk_file.contents, self.path(task.source), task.source, is_over)
-                    found = read(is_direct=self.is_direct)
-                except TierError:
-                    task.is_unread = True
-                    raise
-                source, used_ns = found, found.used_ns
-            coded = chunk_file.write(
-                self.path(file_of(part, self.block_bytes)),
-                part,
-                source,
-                is_over,
-                is_direct=self.is_direct,
-                reserve_bytes=self.reserve_bytes,
-                codec=codec,
-                used_ns=used_ns,
-            )
-            file = task.file = msgspec.structs.replace(file_of(part, self.block_bytes), coded=coded)
-        task.job.coded_bytes = file.coded
-        task.job.end_ns = time.monotonic_ns()
+        :raises TierError: it could not be done, or `is_over`, or the folder is gone.
+        """
+        self.check()
+        file = task.file or file_of(task.part, self.block_bytes)
+        path, is_over = self.path(file), partial(self._is_over, task, is_over)
+
+        def read(into: Sequence[memoryview]) -> int:
+            return chunk_file.read(path, into, is_over, is_direct=self.is_direct).st_size
+
+        chunk_format.load(job, self._arenas[task.part.slot.arena], path, read, is_over, file.coded)
+
+    def store(self, task: Task, job: Job, codec: str, is_over: Callable[[], bool]) -> None:
+        """Write the file of a job, in place of its victims: from the arena by a codec, or another file anew.
+
+        :raises TierError: it could not be done, or `is_over`, or the folder is gone.
+        """
+        self.clear(task)
+        part, is_over = task.part, partial(self._is_over, task, is_over)
+        source: Arena | chunk_file.Contents = self._arenas[part.slot.arena]
+        used_ns = None
+        job.start_ns = time.monotonic_ns()
+        if task.source is not None and task.recoding is not None:
+            codec = task.recoding.codec
+            try:
+                source = chunk_file.contents(self.path(task.source), task.source, is_over, is_direct=self.is_direct)
+            except TierError:
+                task.is_unread = True
+                raise
+            used_ns = source.used_ns
+        file = file_of(part, self.block_bytes)
+        job.coded_bytes = chunk_file.write(
+            self.path(file),
+            part,
+            source,
+            is_over,
+            is_direct=self.is_direct,
+            reserve_bytes=self.reserve_bytes,
+            codec=codec,
+            used_ns=used_ns,
+        )
+        task.file = msgspec.structs.replace(file, coded=job.coded_bytes)
+        job.end_ns = time.monotonic_ns()
+
+    def _is_over(self, task: Task, is_over: Callable[[], bool]) -> bool:
+        task.seen_at = self._clock()
+        return task.is_cancelled or (task.recoding is not None and task.recoding.is_cancelled) or is_over()
+
+
+def block_bytes(root: Path) -> int:
+    """In how many bytes files grow on the disk. Where nothing can be written, as the file system says it, which does
+    not know of clusters.
+
+    :raises OSError: there is no such folder.
+    """
+    block = os.statvfs(root).f_frsize or HEADER_BYTES
+    takes = 0
+    with contextlib.suppress(OSError):
+        fd = _unnamed(root, 0)
+        try:
+            os.ftruncate(fd, HEADER_BYTES)  # so that file systems do not reserve more than that
+            os.pwrite(fd, bytes(HEADER_BYTES), 0)
+            os.fsync(fd)
+            takes = os.fstat(fd).st_blocks * 512
+        finally:
+            os.close(fd)
+    return takes if max(block, HEADER_BYTES) < takes <= _MOST_BLOCK_BYTES else block
+
+
+def takes_direct(root: Path) -> bool:
+    """Whether the file system of a folder reads and writes without its page cache; also where it is full or read-only,
+    if it has a file.
+
+    :raises OSError: nothing can be written there, and there is nothing to read.
+    """
+    try:
+        fd = _unnamed(root, os.O_DIRECT)
+        try:
+            return os.pwritev(fd, [aligned(HEADER_BYTES)], 0) == HEADER_BYTES
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        some = some_file(root)
+        if some is None:
+            raise
+        return reads_direct(some)
+
+
+def _unnamed(root: Path, flags: int) -> int:
+    """A new file, opened with `flags`, which is gone when it is closed; where the file system has no such files, one
+    of a name that nobody else has."""
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(root, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    fd, name = tempfile.mkstemp(PARTIAL, "tier-", root)
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW)
+    finally:
+        os.close(fd)
+        os.unlink(name)
+
+
+def reads_direct(path: Path) -> bool:
+    """Whether this file is read without the page cache.
+
+    :raises OSError: it cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+        try:
+            os.preadv(fd, [aligned(HEADER_BYTES)], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True

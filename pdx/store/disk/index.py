@@ -1,30 +1,52 @@
-"""Which files a disk tier can find, in the order in which their chunks were used, and what they do not say yet: how
-often they were loaded, and what is pinned. No I/O, no threads here."""
+"""Which files a disk tier can find, in the order in which their chunks were used, what they take of its cap, and what
+they do not say yet: how often they were loaded, and what is pinned. No I/O, no threads here."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pdx.store.disk.chunk_file import ChunkFile
-from pdx.store.disk.folder import Task
 from pdx.store.tier import Held
 
 MAX_USES = 1 << 16  # files that are to say that they were loaded
 MAX_SPARED = 32  # files that are passed over for one store, because requests find their chunks in memory
+FULL_S = 60.0  # so long new files take the place of old ones after the disk was full before the cap was reached
+
+
+class Untold(NamedTuple):
+    """What a thread is to write: loads that files are to say, how often chunks are pinned now, and how many are."""
+
+    uses: Sequence[tuple[ChunkFile, int]]
+    pins: Mapping[bytes, int]
+    num_pinned: int
 
 
 class FileIndex:
-    """Owned by the control loop. Each call costs what it names."""
+    """Owned by the control loop. Each call costs what it names.
 
-    def __init__(self) -> None:
+    What may be on the disk never exceeds the cap. Files count, files that are being written, and files until they are
+    removed; also what can be neither found nor removed.
+    """
+
+    def __init__(self, limit_bytes: int, clock: Callable[[], float]) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0  # of the cap …
+        self.leaving = 0  # … of these, files that are to be removed in place of no other
+        self.coming = 0  # files that are being written
+        # What cannot be found, nor removed, until it is replaced: which file, and whether it is unfinished.
+        self.stuck: set[tuple[ChunkFile, bool]] = set()
+        self._clock = clock
+        self._reached = limit_bytes  # bytes of files when the disk was full, until …
+        self._reached_until = 0.0
         self._files: OrderedDict[bytes, tuple[ChunkFile, ...]] = OrderedDict()  # by key; the last used is at the end …
         self._pinned: dict[bytes, tuple[ChunkFile, ...]] = {}  # … and those that stay, which no search looks at
         self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
         self.pins: Counter[bytes] = Counter()  # keys that stay, and how often they were pinned
         self.pinned_bytes = 0  # of the cap, of these
-        self.nbytes = 0  # of the cap, of all files
+        self.nbytes = 0  # of the cap, of all files that can be found
         self.num_files = 0  # each shard counted
         self._untold_uses: Counter[ChunkFile] = Counter()  # loads that files are to say …
         self._untold_pins: dict[bytes, int] = {}  # … and how often chunks are pinned
@@ -77,6 +99,37 @@ class FileIndex:
             self._files[key] = self._pinned.pop(key)  # it counts as used now
         self._untold_pins[key] = self.pins[key]
 
+    # ---- the cap ----------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk was found to be full, because others use it, too."""
+        return self._clock() < self._reached_until
+
+    def full(self) -> None:
+        """It has no room for more than there is, for a while."""
+        self._reached, self._reached_until = self.used_bytes, self._clock() + FULL_S
+
+    def lack(self, nbytes: int) -> int:
+        """Bytes that must go so that these have room; none where it is not positive."""
+        return self.used_bytes + nbytes - (self._reached if self._clock() < self._reached_until else self.limit_bytes)
+
+    @property
+    def excess(self) -> int:
+        """Bytes above the cap when all that leaves is gone."""
+        return self.used_bytes - self.leaving - self.limit_bytes
+
+    def stick(self, file: ChunkFile, *, is_unfinished: bool = False) -> None:
+        """This is there, is not found, and could not be removed."""
+        self.used_bytes += file.charge * ((file, is_unfinished) not in self.stuck)
+        self.stuck.add((file, is_unfinished))
+
+    def unstick(self, file: ChunkFile, unfinished: ChunkFile) -> None:
+        """A file of that name was written, by way of an unfinished one: neither is stuck any more."""
+        gone = {(file, False), (unfinished, True)} & self.stuck
+        self.used_bytes -= file.charge * len(gone)
+        self.stuck -= gone
+
     # ---- use --------------------------------------------------------------------------------
 
     def hits(self, key: bytes) -> int:
@@ -121,32 +174,32 @@ class FileIndex:
 
     # ---- what files are to say --------------------------------------------------------------
 
-    def loaded(self, file: ChunkFile) -> None:
-        """Once more."""
-        self._untold_uses[file] += 1
+    def note(self, file: ChunkFile, loads: int) -> None:
+        """It was used now, and loaded so many times more."""
+        self._untold_uses[file] += loads
         if len(self._untold_uses) > MAX_USES:
             del self._untold_uses[next(iter(self._untold_uses))]
 
-    def tell(self, *, always: bool = False) -> Task | None:
+    def tell(self, *, always: bool = False) -> Untold | None:
         """What a thread is to write, where none writes, or `always`."""
         if not (self._untold_uses or self._untold_pins) or (self._is_telling and not always):
             return None
         self._is_telling = True
-        task = Task(used=list(self._untold_uses.items()), pins=self._untold_pins, num_pinned=len(self.pins))
+        untold = Untold(list(self._untold_uses.items()), self._untold_pins, len(self.pins))
         self._untold_uses.clear()
         self._untold_pins = {}
-        return task
+        return untold
 
-    def told(self, task: Task) -> None:
+    def told(self, untold: Untold, *, is_done: bool) -> None:
         """It is written; or, where that failed, what is pinned is written with the next."""
         self._is_telling = False
-        if task.error is not None:
-            self._untold_pins = {**task.pins, **self._untold_pins}
+        if not is_done:
+            self._untold_pins = {**untold.pins, **self._untold_pins}
 
     # ---- what is there ----------------------------------------------------------------------
 
-    def add(self, file: ChunkFile) -> int:
-        """There is this file; it counts as not used for longest. Its bytes of the cap."""
+    def add(self, file: ChunkFile) -> None:
+        """There is this file; it counts as not used for longest."""
         key, charge = file.key, file.charge
         if key in self.pins:
             self._pinned[key] = *self._pinned.get(key, ()), file
@@ -156,7 +209,7 @@ class FileIndex:
             self._files.move_to_end(key, last=False)
         self.num_files += 1
         self.nbytes += charge
-        return charge
+        self.used_bytes += charge
 
     def replace(self, old: ChunkFile, new: ChunkFile) -> None:
         """The same chunk of the same shard is in another file from now on."""
@@ -164,10 +217,11 @@ class FileIndex:
         of_key = tuple(new if file == old else file for file in self.of(old.key))
         (self._pinned if is_pinned else self._files)[old.key] = of_key
         self.nbytes += new.charge - old.charge
+        self.used_bytes += new.charge - old.charge
         self.pinned_bytes += (new.charge - old.charge) * is_pinned
 
     def remove(self, files: Sequence[ChunkFile]) -> None:
-        """These cannot be found any more: all files of their chunks."""
+        """These cannot be found any more: all files of their chunks. They count until they are removed."""
         for file in files:
             if file.key in self.pins:
                 self.pin(file.key, -self.pins[file.key])

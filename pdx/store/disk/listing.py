@@ -1,5 +1,5 @@
-"""What a disk tier finds in its folder when it starts: the files from before, those that were used last first, how
-much of its cap the disk has, and whether the folder is still the same one later.
+"""What a disk tier finds in its folder when it starts: the files from before, those that were used last first, and how
+much of its cap the disk has.
 
 Everything here waits for the disk.
 """
@@ -105,27 +105,6 @@ def listed(root: Path, is_over: Over, max_files: int, block_bytes: int) -> Itera
             yield from ((0, each) for each in useless)
     # Merging lists lets other threads run in between, as sorting all at once does not.
     yield from ((time_ns, file) for time_ns, file in heapq.merge(*found, reverse=True))
-
-
-def place_of(root: Path) -> tuple[int, int]:
-    """The folder itself, whatever its name leads to later.
-
-    :raises OSError: there is none.
-    """
-    info = os.stat(root)
-    return info.st_dev, info.st_ino
-
-
-def check_place(root: Path, place: tuple[int, int]) -> None:
-    """:raises TierError: the folder was removed, or its disk unmounted, and something else may be there now."""
-    try:
-        is_there = place_of(root) == place
-    except FileNotFoundError:
-        is_there = False
-    except OSError as error:
-        raise TierError(f"{root} cannot be read: {error.strerror}", "read_failed") from error
-    if not is_there:
-        raise TierError(f"{root} is not there any more", "gone")
 
 
 def _listed(

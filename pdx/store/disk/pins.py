@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdx.errors import TierError
-from pdx.store.disk.system_calls import write_all
+from pdx.store.disk.chunk_file import write_all
 
 MAX_BYTES = 256 << 20
 NAME = "tier.pins"

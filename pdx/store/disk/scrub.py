@@ -16,7 +16,7 @@ import msgspec
 
 from pdx.errors import ConfigError, TierError
 from pdx.store.disk import chunk_file
-from pdx.store.disk.file_system import reads_direct
+from pdx.store.disk.folder import reads_direct
 
 THREADS = 4
 _AHEAD = 4 * THREADS

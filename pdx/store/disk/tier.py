@@ -31,14 +31,14 @@ from pdx.memory.keys import is_named
 from pdx.security.socket_lock import owned
 from pdx.store.codecs.codec import NONE
 from pdx.store.copy import Copy
-from pdx.store.disk import chunk_file, file_system, listing, pins
+from pdx.store.disk import chunk_file, listing, pins
 from pdx.store.disk import files as disk_files
-from pdx.store.disk.account import Account
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.files import DiskFiles
 from pdx.store.disk.folder import Folder
 from pdx.store.disk.listing import Batch, Useless
 from pdx.store.health import SILENT
+from pdx.store.store_tier import Work
 from pdx.store.tier import Grant, Held, TierHost
 from pdx.wire.status import COUNTING, TierStatus
 
@@ -80,19 +80,8 @@ class DiskTier(DiskFiles):
         self.named_at: dict[bytes, int] = {}
         self._lock = contextlib.ExitStack()
         lock = self._lock.enter_context(owned(root / "tier", partial(self._taken, root), may_be_read_only=True))
-        is_direct = False
-        with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
-            is_direct = file_system.takes_direct(root)
-        folder = Folder(
-            root=root,
-            arenas=host.memory,
-            is_direct=is_direct,
-            block_bytes=file_system.block_bytes(root),
-            reserve_bytes=reserve_bytes,
-            place=listing.place_of(root),
-        )
-        account = Account(listing.attainable(root, limit_bytes, reserve_bytes, env.counters), env.clock)
-        super().__init__(host, folder, account, codec)
+        folder = Folder(root, host.memory, reserve_bytes, env.clock)
+        super().__init__(host, folder, listing.attainable(root, limit_bytes, reserve_bytes, env.counters), codec)
         if not lock.is_written:
             self._health.begins_read_only(is_ours=lock.is_held)
             self._warn(TierError(f"{root} is read-only: chunks are loaded from there, and none stored", "read_only"))
@@ -100,7 +89,7 @@ class DiskTier(DiskFiles):
             self._index.pins.update(pins.read(root))
         except TierError as error:
             self._warn(error)
-        if not is_direct:
+        if not folder.is_direct:
             self._count("not_direct")
             log.warning("%s is read and written through the page cache: no direct I/O there", root)
         post = env.mailbox.post
@@ -108,7 +97,7 @@ class DiskTier(DiskFiles):
             listing.count,
             root,
             disk_files.MAX_FILES,
-            self._folder.block_bytes,
+            folder.block_bytes,
             self._is_scan_over,
             post,
             self._found,
@@ -128,7 +117,7 @@ class DiskTier(DiskFiles):
         state = self._health.text or ("" if self._threads.takes(self._writes) else "writes do not return")
         if not state and not self.is_counted:
             state = COUNTING if self.is_listing else self._scan
-        elif not state and self._account.is_full:
+        elif not state and self._index.is_full:
             state = "full"
         elif not state:
             state = "ok" if self._folder.is_direct else "by way of the page cache"
@@ -212,7 +201,7 @@ class DiskTier(DiskFiles):
         self._admitted[copy.number] = self._forgotten.moment()
         granted: list[int] = []
         takes_stores, shards = self.takes_stores, copy.shards
-        limit_bytes, block_bytes = self._account.limit_bytes, self._folder.block_bytes
+        limit_bytes, block_bytes = self._index.limit_bytes, self._folder.block_bytes
         for index, key in enumerate(copy.keys):
             if self._index.held(key, shards) is not None:
                 continue
@@ -268,9 +257,9 @@ class DiskTier(DiskFiles):
         has_ended = self._threads.close(timeout_s)
         self._scanner.join(timeout_s if has_ended else 0.0)
         has_ended = has_ended and not self._scanner.is_alive()
-        if has_ended and (task := self._index.tell(always=True)) is not None:
+        if has_ended and (untold := self._index.tell(always=True)) is not None:
             with contextlib.suppress(TierError):  # what is not written is lost
-                self.perform(task)
+                self._folder.tell(untold, Work())
         for job in itertools.chain.from_iterable(self._later.values()):
             self._end(job, TierError("the disk tier is closed", "cancelled"))
         self._later.clear()
@@ -282,7 +271,7 @@ class DiskTier(DiskFiles):
         self._heard_at = self.env.clock()
         for time_ns, file in batch:
             if isinstance(file, Useless):
-                self._account.used_bytes += file.nbytes
+                self._index.used_bytes += file.nbytes
                 if file.why.kind == "index_full":
                     self._index_is_full(1)
                 elif file.why.kind in ("unfinished", "foreign"):
@@ -301,7 +290,7 @@ class DiskTier(DiskFiles):
                 self.evict([file.key])
         surplus = self.num_chunks - disk_files.MAX_FILES
         self._index_is_full(surplus)
-        files, _ = self._index.oldest(self._account.excess, surplus, self._host.is_used)
+        files, _ = self._index.oldest(self._index.excess, surplus, self._host.is_used)
         self._remove(files, is_forgotten=False)
 
     def _scanned(self, error: TierError | None) -> None:
@@ -325,7 +314,7 @@ class DiskTier(DiskFiles):
         for key in gone:
             self._index.pin(key, -self._index.pins[key])
         too_many: list[bytes] = []
-        lack = self._account.excess
+        lack = self._index.excess
         for key in self._index.pins if lack > 0 else ():
             too_many.append(key)
             lack -= sum(file.charge for file in self._index.of(key))
@@ -337,6 +326,6 @@ class DiskTier(DiskFiles):
             self.env.counters["disk_pins_dropped"] += len(too_many)
             text = "%s: pins of %d chunks are dropped: the cap is smaller than what was pinned"
             log.warning(text, self.folder, len(too_many))
-            files, _ = self._index.oldest(self._account.excess, 0, self._host.is_used)
+            files, _ = self._index.oldest(self._index.excess, 0, self._host.is_used)
             self._remove(files, is_forgotten=False)
         self._note()

@@ -1,1 +1,1 @@
-"""The eviction policies that PDX has, one per file."""
+"""The eviction policies that PDX has."""

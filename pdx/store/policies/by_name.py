@@ -15,10 +15,10 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from pdx.errors import ConfigError
-from pdx.store.policies.expiry import Age
 from pdx.store.policies.gittins import Gittins
 from pdx.store.policies.lru import Lru
 from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.policies.ranks import Age
 from pdx.store.policies.s3fifo import S3Fifo
 
 GROUP = "pdx.policies"

@@ -1,15 +1,24 @@
-"""Chunks in the order of their ranks: what the policies are made of that know a chunk again after it was held."""
+"""Chunks in the order of their ranks, for policies that know a chunk again after it was held; and those policies that
+are no more than such an order.
+
+Wanted: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with CachedAttention", ATC
+2024, section 3.3.2 (scheduler-aware eviction). Idle time: its section 4.3.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
+from msgspec.structs import replace
 from sortedcontainers import SortedKeyList
 
 from pdx.store.chunk import Chunk, Rank
+from pdx.store.deadlines import Deadlines
 from pdx.store.policies.policy import EvictionPolicy
+
+MAX_PAST = 4096  # at one time: to move them takes 15 ms of the control loop
 
 
 class Ranks:
@@ -64,3 +73,80 @@ class Ranked(EvictionPolicy):
 
     def victims(self, start: Chunk | None) -> Iterator[Chunk]:
         return self._ranks.within(start)
+
+
+class Expected(Ranked):
+    """What applications expect to be wanted again (`Hints.reuse_s`): chunks of one priority, what is expected last first,
+    the end of a prompt before its beginning.
+
+    It is Belady's order, as far as applications know the future. Whose time has passed is on another level
+    (`pdx.store.eviction`).
+    """
+
+    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+        first = _first(chunk.keep.expected_at)
+        if chunk.rank is None or chunk.rank[0] != first:
+            chunk.rank = self._ranks.new(before, first)
+        self._ranks.add(chunk)
+
+    def past(self, now: float) -> list[Chunk]:
+        """Those that were expected by now, or some of them."""
+        past = (chunk for chunk in self._ranks.between((_first(now), -1, 0), None) if chunk.keep.expected_at <= now)
+        return list(itertools.islice(past, MAX_PAST))
+
+
+def _first(at: float) -> int:
+    """What the rank begins with of what is expected then: milliseconds, the sooner the more."""
+    return -int(at * 1000)
+
+
+class Wanted(Ranked):
+    """Chunks that the queue wants; first goes what the last request wants, from the end of its prompt."""
+
+    def __init__(self, places: Mapping[bytes, Mapping[int, int]]) -> None:
+        """`places`: by key, where in its prompt each request that wants it has it, the first in the queue first."""
+        self._places = places
+        super().__init__()
+
+    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+        """See `EvictionPolicy.insert`. A chunk whose place changes is held and inserted again."""
+        number, index = next(iter(self._places[chunk.key].items()))
+        chunk.rank = -number, -index, 0
+        self._ranks.add(chunk)
+
+
+class Age(Ranked):
+    """A chunk goes `seconds` after it was sealed, whether there is room or not; for room the oldest goes first.
+
+    Use does not lengthen its life, unless it `is_idle`: then the time counts from the end of the last lease or pin, and
+    for room the one that was used longest ago goes first. What is leased then is not found any more and goes with its
+    last lease; what is pinned goes when it is unpinned.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float], *, is_idle: bool = False) -> None:
+        super().__init__()
+        self._is_idle = is_idle
+        self._seconds = seconds
+        self._clock = clock
+        self._ends: Deadlines[Chunk] = Deadlines()
+
+    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+        if chunk.rank is None:
+            chunk.rank = self._ranks.new(before)
+            if not chunk.keep.expires_at:
+                chunk.keep = replace(chunk.keep, expires_at=self._clock() + self._seconds)
+        self._ends.add((chunk,), chunk.keep.expires_at)
+        self._ranks.add(chunk)
+
+    def hold(self, chunk: Chunk) -> None:
+        super().hold(chunk)
+        if self._is_idle:
+            self.remove(chunk)
+            chunk.keep = replace(chunk.keep, expires_at=0.0)
+
+    def remove(self, chunk: Chunk) -> None:
+        self._ends.discard(chunk, chunk.keep.expires_at)
+        super().remove(chunk)
+
+    def overdue(self) -> list[Chunk]:
+        return [chunk for chunk in self._ends.take(self._clock()) if not chunk.keep.pins]

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from pdx.errors import TierError
-from pdx.store.remote.objects import held_in_all, name_of
 from pdx.store.store_tier import Forgotten
 from pdx.store.tier import Held
 from pdx.telemetry.env import Env
@@ -25,6 +24,11 @@ MAX_KNOWN = 1 << 17  # keys
 MAX_SOUGHT = 1024  # questions that threads have, or that wait for one
 MAX_LEAVING = 1 << 17  # keys that are to be removed
 MAX_NAMES = 1024  # in one call
+
+
+def name_of(key: bytes, shard: int) -> str:
+    """Under which a chunk of one shard lies there."""
+    return f"v3/{key.hex()}-{shard}"
 
 
 class Question(msgspec.Struct, eq=False):
@@ -165,7 +169,7 @@ class Catalog:
             if error is not None:
                 told += self._end(question, error)
                 continue
-            found = [held_in_all(list(itertools.islice(sizes, question.shards))) for _ in keys]
+            found = [_held_in_all(list(itertools.islice(sizes, question.shards))) for _ in keys]
             self._learn(question, keys, found)
             told += keys
             question.at += len(keys)
@@ -267,3 +271,8 @@ class Catalog:
                 self._forgotten.note(key)
             else:
                 self._to_remove[key] = max(shards, self._to_remove.get(key, 0))
+
+
+def _held_in_all(of_shards: Sequence[Held | None]) -> Held | None:
+    """What there is of a key, if all of its shards are alike."""
+    return of_shards[0] if len(set(of_shards)) == 1 else None

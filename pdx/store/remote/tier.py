@@ -19,24 +19,35 @@ then one call tells whether it is back. Until it has answered for the first time
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
 
 from pdx.errors import LayoutError, StaleSlot, TierError
-from pdx.store.chunk_format import EncodedHeader, header_bytes, packed, whole_header
-from pdx.store.codecs.codec import LOSSLESS, NONE
+from pdx.memory.arena import round_up
+from pdx.memory.slot import Slot
+from pdx.store import chunk_format
+from pdx.store.chunk_format import (
+    EncodedHeader,
+    Over,
+    aligned,
+    end_if,
+    header_bytes,
+    packed,
+    parsed,
+    unpacked,
+    whole_header,
+)
+from pdx.store.codecs.codec import NONE
 from pdx.store.copy import Copy
 from pdx.store.health import PAUSE_S
 from pdx.store.recoding import Pair, Recoding
-from pdx.store.remote.backend import Backend
-from pdx.store.remote.catalog import Asked, Catalog
-from pdx.store.remote.objects import held_of, name_of, placed, recode, size_of
-from pdx.store.store_tier import OF_STORES, StoreTier
-from pdx.store.threads import Lane, Work
-from pdx.store.tier import Grant, Held, Job, TierHost
+from pdx.store.remote.backend import Backend, Found
+from pdx.store.remote.catalog import Asked, Catalog, name_of
+from pdx.store.store_tier import OF_STORES, Lane, StoreTier, Work
+from pdx.store.tier import Grant, Held, Job, Part, TierHost
 from pdx.wire.base import MAX_LAYERS
 from pdx.wire.status import TierStatus
 
@@ -47,14 +58,6 @@ HEAD_BYTES = 1024  # the header of a chunk with up to about 100 slices
 _FAULTS = ("unreachable", "timeout", "denied", "untrusted", "failed")  # of the store …
 _ENDS_CONNECTION = ("unreachable", "timeout")
 _OF_CHUNKS = ("missing", "corrupt", "truncated", "outdated")  # … and of what is there
-
-
-class _Call(Work):
-    """A job, or a call of the tier's own with what follows it on the control loop."""
-
-    call: Callable[[], Any] = lambda: None
-    then: Callable[[_Call], None] = lambda call: None
-    result: Any = None
 
 
 class RemoteTier(StoreTier):
@@ -90,15 +93,15 @@ class RemoteTier(StoreTier):
         """Whether something may be asked of it now. After a pause one call finds out whether it is back."""
         if self._health.begins_probe():
             # What a new connection takes would count as what the store takes for the first loads, which would not pay.
-            self._call(self._asks, partial(self._backend.connect, THREADS), self._pinged)
+            self._call(self._asks, lambda work: self._backend.connect(THREADS), self._pinged)
         return not self._health.doubt
 
-    def _pinged(self, call: _Call) -> None:
-        self._health.probed(works=call.error is None)
-        if call.error is None:
+    def _pinged(self, work: Work) -> None:
+        self._health.probed(works=work.error is None)
+        if work.error is None:
             log.info("the remote store %s answers", self._backend.place)
         else:
-            self._pause(call.error)
+            self._pause(work.error)
 
     def _pause(self, error: TierError) -> None:
         self._health.doubts(f"{error.kind}: {error}")
@@ -115,13 +118,10 @@ class RemoteTier(StoreTier):
             elif not self._health.doubt and error.kind in _ENDS_CONNECTION:  # a new one may take longer than a question
                 self._call(self._asks, self._connect)
 
-    def _connect(self) -> None:
+    def _connect(self, work: Work) -> None:
         """On a thread: in place of a connection that ended with a call."""
         self._end_if_paused()
         self._backend.connect(1)
-
-    def _call(self, lane: Lane, call: Callable[[], Any], then: Callable[[_Call], None] = lambda call: None) -> None:
-        self._give(_Call(call=call, then=then), lane)
 
     # ---- what is there ----------------------------------------------------------------------
 
@@ -166,19 +166,19 @@ class RemoteTier(StoreTier):
             ]
             self._call(self._asks, partial(self._look, names), partial(self._answered, asked))
 
-    def _look(self, names: Sequence[str]) -> list[Held | None]:
+    def _look(self, names: Sequence[str], work: Work) -> list[Held | None]:
         """On a thread."""
         self._end_if_paused()
         return self._sizes(names)
 
-    def _answered(self, asked: Asked, call: _Call) -> None:
-        error = call.error
+    def _answered(self, asked: Asked, work: Work) -> None:
+        error = work.error
         self._went(error)
         if error is not None and error.kind == "paused":
             self._count("not_asked", len(asked))
         elif error is not None and error.kind != "cancelled":
             self._warn(error, "what was asked for counts as missing")
-        told = self._catalog.answered(asked, iter(call.result or ()), error)
+        told = self._catalog.answered(asked, iter(work.result or ()), error)
         self.answer_s = self._catalog.answer_s
         self._host.answered(told)
 
@@ -190,7 +190,7 @@ class RemoteTier(StoreTier):
             again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS, is_encoded=True))
             for at, found in zip(more, again, strict=True):
                 heads[at] = found
-        return [held_of(found, name) for found, name in zip(heads, names, strict=True)]
+        return [_held_of(found, name) for found, name in zip(heads, names, strict=True)]
 
     # ---- copies -----------------------------------------------------------------------------
 
@@ -216,10 +216,10 @@ class RemoteTier(StoreTier):
             self._end(job)
         else:
             self._catalog.writes(key, 1)
-            self._give(_Call(job), self._stores)
+            self._give(Work(job), self._stores)
 
     def load(self, job: Job) -> None:
-        self._give(_Call(job, is_load=True), self._loads)
+        self._give(Work(job, is_load=True), self._loads)
 
     def tick(self) -> None:
         if self._catalog.num_leaving and self._answers():
@@ -243,11 +243,11 @@ class RemoteTier(StoreTier):
             self._catalog.writes(key, 1)
         most_bytes = max(arena.nbytes for arena in self._host.memory)
         is_over = lambda: recoding.is_cancelled or self._threads.is_closing  # noqa: E731
-        call = partial(recode, self._backend, pair, recoding.shards, recoding.codec, is_over, most_bytes=most_bytes)
+        call = partial(_recode, self._backend, pair, recoding.shards, recoding.codec, is_over, most_bytes)
         self._call(self._stores, call, partial(self._recoded, pair, recoding))
 
-    def _recoded(self, pair: Pair, recoding: Recoding, call: _Call) -> None:
-        error = call.error
+    def _recoded(self, pair: Pair, recoding: Recoding, work: Work) -> None:
+        error = work.error
         self._went(error)
         if error is not None and error.kind != "cancelled":
             self._warn(error, "the chunk is as it was")
@@ -264,13 +264,13 @@ class RemoteTier(StoreTier):
         if not self._health.doubt and self.env.clock() >= self._remove_from and (names := self._catalog.next_removed()):
             self._call(self._stores, partial(self._remove, names), self._removed)
 
-    def _remove(self, names: Sequence[str]) -> None:
+    def _remove(self, names: Sequence[str], work: Work) -> None:
         """On a thread."""
         self._end_if_paused()
         self._backend.remove(names)
 
-    def _removed(self, call: _Call) -> None:
-        error = call.error
+    def _removed(self, work: Work) -> None:
+        error = work.error
         self._went(error)
         self._catalog.removed(is_done=error is None)
         if error is None:
@@ -281,16 +281,13 @@ class RemoteTier(StoreTier):
             self._warn(error, "what was deleted is there still, and is removed later")
 
     def _ended(self, work: Work) -> None:
-        call = cast("_Call", work)
-        if call.job is None:
-            call.then(call)
+        super()._ended(work)
+        if work.job is None:
             self._ask()  # of whatever kind it was: it may have had a thread that questions wait for
-        else:
-            self._over(call, call.job)
         self._tell()
 
-    def _over(self, call: _Call, job: Job) -> None:
-        error, key, is_load = call.error, call.part.key, call.is_load
+    def _over(self, work: Work, job: Job) -> None:
+        error, key, is_load = work.error, work.part.key, work.is_load
         if not is_load:
             self._catalog.writes(key, -1)
         if error is None:
@@ -311,7 +308,7 @@ class RemoteTier(StoreTier):
         elif not is_load and self._catalog.is_leaving(key):
             self._remove_some()  # which has waited for it
         elif not is_load and error is None:
-            self._catalog.put(key, 1 << call.part.shard)
+            self._catalog.put(key, 1 << work.part.shard)
         self._tell()
         self._host.done(self, job, error)
 
@@ -331,55 +328,38 @@ class RemoteTier(StoreTier):
 
     # ---- on the threads ---------------------------------------------------------------------
 
-    def perform(self, work: Work) -> None:
-        call = cast("_Call", work)
-        if call.job is None:
-            call.result = call.call()
-        elif call.is_load:
-            self._load(call, call.job)
-        else:
-            self._store(call, call.job)
-
-    def _store(self, work: Work, job: Job) -> None:
+    def _write(self, work: Work, job: Job) -> None:
         part, name = work.part, name_of(work.part.key, work.part.shard)
         self._end_if(work)
-        if self._sizes([name]) == [size_of(part)]:
+        if self._sizes([name]) == [_size_of(part)]:
             return  # another node has stored it
         arena = self._host.memory[part.slot.arena]
         start_ns = time.monotonic_ns()
         try:
             arena.check(part.slot)
             with arena.read(part.slot.offset, part.slot.nbytes) as data:
-                parts, job.coded_bytes = packed(part, data, part.form or self._codec, lambda: work.is_cancelled)
+                found = packed(part, data, part.form or self._codec, lambda: work.is_cancelled)
+                job.coded_bytes = found.coded
                 arena.check(part.slot)
                 self._end_if(work)
-                self._backend.write(name, parts)
-                parts.clear()
+                self._backend.write(name, [found.head, found.data])
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{name} is not stored: {error}", "stale") from error
         job.start_ns, job.end_ns = start_ns, time.monotonic_ns()
 
-    def _load(self, work: Work, job: Job) -> None:
-        part, arena, name = work.part, self._host.memory[work.part.slot.arena], name_of(work.part.key, work.part.shard)
+    def _read(self, work: Work, job: Job) -> None:
+        arena, name = self._host.memory[work.part.slot.arena], name_of(work.part.key, work.part.shard)
         self._end_if(work)
-        job.start_ns = time.monotonic_ns()
-        why: TierError | None = None
         try:
-            header = placed(self._backend, arena, part, name, lambda: work.is_cancelled)
-        except (StaleSlot, LayoutError) as error:
-            raise TierError(f"{name} is not loaded: {error}", "stale") from error
+            chunk_format.load(job, arena, name, partial(self._backend.read, name), lambda: work.is_cancelled)
+            return
         except TierError as error:
             why = TierError(str(error), error.kind)  # a traceback would keep the arena's memory mapped
-        if why is not None:
-            if why.kind == "cancelled":  # nobody waits for it any more, and it tells how fast the store is
-                job.end_ns = time.monotonic_ns()
-            elif why.kind in _OF_CHUNKS and why.kind != "missing":
-                self._drop(name, why)
-            raise why
-        if isinstance(header, EncodedHeader):
-            job.coded_bytes = header.stored
-            job.form = "" if header.codec == LOSSLESS else header.codec
-        job.end_ns = time.monotonic_ns()
+        if why.kind == "cancelled":  # nobody waits for it any more, and it tells how fast the store is
+            job.end_ns = time.monotonic_ns()
+        elif why.kind in _OF_CHUNKS and why.kind != "missing":
+            self._drop(name, why)
+        raise why
 
     def _drop(self, name: str, error: TierError) -> None:
         """Remove what is no whole chunk.
@@ -400,3 +380,65 @@ class RemoteTier(StoreTier):
         """What waits for a thread when a pause begins does not try the store, each with a deadline of its own."""
         if self._health.doubt:
             raise TierError(f"{self._backend.place} has not answered, and is not asked for a while", "paused")
+
+
+def _size_of(part: Part) -> Held:
+    """What is found of a chunk that is stored from this part, or loaded into it."""
+    return Held(part.slot.nbytes, part.layers)
+
+
+def _held_of(found: Found | None, name: str) -> Held | None:
+    """What was found under a name, by its header; None: no such chunk."""
+    if found is None:
+        return None
+    try:
+        header = parsed(found.head, found.nbytes, name)
+    except TierError:
+        return None
+    return Held(header.nbytes, header.layers) if name_of(header.key, header.shard) == name else None
+
+
+def _recode(backend: Backend, pair: Pair, shards: int, codec: str, is_over: Over, most_bytes: int, work: Work) -> None:
+    """Store all shards of a chunk in another form. Each object is replaced at once. Where the key changes, the old ones
+    are removed when all of the new are there; if one cannot be written, the new ones are. `most_bytes`: of a chunk of
+    one shard that this node could load.
+
+    :raises TierError: the chunk is not there, not good, or not to be stored so, or the store failed.
+    """
+    old, new = pair
+    written: list[str] = []
+    try:
+        for shard in range(shards):
+            end_if(is_over)
+            whole = _anew(backend, name_of(old, shard), (new, shard), codec, is_over, most_bytes)
+            if whole is not None:
+                end_if(is_over)
+                backend.write(name_of(new, shard), whole)
+                written.append(name_of(new, shard))
+    except TierError:
+        if old != new and written:
+            with contextlib.suppress(TierError):  # they are whole, and only take room
+                backend.remove(written)
+        raise
+    if old != new:
+        backend.remove([name_of(old, shard) for shard in range(shards)])
+
+
+def _anew(
+    backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_over: Over, most_bytes: int
+) -> list[memoryview] | None:
+    """The object in its new form; None: it has that form."""
+    [found] = backend.heads([name], header_bytes(MAX_LAYERS, is_encoded=True))
+    if found is None:
+        raise TierError(f"{name} is not there", "missing")
+    header = parsed(found.head[: whole_header(found.head)], found.nbytes, name)
+    if header.nbytes > most_bytes:
+        raise TierError(f"{name} has {header.nbytes} bytes, more than any arena of this node", "too_large")
+    if (header.codec if isinstance(header, EncodedHeader) else NONE) == codec and header.key == to[0]:
+        return None
+    head, data = aligned(header.start), aligned(round_up(header.stored))
+    if backend.read(name, [head, data]) != found.nbytes or parsed(head, found.nbytes, name) != header:
+        raise TierError(f"{name} was replaced meanwhile", "missing")
+    part = Part(*to, header.layers, 0, header.layers, Slot(0, header.nbytes, 0))
+    anew = packed(part, unpacked(header, data, name, is_over), codec, is_over)
+    return [anew.head, anew.data]

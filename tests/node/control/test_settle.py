@@ -15,7 +15,7 @@ from pdx.node.control.moves import BATCH_KEYS
 from pdx.node.service import Service
 from pdx.store.chunk import NODE, Origin
 from pdx.store.claim import Claim
-from pdx.store.hints.tenant_leases import TenantLeases
+from pdx.store.tenant_leases import TenantLeases
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Settle

@@ -1,1 +1,0 @@
-"""What applications have said of chunks, as far as it outlasts their requests: leases, ends, and what leaves memory."""
