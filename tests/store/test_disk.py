@@ -370,7 +370,6 @@ def test_what_memory_hits_counts_as_used(make):
     assert sorted(bed.files) == sorted(bed.file(number) for number in (0, 2, 4, 5))
     hit.clear()
     bed.restart()
-    assert bed.tier.hits(key(0)) == 3
     bed.limit_bytes = 3 * CHARGE
     bed.restart()
     bed.settle()
@@ -469,32 +468,6 @@ def test_many_more_files_than_the_index_takes_are_not_all_kept_until_they_are_so
     assert bed.has(most + 5)
 
 
-def test_how_often_a_chunk_was_loaded_outlives_the_process(make):
-    bed = make(slots=4)
-    assert all(bed.store(number, shard, shards=2) for number in range(2) for shard in range(2))
-    for _ in range(3):
-        assert [bed.load(1, shard) for shard in range(2)] == [None, None]
-    assert [bed.tier.hits(key(number)) for number in range(3)] == [0, 3, 0]
-    bed.restart()
-    assert [bed.tier.hits(key(number)) for number in range(3)] == [0, 3, 0]
-    bed.tier.evict([key(1)])
-    bed.settle()
-    assert bed.store(1)
-    assert bed.tier.hits(key(1)) == 0, "that was another file"
-    bed.restart()
-    assert bed.tier.hits(key(1)) == 0
-
-
-def test_hits_are_counted_to_their_limit(bed):
-    assert bed.store(1)
-    os.utime(bed.file(1), ns=(0, 5_000_000_000 + chunk_file.MAX_HITS - 1))
-    bed.restart()
-    for _ in range(3):
-        assert bed.load(1) is None
-    bed.restart()
-    assert bed.tier.hits(key(1)) == chunk_file.MAX_HITS
-
-
 @pytest.mark.parametrize("jump_s", [-(10**9), 10**9])
 def test_a_clock_that_jumps_costs_the_order_and_nothing_else(bed, monkeypatch, jump_s):
     assert bed.store(1)
@@ -503,7 +476,6 @@ def test_a_clock_that_jumps_costs_the_order_and_nothing_else(bed, monkeypatch, j
     assert bed.store(2)
     bed.restart()
     assert [bed.load(number) for number in (2, 1)] == [None, None]
-    assert [bed.tier.hits(key(number)) for number in (1, 2)] == [1, 1]
     bed.limit_bytes = bed.charge
     bed.restart()
     bed.settle()

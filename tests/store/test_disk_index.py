@@ -6,6 +6,7 @@ import time
 
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.index import FileIndex
+from pdx.telemetry.env import Env
 
 
 def never(key):
@@ -13,7 +14,7 @@ def never(key):
 
 
 def filled(count):
-    index = FileIndex(1 << 40, time.monotonic)
+    index = FileIndex(1 << 40, Env())
     for number in range(count):
         index.add(ChunkFile(number.to_bytes(16, "big"), 0, 4, 4096))
     return index
@@ -65,7 +66,7 @@ def test_pins_change_what_goes_first_and_not_what_is_found():
 
 
 def test_a_pinned_chunk_in_another_file_is_pinned_still():
-    index = FileIndex(1 << 40, time.monotonic)
+    index = FileIndex(1 << 40, Env())
     old, new = ChunkFile(b"k" * 16, 0, 4, 1000), ChunkFile(b"k" * 16, 0, 4, 500)
     index.add(old)
     index.pin(old.key, 1)

@@ -9,8 +9,7 @@ Its name says what an index needs, so that a node which starts has to open none 
     <two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
     <two hex digits>/<key>-<shard>-<slices>-<bytes>-<bytes behind the header>.chunk    of an encoded chunk
 
-The file's modification time says when the chunk was last used. Its last three digits, of nanoseconds, are how often the
-chunk was loaded, at most 999; a file system with coarser times forgets that.
+The file's modification time says when the chunk was last used.
 
 Everything here waits for the disk: it is for the threads of `pdx.store.disk.tier`.
 """
@@ -72,7 +71,6 @@ _READ_KINDS = {
     errno.ENFILE: "exhausted",
     errno.ENOMEM: "exhausted",
 }
-MAX_HITS = 999  # that are counted
 _CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job can end between two
 
 
@@ -135,25 +133,19 @@ def _sizes(layers: str, nbytes: str) -> tuple[int, int]:
     return int(layers), int(nbytes)
 
 
-def hits_of(time_ns: int) -> int:
-    """How often a chunk was loaded, as the time of its file says it."""
-    return time_ns % (MAX_HITS + 1)
-
-
-def touch(path: Path, loads: int) -> None:
-    """The chunk was used just now, and loaded so many times more for that. Where the file cannot say so, as on a file
-    system that is read-only, the order of use is lost."""
+def touch(path: Path) -> None:
+    """The chunk was used just now. Where the file cannot say so, as on a file system that is read-only, the order of
+    use is lost."""
     with contextlib.suppress(OSError):
-        hits = min(hits_of(os.stat(path, follow_symlinks=False).st_mtime_ns) + loads, MAX_HITS)
         now_ns = time.time_ns()
-        os.utime(path, ns=(now_ns, now_ns - hits_of(now_ns) + hits), follow_symlinks=False)
+        os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
 
 
 class Contents(NamedTuple):
     """What was in a file, as an arena has it: in a slot at 0, of whole granules."""
 
     data: memoryview
-    used_ns: int  # when the chunk was used last, and how often, as the file says it
+    used_ns: int  # when the chunk was used last, as the file says it
     gpu: str = ""
 
     def read(self, offset: int, nbytes: int) -> memoryview:
@@ -206,8 +198,7 @@ def write(
                 if not os.fstat(fd).st_blocks:
                     _leave(reserve_bytes + part.slot.nbytes, fd)
                 coded = _write(fd, part, arena, is_over, is_direct, codec)
-                now_ns = time.time_ns()
-                time_ns = now_ns - hits_of(now_ns) if used_ns is None else used_ns
+                time_ns = time.time_ns() if used_ns is None else used_ns
                 os.utime(fd, ns=(time_ns, time_ns))
                 os.fdatasync(fd)
                 os.rename(partial, path.with_name(f"{path.stem}-{coded}{WHOLE}") if coded else path)

@@ -52,7 +52,7 @@ class DiskFiles(StoreTier):
 
     def __init__(self, host: TierHost, folder: Folder, limit_bytes: int, codec: str) -> None:
         self._folder = folder
-        self._index = FileIndex(limit_bytes, host.env.clock)
+        self._index = FileIndex(limit_bytes, host.env)
         self._numbers = itertools.count(-1, -1)  # of jobs that recode: no copy has such
         self._looked_at = -math.inf
         self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed, by key and shard
@@ -78,10 +78,6 @@ class DiskFiles(StoreTier):
     def num_chunks(self) -> int:
         """How many can be found, each shard counted."""
         return self._index.num_files
-
-    def hits(self, key: bytes) -> int:
-        """How often this chunk was loaded, also by nodes before this one."""
-        return self._index.hits(key)
 
     @property
     def folder(self) -> Path:
@@ -120,7 +116,7 @@ class DiskFiles(StoreTier):
         if has_room and (lack > 0 or surplus > 0):
             victims, used = self._index.oldest(lack, surplus, is_used)
             for file in used:
-                self._index.note(file, 0)
+                self._index.note(file)
         if not has_room or source in victims:
             self._leave_out("busy", [part.key])
             return False
@@ -258,7 +254,7 @@ class DiskFiles(StoreTier):
         self._give(task, self._writes, is_first=True)
 
     def _note(self) -> None:
-        """Have files say that they were loaded, and what is pinned."""
+        """Have files say that they were used, and what is pinned."""
         if (untold := self._index.tell()) is not None:
             self._call(self._writes, partial(self._folder.tell, untold), partial(self._told, untold), is_first=True)
 
@@ -426,12 +422,10 @@ class DiskFiles(StoreTier):
         files = self._index.of(part.key)
         if error is None:
             if (file := self._file(part.key, part.shard)) is not None:
-                self._index.note(file, 1)
+                self._index.note(file)
                 self._note()
             self._health.read(part.key, part.shard)
             self._count("loaded")
-            if part.key in self._index and part.shard == 0:
-                self._index.set_hits(part.key, self.hits(part.key) + 1)
         elif error.kind == "paused":
             self._count("paused")
         elif error.kind not in ("cancelled", "stale"):

@@ -23,7 +23,7 @@ from pdx.store.disk.chunk_file import PARTIAL, ChunkFile, some_file
 from pdx.store.disk.index import Untold
 from pdx.store.recoding import Recoding
 from pdx.store.store_tier import Work
-from pdx.store.tier import Job, Part
+from pdx.store.tier import Job, Part, TierHost
 
 _MOST_BLOCK_BYTES = 64 << 20  # larger ones are none
 
@@ -52,8 +52,8 @@ def file_of(part: Part, block_bytes: int) -> ChunkFile:
 class Folder:
     """How files are read and written there. Its methods are for threads."""
 
-    def __init__(self, root: Path, arenas: Sequence[Arena], reserve_bytes: int, clock: Callable[[], float]) -> None:
-        """`reserve_bytes` of the file system are left to others. By `clock` it is noted when the disk has answered.
+    def __init__(self, root: Path, host: TierHost, reserve_bytes: int) -> None:
+        """`reserve_bytes` of the file system are left to others.
 
         :raises OSError: there is no such folder.
         """
@@ -63,8 +63,8 @@ class Folder:
             self.is_direct = takes_direct(root)
         self.block_bytes = block_bytes(root)  # in how many files grow
         self.reserve_bytes = reserve_bytes
-        self._arenas = arenas
-        self._clock = clock
+        self._arenas = host.memory
+        self._clock = host.env.clock  # says when the disk has answered
         self._place = self._found_place()  # the folder itself, whatever its name leads to later
 
     def path(self, file: ChunkFile) -> Path:
@@ -97,14 +97,14 @@ class Folder:
                 chunk_file.verify(self.path(file), is_direct=self.is_direct)
 
     def tell(self, untold: Untold, work: Work) -> None:
-        """Have files say that they were loaded, and what is pinned.
+        """Have files say that they were used, and what is pinned.
 
         :raises TierError: the folder is gone, or what is pinned cannot be written.
         """
         self.check()
-        for file, loads in untold.uses:
+        for file in untold.used:
             work.seen_at = self._clock()
-            chunk_file.touch(self.path(file), loads)
+            chunk_file.touch(self.path(file))
         if untold.pins:
             work.seen_at = self._clock()
             pins.write(self.root, untold.pins, untold.num_pinned)

@@ -1,5 +1,5 @@
 """Which files a disk tier can find, in the order in which their chunks were used, what they take of its cap, and what
-they do not say yet: how often they were loaded, and what is pinned. No I/O, no threads here."""
+they do not say yet: that they were used, and what is pinned. No I/O, no threads here."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import NamedTuple
 
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.tier import Held
+from pdx.telemetry.env import Env
 
-MAX_USES = 1 << 16  # files that are to say that they were loaded
+MAX_USES = 1 << 16  # files that are to say that they were used
 MAX_SPARED = 32  # files that are passed over for one store, because requests find their chunks in memory
 FULL_S = 60.0  # so long new files take the place of old ones after the disk was full before the cap was reached
 
 
 class Untold(NamedTuple):
-    """What a thread is to write: loads that files are to say, how often chunks are pinned now, and how many are."""
+    """What a thread is to write: which files were used, how often chunks are pinned now, and how many are."""
 
-    uses: Sequence[tuple[ChunkFile, int]]
+    used: Sequence[ChunkFile]
     pins: Mapping[bytes, int]
     num_pinned: int
 
@@ -31,24 +32,23 @@ class FileIndex:
     removed; also what can be neither found nor removed.
     """
 
-    def __init__(self, limit_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, limit_bytes: int, env: Env) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0  # of the cap …
         self.leaving = 0  # … of these, files that are to be removed in place of no other
         self.coming = 0  # files that are being written
         # What cannot be found, nor removed, until it is replaced: which file, and whether it is unfinished.
         self.stuck: set[tuple[ChunkFile, bool]] = set()
-        self._clock = clock
+        self._clock = env.clock
         self._reached = limit_bytes  # bytes of files when the disk was full, until …
         self._reached_until = 0.0
         self._files: OrderedDict[bytes, tuple[ChunkFile, ...]] = OrderedDict()  # by key; the last used is at the end …
         self._pinned: dict[bytes, tuple[ChunkFile, ...]] = {}  # … and those that stay, which no search looks at
-        self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
         self.pins: Counter[bytes] = Counter()  # keys that stay, and how often they were pinned
         self.pinned_bytes = 0  # of the cap, of these
         self.nbytes = 0  # of the cap, of all files that can be found
         self.num_files = 0  # each shard counted
-        self._untold_uses: Counter[ChunkFile] = Counter()  # loads that files are to say …
+        self._untold_uses: dict[ChunkFile, None] = {}  # files that were used, and are to say so …
         self._untold_pins: dict[bytes, int] = {}  # … and how often chunks are pinned
         self._is_telling = False  # one thread at a time: where writes do not return, loads do not wait
 
@@ -132,14 +132,6 @@ class FileIndex:
 
     # ---- use --------------------------------------------------------------------------------
 
-    def hits(self, key: bytes) -> int:
-        """How often this chunk was loaded."""
-        return self._hits.get(key, 0)
-
-    def set_hits(self, key: bytes, hits: int) -> None:
-        """A chunk that is there was loaded so often."""
-        self._hits[key] = hits
-
     def touch(self, keys: Sequence[bytes]) -> None:
         """These chunks are used now."""
         for key in reversed(keys):  # the end of the prompt becomes the older one
@@ -174,9 +166,9 @@ class FileIndex:
 
     # ---- what files are to say --------------------------------------------------------------
 
-    def note(self, file: ChunkFile, loads: int) -> None:
-        """It was used now, and loaded so many times more."""
-        self._untold_uses[file] += loads
+    def note(self, file: ChunkFile) -> None:
+        """It was used now, which it is to say."""
+        self._untold_uses[file] = None
         if len(self._untold_uses) > MAX_USES:
             del self._untold_uses[next(iter(self._untold_uses))]
 
@@ -185,7 +177,7 @@ class FileIndex:
         if not (self._untold_uses or self._untold_pins) or (self._is_telling and not always):
             return None
         self._is_telling = True
-        untold = Untold(list(self._untold_uses.items()), self._untold_pins, len(self.pins))
+        untold = Untold(list(self._untold_uses), self._untold_pins, len(self.pins))
         self._untold_uses.clear()
         self._untold_pins = {}
         return untold
@@ -227,7 +219,6 @@ class FileIndex:
                 self.pin(file.key, -self.pins[file.key])
             self._files.pop(file.key, None)
             self._pinned.pop(file.key, None)
-            self._hits.pop(file.key, None)
         self.num_files -= len(files)
         self.nbytes -= _bytes(files)
 

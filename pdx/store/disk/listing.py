@@ -89,9 +89,8 @@ def most_of_folder(max_files: int) -> int:
 
 
 def listed(root: Path, is_over: Over, max_files: int, block_bytes: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
-    """All files in the tier's folders, those that were used last first, each with its time, for `hits_of`. Those
-    of no use come before them, and are removed; so are those used longest ago where there are far more than
-    `max_files`.
+    """All files in the tier's folders, those that were used last first, each with its time. Those of no
+    use come before them, and are removed; so are those used longest ago where there are far more than `max_files`.
     What a file holds is looked at when it is read.
 
     :raises OSError: they cannot be listed.

@@ -80,7 +80,7 @@ class DiskTier(DiskFiles):
         self.named_at: dict[bytes, int] = {}
         self._lock = contextlib.ExitStack()
         lock = self._lock.enter_context(owned(root / "tier", partial(self._taken, root), may_be_read_only=True))
-        folder = Folder(root, host.memory, reserve_bytes, env.clock)
+        folder = Folder(root, host, reserve_bytes)
         super().__init__(host, folder, listing.attainable(root, limit_bytes, reserve_bytes, env.counters), codec)
         if not lock.is_written:
             self._health.begins_read_only(is_ours=lock.is_held)
@@ -284,8 +284,6 @@ class DiskTier(DiskFiles):
                 self._remove_unfound(file)
             else:
                 self._insert(file)
-                if hits := chunk_file.hits_of(time_ns):
-                    self._index.set_hits(file.key, hits)
             if file.key in self._evicted:
                 self.evict([file.key])
         surplus = self.num_chunks - disk_files.MAX_FILES

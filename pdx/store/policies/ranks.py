@@ -76,7 +76,7 @@ class Ranked(EvictionPolicy):
 
 
 class Expected(Ranked):
-    """What applications expect to be wanted again (`Hints.reuse_s`): chunks of one priority, what is expected last first,
+    """What applications expect to be wanted again (`Hints.reuse_s`): chunks of one priority, the last expected first,
     the end of a prompt before its beginning.
 
     It is Belady's order, as far as applications know the future. Whose time has passed is on another level
