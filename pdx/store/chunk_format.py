@@ -60,12 +60,10 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
     @property
     def stored(self) -> int:
-        """Bytes behind the header."""
         return self.nbytes
 
     @property
     def start(self) -> int:
-        """Bytes of the header."""
         return header_bytes(self.layers)
 
     def spans(self) -> Iterator[tuple[int, int]]:
@@ -122,7 +120,6 @@ class Packed(NamedTuple):
 
     @property
     def data(self) -> memoryview:
-        """The body itself."""
         return self.body[: self.nbytes]
 
     @property

@@ -297,7 +297,6 @@ class Copies:
         return chunks is not None and any(chunk.writer == NODE and chunk.state is State.FILLING for chunk in chunks)
 
     def cancel(self, transfer: str) -> None:
-        """The transfer was given up."""
         for copy in list(self._of_transfer.get(transfer, ())):
             if copy.state is not CopyState.DRAINING:
                 self._counters["copies_cancelled"] += 1

@@ -44,8 +44,6 @@ MAX_SLICES = 1024  # in one job: the notification of a write to a peer has room 
 
 
 class Priority(IntEnum):
-    """Which copies go first."""
-
     HANDOFF = 0  # a decoder waits for what a prefill engine fills
     AWAITED = 1  # a request waits for what a tier has
     PREFETCH = 2
@@ -54,8 +52,6 @@ class Priority(IntEnum):
 
 
 class CopyState(StrEnum):
-    """Where a copy is in its life."""
-
     QUEUED = "queued"
     RUNNING = "running"
     DRAINING = "draining"
@@ -63,8 +59,6 @@ class CopyState(StrEnum):
 
 
 class CopyStep(StrEnum):
-    """What can happen to a copy."""
-
     GRANT = "grant"
     ALL_GIVEN = "all given"
     GIVE_UP = "give up"  # this node: cancelled, aborted, too late; or the tier, or it is gone
@@ -102,7 +96,6 @@ class Item(msgspec.Struct, eq=False):
         return chunk.state is not State.FILLING and not chunk.is_complete
 
     def nbytes(self, bits: int) -> int:
-        """Bytes of these slices."""
         slice_bytes = self.slice_bytes
         if slice_bytes * self.chunk.reservation.layers == self.chunk.slot.nbytes:
             return slice_bytes * bits.bit_count()
@@ -170,7 +163,6 @@ class Copy(msgspec.Struct, eq=False):
         return not self.left.uncopied
 
     def step(self, step: CopyStep) -> None:
-        """Move on, as `COPY` says."""
         self.state = COPY[self.state, step]
 
     def grant(self, grant: Grant) -> None:
@@ -258,7 +250,6 @@ class Copy(msgspec.Struct, eq=False):
         return Job(self.number, parts, nbytes, transfer=self.transfer)
 
     def copied(self, job: Job) -> None:
-        """A job of this copy is done."""
         self.copied_bytes += job.nbytes
         self.left.uncopied -= sum(part.count for part in job.parts)
 
@@ -322,7 +313,6 @@ class CopyQueue(msgspec.Struct):
         return first
 
     def remove(self, copy: Copy) -> None:
-        """It is over."""
         del self.copies[copy.number]
         self.count(copy, -copy.held_bytes)
         self.wants -= bool(copy.want)

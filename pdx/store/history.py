@@ -68,7 +68,6 @@ class History:
         self.has_forgotten = False  # so that a key it does not know may have been here
 
     def note(self, keys: Iterable[bytes], why: Cause, now: float, *, detail: str = "", is_stored: bool = True) -> None:
-        """These are gone from now on."""
         gone = Gone(now, why, detail, is_stored)
         for key in keys:
             if key in self._gone:
@@ -89,5 +88,4 @@ class History:
 
 
 def ago(seconds: float) -> str:
-    """How long something is over."""
     return f"{seconds:.1f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"

@@ -42,7 +42,6 @@ class Siblings:
 
     @property
     def oldest(self) -> bytes:
-        """The key that is here for longest."""
         return next(iter(self._known))
 
     def names(self, key: bytes) -> tuple[bytes, bytes]:
@@ -58,7 +57,6 @@ class Siblings:
         self._known[key] = entry, count + 1
 
     def discard(self, key: bytes) -> None:
-        """One of them is not any more."""
         entry, count = self._known.pop(key)
         if count > 1:
             self._known[key] = entry, count - 1

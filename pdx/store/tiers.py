@@ -427,7 +427,6 @@ class Tiers(TierHost):
             tier.tally.misses += not (is_named and tier.is_shared)
 
     def statuses(self) -> list[TierStatus]:
-        """For `pdx node --status`, the fastest first."""
         found = [(tier, tier.status()) for tier in self._all()]
         return [
             replace(
@@ -455,12 +454,10 @@ class Tiers(TierHost):
         return max(counts, default=0)
 
     def tick(self) -> None:
-        """A few times a second."""
         for tier in self._all():
             tier.tick()
 
     def close(self) -> None:
-        """End all jobs of all tiers. Idempotent."""
         for tier in [self.arenas, *self._all()]:
             if tier is not None:
                 tier.close()

@@ -27,8 +27,6 @@ MAX_TRANSFERS = 10_000  # that one process or peer has made known
 
 
 class Progress(StrEnum):
-    """How far a transfer is."""
-
     UNDER_WAY = "under way"
     SEALED = "sealed"
     GIVEN_UP = "given up"

@@ -136,18 +136,6 @@ def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_here, disk
     assert all(begin_ns < span.start_ns < span.end_ns < end_ns for span in stored)
 
 
-def test_the_cap_of_a_node_holds(start_here, disk):
-    node = start_here(disks=[disk], disk_limit_bytes=2 * MIB)
-    fill(node.address)
-    status = node.status().tiers[0]
-    assert status.limit_bytes == 2 * MIB
-    assert status.place == disk
-    assert 1 * MIB < status.used_bytes <= 2 * MIB
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(disk) for name in names]
-    assert sum(os.stat(path).st_blocks * 512 for path in files) <= 2 * MIB + 4096  # and the lock
-    assert len(files) == status.chunks + 1
-
-
 def test_what_is_deleted_or_written_anew_is_not_found_again(start_here, disk):
     node = start_here(disks=[disk])
     fill(node.address, NAMES[:2])
@@ -166,27 +154,6 @@ def test_what_is_deleted_or_written_anew_is_not_found_again(start_here, disk):
     node = start_here(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
     assert read(node.address, NAMES[1]) == content(NAMES[1], "new")
-
-
-def test_a_broken_file_is_a_miss_and_the_node_goes_on(start_node, disk):
-    node = start_node(disks=[disk])
-    fill(node.address, NAMES[:2])
-    node.kill()
-    [first, second] = sorted(
-        os.path.join(folder, name) for folder, _, names in os.walk(disk) for name in names if name.endswith(".chunk")
-    )
-    with open(first, "r+b") as file:
-        file.seek(200_000)
-        file.write(b"other bytes")
-    node = start_node(disks=[disk])
-    wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
-    found = [read(node.address, name) for name in NAMES[:2]]
-    assert found.count(None) == 1
-    assert all(data in (None, content(name)) for name, data in zip(NAMES, found, strict=False))
-    assert node.status().counters["disk_corrupt"] == 1
-    assert not os.path.exists(first)
-    assert os.path.exists(second)
-    assert node.log.count("other bytes than were written") == 1
 
 
 def test_a_second_node_does_not_share_the_folder(start_node, disk, place):

@@ -108,6 +108,9 @@ def test_what_is_deleted_is_forgotten_there_too(start, engine, redis):
     wait_until(lambda: counters(node).get("remote_stored") == 1, what="it is stored")
     assert len(here.look([key(1)])) == 1
     assert redis.names()
+    here.scheduler.ask(Delete([key(1)]))
+    wait_until(lambda: not redis.names(), what="it is removed there")
+    assert here.look([key(1)]) == []
 
 
 def test_a_remote_store_that_is_not_there_costs_nothing_but_itself(start, engine):

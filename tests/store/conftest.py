@@ -1,10 +1,11 @@
 """What the tests of remote stores share."""
 
+import contextlib
 import itertools
 
 import pytest
 from disk_bed import closing_all
-from remote_bed import Bed, made
+from remote_bed import Bed, made, running
 
 
 @pytest.fixture
@@ -17,18 +18,8 @@ def beds(tmp_path):
 @pytest.fixture
 def serve(monkeypatch):
     """Starts a server, whose client finds it by the environment, until the test is over."""
-    servers = []
-
-    def start(server):
-        servers.append(server)
-        server.start()
-        for name, value in server.env().items() if hasattr(server, "env") else ():
-            monkeypatch.setenv(name, value)
-        return server
-
-    yield start
-    for server in servers:
-        server.kill()
+    with contextlib.ExitStack() as stack:
+        yield lambda server: stack.enter_context(running(server, monkeypatch))
 
 
 @pytest.fixture

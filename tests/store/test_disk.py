@@ -9,12 +9,11 @@ import os
 import random
 import tempfile
 import threading
-import time
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from disk_bed import MIB, Bed, closing_all, content, disk_image, is_root, key, small_disk
+from disk_bed import MIB, Bed, closing_all, disk_image, is_root, key, small_disk
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -80,12 +79,9 @@ def gate(monkeypatch):
 
 
 @pytest.mark.parametrize(("nbytes", "layers"), [(5000, 7), (20 * MIB, 3), (70_000, 4096)])
-@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
-def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes, layers):
-    if not is_direct:
-        monkeypatch.setattr(folder, "takes_direct", lambda root: False)
+def test_what_is_loaded_by_way_of_the_page_cache_is_what_was_stored(make, monkeypatch, nbytes, layers):
+    monkeypatch.setattr(folder, "takes_direct", lambda root: False)
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
-    assert bed.tier._folder.is_direct == is_direct
     assert bed.store(7, nbytes=nbytes, layers=layers)
     assert bed.file(7, layers=layers, nbytes=nbytes).stat().st_blocks * 512 <= chunk_file.disk_bytes(nbytes, layers)
     bed.restart()
@@ -468,20 +464,6 @@ def test_many_more_files_than_the_index_takes_are_not_all_kept_until_they_are_so
     assert bed.has(most + 5)
 
 
-@pytest.mark.parametrize("jump_s", [-(10**9), 10**9])
-def test_a_clock_that_jumps_costs_the_order_and_nothing_else(bed, monkeypatch, jump_s):
-    assert bed.store(1)
-    real = time.time_ns
-    monkeypatch.setattr(time, "time_ns", lambda: real() + jump_s * 10**9)
-    assert bed.store(2)
-    bed.restart()
-    assert [bed.load(number) for number in (2, 1)] == [None, None]
-    bed.limit_bytes = bed.charge
-    bed.restart()
-    bed.settle()
-    assert [number for number in (1, 2) if bed.has(number)] == [1]
-
-
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_no_file_has_its_name_before_its_bytes_are_on_the_disk(make, monkeypatch, is_direct):
     """What a machine without power leaves follows from this order, which nothing but the disk may change."""
@@ -530,51 +512,19 @@ def test_the_cap_holds_at_every_moment(tmp_path, seed):
 # ---- many at once ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_under_way_at_once_each_job_ends_once_and_the_account_is_true(make, seed):
-    bed = make(limit_bytes=12 * CHARGE)
-    random_ = random.Random(seed)
-    for _ in range(60):
-        copies, loads = [], []
-        for at in range(16):
-            number = random_.randrange(20)
-            what = random_.random()
-            if what < 0.5:
-                copies.append(bed.start_store(number, at=at))
-            elif what < 0.8 and bed.has(number):
-                loads.append((number, at, bed.start_load(number, at=at)))
-            elif what < 0.9:
-                bed.tier.evict([key(number)])
-            elif copies and copies[-1] is not None:
-                bed.tier.cancel(copies[-1])
-        for copy in copies:
-            if copy is not None:
-                error = bed.end(copy)
-                assert error is None or error.kind in ("cancelled", "busy")
-        for number, at, copy in loads:
-            error = bed.end(copy)
-            assert error is None or error.kind == "missing"
-            if error is None:
-                assert bed.bytes_at(bed.slot(at)) == content(number, 0, bed.slot_bytes)
-    bed.settle()
-    assert bed.tier.used_bytes == len(bed.files) * bed.charge <= bed.limit_bytes
-    assert bed.tier.num_chunks == len(bed.files)
-    assert bed.counters["disk_missing"] == 0
-    for name in ("_admitted", "_busy", "_later", "_works"):
-        assert not getattr(bed.tier, name), name
-    assert {path.suffix for path in bed.files} <= {".chunk"}
-
-
-def test_loads_have_a_thread_whatever_is_stored(bed, gate):
-    assert bed.store(0)
-    write = gate("write")
-    copies = [bed.start_store(number, at=number) for number in range(1, 9)]
+@pytest.mark.parametrize("what", ["write", "remove"])
+def test_loads_have_a_thread_whatever_is_stored_or_removed(bed, gate, what):
+    assert all(bed.store(number) for number in range(9))
+    busy = gate(what)
+    for number in range(8):
+        if what == "write":
+            bed.start_store(20 + number, at=number)
+        else:
+            bed.tier.evict([key(number)])
     for _ in range(THREADS - 1):
-        assert write.arrived.acquire(timeout=60)
-    assert bed.end(bed.start_load(0, at=10)) is None
-    assert not write.arrived.acquire(blocking=False)
-    write.open()
-    assert [bed.end(copy) for copy in copies] == [None] * 8
+        assert busy.arrived.acquire(timeout=60)
+    assert bed.end(bed.start_load(8, at=10)) is None
+    assert not busy.arrived.acquire(blocking=False)
 
 
 def test_what_was_forgotten_is_stored_anew_when_its_old_file_is_gone(bed, gate):
@@ -607,18 +557,6 @@ def test_where_too_much_was_forgotten_nothing_from_before_is_written(bed, monkey
     assert bed.store(1), "what comes afterwards is stored"
 
 
-def test_a_file_that_is_removed_while_it_is_read_is_read_to_its_end(bed, monkeypatch):
-    assert bed.store(1)
-    real = os.preadv
-
-    def preadv_after_the_file_is_gone(*args):
-        bed.file(1).unlink(missing_ok=True)
-        return real(*args)
-
-    monkeypatch.setattr(os, "preadv", preadv_after_the_file_is_gone)
-    assert bed.load(1) is None
-
-
 def test_what_is_evicted_before_it_is_read_is_a_miss_and_no_fault(bed, gate):
     assert bed.store(1)
     read = gate("read")
@@ -630,17 +568,6 @@ def test_what_is_evicted_before_it_is_read_is_a_miss_and_no_fault(bed, gate):
     read.open()
     assert bed.end(copy).kind == "missing"
     assert bed.counters["disk_missing"] == 0
-
-
-def test_a_cancelled_store_leaves_no_file(bed, gate):
-    write = gate("write")
-    copy = bed.start_store(1)
-    assert write.arrived.acquire(timeout=60)
-    bed.tier.cancel(copy)
-    write.open()
-    assert bed.end(copy).kind == "cancelled"
-    assert bed.files == []
-    assert bed.tier.used_bytes == 0
 
 
 def test_what_was_forgotten_is_gone_when_the_tier_is_closed(bed, gate):
@@ -656,19 +583,6 @@ def test_what_was_forgotten_is_gone_when_the_tier_is_closed(bed, gate):
     assert bed.files == []
     bed.open()
     assert not any(bed.has(number) for number in range(12))
-
-
-def test_removals_leave_a_thread_for_loads(bed, gate):
-    for number in range(9):
-        assert bed.store(number)
-    remove = gate("remove")
-    for number in range(8):
-        bed.tier.evict([key(number)])
-    for _ in range(THREADS - 1):
-        assert remove.arrived.acquire(timeout=60)
-    assert bed.end(bed.start_load(8, at=10)) is None
-    assert not remove.arrived.acquire(blocking=False)
-    remove.open()
 
 
 class Watched(OrderedDict):
@@ -750,14 +664,6 @@ def test_files_that_no_tier_wrote_stay(bed):
     assert bed.has(1)
     assert all(path.read_text() == "mine" for path in mine)
     assert bed.counters["disk_foreign"] == 2
-
-
-def test_two_nodes_never_share_a_folder(bed):
-    with pytest.raises(ConfigError, match=rf"another node \(process {os.getpid()}\).*--disk"):
-        bed.open()
-    assert bed.store(1)
-    bed.restart()
-    assert bed.has(1)
 
 
 def test_the_folder_is_this_users_alone(bed, tmp_path):

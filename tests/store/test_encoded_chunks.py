@@ -39,12 +39,9 @@ def bed(make):
     ("nbytes", "layers"),
     [(4000, 1), (20_001, 4), (9 * MIB + 1, 1), (2 * MIB, 512)],
 )
-@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
-def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes, layers):
-    if not is_direct:
-        monkeypatch.setattr(folder, "takes_direct", lambda root: False)
+def test_what_is_loaded_by_way_of_the_page_cache_is_what_was_stored(make, monkeypatch, nbytes, layers):
+    monkeypatch.setattr(folder, "takes_direct", lambda root: False)
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
-    assert bed.tier._folder.is_direct == is_direct
     assert bed.store(7, nbytes=nbytes, layers=layers)
     raw = ChunkFile(key(7), 0, layers, nbytes)
     (file,) = bed.tier._index.of(key(7))

@@ -50,7 +50,7 @@ def account_is_true(bed):
     assert bed.tier.used_bytes == bed.tier._index.nbytes == sum(file.charge for file in files)
     assert sorted(chunk_file.path_of(bed.root, file) for file in files) == bed.files
     assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
-    for name in ("_busy", "_later", "_going", "_works"):
+    for name in ("_admitted", "_busy", "_later", "_going", "_works"):
         assert not getattr(bed.tier, name), name
     assert not bed.tier._recoded
 
@@ -295,10 +295,14 @@ def test_whatever_is_under_way_at_once_no_wrong_byte_is_read_and_the_account_is_
             elif what < 0.9:
                 codec = random_.choice([LOSSLESS, NONE])
                 handles.append(bed.tier.recode([(key(number), key(number))], codec, 1, print))
-            else:
+            elif what < 0.95:
                 bed.tier.evict([key(number)])
+            elif copies and copies[-1][2] is not None:
+                bed.tier.cancel(copies[-1][2])
         for number, at, copy in copies:
-            if copy is not None and bed.end(copy) is None:
+            error = bed.end(copy) if copy is not None else None
+            assert error is None or error.kind in ("cancelled", "busy", "missing")
+            if copy is not None and error is None:
                 assert bed.bytes_at(bed.slot(at)) == kv(number << 4, KV_BYTES)
         for handle in handles:
             until_over_but_loads(bed, handle)

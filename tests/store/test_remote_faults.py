@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 import pytest
-from remote_bed import Redis, Relay, connections, free_port, key, made, opened, until, why_not
+from remote_bed import Relay, connections, free_port, key, made, opened, running
 
 from pdx.errors import TierError
 from pdx.store.health import MAX_ERRORS as MAX_FAILURES
@@ -23,31 +23,27 @@ LOOP_S = 0.25  # what a call of the control loop takes at most: no deadline here
 @pytest.mark.parametrize("kind", ["redis", "s3"])
 def test_a_store_that_is_down_at_the_start_is_a_miss_until_it_answers(beds, tmp_path, caplog, monkeypatch, kind):
     server = made(kind, tmp_path / "server")
-    for name, value in server.env().items() if hasattr(server, "env") else ():
+    for name, value in server.env().items():
         monkeypatch.setenv(name, value)
     bed = beds(server.url)
     assert bed.store(1) == "left out"
     assert bed.sought([1]) == 0
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_unreachable"] == 1
+    bed.paused("unreachable")
     assert "nothing is asked of it for 10 s" in caplog.text
     assert "unreachable" in bed.tier.status().state
-    try:
-        server.start()
+    with running(server, monkeypatch):
         assert bed.sought([1]) == 0
         assert not bed.tier.takes_stores, "the pause is not over"
         bed.now += PAUSE_S
         assert not bed.tier.takes_stores, "it has not answered yet"
-        until(bed, lambda: bed.tier.takes_stores)
+        bed.until(lambda: bed.tier.takes_stores)
         assert bed.store(1) is None
         assert bed.tier.status().state == "ok"
-    finally:
-        server.kill()
 
 
 def test_a_store_that_is_down_is_not_asked_all_the_time(beds):
     bed = beds(f"valkey://127.0.0.1:{free_port()}")
-    until(bed, lambda: bed.counters["remote_paused"])
+    bed.paused("unreachable")
     for _ in range(100):
         bed.sought([1, 2])
         assert not bed.tier.takes_stores
@@ -55,12 +51,12 @@ def test_a_store_that_is_down_is_not_asked_all_the_time(beds):
     assert bed.is_quiet
     bed.now += PAUSE_S
     assert not any(bed.tier.takes_stores for _ in range(100)), "one call finds out"
-    until(bed, lambda: bed.counters["remote_paused"] == 2)
+    bed.until(lambda: bed.counters["remote_paused"] == 2)
     assert bed.counters["remote_unreachable"] == 2
 
 
 def test_a_store_that_takes_few_connections_is_used_by_those(beds, tmp_path, serve):
-    server = serve(Redis(tmp_path / "server", "--maxclients", "2"))
+    server = serve(made("redis", tmp_path / "server", "--maxclients", "2"))
     bed = beds(server.url).opened()
     assert bed.store(1) is None
     assert bed.sought([1]) == 1
@@ -75,7 +71,7 @@ def test_a_connection_that_ended_with_a_question_is_made_anew_before_the_next(be
     assert bed.sought([1]) == 0
     redis.go_on()
     assert bed.counters["remote_timeout"] == 1
-    until(bed, lambda: connections(redis) == THREADS)
+    bed.until(lambda: connections(redis) == THREADS)
 
 
 def test_a_question_waits_no_longer_than_for_connections_that_are_made_anew(beds, redis, monkeypatch):
@@ -119,7 +115,7 @@ def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     redis.start()
     bed.now += PAUSE_S
     assert not bed.tier.takes_stores
-    until(bed, lambda: bed.tier.takes_stores)
+    bed.until(lambda: bed.tier.takes_stores)
     assert bed.store(100) is None
 
 
@@ -194,9 +190,7 @@ def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path
 
 
 def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path, serve):
-    if why := why_not("redis"):
-        pytest.skip(why)
-    server = serve(Redis(tmp_path / "redis", "--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru"))
+    server = serve(made("redis", tmp_path / "redis", "--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru"))
     bed = beds(server.url).opened()
     assert [bed.store(number) for number in range(20)] == [None] * 20
     assert bed.sought(range(20)) == 20
@@ -213,53 +207,43 @@ def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path, serve):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["redis", "cluster", "s3"])
-def test_a_store_that_hangs_costs_its_deadline_and_no_more(beds, tmp_path, monkeypatch, kind):
-    server = made(kind, tmp_path / "server").start()
-    for name, value in server.env().items() if hasattr(server, "env") else ():
-        monkeypatch.setenv(name, value)
-    try:
-        bed = beds(server.url, timeout_s=1.0, lookup_s=0.3).opened()
-        assert bed.store(1) is None
-        assert bed.sought([1]) == 1
-        server.stop()
-        bed.now += 100.0
-        started_at = time.monotonic()
-        assert bed.sought([1, 2, 3]) == 0
-        copies = [bed.start("load", 1, at=at) for at in range(3)]
-        kinds = [bed.end(copy).kind for copy in copies]
-        assert set(kinds) <= {"timeout", "unreachable", "failed"}
-        assert time.monotonic() - started_at < 15.0, "a few deadlines, where a core is taken away as well"
-        while bed.counters["remote_paused"] == 0:
-            bed.end(bed.start("load", 1))
-        assert bed.tier._health._errors >= MAX_FAILURES
-        assert bed.longest_s < LOOP_S
-        server.go_on()
-        bed.now += PAUSE_S
-        bed.tier.seeks([key(1)], 1)
-        until(bed, lambda: bed.tier.status().is_up)
-        assert bed.sought([1]) == 1
-        assert bed.load(1) is None
-    finally:
-        server.go_on()
-        server.kill()
+def test_a_store_that_hangs_costs_its_deadline_and_no_more(beds, tmp_path, serve, kind):
+    server = serve(made(kind, tmp_path / "server"))
+    bed = beds(server.url, timeout_s=1.0, lookup_s=0.3).opened()
+    assert bed.store(1) is None
+    assert bed.sought([1]) == 1
+    server.stop()
+    bed.now += 100.0
+    started_at = time.monotonic()
+    assert bed.sought([1, 2, 3]) == 0
+    copies = [bed.start("load", 1, at=at) for at in range(3)]
+    kinds = [bed.end(copy).kind for copy in copies]
+    assert set(kinds) <= {"timeout", "unreachable", "failed"}
+    assert time.monotonic() - started_at < 15.0, "a few deadlines, where a core is taken away as well"
+    while bed.counters["remote_paused"] == 0:
+        bed.end(bed.start("load", 1))
+    assert bed.tier._health._errors >= MAX_FAILURES
+    assert bed.longest_s < LOOP_S
+    server.go_on()
+    bed.now += PAUSE_S
+    bed.tier.seeks([key(1)], 1)
+    bed.until(lambda: bed.tier.status().is_up)
+    assert bed.sought([1]) == 1
+    assert bed.load(1) is None
 
 
 @pytest.fixture(params=["redis", "s3"])
-def trickling(request, tmp_path, monkeypatch, beds):
+def trickling(request, tmp_path, monkeypatch, beds, serve):
     """A tier over a store behind a relay, and the relay; the chunks 1 and 2 are in the store, and 1 is known."""
-    server = made(request.param, tmp_path / "server").start()
-    relay = Relay(server.port)
-    for name, value in server.env().items() if hasattr(server, "env") else ():
-        monkeypatch.setenv(name, value.replace(str(server.port), str(relay.port)))
-    try:
+    server = serve(made(request.param, tmp_path / "server"))
+    with contextlib.closing(Relay(server.port)) as relay:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value.replace(str(server.port), str(relay.port)))
         bed = beds(server.url.replace(str(server.port), str(relay.port)), timeout_s=2.0, lookup_s=0.5).opened()
         assert [bed.store(1), bed.store(2)] == [None, None]
         assert bed.sought([1]) == 1
         relay.trickles.set()
         yield bed, relay
-    finally:
-        relay.close()
-        server.kill()
 
 
 @pytest.mark.long
@@ -277,11 +261,11 @@ def test_a_store_that_trickles_costs_its_deadline_and_no_more(trickling):
     assert bed.tier.status().state.startswith("timeout")
     bed.now += PAUSE_S
     assert not bed.tier.takes_stores
-    until(bed, lambda: bed.counters["remote_paused"] == 2)
+    bed.until(lambda: bed.counters["remote_paused"] == 2)
     relay.trickles.clear()
     bed.now += PAUSE_S
     bed.tier.seeks([key(1)], 1)
-    until(bed, lambda: bed.tier.status().is_up)
+    bed.until(lambda: bed.tier.status().is_up)
     assert bed.sought([1, 2]) == 2
     assert bed.load(2) is None
 
@@ -334,9 +318,7 @@ def test_what_waits_for_a_thread_ends_with_the_pause(beds, redis):
 
 
 def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path, serve):
-    if why := why_not("redis"):
-        pytest.skip(why)
-    server = serve(Redis(tmp_path / "redis", "--maxmemory", "2mb", "--maxmemory-policy", "noeviction"))
+    server = serve(made("redis", tmp_path / "redis", "--maxmemory", "2mb", "--maxmemory-policy", "noeviction"))
     bed = beds(server.url).opened()
     stored = 0
     while (error := bed.store(stored)) is None:
@@ -356,8 +338,7 @@ def test_who_is_no_store_at_all(beds, caplog):
     """Somebody who accepts and says nothing sensible."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         bed = beds(f"valkey://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.5, lookup_s=0.3)
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_timeout"] == 1
+        bed.paused("timeout")
 
 
 def test_one_bug_of_a_client_costs_one_question(beds, redis, monkeypatch, caplog):

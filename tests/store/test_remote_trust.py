@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 from http_server import answering
-from remote_bed import Cluster, Redis, SeaweedFs, certificate, key, made, opened, signed, until, why_not
+from remote_bed import certificate, credentials, key, made, opened, signed
 
 from pdx.errors import ConfigError
 from pdx.store.health import MAX_ERRORS as MAX_FAILURES
@@ -56,42 +56,32 @@ def test_wrong_credentials_are_said(beds, redis, monkeypatch, caplog):
     redis.cli("CONFIG", "SET", "requirepass", "the right one")
     monkeypatch.setenv("PDX_REMOTE_PASSWORD", "a wrong one")
     bed = beds(redis.url)
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_denied"] == 1
+    bed.paused("denied")
     assert "denied" in bed.tier.status().state
     assert "a wrong one" not in caplog.text
 
 
 def test_credentials_come_from_a_file(beds, redis, tmp_path):
     redis.cli("CONFIG", "SET", "requirepass", "the right one")
-    file = tmp_path / "remote.toml"
-    file.touch(mode=0o600)
-    file.write_text('password = "the right one"\n')
-    assert beds(redis.url, credentials=str(file)).opened().store(1) is None
+    file = credentials(tmp_path, password="the right one")
+    assert beds(redis.url, credentials=file).opened().store(1) is None
 
 
 def test_wrong_credentials_of_s3_are_said(beds, s3, tmp_path, monkeypatch):
     for name, value in s3.env().items():
         monkeypatch.setenv(name, value)
-    file = tmp_path / "remote.toml"
-    file.touch(mode=0o600)
-    file.write_text('access_key_id = "somebody"\nsecret_access_key = "wrong"\n')
-    bed = beds(s3.url, credentials=str(file))
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_denied"] == 1
+    bed = beds(s3.url, credentials=credentials(tmp_path, access_key_id="somebody", secret_access_key="wrong"))
+    bed.paused("denied")
 
 
 def test_credentials_of_s3_come_from_a_file(beds, s3, tmp_path, monkeypatch):
     env = s3.env()
-    file = tmp_path / "remote.toml"
-    file.touch(mode=0o600)
-    own = [env.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")]
-    file.write_text(f'access_key_id = "{own[0]}"\nsecret_access_key = "{own[1]}"\n')
+    own = {name.lower(): env.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    bed = beds(s3.url, credentials=str(file)).opened()
+    bed = beds(s3.url, credentials=credentials(tmp_path, **own)).opened()
     assert bed.store(1) is None
     assert bed.load(1) is None
 
@@ -151,10 +141,8 @@ def object_store(monkeypatch):
 def test_an_object_store_that_takes_nothing_is_read_on(beds, tmp_path, caplog, object_store, status, code, kind):
     """And the session token of a file reaches it."""
     object_store.answer = (status, code)
-    file = tmp_path / "remote.toml"
-    file.touch(mode=0o600)
-    file.write_text('access_key_id = "403"\nsecret_access_key = "x"\nsession_token = "one"\n')
-    bed = beds("s3://connect-certificate-credential/403", credentials=str(file)).opened()
+    file = credentials(tmp_path, access_key_id="403", secret_access_key="x", session_token="one")
+    bed = beds("s3://connect-certificate-credential/403", credentials=file).opened()
     assert bed.store(0x0403).kind == kind
     assert bed.counters[f"remote_{kind}"] == 1
     assert code in caplog.text, "who reads the log sees why"
@@ -183,63 +171,50 @@ def test_what_clocks_differ_by_is_added_to_the_age(beds, s3, monkeypatch, ahead_
 
 
 def test_tls_is_checked(beds, tmp_path, serve):
-    if why := why_not("redis"):
-        pytest.skip(why)
     cert = certificate(tmp_path)
     other, _ = certificate(tmp_path, "other")
-    server = serve(Redis(tmp_path / "redis", tls=cert))
+    server = serve(made("redis", tmp_path / "redis", tls=cert))
     assert beds(server.url, ca=str(cert[0])).opened().store(1) is None
     bed = beds(server.url, ca=str(other))
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_untrusted"] == 1
+    bed.paused("untrusted")
     bed = beds(server.url)
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_untrusted"] == 1
+    bed.paused("untrusted")
     bed = beds(server.url.replace("rediss", "redis"))
-    until(bed, lambda: bed.counters["remote_paused"])
+    bed.until(lambda: bed.counters["remote_paused"])
 
 
 @pytest.mark.long
 def test_tls_reaches_each_member_of_a_cluster(beds, tmp_path, serve):
-    if why := why_not("cluster"):
-        pytest.skip(why)
     cert = certificate(tmp_path)
     other, _ = certificate(tmp_path, "other")
-    server = serve(Cluster(tmp_path / "cluster", tls=cert))
+    server = serve(made("cluster", tmp_path / "cluster", tls=cert))
     bed = beds(server.url, ca=str(cert[0])).opened()
     assert [bed.store(number) for number in range(30)] == [None] * 30
     assert bed.sought(range(30)) == 30
     assert all(member.names() for member in server.members)
     bed = beds(server.url, ca=str(other))
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_untrusted"] == 1
+    bed.paused("untrusted")
 
 
 def test_a_certificate_of_another_host_is_refused(beds, tmp_path, serve):
-    if why := why_not("redis"):
-        pytest.skip(why)
     cert = certificate(tmp_path, host="127.0.0.2")
-    server = serve(Redis(tmp_path / "redis", tls=cert))
+    server = serve(made("redis", tmp_path / "redis", tls=cert))
     bed = beds(server.url, ca=str(cert[0]))
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_untrusted"] == 1
+    bed.paused("untrusted")
     assert beds(server.url.replace("127.0.0.1", "127.0.0.2"), ca=str(cert[0])).opened().store(1) is None
 
 
 def test_tls_of_s3_is_checked(beds, tmp_path, monkeypatch, serve):
-    if why := why_not("s3"):
-        pytest.skip(why)
     ca, *own = signed(tmp_path)
     other, *_ = signed(tmp_path, "other")
-    server = serve(SeaweedFs(tmp_path / "server", tls=own))
+    server = serve(made("s3", tmp_path / "server", tls=own))
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     good = beds(server.url, ca=str(ca)).opened()
     assert "SSL_CERT_FILE" not in os.environ, "it is for this store alone"
     assert good.store(1) is None
     for of in (str(other), "", str(own[0])):  # another's, the system's, and one that may sign nothing
         bed = beds(server.url, ca=of)
-        until(bed, lambda bed=bed: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1, of
+        bed.paused("untrusted")
     assert good.load(1) is None
 
 

@@ -17,15 +17,6 @@ def bed(tmp_path):
     bed.close()
 
 
-def test_what_is_stored_and_what_is_removed_is_noted(bed):
-    bed.store(1)
-    assert set(bed.tier.changed) == {key(1)}
-    assert (bed.tier.holds(key(1)), bed.tier.holds(key(1), 2), bed.tier.keys()) == (True, False, [key(1)])
-    bed.tier.changed = {}
-    bed.tier.evict([key(1)])
-    assert (set(bed.tier.changed), bed.tier.holds(key(1)), bed.tier.keys()) == ({key(1)}, False, [])
-
-
 def test_what_makes_room_for_another_is_noted(bed):
     number = 0
     while not any(not bed.tier.holds(each) for each in bed.tier.changed):

@@ -119,13 +119,6 @@ def test_a_chunk_that_is_larger_than_the_cap_is_not_stored_for_that(tmp_path):
 
 
 @pytest.fixture
-def redis(tmp_path):
-    server = remote_bed.made("redis", tmp_path / "redis").start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
 def remote(tmp_path, redis):
     bed = remote_bed.Bed(tmp_path / "bed", redis.url, timeout_s=1.0, lookup_s=0.3)
     yield bed

@@ -5,7 +5,7 @@ import os
 import threading
 
 import pytest
-from remote_bed import made
+from remote_bed import made, running
 
 from pdx.store.disk.chunk_file import verify
 from pdx.store.disk.tier import DiskTier
@@ -86,14 +86,8 @@ class Remote(TierStore):
 def server(request, tmp_path_factory):
     """One for all tests of a class."""
     server = made(request.cls.kind, tmp_path_factory.mktemp("store") / "server")
-    with pytest.MonkeyPatch.context() as patch:
-        try:
-            server.start()
-            for name, value in server.env().items() if hasattr(server, "env") else ():
-                patch.setenv(name, value)
-            yield server
-        finally:
-            server.kill()
+    with pytest.MonkeyPatch.context() as patch, running(server, patch):
+        yield server
 
 
 class OfServer(TierConformance):

@@ -113,6 +113,10 @@ class Server:
     def go_on(self):
         self.process.send_signal(signal.SIGCONT)
 
+    def env(self):
+        """By which a client finds it."""
+        return {}
+
 
 class Redis(Server):
     """redis-server of Debian; `flags` of its command line."""
@@ -220,6 +224,9 @@ class Cluster:
     def go_on(self):
         for member in self.members:
             member.go_on()
+
+    def env(self):
+        return {}
 
 
 class SeaweedFs(Server):
@@ -378,16 +385,11 @@ class Relay:
             each.close()
 
 
-def why_not(kind):
-    """Why such a server cannot be started here; empty if it can."""
+def made(kind, folder, *flags, **settings):
     name = {"s3": "weed"}.get(kind, "redis-server")
-    return "" if program(name) else f"there is no {name} here (.ci/run installs it)"
-
-
-def made(kind, folder):
-    if why := why_not(kind):
-        pytest.skip(why)
-    return {"redis": Redis, "cluster": Cluster, "s3": SeaweedFs}[kind](folder)
+    if not program(name):
+        pytest.skip(f"there is no {name} here (.ci/run installs it)")
+    return {"redis": Redis, "cluster": Cluster, "s3": SeaweedFs}[kind](folder, *flags, **settings)
 
 
 class Bed(TierStage):
@@ -419,10 +421,30 @@ class Bed(TierStage):
         """See `TierStage.count`."""
         return self.count(list(numbers), shards)
 
+    def paused(self, kind):
+        """Wait until nothing is asked of it, for one fault of this kind."""
+        self.until(lambda: self.counters["remote_paused"])
+        assert self.counters[f"remote_{kind}"] == 1
 
-def until(bed, condition):
-    while not condition():
-        bed.turn()
+
+@contextlib.contextmanager
+def running(server, patch):
+    """It runs meanwhile, and its client finds it."""
+    try:
+        server.start()
+        for name, value in server.env().items():
+            patch.setenv(name, value)
+        yield server
+    finally:
+        server.kill()
+
+
+def credentials(folder, **words):
+    """The name of a file of them."""
+    file = folder / "remote.toml"
+    file.touch(mode=0o600)
+    file.write_text("".join(f'{name} = "{value}"\n' for name, value in words.items()))
+    return str(file)
 
 
 def connections(server):

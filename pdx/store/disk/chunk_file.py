@@ -88,7 +88,6 @@ def disk_bytes(nbytes: int, layers: int, *, is_encoded: bool = False, block_byte
 
 
 def path_of(root: Path, file: ChunkFile) -> Path:
-    """Where the file is."""
     name = file.key.hex()
     coded = f"-{file.coded}" if file.coded else ""
     return root / name[:2] / f"{name}-{file.shard}-{file.layers}-{file.nbytes}{coded}{WHOLE}"
@@ -112,7 +111,6 @@ class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return header_bytes(self.layers, is_encoded=bool(self.coded)) + (self.coded or self.nbytes)
 
 
@@ -149,7 +147,6 @@ class Contents(NamedTuple):
     gpu: str = ""
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """These bytes."""
         return self.data[offset : offset + nbytes]
 
     def check(self, slot: Slot) -> None:
@@ -307,7 +304,6 @@ def _calls(head: memoryview, data: memoryview, is_over: Over) -> Iterator[tuple[
 
 
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write all of it."""
     while buffers:
         written = os.pwritev(fd, buffers, offset)
         buffers, offset = _behind(buffers, written), offset + written

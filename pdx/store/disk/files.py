@@ -71,7 +71,6 @@ class DiskFiles(StoreTier):
 
     @property
     def limit_bytes(self) -> int:
-        """The cap."""
         return self._index.limit_bytes
 
     @property
@@ -81,7 +80,6 @@ class DiskFiles(StoreTier):
 
     @property
     def folder(self) -> Path:
-        """The folder."""
         return self._folder.root
 
     def _leave_out(self, why: str, keys: Sequence[bytes]) -> None:

@@ -68,7 +68,6 @@ class Folder:
         self._place = self._found_place()  # the folder itself, whatever its name leads to later
 
     def path(self, file: ChunkFile) -> Path:
-        """Where a file is."""
         return chunk_file.path_of(self.root, file)
 
     def _found_place(self) -> tuple[int, int]:

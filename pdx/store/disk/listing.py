@@ -7,15 +7,13 @@ Everything here waits for the disk.
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,7 +25,6 @@ from pdx.store.disk.chunk_file import NAME, ChunkFile, is_folder, is_gone, named
 log = logging.getLogger("pdx.node")
 
 MIB = 1 << 20
-_BATCH = 256
 _UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9]{1,6}-[0-9]{1,6}-[0-9]{1,15}\.partial")
 _FOLDERS = 256
 _SPREAD = 64  # files of a folder, at the least, so that few of them need not be even
@@ -39,35 +36,6 @@ class Useless(msgspec.Struct, frozen=True):
 
     why: TierError
     nbytes: int = 0
-
-
-Batch = Sequence[tuple[int, ChunkFile | Useless]]
-
-
-def count(
-    root: Path,
-    max_files: int,
-    block_bytes: int,
-    is_over: Over,
-    post: Callable[[Callable[[], None]], None],
-    on_found: Callable[[Batch], None],
-    on_counted: Callable[[TierError | None], None],
-) -> None:
-    """The root of a thread: have the control loop told of all files from before, and then that these were all, or why
-    there may be more."""
-    why: TierError | None = None
-    try:
-        files = listed(root, is_over, max_files, block_bytes)
-        while not is_over() and (batch := list(itertools.islice(files, _BATCH))):
-            post(partial(on_found, batch))
-    except OSError as error:
-        text = f"{root} cannot be listed: {error.strerror}; nothing is stored there"
-        why = TierError(text, "read_failed")
-    except Exception as error:  # the thread's root
-        log.exception("the disk tier failed")
-        why = TierError(f"{root} is not read: {type(error).__name__}; nothing is stored there", "failed")
-    if not is_over():
-        post(partial(on_counted, why))
 
 
 def attainable(root: Path, limit_bytes: int, reserve_bytes: int, counters: Counter[str]) -> int:

@@ -6,6 +6,7 @@ counts as none.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -46,7 +47,10 @@ def scrub(root: Path, on_file: Callable[[TierError | None], None], *, remove: bo
     :raises ConfigError: it is not the folder of a disk tier.
     """
     report = Report()
-    is_direct = _reads_direct(root)  # before anything is removed
+    is_direct = False
+    with contextlib.suppress(OSError):
+        some = _some_file(root)  # before anything is removed
+        is_direct = some is not None and reads_direct(some)
     with ThreadPoolExecutor(THREADS, "pdx-scrub") as pool:
         ahead: deque[Future[int | TierError | None]] = deque()
         for path in _files(root):
@@ -75,14 +79,6 @@ def _some_file(root: Path) -> Path | None:
         raise ConfigError(f"{root} cannot be listed: {error.strerror}; name the folder of a disk tier") from error
 
 
-def _reads_direct(root: Path) -> bool:
-    some = _some_file(root)
-    try:
-        return some is not None and reads_direct(some)
-    except OSError:
-        return False
-
-
 def _verify(path: Path, is_direct: bool, remove: bool) -> int | TierError | None:
     """Its bytes; or what is wrong with it; None: it is gone."""
     try:
@@ -94,15 +90,14 @@ def _verify(path: Path, is_direct: bool, remove: bool) -> int | TierError | None
     except TierError as error:
         if error.kind == "foreign":
             return error
-        return _removed(path, error) if remove else TierError(str(error), error.kind, is_left=True)
-
-
-def _removed(path: Path, error: TierError) -> TierError:
-    try:
-        chunk_file.remove(path)
-    except TierError as why:
-        return TierError(f"{error}; {why}", error.kind, is_left=True)
-    return TierError(f"{error}; it is removed", error.kind)
+        text = str(error)
+        try:
+            if remove:
+                chunk_file.remove(path)
+                return TierError(f"{text}; it is removed", error.kind)
+        except TierError as why:
+            text += f"; {why}"
+        return TierError(text, error.kind, is_left=True)
 
 
 def _count(report: Report, found: int | TierError | None, on_file: Callable[[TierError | None], None]) -> None:

@@ -36,7 +36,7 @@ from pdx.store.disk import files as disk_files
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.files import DiskFiles
 from pdx.store.disk.folder import Folder
-from pdx.store.disk.listing import Batch, Useless
+from pdx.store.disk.listing import Useless
 from pdx.store.health import SILENT
 from pdx.store.store_tier import Work
 from pdx.store.tier import Grant, Held, TierHost
@@ -47,6 +47,7 @@ log = logging.getLogger("pdx.node")
 MIB = 1 << 20
 COUNTED, NOT_READABLE = "counted", "not readable"  # see `_scan`
 JOIN_S = 10.0
+_BATCH = 256  # files that the control loop is told of at once
 SILENT_JOIN_S = 1.0  # … where the disk does not answer
 
 
@@ -92,18 +93,7 @@ class DiskTier(DiskFiles):
         if not folder.is_direct:
             self._count("not_direct")
             log.warning("%s is read and written through the page cache: no direct I/O there", root)
-        post = env.mailbox.post
-        run = partial(
-            listing.count,
-            root,
-            disk_files.MAX_FILES,
-            folder.block_bytes,
-            self._is_scan_over,
-            post,
-            self._found,
-            self._scanned,
-        )
-        self._scanner = threading.Thread(target=run, name="pdx-disk-scan", daemon=True)
+        self._scanner = threading.Thread(target=self._list, name="pdx-disk-scan", daemon=True)
         self._scanner.start()
 
     @staticmethod
@@ -112,7 +102,6 @@ class DiskTier(DiskFiles):
         return ConfigError(f"{what}; two nodes cannot share one: name another folder with --disk, or end that node")
 
     def status(self) -> TierStatus:
-        """For `pdx node --status`."""
         self._look()
         state = self._health.text or ("" if self._threads.takes(self._writes) else "writes do not return")
         if not state and not self.is_counted:
@@ -172,6 +161,23 @@ class DiskTier(DiskFiles):
             text = f"{self.folder} does not answer: which chunks are there is not known until it does"
             self._warn(TierError(text, "silent"))
         return self._scan == COUNTING
+
+    def _list(self) -> None:
+        """The root of a thread: have the control loop told of all files from before, and then that these were all, or
+        why there may be more."""
+        root, post = self._folder.root, self.env.mailbox.post
+        why: TierError | None = None
+        try:
+            files = listing.listed(root, self._is_scan_over, disk_files.MAX_FILES, self._folder.block_bytes)
+            while not self._is_scan_over() and (batch := list(itertools.islice(files, _BATCH))):
+                post(partial(self._found, batch))
+        except OSError as error:
+            why = TierError(f"{root} cannot be listed: {error.strerror}; nothing is stored there", "read_failed")
+        except Exception as error:  # the thread's root
+            log.exception("the disk tier failed")
+            why = TierError(f"{root} is not read: {type(error).__name__}; nothing is stored there", "failed")
+        if not self._is_scan_over():
+            post(partial(self._scanned, why))
 
     def _is_scan_over(self) -> bool:
         self._heard_at = self.env.clock()
@@ -266,7 +272,7 @@ class DiskTier(DiskFiles):
         if has_ended:
             self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
 
-    def _found(self, batch: Batch) -> None:
+    def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:
         """Files from before, with their times; those that were used last come first."""
         self._heard_at = self.env.clock()
         for time_ns, file in batch:

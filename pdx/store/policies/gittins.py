@@ -51,7 +51,6 @@ class Ages:
         self.look(0)
 
     def step(self, age: int) -> int:
-        """Of which step an age is."""
         return 0 if age < self._unit else min(STEPS - 1, 1 + int(2 * math.log2(age / self._unit)))
 
     def begins(self, since: int, nbytes: int) -> None:

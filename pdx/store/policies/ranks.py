@@ -39,11 +39,9 @@ class Ranks:
         return first, next(self._numbers), 0
 
     def add(self, chunk: Chunk) -> None:
-        """It has a rank and may be evicted."""
         self._sorted.add(chunk)
 
     def discard(self, chunk: Chunk) -> None:
-        """It may not be evicted any more."""
         self._sorted.remove(chunk)
 
     def behind(self, rank: Rank | None) -> Chunk | None:

@@ -79,7 +79,6 @@ class Catalog:
     # ---- what is known ----------------------------------------------------------------------
 
     def of(self, key: bytes, shards: int) -> Known | None:
-        """What is known for now."""
         known = self._known.get(key)
         return known if known is not None and known.shards == shards and known.until >= self._env.clock() else None
 
@@ -105,7 +104,6 @@ class Catalog:
         self._add(self._known, key, Known(until, shards, held, why))
 
     def lost(self, key: bytes) -> None:
-        """What was known to be there is not, or not whole."""
         if key in self._known:
             self.know(key, self._known[key].shards, None)
 
@@ -135,7 +133,6 @@ class Catalog:
         return key in self._sought
 
     def asked_s(self, key: bytes) -> float:
-        """For how long."""
         question = self._sought.get(key)
         return self._env.clock() - question.since if question is not None else 0.0
 
@@ -234,7 +231,6 @@ class Catalog:
         return self.is_leaving(key) or self._forgotten.since(key, moment)
 
     def remove(self, key: bytes, shards: int) -> None:
-        """This is to be removed, in so many shards."""
         self._to_remove[key] = max(shards, self._to_remove.get(key, 0))
         self._forgotten.note(key)
         if len(self._to_remove) > MAX_LEAVING:

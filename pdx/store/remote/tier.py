@@ -83,7 +83,6 @@ class RemoteTier(StoreTier):
         return not (self._works or self._catalog.num_leaving)
 
     def status(self) -> TierStatus:
-        """For `pdx node --status`."""
         why = self._health.doubt
         return TierStatus(self.name, self._backend.place, state=why or "ok", is_up=not why)
 
