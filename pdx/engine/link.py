@@ -10,14 +10,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig, NodeConfig, default_proxy
 from pdx.errors import PdxError
 from pdx.memory.arena import Arena
+from pdx.memory.slot import Slot
 from pdx.node.start import start_detached
-from pdx.wire.messages import Hello
+from pdx.wire.messages import Abort, Hello
 
 log = logging.getLogger("pdx")
 
@@ -30,8 +31,8 @@ class NodeLink:
     """Keeps one process attached. `starter`: start a node when none answers.
 
     What becomes of the node is logged by the scheduler half's link alone, because an engine has one for each rank, too.
-    `_lock` guards who uses the arena (`_use`) against `_attached`, and what is counted; everything else is the link's
-    thread's.
+    `_lock` guards who uses the arena (`_use`) against `_attached`, what is counted and what is given back; everything
+    else is the link's thread's.
     """
 
     def __init__(self, config: ConnectorConfig, hello: Hello, *, starter: bool) -> None:
@@ -40,6 +41,7 @@ class NodeLink:
         self._starter = starter and config.start_node
         self._connection: Connection | None = None
         self._uncounted: Counter[str] = Counter()  # what happened while there was no node to tell
+        self._unsaid: tuple[int, list[Slot]] = 0, []  # room given back to a life of the node, before we knew it
         self._keyed = b""  # see `Connection.key_by`
         self._lock = threading.Lock()
         self._use: Callable[[Arena | None], None] | None = None
@@ -62,12 +64,6 @@ class NodeLink:
         if connection is None or (self._use is not None and self._used is not connection):
             return None
         return connection if connection.is_alive else None
-
-    @property
-    def attached(self) -> Connection | None:
-        """Like `connection`, also while the arena is not in use yet: the node promises room as soon as it knows us."""
-        connection = self._connection
-        return connection if connection is not None and connection.is_alive else None
 
     @property
     def is_attached(self) -> bool:
@@ -96,6 +92,19 @@ class NodeLink:
             connection.count(reason, text, *args, times=times)
         elif text:
             log.log(level, text, *args)
+
+    def give_back(self, epoch: int, slots: Sequence[Slot]) -> None:
+        """Room that the node's life `epoch` has promised, and that nothing was ever copied to.
+
+        The node may promise room before this process knows that it is attached, and the engine's step may be its last:
+        then the node is told as soon as we are.
+        """
+        with self._lock:
+            connection = self._connection
+            if connection is None or connection.epoch != epoch:
+                self._unsaid = epoch, [*(self._unsaid[1] if self._unsaid[0] == epoch else ()), *slots]
+                return
+        connection.tell(Abort(list(slots)))
 
     def key_by(self, fingerprint: bytes) -> None:
         """`Connection.key_by`, of this node and of each one after it."""
@@ -165,9 +174,12 @@ class NodeLink:
                 connection.arena.populate_in_background()
                 with self._lock:
                     uncounted, self._uncounted = self._uncounted, Counter()
+                    (epoch, unsaid), self._unsaid = self._unsaid, (0, [])
                     self._connection = connection
                     if self._keyed:
                         connection.key_by(self._keyed)
+                if unsaid and epoch == connection.epoch:
+                    connection.tell(Abort(unsaid))
                 for reason, times in uncounted.items():
                     connection.count(reason, times=times)
                 self._log_attached(connection)

@@ -68,8 +68,7 @@ class WorkerHalf:
         self._step = 0, 0  # tokens of this step, and when it began (CLOCK_MONOTONIC)
         self._saving: StepSave | None = None  # of this step, if the node that the plan is about is still there
         self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
-        self._untold: list[Slot] = []  # given up, but there was no connection to tell it by
-        self._epoch = 0  # the node's life that they are of
+        self._epoch = 0  # the node's life that these are of
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order. A LayoutError if they
@@ -132,13 +131,11 @@ class WorkerHalf:
         if self._epoch != plan.epoch:
             self._epoch = plan.epoch
             self._spoiled.clear()
-            self._untold.clear()
         connection, copier = self.link.connection, self._copier
         arena = _arena_of(connection, plan.epoch)
         if copier is None or connection is None or arena is None:
             self._miss(plan)
             return
-        self._tell_untold()
         for load in plan.loads:
             scatter = copier.loading(arena) if load.epoch == plan.epoch else None
             if scatter is None:
@@ -153,22 +150,15 @@ class WorkerHalf:
     def _miss(self, plan: StepPlan) -> None:
         """The node is gone, or has promised these slots while its arena was not within reach yet: nothing is copied."""
         self._fail(plan.loads)
-        self._untold += self._aborted(plan)
-        self._untold += self._lose([pages for save in plan.saves for pages in save.pages])
-        self._tell_untold()
+        given_up = self._aborted(plan) + self._lose([pages for save in plan.saves for pages in save.pages])
+        if given_up:
+            self.link.give_back(plan.epoch, given_up)
 
     def _fail(self, loads: Sequence[LoadPlan]) -> None:
         self._loader.fail(loads)
         for load in loads:
             text = "request %s: its node is gone or its memory out of reach, %d chunks are not loaded"
             self.link.count("load_failed", text, load.request_id, load.num_chunks)
-
-    def _tell_untold(self) -> None:
-        """At once, without the copier: nothing was ever copied to these slots, or the node is gone."""
-        connection = self.link.attached
-        if self._untold and connection is not None and connection.epoch == self._epoch:
-            untold, self._untold = self._untold, []
-            connection.tell(Abort(untold))
 
     def _aborted(self, plan: StepPlan) -> list[Slot]:
         aborted = [slots[self._shard] for slots in plan.aborts]

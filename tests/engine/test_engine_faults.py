@@ -11,12 +11,13 @@ import pytest
 from stream_bed import Bed, streams_of
 from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine, tokens
 
-from pdx.engine import worker
+from pdx.client.connection import Connection
+from pdx.engine import link, worker
 from pdx.engine.cpu_copier import CpuCopier
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Abort, Fill, Mark
+from pdx.wire.messages import Abort, Fill, Hello, Mark
 
 # ---- the forward pass -------------------------------------------------------------------------
 
@@ -244,3 +245,34 @@ def test_room_that_was_promised_before_a_worker_had_mapped_the_arena_is_given_ba
                 engine.finish(request)
     finally:
         mapped.set()
+
+
+def test_room_that_was_promised_before_a_worker_knew_that_it_is_attached_is_given_back(
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the engine has nothing more to do, so that no later step tells of it."""
+    known = threading.Event()
+
+    class Late(Connection):
+        def __init__(self, address: str, hello: Hello) -> None:
+            super().__init__(address, hello)
+            self.kind = hello.kind
+
+        def attach(self, timeout_s: float) -> bool:
+            return super().attach(timeout_s) and (self.kind != "worker" or known.wait(60))
+
+    monkeypatch.setattr(link, "Connection", Late)
+    monkeypatch.setattr(worker, "START_UP_S", 0.0)
+    engine = engines()
+    node = engines.node  # type: ignore[attr-defined]
+    try:
+        request = Request("a", tokens(512, 2 * CHUNK))
+        engine.admit(request)
+        assert len(engine.scheduler.track(request).node.grants) == 2
+        engine.step((request, 2 * CHUNK))
+        engine.finish(request)
+        engine.step()
+        assert node.status().chunks == {"filling": 2}
+    finally:
+        known.set()
+    wait_until(lambda: node.status().chunks == {}, what="its room is given back")
