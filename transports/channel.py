@@ -76,7 +76,7 @@ class Memory:
     """A block of host memory to be registered. `path`: the file it maps from offset 0, where there is one. `gpu`: the
     UUID of the GPU that memory lies on, empty for the host's.
 
-    Whoever holds it keeps the mapping alive.
+    It keeps the mapping alive until `release`, which whoever made it calls behind the end of every region over it.
     """
 
     gpu = ""
@@ -84,12 +84,17 @@ class Memory:
     def __init__(self, view: memoryview, path: Path | None = None) -> None:
         self._view = view.cast("B")
         self._path = path
-        self._anchor = (ctypes.c_char * self._view.nbytes).from_buffer(self._view)
+        self._anchor: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * self._view.nbytes).from_buffer(self._view)
         self.nbytes = self._view.nbytes
         self.address = ctypes.addressof(self._anchor)
 
     def __repr__(self) -> str:
         return f"<Memory {self.nbytes >> 10} KiB {self._path or 'anonymous'}>"
+
+    def release(self) -> None:
+        """Nobody uses it any more: the mapping may end, whoever still holds this object. Idempotent."""
+        self._anchor = None
+        self._view.release()
 
     @property
     def view(self) -> memoryview:
@@ -118,6 +123,9 @@ class GpuMemory(Memory):
 
     def __repr__(self) -> str:
         return f"<GpuMemory {self.nbytes >> 10} KiB of {self.gpu}>"
+
+    def release(self) -> None:
+        """The device is its owner's."""
 
     @property
     def view(self) -> memoryview:

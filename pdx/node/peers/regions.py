@@ -40,6 +40,7 @@ class Regions:
         self._config = config
         self._env = env
         self._host = data_host(listen_address(config))
+        self._memory: Memory | None = None
         self._thread: threading.Thread | None = None
         self._waiting: list[Callable[[], None]] = []
         self._closing = threading.Event()
@@ -67,7 +68,7 @@ class Regions:
     def _open(self) -> None:
         opened: dict[str, tuple[Region, Listener]] = {}
         why: dict[str, str] = {}
-        memory = self._memory()
+        memory = self._memory = self._memory_of(self.arena)
         for scheme in self.candidates:
             if self._closing.is_set():
                 break
@@ -100,10 +101,11 @@ class Regions:
                         region.close()
         self._env.mailbox.post(lambda: self._opened(opened, why))
 
-    def _memory(self) -> Memory:
-        if isinstance(self.arena, GpuArena):
-            return GpuMemory(self.arena.device, self.arena.nbytes)
-        return Memory(self.arena.data, self.arena.path)
+    @staticmethod
+    def _memory_of(arena: Arena) -> Memory:
+        if isinstance(arena, GpuArena):
+            return GpuMemory(arena.device, arena.nbytes)
+        return Memory(arena.data, arena.path)
 
     def _opened(self, opened: dict[str, tuple[Region, Listener]], why: dict[str, str]) -> None:
         self.why = why
@@ -132,3 +134,5 @@ class Regions:
             region.close()
         self.regions.clear()
         self.listeners.clear()
+        if self._memory is not None:
+            self._memory.release()

@@ -1,7 +1,9 @@
 """Two and three real nodes over real channels: pushes while chunks are filled, fetches, and little room."""
 
 import contextlib
+import gc
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -147,6 +149,21 @@ def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(clust
         wait_until(lambda: cluster.counter("a", "landed_bytes") >= MIB, what="it lands when there is room")
         assert hits(keys[1]) == 1, "the peer was never slow"
         assert cluster.counter("a", "fetches_not_worth") == 0
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_nodes_that_are_closed_map_no_arena_any_more(place, scheme):
+    """Whoever still holds an object of theirs: memory would come back only when the collector runs."""
+    gc.disable()
+    try:
+        with LocalCluster(place, "ab", channels=[scheme]) as cluster:
+            cluster.start("a", "b")
+            put(cluster["a"], "x", b"x", push_to="b")
+            assert read(cluster["b"], "x", wait_s=10.0) == b"x"
+            assert ".arena" in Path("/proc/self/maps").read_text()
+        assert ".arena" not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of):
