@@ -29,7 +29,7 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError, ProtocolErro
 from pdx.extras import install
 from pdx.telemetry.host import process_stat
 from pdx.transports.channel import Availability, GpuMemory, Memory
-from pdx.transports.local import Address, LocalListener, LocalRegion, Source, SpanCopy, availability, hand_over
+from pdx.transports.local import Address, LocalListener, LocalRegion, Source, SpanCopy, hand_over
 from pdx.transports.shm import Mapping
 
 _FIX = f"{install('gpu')}, on a host with an NVIDIA GPU and its driver"
@@ -92,7 +92,6 @@ class CudaSource(Source):
         return cls(gpu, mapping, lock=locked(mapping, gpu, is_read_only=True))
 
     def copy(self, copies: Iterable[SpanCopy]) -> None:
-        """See `Source.copy`."""
         try:
             if self._stream is None:
                 self._stream = CopyStream(self._gpu)
@@ -143,7 +142,6 @@ class CudaIpcListener(LocalListener):
         super().__init__(region)
 
     def close(self) -> None:
-        """See `Listener.close`."""
         super().close()
         with self._locking:
             lock, self._own_lock = self._own_lock, None
@@ -155,7 +153,7 @@ class CudaIpcListener(LocalListener):
             handle = _exported.decode(packed).handle
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ProtocolError(f"not a handle of memory: {error}") from error
-        uuid = self._memory.gpu or (handle.gpu if handle is not None else "")
+        uuid = self.memory.gpu or (handle.gpu if handle is not None else "")
         if not uuid:
             raise ChannelUnavailable(_HOST_TO_HOST)
         try:
@@ -165,14 +163,14 @@ class CudaIpcListener(LocalListener):
         if handle is None:
             return CudaSource.open_file(gpu, fd)
         source = CudaSource.open_device(gpu, handle, fd, pid)
-        if not self._memory.gpu:
+        if not self.memory.gpu:
             self._lock_own(gpu)
         return source
 
     def _lock_own(self, gpu: Gpu) -> None:
         with self._locking:
             if self._own_lock is None and not self._closing.is_set():
-                self._own_lock = locked(self._memory, gpu)
+                self._own_lock = locked(self.memory, gpu)
 
 
 class CudaIpcRegion(LocalRegion):
@@ -192,7 +190,7 @@ class CudaIpcRegion(LocalRegion):
     @classmethod
     def availability(cls) -> Availability:
         """Where a driver finds a GPU. Makes no CUDA context."""
-        found = availability()
+        found = super().availability()
         if found.is_ok and (why := why_no_gpu()):
             return Availability(is_ok=False, why=why, fix=_FIX)
         return found

@@ -33,7 +33,7 @@ from pdx.telemetry.host import host_id
 from pdx.transports.channel import Availability, Piece, Region, RemoteRegion
 from pdx.transports.streams.inbound import StreamListener
 from pdx.transports.streams.outbound import StreamRegion
-from pdx.transports.streams.sockets import fill
+from pdx.transports.streams.sockets import take
 
 MAX_EXPORT_BYTES = 512
 _BACKLOG = 64
@@ -51,13 +51,6 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
     network: Annotated[str, Meta(max_length=64)]
     name: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     gpu: Annotated[str, Meta(max_length=64)] = ""
-
-
-def availability() -> Availability:
-    """On Linux."""
-    if sys.platform != "linux":
-        return Availability(is_ok=False, why="this is not Linux", fix="use tcp")
-    return Availability(is_ok=True)
 
 
 def address_in(remote: RemoteRegion) -> Address:
@@ -109,8 +102,8 @@ def take_over(stream: socket.socket) -> tuple[bytes, int]:
 
 def _rest(stream: socket.socket, nbytes: int, deadline: float) -> bytes:
     rest = bytearray(nbytes)
-    if nbytes and not fill(stream, rest, deadline=deadline):
-        raise ConnectionError("the stream ended before what belongs to its greeting")
+    if nbytes:
+        take(stream, rest, deadline=deadline)
     return bytes(rest)
 
 
@@ -192,7 +185,7 @@ class LocalListener(StreamListener):
         for piece in pieces:
             if piece.nbytes > source.nbytes - piece.local:
                 raise ProtocolError(f"{piece} lies outside of the writer's {source.nbytes} bytes")
-        to, of = self._memory.address, source.address
+        to, of = self.memory.address, source.address
         source.copy([SpanCopy(to + piece.remote, of + piece.local, piece.nbytes) for piece in pieces])
         # A writer that closes its channel shuts the stream first and uses its memory again then: a copy behind which
         # the stream is still open was made of the right bytes. Any other must not be notified. There may be frames to
@@ -212,11 +205,11 @@ class LocalRegion(StreamRegion):
 
     @classmethod
     def availability(cls) -> Availability:
-        """On Linux."""
-        return availability()
+        if sys.platform != "linux":
+            return Availability(is_ok=False, why="this is not Linux", fix="use tcp")
+        return Availability(is_ok=True)
 
     def close(self) -> None:
-        """See `Region.close`."""
         super().close()
         with self._lock:
             fd, self.fd = self.fd, -1

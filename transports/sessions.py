@@ -11,9 +11,9 @@ from pdx.transports.channel import (
     NOTIFICATION_BYTES,
     TOKEN_BYTES,
     Listener,
-    Memory,
     Notification,
     Piece,
+    RemoteRegion,
 )
 
 
@@ -48,7 +48,6 @@ class WriteSession:
         self.granted[offset] = nbytes
 
     def revoke(self, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`."""
         if self.granted.get(offset) == nbytes:
             del self.granted[offset]
             del self._starts[bisect.bisect_left(self._starts, offset)]
@@ -84,25 +83,29 @@ class WriteSession:
                 del self._in_use[start]
 
 
-class WriteSessions:
-    """All sessions of a listener over a region of `nbytes`. For any thread; `wake` is set without the lock."""
+class SessionListener(Listener):
+    """A listener over a region of `nbytes`, as far as it concerns no connection. `wake` is set without the lock."""
 
-    def __init__(self, nbytes: int, wake: threading.Event | None = None) -> None:
+    def __init__(self, scheme: str, nbytes: int, wake: threading.Event, detail: bytes) -> None:
+        """`detail`: what a peer needs to connect."""
+        self.scheme = scheme
         self._nbytes = nbytes
-        self._wake = wake or threading.Event()
-        # Guards all below, and everything in the sessions. An expelled session stays until its last write has left.
-        # Waited for: room for notifications.
+        self._wake = wake
+        self._detail = detail
+        # Guards all below, everything in the sessions, and what subclasses say. An expelled session stays until its
+        # last write has left. Waited for: room for notifications.
         self._lock = threading.Condition()
         self._sessions: dict[bytes, WriteSession] = {}
-        self._landed: list[Notification] = []
+        self._untaken: list[Notification] = []
         self._unheard: set[WriteSession] = set()  # whose they are
 
-    def open(self, token: bytes) -> None:
+    def invite(self, token: bytes) -> RemoteRegion:
         """:raises ValueError: the token is no fresh one."""
         with self._lock:
             if len(token) != TOKEN_BYTES or token in self._sessions:
                 raise ValueError("a session needs a fresh token")
             self._sessions[token] = self._new(token)
+        return RemoteRegion(self.scheme, self._nbytes, token, self._detail)
 
     def find(self, token: bytes) -> WriteSession | None:
         """The open session of a token that a stranger showed.
@@ -114,7 +117,7 @@ class WriteSessions:
             return session if session is not None and session.is_open else None
 
     def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """See `Listener.grant`. Nothing is granted to a session that is over.
+        """Nothing is granted to a session that is over.
 
         :raises ValueError: the span is not inside the region.
         """
@@ -126,7 +129,6 @@ class WriteSessions:
                 session.grant(offset, nbytes)
 
     def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`."""
         with self._lock:
             session = self._sessions.get(token)
             return session is None or session.revoke(offset, nbytes)
@@ -138,11 +140,11 @@ class WriteSessions:
                 self._end(session)
                 self._lock.notify_all()
 
-    def expel_all(self) -> None:
-        """No session is open any more."""
+    def close(self) -> None:
         with self._lock:
-            for token in list(self._sessions):
-                self.expel(token)
+            for session in list(self._sessions.values()):
+                self._end(session)
+            self._lock.notify_all()
 
     def enter(self, session: WriteSession, pieces: Sequence[Piece]) -> list[int] | None:
         """These pieces are about to land: what to `leave` or `land` with, None if one of them may not."""
@@ -174,14 +176,13 @@ class WriteSessions:
             return session.is_open
 
     def take(self) -> list[Notification]:
-        """See `Listener.take`."""
         with self._lock:
-            landed, self._landed = self._landed, []
+            untaken, self._untaken = self._untaken, []
             for session in self._unheard:
                 session.untaken_bytes = 0
             self._unheard.clear()
             self._lock.notify_all()
-        return landed
+        return untaken
 
     # ---- under the lock ---------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class WriteSessions:
         return WriteSession(token)
 
     def _notify(self, session: WriteSession, payload: bytes) -> None:
-        self._landed.append(Notification(session.token, payload))
+        self._untaken.append(Notification(session.token, payload))
         session.untaken_bytes += len(payload) + NOTIFICATION_BYTES
         self._unheard.add(session)
 
@@ -200,24 +201,3 @@ class WriteSessions:
     def _forget(self, session: WriteSession) -> None:
         if not session.is_open and not session.is_landing:
             self._sessions.pop(session.token, None)
-
-
-class SessionListener(Listener):
-    """Over `WriteSessions`, which answer all that concerns no connection. Subclasses invite, expel and close."""
-
-    def __init__(self, memory: Memory, wake: threading.Event, sessions: WriteSessions | None = None) -> None:
-        """`sessions`: of another kind than most."""
-        self._memory = memory
-        self._sessions = sessions or WriteSessions(memory.nbytes, wake)
-
-    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """See `Listener.grant`."""
-        self._sessions.grant(token, offset, nbytes)
-
-    def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`."""
-        return self._sessions.revoke(token, offset, nbytes)
-
-    def take(self) -> list[Notification]:
-        """See `Listener.take`."""
-        return self._sessions.take()

@@ -56,7 +56,6 @@ class Mapping(Source):
         return mapping
 
     def copy(self, copies: Iterable[SpanCopy]) -> None:
-        """See `Source.copy`."""
         for each in copies:
             ctypes.memmove(*each)
 

@@ -19,7 +19,7 @@ from pdx.errors import ChannelUnavailable
 from pdx.transports.channel import Piece, RemoteRegion
 from pdx.transports.streams.inbound import StreamListener
 from pdx.transports.streams.outbound import StreamRegion
-from pdx.transports.streams.sockets import fill, fill_all
+from pdx.transports.streams.sockets import fill_all, take
 
 KEEPALIVE_IDLE_S = 15
 KEEPALIVE_INTERVAL_S = 5
@@ -48,15 +48,14 @@ class TcpListener(StreamListener):
         return str(address[0])
 
     def _land(self, stream: socket.socket, source: None, pieces: list[Piece]) -> None:
-        view = self._memory.view
+        view = self.memory.view
         fill_all(stream, [view[piece.remote : piece.remote + piece.nbytes] for piece in pieces])
 
     def _drop(self, stream: socket.socket, nbytes: int) -> None:
         scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
         while nbytes:
             part = scratch[:nbytes]
-            if not fill(stream, part):
-                raise ConnectionError("the stream ended in the middle of a refused write")
+            take(stream, part)
             nbytes -= part.nbytes
 
 

@@ -67,26 +67,23 @@ class InprocListener(SessionListener):
     """The receiving side of a region of this process."""
 
     def __init__(self, memory: Memory, wake: threading.Event) -> None:
-        super().__init__(memory, wake)
-        self._lock = threading.Lock()  # copies are made one after the other, and none behind `close`
+        super().__init__(InprocRegion.scheme, memory.nbytes, wake, _HERE)
+        self._memory = memory
+        self._copying = threading.Lock()  # copies are made one after the other, and none behind `close`
         self._waiting: dict[WriteSession, deque[InprocTransfer]] = {}  # for notifications to be taken
 
     def invite(self, token: bytes) -> RemoteRegion:
-        """See `Listener.invite`."""
-        self._sessions.open(token)
         with _LISTENERS_LOCK:
             _LISTENERS[token] = self
-        return RemoteRegion(InprocRegion.scheme, self._memory.nbytes, token, _HERE)
+        return super().invite(token)
 
     def expel(self, token: bytes) -> None:
-        """See `Listener.expel`."""
-        self._sessions.expel(token)
+        super().expel(token)
         with _LISTENERS_LOCK:
             _LISTENERS.pop(token, None)
         self._go_on()
 
     def take(self) -> list[Notification]:
-        """See `Listener.take`."""
         found = super().take()
         if self._waiting:
             self._go_on()
@@ -97,18 +94,14 @@ class InprocListener(SessionListener):
         with _LISTENERS_LOCK:
             for token in [token for token, listener in _LISTENERS.items() if listener is self]:
                 del _LISTENERS[token]
-        with self._lock:
-            self._sessions.expel_all()
+        with self._copying:
+            super().close()
         self._go_on()
-
-    def session(self, token: bytes) -> WriteSession | None:
-        """The open session of this token."""
-        return self._sessions.find(token)
 
     def receive(self, transfer: InprocTransfer) -> None:
         """Make this copy as soon as its session has room for the notification."""
         session = transfer.channel.session
-        with self._lock:
+        with self._copying:
             self._waiting.setdefault(session, deque()).append(transfer)
             over = self._advance(session)
         _tell(over)
@@ -116,7 +109,7 @@ class InprocListener(SessionListener):
     def give_up(self, chosen: Callable[[InprocTransfer], bool], error: ChannelError) -> None:
         """Those that wait and are chosen will not be made."""
         over = []
-        with self._lock:
+        with self._copying:
             for session, queue in list(self._waiting.items()):
                 over += [each for each in queue if chosen(each)]
                 self._waiting[session] = deque(each for each in queue if not chosen(each))
@@ -125,7 +118,7 @@ class InprocListener(SessionListener):
         _tell(over)
 
     def _go_on(self) -> None:
-        with self._lock:
+        with self._copying:
             over = [transfer for session in list(self._waiting) for transfer in self._advance(session)]
         _tell(over)
 
@@ -145,13 +138,13 @@ class InprocListener(SessionListener):
         session, source = transfer.channel.session, transfer.channel.memory.view
         if not session.is_open:
             return ChannelBroken("the session is over")
-        entered = self._sessions.enter(session, transfer.pieces)
+        entered = self.enter(session, transfer.pieces)
         if entered is None:
             return WriteRefused("not inside granted spans")
         target = self._memory.view
         for piece in transfer.pieces:
             target[piece.remote : piece.remote + piece.nbytes] = source[piece.local : piece.local + piece.nbytes]
-        is_heard = self._sessions.land(session, entered, transfer.notify)
+        is_heard = self.land(session, entered, transfer.notify)
         return None if is_heard else ChannelBroken("the session is over")
 
 
@@ -179,7 +172,7 @@ class InprocRegion(Region):
             raise ChannelUnavailable(f"an inproc region of process {os.getpid()} was expected, not another's")
         with _LISTENERS_LOCK:
             listener = _LISTENERS.get(remote.token)
-        session = listener.session(remote.token) if listener else None
+        session = listener.find(remote.token) if listener else None
         if listener is None or session is None:
             raise ChannelBroken("nobody has invited with this token")
         return InprocChannel(self.memory, listener, session, remote.nbytes, wake)

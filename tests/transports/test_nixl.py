@@ -3,7 +3,9 @@
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import msgspec
@@ -13,11 +15,11 @@ from ucx_conformance import UcxConformance, stage_of
 from pdx.errors import ChannelBroken
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.testing.waiting import wait_until
-from pdx.transports.channel import Piece
+from pdx.transports.channel import Piece, RemoteRegion
 from pdx.transports.nixl import onesided
 from pdx.transports.nixl.onesided import BYE, HELLO, MAX_CONNECTIONS, WRITE, Ledger, compose, this_process
 from pdx.transports.nixl.region import NixlRegion
-from pdx.transports.sealed import seal, unseal
+from pdx.transports.over_ucx import sealed, unsealed
 
 
 class NixlTcpRegion(NixlRegion):
@@ -84,22 +86,25 @@ def test_an_aborted_write_is_not_announced(stage: Stage) -> None:
 def test_a_sealed_detail_opens_with_its_token_alone() -> None:
     """Whatever is changed, the library behind never sees it."""
     token = secrets.token_bytes(16)
-    sealed = seal("nixl", 4096, token, b"body")
-    assert unseal("nixl", sealed) == b"body"
-    other = secrets.token_bytes(16)
-    for damaged in (sealed.detail[:-1], sealed.detail + b"x", b"", bytes([sealed.detail[0] ^ 1]) + sealed.detail[1:]):
+    made = sealed(RemoteRegion("nixl", 4096, token, b"body"))
+    assert unsealed(made) == b"body"
+    changes = [{"detail": each} for each in (made.detail[:-1], made.detail + b"x", b"")]
+    changes += [{"detail": bytes([made.detail[0] ^ 1]) + made.detail[1:]}, {"token": secrets.token_bytes(16)}]
+    for change in (*changes, {"scheme": "ucx"}):
         with pytest.raises(ChannelBroken):
-            unseal("nixl", type(sealed)("nixl", 4096, token, damaged))
-    with pytest.raises(ChannelBroken):
-        unseal("nixl", type(sealed)("nixl", 4096, other, sealed.detail))
+            unsealed(msgspec.structs.replace(made, **change))
+
+
+def ledger_of(clock: Callable[[], float] = time.monotonic) -> Ledger:
+    return Ledger("nixl", MIB, threading.Event(), b"", clock)
 
 
 class TestLedger:
     """What a receiver that sees nothing may conclude."""
 
     def _opened(self) -> tuple[Ledger, bytes]:
-        ledger, token = Ledger(MIB), secrets.token_bytes(16)
-        ledger.open(token)
+        ledger, token = ledger_of(), secrets.token_bytes(16)
+        ledger.invite(token)
         ledger.grant(token, 0, 4096)
         return ledger, token
 
@@ -174,10 +179,10 @@ class TestLedger:
 
     def test_sessions_that_are_over_are_not_kept(self) -> None:
         """A span that nobody asks about, as the one for measuring, keeps none of them, whichever end comes first."""
-        ledger = Ledger(MIB)
+        ledger = ledger_of()
         for number in range(100):
             token = number.to_bytes(16)
-            ledger.open(token)
+            ledger.invite(token)
             ledger.grant(token, 0, 4096)
             ledger.hear(compose(token, HELLO, b"1" * 8, this_process()))
             ends = [lambda token=token: ledger.expel(token)]
@@ -189,12 +194,12 @@ class TestLedger:
 
     def test_sessions_of_dead_processes_go_as_others_come(self) -> None:
         """Nobody asks about their spans, and they said no goodbye."""
-        ledger, alive = Ledger(MIB), this_process()
+        ledger, alive = ledger_of(), this_process()
         boot, namespace, pid, started = msgspec.msgpack.decode(alive)
         dead = msgspec.msgpack.encode([boot, namespace, pid, started + 1])
         for number in range(100):
             token = number.to_bytes(16)
-            ledger.open(token)
+            ledger.invite(token)
             ledger.grant(token, 0, 4096)
             ledger.hear(compose(token, HELLO, b"1" * 8, alive if number == 7 else dead))
             ledger._sessions[token].look_at = float("inf")  # as if it had existed until just now
@@ -205,8 +210,8 @@ class TestLedger:
     def test_a_question_for_each_span_is_one_look_at_the_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Until it is worth to look again."""
         now = 0.0
-        ledger, token = Ledger(MIB, lambda: now), secrets.token_bytes(16)
-        ledger.open(token)
+        ledger, token = ledger_of(lambda: now), secrets.token_bytes(16)
+        ledger.invite(token)
         for offset in range(0, MIB, 4096):
             ledger.grant(token, offset, 4096)
         ledger.hear(compose(token, HELLO, b"1" * 8, this_process()))

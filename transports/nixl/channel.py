@@ -168,7 +168,6 @@ class NixlChannel(Channel):
             transfers = list(self._transfers)
         for transfer in transfers:
             transfer.give_up(ChannelBroken("the channel was closed"))
-        self.region.closing(self)
         if self.sweep():
             self.region.look_after()
 

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Annotated
@@ -21,7 +22,7 @@ from msgspec import Meta
 
 from pdx.telemetry.host import host_id, process_stat
 from pdx.transports.channel import TOKEN_BYTES
-from pdx.transports.sessions import WriteSession, WriteSessions
+from pdx.transports.sessions import SessionListener, WriteSession
 
 HELLO, WRITE, BYE = range(3)
 NAME_BYTES = 8
@@ -83,8 +84,8 @@ class _Session(WriteSession):
         return all(process is not None and process.is_gone for process in self.connections.values())
 
 
-class Ledger(WriteSessions):
-    """Sessions whose writes nobody sees, over a region of `nbytes`. Any thread may use it.
+class Ledger(SessionListener):
+    """Sessions whose writes nobody sees.
 
     One that was expelled stays, with its spans, as long as its writers may still write to them. It goes when it is
     known to be over, whoever notices that first: a goodbye, a question for a span, or a look at a few of them with each
@@ -93,15 +94,21 @@ class Ledger(WriteSessions):
 
     _sessions: dict[bytes, _Session]  # type: ignore[assignment]  # as `_new` makes them
 
-    def __init__(self, nbytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(nbytes)
+    def __init__(
+        self,
+        scheme: str,
+        nbytes: int,
+        wake: threading.Event,
+        detail: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(scheme, nbytes, wake, detail)
         self._clock = clock
         self._expelled: dict[bytes, None] = {}  # those that stay, the one to be looked at next first
         self.dropped = 0  # messages of nobody's, or that are none, or for which there was no room
         self._has_overflowed = False
 
     def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`."""
         with self._lock:
             session = self._sessions.get(token)
             if session is None or session.granted.get(offset) != nbytes:

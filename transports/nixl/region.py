@@ -15,7 +15,6 @@ UCX has no authentication: whoever reaches its port may write to this process (d
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 import time
 from typing import ClassVar
@@ -28,56 +27,39 @@ from pdx.transports.nixl import agent as nixl_agent
 from pdx.transports.nixl.agent import NixlAgent
 from pdx.transports.nixl.channel import LOOK_S, NixlChannel, NixlDetail, NixlPeer
 from pdx.transports.nixl.onesided import Ledger
-from pdx.transports.sealed import seal, unseal
-from pdx.transports.sessions import SessionListener
+from pdx.transports.over_ucx import sealed, settings_for, unsealed
 
 _MAX_OWED = 1024  # agents
-_SETTINGS = {"KEEPALIVE_INTERVAL": "1s"}  # of UCX: a dead process of this host is noticed after two of them
-_LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
 
 
-class NixlListener(SessionListener):
-    """Hears notifications; what is written it does not see."""
+class NixlListener(Ledger):
+    """Hears notifications; what is written it does not see. What it expels may still land, until the region closes."""
 
     def __init__(self, region: NixlRegion) -> None:
+        agent, memory = region.agent, region.memory
+        detail = NixlDetail(agent.name, agent.metadata, memory.address, memory.nbytes, agent.place)
+        super().__init__(region.scheme, memory.nbytes, region.wake, msgspec.msgpack.encode(detail))
         self._region = region
-        self._ledger = Ledger(region.memory.nbytes)
-        super().__init__(region.memory, region.wake, self._ledger)
-
-    @property
-    def dropped(self) -> int:
-        """How many messages came from no session of ours."""
-        return self._ledger.dropped
 
     def invite(self, token: bytes) -> RemoteRegion:
-        """See `Listener.invite`."""
-        agent, memory = self._region.agent, self._region.memory
-        self._ledger.open(token)
-        detail = NixlDetail(agent.name, agent.metadata, memory.address, memory.nbytes, agent.place)
-        return seal(NixlRegion.scheme, memory.nbytes, token, msgspec.msgpack.encode(detail))
+        return sealed(super().invite(token))
 
     def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`. True only for a session that was expelled and whose writers stopped or are dead."""
+        """True only for a session that was expelled and whose writers stopped or are dead."""
         self._hear()
         return super().revoke(token, offset, nbytes)
 
     def take(self) -> list[Notification]:
-        """See `Listener.take`."""
         self._hear()
         return super().take()
 
     def expel(self, token: bytes) -> None:
-        """Nobody hears of its writes any more. They may still land: it is not stopped."""
         self._hear()
-        self._ledger.expel(token)
-
-    def close(self) -> None:
-        """All sessions are expelled. Their writes may land until the region is closed."""
-        self._ledger.expel_all()
+        super().expel(token)
 
     def _hear(self) -> None:
         for message in self._region.messages():
-            self._ledger.hear(message)
+            self.hear(message)
 
 
 class NixlRegion(Region):
@@ -91,20 +73,14 @@ class NixlRegion(Region):
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
     def __init__(self, memory: Memory, host: str, wake: threading.Event) -> None:
-        """See `Region.register`. `wake` is set for transfers, not for notifications.
-
-        UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
-        UCX_NET_DEVICES has precedence; UCX_TLS says by what means.
-        """
+        """`wake` is set for transfers, not for notifications. Of UCX the user's UCX_NET_DEVICES has precedence; UCX_TLS
+        says by what means."""
         super().__init__(memory, host, wake)
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        settings = {**_SETTINGS, **(_LOOPBACK_SETTINGS if is_loopback else {}), **self.settings}
-        self.agent = NixlAgent(memory, settings)  # it is listening from here on
+        self.agent = NixlAgent(memory, settings_for(host, **self.settings))  # it is listening from here on
         # The region's lock guards all below, too, and loading and unloading of agents.
         self._peers: dict[str, NixlPeer] = {}
         self._owed: dict[str, list[bytes]] = {}  # farewells that could not be said, by agent
-        self._live: set[NixlChannel] = set()
-        self._closing: set[NixlChannel] = set()  # closed, with requests that NIXL is still at
+        self._unended: set[NixlChannel] = set()  # also closed ones, with requests that NIXL is still at
         self._has_ended = False
         # NIXL tells nobody when a transfer is over, and sends notifications only when it is asked.
         self._has_transfers = threading.Event()
@@ -113,7 +89,6 @@ class NixlRegion(Region):
 
     @classmethod
     def availability(cls) -> Availability:
-        """See `Region.availability`."""
         return nixl_agent.availability()
 
     def _listening(self) -> NixlListener:
@@ -121,14 +96,14 @@ class NixlRegion(Region):
 
     def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> NixlChannel:
         try:
-            detail = msgspec.msgpack.decode(unseal(self.scheme, remote), type=NixlDetail)
+            detail = msgspec.msgpack.decode(unsealed(remote), type=NixlDetail)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ChannelBroken(f"not a detail of a NIXL region: {error}") from error
         with self._lock:
             if not self._is_open:
                 raise ChannelBroken("the region is closed")
             channel = NixlChannel(self, self._join(detail), remote, wake)
-            self._live.add(channel)
+            self._unended.add(channel)
         try:
             channel.greet(timeout_s)
             self._say_farewells(channel.peer.name)
@@ -146,19 +121,12 @@ class NixlRegion(Region):
         """A transfer is under way."""
         self._has_transfers.set()
 
-    def closing(self, channel: NixlChannel) -> None:
-        """It is closed, but not yet ended."""
-        with self._lock:
-            if channel in self._live:
-                self._live.discard(channel)
-                self._closing.add(channel)
-
     def ended(self, channel: NixlChannel, farewell: bytes) -> None:
         """NIXL is done with everything of it; its peer is told that."""
         with self._lock:
-            if channel not in self._closing:
+            if channel not in self._unended:
                 return
-            self._closing.discard(channel)
+            self._unended.discard(channel)
             peer = channel.peer
             try:
                 self.agent.notify(peer.name, farewell)
@@ -171,17 +139,18 @@ class NixlRegion(Region):
                 self.agent.unload(peer.name)
 
     def close(self) -> None:
-        """See `Region.close`. UCX ends with the agent; only another process of this host could still write here."""
+        """UCX ends with the agent; only another process of this host could still write here."""
         super().close()
-        for channel in list(self._live):  # one that is connecting
-            channel.close()
+        for channel in list(self._unended):
+            if not channel.is_closed:  # one that is connecting
+                channel.close()
         with self._lock:
             if self._has_ended:
                 return
             self._has_ended = True
-            for channel in self._closing:
+            for channel in self._unended:
                 channel.drop()
-            self._closing.clear()
+            self._unended.clear()
             self._peers.clear()
         self._has_transfers.set()
         self._thread.join()
@@ -192,7 +161,7 @@ class NixlRegion(Region):
             self._has_transfers.wait()
             self._has_transfers.clear()
             with self._lock:
-                channels = [*self._live, *self._closing]
+                channels = list(self._unended)
             if sum(channel.sweep() for channel in channels):
                 self._has_transfers.set()
                 time.sleep(LOOK_S)
@@ -201,7 +170,7 @@ class NixlRegion(Region):
         peer = self._peers.get(detail.agent)
         if peer is not None and peer.is_broken:
             # What was under way to it must end first: it uses keys that go with the peer.
-            if any(channel.has_transfers for channel in self._live | self._closing if channel.peer is peer):
+            if any(channel.has_transfers for channel in self._unended if channel.peer is peer):
                 raise ChannelBroken(f"writes to {peer.name} are still failing")
             self.agent.unload(peer.name)
             peer = None

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from pdx.errors import CodecError, ProtocolError
 from pdx.store.codecs.codec import LOSSLESS, codec_of
-from pdx.transports.streams.sockets import fill
+from pdx.transports.streams.sockets import take
 
 MIN_BYTES = 16 << 10  # of a write that is worth it
 _BLOCK_BYTES = 1 << 20
@@ -49,7 +49,7 @@ def receive(stream: socket.socket, views: Sequence[memoryview]) -> None:
     codec = codec_of(LOSSLESS)
     scratch = memoryview(bytearray(_BLOCK_BYTES + 1))
     for part in _blocks(views):
-        block = _take(stream, scratch, len(part))
+        block = _block(stream, scratch, len(part))
         try:
             if codec.decode(block, part) != len(block):
                 raise CodecError(f"a block of {len(block)} bytes is too long")
@@ -62,7 +62,7 @@ def drop(stream: socket.socket, sizes: Sequence[int]) -> None:
     scratch = memoryview(bytearray(_BLOCK_BYTES + 1))
     for size in sizes:
         for first in range(0, size, _BLOCK_BYTES):
-            _take(stream, scratch, min(_BLOCK_BYTES, size - first))
+            _block(stream, scratch, min(_BLOCK_BYTES, size - first))
 
 
 def _blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
@@ -71,15 +71,13 @@ def _blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
             yield view[first : first + _BLOCK_BYTES]
 
 
-def _take(stream: socket.socket, scratch: memoryview, nbytes: int) -> memoryview:
+def _block(stream: socket.socket, scratch: memoryview, nbytes: int) -> memoryview:
     """The next block, which stands for so many bytes."""
     head = bytearray(_SIZE.size)
-    if not fill(stream, head):
-        raise ConnectionError("the stream ended in the middle of a write")
+    take(stream, head)
     (size,) = _SIZE.unpack(head)
     if not 0 < size <= nbytes + 1:
         raise ProtocolError(f"a block of {size} bytes that stands for {nbytes}")
     block = scratch[:size]
-    if not fill(stream, block):
-        raise ConnectionError("the stream ended in the middle of a write")
+    take(stream, block)
     return block

@@ -47,14 +47,6 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
     is_coded: bool = False
 
 
-class Head(NamedTuple):
-    """The write `number` of a stream, counted from 0. A body of at most INLINE_BYTES is in the head, a longer one
-    behind it; then comes the payload."""
-
-    number: int
-    body_bytes: int
-
-
 class Ack(NamedTuple):
     """The write `number` has landed (OK) or not (REFUSED)."""
 
@@ -101,20 +93,18 @@ def pack_write(number: int, packed_body: bytes) -> list[bytes]:
     return [packed.ljust(HEAD_BYTES, b"\0"), packed_body]
 
 
-def unpack_head(packed: bytes | bytearray) -> Head:
-    """:raises ProtocolError: it is none, or a number in it is out of bounds."""
+def unpack_head(packed: bytes | bytearray) -> tuple[int, int, bytes | bytearray | None]:
+    """The number of a write on its stream, counted from 0; the size of its body, which is in the head if it has at most
+    INLINE_BYTES, else behind it; and the body, if it is in there.
+
+    :raises ProtocolError: it is none, or a number in it is out of bounds.
+    """
     magic, number, body_bytes = _HEAD.unpack_from(packed)
     _check_magic(magic)
     if not 0 < body_bytes <= MAX_BODY_BYTES:
         raise ProtocolError(f"a body of {body_bytes} bytes; 1 to {MAX_BODY_BYTES} are possible")
-    return Head(number, body_bytes)
-
-
-def inline_body(head: Head, packed: bytearray) -> bytes | None:
-    """The body inside these bytes of a head; None if it follows."""
-    if head.body_bytes > INLINE_BYTES:
-        return None
-    return bytes(packed[_HEAD.size : _HEAD.size + head.body_bytes])
+    is_inside = body_bytes <= INLINE_BYTES
+    return number, body_bytes, bytes(packed[_HEAD.size : _HEAD.size + body_bytes]) if is_inside else None
 
 
 def pack_ack(ack: Ack) -> bytes:

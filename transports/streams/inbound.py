@@ -17,27 +17,10 @@ from collections import Counter
 from typing import Any, ClassVar
 
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
-from pdx.transports.channel import Piece, Region, RemoteRegion, merged
+from pdx.transports.channel import Piece, Region, merged
 from pdx.transports.sessions import SessionListener, WriteSession
-from pdx.transports.streams import coded
-from pdx.transports.streams.frames import (
-    GREETING_BYTES,
-    HEAD_BYTES,
-    OK,
-    REFUSED,
-    UNKNOWN,
-    UNREACHABLE,
-    Ack,
-    Body,
-    Head,
-    inline_body,
-    pack_ack,
-    pack_answer,
-    unpack_body,
-    unpack_greeting,
-    unpack_head,
-)
-from pdx.transports.streams.sockets import fill, shut
+from pdx.transports.streams import coded, frames
+from pdx.transports.streams.sockets import fill, shut, take
 
 MAX_STRANGERS = 64  # at once
 MAX_STRANGERS_OF_AN_ORIGIN = 16  # so that those of one host do not drive out those of others
@@ -55,13 +38,11 @@ class StreamListener(SessionListener):
 
     def __init__(self, region: Region, server: socket.socket, detail: bytes) -> None:
         """Listens at `server`; `detail` is what a peer needs to connect to it."""
-        super().__init__(region.memory, region.wake)
-        self.scheme = region.scheme
+        super().__init__(region.scheme, region.memory.nbytes, region.wake, detail)
+        self.memory = region.memory
         self._server = server
-        self._detail = detail
         self._closing = threading.Event()
-        # Guards all below, and that no descriptor is used by one thread while another closes it.
-        self._lock = threading.Lock()
+        # The lock guards all below, too, and that no descriptor is used by one thread while another closes it.
         self._streams: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, object] = {}  # with their origins, in the order they came
         self._joined: dict[WriteSession, set[socket.socket]] = {}
@@ -100,24 +81,17 @@ class StreamListener(SessionListener):
     def _drop(self, stream: socket.socket, nbytes: int) -> None:
         """Take the payload of a refused write off the stream."""
 
-    def invite(self, token: bytes) -> RemoteRegion:
-        """See `Listener.invite`."""
-        self._sessions.open(token)
-        return RemoteRegion(self.scheme, self._memory.nbytes, token, self._detail)
-
     def expel(self, token: bytes) -> None:
-        """See `Listener.expel`."""
-        session = self._sessions.find(token)
-        self._sessions.expel(token)
-        if session is not None:
-            with self._lock:
-                for stream in self._joined.get(session, ()):
-                    shut(stream)
+        with self._lock:
+            session = self.find(token)
+            super().expel(token)
+            for stream in self._joined.get(session, ()) if session is not None else ():
+                shut(stream)
 
     def close(self) -> None:
         """End all sessions; when it returns no thread of it is left, and nothing more lands."""
         self._closing.set()
-        self._sessions.expel_all()
+        super().close()
         with self._lock:
             shut(self._server)
             for stream in self._streams:
@@ -181,7 +155,7 @@ class StreamListener(SessionListener):
             session = self._greeted(stream)
             if session is not None:
                 source = self._admit(stream)
-                stream.sendall(pack_answer(OK))
+                stream.sendall(frames.pack_answer(frames.OK))
                 is_greeted = True
                 stream.settimeout(None)
                 self._receive(stream, session, source)
@@ -192,7 +166,7 @@ class StreamListener(SessionListener):
         except ChannelUnavailable as error:
             self._fault("unreachable", error)
             with contextlib.suppress(OSError):
-                stream.sendall(pack_answer(UNREACHABLE, str(error) or "it cannot be reached"))
+                stream.sendall(frames.pack_answer(frames.UNREACHABLE, str(error) or "it cannot be reached"))
         except ChannelBroken as error:
             self._fault("broken", error)
         finally:
@@ -209,10 +183,10 @@ class StreamListener(SessionListener):
 
     def _greeted(self, stream: socket.socket) -> WriteSession | None:
         """The session that this stream belongs to from now on; None if it may not."""
-        packed = bytearray(GREETING_BYTES)
+        packed = bytearray(frames.GREETING_BYTES)
         if not fill(stream, packed, deadline=time.monotonic() + GREETING_S):
             return None
-        session = self._sessions.find(unpack_greeting(packed))
+        session = self.find(frames.unpack_greeting(packed))
         if session is not None:
             with self._lock:
                 if len(self._joined.get(session, ())) >= MAX_STREAMS_OF_A_SESSION:
@@ -222,27 +196,30 @@ class StreamListener(SessionListener):
                     self._strangers.pop(stream, None)  # from now on nobody takes its place
                     return session
         self._fault("token", "a token that opens nothing")
-        stream.sendall(pack_answer(UNKNOWN))
+        stream.sendall(frames.pack_answer(frames.UNKNOWN))
         return None
 
     def _receive(self, stream: socket.socket, session: WriteSession, source: Any) -> None:
-        head_bytes = bytearray(HEAD_BYTES)
+        head_bytes = bytearray(frames.HEAD_BYTES)
         number = 0
         # A writer whose notifications are not taken is not read from: it fills the kernel's buffers.
-        while self._sessions.wait_for_room(session) and fill(stream, head_bytes):
-            head = unpack_head(head_bytes)
-            if head.number != number:
-                raise ProtocolError(f"write {head.number} came where write {number} was to come")
-            body = unpack_body(inline_body(head, head_bytes) or _body(stream, head))
+        while self.wait_for_room(session) and fill(stream, head_bytes):
+            found, body_bytes, packed = frames.unpack_head(head_bytes)
+            if found != number:
+                raise ProtocolError(f"write {found} came where write {number} was to come")
+            if packed is None:
+                packed = bytearray(body_bytes)
+                take(stream, packed)
+            body = frames.unpack_body(packed)
             if body.is_coded and not self.takes_coded:
                 raise ProtocolError("a payload that is encoded, which nobody here has offered to decode")
             is_landed = self._take_write(stream, session, source, body)
-            stream.sendall(pack_ack(Ack(number, OK if is_landed else REFUSED)))
+            stream.sendall(frames.pack_ack(frames.Ack(number, frames.OK if is_landed else frames.REFUSED)))
             number += 1
 
-    def _take_write(self, stream: socket.socket, session: WriteSession, source: Any, body: Body) -> bool:
+    def _take_write(self, stream: socket.socket, session: WriteSession, source: Any, body: frames.Body) -> bool:
         """The whole write is checked before a byte of it lands. False: refused."""
-        entered = self._sessions.enter(session, body.pieces)
+        entered = self.enter(session, body.pieces)
         if entered is None:
             if body.is_coded:
                 coded.drop(stream, [piece.nbytes for piece in merged(body.pieces)])
@@ -252,15 +229,15 @@ class StreamListener(SessionListener):
             return False
         try:
             if body.is_coded:
-                view = self._memory.view
+                view = self.memory.view
                 whole = merged(body.pieces)
                 coded.receive(stream, [view[piece.remote : piece.remote + piece.nbytes] for piece in whole])
             else:
                 self._land(stream, source, merged(body.pieces))
         except BaseException:
-            self._sessions.leave(session, entered)
+            self.leave(session, entered)
             raise
-        if not self._sessions.land(session, entered, body.notify):
+        if not self.land(session, entered, body.notify):
             raise ConnectionError("the session is over")
         return True
 
@@ -273,10 +250,3 @@ class StreamListener(SessionListener):
             # As text: an exception kept by a logger would keep this thread's frames, and with them the memory.
             text = str(reason)
             _log.warning("channel %s, %s: %s (the next ones are only counted)", self.scheme, kind, text)
-
-
-def _body(stream: socket.socket, head: Head) -> bytes:
-    packed = bytearray(head.body_bytes)
-    if not fill(stream, packed):
-        raise ConnectionError("the stream ended behind the head of a write")
-    return bytes(packed)

@@ -15,19 +15,7 @@ from typing import ClassVar
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, ProtocolError, TransferAborted, WriteRefused
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer, check_write, merged
-from pdx.transports.streams import coded
-from pdx.transports.streams.frames import (
-    ACK_BYTES,
-    OK,
-    REFUSED,
-    UNREACHABLE,
-    pack_body,
-    pack_greeting,
-    pack_write,
-    reason_bytes,
-    unpack_ack,
-    unpack_reason,
-)
+from pdx.transports.streams import coded, frames
 from pdx.transports.streams.sockets import Buffer, fill, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
@@ -50,7 +38,7 @@ class StreamTransfer(Transfer):
         self._channel = channel
 
     def abort(self) -> None:
-        """See `Transfer.abort`. A write of which a byte may have been sent runs on."""
+        """A write of which a byte may have been sent runs on."""
         self._channel.abort(self)
 
 
@@ -119,10 +107,9 @@ class StreamChannel(Channel):
             raise ChannelBroken(f"cannot connect: {error}") from error
 
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
-        """See `Channel.write`."""
         check_write(pieces, notify, self._memory.nbytes, self._remote.nbytes)
         is_coded = self._is_coding and sum(piece.nbytes for piece in pieces) >= coded.MIN_BYTES
-        transfer = StreamTransfer(self, pieces, pack_body(pieces, notify, is_coded=is_coded))
+        transfer = StreamTransfer(self, pieces, frames.pack_body(pieces, notify, is_coded=is_coded))
         transfer.is_coded = is_coded
         with self._lock:
             if self._broken is None:
@@ -163,7 +150,6 @@ class StreamChannel(Channel):
         self._wake.set()
 
     def close(self) -> None:
-        """See `Channel.close`."""
         with self._lock:
             self._break(ChannelBroken("the channel is closed"))
         for thread in self._threads:
@@ -181,7 +167,7 @@ class StreamChannel(Channel):
         transfer.number = stream.next_number
         stream.next_number += 1
         stream.begun.append(transfer)
-        unsent: list[Buffer] = [*pack_write(transfer.number, transfer.packed)]
+        unsent: list[Buffer] = [*frames.pack_write(transfer.number, transfer.packed)]
         if self._sends_bytes:
             view = self._memory.view
             spans = [view[each.local : each.local + each.nbytes] for each in merged(transfer.pieces)]
@@ -255,20 +241,20 @@ class StreamChannel(Channel):
 
         Local bytes are not free because a peer says so, only because nobody reads them any more.
         """
-        got = stream.sock.recv(ACK_BYTES * _MAX_ACKS)
+        got = stream.sock.recv(frames.ACK_BYTES * _MAX_ACKS)
         stream.acks += got
         with self._lock:
-            while len(stream.acks) >= ACK_BYTES:
-                ack = unpack_ack(stream.acks[:ACK_BYTES])
-                del stream.acks[:ACK_BYTES]
+            while len(stream.acks) >= frames.ACK_BYTES:
+                ack = frames.unpack_ack(stream.acks[: frames.ACK_BYTES])
+                del stream.acks[: frames.ACK_BYTES]
                 transfer = stream.begun[0] if stream.begun else None
                 if transfer is None or transfer.number != ack.number or transfer.unsent or transfer.blocks:
                     raise ProtocolError(f"write {ack.number} was acknowledged and is not under way")
-                if ack.status not in (OK, REFUSED):
+                if ack.status not in (frames.OK, frames.REFUSED):
                     raise ProtocolError(f"an acknowledgement that is none: status {ack.status}")
                 stream.begun.popleft()
                 stream.nbytes -= transfer.nbytes
-                transfer.finish(None if ack.status == OK else WriteRefused("not inside granted spans"))
+                transfer.finish(None if ack.status == frames.OK else WriteRefused("not inside granted spans"))
         self._wake.set()
         return bool(got)
 
@@ -308,7 +294,7 @@ class StreamRegion(Region):
                 for _ in range(self.streams):
                     stream = stack.enter_context(self._dial(remote, max(deadline - time.monotonic(), 1e-6)))
                     stream.settimeout(max(deadline - time.monotonic(), 1e-6))
-                    stream.sendall(pack_greeting(remote.token))
+                    stream.sendall(frames.pack_greeting(remote.token))
                     self._hand_over(stream)
                     _hear_answer(stream, deadline)
                     stream.settimeout(None)
@@ -328,14 +314,14 @@ def _hear_answer(stream: socket.socket, deadline: float) -> None:
     :raises ProtocolError: the other side does not speak our protocol.
     :raises OSError: the stream broke, or the deadline is over.
     """
-    answer = bytearray(ACK_BYTES)
+    answer = bytearray(frames.ACK_BYTES)
     if not fill(stream, answer, deadline=deadline):
         raise ChannelBroken("the peer closed the connection instead of answering")
-    ack = unpack_ack(answer)
-    if ack.status == UNREACHABLE:
-        reason = bytearray(reason_bytes(ack))
+    ack = frames.unpack_ack(answer)
+    if ack.status == frames.UNREACHABLE:
+        reason = bytearray(frames.reason_bytes(ack))
         if reason:
             fill(stream, reason, deadline=deadline)
-        raise ChannelUnavailable(f"the peer cannot reach this region's memory: {unpack_reason(reason)}")
-    if ack.status != OK:
+        raise ChannelUnavailable(f"the peer cannot reach this region's memory: {frames.unpack_reason(reason)}")
+    if ack.status != frames.OK:
         raise ChannelBroken("the peer does not know this token")

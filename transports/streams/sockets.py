@@ -38,6 +38,12 @@ def fill(sock: socket.socket, view: Buffer, *, deadline: float | None = None) ->
     return True
 
 
+def take(sock: socket.socket, view: Buffer, *, deadline: float | None = None) -> None:
+    """The same where the stream may not end before it: that is a `ConnectionError`, too."""
+    if not fill(sock, view, deadline=deadline):
+        raise ConnectionError("the stream ended in the middle of what was to come")
+
+
 def fill_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
     """Receive until all of `views` are full, many of them in one call.
 
@@ -53,8 +59,8 @@ def fill_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
         for view in batch:
             done = min(got, view.nbytes)
             got -= done
-            if done < view.nbytes and not fill(sock, view[done:]):
-                raise ConnectionError("the stream ended in the middle of a write")
+            if done < view.nbytes:
+                take(sock, view[done:])
 
 
 def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int) -> Sequence[Buffer]:

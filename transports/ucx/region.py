@@ -14,7 +14,6 @@ UCX has no authentication: whoever reaches its port may write to this process (d
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import msgspec
 from pdx.cuda.memory import DeviceSpan
 from pdx.errors import ChannelBroken, ProtocolError
 from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion, merged
-from pdx.transports.sealed import seal, unseal
+from pdx.transports.over_ucx import sealed, settings_for, unsealed
 from pdx.transports.sessions import SessionListener, WriteSession
 from pdx.transports.ucx import engine as ucx_engine
 from pdx.transports.ucx.channel import GRACE_S, UcxChannel
@@ -51,9 +50,6 @@ from pdx.transports.ucx.messages import (
     payload_tag,
 )
 
-# Of UCX. A dead process of this host is noticed after two keepalive intervals.
-_SETTINGS = {"KEEPALIVE_INTERVAL": "1s", "RNDV_THRESH": "8192"}
-_LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
 _SETTLE_S = 3.0  # for UCX to let go of what closed endpoints had under way; longer than GRACE_S
 MAX_CHANNELS_OF_A_SESSION = 64
 _DEAD_LANES = 64  # of closed channels, whose late messages are still thrown away
@@ -79,10 +75,10 @@ class _Inbound:
 
 
 class UcxListener(SessionListener):
-    """Receives writes. What is not public belongs to the engine's thread, but for `_sessions`, which locks itself."""
+    """Receives writes. What is not public belongs to the engine's thread, but for the sessions, which have a lock."""
 
     def __init__(self, region: UcxRegion) -> None:
-        super().__init__(region.memory, region.wake)
+        super().__init__(region.scheme, region.memory.nbytes, region.wake, region.engine.address)
         self._region = region
         self._inbounds: dict[bytes, _Inbound] = {}  # by channel
         self._lanes: set[int] = set()
@@ -91,23 +87,20 @@ class UcxListener(SessionListener):
         self.dropped = 0  # messages that belong to nobody
 
     def invite(self, token: bytes) -> RemoteRegion:
-        """See `Listener.invite`."""
-        self._sessions.open(token)
-        return seal(UcxRegion.scheme, self._region.memory.nbytes, token, self._region.engine.address)
+        return sealed(super().invite(token))
 
     def expel(self, token: bytes) -> None:
-        """See `Listener.expel`."""
-        self._sessions.expel(token)
+        super().expel(token)
         self._region.engine.run(lambda: self._end_all(lambda inbound: inbound.session.token == token))
 
     def close(self) -> None:
-        """See `Listener.close`. When it returns nothing lands any more."""
-        self._sessions.expel_all()
+        """When it returns nothing lands any more."""
+        super().close()
         self._region.on_thread(lambda: self._end_all(lambda _: True))
 
     def greeted(self, message: Greet) -> None:
         """A writer shows a token. A stranger's address is not even parsed, so it gets no answer."""
-        session = self._sessions.find(message.token)
+        session = self.find(message.token)
         is_crowded = sum(each.session is session for each in self._inbounds.values()) >= MAX_CHANNELS_OF_A_SESSION
         if session is None or message.channel in self._inbounds or is_crowded:
             self.dropped += 1
@@ -139,7 +132,6 @@ class UcxListener(SessionListener):
             self._receive(inbound, message)
 
     def take(self) -> list[Notification]:
-        """See `Listener.take`."""
         found = super().take()
         if self._holding:
             self._region.engine.run(self._go_on)
@@ -158,7 +150,7 @@ class UcxListener(SessionListener):
         if message.number in inbound.landing:
             self.end(inbound.id)  # held twice
             return
-        entered = self._sessions.enter(inbound.session, message.pieces)
+        entered = self.enter(inbound.session, message.pieces)
         inbound.landing[message.number] = entered or []
         places = merged(message.pieces)
         tag = payload_tag(inbound.lane, message.number)
@@ -191,9 +183,9 @@ class UcxListener(SessionListener):
     def _landed(self, inbound: _Inbound, message: Put, is_good: bool) -> None:
         entered = inbound.landing.pop(message.number)
         if not is_good:
-            self._sessions.leave(inbound.session, entered)
+            self.leave(inbound.session, entered)
             inbound.say(Done(inbound.id, message.number, FAILED))
-        elif self._sessions.land(inbound.session, entered, message.notify):
+        elif self.land(inbound.session, entered, message.notify):
             inbound.say(Done(inbound.id, message.number, OK))
         # else it was expelled meanwhile, and its End is coming
 
@@ -215,28 +207,22 @@ class UcxRegion(Region):
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
     def __init__(self, memory: Memory, host: str, wake: Event) -> None:
-        """See `Region.register`.
-
-        UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
-        UCX_NET_DEVICES has precedence; UCX_TLS says by what means.
-        """
+        """The user's UCX_NET_DEVICES has precedence; UCX_TLS says by what means."""
         super().__init__(memory, host, wake)
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        settings = {**_SETTINGS, **(_LOOPBACK_SETTINGS if is_loopback else {}), **self.settings}
+        settings = settings_for(host, **{"RNDV_THRESH": "8192", **self.settings})
         self.channels: dict[bytes, UcxChannel] = {}  # the engine's thread's
-        self._receiver = UcxListener(self)
         self.engine = UcxEngine(settings, CONTROL_TAG, MAX_MESSAGE_BYTES, self._receive, gpu=memory.gpu)
+        self._receiver = UcxListener(self)
 
     @classmethod
     def availability(cls) -> Availability:
-        """See `Region.availability`."""
         return ucx_engine.availability()
 
     def _listening(self) -> UcxListener:
         return self._receiver  # the worker is listening since it was made
 
     def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Event) -> UcxChannel:
-        address = unseal(self.scheme, remote)
+        address = unsealed(remote)
         channel = UcxChannel(self, remote, wake)
         self.engine.call(lambda: channel.greet(address))
         if not channel.answered.wait(timeout_s) or channel.lane < 0:
@@ -258,7 +244,6 @@ class UcxRegion(Region):
             return
 
     def close(self) -> None:
-        """See `Region.close`."""
         for channel in list(self.channels.values()):  # all begin to end before the first is waited for
             channel.lose("the region was closed")
         super().close()

@@ -1,0 +1,46 @@
+"""What channels over UCX have in common, whichever library has UCX in it: their settings, and details that only who
+holds the session's token could have made, and that arrived as they were made.
+
+Native libraries parse what is inside (addresses, keys of memory); they are not made for bytes that somebody changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+
+import msgspec
+
+from pdx.errors import ChannelBroken
+from pdx.transports.channel import RemoteRegion
+
+_MAC_BYTES = 32
+
+
+def settings_for(host: str, **more: str) -> dict[str, str]:
+    """Of UCX: it listens on the loopback interface alone if `host` is a loopback address, else on every interface; a
+    dead process of this host is noticed after two keepalive intervals."""
+    is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return {"KEEPALIVE_INTERVAL": "1s", **({"NET_DEVICES": "lo"} if is_loopback else {}), **more}
+
+
+def sealed(remote: RemoteRegion) -> RemoteRegion:
+    """The same, its detail under a code made with the token."""
+    return msgspec.structs.replace(remote, detail=_code(remote, remote.detail) + remote.detail)
+
+
+def unsealed(remote: RemoteRegion) -> bytes:
+    """The detail again.
+
+    :raises ChannelBroken: it is not as it was made, or was made with another token or by another scheme.
+    """
+    code, detail = remote.detail[:_MAC_BYTES], remote.detail[_MAC_BYTES:]
+    if not hmac.compare_digest(code, _code(remote, detail)):
+        raise ChannelBroken(f"this is no detail of a {remote.scheme} region under that token")
+    return detail
+
+
+def _code(remote: RemoteRegion, detail: bytes) -> bytes:
+    person = remote.scheme.encode()[:16]
+    return hashlib.blake2b(detail, digest_size=_MAC_BYTES, key=remote.token, person=person).digest()
