@@ -19,22 +19,9 @@ from pdx.config import default_node
 from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
+from pdx.wire import messages
 from pdx.wire.explained import Explained
 from pdx.wire.hints import parse
-from pdx.wire.messages import (
-    Abort,
-    Admit,
-    Admitted,
-    Answer,
-    Ask,
-    Delete,
-    Done,
-    Fill,
-    Pin,
-    Push,
-    Release,
-    Renew,
-)
 from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import Advise, Advised, Status, Why
 
@@ -44,7 +31,7 @@ if TYPE_CHECKING:
     from pdx.cuda.memory import DeviceSpan
     from pdx.memory.arena import Arena
 
-_A = TypeVar("_A", bound=Answer)
+_A = TypeVar("_A", bound=messages.Answer)
 _ASK_AGAIN_S = 0.002
 _ASK_SELDOM_S = 0.05  # nobody asks less often than that
 _FETCH_S = 5.0
@@ -85,7 +72,7 @@ class Node:
         """
         if nbytes == 0:
             raise ProtocolError("a chunk has at least one byte; nbytes is 0")
-        answer = self._call(Admit([named_key(name)], nbytes, layers=parts, push_to=push_to), Admitted)
+        answer = self._call(messages.Admit([named_key(name)], nbytes, layers=parts, push_to=push_to), messages.Admitted)
         if answer.full:
             raise ArenaFull(f"no room for {nbytes} bytes now: the rest is leased, pinned or being filled")
         if not answer.granted:
@@ -100,10 +87,10 @@ class Node:
 
         :raises ChunkMissing: there is none, or it did not come in time.
         """
-        ask = Admit([named_key(name)], lease_s=lease_s, source=source)
+        ask = messages.Admit([named_key(name)], lease_s=lease_s, source=source)
         started_at = time.monotonic()
         while True:
-            answer = self._call(ask, Admitted)
+            answer = self._call(ask, messages.Admitted)
             if answer.hits:
                 return ReadableChunk(self, name, answer.slots[0], answer.lease)
             limit_s = wait_s if wait_s is not None else _FETCH_S if source or answer.waiting else 0.0
@@ -118,22 +105,22 @@ class Node:
 
         :raises ChunkMissing: one is not here; nothing is sent. :raises NodeError: no roster names that node.
         """
-        self._call(Push([named_key(name) for name in names], to), Done)
+        self._call(messages.Push([named_key(name) for name in names], to), messages.Done)
 
     def lookup(self, names: Sequence[str]) -> int:
         """How many of the leading names are there, sealed."""
-        return self._call(Admit([named_key(name) for name in names]), Admitted).hits
+        return self._call(messages.Admit([named_key(name) for name in names]), messages.Admitted).hits
 
     def pin(self, *names: str) -> None:
         """Keep these chunks until as many `unpin`s; pins do not end with this process.
 
         :raises ChunkMissing: one is not there (the others are pinned).
         """
-        self._call(Pin([named_key(name) for name in names]), Done)
+        self._call(messages.Pin([named_key(name) for name in names]), messages.Done)
 
     def unpin(self, *names: str) -> None:
         """:raises ChunkMissing: one is not there (the others are unpinned)."""
-        self._call(Pin([named_key(name) for name in names], pinned=False), Done)
+        self._call(messages.Pin([named_key(name) for name in names], pinned=False), messages.Done)
 
     def advise(self, hints: Mapping[str, Any], *names: str, cache_salt: str = "") -> dict[str, str]:
         """Say something of the future of these chunks; without names, of what the last request of the session used that
@@ -150,7 +137,7 @@ class Node:
 
         Returns how many were there.
         """
-        return self._call(Delete([named_key(name) for name in names]), Done).count
+        return self._call(messages.Delete([named_key(name) for name in names]), messages.Done).count
 
     def status(self) -> NodeStatus:
         """What `pdx node --status` shows."""
@@ -180,7 +167,7 @@ class Node:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _call(self, ask: Ask, kind: type[_A]) -> _A:
+    def _call(self, ask: messages.Ask, kind: type[_A]) -> _A:
         return self._connection.call_for(ask, self._timeout_s, kind)
 
 
@@ -264,19 +251,19 @@ class WritableChunk(_MappedChunk):
 
         :raises StaleSlot: the reservation ended before.
         """
-        self._fill(Fill([self.slot], first_layer=part))
+        self._fill(messages.Fill([self.slot], first_layer=part))
 
     def seal(self) -> None:
         """The chunk is whole: from now on others can get it and nobody may write it.
 
         :raises StaleSlot: the reservation ended before.
         """
-        self._fill(Fill([self.slot], layers=self._parts, seal=True))
+        self._fill(messages.Fill([self.slot], layers=self._parts, seal=True))
         self._open = False
 
-    def _fill(self, fill: Fill) -> None:
+    def _fill(self, fill: messages.Fill) -> None:
         self._finish()
-        if not self._node._call(fill, Done).count:
+        if not self._node._call(fill, messages.Done).count:
             raise StaleSlot(f"the reservation of {self!r} ended before it was sealed")
 
     def abort(self) -> None:
@@ -284,7 +271,7 @@ class WritableChunk(_MappedChunk):
         if self._open:
             self._open = False
             self._finish()
-            self._node._call(Abort([self.slot]), Done)
+            self._node._call(messages.Abort([self.slot]), messages.Done)
 
     def __exit__(self, *error: object) -> None:
         self.abort()
@@ -311,7 +298,7 @@ class ReadableChunk(_MappedChunk):
 
         :raises ChunkMissing: the lease has ended already.
         """
-        self._node._call(Renew(self._lease, lease_s), Done)
+        self._node._call(messages.Renew(self._lease, lease_s), messages.Done)
 
     def release(self) -> None:
         """The node may evict it. Idempotent.
@@ -321,7 +308,7 @@ class ReadableChunk(_MappedChunk):
         if self._open and self._lease:
             self._open = False
             self._finish()
-            self._node._call(Release(self._lease), Done)
+            self._node._call(messages.Release(self._lease), messages.Done)
 
     def __exit__(self, *error: object) -> None:
         self.release()

@@ -26,26 +26,8 @@ from pdx import errors
 from pdx.client.outbox import Outbox, gives_back
 from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, ProxyError
 from pdx.memory.arena import Arena
+from pdx.wire import messages
 from pdx.wire.base import Kind
-from pdx.wire.messages import (
-    MAX_FRAME_BYTES,
-    VERSION,
-    Abort,
-    Admitted,
-    Answer,
-    Ask,
-    Bye,
-    Fill,
-    Hello,
-    Ping,
-    Refused,
-    Release,
-    ToNode,
-    Welcome,
-    decode_from_node,
-    decode_to_node,
-    encode,
-)
 
 log = logging.getLogger("pdx")
 
@@ -53,13 +35,13 @@ HEARTBEAT_S = 1.0
 _LINGER_MS = 300
 _LOOK_S = 0.2  # between two looks whether a node that has not answered lives
 _NOT_BY_NAME = frozenset({"RequestRefused", "LegFailed", "TierError", "Exhausted", "VerbRefused", "PdxError"})
-_A = TypeVar("_A", bound=Answer)
+_A = TypeVar("_A", bound=messages.Answer)
 
 
 class Connection:
     """Opened at once, attached by `attach`: until then the node may not even run."""
 
-    def __init__(self, address: str, hello: Hello) -> None:
+    def __init__(self, address: str, hello: messages.Hello) -> None:
         self.address = address
         self.running = 0  # told to the node with each heartbeat, as is what was counted since the last one
         self.chunk_s = 0.0  # likewise: how long this process computes for a chunk's tokens; 0: not known
@@ -72,13 +54,13 @@ class Connection:
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # all that was asked for: a node drops answers that find no room
         self._socket.connect(address)
         # Guards the socket and all below. Waited for: answers, and that nobody looks at the socket any more.
         self._lock = threading.Condition()
         self._seq = 0
-        self._answers: dict[int, Answer | None] = {}  # asked for: None until the answer is there
+        self._answers: dict[int, messages.Answer | None] = {}  # asked for: None until the answer is there
         self._num_answers = 0  # that have come to what was asked for
         self._owed_since = 0.0  # something was sent that is to be answered, and nothing came since; 0: nothing is owed
         self._outbox = Outbox()
@@ -90,7 +72,7 @@ class Connection:
             self._arrivals.register(fd, select.POLLIN)
         self._is_polled = False  # by one thread, without the lock; others that wait are told by it
         self._is_closing = False
-        self._welcome: Welcome | None = None
+        self._welcome: messages.Welcome | None = None
         self._arena: Arena | None = None
         self._pidfd = -1
         self._stop = threading.Event()
@@ -113,7 +95,7 @@ class Connection:
         answer = self.collect(self._hello_seq, timeout_s)
         if answer is None:
             return False
-        if not isinstance(answer, Welcome):
+        if not isinstance(answer, messages.Welcome):
             raise ProtocolError(f"the node at {self.address} answers {answer} to hello")
         self._arena = self._open(answer)
         try:
@@ -124,7 +106,7 @@ class Connection:
         self._heart.start()
         return True
 
-    def _open(self, welcome: Welcome) -> Arena:
+    def _open(self, welcome: messages.Welcome) -> Arena:
         path = Path(welcome.arena_path)
         if not welcome.gpu:
             return Arena.open(path, welcome.arena_bytes)
@@ -165,7 +147,7 @@ class Connection:
 
     # ---- messages ---------------------------------------------------------------------------
 
-    def tell(self, body: Ask) -> None:
+    def tell(self, body: messages.Ask) -> None:
         """Send a message that wants no answer; never waits, never fails.
 
         Lost if the node is gone. While the node does not read, what gives something back is kept, the rest dropped.
@@ -174,7 +156,7 @@ class Connection:
             if not self._stop.is_set():
                 self._dispatch(body)
 
-    def ask(self, body: Ask) -> int:
+    def ask(self, body: messages.Ask) -> int:
         """Send a message; returns the number to `collect` or `forget` its answer by.
 
         :raises NodeUnavailable: the connection is closed.
@@ -186,7 +168,7 @@ class Connection:
             self._answers[seq] = None
             return seq
 
-    def collect(self, seq: int, timeout_s: float, *, or_another: bool = False) -> Answer | None:
+    def collect(self, seq: int, timeout_s: float, *, or_another: bool = False) -> messages.Answer | None:
         """The answer to `seq`, or None if it has not come within `timeout_s`. Other threads go on meanwhile.
 
         `or_another`: wait no longer than until an answer comes that somebody else is to collect.
@@ -207,7 +189,7 @@ class Connection:
                     return None
                 self._wait(left_ms)
             answer = self._answers.pop(seq)
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise error_of(answer, NodeError, ProtocolError)
         return answer
 
@@ -226,7 +208,7 @@ class Connection:
                 self._receive()
             return time.monotonic() - self._owed_since if self._owed_since else 0.0
 
-    def call(self, body: Ask, timeout_s: float) -> Answer:
+    def call(self, body: messages.Ask, timeout_s: float) -> messages.Answer:
         """Ask and wait for the answer.
 
         :raises NodeUnavailable: none came within `timeout_s`, or the node has died.
@@ -242,12 +224,12 @@ class Connection:
                 raise NodeUnavailable(f"the node at {self.address} {why}")
         return answer
 
-    def call_for(self, body: Ask, timeout_s: float, *kinds: type[_A]) -> _A:
+    def call_for(self, body: messages.Ask, timeout_s: float, *kinds: type[_A]) -> _A:
         """The same for what a user has said, which may be out of bounds, and an answer of one of these kinds.
 
         :raises ProtocolError: the node would drop this message, or it answers something else.
         """
-        decode_to_node(encode(ToNode(1, True, body)))
+        messages.decode_to_node(messages.encode(messages.ToNode(1, True, body)))
         answer = self.call(body, timeout_s)
         if not isinstance(answer, kinds):
             raise ProtocolError(f"the node answers {type(answer).__name__} to {type(body).__name__}")
@@ -276,7 +258,7 @@ class Connection:
         """Tell what is due. The answer to it tells what before it was lost."""
         degraded, self._degraded = self._degraded, Counter()
         self._flush()
-        ping = Ping(self.running, dict(degraded), self.chunk_s, self.load_s, self._keyed)
+        ping = messages.Ping(self.running, dict(degraded), self.chunk_s, self.load_s, self._keyed)
         self._owe()
         if not self._send(self._number(), ping, reply=True):
             self._degraded.update(degraded)
@@ -285,7 +267,7 @@ class Connection:
         """What is sent now is to be answered."""
         self._owed_since = self._owed_since or time.monotonic()
 
-    def _dispatch(self, body: Ask, *, is_asked: bool = False) -> int:
+    def _dispatch(self, body: messages.Ask, *, is_asked: bool = False) -> int:
         """Send it as soon as there is room, or now or never. Its number, which a caller collects its answer by."""
         seq = self._number()
         is_kept = (is_asked or gives_back(body)) and self._outbox.add(seq, body, is_asked=is_asked)
@@ -310,10 +292,10 @@ class Connection:
         self._seq += 1
         return self._seq
 
-    def _send(self, seq: int, body: Ask, *, reply: bool) -> bool:
+    def _send(self, seq: int, body: messages.Ask, *, reply: bool) -> bool:
         """False: a thousand messages are unread, so the node hangs."""
         try:
-            self._socket.send(encode(ToNode(seq, reply, body)), zmq.NOBLOCK)
+            self._socket.send(messages.encode(messages.ToNode(seq, reply, body)), zmq.NOBLOCK)
         except zmq.Again:
             return False
         finally:
@@ -349,7 +331,7 @@ class Connection:
             is_news = True
             self._owed_since = 0.0
             try:
-                envelope = decode_from_node(self._socket.recv(zmq.NOBLOCK))
+                envelope = messages.decode_from_node(self._socket.recv(zmq.NOBLOCK))
             except ProtocolError as error:
                 log.warning("dropped an answer from the node at %s: %s", self.address, error)
             else:
@@ -360,7 +342,7 @@ class Connection:
             if self._is_polled:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def _take(self, seq: int, answer: Answer) -> None:
+    def _take(self, seq: int, answer: messages.Answer) -> None:
         owed = self._outbox.answered(seq)
         for lost in self._outbox.lost(seq):
             if not self._outbox.again(self._number(), lost):
@@ -370,22 +352,22 @@ class Connection:
         if seq in self._answers:
             self._answers[seq] = answer
             self._num_answers += 1
-        elif owed is not None and isinstance(owed.body, Fill) and isinstance(answer, Refused):
+        elif owed is not None and isinstance(owed.body, messages.Fill) and isinstance(answer, messages.Refused):
             # Its writer has done what it could, and will not write there any more.
             self.count("seal_refused", "a seal was refused, its room is given back: %s", answer.text)
-            self._outbox.add(self._number(), Abort(owed.body.slots), is_asked=False)
+            self._outbox.add(self._number(), messages.Abort(owed.body.slots), is_asked=False)
         else:
             self._give_back(answer)
 
-    def _give_back(self, answer: Answer) -> None:
+    def _give_back(self, answer: messages.Answer) -> None:
         """Nobody waits for this any more: what it grants is given back (by `close`, if that was called)."""
         if self._stop.is_set():
             return
-        if isinstance(answer, Admitted):
+        if isinstance(answer, messages.Admitted):
             if answer.granted_slots:
-                self._dispatch(Abort(answer.granted_slots, unused=True))
+                self._dispatch(messages.Abort(answer.granted_slots, unused=True))
             if answer.lease:
-                self._dispatch(Release(answer.lease))
+                self._dispatch(messages.Release(answer.lease))
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
@@ -415,11 +397,11 @@ class Connection:
 
     def _say_bye(self) -> None:
         if self._welcome is None:
-            self.tell(Bye())
+            self.tell(messages.Bye())
             return
         # Until it has read that, a node that sees this process end takes it for dead.
         with contextlib.suppress(NodeError, ProtocolError):
-            self.collect(self.ask(Bye()), _LINGER_MS / 1000)
+            self.collect(self.ask(messages.Bye()), _LINGER_MS / 1000)
 
     def _end(self, linger_ms: int) -> None:
         with self._lock:
@@ -450,7 +432,7 @@ def attached(address: str, timeout_s: float, kind: Kind = "client", name: str = 
     :raises NodeUnavailable: no node answers within `timeout_s`.
     """
     with contextlib.ExitStack() as undo:
-        hello = Hello(VERSION, os.getpid(), kind, name=name or os.path.basename(sys.argv[0]))
+        hello = messages.Hello(messages.VERSION, os.getpid(), kind, name=name or os.path.basename(sys.argv[0]))
         made = undo.enter_context(Connection(address, hello))
         if not made.attach(timeout_s):
             raise NodeUnavailable(f"no node answers at {address} within {timeout_s:g} s; start one with: pdx node")
@@ -458,7 +440,7 @@ def attached(address: str, timeout_s: float, kind: Kind = "client", name: str = 
     return made
 
 
-def error_of(refused: Refused, *kinds: type[PdxError]) -> PdxError:
+def error_of(refused: messages.Refused, *kinds: type[PdxError]) -> PdxError:
     """The error that was told by the name of its class. What is none of these `kinds` is a `NodeError`; what has a
     constructor of its own, as errors inside a proxy, is a `ProxyError`."""
     kind = getattr(errors, refused.error, None)

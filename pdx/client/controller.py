@@ -18,34 +18,13 @@ from pdx.client.proxy_http import ThroughProxy
 from pdx.client.results import ALL, Health, Job, Lookup, Place
 from pdx.config import default_node
 from pdx.errors import NodeError, ProtocolError, SelectionError
+from pdx.wire import verbs
 from pdx.wire.messages import Refused
 from pdx.wire.prompt import Prompt
-from pdx.wire.verbs import (
-    MAX_EVICTED,
-    AnyVerb,
-    CheckFinish,
-    Clear,
-    Effect,
-    EndJob,
-    Evict,
-    Find,
-    Found,
-    Jobs,
-    JobStatus,
-    Kept,
-    List,
-    Listing,
-    Move,
-    PinIn,
-    Recode,
-    Selection,
-    Status,
-    node_of,
-)
 
 Tokens = Prompt | Sequence[int] | str
 _PlaceLike = Place | tuple[str, str] | str
-_NOTHING = Selection()  # until `LocalNodes.ask` or the proxy puts a prompt's in
+_NOTHING = verbs.Selection()  # until `LocalNodes.ask` or the proxy puts a prompt's in
 _LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job, or at tiers that have not answered
 
 
@@ -98,25 +77,25 @@ class Controller:
         """The same with all that nodes say of it. Tiers that have to ask a store elsewhere have `wait_s` for it."""
         prompt, names = prompt_of(tokens), list(instances)
         until, pause_s = time.monotonic() + wait_s, _LOOK_S
-        outcomes = self._reach.ask(Find(_NOTHING), names, prompt)
-        while asking := [name for name, each in outcomes.items() if isinstance(each, Found) and each.asking]:
+        outcomes = self._reach.ask(verbs.Find(_NOTHING), names, prompt)
+        while asking := [name for name, each in outcomes.items() if isinstance(each, verbs.Found) and each.asking]:
             if time.monotonic() + pause_s >= until:
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _SELDOM_S)
             try:
-                again = self._reach.ask(Find(_NOTHING), asking, prompt)
+                again = self._reach.ask(verbs.Find(_NOTHING), asking, prompt)
             except (NodeError, ProtocolError):
                 break  # what they have said before counts
-            outcomes.update({name: each for name, each in again.items() if isinstance(each, Found)})
+            outcomes.update({name: each for name, each in again.items() if isinstance(each, verbs.Found)})
         return Lookup.of(
-            {name: each for name, each in outcomes.items() if isinstance(each, Found)},
+            {name: each for name, each in outcomes.items() if isinstance(each, verbs.Found)},
             {name: each.text for name, each in outcomes.items() if isinstance(each, Refused)},
         )
 
     def query_ip(self, instances: Sequence[str] = ()) -> dict[str, str | Refused]:
         """Where nodes are: the address that their peers connect to, or else the socket where they are reached."""
-        outcomes = self._outcomes(Status(), instances)
+        outcomes = self._outcomes(verbs.Status(), instances)
         return {
             name: each if isinstance(each, Refused) else each.listen or self._reach.address(name)
             for name, each in outcomes.items()
@@ -126,16 +105,16 @@ class Controller:
         """How nodes are; one that does not answer is not well."""
         names = self._names(instance)
         try:
-            told: dict[str, Any] = {**self._reach.ask(Status(), names)}
+            told: dict[str, Any] = {**self._reach.ask(verbs.Status(), names)}
         except (NodeError, ProtocolError) as error:
             told = {name: Refused.of(error) for name in names or self._reach.names()}
         return {
             name: Health(None, each.text) if isinstance(each, Refused) else Health(each) for name, each in told.items()
         }
 
-    def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, Listing | Refused]:
+    def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, verbs.Listing | Refused]:
         """What is in memory, by model and by session; of those whose name contains `model` or `session`."""
-        return self._each(List(session, model), instance)
+        return self._each(verbs.List(session, model), instance)
 
     # ---- changing ---------------------------------------------------------------------------
 
@@ -146,7 +125,7 @@ class Controller:
         told to `keep` them. A source without a tier is any of its node's; a target without one is the first arena."""
         from_, to = Place.of(source), Place.of(target)
         node = "" if to.node == from_.node else to.node
-        verb = Move(_NOTHING, from_.tier, to.tier, node, keep, dry_run)
+        verb = verbs.Move(_NOTHING, from_.tier, to.tier, node, keep, dry_run)
         return self._job(verb, from_.node, prompt_of(tokens))
 
     def clear(
@@ -157,57 +136,59 @@ class Controller:
         *,
         everything: bool = False,
         dry_run: bool = False,
-    ) -> dict[str, Effect | Job | Refused]:
+    ) -> dict[str, verbs.Effect | Job | Refused]:
         """Forget a prompt's chunks in a tier, or in all tiers, pinned or not. `everything` (and no tokens): all that is
         there, which is a job."""
         if everything == (tokens is not None):
             raise SelectionError("clear takes tokens, or everything and no tokens")
         prompt = prompt_of(tokens) if tokens is not None else None
-        done = self._each(Clear(_NOTHING, tier, everything, dry_run), instance, prompt)
-        return {name: Job(name, each) if isinstance(each, JobStatus) else each for name, each in done.items()}
+        done = self._each(verbs.Clear(_NOTHING, tier, everything, dry_run), instance, prompt)
+        return {name: Job(name, each) if isinstance(each, verbs.JobStatus) else each for name, each in done.items()}
 
     def pin(
         self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False
-    ) -> dict[str, Effect | Refused]:
+    ) -> dict[str, verbs.Effect | Refused]:
         """Keep a prompt's chunks in a tier until they are unpinned there; without a tier in the first that has all."""
-        return self._each(PinIn(_NOTHING, tier, True, dry_run), instance, prompt_of(tokens))
+        return self._each(verbs.PinIn(_NOTHING, tier, True, dry_run), instance, prompt_of(tokens))
 
     def unpin(
         self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False
-    ) -> dict[str, Effect | Refused]:
+    ) -> dict[str, verbs.Effect | Refused]:
         """Take one pin off each of a prompt's chunks there."""
-        return self._each(PinIn(_NOTHING, tier, False, dry_run), instance, prompt_of(tokens))
+        return self._each(verbs.PinIn(_NOTHING, tier, False, dry_run), instance, prompt_of(tokens))
 
     def compress(self, tokens: Tokens, instance: str, tier: str, method: str, *, dry_run: bool = False) -> Job:
         """Store a prompt's chunks in a tier by the codec `method`."""
-        return self._job(Recode(_NOTHING, tier, method, dry_run=dry_run), instance, prompt_of(tokens))
+        return self._job(verbs.Recode(_NOTHING, tier, method, dry_run=dry_run), instance, prompt_of(tokens))
 
     def decompress(self, tokens: Tokens, instance: str, tier: str, *, dry_run: bool = False) -> Job:
         """Store a prompt's chunks in a tier as they are in memory."""
-        return self._job(Recode(_NOTHING, tier, "none", dry_run=dry_run), instance, prompt_of(tokens))
+        return self._job(verbs.Recode(_NOTHING, tier, "none", dry_run=dry_run), instance, prompt_of(tokens))
 
     def evict(
         self, below: int, nbytes: int, instance: str = "", tier: str = "", *, dry_run: bool = False
-    ) -> dict[str, Effect | Refused]:
+    ) -> dict[str, verbs.Effect | Refused]:
         """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena. A plan counts no more than
         MAX_EVICTED chunks."""
-        done = self._each(Evict(below, nbytes, tier, dry_run), instance)
+        done = self._each(verbs.Evict(below, nbytes, tier, dry_run), instance)
         return (
             done if dry_run else {name: self._evicted(name, below, nbytes, tier, each) for name, each in done.items()}
         )
 
-    def _evicted(self, name: str, below: int, nbytes: int, tier: str, first: Effect | Refused) -> Effect | Refused:
+    def _evicted(
+        self, name: str, below: int, nbytes: int, tier: str, first: verbs.Effect | Refused
+    ) -> verbs.Effect | Refused:
         """What came of it at one node, which evicts so many chunks at a time."""
         if isinstance(first, Refused):
             return first
         (kept,) = (last,) = first.tiers
-        while last.chunks == MAX_EVICTED and kept.nbytes < nbytes:
-            more = self._each(Evict(below, nbytes - kept.nbytes, tier), name)[name]
+        while last.chunks == verbs.MAX_EVICTED and kept.nbytes < nbytes:
+            more = self._each(verbs.Evict(below, nbytes - kept.nbytes, tier), name)[name]
             if isinstance(more, Refused):
                 break
             (last,) = more.tiers
-            kept = Kept(kept.name, kept.chunks + last.chunks, kept.nbytes + last.nbytes)
-        return Effect([kept])
+            kept = verbs.Kept(kept.name, kept.chunks + last.chunks, kept.nbytes + last.nbytes)
+        return verbs.Effect([kept])
 
     # ---- jobs -------------------------------------------------------------------------------
 
@@ -217,7 +198,7 @@ class Controller:
         :raises JobUnknown: its node knows no such job (any more).
         """
         name = _name_of(job)
-        return self._job(CheckFinish(name), node_of(name))
+        return self._job(verbs.CheckFinish(name), verbs.node_of(name))
 
     def cancel(self, job: Job | str) -> Job:
         """End a job: what it has moved stays moved. One that is over stays as it is.
@@ -225,7 +206,7 @@ class Controller:
         :raises JobUnknown: see `check_finish`.
         """
         name = _name_of(job)
-        return self._job(EndJob(name), node_of(name))
+        return self._job(verbs.EndJob(name), verbs.node_of(name))
 
     def wait(
         self, job: Job | str, on_progress: Callable[[Job], None] | None = None, timeout_s: float = float("inf")
@@ -249,7 +230,7 @@ class Controller:
 
     def jobs(self, instance: str = ALL) -> dict[str, list[Job] | Refused]:
         """By node those that run and the last that are over, the newest first."""
-        told = self._each(Jobs(), instance)
+        told = self._each(verbs.Jobs(), instance)
         return {
             name: listed if isinstance(listed, Refused) else [Job(name, status) for status in listed.jobs]
             for name, listed in told.items()
@@ -279,7 +260,7 @@ class Controller:
             raise SelectionError(f"say which node of {', '.join(names) or 'none'}, or {ALL} for all")
         return names
 
-    def _outcomes(self, verb: AnyVerb, names: Sequence[str], prompt: Prompt | None = None) -> dict[str, Any]:
+    def _outcomes(self, verb: verbs.AnyVerb, names: Sequence[str], prompt: Prompt | None = None) -> dict[str, Any]:
         """What this verb's answers are, or a `Refused`.
 
         :raises NodeError: all of them refuse; the error is that of the first one.
@@ -290,10 +271,10 @@ class Controller:
             raise error_of(refused[0])
         return {**outcomes}
 
-    def _each(self, verb: AnyVerb, instance: str, prompt: Prompt | None = None) -> dict[str, Any]:
+    def _each(self, verb: verbs.AnyVerb, instance: str, prompt: Prompt | None = None) -> dict[str, Any]:
         return self._outcomes(verb, self._names(instance), prompt)
 
-    def _job(self, verb: AnyVerb, instance: str, prompt: Prompt | None = None) -> Job:
+    def _job(self, verb: verbs.AnyVerb, instance: str, prompt: Prompt | None = None) -> Job:
         names = self._names(instance)
         if len(names) != 1:
             raise SelectionError("a job is of one node: name it")

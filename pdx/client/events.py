@@ -24,42 +24,31 @@ import zmq
 from pdx.errors import ProtocolError
 from pdx.security.address import needs_ipv6
 from pdx.security.curve_keys import KeyPair, secure_client
-from pdx.wire.kv_events import (
-    END_SEQ,
-    MAX_BATCH_BYTES,
-    SEQ_BYTES,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    Hash,
-    KvEvent,
-    decode_batch,
-)
+from pdx.wire import kv_events
 
 log = logging.getLogger("pdx")
 
 MAX_PENDING = 10_000  # batches that wait until those before them have come
 HOLES = 3  # answers that begin with the same hole: the publisher has not kept more
 _BURST = 1000  # messages taken at a time
-_END = int.from_bytes(END_SEQ, "big")  # no batch has this number: there is none behind it to ask for
+_END = int.from_bytes(kv_events.END_SEQ, "big")  # no batch has this number: there is none behind it to ask for
 
 
 class BlockIndex:
     """Which tiers have a block. What is not known is nowhere."""
 
     def __init__(self) -> None:
-        self._tiers: dict[Hash, frozenset[str]] = {}
+        self._tiers: dict[kv_events.Hash, frozenset[str]] = {}
         self._sets: dict[frozenset[str], frozenset[str]] = {}  # equal ones are one object
 
     def __len__(self) -> int:
         return len(self._tiers)
 
-    def tiers(self, block: Hash) -> frozenset[str]:
+    def tiers(self, block: kv_events.Hash) -> frozenset[str]:
         """That have this block."""
         return self._tiers.get(block, frozenset())
 
-    def leading(self, blocks: Iterable[Hash]) -> dict[str, int]:
+    def leading(self, blocks: Iterable[kv_events.Hash]) -> dict[str, int]:
         """Of each tier, how many leading blocks it has, where it has the first."""
         counts: dict[str, int] = {}
         alive: frozenset[str] | None = None
@@ -72,22 +61,22 @@ class BlockIndex:
                 counts[tier] = counts.get(tier, 0) + 1
         return counts
 
-    def as_dict(self) -> Mapping[Hash, frozenset[str]]:
+    def as_dict(self) -> Mapping[kv_events.Hash, frozenset[str]]:
         """All of it, to be read only."""
         return self._tiers
 
-    def apply(self, events: Iterable[KvEvent]) -> None:
+    def apply(self, events: Iterable[kv_events.KvEvent]) -> None:
         """Take these in, in their order."""
         for event in events:
-            if isinstance(event, AllBlocksCleared):
+            if isinstance(event, kv_events.AllBlocksCleared):
                 self._tiers.clear()
                 continue
             tier = frozenset((event.medium or "",))
             for block in event.block_hashes:
                 here = self._tiers.get(block, frozenset())
-                if isinstance(event, BlockStored):
+                if isinstance(event, kv_events.BlockStored):
                     here |= tier
-                elif isinstance(event, BlockRemoved):
+                elif isinstance(event, kv_events.BlockRemoved):
                     here -= tier
                 if here:
                     self._tiers[block] = self._sets.setdefault(here, here)
@@ -107,7 +96,7 @@ class Tracker:
         self._can_ask = can_ask
         self._is_complete = False
         self._last_ts = 0.0
-        self._pending: dict[int, EventBatch] = {}
+        self._pending: dict[int, kv_events.EventBatch] = {}
         self._waited = -1  # last number of those that waited when that was asked for
         self._answered: int | None = None  # last number of the answer that is coming
         self._is_spoilt = False  # that answer has a hole
@@ -119,7 +108,7 @@ class Tracker:
         """Whether everything that was told up to the last batch is in the index, and what was there before as well."""
         return self._is_complete and self.asking is None
 
-    def leading(self, blocks: Sequence[Hash]) -> dict[str, int]:
+    def leading(self, blocks: Sequence[kv_events.Hash]) -> dict[str, int]:
         """See `BlockIndex.leading`."""
         return self.index.leading(blocks)
 
@@ -161,7 +150,7 @@ class Tracker:
         return True
 
     def _forget(self) -> None:
-        self.index.apply([AllBlocksCleared()])
+        self.index.apply([kv_events.AllBlocksCleared()])
         self._pending.clear()
         self.last, self._last_ts, self._is_complete = None, 0.0, False
         self.ask()
@@ -171,7 +160,7 @@ class Tracker:
         if self.asking is None or self._is_spoilt:
             return
         batch = self._decode(payload)
-        is_all = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
+        is_all = bool(batch.events) and isinstance(batch.events[0], kv_events.AllBlocksCleared)
         if self._answered is None and seq > self.asking and not is_all:
             self._holes = self._holes + 1 if self._hole == (self.asking, seq) else 1
             self._hole = (self.asking, seq)
@@ -216,18 +205,18 @@ class Tracker:
                 self.ask()
                 return
 
-    def _apply(self, seq: int, batch: EventBatch) -> None:
+    def _apply(self, seq: int, batch: kv_events.EventBatch) -> None:
         self.last, self._last_ts = seq, batch.ts
         self.index.apply(batch.events)
         self.counters["batches"] += 1
 
-    def _decode(self, payload: bytes) -> EventBatch:
+    def _decode(self, payload: bytes) -> kv_events.EventBatch:
         try:
-            return decode_batch(payload)
+            return kv_events.decode_batch(payload)
         except ProtocolError as error:
             self._malformed(str(error))
             self._is_complete = False
-            return EventBatch(self._last_ts, [])
+            return kv_events.EventBatch(self._last_ts, [])
 
     def _malformed(self, what: str) -> None:
         if not self.counters["malformed"]:
@@ -293,7 +282,11 @@ class Subscriber(Tracker):
         frames = _received(self._sub)
         if frames is None:
             return False
-        if len(frames) == 3 and len(frames[1]) == SEQ_BYTES and self.live(int.from_bytes(frames[1], "big"), frames[2]):
+        if (
+            len(frames) == 3
+            and len(frames[1]) == kv_events.SEQ_BYTES
+            and self.live(int.from_bytes(frames[1], "big"), frames[2])
+        ):
             self._heard_at = self._clock()
         return True
 
@@ -302,12 +295,14 @@ class Subscriber(Tracker):
         if frames is None:
             return False
         self._asked_at = self._clock()
-        if len(frames) >= 3 and len(frames[-2]) == SEQ_BYTES:  # an empty one, in new releases the topic, number, batch
+        if (
+            len(frames) >= 3 and len(frames[-2]) == kv_events.SEQ_BYTES
+        ):  # an empty one, in new releases the topic, number, batch
             self._replayed(frames[-2], frames[-1])
         return True
 
     def _replayed(self, seq: bytes, payload: bytes) -> None:
-        if seq == END_SEQ:
+        if seq == kv_events.END_SEQ:
             self._asked = None
             self.answered()
         else:
@@ -331,14 +326,14 @@ class Subscriber(Tracker):
             self._dealer = self._connected(zmq.DEALER, self._replay_address)
         self._asked, self._asked_at = self.asking, now
         with contextlib.suppress(zmq.Again):
-            self._dealer.send_multipart([b"", self._asked.to_bytes(SEQ_BYTES, "big")], zmq.NOBLOCK)
+            self._dealer.send_multipart([b"", self._asked.to_bytes(kv_events.SEQ_BYTES, "big")], zmq.NOBLOCK)
 
     def _connected(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.RCVHWM, 100_000),
-            (zmq.MAXMSGSIZE, MAX_BATCH_BYTES),
+            (zmq.MAXMSGSIZE, kv_events.MAX_BATCH_BYTES),
             (zmq.IPV6, int(needs_ipv6(address))),
         ):
             socket.setsockopt(option, value)

@@ -6,20 +6,12 @@ Hashing releases the GIL for all but the smallest slices.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import xxhash
 
-
-class Readable(Protocol):
-    """Memory that the CPU can read, itself or as copies: an `Arena`."""
-
-    nbytes: int
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        """These bytes."""
+from pdx.memory.arena import Arena
 
 
-def digests(memory: Readable, spans: Iterable[tuple[int, int]]) -> bytes:
+def digests(memory: Arena, spans: Iterable[tuple[int, int]]) -> bytes:
     """One digest after the other for these (offset, bytes) of `memory`."""
     return b"".join(xxhash.xxh3_64_digest(memory.read(offset, nbytes)) for offset, nbytes in spans)

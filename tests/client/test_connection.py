@@ -17,22 +17,7 @@ from pdx.errors import NodeUnavailable, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.keys import named_key
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import (
-    VERSION,
-    Abort,
-    Admit,
-    Admitted,
-    Cancel,
-    Done,
-    Fill,
-    FromNode,
-    Hello,
-    Mark,
-    Ping,
-    Release,
-    decode_to_node,
-    encode,
-)
+from pdx.wire import messages
 from pdx.wire.verbs import Status
 
 SLOTS = 1500
@@ -45,7 +30,7 @@ def connect():
     made = []
 
     def open_one(address, kind="client"):
-        made.append(Connection(address, Hello(VERSION, os.getpid(), kind)))
+        made.append(Connection(address, messages.Hello(messages.VERSION, os.getpid(), kind)))
         return made[-1]
 
     yield open_one
@@ -85,24 +70,24 @@ def stop(node):
 def deafen(connection):
     """Tell a node that does not read more than its queues take."""
     for number in range(3000):
-        connection.tell(Mark(TRANSFER, "event", number))
+        connection.tell(messages.Mark(TRANSFER, "event", number))
 
 
 def test_what_gives_back_reaches_a_node_that_did_not_read(node, connection, caplog):
     """Its writer stays attached, so nothing else would give the slots back before the process ends."""
-    slots = connection.call(Admit(keys(SLOTS), GRANULE_BYTES), 30.0).granted_slots
-    connection.call(Fill(slots[:100], seal=True), 30.0)
-    leases = [connection.call(Admit([key], lease_s=100.0), 30.0).lease for key in keys(100)]
+    slots = connection.call(messages.Admit(keys(SLOTS), GRANULE_BYTES), 30.0).granted_slots
+    connection.call(messages.Fill(slots[:100], seal=True), 30.0)
+    leases = [connection.call(messages.Admit([key], lease_s=100.0), 30.0).lease for key in keys(100)]
     stop(node)
     try:
         deafen(connection)
         for slot in slots[100:200]:
-            connection.tell(Fill([slot], seal=True))
+            connection.tell(messages.Fill([slot], seal=True))
         for slot in slots[200:]:
-            connection.tell(Abort([slot]))
+            connection.tell(messages.Abort([slot]))
         for lease in leases:
-            connection.tell(Release(lease))
-        connection.tell(Cancel(TRANSFER))
+            connection.tell(messages.Release(lease))
+        connection.tell(messages.Cancel(TRANSFER))
     finally:
         node.signal(signal.SIGCONT)
 
@@ -118,12 +103,12 @@ def test_what_gives_back_reaches_a_node_that_did_not_read(node, connection, capl
 
 
 def test_what_a_caller_gave_up_waiting_for_is_given_back_all_the_same(node, connection):
-    slots = connection.call(Admit(keys(2), GRANULE_BYTES), 30.0).granted_slots
+    slots = connection.call(messages.Admit(keys(2), GRANULE_BYTES), 30.0).granted_slots
     stop(node)
     try:
         deafen(connection)
         with pytest.raises(NodeUnavailable):
-            connection.call(Abort(slots), 0.0)
+            connection.call(messages.Abort(slots), 0.0)
     finally:
         node.signal(signal.SIGCONT)
     wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
@@ -136,7 +121,7 @@ def test_answers_that_nobody_reads_for_a_while_are_not_dropped(start_node, conne
     assert connection.attach(30.0)
     with connection._lock:  # so that no thread of this process reads
         stop(node)
-        seqs = [connection.ask(Admit([key], GRANULE_BYTES)) for key in keys(4000)]
+        seqs = [connection.ask(messages.Admit([key], GRANULE_BYTES)) for key in keys(4000)]
         node.signal(signal.SIGCONT)
         wait_until(lambda: connection._flush() or connection._outbox.next is None)
         with attached(node.address) as wire:
@@ -148,8 +133,8 @@ def test_answers_that_nobody_reads_for_a_while_are_not_dropped(start_node, conne
 
 def test_what_cannot_be_sealed_is_given_back(node, connection):
     """A seal that the node refuses is the writer's last word: the room does not stay its own."""
-    slots = connection.call(Admit(keys(2), 2 * GRANULE_BYTES, layers=2), 30.0).granted_slots
-    connection.tell(Fill(slots, first_layer=1, seal=True))
+    slots = connection.call(messages.Admit(keys(2), 2 * GRANULE_BYTES, layers=2), 30.0).granted_slots
+    connection.tell(messages.Fill(slots, first_layer=1, seal=True))
     wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
     wait_until(lambda: connection.call(Status(), 30.0).counters.get("degraded_seal_refused") == 1)
 
@@ -157,18 +142,18 @@ def test_what_cannot_be_sealed_is_given_back(node, connection):
 def test_a_fill_that_is_repeated_is_refused_where_the_slot_is_anothers(node, connection, connect):
     other = connect(node.address)
     assert other.attach(30.0)
-    old = connection.call(Admit(keys(1), 8 * MIB), 30.0).granted_slots
-    connection.call(Abort(old), 30.0)
-    new = other.call(Admit(keys(1), 8 * MIB), 30.0).granted_slots
+    old = connection.call(messages.Admit(keys(1), 8 * MIB), 30.0).granted_slots
+    connection.call(messages.Abort(old), 30.0)
+    new = other.call(messages.Admit(keys(1), 8 * MIB), 30.0).granted_slots
     assert (new[0].offset, new[0].nbytes) == (old[0].offset, old[0].nbytes)
     for slots in (old, new):  # by generation, and by owner
         with pytest.raises(StaleSlot):
-            connection.call(Fill(slots, seal=True), 30.0)
-        connection.tell(Fill(slots, seal=True))
-        connection.tell(Abort(slots))
-        connection.tell(Abort(slots, unused=True))
+            connection.call(messages.Fill(slots, seal=True), 30.0)
+        connection.tell(messages.Fill(slots, seal=True))
+        connection.tell(messages.Abort(slots))
+        connection.tell(messages.Abort(slots, unused=True))
     assert connection.call(Status(), 30.0).chunks == {"filling": 1}
-    assert other.call(Fill(new, seal=True), 30.0) == Done(1)
+    assert other.call(messages.Fill(new, seal=True), 30.0) == messages.Done(1)
 
 
 class Scripted:
@@ -185,13 +170,13 @@ class Scripted:
         """The next message of this kind."""
         while self.socket.poll(30_000):
             self.route, frame = self.socket.recv_multipart()
-            envelope = decode_to_node(frame)
+            envelope = messages.decode_to_node(frame)
             if isinstance(envelope.body, kind):
                 return envelope
         raise AssertionError(f"no {kind.__name__} came")
 
     def answer(self, seq, body):
-        self.socket.send_multipart([self.route, encode(FromNode(seq, body))])
+        self.socket.send_multipart([self.route, messages.encode(messages.FromNode(seq, body))])
 
     def close(self):
         self.socket.close()
@@ -242,21 +227,21 @@ def test_a_message_is_told_while_another_thread_waits_for_an_answer(address, scr
     connection = connect(address)
     seq = connection.ask(Status())
     with waiting(seq, connection=connection) as answers:
-        connection.tell(Mark(TRANSFER, "event", 7))
-        scripted.read(Mark)
-        scripted.answer(seq, Done(5))
-    assert answers == [(seq, Done(5))]
+        connection.tell(messages.Mark(TRANSFER, "event", 7))
+        scripted.read(messages.Mark)
+        scripted.answer(seq, messages.Done(5))
+    assert answers == [(seq, messages.Done(5))]
 
 
 def test_a_thread_is_answered_by_a_node_while_another_one_waits_for_it(node, connection):
     """The other one's answer is kept back, so a lock that it held would be held longer than the test has."""
-    seq = connection.ask(Admit(keys(1, 77), transfer=TRANSFER, part="expects", wait_s=3600.0))
+    seq = connection.ask(messages.Admit(keys(1, 77), transfer=TRANSFER, part="expects", wait_s=3600.0))
     with waiting(seq, connection=connection) as answers:
         for _ in range(100):
-            assert connection.call(Ping(), 30.0) == Done()
+            assert connection.call(messages.Ping(), 30.0) == messages.Done()
         assert answers == []
-        connection.call(Cancel(TRANSFER), 30.0)
-    assert answers == [(seq, Admitted())]
+        connection.call(messages.Cancel(TRANSFER), 30.0)
+    assert answers == [(seq, messages.Admitted())]
 
 
 def test_who_waits_for_news_is_woken_by_an_answer_to_another_question(address, scripted, connect):
@@ -264,10 +249,10 @@ def test_who_waits_for_news_is_woken_by_an_answer_to_another_question(address, s
     seqs = [connection.ask(Status()) for _ in range(2)]
     with waiting(seqs[0], connection=connection, or_another=True) as answers:
         scripted.read(Status)
-        scripted.answer(seqs[1], Done(2))
+        scripted.answer(seqs[1], messages.Done(2))
     assert answers == [(seqs[0], None)]
-    scripted.answer(seqs[0], Done(1))
-    assert [connection.collect(seq, 30.0) for seq in seqs] == [Done(1), Done(2)]
+    scripted.answer(seqs[0], messages.Done(1))
+    assert [connection.collect(seq, 30.0) for seq in seqs] == [messages.Done(1), messages.Done(2)]
 
 
 def test_each_of_many_waiting_threads_gets_its_answer(address, scripted, connect):
@@ -277,43 +262,43 @@ def test_each_of_many_waiting_threads_gets_its_answer(address, scripted, connect
     with waiting(*seqs, connection=connection) as answers:
         scripted.read(Status)
         for count, seq in enumerate(reversed(seqs), 1):
-            connection.tell(Mark(TRANSFER, "event", seq))  # a send takes notice of what has come, too
-            scripted.answer(seq, Done(seq))
+            connection.tell(messages.Mark(TRANSFER, "event", seq))  # a send takes notice of what has come, too
+            scripted.answer(seq, messages.Done(seq))
             wait_until(lambda count=count: len(answers) == count)
-    assert answers == [(seq, Done(seq)) for seq in reversed(seqs)]
+    assert answers == [(seq, messages.Done(seq)) for seq in reversed(seqs)]
 
 
 def test_what_was_lost_is_told_again_and_what_was_answered_is_not(address, scripted, connect):
     """An answer to what was told later says that an earlier one is not coming."""
     connection = connect(address)
-    connection.tell(Release(1))
-    connection.tell(Release(2))
-    first, second = scripted.read(Release), scripted.read(Release)
-    assert (first.body, second.body, first.reply) == (Release(1), Release(2), True)
-    scripted.answer(second.seq, Done(1))
+    connection.tell(messages.Release(1))
+    connection.tell(messages.Release(2))
+    first, second = scripted.read(messages.Release), scripted.read(messages.Release)
+    assert (first.body, second.body, first.reply) == (messages.Release(1), messages.Release(2), True)
+    scripted.answer(second.seq, messages.Done(1))
     seq = connection.ask(Status())
-    scripted.answer(seq, Done())
+    scripted.answer(seq, messages.Done())
     connection.collect(seq, 30.0)
-    connection.tell(Release(3))
-    again = [scripted.read(Release) for _ in range(2)]
-    assert [each.body for each in again] == [Release(1), Release(3)]
+    connection.tell(messages.Release(3))
+    again = [scripted.read(messages.Release) for _ in range(2)]
+    assert [each.body for each in again] == [messages.Release(1), messages.Release(3)]
     for each in again:
-        scripted.answer(each.seq, Done(1))
+        scripted.answer(each.seq, messages.Done(1))
 
 
 def test_a_node_is_silent_while_it_owes_an_answer_and_says_nothing(address, scripted, connect):
     connection = connect(address)
-    scripted.answer(scripted.read(Hello).seq, Done())
+    scripted.answer(scripted.read(messages.Hello).seq, messages.Done())
     wait_until(lambda: connection.silent_s() == 0.0, what="it has answered to the hello")
-    connection.tell(Mark(TRANSFER, "event", 7))
+    connection.tell(messages.Mark(TRANSFER, "event", 7))
     assert connection.silent_s() == 0.0, "that wants no answer"
     first, second = connection.ask(Status()), connection.ask(Status())
     wait_until(lambda: connection.silent_s() > 0.01, what="it owes one")
-    scripted.answer(second, Done())
+    scripted.answer(second, messages.Done())
     wait_until(lambda: connection.silent_s() == 0.0, what="any answer is a sign of life")
     connection._heartbeat()
     wait_until(lambda: connection.silent_s() > 0.01, what="heartbeats are answered, too")
-    scripted.answer(first, Done())
+    scripted.answer(first, messages.Done())
     wait_until(lambda: connection.silent_s() == 0.0)
 
 
@@ -335,5 +320,5 @@ def test_closing_wakes_whoever_waits(address, scripted, connect):
     with waiting(*seqs, connection=connection) as answers:
         connection.close()
     assert [type(answer) for _, answer in answers] == [NodeUnavailable] * 3
-    assert scripted.read(Hello).reply
-    assert not isinstance(scripted.read(Status).body, Ping)
+    assert scripted.read(messages.Hello).reply
+    assert not isinstance(scripted.read(Status).body, messages.Ping)

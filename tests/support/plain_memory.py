@@ -2,7 +2,7 @@
 
 
 class PlainMemory:
-    """A buffer with the methods of an `Arena` that `pdx.memory.digest.Readable` names."""
+    """A buffer with the methods of an `Arena` that digests need."""
 
     def __init__(self, data):
         self.view = memoryview(data)

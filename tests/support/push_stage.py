@@ -13,9 +13,9 @@ from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.peers.inbound_pushes import InboundPushes
-from pdx.node.peers.notifications import piece, slices, spans
 from pdx.node.peers.peer_tiers import admit
 from pdx.node.peers.receive_thread import Verdict
+from pdx.node.peers.send_thread import piece, slices, spans
 from pdx.store.chunk import Chunk
 from pdx.store.claim import Claim
 from pdx.store.copies import Copies

@@ -23,21 +23,7 @@ from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import MAX_PIECES, Memory, Piece, RemoteRegion
-from pdx.transports.streams import inbound, outbound
-from pdx.transports.streams.frames import (
-    ACK_BYTES,
-    HEAD_BYTES,
-    MAX_BODY_BYTES,
-    OK,
-    REFUSED,
-    UNKNOWN,
-    Ack,
-    pack_ack,
-    pack_body,
-    pack_greeting,
-    pack_write,
-    unpack_ack,
-)
+from pdx.transports.streams import frames, inbound, outbound
 from pdx.transports.streams.inbound import StreamListener
 from pdx.transports.streams.outbound import StreamChannel
 from pdx.transports.tcp import Address, TcpRegion
@@ -70,12 +56,12 @@ class Target:
         return sock
 
     def greeting(self, token=None):
-        return pack_greeting(token or self.token)
+        return frames.pack_greeting(token or self.token)
 
     def greeted(self, *data):
         """A stream with a right greeting."""
         sock = self.stream(self.greeting())
-        assert self.answer(sock) == OK
+        assert self.answer(sock) == frames.OK
         for each in data:
             sock.sendall(each)
         return sock
@@ -83,14 +69,14 @@ class Target:
     def answer(self, sock):
         """The next acknowledgement; None if the listener has closed the stream instead."""
         try:
-            data = sock.recv(ACK_BYTES, socket.MSG_WAITALL)
+            data = sock.recv(frames.ACK_BYTES, socket.MSG_WAITALL)
         except ConnectionResetError:
             return None
-        return unpack_ack(data).status if data else None
+        return frames.unpack_ack(data).status if data else None
 
     def frame(self, pieces, *, number=0, notify=b"evil", body=None):
         """All of a write but its payload."""
-        return b"".join(pack_write(number, pack_body(pieces, notify) if body is None else body))
+        return b"".join(frames.pack_write(number, frames.pack_body(pieces, notify) if body is None else body))
 
     def ended(self, sock):
         """The listener has closed this stream."""
@@ -151,7 +137,7 @@ def test_garbage_instead_of_a_greeting(target, data):
 def test_garbage_instead_of_a_token(target, rest):
     """CVE-2026-93838: a greeting has one length, and nothing in it is decoded."""
     sock = target.stream(b"PDX\x02" + rest)
-    assert target.answer(sock) in (UNKNOWN, None)
+    assert target.answer(sock) in (frames.UNKNOWN, None)
     assert target.ended(sock)
     target.is_unharmed("token")
 
@@ -165,7 +151,7 @@ def test_a_greeting_that_ends_early(target):
 
 def test_a_wrong_token(target):
     with target.stream(target.greeting(secrets.token_bytes(16))) as sock:
-        assert target.answer(sock) == UNKNOWN
+        assert target.answer(sock) == frames.UNKNOWN
         assert sock.recv(1) == b""
     target.is_unharmed("token")
 
@@ -180,7 +166,7 @@ def test_random_bytes(target, data, is_greeted):
     assert target.digest() == target.before
 
 
-@pytest.mark.parametrize("changed", range(0, HEAD_BYTES, 5))
+@pytest.mark.parametrize("changed", range(0, frames.HEAD_BYTES, 5))
 def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
     """CVE-2026-103764: no number in a header decides where bytes go before it was checked."""
     frame = bytearray(target.frame([Piece(0, 2 * MIB, 4096)]))
@@ -189,7 +175,7 @@ def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
         with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough
             sock.sendall(bytes(4096))
         no_more(sock)
-        assert target.answer(sock) in (None, REFUSED)
+        assert target.answer(sock) in (None, frames.REFUSED)
     target.is_unharmed()
 
 
@@ -207,7 +193,7 @@ def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
         (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, 0, 2**60]], b""])), "frame"),
         (lambda t: t.frame([Piece(0, 0, 1)] * (MAX_PIECES + 1)), "frame"),
         (lambda t: t.frame(HALF, notify=bytes(70_000)), "frame"),
-        (lambda t: t.frame(HALF, body=bytes(MAX_BODY_BYTES + 1)), "frame"),
+        (lambda t: t.frame(HALF, body=bytes(frames.MAX_BODY_BYTES + 1)), "frame"),
     ],
     ids=[
         "one ahead",
@@ -238,7 +224,7 @@ def test_a_replayed_frame(target):
     """A write that is over does not come again, though its span is granted still."""
     frame = target.frame(HALF, notify=b"once")
     with target.greeted(frame, bytes(4096)) as sock:
-        assert target.answer(sock) == OK
+        assert target.answer(sock) == frames.OK
         own = bytes(range(256)) * 16
         target.side.view[:4096] = own
         sock.sendall(frame + bytes(4096))
@@ -253,19 +239,21 @@ def test_a_refused_write_is_taken_off_the_stream(target):
     with target.greeted() as sock:
         for number in range(3):
             sock.sendall(target.frame([Piece(0, 0, 10), Piece(0, 2 * MIB, MIB)], number=number) + bytes(MIB + 10))
-            assert target.answer(sock) == REFUSED
+            assert target.answer(sock) == frames.REFUSED
         target.is_unharmed("refused")
         sock.sendall(target.frame(HALF, number=3, notify=b"good") + bytes(4096))
-        assert target.answer(sock) == OK
+        assert target.answer(sock) == frames.OK
     assert bytes(target.side.view[:4096]) == bytes(4096)
 
 
-@pytest.mark.parametrize("nbytes", [1, HEAD_BYTES // 2, HEAD_BYTES, HEAD_BYTES + 1, HEAD_BYTES + 1000])
+@pytest.mark.parametrize(
+    "nbytes", [1, frames.HEAD_BYTES // 2, frames.HEAD_BYTES, frames.HEAD_BYTES + 1, frames.HEAD_BYTES + 1000]
+)
 def test_a_frame_cut_short_frees_its_span(target, nbytes):
     """The peer stays, silent, in the middle of a frame: its span is in use until it is expelled, and then free."""
     frame = target.frame(HALF) + bytes([7]) * 4096
     sock = target.greeted(frame[:nbytes])
-    is_landing = nbytes >= HEAD_BYTES
+    is_landing = nbytes >= frames.HEAD_BYTES
     if is_landing:
         # Asked with another size, it takes nothing back and only says whether something is landing.
         wait_until(lambda: not target.listener.revoke(target.token, 0, 1), "the write has begun")
@@ -323,12 +311,12 @@ def test_strangers_do_not_keep_others_out(target, monkeypatch):
         strangers += [target.stream(host=f"127.0.1.{host + 1}") for _ in range(inbound.MAX_STRANGERS_OF_AN_ORIGIN)]
     wait_until(lambda: len(target.listener._strangers) == inbound.MAX_STRANGERS, "all places are taken")
     honest = target.stream(target.greeting(), host="127.0.2.1")
-    assert target.answer(honest) == OK
+    assert target.answer(honest) == frames.OK
     assert target.ended(strangers[0])
     strangers += [target.stream(host="127.0.3.1") for _ in range(inbound.MAX_STRANGERS)]
     wait_until(lambda: target.listener.faults["strangers"] >= inbound.MAX_STRANGERS, "all have come")
     honest.sendall(target.frame(HALF, notify=b"good") + bytes(4096))
-    assert target.answer(honest) == OK
+    assert target.answer(honest) == frames.OK
     for sock in [*strangers, honest]:
         sock.close()
     wait_until(lambda: [each.payload for each in target.side.take()] == [b"good"], "it is heard")
@@ -384,7 +372,7 @@ def connected_to_sockets(region, server, stack):
         for _ in range(TcpRegion.streams):
             streams.append(stack.enter_context(server.accept()[0]))
             streams[-1].recv(4096)
-            streams[-1].sendall(pack_ack(Ack(0, OK)))
+            streams[-1].sendall(frames.pack_ack(frames.Ack(0, frames.OK)))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -401,7 +389,7 @@ def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel():
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
         channel, streams = connected_to_sockets(region, server, stack)
         transfer = channel.write([Piece(0, 0, size)], b"")
-        streams[0].sendall(pack_ack(Ack(0, OK)))
+        streams[0].sendall(frames.pack_ack(frames.Ack(0, frames.OK)))
         assert streams[0].recv(8 * MIB, socket.MSG_WAITALL)  # now the kernel takes some more
         wait_until(transfer.poll, "it is over")
         assert isinstance(transfer.error, ChannelBroken)
@@ -425,10 +413,10 @@ def test_a_peer_that_stops_reading_is_heard_all_the_same():
         channel, streams = connected_to_sockets(region, server, stack)
         channel._streams[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB // 8)
         first = channel.write([Piece(0, 0, 4096)], b"")
-        assert streams[0].recv(HEAD_BYTES + 4096, socket.MSG_WAITALL)
+        assert streams[0].recv(frames.HEAD_BYTES + 4096, socket.MSG_WAITALL)
         second = channel.write([Piece(0, 0, size)], b"")
         wait_until(lambda: unread(streams[0]) > outbound._AT_ONCE_BYTES + MIB // 8, "its thread is sending")
-        streams[0].sendall(pack_ack(Ack(0, OK)))
+        streams[0].sendall(frames.pack_ack(frames.Ack(0, frames.OK)))
         wait_until(first.poll, "the first one is over")
         assert first.error is None
         assert not second.poll()
@@ -514,10 +502,10 @@ def test_a_listener_that_is_none_of_ours(answer):
 @pytest.mark.parametrize(
     "ack",
     [
-        Ack(1, OK),
-        Ack(2**64 - 1, OK),
-        Ack(0, UNKNOWN),
-        Ack(0, 9),
+        frames.Ack(1, frames.OK),
+        frames.Ack(2**64 - 1, frames.OK),
+        frames.Ack(0, frames.UNKNOWN),
+        frames.Ack(0, 9),
     ],
     ids=["never begun", "far away", "no answer to a write", "no status"],
 )
@@ -531,9 +519,9 @@ def test_acknowledgements_that_cannot_be(ack):
             for _ in range(TcpRegion.streams):
                 socks.append(stack.enter_context(server.accept()[0]))
                 socks[-1].recv(4096)
-                socks[-1].sendall(pack_ack(Ack(0, OK)))
+                socks[-1].sendall(frames.pack_ack(frames.Ack(0, frames.OK)))
             socks[0].recv(4096)  # the write has begun
-            socks[0].sendall(pack_ack(ack))
+            socks[0].sendall(frames.pack_ack(ack))
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -18,31 +18,8 @@ from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.transports.channel import MAX_DETAIL_BYTES, MAX_NOTIFY_BYTES, TOKEN_BYTES, RemoteRegion
+from pdx.wire import messages
 from pdx.wire.base import DIGEST_BYTES, MAX_KEYS, MAX_SCHEMES
-from pdx.wire.messages import (
-    MAX_FRAME_BYTES,
-    VERSION,
-    Admit,
-    Admitted,
-    Cancel,
-    Fill,
-    FromNode,
-    Hello,
-    Landed,
-    Mark,
-    PeerFrame,
-    Push,
-    Refused,
-    Release,
-    Slices,
-    ToNode,
-    Welcome,
-    decode_from_node,
-    decode_landed,
-    decode_peer,
-    decode_to_node,
-    encode,
-)
 from pdx.wire.proxy import (
     Arriving,
     Changes,
@@ -57,10 +34,10 @@ from pdx.wire.proxy import (
 )
 
 DECODERS = {
-    ToNode: decode_to_node,
-    FromNode: decode_from_node,
+    messages.ToNode: messages.decode_to_node,
+    messages.FromNode: messages.decode_from_node,
     NodeReport: decode_to_proxy,
-    Cancel: decode_from_proxy,
+    messages.Cancel: decode_from_proxy,
     PeerList: decode_from_proxy,
     Prefilled: decode_from_proxy,
     Arriving: decode_from_proxy,
@@ -68,11 +45,11 @@ DECODERS = {
     Reply: decode_to_proxy,
     Follow: decode_from_proxy,
     Changes: decode_to_proxy,
-    PeerFrame: decode_peer,
-    Landed: decode_landed,
+    messages.PeerFrame: messages.decode_peer,
+    messages.Landed: messages.decode_landed,
 }
 # Of each envelope with bodies: how one is put into it.
-ENVELOPES = {ToNode: (1, True), FromNode: (1,), PeerFrame: (1, 0)}
+ENVELOPES = {messages.ToNode: (1, True), messages.FromNode: (1,), messages.PeerFrame: (1, 0)}
 BODIES = [
     (envelope, kind)
     for envelope in ENVELOPES
@@ -95,12 +72,12 @@ any_message = st.one_of(*FRAMES.values())
 @given(any_message)
 @settings(max_examples=400)
 def test_every_message_comes_back_as_it_was(message):
-    assert DECODERS[type(message)](encode(message)) == message
+    assert DECODERS[type(message)](messages.encode(message)) == message
 
 
 @given(any_message)
 def test_an_independent_msgpack_reads_and_writes_the_same_bytes(message):
-    frame = encode(message)
+    frame = messages.encode(message)
     plain = msgpack.unpackb(frame, strict_map_key=False)
     assert msgpack.packb(plain) == frame
     assert plain == msgspec.to_builtins(message, builtin_types=(bytes,))
@@ -108,11 +85,13 @@ def test_an_independent_msgpack_reads_and_writes_the_same_bytes(message):
 
 def test_the_bytes_of_a_message_are_pinned():
     """What another implementation must send; changing it needs another VERSION."""
-    frame = encode(ToNode(7, True, Fill([Slot(4096, 100, 3)], first_layer=2, seal=True)))
+    frame = messages.encode(messages.ToNode(7, True, messages.Fill([Slot(4096, 100, 3)], first_layer=2, seal=True)))
     assert msgpack.unpackb(frame) == [7, True, ["Fill", [[4096, 100, 3, 0]], 2, 1, True]]
     assert frame.hex() == "9307c395a446696c6c9194cd10006403000201c3"
-    assert VERSION == 8
-    frame = encode(PeerFrame(7, 3, Admitted(granted=[0, 2], granted_slots=[Slot(4096, 100, 3)])))
+    assert messages.VERSION == 8
+    frame = messages.encode(
+        messages.PeerFrame(7, 3, messages.Admitted(granted=[0, 2], granted_slots=[Slot(4096, 100, 3)]))
+    )
     assert msgpack.unpackb(frame) == [
         7,
         3,
@@ -121,7 +100,7 @@ def test_the_bytes_of_a_message_are_pinned():
     assert frame == bytes.fromhex(
         "9307039ca841646d69747465640090 00c29200029194cd1000640300c2c20090 cb0000000000000000"
     )
-    landed = encode(Landed(9, [Slices(8192, 4, 2, 1, b"01234567")]))
+    landed = messages.encode(messages.Landed(9, [messages.Slices(8192, 4, 2, 1, b"01234567")]))
     assert msgpack.unpackb(landed) == [9, [[8192, 4, 2, 1, b"01234567"]]]
 
 
@@ -143,7 +122,7 @@ def test_every_value_out_of_bounds_is_refused(kind):
 
 @pytest.mark.parametrize("seq", [0, -1, 1 << 63, "1", None, 1.0, []])
 def test_an_envelope_with_an_impossible_number_is_refused(seq):
-    for decode, rest in ((decode_to_node, [True, ["Status"]]), (decode_peer, [0, ["Ping"]])):
+    for decode, rest in ((messages.decode_to_node, [True, ["Status"]]), (messages.decode_peer, [0, ["Ping"]])):
         with pytest.raises(ProtocolError):
             decode(msgpack.packb([seq, *rest]))
 
@@ -170,18 +149,20 @@ def test_every_field_that_crosses_a_process_has_a_bound():
 def test_a_handle_of_remote_memory_is_plain_and_bounded(region):
     """CVE-2026-115912, CVE-2026-105192: handles of memory carried pickles; ours name no class and no path."""
     with pytest.raises(ProtocolError):
-        decode_peer(msgpack.packb([1, 0, ["Welcome", 1, 1, "", 0, 0, "", "", b"", VERSION, "n", "h", [region]]]))
+        messages.decode_peer(
+            msgpack.packb([1, 0, ["Welcome", 1, 1, "", 0, 0, "", "", b"", messages.VERSION, "n", "h", [region]]])
+        )
 
 
 def test_more_schemes_than_there_can_be_are_refused():
-    hello = msgspec.to_builtins(Hello(1, 1, "peer"), builtin_types=(bytes,))
+    hello = msgspec.to_builtins(messages.Hello(1, 1, "peer"), builtin_types=(bytes,))
     for count in (MAX_SCHEMES, MAX_SCHEMES + 1):
-        hello[list(Hello.__struct_fields__).index("schemes") + 1] = ["s"] * count
+        hello[list(messages.Hello.__struct_fields__).index("schemes") + 1] = ["s"] * count
         if count == MAX_SCHEMES:
-            assert len(decode_peer(msgpack.packb([1, 0, hello])).body.schemes) == MAX_SCHEMES
+            assert len(messages.decode_peer(msgpack.packb([1, 0, hello])).body.schemes) == MAX_SCHEMES
         else:
             with pytest.raises(ProtocolError):
-                decode_peer(msgpack.packb([1, 0, hello]))
+                messages.decode_peer(msgpack.packb([1, 0, hello]))
 
 
 # ---- frames that are no messages ------------------------------------------------------------------
@@ -211,28 +192,35 @@ def test_an_unknown_tag_is_refused():
 
 
 def test_trailing_bytes_are_refused():
-    for message in (ToNode(1, True, Admit([])), Cancel(TRANSFER), PeerFrame(1, 0, Admit([])), Landed(1, [])):
-        refused_by_all(encode(message) + b"\x00")
+    for message in (
+        messages.ToNode(1, True, messages.Admit([])),
+        messages.Cancel(TRANSFER),
+        messages.PeerFrame(1, 0, messages.Admit([])),
+        messages.Landed(1, []),
+    ):
+        refused_by_all(messages.encode(message) + b"\x00")
 
 
 def test_a_frame_beyond_the_limit_is_refused_before_it_is_read():
-    frame = encode(ToNode(1, True, Admit([]))) + bytes(MAX_FRAME_BYTES)
+    frame = messages.encode(messages.ToNode(1, True, messages.Admit([]))) + bytes(messages.MAX_FRAME_BYTES)
     for decode in DECODERS.values():
         with pytest.raises(ProtocolError, match="exceeds the limit"):
             decode(frame)
     with pytest.raises(ProtocolError, match="exceeds the limit"):
-        decode_landed(encode(Landed(1, [])) + bytes(MAX_NOTIFY_BYTES))
+        messages.decode_landed(messages.encode(messages.Landed(1, [])) + bytes(MAX_NOTIFY_BYTES))
 
 
 def test_the_largest_message_fits_into_a_frame():
     slots = [Slot(1 << 47, 1 << 47, (1 << 63) - 1)] * MAX_KEYS
-    fill = ToNode((1 << 63) - 1, True, Fill(slots, 4095, 4096, seal=True))
+    fill = messages.ToNode((1 << 63) - 1, True, messages.Fill(slots, 4095, 4096, seal=True))
     keys = [b"k" * KEY_BYTES] * MAX_KEYS
-    admit = ToNode(1, True, Admit(keys, 1 << 48, 4096, 1023, 86_400.0, 1 << 48, True, "t" * 64, "expects"))
-    found = FromNode(1, Admitted(MAX_KEYS, slots * 8, 1 << 62))
-    granted = FromNode(1, Admitted(granted=list(range(MAX_KEYS)), granted_slots=slots * 8))
+    admit = messages.ToNode(
+        1, True, messages.Admit(keys, 1 << 48, 4096, 1023, 86_400.0, 1 << 48, True, "t" * 64, "expects")
+    )
+    found = messages.FromNode(1, messages.Admitted(MAX_KEYS, slots * 8, 1 << 62))
+    granted = messages.FromNode(1, messages.Admitted(granted=list(range(MAX_KEYS)), granted_slots=slots * 8))
     for message in (fill, admit, found, granted):
-        assert DECODERS[type(message)](encode(message)) == message
+        assert DECODERS[type(message)](messages.encode(message)) == message
 
 
 def test_the_largest_messages_of_peers_fit_into_a_frame():
@@ -240,10 +228,10 @@ def test_the_largest_messages_of_peers_fit_into_a_frame():
     keys = [b"k" * KEY_BYTES] * MAX_KEYS
     region = RemoteRegion("s" * 32, 1 << 48, b"t" * TOKEN_BYTES, bytes(MAX_DETAIL_BYTES))
     for body in (
-        Admit(keys, 1 << 48, 4096, 1024, 0.0, 1 << 48, True, "t" * 64, layout=b"l" * KEY_BYTES, want=1 << 62),
-        Admitted(granted=[MAX_KEYS] * MAX_KEYS, granted_slots=slots),
-        Push(keys, "", 1024, "t" * 64),
-        Hello(
+        messages.Admit(keys, 1 << 48, 4096, 1024, 0.0, 1 << 48, True, "t" * 64, layout=b"l" * KEY_BYTES, want=1 << 62),
+        messages.Admitted(granted=[MAX_KEYS] * MAX_KEYS, granted_slots=slots),
+        messages.Push(keys, "", 1024, "t" * 64),
+        messages.Hello(
             1,
             1,
             "peer",
@@ -253,7 +241,7 @@ def test_the_largest_messages_of_peers_fit_into_a_frame():
             schemes=["s" * 32] * MAX_SCHEMES,
             layouts=[b"l" * KEY_BYTES] * 1024,
         ),
-        Welcome(
+        messages.Welcome(
             1,
             1,
             name="n",
@@ -262,18 +250,18 @@ def test_the_largest_messages_of_peers_fit_into_a_frame():
             probe=slots[0],
             layouts=[b"l" * KEY_BYTES] * 1024,
         ),
-        Refused("PeerRefused", "é" * 1024),
-        Release(1, complete=True),
+        messages.Refused("PeerRefused", "é" * 1024),
+        messages.Release(1, complete=True),
     ):
-        message = PeerFrame((1 << 63) - 1, 1 << 62, body)
-        assert decode_peer(encode(message)) == message
+        message = messages.PeerFrame((1 << 63) - 1, 1 << 62, body)
+        assert messages.decode_peer(messages.encode(message)) == message
 
 
 def test_a_notification_holds_all_layers_of_a_slice():
     layers = 4096
-    landed = Landed(1 << 62, [Slices(1 << 48, 1 << 62, 0, layers, bytes(layers * DIGEST_BYTES))])
-    assert len(encode(landed)) <= MAX_NOTIFY_BYTES
-    assert decode_landed(encode(landed)) == landed
+    landed = messages.Landed(1 << 62, [messages.Slices(1 << 48, 1 << 62, 0, layers, bytes(layers * DIGEST_BYTES))])
+    assert len(messages.encode(landed)) <= MAX_NOTIFY_BYTES
+    assert messages.decode_landed(messages.encode(landed)) == landed
 
 
 @pytest.mark.parametrize(
@@ -312,7 +300,7 @@ def test_random_bytes_raise_nothing_but_protocol_error(frame):
 @given(any_message, st.data())
 @settings(max_examples=500)
 def test_flipped_bytes_raise_nothing_but_protocol_error(message, data):
-    frame = flipped(encode(message), data)
+    frame = flipped(messages.encode(message), data)
     for decode in DECODERS.values():
         with contextlib.suppress(ProtocolError):
             decode(frame)
@@ -320,4 +308,4 @@ def test_flipped_bytes_raise_nothing_but_protocol_error(message, data):
 
 def test_a_timeline_event_is_bounded_text():
     with pytest.raises(ProtocolError):
-        decode_to_node(encode(ToNode(1, False, Mark(TRANSFER, "e" * 33, 1))))
+        messages.decode_to_node(messages.encode(messages.ToNode(1, False, messages.Mark(TRANSFER, "e" * 33, 1))))

@@ -12,18 +12,8 @@ import msgspec
 
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted, WriteRefused
 from pdx.transports.channel import Channel, Piece, RemoteRegion, Transfer, check_write, merged
+from pdx.transports.ucx import messages
 from pdx.transports.ucx.engine import Endpoint
-from pdx.transports.ucx.messages import (
-    CONTROL_TAG,
-    OK,
-    REFUSED,
-    WINDOW,
-    End,
-    Greet,
-    Message,
-    Put,
-    payload_tag,
-)
 
 if TYPE_CHECKING:
     from pdx.transports.ucx.region import UcxRegion
@@ -77,7 +67,7 @@ class UcxChannel(Channel):
         """Connect and show the token."""
         self._endpoint = self._region.engine.connect(address, lambda: self.lose("the peer is gone"))
         self._region.channels[self.id] = self
-        self._say(Greet(self._remote.token, self.id, self._region.engine.address))
+        self._say(messages.Greet(self._remote.token, self.id, self._region.engine.address))
 
     def welcome(self, lane: int) -> None:
         """The reader knows the token."""
@@ -120,9 +110,9 @@ class UcxChannel(Channel):
         if transfer is None or transfer.has_answer:
             return
         transfer.has_answer = True
-        if status == REFUSED:
+        if status == messages.REFUSED:
             transfer.answer = WriteRefused("not inside granted spans")
-        elif status != OK:
+        elif status != messages.OK:
             transfer.answer = ChannelBroken("the reader could not receive it")
         self._finish(number, transfer)
 
@@ -131,7 +121,7 @@ class UcxChannel(Channel):
         self._begin()
 
     def _begin(self) -> None:
-        while self._waiting and len(self._under_way) < WINDOW:
+        while self._waiting and len(self._under_way) < messages.WINDOW:
             transfer = self._waiting.popleft()
             if transfer.is_aborted:
                 transfer.finish(TransferAborted("it was aborted before it began"))
@@ -154,9 +144,9 @@ class UcxChannel(Channel):
                 transfer.answer = ChannelBroken("UCX could not send it")
             self._finish(number, transfer)
 
-        self._say(Put(self.id, number, list(transfer.pieces), transfer.notify))
+        self._say(messages.Put(self.id, number, list(transfer.pieces), transfer.notify))
         views = [self._region.span(run.local, run.nbytes) for run in merged(transfer.pieces)]
-        endpoint.send(views, payload_tag(self.lane, number), sent)
+        endpoint.send(views, messages.payload_tag(self.lane, number), sent)
 
     def _finish(self, number: int, transfer: UcxTransfer) -> None:
         if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None) is not None:
@@ -171,15 +161,15 @@ class UcxChannel(Channel):
             transfer.finish(TransferAborted("it was aborted before it began"))
             self._wake.set()
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: messages.Message) -> None:
         if self._endpoint is not None:
-            self._endpoint.send([_encode(message)], CONTROL_TAG, lambda _: None)
+            self._endpoint.send([_encode(message)], messages.CONTROL_TAG, lambda _: None)
 
     def _end(self, why: str) -> None:
         endpoint = self._endpoint
         if endpoint is None:
             return
-        self._say(End(self.id))
+        self._say(messages.End(self.id))
         self._endpoint = None
         self._region.channels.pop(self.id, None)
         for number, transfer in list(self._under_way.items()):

@@ -29,26 +29,9 @@ from pdx.transports.channel import Availability, Memory, Notification, Region, R
 from pdx.transports.over_ucx import sealed, settings_for, unsealed
 from pdx.transports.sessions import SessionListener, WriteSession
 from pdx.transports.ucx import engine as ucx_engine
+from pdx.transports.ucx import messages
 from pdx.transports.ucx.channel import GRACE_S, UcxChannel
 from pdx.transports.ucx.engine import Buffer, Endpoint, UcxEngine
-from pdx.transports.ucx.messages import (
-    CONTROL_TAG,
-    FAILED,
-    LANE_MASK,
-    MAX_LANE,
-    MAX_MESSAGE_BYTES,
-    OK,
-    REFUSED,
-    WINDOW,
-    Done,
-    End,
-    Greet,
-    Message,
-    Put,
-    Welcome,
-    decode,
-    payload_tag,
-)
 
 _SETTLE_S = 3.0  # for UCX to let go of what closed endpoints had under way; longer than GRACE_S
 MAX_CHANNELS_OF_A_SESSION = 64
@@ -66,12 +49,12 @@ class _Inbound:
     lane: int
     endpoint: Endpoint | None = None
     landing: dict[int, list[int]] = field(default_factory=dict)  # write -> what it has entered
-    held: deque[Put] = field(default_factory=deque)  # until notifications of its session are taken
+    held: deque[messages.Put] = field(default_factory=deque)  # until notifications of its session are taken
 
-    def say(self, message: Message) -> None:
+    def say(self, message: messages.Message) -> None:
         """Answer."""
         if self.endpoint is not None:
-            self.endpoint.send([_encode(message)], CONTROL_TAG, lambda _: None)
+            self.endpoint.send([_encode(message)], messages.CONTROL_TAG, lambda _: None)
 
 
 class UcxListener(SessionListener):
@@ -98,31 +81,31 @@ class UcxListener(SessionListener):
         super().close()
         self._region.on_thread(lambda: self._end_all(lambda _: True))
 
-    def greeted(self, message: Greet) -> None:
+    def greeted(self, message: messages.Greet) -> None:
         """A writer shows a token. A stranger's address is not even parsed, so it gets no answer."""
         session = self.find(message.token)
         is_crowded = sum(each.session is session for each in self._inbounds.values()) >= MAX_CHANNELS_OF_A_SESSION
         if session is None or message.channel in self._inbounds or is_crowded:
             self.dropped += 1
             return
-        lane = secrets.randbelow(MAX_LANE + 1)
+        lane = secrets.randbelow(messages.MAX_LANE + 1)
         while lane in self._lanes:
-            lane = secrets.randbelow(MAX_LANE + 1)
+            lane = secrets.randbelow(messages.MAX_LANE + 1)
         inbound = _Inbound(message.channel, session, lane)
         inbound.endpoint = self._region.engine.connect(message.address, lambda: self.end(inbound.id))
         self._lanes.add(lane)
         self._inbounds[inbound.id] = inbound
-        inbound.say(Welcome(inbound.id, lane))
+        inbound.say(messages.Welcome(inbound.id, lane))
         self._discard_late()
 
-    def put(self, message: Put) -> None:
+    def put(self, message: messages.Put) -> None:
         """A write is coming: receive it, or throw it away."""
         inbound = self._inbounds.get(message.channel)
         if inbound is None or inbound.endpoint is None:
             self.dropped += 1
             self._discard_late()
             return
-        if message.number in inbound.landing or len(inbound.landing) + len(inbound.held) >= WINDOW:
+        if message.number in inbound.landing or len(inbound.landing) + len(inbound.held) >= messages.WINDOW:
             self.end(inbound.id)  # no writer of ours does that
         elif inbound.held or not inbound.session.has_room:
             inbound.held.append(message)
@@ -145,7 +128,7 @@ class UcxListener(SessionListener):
             if not inbound.held or inbound.endpoint is None:
                 self._holding.pop(inbound.id, None)
 
-    def _receive(self, inbound: _Inbound, message: Put) -> None:
+    def _receive(self, inbound: _Inbound, message: messages.Put) -> None:
         assert inbound.endpoint is not None
         if message.number in inbound.landing:
             self.end(inbound.id)  # held twice
@@ -153,7 +136,7 @@ class UcxListener(SessionListener):
         entered = self.enter(inbound.session, message.pieces)
         inbound.landing[message.number] = entered or []
         places = merged(message.pieces)
-        tag = payload_tag(inbound.lane, message.number)
+        tag = messages.payload_tag(inbound.lane, message.number)
         if entered is None:
             scrap = [bytearray(1) for _ in places]  # too small, so that UCX drops what comes
             inbound.endpoint.receive(scrap, tag, lambda _: self._refused(inbound, message.number))
@@ -166,7 +149,7 @@ class UcxListener(SessionListener):
         inbound = self._inbounds.pop(channel, None)
         if inbound is None or inbound.endpoint is None:
             return
-        inbound.say(End(inbound.id))
+        inbound.say(messages.End(inbound.id))
         endpoint, inbound.endpoint = inbound.endpoint, None
         self._holding.pop(inbound.id, None)
         endpoint.close(GRACE_S)
@@ -180,22 +163,22 @@ class UcxListener(SessionListener):
             self.end(inbound.id)
         self._region.engine.settle(lambda: not any(inbound.landing for inbound in ended), _SETTLE_S)
 
-    def _landed(self, inbound: _Inbound, message: Put, is_good: bool) -> None:
+    def _landed(self, inbound: _Inbound, message: messages.Put, is_good: bool) -> None:
         entered = inbound.landing.pop(message.number)
         if not is_good:
             self.leave(inbound.session, entered)
-            inbound.say(Done(inbound.id, message.number, FAILED))
+            inbound.say(messages.Done(inbound.id, message.number, messages.FAILED))
         elif self.land(inbound.session, entered, message.notify):
-            inbound.say(Done(inbound.id, message.number, OK))
+            inbound.say(messages.Done(inbound.id, message.number, messages.OK))
         # else it was expelled meanwhile, and its End is coming
 
     def _refused(self, inbound: _Inbound, number: int) -> None:
         del inbound.landing[number]
-        inbound.say(Done(inbound.id, number, REFUSED if inbound.session.is_open else FAILED))
+        inbound.say(messages.Done(inbound.id, number, messages.REFUSED if inbound.session.is_open else messages.FAILED))
 
     def _discard_late(self) -> None:
         for lane in self._dead_lanes:
-            self._region.engine.discard(payload_tag(lane, 0), CONTROL_TAG | LANE_MASK)
+            self._region.engine.discard(messages.payload_tag(lane, 0), messages.CONTROL_TAG | messages.LANE_MASK)
 
 
 class UcxRegion(Region):
@@ -211,7 +194,9 @@ class UcxRegion(Region):
         super().__init__(memory, host, wake)
         settings = settings_for(host, **{"RNDV_THRESH": "8192", **self.settings})
         self.channels: dict[bytes, UcxChannel] = {}  # the engine's thread's
-        self.engine = UcxEngine(settings, CONTROL_TAG, MAX_MESSAGE_BYTES, self._receive, gpu=memory.gpu)
+        self.engine = UcxEngine(
+            settings, messages.CONTROL_TAG, messages.MAX_MESSAGE_BYTES, self._receive, gpu=memory.gpu
+        )
         self._receiver = UcxListener(self)
 
     @classmethod
@@ -252,20 +237,20 @@ class UcxRegion(Region):
 
     def _receive(self, data: bytes) -> None:
         try:
-            message = decode(data)
+            message = messages.decode(data)
         except ProtocolError:
             self._receiver.dropped += 1
             return
-        if isinstance(message, Greet):
+        if isinstance(message, messages.Greet):
             self._receiver.greeted(message)
-        elif isinstance(message, Put):
+        elif isinstance(message, messages.Put):
             self._receiver.put(message)
         elif (channel := self.channels.get(message.channel)) is None:
-            if isinstance(message, End):
+            if isinstance(message, messages.End):
                 self._receiver.end(message.channel)
-        elif isinstance(message, Welcome):
+        elif isinstance(message, messages.Welcome):
             channel.welcome(message.lane)
-        elif isinstance(message, Done):
+        elif isinstance(message, messages.Done):
             channel.done(message.number, message.status)
         else:
             channel.lose("the reader has closed it")

@@ -22,6 +22,7 @@ from pdx.errors import PeerRefused, ProtocolError
 from pdx.memory.slot import Slot
 from pdx.security.peer_socket import post
 from pdx.telemetry.host import runs_here
+from pdx.telemetry.recent import remember
 from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
 from pdx.wire.messages import (
     VERSION,
@@ -168,24 +169,19 @@ class Epochs:
     """Epochs by name. One that was followed by another of the same name has ended and never comes back. Bounded."""
 
     def __init__(self) -> None:
-        self._ended: OrderedDict[str, deque[int]] = OrderedDict()  # in the order last heard of; the last is no end
-        self._now: dict[str, int] = {}
+        # Those that ended, and the one that is alive behind them; in the order in which names were last heard of.
+        self._known: OrderedDict[str, deque[int]] = OrderedDict()
 
     def is_over(self, name: str, epoch: int) -> bool:
         """Whether this epoch is known to have ended."""
-        return epoch in self._ended.get(name, ())
+        known = self._known.get(name)
+        return known is not None and epoch != known[-1] and epoch in known
 
     def begin(self, name: str, epoch: int) -> None:
         """`name` is alive in this epoch: any other that it was in has ended."""
-        before = self._now.get(name)
-        self._now[name] = epoch
-        ended = self._ended.setdefault(name, deque(maxlen=_KEPT))
-        self._ended.move_to_end(name)
-        if len(self._ended) > _MAX_NAMES:
-            forgotten, _ = self._ended.popitem(last=False)
-            del self._now[forgotten]
-        if before is not None and before != epoch:
-            ended.append(before)
+        known = remember(self._known, name, self._known.get(name) or deque(maxlen=_KEPT + 1), _MAX_NAMES)
+        if not known or known[-1] != epoch:
+            known.append(epoch)
 
 
 def welcome(own: Hello, regions: Sequence[RemoteRegion], probe: Slot | None) -> Welcome:

@@ -17,7 +17,7 @@ from pdx.node.peers.connections import Connections
 from pdx.node.peers.fetches import Fetches
 from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.node.peers.regions import Regions
-from pdx.node.peers.send_thread import SendThread, Target
+from pdx.node.peers.send_thread import SendThread
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.deadlines import Deadlines
@@ -49,6 +49,7 @@ class PeerTier(Tier):
         self._tiers = tiers
         self.sender: SendThread | None = None
         self.scheme = ""  # chosen
+        self.measured = ""  # the one that was chosen last, also over earlier connections: not measured again
         self.rates: dict[str, float] = {}
         self.expected = ""  # the scheme that ought to work there
         self.start: Callable[[], None] | None = None  # connects a channel, as long as the peer is there
@@ -163,7 +164,6 @@ class PeerTiers:
         self._inbound = inbound
         self._marks = marks
         self._tiers: dict[str, PeerTier] = {}
-        self._chosen: dict[str, str] = {}  # by peer, also of earlier connections: what was measured once
         self._flows: dict[str, Flow] = {}
         self._flow_ends: Deadlines[str] = Deadlines()
         self._left: list[SendThread] = []  # senders that were told to end
@@ -261,19 +261,12 @@ class PeerTiers:
 
     def _choose(self, tier: PeerTier, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str]) -> None:
         order = [scheme for scheme in schemes if scheme in self.regions.regions]
-        cached = self._chosen.get(tier.name)
-        if cached in order:
-            order = [cached, *(scheme for scheme in order if scheme != cached)]
-        is_on_gpu = bool(self.regions.arena.gpu)
-        target = Target(
-            remotes={region.scheme: region for region in welcome.regions},
-            order=order,
-            measure=not self.config.channels and cached not in order,
-            probe=welcome.probe,
-            preferred=FOR_GPUS if is_on_gpu else "",
-        )
-        tier.expected = FOR_GPUS if is_on_gpu and FOR_GPUS in order and welcome.host == host_id() else ""
-        tier.sender = SendThread(self, tier, peer, target)
+        is_known = tier.measured in order
+        order.sort(key=lambda scheme: scheme != tier.measured)
+        preferred = FOR_GPUS if self.regions.arena.gpu else ""
+        tier.expected = preferred if preferred in order and welcome.host == host_id() else ""
+        measure = not self.config.channels and not is_known
+        tier.sender = SendThread(self, tier, peer, welcome, order, measure=measure, preferred=preferred)
 
     # ---- what a sender's thread tells, on the loop -------------------------------------------
 
@@ -284,7 +277,7 @@ class PeerTiers:
             return
         tier.scheme, tier.why = scheme, self._step_down(sender)
         tier.rates = rates or tier.rates
-        self._chosen[tier.name] = scheme
+        tier.measured = scheme
         tier.send(Chosen(scheme))
         measured = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
         log.info("writing to %s by %s%s", tier.name, scheme, f" ({measured})" if measured else "")
@@ -314,7 +307,7 @@ class PeerTiers:
         if tier.sender is not sender:
             return
         self.env.counters["channels_broken"] += 1
-        self._chosen.pop(tier.name, None)
+        tier.measured = ""
         # A peer that cannot be reached is tried again and again: said once.
         level = logging.WARNING if tier.is_ready or why != tier.why else logging.DEBUG
         log.log(level, "the channel to %s is broken: %s", tier.name, why)
@@ -336,7 +329,6 @@ class PeerTiers:
             self._lose(tier, why)
             if not self.connections.address_of(name):  # nobody can ask for it by name, until it comes again
                 del self._tiers[name]
-                self._chosen.pop(name, None)
         self._fetches.lost(name, self.env.clock())
 
     def drop_sender(self, tier: PeerTier) -> None:
@@ -368,7 +360,6 @@ class PeerTiers:
         for name in self._tiers.keys() - set(self.connections.roster.names):
             if self.connections.of(name) is None and not self.copies.of(self.look(name)):
                 del self._tiers[name]
-                self._chosen.pop(name, None)
 
     def tick(self, now: float) -> None:
         """A few times a second."""

@@ -37,22 +37,7 @@ from pdx.telemetry.faults import counted
 from pdx.telemetry.host import host_id
 from pdx.telemetry.recent import remember
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import (
-    VERSION,
-    Admit,
-    Admitted,
-    Cancel,
-    Chosen,
-    Done,
-    Hello,
-    Mark,
-    PeerBody,
-    Push,
-    Refused,
-    Release,
-    Settle,
-    Welcome,
-)
+from pdx.wire import messages
 from pdx.wire.proxy import PeerEntry
 from pdx.wire.status import PeerStatus
 from pdx.wire.verbs import Found
@@ -83,7 +68,7 @@ class Peers:
         copies: Copies,
         transfers: Transfers,
         sessions: Sessions,
-        marks: deque[Mark],
+        marks: deque[messages.Mark],
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         poller: zmq.Poller | None = None,
     ) -> None:
@@ -102,10 +87,10 @@ class Peers:
         self._sessions = sessions
         self._marks = marks
         self._numbers = itertools.count(FIRST_QUESTION)
-        self._asked: OrderedDict[int, str | Found | Refused] = (
+        self._asked: OrderedDict[int, str | Found | messages.Refused] = (
             OrderedDict()
         )  # by number: who is to answer, or the answer
-        self.on_settle: Callable[[str, Settle], Found]  # what a `Settle` of this peer does; `Controls` says it
+        self.on_settle: Callable[[str, messages.Settle], Found]  # what a `Settle` of this peer does; `Controls` says it
         self._warm_up_at = 0.0
         self.regions = regions
         self.connections = Connections(self, config, env, sessions.numbers, context, poller)
@@ -132,7 +117,7 @@ class Peers:
             return 0
         return self.tiers.push(name, keys, shards, transfer=transfer, layout=layout)
 
-    def ask(self, name: str, question: Settle) -> int:
+    def ask(self, name: str, question: messages.Settle) -> int:
         """Ask a peer, which is dialled if need be; the question's number, for `answer`. 0: it is not connected yet.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
@@ -145,7 +130,7 @@ class Peers:
         peer.send(question, number)
         return number
 
-    def answer(self, number: int) -> Found | Refused | None:
+    def answer(self, number: int) -> Found | messages.Refused | None:
         """The answer to the question of this number, once; None: it has not come."""
         answer = self._asked.get(number)
         if answer is None or isinstance(answer, str):
@@ -153,13 +138,13 @@ class Peers:
         del self._asked[number]
         return answer
 
-    def _settle(self, peer: PeerConnection, ask: Settle, about: int) -> None:
+    def _settle(self, peer: PeerConnection, ask: messages.Settle, about: int) -> None:
         try:
             peer.send(self.on_settle(peer.name, ask), about)
         except NodeError as error:
-            peer.send(Refused.of(error), about)
+            peer.send(messages.Refused.of(error), about)
 
-    def _note(self, peer: PeerConnection, about: int, answer: Found | Refused) -> None:
+    def _note(self, peer: PeerConnection, about: int, answer: Found | messages.Refused) -> None:
         """A peer has answered a question; what nobody asked it is dropped: chunks are given up for what a peer says."""
         if self._asked.get(about) != peer.name:
             text = "%s answers what it was not asked"
@@ -167,7 +152,7 @@ class Peers:
             return
         self._asked[about] = answer
 
-    def may_come(self, ask: Admit, hits: int, computing: Computing) -> bool:
+    def may_come(self, ask: messages.Admit, hits: int, computing: Computing) -> bool:
         """Whether what is missing here may still come from the peer that a question names, sooner than it is computed.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
@@ -176,7 +161,7 @@ class Peers:
             return False
         return self.fetches.is_waiting(ask, hits, self._env.clock(), computing)
 
-    def why_not(self, ask: Admit, count: int, chunk_s: float) -> str:
+    def why_not(self, ask: messages.Admit, count: int, chunk_s: float) -> str:
         """Why the peer that a question names was not asked for what is missing, `count` chunks; empty: it may have
         been."""
         if ask.source in ("", self._name) or ask.awaits is not None or not count:
@@ -196,10 +181,10 @@ class Peers:
         """The KV layouts of the engines that are attached now."""
         return sorted({session.hello.layout for session in self._sessions} - {b""})
 
-    def identity(self) -> Hello:
+    def identity(self) -> messages.Hello:
         """This node, as peers are told of it; as long as the arena is not registered, with all it may have."""
-        return Hello(
-            VERSION,
+        return messages.Hello(
+            messages.VERSION,
             os.getpid(),
             "peer",
             self._name,
@@ -229,7 +214,7 @@ class Peers:
             return
         peer.welcome(welcome(self.identity(), regions, self.regions.probe))
 
-    def invited(self, peer: PeerConnection, welcome: Welcome, schemes: list[str]) -> None:
+    def invited(self, peer: PeerConnection, welcome: messages.Welcome, schemes: list[str]) -> None:
         """The peer says where it may be written, by these schemes of this node, best first."""
         self.fetches.ready(peer)
         at_once = peer.is_dialled or (bool(self.connections.address_of(peer.name)) and self._is_warm())
@@ -241,39 +226,39 @@ class Peers:
         # A bye is not believed where writes are not checked: its channel says, too, when the last of them has ended.
         self.inbound.session_over(peer, is_dead=ending is Ending.RESTARTED)
 
-    def message(self, peer: PeerConnection, body: PeerBody, about: int) -> None:
+    def message(self, peer: PeerConnection, body: messages.PeerBody, about: int) -> None:
         """What a peer asks, as a session of this node, and what it answers. The numbers in it mean something between
         these two only.
 
         :raises ProtocolError: it makes no sense; it is dropped and counted.
         """
         match body:
-            case Admit():
+            case messages.Admit():
                 self._admit(peer, body, about)
-            case Admitted():
+            case messages.Admitted():
                 self._copies.granted(self.tiers.look(peer.name), about, Grant(body.granted, body.granted_slots))
-            case Found() | Refused() if about >= FIRST_QUESTION:
+            case Found() | messages.Refused() if about >= FIRST_QUESTION:
                 self._note(peer, about, body)
-            case Settle():
+            case messages.Settle():
                 self._settle(peer, body, about)
-            case Refused():
+            case messages.Refused():
                 self._copies.stopped(self.tiers.look(peer.name), about, body.text)
-            case Release():
+            case messages.Release():
                 self.inbound.let_go(peer, body)
-            case Push():
+            case messages.Push():
                 self._push_to(peer, body, about)
-            case Cancel(transfer):
+            case messages.Cancel(transfer):
                 now = self._env.clock()
                 self._transfers.give_up(transfer, now, peer.source)
                 self.fetches.over(peer.name, 0, transfer, now)
-            case Done():
+            case messages.Done():
                 self.fetches.answered(peer, about, body.count, self._env.clock())
-            case Chosen():
+            case messages.Chosen():
                 self.inbound.choose(peer, body.scheme)
 
     # ---- what peers ask, as sessions --------------------------------------------------------
 
-    def _admit(self, peer: PeerConnection, ask: Admit, number: int) -> None:
+    def _admit(self, peer: PeerConnection, ask: messages.Admit, number: int) -> None:
         """Room for chunks that the peer has, or is filling.
 
         :raises ProtocolError: see `InboundPushes.admit`.
@@ -286,7 +271,7 @@ class Peers:
             return
         self.inbound.admit(peer, number, ask)
 
-    def _push_to(self, peer: PeerConnection, ask: Push, number: int) -> None:
+    def _push_to(self, peer: PeerConnection, ask: messages.Push, number: int) -> None:
         """The peer asks for chunks: what is here is pushed to it; of a transfer also what is still being filled.
 
         :raises ProtocolError: it asks for a push to somebody else.
@@ -294,16 +279,16 @@ class Peers:
         if ask.peer:
             raise ProtocolError(f"{peer.name} asks for a push to {ask.peer[:80]!r}")
         if ask.transfer is not None and self.tiers.is_pushing(ask.transfer, peer.name):
-            peer.send(Done(len(ask.keys)), number)
+            peer.send(messages.Done(len(ask.keys)), number)
             return
         hits = self._leading(peer.name, ask)
-        peer.send(Done(hits), number)
+        peer.send(messages.Done(hits), number)
         if not hits:
             return
         self.tiers.push(peer.name, ask.keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
         self._env.counters["wants_served"] += 1
 
-    def _leading(self, name: str, want: Push) -> int:
+    def _leading(self, name: str, want: messages.Push) -> int:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
         count, held = self._copies.wants(self.tiers.look(name))
         share = self._store.pools[0].total_bytes * self._config.peer_share
@@ -327,7 +312,7 @@ class Peers:
             self.fetches.landed(name, offer.nbytes * offer.shards, push.landed_bytes, push.opened_at, now)
         self.fetches.over(name, offer.want, offer.transfer, now)
         if offer.transfer is not None and push.landed_bytes:
-            self._marks.append(Mark(offer.transfer, Event.LANDED, time.monotonic_ns(), push.landed_bytes))
+            self._marks.append(messages.Mark(offer.transfer, Event.LANDED, time.monotonic_ns(), push.landed_bytes))
 
     # ---- time and the end -------------------------------------------------------------------
 

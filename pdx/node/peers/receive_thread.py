@@ -12,7 +12,7 @@ import msgspec
 from pdx.errors import GpuError, ProtocolError
 from pdx.memory.digest import digests
 from pdx.memory.layout import slice_span
-from pdx.node.peers.notifications import are_digests_due
+from pdx.node.peers.regions import are_digests_due
 from pdx.store.chunk import Chunk
 from pdx.transports.channel import Listener, Notification, Region
 from pdx.wire.base import DIGEST_BYTES

@@ -23,6 +23,11 @@ from pdx.transports.registry import CLASHES, find, schemes
 log = logging.getLogger("pdx.node")
 
 
+def are_digests_due(setting: str, region: Region) -> bool:
+    """Whether what this region's channels write carries digests, and must; `setting`: `NodeConfig.digests`."""
+    return setting == "always" or (setting == "wire" and region.crosses_wire)
+
+
 class Regions:
     """All regions of one arena. Owned by the control loop; `open` works on a thread of its own."""
 

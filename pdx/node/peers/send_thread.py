@@ -7,16 +7,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
+from pdx.memory.arena import Arena
+from pdx.memory.digest import digests
+from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
-from pdx.node.peers.notifications import Notifications, are_digests_due, piece
-from pdx.store.tier import Job
-from pdx.transports.channel import Channel, Piece, RemoteRegion, Transfer
-from pdx.wire.messages import Landed, encode
+from pdx.node.peers.regions import are_digests_due
+from pdx.store.tier import Job, Part
+from pdx.transports.channel import Channel, Piece, Transfer
+from pdx.wire.messages import Landed, Slices, Welcome, encode
 
 if TYPE_CHECKING:
     from pdx.node.peers.connection import PeerConnection
@@ -30,26 +32,32 @@ PROBE_WRITES = 4  # at a time
 POLL_S = 0.0002  # between looks at channels that cannot wake us
 
 
-class Target(msgspec.Struct, frozen=True):
-    """Where a sender may write: the peer's regions by scheme, in the order to try or to measure them."""
-
-    remotes: Mapping[str, RemoteRegion]
-    order: Sequence[str]
-    measure: bool  # use the fastest instead of the first
-    probe: Slot | None  # the peer's, to be written to for measuring
-    preferred: str = ""  # used without measuring if it connects
-
-
 class SendThread:
     """Of one connection to a peer. All methods belong to the control loop's thread, on which `PeerTiers` is told what
     came of it: `channel_chosen`, `written` once for each job, `channel_broken`, and at last `sender_ended`."""
 
-    def __init__(self, tiers: PeerTiers, tier: PeerTier, peer: PeerConnection, target: Target) -> None:
+    def __init__(
+        self,
+        tiers: PeerTiers,
+        tier: PeerTier,
+        peer: PeerConnection,
+        welcome: Welcome,
+        order: Sequence[str],
+        *,
+        measure: bool,
+        preferred: str = "",
+    ) -> None:
+        """`welcome`: where the peer may be written; `order`: schemes, in which to try or to `measure` them: then the
+        fastest is used instead of the first, but `preferred` without measuring, if it connects."""
         self.tier = tier
         self.peer = peer
         self.missing: dict[str, str] = {}  # why a scheme does not lead there; whole when the channel is chosen
         self._tiers = tiers
-        self._target = target
+        self._remotes = {region.scheme: region for region in welcome.regions}
+        self._probe = welcome.probe
+        self._order = order
+        self._is_measuring = measure
+        self._preferred = preferred
         self._jobs: deque[Job] = deque()
         self._event = threading.Event()
         self._closing = False
@@ -187,14 +195,13 @@ class SendThread:
     def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
         """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
         why: list[str] = []
-        for scheme in self._target.order:
-            is_enough = not self._target.measure or self._target.preferred in connected
+        for scheme in self._order:
+            is_enough = not self._is_measuring or self._preferred in connected
             if self._closing or (connected and is_enough):
                 break
             try:
-                remote = self._target.remotes[scheme]
                 region, timeout_s = self._tiers.regions.regions[scheme], self._tiers.config.peer_timeout_s
-                connected[scheme] = region.connect(remote, timeout_s=timeout_s, wake=self._event)
+                connected[scheme] = region.connect(self._remotes[scheme], timeout_s=timeout_s, wake=self._event)
             except ChannelError as error:
                 why.append(self._without(scheme, error))
         rates = self._measure(connected, why) if len(connected) > 1 else {}
@@ -204,9 +211,8 @@ class SendThread:
 
     def _without(self, scheme: str, error: ChannelError) -> str:
         # Asked for by name, it should work; among all there are, some never lead to some peers.
-        log.log(
-            logging.INFO if self._target.measure else logging.WARNING, "no %s to %s: %s", scheme, self.tier.name, error
-        )
+        level = logging.INFO if self._is_measuring else logging.WARNING
+        log.log(level, "no %s to %s: %s", scheme, self.tier.name, error)
         self.missing[scheme] = str(error)
         return f"{scheme}: {error}"
 
@@ -214,12 +220,11 @@ class SendThread:
         """GB/s of each channel at its best; round by round, so that what disturbs one disturbs all. Drops those that
         fail."""
         rates: dict[str, float] = {}
-        probe = self._target.probe
-        for _ in range(PROBE_ROUNDS if probe is not None else 0):
+        for _ in range(PROBE_ROUNDS if self._probe is not None else 0):
             for scheme, channel in list(connected.items()):
-                assert probe is not None
+                assert self._probe is not None
                 try:
-                    rates[scheme] = max(rates.get(scheme, 0.0), self._rate(channel, probe))
+                    rates[scheme] = max(rates.get(scheme, 0.0), self._rate(channel, self._probe))
                 except ChannelError as error:
                     why.append(self._without(scheme, error))
                     rates.pop(scheme, None)
@@ -244,3 +249,59 @@ class SendThread:
             if transfer.error is not None:
                 raise transfer.error
         return PROBE_WRITES * nbytes / (time.perf_counter() - start) / 1e9
+
+
+class Notifications:
+    """Makes notifications, digests on a thread of its own: those of the next write while one is written.
+
+    For one thread, which takes what it began, or does not.
+    """
+
+    def __init__(self, memory: Arena, *, digested: bool) -> None:
+        self._memory = memory
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pdx-digest") if digested else None
+        self._begun: tuple[Job, Future[bytes]] | None = None
+
+    def begin(self, job: Job) -> None:
+        """This job is next."""
+        if self._pool is not None and (self._begun is None or self._begun[0] is not job):
+            self._begun = (job, self._pool.submit(self._digested, job))
+
+    def take(self, job: Job) -> bytes:
+        """The notification of this job; waits for its digests."""
+        if self._pool is None:
+            return encode(Landed(job.number, [slices(part) for part in job.parts]))
+        self.begin(job)
+        assert self._begun is not None
+        future = self._begun[1]
+        self._begun = None
+        return future.result()
+
+    def _digested(self, job: Job) -> bytes:
+        return encode(Landed(job.number, [slices(part, digests(self._memory, spans(part))) for part in job.parts]))
+
+    def __enter__(self) -> Notifications:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def slices(part: Part, its_digests: bytes = b"") -> Slices:
+    """What the notification of a write says of one part of it."""
+    assert part.remote is not None
+    return Slices(part.remote.offset, part.remote.generation, part.first_layer, part.count, its_digests)
+
+
+def spans(part: Part) -> list[tuple[int, int]]:
+    """Where each slice lies in the arena: (offset, bytes)."""
+    of_slices = (slice_span(part.slot.nbytes, part.layers, part.first_layer + at, 1) for at in range(part.count))
+    return [(part.slot.offset + start, nbytes) for start, nbytes in of_slices]
+
+
+def piece(part: Part) -> Piece:
+    """What a channel copies for one part of a write."""
+    assert part.remote is not None
+    start, nbytes = part.span
+    return Piece(part.slot.offset + start, part.remote.offset + start, nbytes)

@@ -503,7 +503,7 @@ def test_epochs_are_remembered_up_to_a_bound():
     for number in range(5000):
         epochs.begin(str(number), 1)
     assert not epochs.is_over("a", 198), "it is forgotten"
-    assert len(epochs._now) == len(epochs._ended) == 4096
+    assert len(epochs._known) == 4096
 
 
 def test_names_that_the_roster_has_no_longer_are_not_kept(stage):

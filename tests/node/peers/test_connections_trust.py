@@ -14,35 +14,13 @@ from pdx.errors import ConfigError, NodeRunning, PeerUnknown, ProtocolError
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState, Ending
 from pdx.transports.channel import RemoteRegion
-from pdx.wire.messages import (
-    MAX_FRAME_BYTES,
-    VERSION,
-    Abort,
-    Admit,
-    Admitted,
-    Bye,
-    Chosen,
-    Delete,
-    Done,
-    Fill,
-    Hello,
-    Mark,
-    PeerFrame,
-    Pin,
-    Ping,
-    Push,
-    Refused,
-    Release,
-    Renew,
-    Welcome,
-    encode,
-)
+from pdx.wire import messages
 from pdx.wire.proxy import PeerEntry
 from pdx.wire.verbs import Status
 
-PUSH = Push([b"k" * 16])
-HELLO = Hello(VERSION, 7, "peer", "raw", epoch=5, host="h", schemes=["tcp"])
-WELCOME = Welcome(22, 7, name="beta", host="h", regions=[RemoteRegion("tcp", 1, b"t" * 16, b"")])
+PUSH = messages.Push([b"k" * 16])
+HELLO = messages.Hello(messages.VERSION, 7, "peer", "raw", epoch=5, host="h", schemes=["tcp"])
+WELCOME = messages.Welcome(22, 7, name="beta", host="h", regions=[RemoteRegion("tcp", 1, b"t" * 16, b"")])
 
 
 # ---- what is not believed -----------------------------------------------------------------------
@@ -54,10 +32,10 @@ def test_replayed_messages_are_dropped(stage, raw, seq):
     peer = raw(beta)
     welcomed(stage, peer)
     peer.send(PUSH, 7, seq=2)
-    peer.send(Push([]), 8, seq=seq)
-    peer.send(Push([]), 9, seq=100)
-    peer.send(Push([]), 10, seq=99)
-    peer.send(Push([]), 11, seq=101)
+    peer.send(messages.Push([]), 8, seq=seq)
+    peer.send(messages.Push([]), 9, seq=100)
+    peer.send(messages.Push([]), 10, seq=99)
+    peer.send(messages.Push([]), 11, seq=101)
     stage.until(lambda: len(beta.core.saw("heard")) >= 3)
     assert [about for _, _, about in beta.core.saw("heard")] == [7, 9, 11]
     assert beta.counters["messages_dropped"] == 2
@@ -68,23 +46,35 @@ def test_replayed_answers_are_dropped(stage):
     with RawHost(stage, "beta") as beta:
         alpha.connections.told([beta.entry])
         alpha.connections.dial("beta")
-        assert isinstance(stage.until(beta.hear), Hello)
+        assert isinstance(stage.until(beta.hear), messages.Hello)
         beta.send(WELCOME, seq=5)
-        beta.send(Done(1), 1, seq=5)
-        beta.send(Done(1), 2, seq=4)
-        beta.send(Done(1), 3, seq=6)
+        beta.send(messages.Done(1), 1, seq=5)
+        beta.send(messages.Done(1), 2, seq=4)
+        beta.send(messages.Done(1), 3, seq=6)
         stage.until(lambda: alpha.core.saw("heard"))
         assert [about for _, _, about in alpha.core.saw("heard")] == [3]
         assert alpha.counters["messages_dropped"] == 2
 
 
-@pytest.mark.parametrize("body", [PUSH, Release(1, True), Admit([]), Done(1), Chosen("tcp"), Ping(), WELCOME], ids=repr)
+@pytest.mark.parametrize(
+    "body",
+    [
+        PUSH,
+        messages.Release(1, True),
+        messages.Admit([]),
+        messages.Done(1),
+        messages.Chosen("tcp"),
+        messages.Ping(),
+        WELCOME,
+    ],
+    ids=repr,
+)
 def test_who_has_no_session_may_only_say_hello(stage, raw, body):
     """CVE-2026-92972: nothing is taken from who is not a member."""
     beta = stage.node("beta")
     peer = raw(beta)
     peer.send(body)
-    assert stage.until(peer.hear) == Refused("PeerRefused", "say hello first")
+    assert stage.until(peer.hear) == messages.Refused("PeerRefused", "say hello first")
     assert not beta.core.events
     assert beta.counters["hellos_missing"] == 1
 
@@ -92,7 +82,7 @@ def test_who_has_no_session_may_only_say_hello(stage, raw, body):
 def test_a_bye_without_a_session_gets_no_answer(stage, raw):
     beta = stage.node("beta")
     peer = raw(beta)
-    peer.send(Bye())
+    peer.send(messages.Bye())
     peer.send(PUSH)
     stage.until(peer.hear)
     assert peer.hear() is None
@@ -103,12 +93,12 @@ def test_a_bye_without_a_session_gets_no_answer(stage, raw):
     "body",
     [
         HELLO,
-        Fill([]),
-        Abort([]),
-        Renew(1, 1.0),
-        Pin([]),
-        Delete([]),
-        Mark("t" * 16, "e", 1),
+        messages.Fill([]),
+        messages.Abort([]),
+        messages.Renew(1, 1.0),
+        messages.Pin([]),
+        messages.Delete([]),
+        messages.Mark("t" * 16, "e", 1),
         Status(),
     ],
     ids=repr,
@@ -129,22 +119,22 @@ def test_a_session_that_was_not_welcomed_yet_hears_nothing(stage, raw):
     beta.core.on_hello = lambda session: None
     peer = raw(beta)
     peer.hello()
-    peer.send(Admit([b"k" * 16], 100), 1)
+    peer.send(messages.Admit([b"k" * 16], 100), 1)
     stage.until(lambda: beta.counters["messages_dropped"])
     assert not beta.core.saw("heard")
 
 
-@pytest.mark.parametrize("body", [HELLO, WELCOME, Fill([]), Delete([]), Status()], ids=repr)
+@pytest.mark.parametrize("body", [HELLO, WELCOME, messages.Fill([]), messages.Delete([]), Status()], ids=repr)
 def test_a_peer_that_was_dialled_is_heard_only_within_its_rights(stage, body):
     alpha = stage.node("alpha")
     with RawHost(stage, "beta") as beta:
         alpha.connections.told([beta.entry])
         alpha.connections.dial("beta")
         stage.until(beta.hear)
-        beta.send(Done(1), 1, seq=1)  # before the welcome
+        beta.send(messages.Done(1), 1, seq=1)  # before the welcome
         beta.send(WELCOME, seq=2)
         beta.send(body, seq=3)
-        beta.send(Done(1), 2, seq=4)
+        beta.send(messages.Done(1), 2, seq=4)
         stage.until(lambda: alpha.core.saw("heard"))
         assert [event[0] for event in alpha.core.events] == ["ready", "hello", "heard"]
         assert alpha.counters["messages_dropped"] == 2
@@ -163,7 +153,7 @@ def test_what_the_core_cannot_make_sense_of_is_dropped(stage):
 
 
 @pytest.mark.parametrize(
-    "frames", [[b""], [b"junk"], [b"a", b"b"], [encode(PeerFrame(9, 7, PUSH))[:-1]], [b"\xc1" * 9]]
+    "frames", [[b""], [b"junk"], [b"a", b"b"], [messages.encode(messages.PeerFrame(9, 7, PUSH))[:-1]], [b"\xc1" * 9]]
 )
 def test_frames_that_are_no_messages(stage, raw, frames):
     beta = stage.node("beta")
@@ -182,7 +172,7 @@ def test_a_frame_beyond_the_limit_ends_that_connection_only(stage, raw):
     peer, other = raw(beta), raw(beta)
     welcomed(stage, peer, name="big")
     welcomed(stage, other, name="small")
-    peer.socket.send(bytes(MAX_FRAME_BYTES + 1))
+    peer.socket.send(bytes(messages.MAX_FRAME_BYTES + 1))
     stage.until(lambda: (stage.pass_time(PING_S), len(beta.connections.peers) == 1)[1])
     assert [(session.name, step) for session, step, _ in beta.core.saw("over")] == [("big", Ending.LOST)]
     other.send(PUSH)
@@ -205,9 +195,9 @@ def test_a_welcome_that_is_refused_says_why_and_bye(stage):
         alpha.connections.told([beta.entry])
         link = alpha.connections.dial("beta")
         stage.until(beta.hear)
-        beta.send(Welcome(22, 7, name="gamma", host="h", regions=WELCOME.regions), seq=1)
+        beta.send(messages.Welcome(22, 7, name="gamma", host="h", regions=WELCOME.regions), seq=1)
         assert "the roster has a wrong address" in stage.until(beta.hear).text
-        assert stage.until(beta.hear) == Bye()
+        assert stage.until(beta.hear) == messages.Bye()
         ((_, step, said),) = alpha.core.saw("over")
         assert step is Ending.TURN_DOWN
         assert "the roster has a wrong address" in said
@@ -227,7 +217,7 @@ def test_a_peer_that_does_not_read_is_lost_and_blocks_nobody(stage, raw, monkeyp
     slots = [Slot(1 << 40, 1 << 40, 1 << 60)] * 10_000
     sent = 0
     while not session.fault and sent < 1000:
-        session.send(Admitted(granted_slots=slots), 1)
+        session.send(messages.Admitted(granted_slots=slots), 1)
         sent += 1
     assert session.fault == "it does not read what it is sent"
     beta.connections.tick()
@@ -245,7 +235,7 @@ def test_a_dialled_peer_that_does_not_read_is_lost(stage, monkeypatch):
         stage.until(lambda: alpha.core.saw("ready"))
         sent = 0
         while not link.fault and sent < 1000:
-            link.send(Push([b"k" * 16] * 10_000), 1)
+            link.send(messages.Push([b"k" * 16] * 10_000), 1)
             sent += 1
         assert link.fault
         assert link.state is ConnectionState.READY  # the core is told by the tick, not in the middle of its own work
@@ -261,7 +251,7 @@ def test_there_is_a_most_of_sessions(stage, raw, monkeypatch):
         welcomed(stage, raw(beta), name=f"peer{number}")
     surplus = raw(beta)
     surplus.hello(name="peer3")
-    assert stage.until(surplus.hear) == Refused("PeerRefused", "3 peers are here already")
+    assert stage.until(surplus.hear) == messages.Refused("PeerRefused", "3 peers are here already")
     welcomed(stage, raw(beta), name="peer1")  # in the place of its own session
     assert len(beta.connections.peers) == 3
 

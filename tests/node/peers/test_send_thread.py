@@ -14,7 +14,7 @@ from pdx.memory.digest import digests
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.peer_tiers import PeerTiers
-from pdx.node.peers.send_thread import SendThread, Target
+from pdx.node.peers.send_thread import SendThread
 from pdx.store.tier import Job, Part
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
@@ -104,14 +104,10 @@ class Stage:
         self.ended = 0
         self.jobs = []
         self.tags = {}  # by identity: what the test calls each of the jobs
-        target = Target(
-            remotes={name: RemoteRegion(name, MIB, TOKEN, b"") for name in regions},
-            order=list(regions),
-            measure=measure,
-            probe=Slot(0, 4096, 0),
-            preferred=preferred,
-        )
-        self.sender = SendThread(self, SimpleNamespace(name="peer"), None, target)
+        remotes = [RemoteRegion(name, MIB, TOKEN, b"") for name in regions]
+        welcome = Welcome(1, 1, regions=remotes, probe=Slot(0, 4096, 0))
+        tier = SimpleNamespace(name="peer")
+        self.sender = SendThread(self, tier, None, welcome, list(regions), measure=measure, preferred=preferred)
 
     def channel_chosen(self, sender, scheme, rates):
         self.chosen.append((scheme, rates))
