@@ -293,10 +293,7 @@ class Region(ABC):
         return cls(memory, host, wake or threading.Event())
 
     def listen(self) -> Listener:
-        """Begin to receive; the same listener each time.
-
-        :raises ChannelUnavailable: the address cannot be had.
-        """
+        """Begin to receive; the same listener each time. :raises ChannelUnavailable: the address cannot be had."""
         with self._lock:
             if not self._is_open:
                 raise ChannelUnavailable("the region is closed")
@@ -343,10 +340,7 @@ class Region(ABC):
 
 
 def check_write(pieces: Sequence[Piece], notify: bytes, local_nbytes: int, remote_nbytes: int) -> None:
-    """What every backend's `write` checks first.
-
-    :raises ValueError: see `Channel.write`.
-    """
+    """What every backend's `write` checks first. :raises ValueError: see `Channel.write`."""
     if not 0 < len(pieces) <= MAX_PIECES:
         raise ValueError(f"a write has {len(pieces)} pieces; 1 to {MAX_PIECES} are possible")
     if len(notify) > MAX_NOTIFY_BYTES:

@@ -54,10 +54,7 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 
 
 def address_in(remote: RemoteRegion) -> Address:
-    """The address that a peer has told.
-
-    :raises ChannelUnavailable: it is none, or leads to another host.
-    """
+    """The address that a peer has told. :raises ChannelUnavailable: it is none, or leads to another host."""
     try:
         address = msgspec.msgpack.decode(remote.detail, type=Address)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -68,10 +65,7 @@ def address_in(remote: RemoteRegion) -> Address:
 
 
 def hand_over(stream: socket.socket, packed: bytes, fd: int) -> None:
-    """Send at most MAX_EXPORT_BYTES bytes and a descriptor, if `fd` is one.
-
-    :raises OSError: the stream broke.
-    """
+    """Send at most MAX_EXPORT_BYTES bytes and a descriptor, if `fd` is one. :raises OSError: the stream broke."""
     assert len(packed) <= MAX_EXPORT_BYTES, len(packed)
     frame = _LENGTH.pack(len(packed)) + packed
     sent = socket.send_fds(stream, [frame], [fd] if fd >= 0 else [])
@@ -217,10 +211,7 @@ class LocalRegion(StreamRegion):
             os.close(fd)
 
     def _open_file(self) -> None:
-        """Open the memory's file.
-
-        :raises ChannelUnavailable: it has none, or not all of it.
-        """
+        """Open the memory's file. :raises ChannelUnavailable: it has none, or not all of it."""
         memory = self.memory
         if memory.path is None:
             raise ChannelUnavailable("anonymous memory cannot be handed to another process; it must map a file")

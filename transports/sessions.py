@@ -117,10 +117,7 @@ class SessionListener(Listener):
             return session if session is not None and session.is_open else None
 
     def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """Nothing is granted to a session that is over.
-
-        :raises ValueError: the span is not inside the region.
-        """
+        """Nothing is granted to a session that is over. :raises ValueError: the span is not inside the region."""
         if offset < 0 or not 0 < nbytes <= self._nbytes - offset:
             raise ValueError(f"[{offset}, {offset + nbytes}) is not inside a region of {self._nbytes} bytes")
         with self._lock:

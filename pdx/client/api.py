@@ -294,10 +294,7 @@ class ReadableChunk(_MappedChunk):
         return self._arena.view(self.slot).toreadonly()
 
     def renew(self, lease_s: float) -> None:
-        """Keep it `lease_s` from now.
-
-        :raises ChunkMissing: the lease has ended already.
-        """
+        """Keep it `lease_s` from now. :raises ChunkMissing: the lease has ended already."""
         self._node._call(messages.Renew(self._lease, lease_s), messages.Done)
 
     def release(self) -> None:

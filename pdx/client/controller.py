@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdx.client.connection import error_of
-from pdx.client.local_nodes import LocalNodes
-from pdx.client.proxy_http import ThroughProxy
+from pdx.client.reach import LocalNodes, ThroughProxy
 from pdx.client.results import ALL, Health, Job, Lookup, Place
 from pdx.config import default_node
 from pdx.errors import NodeError, ProtocolError, SelectionError
@@ -193,10 +192,7 @@ class Controller:
     # ---- jobs -------------------------------------------------------------------------------
 
     def check_finish(self, job: Job | str) -> Job:
-        """How a job is doing now.
-
-        :raises JobUnknown: its node knows no such job (any more).
-        """
+        """How a job is doing now. :raises JobUnknown: its node knows no such job (any more)."""
         name = _name_of(job)
         return self._job(verbs.CheckFinish(name), verbs.node_of(name))
 

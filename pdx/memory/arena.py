@@ -173,10 +173,7 @@ class Arena:
 
     @property
     def data(self) -> memoryview:
-        """All of it, writable, without a copy.
-
-        :raises LayoutError: it is on a GPU.
-        """
+        """All of it, writable, without a copy. :raises LayoutError: it is on a GPU."""
         return self._bytes
 
     def is_current(self, slot: Slot) -> bool:

@@ -56,10 +56,7 @@ class Form(msgspec.Struct, frozen=True):
 
 
 def parse_form(text: str) -> Form:
-    """The form that `str(form)` names.
-
-    :raises CodecError: it names none.
-    """
+    """The form that `str(form)` names. :raises CodecError: it names none."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise CodecError(f"{text[:80]!r} is no codec of this release")

@@ -129,10 +129,7 @@ def data_host(address: str) -> str:
 
 
 def tcp_endpoint(address: str) -> tuple[str, int]:
-    """The host and the port of a tcp address.
-
-    :raises ConfigError: it is none.
-    """
+    """The host and the port of a tcp address. :raises ConfigError: it is none."""
     host, port = _endpoint(address)
     return str(host), port
 

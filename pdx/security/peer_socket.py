@@ -132,10 +132,7 @@ class PeerSocket:
         return True
 
     def receive(self) -> Arrival | None:
-        """What came next, None if nothing did.
-
-        :raises ProtocolError: it is not one frame.
-        """
+        """What came next, None if nothing did. :raises ProtocolError: it is not one frame."""
         return receive(self.router, routed=True, keyed=self._gate is not None)
 
     def post(self, route: bytes, frame: bytes) -> str:

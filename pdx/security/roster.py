@@ -167,10 +167,7 @@ class Roster:
         return self._file.nodes.get(name) if self._file is not None else None
 
     def entry(self, name: str) -> PeerEntry:
-        """The node of that name.
-
-        :raises PeerUnknown: there is none.
-        """
+        """The node of that name. :raises PeerUnknown: there is none."""
         found = self._nodes.get(name)
         if found is None:
             known = ", ".join(sorted(self._nodes)[:16]) or "nobody"

@@ -31,10 +31,7 @@ def read(path: str | Path, what: str, hint: str, most_bytes: int) -> str:
 
 
 def load_token(path: str | Path) -> str:
-    """The token in a file.
-
-    :raises ConfigError: it cannot be read, others may read it, or there is no token in it.
-    """
+    """The token in a file. :raises ConfigError: it cannot be read, others may read it, or there is no token in it."""
     make = f"(umask 077; openssl rand -hex 32 > {path})"
     text = read(path, "token file", make, _MAX_TOKEN_CHARS + 2).strip()
     if not MIN_TOKEN_CHARS <= len(text) <= _MAX_TOKEN_CHARS or _TOKEN.fullmatch(text) is None:

@@ -170,10 +170,7 @@ class TcpFilter:
         self._thread = threading.Thread(target=self._run, name="pdx-tcp-filter")
 
     def bind(self, taker: zmq.Socket[bytes]) -> None:
-        """Have a ZMQ socket take what is passed on, and `start`.
-
-        :raises zmq.ZMQError: it cannot be bound.
-        """
+        """Have a ZMQ socket take what is passed on, and `start`. :raises zmq.ZMQError: it cannot be bound."""
         mask = os.umask(0o177)
         try:
             taker.setsockopt(zmq.BACKLOG, _ZMQ_BACKLOG)

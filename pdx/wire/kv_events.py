@@ -80,10 +80,7 @@ def encode_events(events: Sequence[KvEvent]) -> bytes:
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """A batch of any vLLM; events of a kind that is not known here are left out.
-
-    :raises ProtocolError: it is none.
-    """
+    """A batch of any vLLM; events of a kind that is not known here are left out. :raises ProtocolError: it is none."""
     try:
         raw = msgspec.msgpack.decode(payload)
         ts, events = (raw["ts"], raw["events"]) if isinstance(raw, dict) else raw[:2]

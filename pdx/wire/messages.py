@@ -465,10 +465,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes, limit: int = MAX_FRAME_BYTES) -> _T:
-    """One frame by its decoder.
-
-    :raises ProtocolError: too long, or not what the decoder's type says.
-    """
+    """One frame by its decoder. :raises ProtocolError: too long, or not what the decoder's type says."""
     if len(frame) > limit:
         raise ProtocolError(f"frame of {len(frame)} bytes exceeds the limit of {limit}")
     try:

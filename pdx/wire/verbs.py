@@ -29,10 +29,7 @@ ANYBODY: frozenset[Kind] = frozenset({"controller", "scheduler", "client"})
 
 
 def node_of(job: str) -> str:
-    """The node whose job this is.
-
-    :raises JobUnknown: that is no job's name.
-    """
+    """The node whose job this is. :raises JobUnknown: that is no job's name."""
     if not job or len(job) > 320 or not re.fullmatch(r"[^\n]{1,256}:[0-9a-f]+-[0-9]+", job):
         raise JobUnknown(f"{job!r:.80} is no job's name, which is NODE:EPOCH-NUMBER; pdx cache jobs lists them")
     return job.rpartition(":")[0]

@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from pdx.transports.sessions import WriteSession
 
 LAYERS = 8
@@ -46,27 +44,6 @@ def compared(count):
 
 def test_a_slice_is_found_in_few_steps_however_many_spans_there_are():
     assert compared(8192) <= 2 * compared(128)
-
-
-@pytest.mark.parametrize(
-    ("offset", "nbytes", "start"),
-    [
-        (100, 50, 100),
-        (149, 1, 100),
-        (100, 51, None),
-        (99, 1, None),
-        (150, 1, None),
-        (120, 40, None),
-        (300, 10, 300),
-        (0, 1, None),
-        (1000, 1, None),
-    ],
-)
-def test_what_is_wholly_inside_one_span_may_be_written(offset, nbytes, start):
-    spans = WriteSession()
-    for granted in ((300, 10), (100, 50)):
-        spans.grant(*granted)
-    assert spans.enter([(offset, nbytes)]) == (None if start is None else [start])
 
 
 def test_spans_that_come_and_go_are_found_as_by_looking_at_all():

@@ -513,22 +513,10 @@ def test_acknowledgements_that_cannot_be(ack):
     """They break the channel, and nothing else."""
     region = TcpRegion.register(Memory(memoryview(bytearray(4096))))
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
-
-        def serve():
-            socks = []
-            for _ in range(TcpRegion.streams):
-                socks.append(stack.enter_context(server.accept()[0]))
-                socks[-1].recv(4096)
-                socks[-1].sendall(frames.pack_ack(frames.Ack(0, frames.OK)))
-            socks[0].recv(4096)  # the write has begun
-            socks[0].sendall(frames.pack_ack(ack))
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
-        channel = region.connect(RemoteRegion("tcp", 4096, b"t" * 16, detail))
+        channel, streams = connected_to_sockets(region, server, stack)
         transfer = channel.write([Piece(0, 0, 4096)], b"")
+        streams[0].recv(4096)  # the write has begun
+        streams[0].sendall(frames.pack_ack(ack))
         wait_until(transfer.poll, "it is over")
         assert isinstance(transfer.error, ChannelBroken)
-        thread.join()
     region.close()

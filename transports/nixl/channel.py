@@ -137,10 +137,7 @@ class NixlChannel(Channel):
         return bool(self._transfers)
 
     def greet(self, timeout_s: float) -> None:
-        """Read a byte, which makes UCX connect, and say hello.
-
-        :raises ChannelBroken: it does not answer.
-        """
+        """Read a byte, which makes UCX connect, and say hello. :raises ChannelBroken: it does not answer."""
         begin = functools.partial(self.agent.read_byte, self.peer.name, self.peer.address, self.peer.place)
         greeting = self._begin(begin, self._message(HELLO, this_process()))
         deadline = time.monotonic() + timeout_s

@@ -63,10 +63,7 @@ def pack_greeting(token: bytes) -> bytes:
 
 
 def unpack_greeting(packed: bytes | bytearray) -> bytes:
-    """The token.
-
-    :raises ProtocolError: this is none of ours, or another version.
-    """
+    """The token. :raises ProtocolError: this is none of ours, or another version."""
     magic, token = _GREETING.unpack(packed)
     _check_magic(magic)
     return bytes(token)
@@ -128,10 +125,7 @@ def pack_answer(status: int, reason: str = "") -> bytes:
 
 
 def reason_bytes(answer: Ack) -> int:
-    """How many bytes of a reason follow.
-
-    :raises ProtocolError: too many.
-    """
+    """How many bytes of a reason follow. :raises ProtocolError: too many."""
     if answer.number > MAX_REASON_BYTES:
         raise ProtocolError(f"a reason of {answer.number} bytes; at most {MAX_REASON_BYTES} are possible")
     return answer.number

@@ -45,10 +45,7 @@ def take(sock: socket.socket, view: Buffer, *, deadline: float | None = None) ->
 
 
 def fill_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
-    """Receive until all of `views` are full, many of them in one call.
-
-    :raises OSError: the stream ended or broke.
-    """
+    """Receive until all of `views` are full, many of them in one call. :raises OSError: the stream ended or broke."""
     for start in range(0, len(views), IOV_MAX):
         batch = views[start : start + IOV_MAX]
         got = 0

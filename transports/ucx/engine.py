@@ -202,10 +202,7 @@ class UcxEngine:
                 os.eventfd_write(self._wake_fd, 1)
 
     def call(self, work: Callable[[], _T]) -> _T:
-        """Have the thread do this now; its result or error.
-
-        :raises ChannelBroken: the engine is closed.
-        """
+        """Have the thread do this now; its result or error. :raises ChannelBroken: the engine is closed."""
         if threading.current_thread() is self._thread:
             return work()
         done = threading.Event()

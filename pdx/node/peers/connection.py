@@ -143,10 +143,7 @@ class PeerConnection:
             self.fault = post(self.socket, self.route, encode(PeerFrame(self._said, about, body)))
 
     def take(self, frame: PeerFrame) -> None:
-        """Number what was heard.
-
-        :raises ProtocolError: this, or something later, was heard before.
-        """
+        """Number what was heard. :raises ProtocolError: this, or something later, was heard before."""
         if frame.seq <= self._heard:
             raise ProtocolError(f"message {frame.seq} was replayed; {self._heard} is the last")
         self._heard = frame.seq

@@ -362,10 +362,7 @@ class Connections:
         return peer
 
     def _admit(self, key: str, hello: Hello) -> list[str]:
-        """The schemes to open for a peer.
-
-        :raises PeerRefused: it is not let in.
-        """
+        """The schemes to open for a peer. :raises PeerRefused: it is not let in."""
         authenticated = (self.roster.name_of(key) or "nobody in the roster") if self.own is not None else None
         is_over = self._epochs.is_over(hello.name, hello.epoch)
         schemes = check_hello(

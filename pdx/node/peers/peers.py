@@ -259,10 +259,7 @@ class Peers:
     # ---- what peers ask, as sessions --------------------------------------------------------
 
     def _admit(self, peer: PeerConnection, ask: messages.Admit, number: int) -> None:
-        """Room for chunks that the peer has, or is filling.
-
-        :raises ProtocolError: see `InboundPushes.admit`.
-        """
+        """Room for chunks that the peer has, or is filling. :raises ProtocolError: see `InboundPushes.admit`."""
         layouts = self._layouts()
         if ask.layout and layouts and ask.layout not in layouts:
             text = "%s has chunks of another KV layout than any engine here has"

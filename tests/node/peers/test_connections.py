@@ -190,16 +190,9 @@ def has_ipv6():
     return False
 
 
-@pytest.mark.parametrize(
-    "listen",
-    [
-        "tcp://127.0.0.1:0",
-        pytest.param("tcp://[::1]:0", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")),
-    ],
-)
-def test_loopback_tcp_with_a_free_port(stage, listen):
-    alpha = stage.node("alpha", listen=listen)
-    beta = stage.node("beta", 2, listen=listen)
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
+def test_ipv6_with_a_free_port(stage):
+    alpha, beta = (stage.node(name, epoch, listen="tcp://[::1]:0") for name, epoch in (("alpha", 1), ("beta", 2)))
     assert not beta.connections.address.endswith(":0")
     stage.introduce(alpha, beta)
     alpha.connections.dial("beta")
@@ -529,30 +522,26 @@ def fail(*arguments):
     raise RuntimeError("injected")
 
 
-def test_an_exception_in_what_a_peer_says_ends_its_session_only(stage):
+@pytest.mark.parametrize("where", ["a message", "a tick"])
+@pytest.mark.parametrize("side", ["dialled", "accepted"])
+def test_an_exception_ends_that_connection_only(stage, side, where, monkeypatch):
     alpha, beta = stage.pair()
     gamma = stage.node("gamma", 33)
     stage.introduce(alpha, beta, gamma)
-    gamma.connections.dial("beta")
+    node, other = (alpha, beta) if side == "dialled" else (beta, alpha)
+    gamma.connections.dial(node.name)
     stage.until(lambda: gamma.core.saw("ready"))
-    beta.core.on_message = fail
-    alpha.connections.of("beta").send(PUSH, 7)
-    stage.until(lambda: beta.core.saw("over"))
-    ((session, step, _),) = beta.core.saw("over")
-    assert (session.name, step) == ("alpha", Ending.LOST)
-    assert beta.counters["internal_errors"] == 1
-    assert [session.name for session in beta.connections.peers] == ["gamma"]
-    stage.until(lambda: alpha.core.saw("over"))
-
-
-def test_an_exception_in_what_a_dialled_peer_says_ends_that_link_only(stage):
-    alpha, beta = stage.pair()
-    beta.core.on_message = lambda peer, body, about: peer.send(Done(3), about)
-    alpha.core.on_message = fail
-    alpha.connections.of("beta").send(PUSH, 7)
-    stage.until(lambda: alpha.core.saw("over"))
-    assert alpha.connections.of("beta").state is ConnectionState.CLOSED
-    assert alpha.counters["internal_errors"] == 1
+    end = node.connections.of(other.name)
+    if where == "a message":
+        node.core.on_message = fail
+        other.connections.of(node.name).send(PUSH if side == "accepted" else Done(3), 7)
+    else:
+        monkeypatch.setattr(end, "send", fail)
+        stage.pass_time(2 * PING_S)
+    stage.until(lambda: node.core.saw("over") and other.core.saw("over"))
+    assert [(peer, step) for peer, step, _ in node.core.saw("over")] == [(end, Ending.LOST)]
+    assert node.counters["internal_errors"] == 1
+    assert [peer.name for peer in node.connections.peers] == ["gamma"]
     alpha.connections.dial("beta")
     stage.until(lambda: len(alpha.core.saw("ready")) == 2)
 
@@ -564,17 +553,6 @@ def test_an_exception_in_a_hello_turns_that_peer_away(stage, raw):
     assert isinstance(welcomed(stage, peer), Refused)
     assert beta.counters["internal_errors"] == 1
     assert not beta.connections.peers
-
-
-@pytest.mark.parametrize("side", ["dialled", "accepted"])
-def test_an_exception_in_a_tick_ends_that_connection_only(stage, side, monkeypatch):
-    alpha, beta = stage.pair()
-    node = alpha if side == "dialled" else beta
-    end = alpha.connections.of("beta") if side == "dialled" else beta.connections.peers[0]
-    monkeypatch.setattr(end, "send", fail)
-    stage.pass_time(2 * PING_S)
-    assert node.counters["internal_errors"] == 1
-    assert node.core.saw("lost" if side == "link" else "over")
 
 
 def test_no_descriptor_left_for_a_link_is_an_error_that_its_caller_expects(stage, monkeypatch):

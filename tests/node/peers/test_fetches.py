@@ -1,5 +1,6 @@
 """What this node asks peers for: once, until it is answered, over or late, and not again at once."""
 
+import contextlib
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -164,6 +165,22 @@ def test_a_lost_peer_is_not_waited_for(fetches, link):
     assert len(fetches) == 0
 
 
+@contextlib.contextmanager
+def lines_run():
+    """What is run meanwhile, line by line."""
+    lines, before = [], sys.gettrace()
+
+    def trace(frame, event, arg):
+        lines.extend([frame.f_lineno] if event == "line" else [])
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
 def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
     """Each push that has landed asks."""
     costs = []
@@ -171,19 +188,10 @@ def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
         for number in range(known):
             key = number.to_bytes(16, "little")
             fetches.is_waiting(Admit([key], source="b", transfer=f"transfer-{number:016d}"), 0, 0.0)
-        looked_at = 0
-
-        def profile(frame, event, arg):
-            nonlocal looked_at
-            looked_at += event == "call"
-
-        sys.setprofile(profile)
-        try:
+        with lines_run() as lines:
             fetches.over("b", known - 1, f"transfer-{known - 1:016d}", 0.1)
             fetches.answered(link, known - 2, 0, 0.1)
-        finally:
-            sys.setprofile(None)
-        costs.append(looked_at)
+        costs.append(len(lines))
     assert costs[0] == costs[1] > 0
     for now in (FETCH_S, FETCH_S + KEPT_S):
         fetches.tick(now)
@@ -198,23 +206,12 @@ def test_what_is_asked_of_one_peer_costs_nothing_where_time_passes_or_another_pe
     for known in (10, 1000):
         for number in range(known):
             fetches.is_waiting(Admit([number.to_bytes(16, "little")], source="b"), 0, 0.0)
-        looked_at = 0
-
-        def trace(frame, event, arg):
-            nonlocal looked_at
-            looked_at += event == "line"
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
+        with lines_run() as lines:
             late = fetches.tick(0.1)
             fetches.lost("another", 0.1)
             pending = len(fetches)
-        finally:
-            sys.settrace(before)
         assert (late, pending) == (0, known)
-        costs.append(looked_at)
+        costs.append(len(lines))
     assert costs[0] == costs[1] > 0
     fetches.lost("b", 0.2)
     assert len(fetches) == 0

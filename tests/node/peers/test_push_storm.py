@@ -191,36 +191,3 @@ def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events):
         storm.finish()
     finally:
         storm.stage.close()
-
-
-def test_64_offers_with_room_for_one_chunk_all_get_their_turn(tmp_path):
-    stage = ReceivingStage(tmp_path, granules=1)
-    sessions = [FakeSession(number, f"peer-{number}") for number in range(1, 5)]
-    pushes = [(sessions[n % 4], stage.offer(sessions[n % 4], [n], wait_s=1000.0)) for n in range(64)]
-    order = []
-    for _ in range(200):
-        stage.tick(0.1)
-        for session, push in pushes:
-            if session.granted(push) and (session.number, push) not in order:
-                order.append((session.number, push))
-                stage.land(session, push)
-                stage.let_go(session, push)
-    assert order == [(session.number, push) for session, push in pushes], "first come, first served"
-    assert all(len(session.granted(push).slots) == 1 for session, push in pushes)
-    stage.assert_idle()
-    stage.close()
-
-
-def test_64_offers_and_a_chunk_that_stays_all_end_in_time(tmp_path):
-    stage = ReceivingStage(tmp_path, granules=1)
-    peer = FakeSession(1, "peer")
-    stuck = stage.offer(peer, [100])
-    pushes = [stage.offer(peer, [n], wait_s=5.0, transfer=f"transfer-{n:016d}") for n in range(64)]
-    stage.tick(5.1)
-    for push in pushes:
-        assert peer.granted(push).slots == []
-        stage.let_go(peer, push)
-    stage.land(peer, stuck)
-    stage.let_go(peer, stuck)
-    stage.assert_idle()
-    stage.close()

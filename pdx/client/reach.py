@@ -1,22 +1,29 @@
-"""Nodes of this host, each over its own socket, for a controller; what a proxy does for others is done here."""
+"""How a controller reaches nodes: those of this host at their sockets, or any through their proxy's HTTP.
+
+`ask` says a verb to some of them, and answers what came of it at each.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
-from pdx.client.connection import Connection, attached
+from pdx.client.connection import Connection, attached, error_of
 from pdx.client.http_call import call
-from pdx.errors import NodeError, NodeUnavailable, ProtocolError, SelectionError
+from pdx.errors import ConfigError, NodeError, NodeUnavailable, ProtocolError, ProxyError, SelectionError
 from pdx.wire.messages import Outcome, Refused
+from pdx.wire.objects import Failure, decode_answers
 from pdx.wire.prompt import Prompt, about
 from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import AnyVerb, Model, ModelList, Models, Status
 
 _TOKENIZE_S = 30.0
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 60.0
 
 
 class LocalNodes:
@@ -82,6 +89,68 @@ class LocalNodes:
             with contextlib.suppress(NodeUnavailable):
                 found += connection.call_for(Models(), self._timeout_s, ModelList).models
         return found
+
+
+class ThroughProxy:
+    """As `LocalNodes`: POST /cache/VERB, a connection for each call, so any thread may use it."""
+
+    def __init__(self, url: str, token: str, timeout_s: float) -> None:
+        """`url`: of the proxy's --admin, or the /path of its Unix socket; `token`: empty where it asks for none."""
+        self._url = url
+        self._token = token
+        self._timeout_s = timeout_s
+        self._wait_s = min(max(timeout_s, _LEAST_WAIT_S), _MOST_WAIT_S)  # that nodes have, as the proxy allows
+
+    def __repr__(self) -> str:
+        return f"<ThroughProxy {self._url}>"
+
+    def close(self) -> None:
+        pass
+
+    def names(self) -> list[str]:
+        try:
+            return msgspec.json.decode(self._call("/cache"), type=dict[str, list[str]])["nodes"]
+        except (msgspec.MsgspecError, KeyError, UnicodeDecodeError) as error:
+            raise ProxyError(f"{self._url}/cache answers not as a proxy's --admin address does: {error}") from error
+
+    def address(self, name: str) -> str:
+        return ""
+
+    def ask(self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
+        body: dict[str, Any] = {name: getattr(verb, name) for name in verb.__struct_fields__}
+        if "what" in body:
+            body["what"] = prompt
+        query = urlencode({"node": list(instances) or ["*"], "wait_s": self._wait_s}, doseq=True)
+        try:
+            nodes, failures = decode_answers(self._call(f"/cache/{verb.name}?{query}", body))
+        except ProtocolError as error:
+            raise ProtocolError(f"the proxy at {self._url} does not answer /cache/{verb.name} so: {error}") from error
+        for each in nodes.values():
+            if not isinstance(each, verb.answers):
+                raise ProtocolError(f"the node answers {type(each).__name__} to {type(verb).__name__}")
+        refused = {name: Refused(each.type[:64], each.message[:1024]) for name, each in failures.items()}
+        return {**nodes, **refused}
+
+    def _call(self, path: str, body: Any = None) -> bytes:
+        """:raises ProxyError: nobody answers. Or what the proxy or a node says is the matter."""
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        timeout_s = self._wait_s + self._timeout_s
+        try:
+            status, answer = call(self._url, path, body, timeout_s=timeout_s, headers=headers)
+        except (OSError, http.client.HTTPException) as error:
+            raise ProxyError(f"the proxy at {self._url} does not answer: {error}") from error
+        except TypeError as error:
+            raise SelectionError(f"that cannot be said in JSON: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"the proxy at {self._url!r}: {error}") from error
+        if status != 200:
+            try:
+                said = msgspec.json.decode(answer, type=dict[str, Failure])["error"]
+            except (msgspec.MsgspecError, KeyError, UnicodeDecodeError):
+                where = self._url + path.partition("?")[0]
+                raise ProxyError(f"{where} answers {status}, and not as a proxy's --admin address does") from None
+            raise error_of(Refused(said.type[:64], said.message[:1024]))
+        return answer
 
 
 def _in_tokens(prompt: Prompt, models: Sequence[Model]) -> Prompt:
