@@ -29,20 +29,15 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError, ProtocolErro
 from pdx.extras import install
 from pdx.telemetry.host import process_stat
 from pdx.transports.channel import Availability, GpuMemory, Memory
-from pdx.transports.local import Address, LocalListener, LocalRegion, Source, SpanCopy, hand_over
+from pdx.transports.local import Address, LocalListener, LocalRegion, Source, hand_over
 from pdx.transports.shm import Mapping
 
 _FIX = f"{install('gpu')}, on a host with an NVIDIA GPU and its driver"
 _HOST_TO_HOST = "neither side's memory is a GPU's; use shm"
 
 
-class ExportedMemory(msgspec.Struct, array_like=True, frozen=True):
-    """What a writer hands over. Without a handle, the descriptor beside it is a file in host memory."""
-
-    handle: Handle | None
-
-
-_exported = msgspec.msgpack.Decoder(ExportedMemory)
+# What a writer hands over. Without a handle, the descriptor beside it is a file in host memory.
+_exported: msgspec.msgpack.Decoder[Handle | None] = msgspec.msgpack.Decoder(Handle | None)
 _log = logging.getLogger(__name__)
 
 
@@ -91,13 +86,13 @@ class CudaSource(Source):
         mapping = Mapping.open(fd)
         return cls(gpu, mapping, lock=locked(mapping, gpu, is_read_only=True))
 
-    def copy(self, copies: Iterable[SpanCopy]) -> None:
+    def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
         try:
             if self._stream is None:
                 self._stream = CopyStream(self._gpu)
             try:
                 for each in copies:
-                    self._stream.copy(each.target, each.source, each.nbytes)
+                    self._stream.copy(*each)
             finally:
                 self._stream.wait()
         except GpuError as error:
@@ -150,7 +145,7 @@ class CudaIpcListener(LocalListener):
 
     def _open(self, packed: bytes, fd: int, pid: int) -> CudaSource:
         try:
-            handle = _exported.decode(packed).handle
+            handle = _exported.decode(packed)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ProtocolError(f"not a handle of memory: {error}") from error
         uuid = self.memory.gpu or (handle.gpu if handle is not None else "")
@@ -210,7 +205,7 @@ class CudaIpcRegion(LocalRegion):
             except GpuError as error:
                 raise ChannelUnavailable(f"cannot hand {self.memory} over: {error}") from error
         try:
-            hand_over(stream, msgspec.msgpack.encode(ExportedMemory(handle)), fd)
+            hand_over(stream, msgspec.msgpack.encode(handle), fd)
         finally:
             if handle is not None and fd >= 0:
                 os.close(fd)

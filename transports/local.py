@@ -22,7 +22,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -110,14 +110,6 @@ def _socket_name(scheme: str, name: str) -> str:
     return f"\0pdx-{scheme}-{name}"
 
 
-class SpanCopy(NamedTuple):
-    """`nbytes` bytes from the address `source` to the address `target`."""
-
-    target: int
-    source: int
-    nbytes: int
-
-
 class Source(ABC):
     """A writer's memory as its reader has opened it. The thread of one stream copies and closes."""
 
@@ -125,8 +117,9 @@ class Source(ABC):
     nbytes: int
 
     @abstractmethod
-    def copy(self, copies: Iterable[SpanCopy]) -> None:
-        """Make these copies, all together; none runs on when this has returned or raised.
+    def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """Make these copies (to an address, from an address, bytes), all together; none runs on when this has returned
+        or raised.
 
         :raises ConnectionError: the writer is gone, and its bytes may have been others.
         :raises ChannelBroken: they cannot be copied.
@@ -180,7 +173,7 @@ class LocalListener(StreamListener):
             if piece.nbytes > source.nbytes - piece.local:
                 raise ProtocolError(f"{piece} lies outside of the writer's {source.nbytes} bytes")
         to, of = self.memory.address, source.address
-        source.copy([SpanCopy(to + piece.remote, of + piece.local, piece.nbytes) for piece in pieces])
+        source.copy([(to + piece.remote, of + piece.local, piece.nbytes) for piece in pieces])
         # A writer that closes its channel shuts the stream first and uses its memory again then: a copy behind which
         # the stream is still open was made of the right bytes. Any other must not be notified. There may be frames to
         # be read on a stream that is shut.

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from pdx.errors import ChannelUnavailable, ProtocolError
 from pdx.transports.channel import Memory
-from pdx.transports.local import LocalListener, LocalRegion, Source, SpanCopy, hand_over
+from pdx.transports.local import LocalListener, LocalRegion, Source, hand_over
 
 _MADV_POPULATE_READ = 22  # Linux 5.14: map all pages now instead of at the first touch
 _POPULATE_BYTES = 32 << 20  # at a time; `close` waits for one of them
@@ -55,7 +55,7 @@ class Mapping(Source):
         mapping._populating.start()
         return mapping
 
-    def copy(self, copies: Iterable[SpanCopy]) -> None:
+    def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
         for each in copies:
             ctypes.memmove(*each)
 

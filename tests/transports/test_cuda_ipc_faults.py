@@ -27,7 +27,7 @@ from pdx.testing.channel_stage import MIB, GpuBlock, HostFile, LegacyGpuBlock, P
 from pdx.testing.waiting import wait_until
 from pdx.transports import local
 from pdx.transports.channel import GpuMemory, Memory, Piece, RemoteRegion
-from pdx.transports.cuda_ipc import CudaIpcRegion, CudaSource, ExportedMemory, SpanCopy
+from pdx.transports.cuda_ipc import CudaIpcRegion, CudaSource
 from pdx.transports.registry import find, schemes
 from pdx.transports.streams.frames import ACK_BYTES, OK, UNREACHABLE, pack_greeting, unpack_ack
 
@@ -223,7 +223,7 @@ def test_legacy_memory_goes_when_its_process_begins_to_die(fake):
         with closing(GpuBlock(MIB)) as target:
             block = DeviceMemory.create(gpu, MIB)
             source = CudaSource(gpu, block, pid=process.pid)
-            copies = [SpanCopy(target.memory.address, source.address, 4096)]
+            copies = [(target.memory.address, source.address, 4096)]
             source.copy(copies)
             process.kill()
             wait_until(lambda: is_exiting(process.pid), "it is dying")
@@ -343,7 +343,7 @@ def handed(remote: RemoteRegion, packed: bytes, fd: int) -> Iterator[tuple[socke
         sock.sendall(pack_greeting(remote.token))
         local.hand_over(sock, packed, fd)
         answer = sock.recv(ACK_BYTES)
-        yield sock, unpack_ack(answer).status if answer else None
+        yield sock, unpack_ack(answer)[1] if answer else None
 
 
 def test_what_is_handed_over_is_checked(fake):
@@ -352,7 +352,7 @@ def test_what_is_handed_over_is_checked(fake):
         _, remote = reader.session((0, MIB))
         handle, fd = block.memory.export()
         before = held(fake)
-        good = msgspec.msgpack.encode(ExportedMemory(handle))
+        good = msgspec.msgpack.encode(handle)
         other = os.memfd_create("not-a-gpu", os.MFD_CLOEXEC)
         os.ftruncate(other, handle.nbytes)
         replace = msgspec.structs.replace
@@ -364,12 +364,12 @@ def test_what_is_handed_over_is_checked(fake):
             (good[:-1], fd),
             (good, -1),  # no descriptor
             (good, other),  # no memory of a GPU
-            (msgspec.msgpack.encode(ExportedMemory(None)), -1),
-            (msgspec.msgpack.encode(ExportedMemory(replace(handle, nbytes=64 * MIB))), fd),  # more than there is
-            (msgspec.msgpack.encode(ExportedMemory(replace(handle, nbytes=4097))), fd),  # no whole granules
-            (msgspec.msgpack.encode(ExportedMemory(ipc)), -1),  # no legacy handle in it
-            (msgspec.msgpack.encode(ExportedMemory(replace(ipc, data=bytes(64)))), -1),
-            (msgspec.msgpack.encode(ExportedMemory(replace(ipc, data=bytes(64), pid=1))), -1),
+            (msgspec.msgpack.encode(None), -1),
+            (msgspec.msgpack.encode(replace(handle, nbytes=64 * MIB)), fd),  # more than there is
+            (msgspec.msgpack.encode(replace(handle, nbytes=4097)), fd),  # no whole granules
+            (msgspec.msgpack.encode(ipc), -1),  # no legacy handle in it
+            (msgspec.msgpack.encode(replace(ipc, data=bytes(64))), -1),
+            (msgspec.msgpack.encode(replace(ipc, data=bytes(64), pid=1)), -1),
         ]
         for packed, descriptor in cases:
             with handed(remote, packed, descriptor) as (_, status):
@@ -417,7 +417,7 @@ def test_a_legacy_handle_of_a_dead_process(fake):
             reader = stage.side(MIB)
             _, remote = reader.session((0, MIB))
             before = held(fake)
-            packed = msgspec.msgpack.encode(ExportedMemory(handle))
+            packed = msgspec.msgpack.encode(handle)
             with handed(remote, packed, -1) as (_, status):
                 assert status == OK
             exporter.kill()

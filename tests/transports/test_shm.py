@@ -67,7 +67,7 @@ def greeted(remote, fds):
         sock.sendall(pack_greeting(remote.token))
         socket.send_fds(sock, [b"\0\0"], fds)
         answer = sock.recv(ACK_BYTES)
-        yield sock, unpack_ack(answer).status if answer else None
+        yield sock, unpack_ack(answer)[1] if answer else None
 
 
 def test_a_peer_is_invited_without_opening_a_file(monkeypatch):

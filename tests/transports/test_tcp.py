@@ -72,7 +72,7 @@ class Target:
             data = sock.recv(frames.ACK_BYTES, socket.MSG_WAITALL)
         except ConnectionResetError:
             return None
-        return frames.unpack_ack(data).status if data else None
+        return frames.unpack_ack(data)[1] if data else None
 
     def frame(self, pieces, *, number=0, notify=b"evil", body=None):
         """All of a write but its payload."""
@@ -372,7 +372,7 @@ def connected_to_sockets(region, server, stack):
         for _ in range(TcpRegion.streams):
             streams.append(stack.enter_context(server.accept()[0]))
             streams[-1].recv(4096)
-            streams[-1].sendall(frames.pack_ack(frames.Ack(0, frames.OK)))
+            streams[-1].sendall(frames.pack_ack(0, frames.OK))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -389,7 +389,7 @@ def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel():
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
         channel, streams = connected_to_sockets(region, server, stack)
         transfer = channel.write([Piece(0, 0, size)], b"")
-        streams[0].sendall(frames.pack_ack(frames.Ack(0, frames.OK)))
+        streams[0].sendall(frames.pack_ack(0, frames.OK))
         assert streams[0].recv(8 * MIB, socket.MSG_WAITALL)  # now the kernel takes some more
         wait_until(transfer.poll, "it is over")
         assert isinstance(transfer.error, ChannelBroken)
@@ -416,7 +416,7 @@ def test_a_peer_that_stops_reading_is_heard_all_the_same():
         assert streams[0].recv(frames.HEAD_BYTES + 4096, socket.MSG_WAITALL)
         second = channel.write([Piece(0, 0, size)], b"")
         wait_until(lambda: unread(streams[0]) > outbound._AT_ONCE_BYTES + MIB // 8, "its thread is sending")
-        streams[0].sendall(frames.pack_ack(frames.Ack(0, frames.OK)))
+        streams[0].sendall(frames.pack_ack(0, frames.OK))
         wait_until(first.poll, "the first one is over")
         assert first.error is None
         assert not second.poll()
@@ -476,8 +476,14 @@ def test_anonymous_memory_is_enough():
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"PDX\x01" + bytes(25), b"PDX\x02" + bytes([9] * 25), b"HTTP/1.1 400 Bad Request\r\n\r\n\r\n\r\n"],
-    ids=len,
+    [
+        b"",
+        b"PDX\x01" + bytes(25),
+        b"PDX\x02" + bytes([9] * 25),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n\r\n\r\n",
+        frames.pack_ack(frames.MAX_REASON_BYTES + 1, frames.UNREACHABLE),
+    ],
+    ids=["nothing", "version", "status", "http", "a reason without end"],
 )
 def test_a_listener_that_is_none_of_ours(answer):
     """Connecting fails; what it answers is read to a bound."""
@@ -502,10 +508,10 @@ def test_a_listener_that_is_none_of_ours(answer):
 @pytest.mark.parametrize(
     "ack",
     [
-        frames.Ack(1, frames.OK),
-        frames.Ack(2**64 - 1, frames.OK),
-        frames.Ack(0, frames.UNKNOWN),
-        frames.Ack(0, 9),
+        (1, frames.OK),
+        (2**64 - 1, frames.OK),
+        (0, frames.UNKNOWN),
+        (0, 9),
     ],
     ids=["never begun", "far away", "no answer to a write", "no status"],
 )
@@ -516,7 +522,7 @@ def test_acknowledgements_that_cannot_be(ack):
         channel, streams = connected_to_sockets(region, server, stack)
         transfer = channel.write([Piece(0, 0, 4096)], b"")
         streams[0].recv(4096)  # the write has begun
-        streams[0].sendall(frames.pack_ack(ack))
+        streams[0].sendall(frames.pack_ack(*ack))
         wait_until(transfer.poll, "it is over")
         assert isinstance(transfer.error, ChannelBroken)
     region.close()

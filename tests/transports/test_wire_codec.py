@@ -21,7 +21,6 @@ from pdx.transports.streams.frames import (
     GREETING_BYTES,
     HEAD_BYTES,
     OK,
-    Ack,
     pack_ack,
     pack_answer,
     pack_body,
@@ -157,7 +156,7 @@ def test_a_reader_that_acknowledges_what_was_not_sent_is_not_believed() -> None:
                 stream.settimeout(1)
                 with contextlib.suppress(TimeoutError):
                     if stream.recv(HEAD_BYTES, socket.MSG_WAITALL):
-                        stream.sendall(pack_ack(Ack(0, OK)))
+                        stream.sendall(pack_ack(0, OK))
                         break
             assert stage.finish([transfer]) == ["ChannelBroken"]
         finally:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -45,13 +45,6 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
     pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_PIECES)]
     notify: Annotated[bytes, Meta(max_length=MAX_NOTIFY_BYTES)]
     is_coded: bool = False
-
-
-class Ack(NamedTuple):
-    """The write `number` has landed (OK) or not (REFUSED)."""
-
-    number: int
-    status: int
 
 
 _bodies = msgspec.msgpack.Decoder(Body)
@@ -104,31 +97,24 @@ def unpack_head(packed: bytes | bytearray) -> tuple[int, int, bytes | bytearray 
     return number, body_bytes, bytes(packed[_HEAD.size : _HEAD.size + body_bytes]) if is_inside else None
 
 
-def pack_ack(ack: Ack) -> bytes:
-    """ACK_BYTES bytes."""
-    return _ACK.pack(_MAGIC, *ack)
+def pack_ack(number: int, status: int) -> bytes:
+    """The write `number` has landed (OK) or not (REFUSED): ACK_BYTES bytes."""
+    return _ACK.pack(_MAGIC, number, status)
 
 
-def unpack_ack(packed: bytes | bytearray | memoryview) -> Ack:
-    """:raises ProtocolError: it is none."""
+def unpack_ack(packed: bytes | bytearray | memoryview) -> tuple[int, int]:
+    """The number and the status. :raises ProtocolError: it is none."""
     magic, number, status = _ACK.unpack(packed)
     _check_magic(magic)
     if status not in (OK, UNKNOWN, UNREACHABLE, REFUSED):
         raise ProtocolError(f"an acknowledgement of kind {status}")
-    return Ack(number, status)
+    return number, status
 
 
 def pack_answer(status: int, reason: str = "") -> bytes:
     """To a greeting; only UNREACHABLE has a reason."""
     text = reason.encode(errors="replace")[:MAX_REASON_BYTES]
-    return pack_ack(Ack(len(text), status)) + text
-
-
-def reason_bytes(answer: Ack) -> int:
-    """How many bytes of a reason follow. :raises ProtocolError: too many."""
-    if answer.number > MAX_REASON_BYTES:
-        raise ProtocolError(f"a reason of {answer.number} bytes; at most {MAX_REASON_BYTES} are possible")
-    return answer.number
+    return pack_ack(len(text), status) + text
 
 
 def unpack_reason(packed: bytes | bytearray) -> str:

@@ -214,7 +214,7 @@ class StreamListener(SessionListener):
             if body.is_coded and not self.takes_coded:
                 raise ProtocolError("a payload that is encoded, which nobody here has offered to decode")
             is_landed = self._take_write(stream, session, source, body)
-            stream.sendall(frames.pack_ack(frames.Ack(number, frames.OK if is_landed else frames.REFUSED)))
+            stream.sendall(frames.pack_ack(number, frames.OK if is_landed else frames.REFUSED))
             number += 1
 
     def _take_write(self, stream: socket.socket, session: WriteSession, source: Any, body: frames.Body) -> bool:

@@ -245,16 +245,16 @@ class StreamChannel(Channel):
         stream.acks += got
         with self._lock:
             while len(stream.acks) >= frames.ACK_BYTES:
-                ack = frames.unpack_ack(stream.acks[: frames.ACK_BYTES])
+                number, status = frames.unpack_ack(stream.acks[: frames.ACK_BYTES])
                 del stream.acks[: frames.ACK_BYTES]
                 transfer = stream.begun[0] if stream.begun else None
-                if transfer is None or transfer.number != ack.number or transfer.unsent or transfer.blocks:
-                    raise ProtocolError(f"write {ack.number} was acknowledged and is not under way")
-                if ack.status not in (frames.OK, frames.REFUSED):
-                    raise ProtocolError(f"an acknowledgement that is none: status {ack.status}")
+                if transfer is None or transfer.number != number or transfer.unsent or transfer.blocks:
+                    raise ProtocolError(f"write {number} was acknowledged and is not under way")
+                if status not in (frames.OK, frames.REFUSED):
+                    raise ProtocolError(f"an acknowledgement that is none: status {status}")
                 stream.begun.popleft()
                 stream.nbytes -= transfer.nbytes
-                transfer.finish(None if ack.status == frames.OK else WriteRefused("not inside granted spans"))
+                transfer.finish(None if status == frames.OK else WriteRefused("not inside granted spans"))
         self._wake.set()
         return bool(got)
 
@@ -317,11 +317,13 @@ def _hear_answer(stream: socket.socket, deadline: float) -> None:
     answer = bytearray(frames.ACK_BYTES)
     if not fill(stream, answer, deadline=deadline):
         raise ChannelBroken("the peer closed the connection instead of answering")
-    ack = frames.unpack_ack(answer)
-    if ack.status == frames.UNREACHABLE:
-        reason = bytearray(frames.reason_bytes(ack))
+    number, status = frames.unpack_ack(answer)
+    if status == frames.UNREACHABLE:
+        if number > frames.MAX_REASON_BYTES:
+            raise ProtocolError(f"a reason of {number} bytes; at most {frames.MAX_REASON_BYTES} are possible")
+        reason = bytearray(number)
         if reason:
             fill(stream, reason, deadline=deadline)
         raise ChannelUnavailable(f"the peer cannot reach this region's memory: {frames.unpack_reason(reason)}")
-    if ack.status != frames.OK:
+    if status != frames.OK:
         raise ChannelBroken("the peer does not know this token")
