@@ -16,17 +16,7 @@ from pdx.errors import ProtocolError
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.transports.channel import Piece
-from pdx.transports.streams import coded
-from pdx.transports.streams.frames import (
-    GREETING_BYTES,
-    HEAD_BYTES,
-    OK,
-    pack_ack,
-    pack_answer,
-    pack_body,
-    pack_greeting,
-    pack_write,
-)
+from pdx.transports.streams import coded, frames
 from pdx.transports.tcp import Address, TcpRegion
 
 
@@ -122,8 +112,8 @@ def test_who_sends_what_nobody_offered_to_decode_is_cut_off() -> None:
         token, remote = theirs.session((0, MIB))
         address = msgspec.msgpack.decode(remote.detail, type=Address)
         with socket.create_connection((address.host, address.port)) as stream:
-            body = pack_body([Piece(0, 0, 100_000)], b"n", is_coded=True)
-            stream.sendall(pack_greeting(token) + b"".join(pack_write(0, body)))
+            body = frames.pack_body([Piece(0, 0, 100_000)], b"n", is_coded=True)
+            stream.sendall(frames.pack_greeting(token) + b"".join(frames.pack_write(0, body)))
             stream.settimeout(20)
             while stream.recv(1000):
                 pass
@@ -143,8 +133,8 @@ def test_a_reader_that_acknowledges_what_was_not_sent_is_not_believed() -> None:
                 stream, _ = server.accept()
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 streams.append(stream)
-                stream.recv(GREETING_BYTES, socket.MSG_WAITALL)
-                stream.sendall(pack_answer(OK))
+                stream.recv(frames.GREETING_BYTES, socket.MSG_WAITALL)
+                stream.sendall(frames.pack_answer(frames.OK))
 
         thread = threading.Thread(target=hasty)
         thread.start()
@@ -155,8 +145,8 @@ def test_a_reader_that_acknowledges_what_was_not_sent_is_not_believed() -> None:
             for stream in streams:
                 stream.settimeout(1)
                 with contextlib.suppress(TimeoutError):
-                    if stream.recv(HEAD_BYTES, socket.MSG_WAITALL):
-                        stream.sendall(pack_ack(0, OK))
+                    if stream.recv(frames.HEAD_BYTES, socket.MSG_WAITALL):
+                        stream.sendall(frames.pack_ack(0, frames.OK))
                         break
             assert stage.finish([transfer]) == ["ChannelBroken"]
         finally:

@@ -18,33 +18,21 @@ from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.transports.channel import MAX_DETAIL_BYTES, MAX_NOTIFY_BYTES, TOKEN_BYTES, RemoteRegion
-from pdx.wire import messages
+from pdx.wire import messages, proxy
 from pdx.wire.base import DIGEST_BYTES, MAX_KEYS, MAX_SCHEMES
-from pdx.wire.proxy import (
-    Arriving,
-    Changes,
-    Follow,
-    NodeReport,
-    Order,
-    PeerList,
-    Prefilled,
-    Reply,
-    decode_from_proxy,
-    decode_to_proxy,
-)
 
 DECODERS = {
     messages.ToNode: messages.decode_to_node,
     messages.FromNode: messages.decode_from_node,
-    NodeReport: decode_to_proxy,
-    messages.Cancel: decode_from_proxy,
-    PeerList: decode_from_proxy,
-    Prefilled: decode_from_proxy,
-    Arriving: decode_from_proxy,
-    Order: decode_from_proxy,
-    Reply: decode_to_proxy,
-    Follow: decode_from_proxy,
-    Changes: decode_to_proxy,
+    proxy.NodeReport: proxy.decode_to_proxy,
+    messages.Cancel: proxy.decode_from_proxy,
+    proxy.PeerList: proxy.decode_from_proxy,
+    proxy.Prefilled: proxy.decode_from_proxy,
+    proxy.Arriving: proxy.decode_from_proxy,
+    proxy.Order: proxy.decode_from_proxy,
+    proxy.Reply: proxy.decode_to_proxy,
+    proxy.Follow: proxy.decode_from_proxy,
+    proxy.Changes: proxy.decode_to_proxy,
     messages.PeerFrame: messages.decode_peer,
     messages.Landed: messages.decode_landed,
 }

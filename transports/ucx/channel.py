@@ -86,9 +86,9 @@ class UcxChannel(Channel):
         return transfer
 
     def close(self) -> None:
-        """See `Channel.close`. Waits until UCX has let go of local memory, by force after a moment."""
+        """Waits until UCX has let go of local memory, by force after a moment. Not on the engine's thread."""
         self.lose("the channel was closed")
-        self.wait_ended()
+        self._region.engine.wait(self._ended, _CLOSE_S)
 
     def lose(self, why: str) -> None:
         """Begin to end it, from any thread."""
@@ -96,25 +96,18 @@ class UcxChannel(Channel):
             self._is_open = False
         self._region.on_thread(lambda: self._end(why))
 
-    def wait_ended(self) -> None:
-        """Wait until all transfers are over. Not on the engine's thread."""
-        self._region.engine.wait(self._ended, _CLOSE_S)
-
     def abort(self, transfer: UcxTransfer) -> None:
         """Drop it if it has not begun."""
         self._region.engine.run(lambda: self._drop(transfer))
 
     def done(self, number: int, status: int) -> None:
         """The reader has answered."""
-        transfer = self._under_way.get(number)
-        if transfer is None or transfer.has_answer:
-            return
-        transfer.has_answer = True
+        error: ChannelError | None = None
         if status == messages.REFUSED:
-            transfer.answer = WriteRefused("not inside granted spans")
+            error = WriteRefused("not inside granted spans")
         elif status != messages.OK:
-            transfer.answer = ChannelBroken("the reader could not receive it")
-        self._finish(number, transfer)
+            error = ChannelBroken("the reader could not receive it")
+        self._answered(number, error)
 
     def _queue(self, transfer: UcxTransfer) -> None:
         self._waiting.append(transfer)
@@ -124,11 +117,9 @@ class UcxChannel(Channel):
         while self._waiting and len(self._under_way) < messages.WINDOW:
             transfer = self._waiting.popleft()
             if transfer.is_aborted:
-                transfer.finish(TransferAborted("it was aborted before it began"))
-                self._wake.set()
+                self._over(transfer, TransferAborted("it was aborted before it began"))
             elif self._endpoint is None:
-                transfer.finish(ChannelBroken("the channel is closed"))
-                self._wake.set()
+                self._over(transfer, ChannelBroken("the channel is closed"))
             else:
                 self._send(self._endpoint, transfer)
 
@@ -139,27 +130,37 @@ class UcxChannel(Channel):
 
         def sent(is_good: bool) -> None:
             transfer.is_sent = True
-            if not is_good and not transfer.has_answer:
-                transfer.has_answer = True
-                transfer.answer = ChannelBroken("UCX could not send it")
-            self._finish(number, transfer)
+            if is_good:
+                self._finish(number, transfer)
+            else:
+                self._answered(number, ChannelBroken("UCX could not send it"))
 
         self._say(messages.Put(self.id, number, list(transfer.pieces), transfer.notify))
         views = [self._region.span(run.local, run.nbytes) for run in merged(transfer.pieces)]
         endpoint.send(views, messages.payload_tag(self.lane, number), sent)
 
+    def _answered(self, number: int, error: ChannelError | None) -> None:
+        """What became of it; the first answer counts."""
+        transfer = self._under_way.get(number)
+        if transfer is not None:
+            if not transfer.has_answer:
+                transfer.has_answer, transfer.answer = True, error
+            self._finish(number, transfer)
+
     def _finish(self, number: int, transfer: UcxTransfer) -> None:
         if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None) is not None:
-            transfer.finish(transfer.answer)
-            self._wake.set()
+            self._over(transfer, transfer.answer)
             self._begin()
             self._look_ended()
+
+    def _over(self, transfer: UcxTransfer, error: ChannelError | None) -> None:
+        transfer.finish(error)
+        self._wake.set()
 
     def _drop(self, transfer: UcxTransfer) -> None:
         if transfer in self._waiting:
             self._waiting.remove(transfer)
-            transfer.finish(TransferAborted("it was aborted before it began"))
-            self._wake.set()
+            self._over(transfer, TransferAborted("it was aborted before it began"))
 
     def _say(self, message: messages.Message) -> None:
         if self._endpoint is not None:
@@ -172,11 +173,8 @@ class UcxChannel(Channel):
         self._say(messages.End(self.id))
         self._endpoint = None
         self._region.channels.pop(self.id, None)
-        for number, transfer in list(self._under_way.items()):
-            if not transfer.has_answer:
-                transfer.has_answer = True
-                transfer.answer = ChannelBroken(why)
-                self._finish(number, transfer)
+        for number in list(self._under_way):
+            self._answered(number, ChannelBroken(why))
         self._begin()
         endpoint.close(GRACE_S)
         self._look_ended()
