@@ -180,6 +180,7 @@ class _MappedChunk:
         self.name = name
         self.slot = slot
         self._open = True
+        self._is_writable = False
         self._device = -1  # ordinal of the GPU that may be working on a tensor of it
 
     def __repr__(self) -> str:
@@ -193,6 +194,16 @@ class _MappedChunk:
     def check(self) -> None:
         """:raises StaleSlot: the memory is somebody else's now; what was read through a view may be torn."""
         self._arena.check(self.slot)
+
+    @property
+    def view(self) -> memoryview:
+        """The chunk's bytes, read-only but while this process fills it.
+
+        :raises StaleSlot: see `check`.
+        :raises LayoutError: they are on a GPU; use `tensor`.
+        """
+        view = self._arena.view(self.slot)
+        return view if self._is_writable else view.toreadonly()
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> torch.Tensor:
         """The chunk's bytes as a tensor that shares them, on the node's GPU if it has one. Of a readable chunk: read,
@@ -233,16 +244,7 @@ class WritableChunk(_MappedChunk):
     def __init__(self, node: Node, name: str, slot: Slot, parts: int) -> None:
         super().__init__(node, name, slot)
         self._parts = parts
-
-    @property
-    def view(self) -> memoryview:
-        """The chunk's bytes, writable until it is sealed.
-
-        :raises StaleSlot: see `check`.
-        :raises LayoutError: they are on a GPU; use `tensor`.
-        """
-        view = self._arena.view(self.slot)
-        return view if self._open else view.toreadonly()
+        self._is_writable = True
 
     def fill(self, part: int) -> None:
         """Part `part` is filled. Parts not named are taken as filled by `seal()`.
@@ -259,7 +261,7 @@ class WritableChunk(_MappedChunk):
         :raises StaleSlot: the reservation ended before.
         """
         self._fill(messages.Fill([self.slot], layers=self._parts, seal=True))
-        self._open = False
+        self._open = self._is_writable = False
 
     def _fill(self, fill: messages.Fill) -> None:
         self._finish()
@@ -283,15 +285,6 @@ class ReadableChunk(_MappedChunk):
     def __init__(self, node: Node, name: str, slot: Slot, lease: int) -> None:
         super().__init__(node, name, slot)
         self._lease = lease
-
-    @property
-    def view(self) -> memoryview:
-        """The chunk's bytes, read-only.
-
-        :raises StaleSlot: see `check`.
-        :raises LayoutError: they are on a GPU; use `tensor`.
-        """
-        return self._arena.view(self.slot).toreadonly()
 
     def renew(self, lease_s: float) -> None:
         """Keep it `lease_s` from now. :raises ChunkMissing: the lease has ended already."""

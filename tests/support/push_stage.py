@@ -406,7 +406,7 @@ class ReceivingStage(StoreStage):
         pushes = self.inbound
         assert len(pushes) == 0
         assert not pushes.grants
-        assert not pushes.writable
+        assert not any(pushes._granted_by.values())
         assert all((one.pushes, one.keys, one.nbytes) == (0, 0, 0) for one in pushes._accounts.values())
         assert not any(writer.pushes or writer.is_over for writer in pushes._writers.values())
         assert not any((pushes._queue, pushes._of_transfer, pushes._closing, pushes._deadlines._due))

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
+from typing import TypeVar
 
 import msgspec
 
@@ -20,10 +21,11 @@ from pdx.store.paying import UNKNOWN, Computing
 from pdx.telemetry.rate import Rate
 from pdx.wire.messages import Admit, Push
 
+_K = TypeVar("_K")
 KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
 
 
-class Fetch(msgspec.Struct):
+class Fetch(msgspec.Struct, eq=False):
     """One question to one peer. `name`: the last key asked for, which the hash chain makes name all before it; none, of
     a look how fast the peer is."""
 
@@ -47,10 +49,10 @@ class Fetches:
         self._counters = counters
         self._numbers = itertools.count(1)
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
-        self._by_number: dict[int, Fetch] = {}
+        # Those that are not over, by number: of each peer, and of each peer's transfers.
+        self._asked: defaultdict[str, dict[int, Fetch]] = defaultdict(dict)
         self._by_transfer: defaultdict[tuple[str, str], dict[int, Fetch]] = defaultdict(dict)
-        self._asked: defaultdict[str, dict[int, Fetch]] = defaultdict(dict)  # of each peer: those that are not over
-        self._deadlines: Deadlines[int] = Deadlines()
+        self._deadlines: Deadlines[Fetch] = Deadlines()
         self._rates: defaultdict[str, Rate] = defaultdict(Rate)  # by peer
         self._chunk_bytes: Counter[str] = Counter()  # of all shards of the chunk that came last, by peer
         self._probed_at: dict[str, float] = {}  # by peer
@@ -98,8 +100,8 @@ class Fetches:
     def _begin(self, name: bytes, ask: Admit, push: Push, now: float, deadline: float) -> Fetch:
         peer, number = self._connections.dial(ask.source), next(self._numbers)
         fetch = Fetch(number, ask.source, name, push, now, deadline)
-        self._fetches[ask.source, name] = self._by_number[number] = self._asked[ask.source][number] = fetch
-        self._deadlines.add([number], deadline)
+        self._fetches[ask.source, name] = self._asked[ask.source][number] = fetch
+        self._deadlines.add([fetch], deadline)
         if push.transfer is not None:
             self._by_transfer[ask.source, push.transfer][number] = fetch
         self._send(fetch, peer)
@@ -117,14 +119,14 @@ class Fetches:
 
     def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:
         """So many chunks come from the peer, it says; it may take a promise back."""
-        fetch = self._by_number.get(number)
-        if fetch is not None and fetch.source == peer.name and not count:
+        fetch = self._asked.get(peer.name, {}).get(number)
+        if fetch is not None and not count:
             self._end(fetch, now)
 
     def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
         """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's."""
         ended = dict(self._by_transfer.get((name, transfer), {})) if transfer is not None else {}
-        if (asked := self._by_number.get(number)) is not None and asked.source == name:
+        if (asked := self._asked.get(name, {}).get(number)) is not None:
             ended[number] = asked
         for fetch in ended.values():
             self._end(fetch, now)
@@ -156,38 +158,30 @@ class Fetches:
         is none yet; 0: the peer has not asked for any.
         """
         late = 0
-        for number in self._deadlines.take(now):
-            fetch = self._by_number[number]
+        for fetch in self._deadlines.take(now):
             if fetch.is_over:
-                self._forget(fetch)
+                del self._fetches[fetch.source, fetch.name]
             else:
                 late += 1
                 if fetch.push.transfer is None and fetch.is_sent:  # of a transfer, chunks come as they are computed
-                    since = max(fetch.since, room_since(fetch.source, number))
+                    since = max(fetch.since, room_since(fetch.source, fetch.number))
                     if since < now:  # else this node kept its peer waiting
                         self._measure(fetch.source, 0, since, now)
                 self._end(fetch, now)
         return late
 
-    def _forget(self, fetch: Fetch) -> None:
-        name, push = fetch.source, fetch.push
-        del self._fetches[name, fetch.name]
-        del self._by_number[fetch.number]
-        if push.transfer is not None:
-            of_transfer = self._by_transfer[name, push.transfer]
-            del of_transfer[fetch.number]
-            if not of_transfer:
-                del self._by_transfer[name, push.transfer]
-
     def _end(self, fetch: Fetch, now: float) -> None:
-        if fetch.is_over:
-            return
         fetch.is_over = True
-        self._deadlines.discard(fetch.number, fetch.deadline)
+        self._deadlines.discard(fetch, fetch.deadline)
         fetch.deadline = now + KEPT_S
-        self._deadlines.add([fetch.number], fetch.deadline)
-        asked = self._asked[fetch.source]
-        del asked[fetch.number]
-        if not asked:
-            del self._asked[fetch.source]
+        self._deadlines.add([fetch], fetch.deadline)
+        self._drop(self._asked, fetch.source, fetch.number)
+        if (transfer := fetch.push.transfer) is not None:
+            self._drop(self._by_transfer, (fetch.source, transfer), fetch.number)
         self.ended.append(fetch.push.keys[-1])
+
+    @staticmethod
+    def _drop(table: dict[_K, dict[int, Fetch]], key: _K, number: int) -> None:
+        del table[key][number]
+        if not table[key]:
+            del table[key]

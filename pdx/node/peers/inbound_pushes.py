@@ -84,11 +84,6 @@ class InboundPushes:
         """Those that write here, and those that are over of which a push is not."""
         return [writer.session for writer in self._writers.values()]
 
-    @property
-    def writable(self) -> set[str]:
-        """Schemes by which something may land now."""
-        return {scheme for scheme, count in self._granted_by.items() if count}
-
     # ---- channels ---------------------------------------------------------------------------
 
     def start_threads(self) -> None:

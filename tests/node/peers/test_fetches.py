@@ -192,11 +192,10 @@ def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
             fetches.over("b", known - 1, f"transfer-{known - 1:016d}", 0.1)
             fetches.answered(link, known - 2, 0, 0.1)
         costs.append(len(lines))
-    assert costs[0] == costs[1] > 0
+    assert 0 < costs[1] < costs[0] + 10, "a hundred times as many are known"
     for now in (FETCH_S, FETCH_S + KEPT_S):
         fetches.tick(now)
     assert not fetches._fetches
-    assert not fetches._by_number
     assert not fetches._by_transfer
 
 
@@ -217,7 +216,6 @@ def test_what_is_asked_of_one_peer_costs_nothing_where_time_passes_or_another_pe
     assert len(fetches) == 0
     assert fetches.tick(0.2 + KEPT_S) == 0
     assert not fetches._fetches
-    assert not fetches._by_number
 
 
 # ---- what a peer sends later than it is computed (invariant 10) ----------------------------------------------------

@@ -12,7 +12,7 @@ from pdx.node.peers.receive_thread import Verdict
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
 from pdx.wire.base import MAX_SLOTS
-from pdx.wire.messages import Admit, Release, Slices
+from pdx.wire.messages import Admit, Slices
 
 TRANSFER = "transfer-0123456789"
 
@@ -87,22 +87,6 @@ def test_a_notification_that_never_comes_is_not_waited_for_long(stage, a):
     assert stage.transfers.is_given_up(TRANSFER)
     stage.assert_idle()
     assert len(stage.store.find([key(0), key(1)], 1)) == 1
-
-
-def test_a_wrong_byte_gives_the_push_up(stage, a):
-    push = stage.offer(a, [0, 1], transfer=TRANSFER)
-    first, second = a.granted(push).slots
-    bad = Slices(second.offset, second.generation, 0, 1)
-    good = Slices(first.offset, first.generation, 0, 1)
-    stage.inbound.landed("sure", Verdict(a.token, push, [good], [bad], 1))
-    assert stage.counters["digest_mismatches"] == 1
-    assert isinstance(a.sent[-1], Stop)
-    assert stage.transfers.is_given_up(TRANSFER)
-    assert stage.store.find([key(0)], 1) == stage.store.find([key(1)], 1) == []
-    stage.assert_idle()
-    stage.land(a, push)
-    stage.let_go(a, push, complete=False)
-    stage.assert_idle()
 
 
 def test_a_chunk_is_not_sealed_while_something_still_lands_in_it(stage, a):
@@ -423,44 +407,18 @@ def test_whoever_is_first_and_leaves_makes_way(stage, a, b):
     stage.assert_idle()
 
 
-def test_schemes_by_which_something_may_land(stage, a, b):
-    assert stage.inbound.writable == set()
-    first = stage.offer(a, [0])
-    second = stage.offer(b, [1], scheme="blind")
-    assert stage.inbound.writable == {"sure", "blind"}
-    finish(stage, b, second, scheme="blind")
-    assert stage.inbound.writable == {"sure"}
-    finish(stage, a, first)
-    assert stage.inbound.writable == set()
-
-
-def test_a_peer_has_no_more_pushes_under_way_than_may_be(stage, a, b, monkeypatch):
-    """Each is remembered until its peer lets go, also if nothing was granted to it."""
-    monkeypatch.setattr(module, "MAX_PUSHES", 3)
+@pytest.mark.parametrize(("bound", "most", "keys"), [("MAX_PUSHES", 3, 1), ("MAX_KEYS_OF_A_PEER", 15, 5)])
+def test_a_peer_has_no_more_under_way_than_may_be(stage, a, b, monkeypatch, bound, most, keys):
+    """Each push, with its keys, is remembered until its peer lets go, also if nothing was granted to it."""
+    monkeypatch.setattr(module, bound, most)
     finish(stage, b, stage.offer(b, [0]))
-    pushes = [stage.offer(a, [0]) for _ in range(3)]
-    (stop,) = a.answers(stage.offer(a, [0]))
+    pushes = [stage.offer(a, list(range(1, keys + 1))) for _ in range(3)]
+    (stop,) = a.answers(stage.offer(a, [1]))
     assert isinstance(stop, Stop)
     assert stage.counters["offers_stopped"] == 1
-    finish(stage, b, stage.offer(b, [1]))
-    stage.let_go(a, pushes.pop())
-    pushes.append(stage.offer(a, [0]))
-    assert a.granted(pushes[-1]) is not None
-    for push in pushes:
-        stage.let_go(a, push)
-    stage.assert_idle()
-
-
-def test_a_peer_has_no_more_keys_under_way_than_may_be(stage, a, b, monkeypatch):
-    """They are remembered as long as their pushes are."""
-    monkeypatch.setattr(module, "MAX_KEYS_OF_A_PEER", 10)
-    pushes = [stage.offer(a, [0, 1, 2, 3, 4]) for _ in range(2)]
-    (stop,) = a.answers(stage.offer(a, [9]))
-    assert isinstance(stop, Stop)
-    assert stage.counters["offers_stopped"] == 1
-    finish(stage, b, stage.offer(b, [8]))
-    stage.let_go(a, pushes.pop())
-    pushes.append(stage.offer(a, [5, 6, 7, 8, 9]))
+    finish(stage, b, stage.offer(b, [9]))
+    finish(stage, a, pushes.pop())
+    pushes.append(stage.offer(a, list(range(1, keys + 1))))
     assert a.granted(pushes[-1]) is not None
     for push in pushes:
         finish(stage, a, push)
@@ -625,8 +583,3 @@ def happen(stage, session, push, event, scheme):
             stage.inbound.landed(scheme, Verdict(session.token, push, [], bad, 0))
         case "landed" if granted:
             stage.land(session, push, scheme=scheme)
-
-
-def test_a_farewell_nobody_waits_for_is_nothing(stage, a):
-    stage.inbound.let_go(a, Release(17, True))
-    stage.assert_idle()
