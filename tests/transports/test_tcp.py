@@ -364,37 +364,44 @@ def test_small_writes_share_a_stream_and_large_ones_use_all(monkeypatch):
         closing.set()
 
 
-def connected_to_sockets(region, server, stack):
-    """A channel to a peer that is nothing but sockets: (channel, its streams at the peer)."""
-    streams = []
+@pytest.fixture
+def sockets():
+    """Channels over so much memory to a peer that is nothing but sockets: (channel, its streams at the peer)."""
+    with ExitStack() as stack:
 
-    def serve():
-        for _ in range(TcpRegion.streams):
-            streams.append(stack.enter_context(server.accept()[0]))
-            streams[-1].recv(4096)
-            streams[-1].sendall(frames.pack_ack(0, frames.OK))
+        def connect(nbytes, rcvbuf=0):
+            region = TcpRegion.register(Memory(memoryview(bytearray(nbytes))))
+            stack.callback(region.close)
+            server, streams = stack.enter_context(socket.create_server(("127.0.0.1", 0))), []
+            if rcvbuf:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
-    channel = region.connect(RemoteRegion("tcp", region.memory.nbytes, b"t" * 16, detail))
-    thread.join()
-    return channel, streams
+            def serve():
+                for _ in range(TcpRegion.streams):
+                    streams.append(stack.enter_context(server.accept()[0]))
+                    streams[-1].recv(4096)
+                    streams[-1].sendall(frames.pack_ack(0, frames.OK))
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
+            channel = region.connect(RemoteRegion("tcp", nbytes, b"t" * 16, detail))
+            thread.join()
+            return channel, streams
+
+        yield connect
 
 
-def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel():
+def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel(sockets):
     """A peer that says it has a write which is not wholly sent does not free the bytes of that write."""
     size = 64 * MIB  # more than the kernel takes
-    region = TcpRegion.register(Memory(memoryview(bytearray(size))))
-    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
-        channel, streams = connected_to_sockets(region, server, stack)
-        transfer = channel.write([Piece(0, 0, size)], b"")
-        streams[0].sendall(frames.pack_ack(0, frames.OK))
-        assert streams[0].recv(8 * MIB, socket.MSG_WAITALL)  # now the kernel takes some more
-        wait_until(transfer.poll, "it is over")
-        assert isinstance(transfer.error, ChannelBroken)
-        assert "not under way" in str(transfer.error)
-    region.close()
+    channel, streams = sockets(size)
+    transfer = channel.write([Piece(0, 0, size)], b"")
+    streams[0].sendall(frames.pack_ack(0, frames.OK))
+    assert streams[0].recv(8 * MIB, socket.MSG_WAITALL)  # now the kernel takes some more
+    wait_until(transfer.poll, "it is over")
+    assert isinstance(transfer.error, ChannelBroken)
+    assert "not under way" in str(transfer.error)
 
 
 def unread(sock):
@@ -402,25 +409,19 @@ def unread(sock):
     return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def test_a_peer_that_stops_reading_is_heard_all_the_same():
+def test_a_peer_that_stops_reading_is_heard_all_the_same(sockets):
     """What it had received by then is over, though the next write is stuck half sent."""
     size = 64 * MIB
-    region = TcpRegion.register(Memory(memoryview(bytearray(size))))
-    with socket.socket() as server, ExitStack() as stack:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        channel, streams = connected_to_sockets(region, server, stack)
-        channel._streams[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB // 8)
-        first = channel.write([Piece(0, 0, 4096)], b"")
-        assert streams[0].recv(frames.HEAD_BYTES + 4096, socket.MSG_WAITALL)
-        second = channel.write([Piece(0, 0, size)], b"")
-        wait_until(lambda: unread(streams[0]) > outbound._AT_ONCE_BYTES + MIB // 8, "its thread is sending")
-        streams[0].sendall(frames.pack_ack(0, frames.OK))
-        wait_until(first.poll, "the first one is over")
-        assert first.error is None
-        assert not second.poll()
-    region.close()
+    channel, streams = sockets(size, rcvbuf=MIB)
+    channel._streams[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB // 8)
+    first = channel.write([Piece(0, 0, 4096)], b"")
+    assert streams[0].recv(frames.HEAD_BYTES + 4096, socket.MSG_WAITALL)
+    second = channel.write([Piece(0, 0, size)], b"")
+    wait_until(lambda: unread(streams[0]) > outbound._AT_ONCE_BYTES + MIB // 8, "its thread is sending")
+    streams[0].sendall(frames.pack_ack(0, frames.OK))
+    wait_until(first.poll, "the first one is over")
+    assert first.error is None
+    assert not second.poll()
 
 
 def test_it_listens_on_its_address_only(target):
@@ -468,12 +469,6 @@ def test_ipv6():
         reader.close()
 
 
-def test_anonymous_memory_is_enough():
-    region = TcpRegion.register(Memory(memoryview(bytearray(4096))))
-    assert region.listen().invite(secrets.token_bytes(16)).nbytes == 4096
-    region.close()
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -515,14 +510,11 @@ def test_a_listener_that_is_none_of_ours(answer):
     ],
     ids=["never begun", "far away", "no answer to a write", "no status"],
 )
-def test_acknowledgements_that_cannot_be(ack):
+def test_acknowledgements_that_cannot_be(sockets, ack):
     """They break the channel, and nothing else."""
-    region = TcpRegion.register(Memory(memoryview(bytearray(4096))))
-    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
-        channel, streams = connected_to_sockets(region, server, stack)
-        transfer = channel.write([Piece(0, 0, 4096)], b"")
-        streams[0].recv(4096)  # the write has begun
-        streams[0].sendall(frames.pack_ack(*ack))
-        wait_until(transfer.poll, "it is over")
-        assert isinstance(transfer.error, ChannelBroken)
-    region.close()
+    channel, streams = sockets(4096)
+    transfer = channel.write([Piece(0, 0, 4096)], b"")
+    streams[0].recv(4096)  # the write has begun
+    streams[0].sendall(frames.pack_ack(*ack))
+    wait_until(transfer.poll, "it is over")
+    assert isinstance(transfer.error, ChannelBroken)

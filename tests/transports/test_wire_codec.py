@@ -38,9 +38,8 @@ def through_a_pipe(parts: list[bytes], change: dict[int, int] | None = None) -> 
     """What a reader has of these spans, whose stream has other bytes at some places."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        blocks, sent = coded.Blocks([memoryview(part) for part in parts]), bytearray()
-        while blocks:
-            sent += b"".join(blocks.take())
+        blocks = coded.blocks([memoryview(part) for part in parts])
+        sent = bytearray(b"".join(b"".join(coded.encode(block)) for block in blocks))
         for at, value in (change or {}).items():
             sent[at] = value
         thread = threading.Thread(target=lambda: (theirs.sendall(sent), theirs.shutdown(socket.SHUT_WR)))
@@ -75,14 +74,14 @@ def test_what_is_damaged_on_the_way_ends_the_stream_or_is_found_by_digests(seed:
 
 def test_fewer_bytes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
-    real = coded.Blocks.take
+    real = coded.encode
 
-    def counted(self):
-        block = real(self)
+    def counted(part):
+        block = real(part)
         sent.append(sum(len(each) for each in block))
         return block
 
-    monkeypatch.setattr(coded.Blocks, "take", counted)
+    monkeypatch.setattr(coded, "encode", counted)
     with Stage(EncodingTcp) as stage:
         ours, theirs = stage.side(4 * MIB), stage.side(4 * MIB)
         ours.region.memory.view[: 2 * MIB] = kv(2 * MIB)
