@@ -38,8 +38,9 @@ def through_a_pipe(parts: list[bytes], change: dict[int, int] | None = None) -> 
     """What a reader has of these spans, whose stream has other bytes at some places."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        blocks = coded.blocks([memoryview(part) for part in parts])
-        sent = bytearray(b"".join(b"".join(coded.encode(block)) for block in blocks))
+        blocks, sent = coded.Blocks([memoryview(part) for part in parts]), bytearray()
+        while blocks:
+            sent += b"".join(blocks.take())
         for at, value in (change or {}).items():
             sent[at] = value
         thread = threading.Thread(target=lambda: (theirs.sendall(sent), theirs.shutdown(socket.SHUT_WR)))
@@ -74,14 +75,14 @@ def test_what_is_damaged_on_the_way_ends_the_stream_or_is_found_by_digests(seed:
 
 def test_fewer_bytes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
-    real = coded.encode
+    real = coded.Blocks.take
 
-    def counted(part):
-        block = real(part)
+    def counted(self):
+        block = real(self)
         sent.append(sum(len(each) for each in block))
         return block
 
-    monkeypatch.setattr(coded, "encode", counted)
+    monkeypatch.setattr(coded.Blocks, "take", counted)
     with Stage(EncodingTcp) as stage:
         ours, theirs = stage.side(4 * MIB), stage.side(4 * MIB)
         ours.region.memory.view[: 2 * MIB] = kv(2 * MIB)

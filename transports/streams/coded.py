@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from pdx.errors import CodecError, ProtocolError
@@ -21,11 +22,22 @@ _BLOCK_BYTES = 1 << 20
 _SIZE = struct.Struct("!I")
 
 
-def encode(part: memoryview) -> list[bytes | memoryview]:
-    """The block that stands for one of `blocks`."""
-    into = memoryview(bytearray(len(part) + 1))
-    used = codec_of(LOSSLESS).encode(part, into)
-    return [_SIZE.pack(used), into[:used]]
+class Blocks:
+    """What is sent for some bytes. False when all of it was taken."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._codec = codec_of(LOSSLESS)
+        self._left = deque(_blocks(views))
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def take(self) -> list[bytes | memoryview]:
+        """Encode the next block."""
+        part = self._left.popleft()
+        into = memoryview(bytearray(len(part) + 1))
+        used = self._codec.encode(part, into)
+        return [_SIZE.pack(used), into[:used]]
 
 
 def receive(stream: socket.socket, views: Sequence[memoryview]) -> None:
@@ -36,7 +48,7 @@ def receive(stream: socket.socket, views: Sequence[memoryview]) -> None:
     """
     codec = codec_of(LOSSLESS)
     scratch = memoryview(bytearray(_BLOCK_BYTES + 1))
-    for part in blocks(views):
+    for part in _blocks(views):
         block = _block(stream, scratch, len(part))
         try:
             if codec.decode(block, part) != len(block):
@@ -53,8 +65,7 @@ def drop(stream: socket.socket, sizes: Sequence[int]) -> None:
             _block(stream, scratch, min(_BLOCK_BYTES, size - first))
 
 
-def blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
-    """The bytes that each block stands for."""
+def _blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
     for view in views:
         for first in range(0, len(view), _BLOCK_BYTES):
             yield view[first : first + _BLOCK_BYTES]

@@ -34,7 +34,7 @@ class StreamTransfer(Transfer):
         self.is_coded = False
         self.number: int | None = None  # on its stream; given when its first byte is sent
         self.unsent: Sequence[Buffer] = ()  # once it has a number …
-        self.blocks: deque[memoryview] = deque()  # … and what follows that, where it is encoded
+        self.blocks: coded.Blocks | None = None  # … and what follows that, where it is encoded
         self._channel = channel
 
     def abort(self) -> None:
@@ -172,7 +172,7 @@ class StreamChannel(Channel):
             view = self._memory.view
             spans = [view[each.local : each.local + each.nbytes] for each in merged(transfer.pieces)]
             if transfer.is_coded:
-                transfer.blocks = deque(coded.blocks(spans))
+                transfer.blocks = coded.Blocks(spans)
             else:
                 unsent += spans
         transfer.unsent = unsent
@@ -231,7 +231,7 @@ class StreamChannel(Channel):
                 self._begin(stream, transfer)
         unsent: Sequence[Buffer] = transfer.unsent
         if not unsent and transfer.blocks:
-            unsent = coded.encode(transfer.blocks.popleft())
+            unsent = transfer.blocks.take()
         unsent = send_some(stream.sock, unsent, _SENT_BYTES)
         with self._lock:
             self._sent(stream, unsent)
