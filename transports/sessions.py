@@ -18,7 +18,7 @@ from pdx.transports.channel import (
 
 
 class WriteSession:
-    """One peer's permission to write, and the spans granted to it. Its `WriteSessions` locks it.
+    """One peer's permission to write, and the spans granted to it. Its listener locks it.
 
     A span in use (`enter` … `leave`) is being written; it can be revoked, but is not free before the last `leave`.
     """

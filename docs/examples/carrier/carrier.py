@@ -165,33 +165,29 @@ class CarrierListener(SessionListener):
     """Accepts streams; a thread for each receives straight into the memory."""
 
     def __init__(self, memory: Memory, wake: threading.Event) -> None:
-        super().__init__(memory, wake)
-        self._name = secrets.token_hex(16)
+        name = secrets.token_hex(16)
+        detail = msgspec.msgpack.encode(Address(here(), name))
+        super().__init__(CarrierRegion.scheme, memory.nbytes, wake, detail)
+        self._memory = memory
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._server.bind(f"\0carrier-{self._name}")
+        self._server.bind(f"\0carrier-{name}")
         self._server.listen()
-        self._lock = threading.Lock()  # guards the two below
+        # The lock of sessions guards the two below, too.
         self._streams: dict[socket.socket, bytes] = {}  # each with its session's token, empty before it is told
         self._threads: set[threading.Thread] = set()
         self._start(self._accept)
 
-    def invite(self, token: bytes) -> RemoteRegion:
-        """See `Listener.invite`."""
-        self._sessions.open(token)
-        detail = msgspec.msgpack.encode(Address(here(), self._name))
-        return RemoteRegion(CarrierRegion.scheme, self._memory.nbytes, token, detail)
-
     def expel(self, token: bytes) -> None:
-        """See `Listener.expel`."""
-        self._sessions.expel(token)
+        """And its streams end."""
+        super().expel(token)
         with self._lock:
             for stream, its_token in self._streams.items():
                 if its_token == token:
                     shut(stream)
 
     def close(self) -> None:
-        """See `Listener.close`. When it returns, no thread writes to the memory any more."""
-        self._sessions.expel_all()
+        """When it returns, no thread writes to the memory any more."""
+        super().close()
         shut(self._server)
         with self._lock:
             for stream in self._streams:
@@ -228,7 +224,7 @@ class CarrierListener(SessionListener):
         try:
             with contextlib.suppress(OSError, msgspec.DecodeError):  # the end of a stream is the end of its channel
                 session = self._greet(stream)
-                while session is not None and self._sessions.wait_for_room(session) and self._take_in(stream, session):
+                while session is not None and self.wait_for_room(session) and self._take_in(stream, session):
                     pass
         finally:
             with self._lock:
@@ -240,7 +236,7 @@ class CarrierListener(SessionListener):
         token = received(stream, TOKEN_BYTES)
         with self._lock:
             self._streams[stream] = token
-        session = self._sessions.find(token)  # behind the line above, so that `expel` meets one of the two
+        session = self.find(token)  # behind the line above, so that `expel` meets one of the two
         stream.sendall(YES if session else NO)
         stream.settimeout(None)  # a friend may be silent for ever
         return session
@@ -251,7 +247,7 @@ class CarrierListener(SessionListener):
         if nbytes > MAX_HEAD_BYTES:
             return False
         head = msgspec.msgpack.decode(received(stream, nbytes), type=Head)
-        entered = self._sessions.enter(session, head.pieces)
+        entered = self.enter(session, head.pieces)
         if entered is None and not session.is_open:
             return False
         if entered is None:
@@ -262,9 +258,9 @@ class CarrierListener(SessionListener):
             for piece in head.pieces:
                 receive(stream, self._memory.view[piece.remote : piece.remote + piece.nbytes])
         except OSError:
-            self._sessions.leave(session, entered)
+            self.leave(session, entered)
             raise
-        is_heard = self._sessions.land(session, entered, head.notify)
+        is_heard = self.land(session, entered, head.notify)
         if is_heard:
             stream.sendall(YES)
         return is_heard
