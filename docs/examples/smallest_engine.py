@@ -91,7 +91,7 @@ class Engine:
         self.worker = WorkerHalf(config, LAYOUT, name, 0)
         self.worker.register({f"layer.{layer}": pages for layer, pages in enumerate(self.pages)}, BLOCKS)
         self.scheduler = SchedulerHalf(config, LAYOUT, name, BlockHashing(chained_hash))
-        if not (self.worker.is_attached and self.scheduler.wait_attached(TIMEOUT_S)):
+        if not (self.worker.link.is_attached and self.scheduler.link.wait_attached(TIMEOUT_S)):
             sys.exit(f"no node answers at {config.node_address()}; start one: pdx node")
 
     def generate(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Answer:
