@@ -12,7 +12,7 @@ import threading
 import aiohttp
 import pytest
 from cache_stage import KEY, SHAPE, TOKEN, refused, stage
-from proxy_harness import run, until
+from proxy_harness import until
 from proxy_process import proxy_process
 
 from pdx.cli.ports import free_ports
@@ -31,38 +31,30 @@ SAID = {"what": {"keys": [KEY]}}
 
 
 @pytest.mark.parametrize("token", ["", "x" * 32, TOKEN[:-1], TOKEN + "x", "é" * 16], ids=range(5))
-def test_without_the_token_nothing_is_told_and_nothing_done(tmp_path, token, caplog):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            for verb in ("clear", "health", "nonsense"):
-                status, answer = await made.post(verb, SAID, node="a", token=token)
-                assert status == 401
-                assert answer["error"]["type"] == "RequestRefused"
-            assert made.nodes["a"].verbs == []
-            assert made.counters["controllers_denied"] == 3
-
-    run(main)
+async def test_without_the_token_nothing_is_told_and_nothing_done(one, token, caplog):
+    for verb in ("clear", "health", "nonsense"):
+        status, answer = await one.post(verb, SAID, node="a", token=token)
+        assert status == 401
+        assert answer["error"]["type"] == "RequestRefused"
+    assert one.nodes["a"].verbs == []
+    assert one.counters["controllers_denied"] == 3
     assert not token or token not in caplog.text
     assert TOKEN not in caplog.text
 
 
-def test_the_token_is_read_again_when_its_file_changes(tmp_path, caplog):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            file, other = tmp_path / "token", secrets.token_hex(32)
-            fresh = tmp_path / "fresh"
-            fresh.write_text(other)
-            fresh.chmod(0o600)
-            fresh.replace(file)
-            assert (await made.listed())[0] == 401
-            assert (await made.listed(token=other))[0] == 200
-            file.chmod(0o644)  # others can read it: it is worth nothing
-            status, answer = await made.listed(token=other)
-            assert (status, answer["error"]["message"]) == (503, "the proxy's token file cannot be used; see its log")
-            file.unlink()
-            assert (await made.listed(token=other))[0] == 503
-
-    run(main)
+async def test_the_token_is_read_again_when_its_file_changes(one, tmp_path, caplog):
+    file, other = tmp_path / "token", secrets.token_hex(32)
+    fresh = tmp_path / "fresh"
+    fresh.write_text(other)
+    fresh.chmod(0o600)
+    fresh.replace(file)
+    assert (await one.listed())[0] == 401
+    assert (await one.listed(token=other))[0] == 200
+    file.chmod(0o644)  # others can read it: it is worth nothing
+    status, answer = await one.listed(token=other)
+    assert (status, answer["error"]["message"]) == (503, "the proxy's token file cannot be used; see its log")
+    file.unlink()
+    assert (await one.listed(token=other))[0] == 503
     assert "nobody may say verbs: token file" in caplog.text
     assert "chmod 600" in caplog.text
 
@@ -103,20 +95,15 @@ def test_a_token_file_of_another_user_is_refused(tmp_path, monkeypatch):
         load_token(file)
 
 
-def test_wrong_tokens_of_one_address_are_bounded(tmp_path, monkeypatch):
+async def test_wrong_tokens_of_one_address_are_bounded(one, monkeypatch):
     monkeypatch.setattr(access, "MAX_FAILED", 3)
-
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            for _ in range(3):
-                assert (await made.post("health", token="x" * 32))[0] == 401
-            assert (await made.post("health", token="y" * 32))[0] == 429
-            assert (await made.post("health"))[0] == 429, "or guesses would go on"
-            clock = made.made.proxy._cache.access
-            clock._clock = lambda: made.made.proxy.env.clock() + access.WINDOW_S
-            assert (await made.listed())[0] == 200
-
-    run(main)
+    for _ in range(3):
+        assert (await one.post("health", token="x" * 32))[0] == 401
+    assert (await one.post("health", token="y" * 32))[0] == 429
+    assert (await one.post("health"))[0] == 429, "or guesses would go on"
+    clock = one.made.proxy._cache.access
+    clock._clock = lambda: one.made.proxy.env.clock() + access.WINDOW_S
+    assert (await one.listed())[0] == 200
 
 
 def test_addresses_that_fail_are_forgotten_the_oldest_first(monkeypatch):
@@ -127,37 +114,31 @@ def test_addresses_that_fail_are_forgotten_the_oldest_first(monkeypatch):
     assert list(made._failed) == ["b", "c"]
 
 
-def test_without_a_token_file_nobody_is_let_in_at_a_port(tmp_path, caplog):
-    async def main():
-        async with stage(tmp_path, "a", cache_token_file="") as made:
-            for token in ("", TOKEN):
-                status, answer = await made.post("health", token=token)
-                assert status == 403
-                assert "--cache-token-file" in answer["error"]["message"]
-                assert "--admin /path" in answer["error"]["message"]
-
-    run(main)
+async def test_without_a_token_file_nobody_is_let_in_at_a_port(tmp_path, caplog):
+    async with stage(tmp_path, "a", cache_token_file="") as made:
+        for token in ("", TOKEN):
+            status, answer = await made.post("health", token=token)
+            assert status == 403
+            assert "--cache-token-file" in answer["error"]["message"]
+            assert "--admin /path" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp_path, has_token):
-    async def main():
-        settings = {} if has_token else {"cache_token_file": ""}
-        async with stage(tmp_path, "a", **settings) as made:
-            folder = tmp_path / "admin"
-            server = Server(made.made.proxy.admin_app(), made.made.proxy.env)
-            await server.start(f"{folder}/s.sock")
-            assert (folder / "s.sock").stat().st_mode & 0o777 == 0o600
-            connector = aiohttp.UnixConnector(f"{folder}/s.sock")
-            async with aiohttp.ClientSession(connector=connector) as client:
-                async with client.get("http://pdx/cache") as response:
-                    assert response.status == (401 if has_token else 200)
-                headers = {"Authorization": f"Bearer {TOKEN}"}
-                async with client.get("http://pdx/cache", headers=headers) as response:
-                    assert (await response.json())["nodes"] == ["a"]
-            await server.close()
-
-    run(main)
+async def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp_path, has_token):
+    settings = {} if has_token else {"cache_token_file": ""}
+    async with stage(tmp_path, "a", **settings) as made:
+        folder = tmp_path / "admin"
+        server = Server(made.made.proxy.admin_app(), made.made.proxy.env)
+        await server.start(f"{folder}/s.sock")
+        assert (folder / "s.sock").stat().st_mode & 0o777 == 0o600
+        connector = aiohttp.UnixConnector(f"{folder}/s.sock")
+        async with aiohttp.ClientSession(connector=connector) as client:
+            async with client.get("http://pdx/cache") as response:
+                assert response.status == (401 if has_token else 200)
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            async with client.get("http://pdx/cache", headers=headers) as response:
+                assert (await response.json())["nodes"] == ["a"]
+        await server.close()
 
 
 @pytest.mark.parametrize(
@@ -180,41 +161,29 @@ def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp_path,
         (b'{"what": {"keys": [' + b",".join([b'"' + b"ab" * 16 + b'"'] * 16_385) + b"]}}", 400),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_words_and_reaches_no_node(tmp_path, raw, status):
-    async def main():
-        async with stage(tmp_path, "a", max_body_bytes=1 << 20) as made:
-            got, answer = await made.post("lookup", raw=raw)
-            assert got == status, answer
-            assert answer["error"]["type"] in ("RequestRefused", "SelectionError")
-            assert answer["error"]["message"]
-            assert made.nodes["a"].verbs == []
-            assert made.counters["internal_errors"] == 0
-
-    run(main)
+async def test_what_makes_no_sense_is_refused_in_words_and_reaches_no_node(tmp_path, raw, status):
+    async with stage(tmp_path, "a", max_body_bytes=1 << 20) as made:
+        got, answer = await made.post("lookup", raw=raw)
+        assert got == status, answer
+        assert answer["error"]["type"] in ("RequestRefused", "SelectionError")
+        assert answer["error"]["message"]
+        assert made.nodes["a"].verbs == []
+        assert made.counters["internal_errors"] == 0
 
 
 @pytest.mark.parametrize("query", [("wait_s", "1e9"), ("wait_s", "nan"), ("wait_s", "x"), ("at", "a/host")])
-def test_a_query_that_makes_no_sense_is_refused(tmp_path, query):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            status, answer = await made.post("lookup", SAID, query=[query])
-            assert (status, "node=NAME and wait_s" in answer["error"]["message"]) == (400, True)
-
-    run(main)
+async def test_a_query_that_makes_no_sense_is_refused(one, query):
+    status, answer = await one.post("lookup", SAID, query=[query])
+    assert (status, "node=NAME and wait_s" in answer["error"]["message"]) == (400, True)
 
 
 @pytest.mark.parametrize(
     ("headers", "status"), [({"Content-Type": "text/plain"}, 415), ({"Content-Encoding": "gzip"}, 415)]
 )
-def test_pages_of_others_and_packed_bodies_are_refused(tmp_path, headers, status):
+async def test_pages_of_others_and_packed_bodies_are_refused(one, headers, status):
     """A page that a browser shows may post as text/plain without asking first."""
-
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            assert (await made.post("clear", SAID, node="a", headers=headers))[0] == status
-            assert made.nodes["a"].verbs == []
-
-    run(main)
+    assert (await one.post("clear", SAID, node="a", headers=headers))[0] == status
+    assert one.nodes["a"].verbs == []
 
 
 @pytest.mark.parametrize(
@@ -231,29 +200,22 @@ def test_pages_of_others_and_packed_bodies_are_refused(tmp_path, headers, status
         ("dance", {}, "RequestRefused", "there is no such verb; there are lookup"),
     ],
 )
-def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, said, error, text):
-    async def main():
-        async with stage(tmp_path, "a", "b/c") as made:
-            status, kind, message = await made.error(verb, **said)
-            assert (kind, 400 <= status < 500) == (error, True)
-            assert text in message
-            assert all(node.verbs == [] for node in made.nodes.values())
-
-    run(main)
+async def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, said, error, text):
+    async with stage(tmp_path, "a", "b/c") as made:
+        status, kind, message = await made.error(verb, **said)
+        assert (kind, 400 <= status < 500) == (error, True)
+        assert text in message
+        assert all(node.verbs == [] for node in made.nodes.values())
 
 
-def test_a_move_goes_to_no_node_that_is_not_there(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a", "b") as made:
-            told = made.made.proxy._cache.instances
-            problem, move = told.problem, {**SAID, "source": "host", "target": "host"}
-            told.problem = lambda each: "is silent" if each.name == "b" else problem(each)
-            for node, why in (("x", (400, "SelectionError")), ("b", (504, "NodeUnavailable"))):
-                status, answer = await made.post("move", {**move, "target_node": node}, node="a")
-                assert (status, answer["error"]["type"]) == why
-            assert made.nodes["a"].verbs == []
-
-    run(main)
+async def test_a_move_goes_to_no_node_that_is_not_there(two):
+    told = two.made.proxy._cache.instances
+    problem, move = told.problem, {**SAID, "source": "host", "target": "host"}
+    told.problem = lambda each: "is silent" if each.name == "b" else problem(each)
+    for node, why in (("x", (400, "SelectionError")), ("b", (504, "NodeUnavailable"))):
+        status, answer = await two.post("move", {**move, "target_node": node}, node="a")
+        assert (status, answer["error"]["type"]) == why
+    assert two.nodes["a"].verbs == []
 
 
 @pytest.mark.parametrize(
@@ -268,63 +230,51 @@ def test_a_move_goes_to_no_node_that_is_not_there(tmp_path):
         ("Mapping", "NodeError", 409),
     ],
 )
-def test_a_nodes_refusal_keeps_its_class(tmp_path, error, told, status):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            made.nodes["a"].answers = lambda _: refused(error, "so there")
-            assert await made.error("check_finish", job="a:3f-7") == (status, told, "so there")
-            assert await made.made.metric("pdx_proxy_verbs_total", verb="check_finish", outcome=told) == 1
-
-    run(main)
+async def test_a_nodes_refusal_keeps_its_class(one, error, told, status):
+    one.nodes["a"].answers = lambda _: refused(error, "so there")
+    assert await one.error("check_finish", job="a:3f-7") == (status, told, "so there")
+    assert await one.made.metric("pdx_proxy_verbs_total", verb="check_finish", outcome=told) == 1
 
 
-def test_engines_that_name_chunks_differently_have_to_be_named(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a", "b") as made:
-            await made.nodes["a"].report(("ea", ""), layout=b"a" * 16)
-            await made.nodes["b"].report(("eb", ""), layout=b"b" * 16, shape={**SHAPE, "model": "other"})
-            await made.told(2)
-            tokens = list(range(32))
-            _, kind, text = await made.error("lookup", what={"tokens": tokens})
-            assert kind == "SelectionError"
-            assert "say of which model" in text
-            assert ("ea" in text, "eb" in text) == (True, True)
-            for model in ("ea", (b"a" * 16).hex(), (b"a" * 16).hex()[:6], "m"):
-                assert await made.answers("lookup", what={"tokens": tokens, "model": model})
-            _, _, text = await made.error("lookup", what={"tokens": tokens, "model": "llama"})
-            assert "no engine here is, or has, the model 'llama'" in text
-            _, kind, text = await made.error("lookup", what={"tokens": [500] * 32, "model": "ea"})
-            assert kind == "SelectionError"
-            assert "another model" in text
-            _, kind, _ = await made.error("clear", what={"tokens": [1, 2], "model": "ea"}, node="a")
-            assert kind == "SelectionError", "less than a chunk is never all chunks"
-
-    run(main)
+async def test_engines_that_name_chunks_differently_have_to_be_named(two):
+    await two.nodes["a"].report(("ea", ""), layout=b"a" * 16)
+    await two.nodes["b"].report(("eb", ""), layout=b"b" * 16, shape={**SHAPE, "model": "other"})
+    await two.told(2)
+    tokens = list(range(32))
+    _, kind, text = await two.error("lookup", what={"tokens": tokens})
+    assert kind == "SelectionError"
+    assert "say of which model" in text
+    assert ("ea" in text, "eb" in text) == (True, True)
+    for model in ("ea", (b"a" * 16).hex(), (b"a" * 16).hex()[:6], "m"):
+        assert await two.answers("lookup", what={"tokens": tokens, "model": model})
+    _, _, text = await two.error("lookup", what={"tokens": tokens, "model": "llama"})
+    assert "no engine here is, or has, the model 'llama'" in text
+    _, kind, text = await two.error("lookup", what={"tokens": [500] * 32, "model": "ea"})
+    assert kind == "SelectionError"
+    assert "another model" in text
+    _, kind, _ = await two.error("clear", what={"tokens": [1, 2], "model": "ea"}, node="a")
+    assert kind == "SelectionError", "less than a chunk is never all chunks"
 
 
-def test_a_thousand_verbs_at_once_are_answered(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            most = 0
-            node = made.nodes["a"]
+async def test_a_thousand_verbs_at_once_are_answered(one):
+    most = 0
+    node = one.nodes["a"]
 
-            def answer(_):
-                nonlocal most
-                most = max(most, len(made.made.proxy._cache.orders))
-                return RUNNING
+    def answer(_):
+        nonlocal most
+        most = max(most, len(one.made.proxy._cache.orders))
+        return RUNNING
 
-            node.answers = answer
-            told = await asyncio.gather(*(made.answers("check_finish", job="a:3f-7", wait_s=60) for _ in range(1000)))
-            assert {each["a"]["job"] for each in told} == {"a:3f-7"}
-            assert len(node.orders) == 1000
-            assert len({order.number for order in node.orders}) == 1000
-            assert 1 < most <= 32
-            assert not made.made.proxy._cache.orders._turns
-
-    run(main)
+    node.answers = answer
+    told = await asyncio.gather(*(one.answers("check_finish", job="a:3f-7", wait_s=60) for _ in range(1000)))
+    assert {each["a"]["job"] for each in told} == {"a:3f-7"}
+    assert len(node.orders) == 1000
+    assert len({order.number for order in node.orders}) == 1000
+    assert 1 < most <= 32
+    assert not one.made.proxy._cache.orders._turns
 
 
-def test_large_bodies_that_came_together_are_decoded_one_in_a_turn_of_the_loop(tmp_path, monkeypatch):
+async def test_large_bodies_that_came_together_are_decoded_one_in_a_turn_of_the_loop(tmp_path, monkeypatch):
     decoded, turns, came = [], 0, []
     decode, together = routes._decoded, asyncio.Event()
 
@@ -341,44 +291,34 @@ def test_large_bodies_that_came_together_are_decoded_one_in_a_turn_of_the_loop(t
 
     monkeypatch.setattr(routes, "_decoded", decode_one)
     monkeypatch.setattr(routes.Intake, "body", body)
-
-    async def main():
-        nonlocal turns
+    together.set()
+    async with stage(tmp_path, "a") as made:
+        together.clear()
+        came.clear()
+        asked = [asyncio.create_task(made.post("lookup", {"what": {"keys": [KEY] * 10_000}})) for _ in range(5)]
+        await until(lambda: len(came) == 5)
+        decoded.clear()
         together.set()
-        async with stage(tmp_path, "a") as made:
-            together.clear()
-            came.clear()
-            asked = [asyncio.create_task(made.post("lookup", {"what": {"keys": [KEY] * 10_000}})) for _ in range(5)]
-            await until(lambda: len(came) == 5)
-            decoded.clear()
-            together.set()
-            while len(decoded) < 5:
-                turns += 1
-                await asyncio.sleep(0)
-            await asyncio.gather(*asked)
-            assert len(set(decoded)) == 5
-
-    run(main)
+        while len(decoded) < 5:
+            turns += 1
+            await asyncio.sleep(0)
+        await asyncio.gather(*asked)
+        assert len(set(decoded)) == 5
 
 
-def test_a_conversation_of_any_depth_is_no_internal_error(tmp_path):
+async def test_a_conversation_of_any_depth_is_no_internal_error(one):
     """What is just not too deep to be read may be too deep to be written."""
-
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            await made.nodes["a"].report(("engine", "http://127.0.0.1:1"))
-            await made.told()
-            found = set()
-            for depth in range(900, 1000):
-                raw = b'{"what": {"messages": [{"content": ' + b"[" * depth + b"]" * depth + b"}]}}"
-                found.add((await made.post("lookup", raw=raw))[0])
-            assert found == {400, 503}
-            assert made.counters["internal_errors"] == 0
-
-    run(main)
+    await one.nodes["a"].report(("engine", "http://127.0.0.1:1"))
+    await one.told()
+    found = set()
+    for depth in range(900, 1000):
+        raw = b'{"what": {"messages": [{"content": ' + b"[" * depth + b"]" * depth + b"}]}}"
+        found.add((await one.post("lookup", raw=raw))[0])
+    assert found == {400, 503}
+    assert one.counters["internal_errors"] == 0
 
 
-def test_keys_of_prompts_are_made_one_prompt_after_the_other(tmp_path, monkeypatch):
+async def test_keys_of_prompts_are_made_one_prompt_after_the_other(one, monkeypatch):
     making, most, together = 0, 0, threading.Event()
 
     def make(*_):
@@ -390,95 +330,69 @@ def test_keys_of_prompts_are_made_one_prompt_after_the_other(tmp_path, monkeypat
         return Find(Selection([bytes.fromhex(KEY)]))
 
     monkeypatch.setattr(verbs, "about", make)
-
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            await made.nodes["a"].report(("engine", "http://127.0.0.1:1"))
-            await made.told()
-            await asyncio.gather(*(made.ok("lookup", what={"tokens": [1] * 32}) for _ in range(4)))
-            assert most == 1
-
-    run(main)
+    await one.nodes["a"].report(("engine", "http://127.0.0.1:1"))
+    await one.told()
+    await asyncio.gather(*(one.ok("lookup", what={"tokens": [1] * 32}) for _ in range(4)))
+    assert most == 1
 
 
-def test_too_many_verbs_are_refused_with_when_to_come_back(tmp_path, monkeypatch):
+async def test_too_many_verbs_are_refused_with_when_to_come_back(one, monkeypatch):
     monkeypatch.setattr(routes, "AT_A_TIME", 1)
+    node = one.nodes["a"]
+    node.answers = lambda _: None
+    first = asyncio.create_task(one.post("check_finish", {"job": "a:3f-7"}, wait_s=60))
+    await until(lambda: node.orders)
+    status, answer = await one.post("why")
+    assert (status, answer["error"]["type"]) == (503, "RequestRefused")
+    await node.reply(node.orders[0].number, RUNNING)
+    assert (await first)[0] == 200
+    assert (await one.listed())[0] == 200
 
-    async def main():
+
+async def test_one_dead_node_does_not_hold_up_the_others(two):
+    a, b = two.nodes.values()
+    a.answers = lambda _: None
+    b.answers = lambda _: JobStatus("b:3f-7", "move", "running", 4)
+    dead = [asyncio.create_task(two.post("check_finish", {"job": "a:3f-7"}, wait_s=60)) for _ in range(50)]
+    await until(lambda: len(a.orders) == 32)
+    assert (await two.answers("check_finish", job="b:3f-7"))["b"]["job"] == "b:3f-7"
+    await a.report(epoch=9)  # it died, and another life began
+    done = await asyncio.gather(*dead[:32])
+    assert {status for status, _ in done} == {504}
+    for task in dead:
+        task.cancel()
+    await asyncio.gather(*dead, return_exceptions=True)
+    await until(lambda: len(two.made.proxy._cache.orders) == 0)
+
+
+async def test_a_proxy_that_is_started_again_finds_jobs_by_their_names(tmp_path):
+    numbers = []
+    for _ in range(2):
         async with stage(tmp_path, "a") as made:
-            node = made.nodes["a"]
-            node.answers = lambda _: None
-            first = asyncio.create_task(made.post("check_finish", {"job": "a:3f-7"}, wait_s=60))
-            await until(lambda: node.orders)
-            status, answer = await made.post("why")
-            assert (status, answer["error"]["type"]) == (503, "RequestRefused")
-            await node.reply(node.orders[0].number, RUNNING)
-            assert (await first)[0] == 200
-            assert (await made.listed())[0] == 200
-
-    run(main)
+            made.nodes["a"].answers = lambda _: RUNNING
+            assert (await made.answers("check_finish", job="a:3f-7"))["a"]["state"] == "running"
+            numbers.append(made.nodes["a"].orders[0].number)
+    assert abs(numbers[0] - numbers[1]) > 1000, "an answer to its last life is none to this one"
 
 
-def test_one_dead_node_does_not_hold_up_the_others(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a", "b") as made:
-            a, b = made.nodes.values()
-            a.answers = lambda _: None
-            b.answers = lambda _: JobStatus("b:3f-7", "move", "running", 4)
-            dead = [asyncio.create_task(made.post("check_finish", {"job": "a:3f-7"}, wait_s=60)) for _ in range(50)]
-            await until(lambda: len(a.orders) == 32)
-            assert (await made.answers("check_finish", job="b:3f-7"))["b"]["job"] == "b:3f-7"
-            await a.report(epoch=9)  # it died, and another life began
-            done = await asyncio.gather(*dead[:32])
-            assert {status for status, _ in done} == {504}
-            for task in dead:
-                task.cancel()
-            await asyncio.gather(*dead, return_exceptions=True)
-            await until(lambda: len(made.made.proxy._cache.orders) == 0)
-
-    run(main)
-
-
-def test_a_proxy_that_is_started_again_finds_jobs_by_their_names(tmp_path):
-    async def main():
-        numbers = []
-        for _ in range(2):
-            async with stage(tmp_path, "a") as made:
-                made.nodes["a"].answers = lambda _: RUNNING
-                assert (await made.answers("check_finish", job="a:3f-7"))["a"]["state"] == "running"
-                numbers.append(made.nodes["a"].orders[0].number)
-        assert abs(numbers[0] - numbers[1]) > 1000, "an answer to its last life is none to this one"
-
-    run(main)
-
-
-def test_the_token_is_an_option_of_the_command(tmp_path):
+async def test_the_token_is_an_option_of_the_command(tmp_path):
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
-
-    async def main():
-        (port,) = free_ports(1)
-        options = ("--admin", f"127.0.0.1:{port}", "--cache-token-file", str(token))
-        async with proxy_process(tmp_path, *options) as made:
-            for shown, status in ((TOKEN, 200), ("x" * 32, 401)):
-                headers = {"Authorization": f"Bearer {shown}"}
-                url = f"http://127.0.0.1:{port}/cache/health"
-                async with made.client.post(url, json={}, headers=headers) as response:
-                    assert response.status == status
-
-    run(main)
+    (port,) = free_ports(1)
+    options = ("--admin", f"127.0.0.1:{port}", "--cache-token-file", str(token))
+    async with proxy_process(tmp_path, *options) as made:
+        for shown, status in ((TOKEN, 200), ("x" * 32, 401)):
+            headers = {"Authorization": f"Bearer {shown}"}
+            url = f"http://127.0.0.1:{port}/cache/health"
+            async with made.client.post(url, json={}, headers=headers) as response:
+                assert response.status == status
 
 
-def test_neither_tokens_nor_texts_are_logged(tmp_path, caplog):
+async def test_neither_tokens_nor_texts_are_logged(one, caplog):
     caplog.set_level(logging.DEBUG)
-
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            await made.post("lookup", {"what": {"text": "confidential", "tokens": [8675309]}})
-            await made.post("lookup", {"what": {"tokens": [8675309] * 40}})
-            await made.post("lookup", raw=b'{"what": {"text": "confidential"')
-
-    run(main)
+    await one.post("lookup", {"what": {"text": "confidential", "tokens": [8675309]}})
+    await one.post("lookup", {"what": {"tokens": [8675309] * 40}})
+    await one.post("lookup", raw=b'{"what": {"text": "confidential"')
     assert "confidential" not in caplog.text
     assert "8675309" not in caplog.text

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from cache_stage import KEY, LAYOUT, SHAPE, refused, stage
-from proxy_harness import run, until
+from proxy_harness import until
 
 from pdx.proxy.hints import digest
 from pdx.wire.explained import Explained
@@ -90,191 +90,152 @@ def test_every_verb_is_among_the_cases():
 @pytest.mark.parametrize(
     ("verb", "body", "order", "answer"), CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_each_verb_goes_to_the_node_that_is_named(tmp_path, verb, body, order, answer):
-    async def main():
-        async with stage(tmp_path, "a", "b") as made:
-            made.nodes["a"].answers = lambda _: answer
-            told = await made.ok(verb, node="a", **body)
-            assert (made.nodes["a"].verbs, made.nodes["b"].verbs) == ([order], [])
-            (entry,) = told["nodes"].values()
-            assert (list(told["nodes"]), told["errors"], entry["type"]) == (["a"], {}, type(answer).__name__)
-            if isinstance(answer, JobStatus):
-                assert (entry["job"], entry["state"], entry["chunks"]) == ("a:3f-7", "running", 4)
-            if isinstance(answer, Found):
-                counts = {"chunks": 3, "hits": 2, "tiers": {"memory": 1, "disk": 2}, "pinned": {"memory": 1}}
-                more = {"asking": ["remote"], "nbytes": 9, "chunk_tokens": 32, "by_index": False}
-                assert entry == {"type": "Found", **counts, **more}
-            if verb == "advise":
-                told = [(each["field"], each["outcome"]) for each in entry["verdicts"]]
-                assert told == [("session", "refused"), ("prefetch", "accepted"), ("lease_s", "refused")]
-
-    run(main)
+async def test_each_verb_goes_to_the_node_that_is_named(two, verb, body, order, answer):
+    two.nodes["a"].answers = lambda _: answer
+    told = await two.ok(verb, node="a", **body)
+    assert (two.nodes["a"].verbs, two.nodes["b"].verbs) == ([order], [])
+    (entry,) = told["nodes"].values()
+    assert (list(told["nodes"]), told["errors"], entry["type"]) == (["a"], {}, type(answer).__name__)
+    if isinstance(answer, JobStatus):
+        assert (entry["job"], entry["state"], entry["chunks"]) == ("a:3f-7", "running", 4)
+    if isinstance(answer, Found):
+        counts = {"chunks": 3, "hits": 2, "tiers": {"memory": 1, "disk": 2}, "pinned": {"memory": 1}}
+        more = {"asking": ["remote"], "nbytes": 9, "chunk_tokens": 32, "by_index": False}
+        assert entry == {"type": "Found", **counts, **more}
+    if verb == "advise":
+        told = [(each["field"], each["outcome"]) for each in entry["verdicts"]]
+        assert told == [("session", "refused"), ("prefetch", "accepted"), ("lease_s", "refused")]
 
 
 @pytest.mark.parametrize(
     ("verb", "body", "order", "answer"), CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_only_what_looks_goes_to_all_nodes_where_none_is_named(tmp_path, verb, body, order, answer):
+async def test_only_what_looks_goes_to_all_nodes_where_none_is_named(two, verb, body, order, answer):
     kind = VERBS[verb]
-
-    async def main():
-        async with stage(tmp_path, "a", "b") as made:
-            made.nodes["a"].answers = lambda _: answer
-            made.nodes["b"].answers = lambda _: refused("TierUnknown", "no such tier")
-            status, told = await made.post(verb, body)
-            if verb in ("check_finish", "cancel"):
-                assert (status, list(told["nodes"])) == (200, ["a"]), "a job's name says where it is"
-                return
-            assert (status, status == 200) == (200 if kind.only_looks() else 400, kind.only_looks())
-            status, told = await made.post(verb, body, node="*")
-            if kind.is_of_one_node():
-                assert (status, told["error"]["message"]) == (400, "a job is of one node: name it")
-                return
-            assert [list(told["nodes"]), told["errors"]] == [
-                ["a"], {"b": {"type": "TierUnknown", "message": "no such tier"}},
-            ]  # fmt: skip
-            assert set(map(str, made.nodes["b"].verbs)) == {str(order)}
-
-    run(main)
+    two.nodes["a"].answers = lambda _: answer
+    two.nodes["b"].answers = lambda _: refused("TierUnknown", "no such tier")
+    status, told = await two.post(verb, body)
+    if verb in ("check_finish", "cancel"):
+        assert (status, list(told["nodes"])) == (200, ["a"]), "a job's name says where it is"
+        return
+    assert (status, status == 200) == (200 if kind.only_looks() else 400, kind.only_looks())
+    status, told = await two.post(verb, body, node="*")
+    if kind.is_of_one_node():
+        assert (status, told["error"]["message"]) == (400, "a job is of one node: name it")
+        return
+    assert [list(told["nodes"]), told["errors"]] == [
+        ["a"], {"b": {"type": "TierUnknown", "message": "no such tier"}},
+    ]  # fmt: skip
+    assert set(map(str, two.nodes["b"].verbs)) == {str(order)}
 
 
-def test_a_lookup_by_tokens_names_the_keys_that_the_engine_makes(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            await made.nodes["a"].report(("engine", "http://127.0.0.1:9"))
-            await made.told()
-            tokens = [number % 100 for number in range(3 * 32 + 5)]
-            await made.ok("lookup", what={"tokens": tokens, "salt": "s"})
-            keys = chunk_keys(Model("engine", "", LAYOUT, SHAPE), tokens, "s")
-            assert (len(keys), made.nodes["a"].verbs) == (3, [Find(Selection(keys, 2, chunk_tokens=32))])
-
-    run(main)
+async def test_a_lookup_by_tokens_names_the_keys_that_the_engine_makes(one):
+    await one.nodes["a"].report(("engine", "http://127.0.0.1:9"))
+    await one.told()
+    tokens = [number % 100 for number in range(3 * 32 + 5)]
+    await one.ok("lookup", what={"tokens": tokens, "salt": "s"})
+    keys = chunk_keys(Model("engine", "", LAYOUT, SHAPE), tokens, "s")
+    assert (len(keys), one.nodes["a"].verbs) == (3, [Find(Selection(keys, 2, chunk_tokens=32))])
 
 
-def test_a_node_that_is_silent_has_an_error_and_the_others_are_answered(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a", "b") as made:
-            made.nodes["b"].answers = lambda _: None
-            told = await made.ok("lookup", **SAID, wait_s=0.2)
-            assert (list(told["nodes"]), told["errors"]["b"]["type"]) == (["a"], "NodeUnavailable")
-            status, told = await made.post("lookup", SAID, node="b", wait_s=0.2)
-            assert (status, told["error"]["type"]) == (504, "NodeUnavailable"), "it alone was named"
-            listed = await made.ok("ls", wait_s=0.2)
-            assert listed["errors"]["a"]["type"] == "ProtocolError", "that was no Listing"
-
-    run(main)
+async def test_a_node_that_is_silent_has_an_error_and_the_others_are_answered(two):
+    two.nodes["b"].answers = lambda _: None
+    told = await two.ok("lookup", **SAID, wait_s=0.2)
+    assert (list(told["nodes"]), told["errors"]["b"]["type"]) == (["a"], "NodeUnavailable")
+    status, told = await two.post("lookup", SAID, node="b", wait_s=0.2)
+    assert (status, told["error"]["type"]) == (504, "NodeUnavailable"), "it alone was named"
+    listed = await two.ok("ls", wait_s=0.2)
+    assert listed["errors"]["a"]["type"] == "ProtocolError", "that was no Listing"
 
 
-def test_of_all_nodes_one_that_refuses_has_an_error_also_where_it_is_the_only_one(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            made.nodes["a"].answers = lambda _: refused("TierUnknown", "no such tier")
-            for nodes in ((), "*"):
-                told = await made.ok("lookup", **SAID, node=nodes)
-                assert told == {"nodes": {}, "errors": {"a": {"type": "TierUnknown", "message": "no such tier"}}}
-
-    run(main)
+async def test_of_all_nodes_one_that_refuses_has_an_error_also_where_it_is_the_only_one(one):
+    one.nodes["a"].answers = lambda _: refused("TierUnknown", "no such tier")
+    for nodes in ((), "*"):
+        told = await one.ok("lookup", **SAID, node=nodes)
+        assert told == {"nodes": {}, "errors": {"a": {"type": "TierUnknown", "message": "no such tier"}}}
 
 
-def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a", "b") as made:
-            cache = made.made.proxy._cache
-            known = {"a": {"any": 2, "memory": 1, "disk": 2}}
-            cache.verbs._chunks = SimpleNamespace(lookup=lambda keys: (known if keys == KEYS.keys else {}, True))
-            told = await made.answers("lookup", **SAID)
-            assert [(each["tiers"], each["hits"], each["by_index"]) for each in told.values()] == [
-                ({"memory": 1, "disk": 2}, 2, True),
-                ({}, 0, True),
-            ]
-            assert made.nodes["a"].verbs == []
-            problem = cache.instances.problem
-            cache.instances.problem = lambda each: "is silent" if each.name == "b" else problem(each)
-            silent = {"b": {"type": "NodeUnavailable", "message": "node 'b' is silent"}}
-            assert (await made.ok("lookup", **SAID))["errors"] == silent
-            cache.instances.problem = problem
-            assert not (await made.answers("lookup", **SAID, ask=True))["a"]["by_index"]
-            cache.verbs._chunks.lookup = lambda _: (known, False)
-            for what in (SAID["what"], {"request": "r"}):
-                assert not (await made.answers("lookup", what=what))["a"]["by_index"]
-            assert len(made.nodes["a"].verbs) == 3
-
-    run(main)
+async def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(two):
+    cache = two.made.proxy._cache
+    known = {"a": {"any": 2, "memory": 1, "disk": 2}}
+    cache.verbs._chunks = SimpleNamespace(lookup=lambda keys: (known if keys == KEYS.keys else {}, True))
+    told = await two.answers("lookup", **SAID)
+    assert [(each["tiers"], each["hits"], each["by_index"]) for each in told.values()] == [
+        ({"memory": 1, "disk": 2}, 2, True),
+        ({}, 0, True),
+    ]
+    assert two.nodes["a"].verbs == []
+    problem = cache.instances.problem
+    cache.instances.problem = lambda each: "is silent" if each.name == "b" else problem(each)
+    silent = {"b": {"type": "NodeUnavailable", "message": "node 'b' is silent"}}
+    assert (await two.ok("lookup", **SAID))["errors"] == silent
+    cache.instances.problem = problem
+    assert not (await two.answers("lookup", **SAID, ask=True))["a"]["by_index"]
+    cache.verbs._chunks.lookup = lambda _: (known, False)
+    for what in (SAID["what"], {"request": "r"}):
+        assert not (await two.answers("lookup", what=what))["a"]["by_index"]
+    assert len(two.nodes["a"].verbs) == 3
 
 
-def test_a_node_that_was_started_again_fails_what_it_was_told_at_once(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            node = made.nodes["a"]
-            node.answers = lambda _: None
-            asked = asyncio.create_task(made.error("check_finish", job="a:3f-7", wait_s=60))
-            await until(lambda: node.orders)
-            await node.report(epoch=99)
-            status, kind, text = await asked
-            assert (status, kind) == (504, "NodeUnavailable")
-            assert "was started again" in text
-
-    run(main)
+async def test_a_node_that_was_started_again_fails_what_it_was_told_at_once(one):
+    node = one.nodes["a"]
+    node.answers = lambda _: None
+    asked = asyncio.create_task(one.error("check_finish", job="a:3f-7", wait_s=60))
+    await until(lambda: node.orders)
+    await node.report(epoch=99)
+    status, kind, text = await asked
+    assert (status, kind) == (504, "NodeUnavailable")
+    assert "was started again" in text
 
 
-def test_a_node_that_has_not_been_heard_of_is_not_asked(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a", heartbeat_timeout_s=0.2) as made:
-            async with asyncio.timeout(10):
-                while (await made.post("ls", node="a", wait_s=60))[0] != 504:
-                    await made.nodes["a"].reply(0, refused("NodeError"))
-            status, kind, text = await made.error("move", node="a", **SAID, source="memory", target="disk", wait_s=60)
-            assert (status, kind) == (504, "NodeUnavailable")
-            assert "has not been heard of" in text
-
-    run(main)
+async def test_a_node_that_has_not_been_heard_of_is_not_asked(tmp_path):
+    async with stage(tmp_path, "a", heartbeat_timeout_s=0.2) as made:
+        async with asyncio.timeout(10):
+            while (await made.post("ls", node="a", wait_s=60))[0] != 504:
+                await made.nodes["a"].reply(0, refused("NodeError"))
+        status, kind, text = await made.error("move", node="a", **SAID, source="memory", target="disk", wait_s=60)
+        assert (status, kind) == (504, "NodeUnavailable")
+        assert "has not been heard of" in text
 
 
-def test_answers_late_twice_misplaced_or_of_another_type_are_dropped_and_counted(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a", "b") as made:
-            a, b = made.nodes.values()
-            a.answers = lambda _: None
-            asked = asyncio.create_task(made.answers("check_finish", job="a:3f-7", wait_s=60))
-            await until(lambda: a.orders)
-            number = a.orders[0].number
-            await b.reply(number, RUNNING)
-            await until(lambda: made.counters["replies_misplaced"] == 1)
-            await a.reply(number, RUNNING)
-            assert (await asked)["a"]["job"] == "a:3f-7"
-            await a.reply(number, RUNNING)
-            await a.reply(number + 1000, RUNNING)
-            await until(lambda: made.counters["replies_late"] == 2)
-            a.answers = lambda _: Effect([])
-            status, kind, _ = await made.error("check_finish", job="a:3f-7")
-            assert (status, kind) == (502, "ProtocolError")
-            assert made.counters["replies_wrong"] == 1
-            assert len(made.made.proxy._cache.orders) == 0
-
-    run(main)
+async def test_answers_late_twice_misplaced_or_of_another_type_are_dropped_and_counted(two):
+    a, b = two.nodes.values()
+    a.answers = lambda _: None
+    asked = asyncio.create_task(two.answers("check_finish", job="a:3f-7", wait_s=60))
+    await until(lambda: a.orders)
+    number = a.orders[0].number
+    await b.reply(number, RUNNING)
+    await until(lambda: two.counters["replies_misplaced"] == 1)
+    await a.reply(number, RUNNING)
+    assert (await asked)["a"]["job"] == "a:3f-7"
+    await a.reply(number, RUNNING)
+    await a.reply(number + 1000, RUNNING)
+    await until(lambda: two.counters["replies_late"] == 2)
+    a.answers = lambda _: Effect([])
+    status, kind, _ = await two.error("check_finish", job="a:3f-7")
+    assert (status, kind) == (502, "ProtocolError")
+    assert two.counters["replies_wrong"] == 1
+    assert len(two.made.proxy._cache.orders) == 0
 
 
-def test_a_text_is_made_tokens_by_an_engine_without_the_controllers_token(tmp_path):
-    async def main():
-        async with stage(tmp_path, "a", prefills=1) as made:
-            engine = made.made.prefill
-            await made.nodes["a"].report(("e", engine.url))
-            await made.told()
-            engine.tokens = list(range(70))
-            await made.ok("lookup", what={"text": "a text"})
-            (find,) = made.nodes["a"].verbs
-            assert find.what.keys == chunk_keys(Model("e", "", LAYOUT, SHAPE), list(range(70)))
-            body, headers = engine.tokenized[-1]
-            assert body == {"prompt": "a text"}
-            assert "Authorization" not in headers
-            await made.ok("lookup", what={"messages": [{"role": "user", "content": "x"}]})
-            assert engine.tokenized[-1][0] == {"messages": [{"role": "user", "content": "x"}]}
-            engine.tokens = None
-            status, kind, text = await made.error("lookup", what={"text": "a text"})
-            assert (status, kind) == (503, "NoEngine")
-            assert "give token ids" in text
-
-    run(main)
+async def test_a_text_is_made_tokens_by_an_engine_without_the_controllers_token(tmp_path):
+    async with stage(tmp_path, "a", prefills=1) as made:
+        engine = made.made.prefill
+        await made.nodes["a"].report(("e", engine.url))
+        await made.told()
+        engine.tokens = list(range(70))
+        await made.ok("lookup", what={"text": "a text"})
+        (find,) = made.nodes["a"].verbs
+        assert find.what.keys == chunk_keys(Model("e", "", LAYOUT, SHAPE), list(range(70)))
+        body, headers = engine.tokenized[-1]
+        assert body == {"prompt": "a text"}
+        assert "Authorization" not in headers
+        await made.ok("lookup", what={"messages": [{"role": "user", "content": "x"}]})
+        assert engine.tokenized[-1][0] == {"messages": [{"role": "user", "content": "x"}]}
+        engine.tokens = None
+        status, kind, text = await made.error("lookup", what={"text": "a text"})
+        assert (status, kind) == (503, "NoEngine")
+        assert "give token ids" in text
 
 
 @pytest.mark.parametrize(
@@ -288,11 +249,7 @@ def test_a_text_is_made_tokens_by_an_engine_without_the_controllers_token(tmp_pa
         ({**ENVELOPE, "cache_salt": 5}, "cache_salt of the hints is no text"),
     ],
 )
-def test_advice_that_makes_no_sense_is_refused(tmp_path, hints, said):
-    async def main():
-        async with stage(tmp_path, "a") as made:
-            status, _, text = await made.error("advise", hints=hints)
-            assert (status, said in text) == (400, True), text
-            assert made.nodes["a"].verbs == []
-
-    run(main)
+async def test_advice_that_makes_no_sense_is_refused(one, hints, said):
+    status, _, text = await one.error("advise", hints=hints)
+    assert (status, said in text) == (400, True), text
+    assert one.nodes["a"].verbs == []

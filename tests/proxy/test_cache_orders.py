@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from cache_stage import KEY
 from control_stage import ControlStage, control_stage
-from proxy_harness import run, until, within
+from proxy_harness import until, within
 
 from pdx.errors import NodeUnavailable
 from pdx.proxy import control as control_module
@@ -55,7 +55,7 @@ async def answering(node, outcome):
     await node.socket.send(messages.encode(Reply(message.number, outcome)))
 
 
-def test_an_answer_with_another_key_than_the_nodes_is_none(tmp_path):
+async def test_an_answer_with_another_key_than_the_nodes_is_none(tmp_path):
     """Whoever takes the route of a node that has left is not that node."""
     pairs = {name: KeyPair.make() for name in ("one", "two", "proxy")}
     secret, _ = pairs["proxy"].save(tmp_path / "keys", "proxy")
@@ -67,93 +67,76 @@ def test_an_answer_with_another_key_than_the_nodes_is_none(tmp_path):
         )
     )
     roster.chmod(0o644)
-
-    async def main():
-        with control_stage(kind=Stage, keys=str(secret), roster=str(roster)) as made:
-            await made.reporting("one", pairs["one"], pairs["proxy"].public)
-            (route,) = made.control._peers
-            asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
-            await until(lambda: len(made.orders) == 1)
-            (number,) = made.orders._under_way
-            for answer in (Reply(number, Found(1, 1, {})), Reply(0, Explained([], 0))):
-                made.control._take_in(Arrival(route, messages.encode(answer), pairs["two"].public))
-            await asyncio.sleep(0)
-            assert made.drops == ["not_its_name"] * 2
-            assert (asked.done(), len(made.took)) == (False, 1), "it has reported"
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
-
-    run(main)
-
-
-def test_of_two_connections_with_one_name_the_last_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(control_module, "MAX_PEERS", 2)
-
-    async def main():
-        with control_stage(f"ipc://{tmp_path}/c/p.sock", Stage) as made:
-            lives = [await made.reporting("one") for _ in range(2)]
-            for life in (lives[1], lives[0]):
-                await made.report(life)
-                asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
-                await answering(life, Found(1, 1, {}))
-                assert await asked == Found(1, 1, {})
-            for name in ("two", "three"):
-                await made.reporting(name)
-            with pytest.raises(NodeUnavailable, match="it is not connected"):
-                await made.orders.ask("one", FIND, 60.0)
-            assert set(made.control._routes) == {"two", "three"}
-
-    run(main)
-
-
-def test_an_answer_that_comes_twice_at_once_counts_once():
-    async def main():
-        env, sent = Env(), []
-        orders = Orders(SimpleNamespace(order=lambda _, order: sent.append(order) or ""), env)
-        asked = asyncio.create_task(orders.ask("a", FIND, 60.0))
+    with control_stage(kind=Stage, keys=str(secret), roster=str(roster)) as made:
+        await made.reporting("one", pairs["one"], pairs["proxy"].public)
+        (route,) = made.control._peers
+        asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
+        await until(lambda: len(made.orders) == 1)
+        (number,) = made.orders._under_way
+        for answer in (Reply(number, Found(1, 1, {})), Reply(0, Explained([], 0))):
+            made.control._take_in(Arrival(route, messages.encode(answer), pairs["two"].public))
         await asyncio.sleep(0)
-        for count in (1, 2):
-            orders.replied("a", Reply(sent[0].number, Found(count, 0, {})))
-        orders.lost("a", "was started again")
-        assert (await asked).chunks == 1
-        assert env.counters["replies_late"] == 1
-
-    run(main)
+        assert made.drops == ["not_its_name"] * 2
+        assert (asked.done(), len(made.took)) == (False, 1), "it has reported"
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
 
 
-def test_what_could_not_be_posted_is_an_error_at_once():
-    async def main():
-        orders = Orders(SimpleNamespace(order=lambda *_: "it is gone"), Env())
-        with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
-            await orders.ask("a", FIND, 60.0)
-        assert len(orders) == 0
+async def test_of_two_connections_with_one_name_the_last_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_module, "MAX_PEERS", 2)
+    with control_stage(f"ipc://{tmp_path}/c/p.sock", Stage) as made:
+        lives = [await made.reporting("one") for _ in range(2)]
+        for life in (lives[1], lives[0]):
+            await made.report(life)
+            asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
+            await answering(life, Found(1, 1, {}))
+            assert await asked == Found(1, 1, {})
+        for name in ("two", "three"):
+            await made.reporting(name)
+        with pytest.raises(NodeUnavailable, match="it is not connected"):
+            await made.orders.ask("one", FIND, 60.0)
+        assert set(made.control._routes) == {"two", "three"}
 
-    run(main)
+
+async def test_an_answer_that_comes_twice_at_once_counts_once():
+    env, sent = Env(), []
+    orders = Orders(SimpleNamespace(order=lambda _, order: sent.append(order) or ""), env)
+    asked = asyncio.create_task(orders.ask("a", FIND, 60.0))
+    await asyncio.sleep(0)
+    for count in (1, 2):
+        orders.replied("a", Reply(sent[0].number, Found(count, 0, {})))
+    orders.lost("a", "was started again")
+    assert (await asked).chunks == 1
+    assert env.counters["replies_late"] == 1
 
 
-def test_a_flood_of_answers_is_taken_in_bursts(tmp_path):
-    async def main():
-        with control_stage(f"ipc://{tmp_path}/c/p.sock", Stage) as made:
-            node = await made.reporting("one")
-            taken, bursts = 0, [0]
-            take, serve = made.control._take_in, made.control._serve
+async def test_what_could_not_be_posted_is_an_error_at_once():
+    orders = Orders(SimpleNamespace(order=lambda *_: "it is gone"), Env())
+    with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
+        await orders.ask("a", FIND, 60.0)
+    assert len(orders) == 0
 
-            def take_one(arrival):
-                nonlocal taken
-                taken += 1
-                take(arrival)
 
-            def serve_some():
-                bursts[-1] += 1
-                serve()
+async def test_a_flood_of_answers_is_taken_in_bursts(tmp_path):
+    with control_stage(f"ipc://{tmp_path}/c/p.sock", Stage) as made:
+        node = await made.reporting("one")
+        taken, bursts = 0, [0]
+        take, serve = made.control._take_in, made.control._serve
 
-            made.control._take_in, made.control._serve = take_one, serve_some
-            for _ in range(1000):
-                await node.socket.send(messages.encode(Reply(1, Effect([]))))
-            async with asyncio.timeout(30):
-                while taken < 1000:
-                    bursts.append(0)
-                    await asyncio.sleep(0)
-            assert max(bursts) <= 3, "one for each socket that the loop looks at, and one that was put off"
+        def take_one(arrival):
+            nonlocal taken
+            taken += 1
+            take(arrival)
 
-    run(main)
+        def serve_some():
+            bursts[-1] += 1
+            serve()
+
+        made.control._take_in, made.control._serve = take_one, serve_some
+        for _ in range(1000):
+            await node.socket.send(messages.encode(Reply(1, Effect([]))))
+        async with asyncio.timeout(30):
+            while taken < 1000:
+                bursts.append(0)
+                await asyncio.sleep(0)
+        assert max(bursts) <= 3, "one for each socket that the loop looks at, and one that was put off"
