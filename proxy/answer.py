@@ -185,12 +185,7 @@ def final_events(prefill: PrefillAnswer, *, options: dict[str, Any]) -> bytes:
 
 
 def _chunk(prefill: PrefillAnswer) -> dict[str, Any]:
-    return {
-        "id": prefill.id,
-        "object": "text_completion",
-        "created": prefill.created,
-        "model": prefill.model,
-    }
+    return {"id": prefill.id, "object": "text_completion", "created": prefill.created, "model": prefill.model}
 
 
 def _known(details: dict[str, Any] | None) -> dict[str, Any] | None:

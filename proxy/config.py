@@ -32,8 +32,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill: Annotated[Urls, option("An engine that prefills; may be repeated.", section="Engines")] = ()
     decode: Annotated[Urls, option("An engine that decodes; may be repeated, and may also prefill.")] = ()
     engine_ca: Annotated[
-        FileName,
-        option("Certificates that sign those of engines with TLS.", default="the system's, or $SSL_CERT_FILE"),
+        FileName, option("Certificates that sign those of engines with TLS.", default="the system's, or $SSL_CERT_FILE")
     ] = ""
     forward: Annotated[
         bool,
@@ -61,20 +60,16 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool, option("Say in headers x-pdx-transfer-id and x-pdx-mode how an answer came about.")
     ] = False
     first_byte_timeout_s: Annotated[
-        PositiveSeconds,
-        option("How long an engine may take to prefill, and to begin a stream.", section="Time limits"),
+        PositiveSeconds, option("How long an engine may take to prefill, and to begin a stream.", section="Time limits")
     ] = 600.0
     answer_timeout_s: Annotated[
-        PositiveSeconds,
-        option("How long an engine may take for an answer that is not streamed: it comes as a whole."),
+        PositiveSeconds, option("How long an engine may take for an answer that is not streamed: it comes as a whole.")
     ] = 3600.0
     idle_timeout_s: Annotated[
-        PositiveSeconds,
-        option("How long an answer that has begun may pause, and a client may take nothing of it."),
+        PositiveSeconds, option("How long an answer that has begun may pause, and a client may take nothing of it.")
     ] = 120.0
     drain_s: Annotated[
-        Seconds,
-        option("After SIGTERM, requests under way have so long; a second signal ends them at once."),
+        Seconds, option("After SIGTERM, requests under way have so long; a second signal ends them at once.")
     ] = 30.0
     # No KV goes through a node that is silent for longer. Nodes report once a second, but one whose processor is taken
     # from it may miss some while the proxy runs on.
@@ -95,8 +90,5 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = ""
     chunk_index: Annotated[bool, option("Know which node has which chunks in which tier, as nodes tell.")] = False
     chunk_index_limit: Annotated[
-        int,
-        Meta(ge=1, le=1 << 31),
-        shown_as("CHUNKS"),
-        option("Of so many chunks; each takes about 110 bytes."),
+        int, Meta(ge=1, le=1 << 31), shown_as("CHUNKS"), option("Of so many chunks; each takes about 110 bytes.")
     ] = 10_000_000

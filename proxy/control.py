@@ -58,13 +58,7 @@ class Control:
     """A socket that nodes dial; `start` acquires, `close` (idempotent) releases."""
 
     def __init__(
-        self,
-        address: str,
-        env: Env,
-        take: Callable[[str, FromNode], None],
-        *,
-        keys: str = "",
-        roster: str = "",
+        self, address: str, env: Env, take: Callable[[str, FromNode], None], *, keys: str = "", roster: str = ""
     ) -> None:
         """`take` is handed what a node of this name said and may say. `keys` and `roster`: files, see
         `pdx.security.curve_keys` and `pdx.security.roster`; both or none.

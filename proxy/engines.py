@@ -137,9 +137,7 @@ class Engines:
         if is_news or not all(self._is_said(report.node, url, engine) for url, engine in engines.items()):
             self._view = None
         self._nodes[key] = _Node(
-            seen_at=self._clock(),
-            engines=engines,
-            peer=PeerEntry(report.node, report.listen, report.public_key),
+            seen_at=self._clock(), engines=engines, peer=PeerEntry(report.node, report.listen, report.public_key)
         )
         for url, engine in engines.items():
             self._last_reports[url] = report.node, engine

@@ -85,11 +85,7 @@ class HttpConnection(web.RequestHandler):
         self._listener.failed(exc_info if isinstance(exc_info, Exception) else RuntimeError(*args))
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """What is no request is answered in the same form as what is a wrong one; then the connection is closed."""
         super().handle_error(request, status, exc, message)

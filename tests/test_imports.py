@@ -70,12 +70,7 @@ OTHERS = {
     "pdx.cli": "click rich msgspec",
     "pdx.bench": "*",
 }
-LAZY = {
-    "pdx.memory": "numpy torch",
-    "pdx.cuda": "cuda",
-    "pdx.client": "numpy torch",
-    "pdx.cli": "*",
-}
+LAZY = {"pdx.memory": "numpy torch", "pdx.cuda": "cuda", "pdx.client": "numpy torch", "pdx.cli": "*"}
 NODE = {"pdx.node", "pdx.node.peers", "pdx.node.events"}
 # What lies lower, but is none of a room's business.
 FORBIDDEN = {

@@ -25,11 +25,7 @@ class Faults:
     """
 
     def __init__(
-        self,
-        counters: Counter[str],
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        log: logging.Logger = _LOG,
+        self, counters: Counter[str], clock: Callable[[], float] = time.monotonic, *, log: logging.Logger = _LOG
     ) -> None:
         """`log`: that of the part whose faults these are."""
         self._counters = counters

@@ -17,11 +17,7 @@ from typing import ClassVar
 
 import pytest
 
-pytest.register_assert_rewrite(
-    "pdx.testing.channel_faults",
-    "pdx.testing.channel_stage",
-    "pdx.testing.channel_writes",
-)
+pytest.register_assert_rewrite("pdx.testing.channel_faults", "pdx.testing.channel_stage", "pdx.testing.channel_writes")
 
 from pdx.testing.channel_faults import Deaths, Endings, Malformed  # noqa: E402
 from pdx.testing.channel_stage import HostFile, Peer, SideMemory, Stage, World  # noqa: E402

@@ -208,11 +208,7 @@ async def test_marks_of_nodes_join_the_timeline(made):
     transfer = headers["x-pdx-transfer-id"]
     marks = [
         Mark(transfer=transfer, event=event, at_ns=at, nbytes=nbytes, tokens=tokens, engine="p0")
-        for event, at, nbytes, tokens in [
-            ("admitted", 10, 0, 64),
-            ("prefill_end", 20, 30, 0),
-            ("sealed", 30, 40, 0),
-        ]
+        for event, at, nbytes, tokens in [("admitted", 10, 0, 64), ("prefill_end", 20, 30, 0), ("sealed", 30, 40, 0)]
     ]
     await made.node.report(marks=marks)
     await made.metric_reaches(2, "pdx_proxy_reports_total")

@@ -106,8 +106,7 @@ async def test_who_says_nothing_waits_for_nothing(body, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    ["x", 5, [], {}, {"version": 2, "priority": 5}, {"version": 1, **{f"f{one}": 1 for one in range(1000)}}],
+    "bad", ["x", 5, [], {}, {"version": 2, "priority": 5}, {"version": 1, **{f"f{one}": 1 for one in range(1000)}}]
 )
 async def test_an_envelope_that_makes_no_sense_costs_its_request_nothing(bad, monkeypatch):
     monkeypatch.setattr(orders, "WHY_S", 0.01)

@@ -14,11 +14,7 @@ from pdx.wire.messages import Mark
 from pdx.wire.proxy import Prefilled, decode_from_proxy
 
 PATIENT = {"heartbeat_timeout_s": 60.0, "known": False}  # nodes report once in these tests, and only where placed
-REQUESTS = {
-    "forward": (COMPLETIONS, BODY),
-    "sampled": (COMPLETIONS, {**BODY, "prompt": HALF}),
-    "chat": (CHAT, TALK),
-}
+REQUESTS = {"forward": (COMPLETIONS, BODY), "sampled": (COMPLETIONS, {**BODY, "prompt": HALF}), "chat": (CHAT, TALK)}
 
 
 async def place(made, prefill, *decodes):
@@ -112,11 +108,7 @@ async def test_another_decoder_is_told_where_the_kv_is(request_kind, planned, ot
 
 @pytest.mark.parametrize(
     ("gone", "detached", "told"),
-    [
-        (False, False, {"one", "two"}),
-        (True, False, {"one", "two", "three"}),
-        (True, True, {"one", "two"}),
-    ],
+    [(False, False, {"one", "two"}), (True, False, {"one", "two", "three"}), (True, True, {"one", "two"})],
 )
 async def test_a_transfer_is_cancelled_where_it_is_known(gone, detached, told):
     """A Cancel costs each node time, and whoever can send requests can give them up."""

@@ -25,10 +25,7 @@ def test_a_node_on_this_host_needs_no_conversion():
     assert clocks.offset_ns(report(5, host=""), 1000) == 0  # it does not say
 
 
-@given(
-    offset_ns=st.integers(-(10**15), 10**15),
-    delays_ns=st.lists(st.integers(0, 50 * MS), min_size=1, max_size=25),
-)
+@given(offset_ns=st.integers(-(10**15), 10**15), delays_ns=st.lists(st.integers(0, 50 * MS), min_size=1, max_size=25))
 def test_the_error_is_at_most_the_fastest_reports_time_under_way(offset_ns, delays_ns):
     clocks = Clocks("here")
     start_ns = 10**15
