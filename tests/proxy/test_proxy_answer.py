@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 
 from pdx.errors import ProtocolError
 from pdx.proxy import sse
-from pdx.proxy.answer import Continuation, decode_prefill, final_answer, is_final, is_forwardable, merged_answer
+from pdx.proxy.answer import Continuation, decode_prefill, is_final, is_forwardable, merged_answer
 
 
-def prefill(text="A", finish="length", tokens=(7,), prompt=(1, 2, 3), details=None):
+def prefill(text="A", finish="length", tokens=(7,), prompt=(1, 2, 3)):
     usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
-    if details is not None:
-        usage["prompt_tokens_details"] = {"cached_tokens": details}
     choice = {"index": 0, "text": text, "finish_reason": finish, "token_ids": list(tokens)}
     choice["prompt_token_ids"] = list(prompt)
     whole = {"id": "cmpl-p", "object": "text_completion", "created": 5, "model": "m", "choices": [choice]}
@@ -73,42 +71,11 @@ def test_first_token():
         assert not is_forwardable(decode_prefill(prefill(**odd))), odd
 
 
-def test_final():
-    assert is_final(decode_prefill(prefill(finish="stop", text="")), 16)
-    assert is_final(decode_prefill(prefill()), 1)
-    assert not is_final(decode_prefill(prefill()), 2)
+def test_an_answer_that_ends_otherwise_is_not_the_last_word():
     assert not is_final(decode_prefill(prefill(finish="abort")), 1)
-    answer = json.loads(final_answer(prefill()))
-    assert answer["kv_transfer_params"] is None
-    assert answer["choices"][0]["token_ids"] is None
-    assert answer["choices"][0]["text"] == "A"
 
 
-def test_merge():
-    decode = {
-        "id": "cmpl-d",
-        "choices": [{"index": 0, "text": "BC", "finish_reason": "stop", "stop_reason": 3}],
-        "usage": {
-            "prompt_tokens": 4,
-            "completion_tokens": 2,
-            "total_tokens": 6,
-            "prompt_tokens_details": {"cached_tokens": 4},
-        },
-        "kv_transfer_params": {"secret": 1},
-        "metrics": {"x": 1},
-    }
-    merged = json.loads(merged_answer(decode_prefill(prefill()), json.dumps(decode).encode()))
-    assert merged["choices"] == [{"index": 0, "text": "ABC", "finish_reason": "stop", "stop_reason": 3}]
-    assert merged["usage"] == {
-        "prompt_tokens": 3,
-        "completion_tokens": 3,
-        "total_tokens": 6,
-        "prompt_tokens_details": None,
-    }
-    assert merged["kv_transfer_params"] is None
-    assert merged["metrics"] is None
-    merged = json.loads(merged_answer(decode_prefill(prefill(details=2)), json.dumps(decode).encode()))
-    assert merged["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+def test_what_is_no_completion_is_not_merged():
     for broken in (b"{", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{"text":null}],"usage":{}}'):
         with pytest.raises(ProtocolError):
             merged_answer(decode_prefill(prefill()), broken)

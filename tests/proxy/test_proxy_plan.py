@@ -30,96 +30,47 @@ def given_back(body):
     return json.loads(bytes(encode(body)))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
-        {"temperature": 0, "seed": 3},
-        {"stream": True, "stream_options": {"include_usage": True}},
-        {"stop": [], "stop_token_ids": [3], "ignore_eos": True, "min_tokens": 4},
-        {"prompt": [1, 2, 3]},
-        {"prompt": [[1, 2, 3]]},
-        {"prompt": ["one"]},
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
-        {"logprobs": None, "response_format": {"type": "text"}, "vllm_xargs": {}, "n": 1, "best_of": 1},
-        {"echo": False, "use_beam_search": False, "bad_words": [], "user": "u", "cache_salt": "s"},
-    ],
-)
-def test_forward(fields):
-    assert mode(**fields) is Mode.FORWARD
+# Fields, and values with each of which a completion gets this mode.
+ONE_BY_ONE = {
+    Mode.FORWARD: {
+        "prompt": ([1, 2, 3], [[1, 2, 3]], ["one"]), "logprobs": (None,), "response_format": ({"type": "text"},),
+        "vllm_xargs": ({},), "n": (1,), "best_of": (1,), "echo": (False,), "use_beam_search": (False,),
+        "bad_words": ([],), "stop": ([],), "user": ("u",), "cache_salt": ("s",), "frequency_penalty": (0.0,),
+    },
+    Mode.SAMPLED: {
+        "stop": ("x", "", ["x"]), "logprobs": (0, 5), "presence_penalty": (0.1, False), "frequency_penalty": (-1,),
+        "repetition_penalty": (1.1,), "seed": (1,), "bad_words": (["x"],), "structured_outputs": ({"regex": "x"},),
+        "guided_json": ({},), "response_format": ({"type": "json_object"},), "return_token_ids": (True,),
+        "truncate_prompt_tokens": (5,), "spaces_between_special_tokens": (False,), "vllm_xargs": ({"x": 1},),
+        "repetition_detection": ({},), "watermarking": (True,), "never_heard_of": (0,),
+    },
+    Mode.ALONE: {
+        "n": (2, "2", "x"), "best_of": (2,), "use_beam_search": (True,), "echo": (True, 1), "prompt_logprobs": (0,),
+        "prompt_embeds": ("x",), "suffix": ("",), "truncate_prompt_tokens": (-1,), "stream": ("si",),
+        "prompt": (["a", "b"], [[1], [2]], [], "", [""], [[]], [True], [1, "a"], None, {"a": 1}, [["a"]]),
+        "stream_options": ({"include_usage": True},), "max_tokens": (0, "5 tokens", 5.5), "min_tokens": (17, -1),
+    },
+}  # fmt: skip
+TOGETHER = [
+    (Mode.FORWARD, {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1}),
+    (Mode.FORWARD, {"temperature": 0, "seed": 3}),
+    (Mode.FORWARD, {"stream": True, "stream_options": {"include_usage": True}}),
+    (Mode.FORWARD, {"stop_token_ids": [3], "ignore_eos": True, "min_tokens": 4}),
+    (Mode.FORWARD, {"presence_penalty": 0, "repetition_penalty": 1.0}),
+    (Mode.SAMPLED, {"seed": 1, "temperature": 0.5}),
+    (Mode.SAMPLED, {"seed": 1, "temperature": False}),
+    (Mode.ALONE, {"stream": True, "stream_options": []}),
+    (Mode.ALONE, {"max_tokens": 3, "min_tokens": 4}),
+]
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"stop": "x"},
-        {"stop": ""},
-        {"stop": ["x"]},
-        {"logprobs": 0},
-        {"logprobs": 5},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": -1},
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": False},
-        {"seed": 1},
-        {"seed": 1, "temperature": 0.5},
-        {"seed": 1, "temperature": False},
-        {"bad_words": ["x"]},
-        {"structured_outputs": {"regex": "x"}},
-        {"guided_json": {}},
-        {"response_format": {"type": "json_object"}},
-        {"return_token_ids": True},
-        {"truncate_prompt_tokens": 5},
-        {"spaces_between_special_tokens": False},
-        {"vllm_xargs": {"x": 1}},
-        {"repetition_detection": {}},
-        {"watermarking": True},
-        {"never_heard_of": 0},
-    ],
+    ("wanted", "fields"),
+    TOGETHER
+    + [(how, {name: each}) for how, row in ONE_BY_ONE.items() for name, values in row.items() for each in values],
 )
-def test_sampled(fields):
-    assert mode(**fields) is Mode.SAMPLED
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 2},
-        {"n": "2"},
-        {"n": "x"},
-        {"best_of": 2},
-        {"use_beam_search": True},
-        {"echo": True},
-        {"echo": 1},
-        {"prompt_logprobs": 0},
-        {"prompt_embeds": "x"},
-        {"suffix": ""},
-        {"prompt": ["a", "b"]},
-        {"prompt": [[1], [2]]},
-        {"prompt": []},
-        {"prompt": ""},
-        {"prompt": [""]},
-        {"prompt": [[]]},
-        {"prompt": [True]},
-        {"prompt": [1, "a"]},
-        {"prompt": None},
-        {"prompt": {"a": 1}},
-        {"prompt": [["a"]]},
-        {"truncate_prompt_tokens": -1},
-        {"stream": "si"},
-        {"stream_options": {"include_usage": True}},
-        {"stream": True, "stream_options": []},
-        {"max_tokens": 0},
-        {"max_tokens": "5 tokens"},
-        {"max_tokens": 5.5},
-        {"min_tokens": 17},
-        {"min_tokens": -1},
-        {"max_tokens": 3, "min_tokens": 4},
-    ],
-)
-def test_alone(fields):
-    assert mode(**fields) is Mode.ALONE
+def test_the_mode_of_a_completion(wanted, fields):
+    assert mode(**fields) is wanted
 
 
 def test_one_token_is_no_work_for_two_engines():

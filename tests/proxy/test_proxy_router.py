@@ -26,15 +26,36 @@ def chosen(*candidates):
     return found and (found.prefiller.url, found.decoder.url)
 
 
-def test_least_outstanding():
-    assert chosen(Candidate(P, 2), Candidate(Q, 1), Candidate(D)) == ("q", "d")
-    assert chosen(Candidate(P, last_used=2), Candidate(Q, last_used=1), Candidate(D)) == ("q", "d")
-    assert chosen(Candidate(P, suspect=True), Candidate(Q, 5), Candidate(D)) == ("q", "d")
-    assert chosen(Candidate(P), Candidate(D, 2), Candidate(E, 1)) == ("p", "e")
-    assert chosen(Candidate(P, suspect=True), Candidate(D)) is None
-    assert chosen() is None
-    assert decoder([Candidate(D, 2), Candidate(E, 1), Candidate(P)]) == E
-    assert decoder([Candidate(D), Candidate(engine("f", decodes=True), 1)]) == D
+NAMED = engine("both", prefills=True, decodes=True, named=True)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "wanted"),
+    [
+        ([Candidate(P, 2), Candidate(Q, 1), Candidate(D)], ("q", "d")),
+        ([Candidate(P, last_used=2), Candidate(Q, last_used=1), Candidate(D)], ("q", "d")),
+        ([Candidate(P, suspect=True), Candidate(Q, 5), Candidate(D)], ("q", "d")),
+        ([Candidate(P), Candidate(D, 2), Candidate(E, 1)], ("p", "e")),
+        ([Candidate(P, suspect=True), Candidate(D)], None),
+        ([], None),
+        ([Candidate(P)], None),  # the same prompt twice
+        ([Candidate(P), Candidate(D, suspect=True)], None),
+        ([Candidate(P), Candidate(Q, 1)], ("p", "q")),
+        ([Candidate(BOTH)], None),  # twice the same work
+        ([Candidate(NAMED)], ("both", "both")),
+        ([Candidate(BOTH), Candidate(P, 9)], ("p", "both")),  # the only decoder is left alone
+        ([Candidate(BOTH), Candidate(D, 9)], ("both", "d")),
+        ([Candidate(P1, last_used=1), Candidate(D1, last_used=9), Candidate(D2, last_used=2)], ("p1", "d1")),
+        ([Candidate(P1, last_used=8), Candidate(D1), Candidate(D2), Candidate(P2)], ("p2", "d2")),  # whose turn it is
+        ([Candidate(P1), Candidate(P2, last_used=5), Candidate(D2)], ("p2", "d2")),
+        ([Candidate(P1), Candidate(D1, 1), Candidate(D2)], ("p1", "d2")),  # load goes before the wire
+        ([Candidate(P1, 1), Candidate(D1), Candidate(P2)], ("p2", "d1")),
+        ([Candidate(P), Candidate(P1, last_used=5), Candidate(D), Candidate(D1, last_used=5)], ("p1", "d1")),
+        ([Candidate(P), Candidate(D, last_used=2), Candidate(D1)], ("p", "d1")),  # unknown nodes are not one node
+    ],
+)
+def test_the_pair_is_chosen_by_load_then_node_then_turn(candidates, wanted):
+    assert chosen(*candidates) == wanted
 
 
 def test_an_engine_that_prefills_makes_an_only_token():
@@ -45,14 +66,12 @@ def test_an_engine_that_prefills_makes_an_only_token():
 
 
 def test_decoders_of_last_resort():
+    assert decoder([Candidate(D, 2), Candidate(E, 1), Candidate(P)]) == E
     assert decoder([Candidate(D), Candidate(P)], tried=["d"]) == P
     assert decoder([Candidate(D, suspect=True), Candidate(P)]) == P
     assert decoder([Candidate(D, suspect=True), Candidate(P, suspect=True)]) == D
     assert decoder([Candidate(D)], tried=["d"]) is None
     assert decoder([]) is None
-    assert chosen(Candidate(P)) is None  # the same prompt twice
-    assert chosen(Candidate(P), Candidate(D, suspect=True)) is None
-    assert chosen(Candidate(P), Candidate(Q, 1)) == ("p", "q")
 
 
 def test_where_all_are_suspect_a_request_does_not_try_them_all():
@@ -63,33 +82,6 @@ def test_where_all_are_suspect_a_request_does_not_try_them_all():
         tried.append(found.url)
     assert len(tried) == 8
     assert decoder([*dead, Candidate(D)], tried=tried) == D, "those that are well are all tried"
-
-
-def test_engines_with_both_roles():
-    assert chosen(Candidate(BOTH)) is None  # twice the same work
-    named = engine("both", prefills=True, decodes=True, named=True)
-    assert chosen(Candidate(named)) == ("both", "both")
-    assert chosen(Candidate(BOTH), Candidate(P, 9)) == ("p", "both")  # the only decoder is left alone
-    assert chosen(Candidate(BOTH), Candidate(D, 9)) == ("both", "d")
-
-
-def test_at_equal_load_a_pair_on_one_node():
-    idle = [Candidate(P1, last_used=1), Candidate(D1, last_used=9), Candidate(D2, last_used=2)]
-    assert chosen(*idle) == ("p1", "d1")
-    assert chosen(*idle, Candidate(P2, last_used=3)) == ("p1", "d1")  # of two such pairs, the one whose turn it is
-    assert chosen(Candidate(P1, last_used=8), Candidate(D1), Candidate(D2), Candidate(P2)) == ("p2", "d2")
-    assert chosen(Candidate(P1), Candidate(P2, last_used=5), Candidate(D2)) == ("p2", "d2")
-
-
-def test_load_goes_before_the_wire():
-    assert chosen(Candidate(P1), Candidate(D1, 1), Candidate(D2)) == ("p1", "d2")
-    assert chosen(Candidate(P1, 1), Candidate(D1), Candidate(P2)) == ("p2", "d1")
-    assert chosen(Candidate(P1), Candidate(D1, suspect=True), Candidate(D2, 5)) == ("p1", "d2")
-
-
-def test_unknown_nodes_are_not_taken_for_one_node():
-    assert chosen(Candidate(P), Candidate(P1, last_used=5), Candidate(D), Candidate(D1, last_used=5)) == ("p1", "d1")
-    assert chosen(Candidate(P), Candidate(D, last_used=2), Candidate(D1)) == ("p", "d1")
 
 
 def test_the_wire_is_named_only_between_two_known_nodes():

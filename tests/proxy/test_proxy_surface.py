@@ -129,7 +129,8 @@ async def test_a_wrong_method_is_told_the_right_one(made):
         assert response.headers["Server"] == "pdx"
 
 
-NUMBERS = [
+NUMBERS = ["5", " 5 ", "5.0", "5.", "+5", "-1", "true", "x", "", "0x5", "1e2"]
+NUMBERS += [5.0, 5.5, True, False, 1e30, 7, None, [5]]
     "5",
     " 5 ",
     "5.0",
