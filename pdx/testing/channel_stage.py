@@ -27,6 +27,7 @@ import msgspec
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory
+from pdx.errors import ChannelBroken
 from pdx.testing.waiting import DEADLINE_S, wait_until
 from pdx.transports.channel import (
     TOKEN_BYTES,
@@ -41,6 +42,7 @@ from pdx.transports.channel import (
 )
 
 MIB = 1 << 20
+FOLDER = "PDX_SIDES"  # variable that names where `HostFile` puts files; else /dev/shm
 
 # What is around a test and in each of its peers, as a fake driver; a function or class of some module.
 World: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -117,7 +119,7 @@ class HostFile(SideMemory):
     path: Path
 
     def acquire(self, nbytes: int) -> None:
-        self.path = Path("/dev/shm") / f"pdx-side-{os.getpid()}-{secrets.token_hex(4)}"
+        self.path = Path(os.environ.get(FOLDER, "/dev/shm")) / f"pdx-side-{os.getpid()}-{secrets.token_hex(4)}"
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, nbytes)
@@ -177,6 +179,7 @@ class Side:
     def __init__(self, region: type[Region], memory: SideMemory, wake: threading.Event, *, seed: int) -> None:
         """Takes `memory` over."""
         self._memory = memory
+        self.wake = wake
         try:
             self.view: View = memory.view
             self.view[:] = noise(memory.memory.nbytes, seed)
@@ -253,7 +256,8 @@ class Peer:
         """What became of the oldest `send`: a value, or {"error": the class's name, "text": …}."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"the peer process died ({self._process.wait(10)})"
+        if not line:
+            raise ChannelBroken(f"the peer process ended with status {self._process.wait(10)}")
         return json.loads(line)
 
     def do(self, verb: str, *arguments: Any) -> Any:

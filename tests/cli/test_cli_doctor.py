@@ -87,7 +87,7 @@ def test_a_broken_channel_of_another_package_harms_no_other_one():
     assert (trial(report, "copying").state, trial(report, "copying").provider) == ("ok", "strange_channels:Copying")
     crashed = trial(report, "crashing")
     assert crashed.state == "broken"
-    assert "pigeon down" in crashed.why or "receiving process ended" in crashed.why
+    assert "pigeon down" in crashed.why or "the peer process ended" in crashed.why
     assert "strange_channels:Nothing" in trial(report, "unloadable").why
     assert "other bytes arrived" in trial(report, "lying").why
     assert named(report) == {

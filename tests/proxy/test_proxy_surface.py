@@ -131,26 +131,6 @@ async def test_a_wrong_method_is_told_the_right_one(made):
 
 NUMBERS = ["5", " 5 ", "5.0", "5.", "+5", "-1", "true", "x", "", "0x5", "1e2"]
 NUMBERS += [5.0, 5.5, True, False, 1e30, 7, None, [5]]
-    "5",
-    " 5 ",
-    "5.0",
-    "5.",
-    "+5",
-    "-1",
-    5.0,
-    5.5,
-    True,
-    False,
-    "true",
-    "x",
-    "",
-    "0x5",
-    1e30,
-    7,
-    None,
-    [5],
-    "1e2",
-]
 WORDS = [True, False, 1, 0, 1.0, 2, *"10tfyn", "on", "off", "true", "False", "YES", "no", " on", "x", "", None, [1]]
 
 

@@ -130,8 +130,8 @@ def test_it_comes_first_where_memory_is_a_gpus():
 
 
 def test_the_loopback_of_the_command_line_moves_memory_of_a_gpu(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(loopback, "_PROGRAM", ("fake_cuda", "-m", "pdx.cli.loopback"))
-    trial = loopback.measure("cuda_ipc", tmp_path, 4 * MIB)
+    monkeypatch.setenv("PDX_SIDES", "")
+    trial = loopback.measure("cuda_ipc", tmp_path, 4 * MIB, one_gpu)
     assert (trial.state, trial.why) == ("ok", "")
     assert not list(tmp_path.iterdir())  # no file stood in for it
     assert not fake.leftovers()
