@@ -41,6 +41,6 @@ def takes_s(rate: Rate, nbytes: int) -> float:
     return rate.seconds(nbytes) * MARGIN + LOAD_S if rate.is_known else 0.0
 
 
-def patience_s(computing_s: float, most_s: float = math.inf) -> float:
+def patience_s(computing_s: float, most_s: float) -> float:
     """For how long a load is waited for that replaces so much computing."""
     return min(most_s, max(MIN_LOAD_S, LATE * computing_s))

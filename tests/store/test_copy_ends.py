@@ -1,134 +1,13 @@
 """Whatever happens to a push in whatever state, it ends once, in order, and leaves nothing behind."""
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from push_stage import MIB, FakePeerTier, SendingStage
+from push_stage import FakePeerTier, SendingStage
 
 from pdx.errors import TransferAborted, WriteRefused
 from pdx.wire.messages import Release
 
 TRANSFER = "transfer-0123456789"
-
-
-@pytest.fixture
-def stage(tmp_path):
-    made = SendingStage(tmp_path)
-    yield made
-    made.close()
-
-
-class Case:
-    """One push of two chunks of four layers, brought into a state."""
-
-    def __init__(self, stage):
-        self.stage = stage
-        self.slots = stage.reserve([0, 1], 4 * MIB, layers=4)
-
-    def start(self):
-        self.stage.start([0, 1], transfer=TRANSFER)
-
-    @property
-    def push(self):
-        return next(iter(self.stage.copies.of(self.stage.way)), None)
-
-    # states
-
-    def unoffered(self):
-        self.stage.way.is_usable = False
-        self.start()
-
-    def offered(self):
-        self.start()
-
-    def running(self):
-        self.start()
-        self.stage.grant(self.stage.way.offers[0])
-
-    def writing(self):
-        self.running()
-        self.stage.fill(self.slots, 0)
-
-    def all_sent(self):
-        self.running()
-        self.stage.fill(self.slots, 0, 4, seal=True)
-
-    def cancelled_while_writing(self):
-        self.writing()
-        self.stage.copies.cancel(TRANSFER)
-
-    def stopped_while_writing(self):
-        self.writing()
-        self.stage.copies.stopped(self.stage.way, 1, "")
-
-    def lost_while_writing(self):
-        self.writing()
-        self.lost()
-
-    # events
-
-    def granted(self):
-        if self.stage.way.offers:
-            self.stage.grant(self.stage.way.offers[0])
-
-    def stop(self):
-        self.stage.copies.stopped(self.stage.way, 1, "no more room")
-
-    def cancel(self):
-        self.stage.copies.cancel(TRANSFER)
-
-    def lost(self):
-        self.stage.way.is_usable = False
-        self.stage.copies.lost(self.stage.way)
-
-    def late(self):
-        self.stage.copies.tick(self.stage.now + 1000)
-
-    def source_dies(self):
-        self.stage.lose(self.slots)
-
-    def filled(self):
-        self.stage.fill(self.slots, 0, 4, seal=True)
-
-    def write_ends(self):
-        if self.stage.way.jobs:
-            self.stage.finish()
-
-    def write_fails(self):
-        if self.stage.way.jobs:
-            self.stage.finish(error=WriteRefused("not granted"))
-
-
-STATES = [
-    "unoffered",
-    "offered",
-    "running",
-    "writing",
-    "all_sent",
-    "cancelled_while_writing",
-    "stopped_while_writing",
-    "lost_while_writing",
-]
-EVENTS = ["granted", "stop", "cancel", "lost", "late", "source_dies", "filled", "write_ends", "write_fails"]
-IMPOSSIBLE = {("running", "granted"), ("writing", "granted"), ("all_sent", "filled")}  # the first is malformed
-
-
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("state", STATES)
-def test_every_event_in_every_state(stage, state, event):
-    if (state, event) in IMPOSSIBLE:
-        return
-    case = Case(stage)
-    getattr(case, state)()
-    getattr(case, event)()
-    in_between(stage)
-    if case.push is not None and case.push.state != "draining":
-        case.cancel()
-    in_between(stage)
-    while stage.way.jobs:
-        in_between(stage)
-        stage.finish(error=TransferAborted("") if stage.way.aborted else None)
-    after(stage)
 
 
 def in_between(stage):
@@ -143,38 +22,30 @@ def in_between(stage):
     assert not alive & set(said), "it said that it writes nothing more, and it does"
 
 
-def after(stage):
-    """What holds in the end."""
-    assert len(stage.over) == 1
-    offered = [offer.push for offer in stage.way.offers]
-    is_lost = not stage.way.is_usable
-    assert [body.lease for body in stage.way.farewells] == offered or is_lost
-    for number, is_complete in stage.over:
-        assert Release(number, not is_complete) not in stage.way.farewells
-    stage.assert_idle()
-
-
+CHUNKS = 4
+NUMBER = st.integers(0, CHUNKS - 1)
 EVENT = st.one_of(
-    st.tuples(st.just("start"), st.integers(0, 5), st.integers(1, 3)),
-    st.tuples(st.just("grant"), st.integers(0, 9), st.integers(0, 7)),
-    st.tuples(st.just("fill"), st.integers(0, 5), st.integers(0, 2)),
-    st.tuples(st.just("lose"), st.integers(0, 5), st.just(0)),
-    st.tuples(st.just("finish"), st.integers(0, 9), st.booleans()),
-    st.tuples(st.just("stop"), st.integers(0, 9), st.just(0)),
-    st.tuples(st.just("cancel"), st.integers(0, 3), st.just(0)),
+    st.tuples(st.just("start"), NUMBER, st.integers(1, 3)),
+    st.tuples(st.just("grant"), NUMBER, st.sampled_from([7, 7, 7, 5, 0])),
+    st.tuples(st.just("fill"), NUMBER, st.integers(0, 2)),
+    st.tuples(st.just("fill"), NUMBER, st.integers(0, 2)),
+    st.tuples(st.just("lose"), NUMBER, st.just(0)),
+    st.tuples(st.just("finish"), NUMBER, st.booleans()),
+    st.tuples(st.just("stop"), NUMBER, st.just(0)),
+    st.tuples(st.just("cancel"), st.integers(0, 1), st.just(0)),
     st.tuples(st.just("tick"), st.integers(0, 40), st.just(0)),
     st.tuples(st.just("lost"), st.just(0), st.just(0)),
+    st.tuples(st.just("usable"), st.booleans(), st.just(0)),
 )
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(events=st.lists(EVENT, max_size=60), group=st.integers(1, 4))
+@given(events=st.lists(EVENT, min_size=20, max_size=60), group=st.integers(1, 4))
 def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events, group):
     stage = SendingStage(tmp_path_factory.mktemp("stage"), granules=64, group_bytes=group * 4096, window_bytes=3 * 4096)
-    stage.way = JudgingWay()
-    stage.way.stage = stage
+    stage.way = JudgingWay(stage)
     try:
-        slots = dict(enumerate(stage.reserve(list(range(6)), 3 * 4096, layers=3)))
+        slots = dict(enumerate(stage.reserve(list(range(CHUNKS)), 3 * 4096, layers=3)))
         for event in events:
             do(stage, slots, *event)
             check(stage, slots)
@@ -183,6 +54,10 @@ def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events, gro
         check(stage, slots)
         stage.assert_idle()
         assert sorted(number for number, _ in stage.over) == list(range(1, len(stage.over) + 1))
+        said = {body.lease: body for body in stage.way.farewells}
+        assert said.keys() == {offer.push for offer in stage.way.offers} - stage.way.lost, "whoever was asked is told"
+        for number, is_complete in stage.over:
+            assert said.get(number) != Release(number, not is_complete)
         stage.store.let_go(stage.store.unfinished(slots.values()))
         stage.free_what_is_sealed()
     finally:
@@ -194,12 +69,12 @@ def do(stage, slots, verb, one, two):
     pushes = stage.copies.of(stage.way)
     match verb:
         case "start":
-            stage.start(list(range(one, min(6, one + two))), transfer=f"{TRANSFER}-{one % 4}")
+            stage.start(list(range(one, min(CHUNKS, one + two))), transfer=f"{TRANSFER}-{one % 2}")
         case "grant" if pushes:
             push = pushes[one % len(pushes)]
-            if push.state == "queued":
-                (offer,) = (offer for offer in stage.way.offers if offer.push == push.number)
-                stage.grant(offer, [n for n in range(len(offer.keys)) if two >> n & 1])
+            for offer in stage.way.offers:
+                if offer.push == push.number and push.state == "queued":
+                    stage.grant(offer, [n for n in range(len(offer.keys)) if two >> n & 1])
         case "fill" | "lose" if one in slots:
             (chunk,) = stage.store.unfinished([slots[one]]) or (None,)
             if verb == "lose":
@@ -218,7 +93,12 @@ def do(stage, slots, verb, one, two):
             stage.now += one
             stage.copies.tick(stage.now)
         case "lost":
+            stage.way.lost |= {push.number for push in pushes}
             stage.copies.lost(stage.way)
+        case "usable":
+            stage.way.is_usable = one
+            if one:
+                stage.copies.ready(stage.way)
 
 
 def check(stage, slots):
@@ -234,7 +114,8 @@ def check(stage, slots):
             assert stage.store.at(chunk.slot) is chunk, "given away while it is read"
     for push in pushes.values():
         assert push.unfilled_bytes == unfilled_bytes(push) or push.state != "running"
-    assert not any(is_due(stage, push) for push in pushes.values()) or not stage.has_room, "filled, and never sent"
+    has_room = stage.has_room and stage.way.is_usable
+    assert not any(is_due(stage, push) for push in pushes.values()) or not has_room, "filled, and never sent"
 
 
 def unfilled_bytes(push):
@@ -260,7 +141,10 @@ def is_due(stage, push):
 class JudgingWay(FakePeerTier):
     """Compares each choice with what looking at all pushes would choose."""
 
-    stage = None
+    def __init__(self, stage):
+        super().__init__(over=stage.way.told_over)
+        self.stage, self.max_inflight_bytes = stage, stage.window_bytes
+        self.lost = set()  # pushes under way when it was gone: there was nobody to tell
 
     def store(self, job):
         super().store(job)

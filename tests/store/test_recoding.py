@@ -50,7 +50,7 @@ def account_is_true(bed):
     assert bed.tier.used_bytes == bed.tier._index.nbytes == sum(file.charge for file in files)
     assert sorted(chunk_file.path_of(bed.root, file) for file in files) == bed.files
     assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
-    for name in ("_admitted", "_busy", "_later", "_going", "_works"):
+    for name in ("_admitted", "_busy", "_later", "_works"):
         assert not getattr(bed.tier, name), name
     assert not bed.tier._recoded
 
@@ -203,6 +203,19 @@ def test_what_is_deleted_meanwhile_is_gone(bed, gate):
         until_over(bed, handle)
     assert [handle.done for handle in handles] == [0, 0]
     assert bed.files == []
+    account_is_true(bed)
+
+
+def test_a_file_that_is_being_removed_is_not_written_at_the_same_time(bed, gate):
+    assert bed.store(1)
+    gate("remove")
+    assert until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print)).done == 1
+    assert gate.arrived.acquire(timeout=60)
+    handle = until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], NONE, 1, print))
+    assert handle.failed == {"busy": 1}
+    gate.opened.set()
+    bed.settle()
+    assert bed.load(1) is None
     account_is_true(bed)
 
 

@@ -55,9 +55,9 @@ class DiskFiles(StoreTier):
         self._index = FileIndex(limit_bytes, host.env)
         self._numbers = itertools.count(-1, -1)  # of jobs that recode: no copy has such
         self._looked_at = -math.inf
-        self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed, by key and shard
-        self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
-        self._going: Counter[tuple[bytes, int]] = Counter()  # files that are removed and cannot be found
+        # By key: shards of which files are being written or removed, whether or not they can be found, and by what …
+        self._busy: dict[bytes, list[tuple[int, Task]]] = {}
+        self._later: dict[tuple[bytes, int], list[Job]] = {}  # … and what is to be stored then
         self._reading: Counter[tuple[bytes, int]] = Counter()
         # Chunks that are stored in another form: how many of their files are not written yet, and what has failed.
         self._recoded: dict[Pair, tuple[int, TierError | None]] = {}
@@ -96,7 +96,7 @@ class DiskFiles(StoreTier):
         is_forgotten = self._forgotten.last > admitted and self._forgotten.since(part.key, admitted)
         if is_forgotten or self._index.has(part.key, part.shard):
             return self._end(job)
-        if part.shard in self._busy.get(part.key, ()) or (self._going and self._going[part.key, part.shard]):
+        if part.key in self._busy and self._is_busy(part.key, part.shard):
             return self._later.setdefault((part.key, part.shard), []).append(job)
         slot, block_bytes = part.slot, self._folder.block_bytes
         task = Task(job, charge=chunk_file.disk_bytes(slot.nbytes, part.layers, block_bytes=block_bytes))
@@ -128,9 +128,12 @@ class DiskFiles(StoreTier):
             self._take_out(victims, task)
         self._index.used_bytes += task.hold - freed
         self._index.coming += 1
-        self._busy.setdefault(part.key, {})[part.shard] = task
+        self._busy.setdefault(part.key, []).append((part.shard, task))
         self._give(task, self._writes)
         return True
+
+    def _is_busy(self, key: bytes, shard: int) -> bool:
+        return any(each == shard for each, _ in self._busy.get(key, ()))
 
     def _refuse(self, job: Job, why: str) -> None:
         self._end(job, TierError(f"{self.folder} leaves it out: {_LEFT_OUT[why]}", why))
@@ -158,7 +161,7 @@ class DiskFiles(StoreTier):
         self.note(file.key for file in files)
         for file in files:
             self._health.forget(file.key)
-            self._busy.setdefault(file.key, {})[file.shard] = task
+            self._busy.setdefault(file.key, []).append((file.shard, task))
             self._count("removed")
             why = Cause.FORGOTTEN if file.key in task.forgotten else Cause.REMOVED
             self.history.note([file.key], why, self.env.clock())
@@ -263,17 +266,12 @@ class DiskFiles(StoreTier):
         else:
             self._warn(work.error)
 
-    def _remove_anew(self, file: ChunkFile) -> None:
-        """This one, which cannot be found, could not be removed in its time; a store of its chunk waits for that."""
-        self._busy.setdefault(file.key, {})[file.shard] = self._remove_unfound(file)
-
-    def _remove_unfound(self, file: ChunkFile) -> Task:
+    def _remove_unfound(self, file: ChunkFile) -> None:
         """Remove a file that cannot be found. At the start: there is a newer one of its chunk with another size."""
-        task = Task(victims=[file], hold=file.charge, forgotten={file.key}, is_unfound=True)
-        self._going[file.key, file.shard] += 1
+        task = Task(victims=[file], hold=file.charge, forgotten={file.key})
+        self._busy.setdefault(file.key, []).append((file.shard, task))
         self._index.used_bytes += file.charge
         self._clear(task)
-        return task
 
     def _doubt(self, why: str) -> None:
         """What waits for a thread is given up: it would keep memory, and those who wait for it."""
@@ -311,8 +309,6 @@ class DiskFiles(StoreTier):
         """Files were removed, or not."""
         self._settle(task)
         self._index.leaving -= task.hold
-        if task.is_unfound:
-            self._going -= Counter((file.key, file.shard) for file in task.victims)
         if task.error is not None:
             self._warn(task.error)
         for file in task.victims:
@@ -327,7 +323,7 @@ class DiskFiles(StoreTier):
             if file.key not in task.forgotten:
                 self._insert(file)
             elif task.error is not None and task.error.kind == "paused":  # nobody has tried to remove it
-                self._remove_anew(file)
+                self._remove_unfound(file)
             else:
                 self._index.stick(file)
 
@@ -356,12 +352,12 @@ class DiskFiles(StoreTier):
 
     def _free(self, task: Task, key: bytes, shard: int) -> None:
         """A task is done with this file: what is to be stored there may be begun."""
-        of_key = self._busy.get(key, {})
-        if of_key.get(shard) is task:  # else something else is to be done to this file now
-            del of_key[shard]
+        of_key = self._busy.get(key, [])
+        if (shard, task) in of_key:
+            of_key.remove((shard, task))
             if not of_key:
                 del self._busy[key]
-        if self._later and shard not in of_key:
+        if self._later and not self._is_busy(key, shard):
             for job in self._later.pop((key, shard), ()):
                 self.store(job)
 

@@ -40,7 +40,6 @@ class Task(Work):
     source: ChunkFile | None = None  # what is written anew in another form, instead of what is in the arena …
     recoding: Recoding | None = None  # … for this
     is_unread: bool = False  # that could not be read, which the thread sets
-    is_unfound: bool = False  # its victim cannot be found, nor keeps its key from being found
     forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
 
 

@@ -232,7 +232,7 @@ class DiskTier(DiskFiles):
             if not self.is_scanned:
                 self._evicted.add(key)
             self._forgotten.note(key)
-            for shard, task in self._busy.get(key, {}).items():
+            for shard, task in self._busy.get(key, ()):
                 task.forgotten.add(key)
                 if task.job is not None and (task.part.key, task.part.shard) == (key, shard):
                     task.is_cancelled = True

@@ -63,13 +63,12 @@ _OF_CHUNKS = ("missing", "corrupt", "truncated", "outdated")  # … and of what 
 class RemoteTier(StoreTier):
     """See `StoreTier`. `close` waits for calls that are under way."""
 
-    kind = "remote"
+    kind = name = "remote"
     is_shared = True
     loads_at_once = THREADS
 
-    def __init__(self, host: TierHost, backend: Backend, codec: str = NONE, *, name: str = "remote") -> None:
+    def __init__(self, host: TierHost, backend: Backend, codec: str = NONE) -> None:
         """`backend` reaches the store; it is closed with the tier."""
-        self.name = name
         self._backend = backend
         self._asks, self._loads, self._stores = lanes = Lane(THREADS), Lane(THREADS), Lane(THREADS)
         super().__init__(host, codec, 3 * THREADS, lanes)
