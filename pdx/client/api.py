@@ -174,13 +174,14 @@ class Node:
 class _MappedChunk:
     """A slot of the arena in this process's address space; on a GPU, from the first `tensor` on."""
 
+    _is_writable = False
+
     def __init__(self, node: Node, name: str, slot: Slot) -> None:
         self._node = node
         self._arena = node._connection.arena
         self.name = name
         self.slot = slot
         self._open = True
-        self._is_writable = False
         self._device = -1  # ordinal of the GPU that may be working on a tensor of it
 
     def __repr__(self) -> str:
@@ -203,7 +204,7 @@ class _MappedChunk:
         :raises LayoutError: they are on a GPU; use `tensor`.
         """
         view = self._arena.view(self.slot)
-        return view if self._is_writable else view.toreadonly()
+        return view if self._is_writable and self._open else view.toreadonly()
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> torch.Tensor:
         """The chunk's bytes as a tensor that shares them, on the node's GPU if it has one. Of a readable chunk: read,
@@ -241,10 +242,11 @@ class _MappedChunk:
 class WritableChunk(_MappedChunk):
     """A chunk being filled by this process. Leaving its `with` block without `seal()` aborts it."""
 
+    _is_writable = True
+
     def __init__(self, node: Node, name: str, slot: Slot, parts: int) -> None:
         super().__init__(node, name, slot)
         self._parts = parts
-        self._is_writable = True
 
     def fill(self, part: int) -> None:
         """Part `part` is filled. Parts not named are taken as filled by `seal()`.
@@ -261,7 +263,7 @@ class WritableChunk(_MappedChunk):
         :raises StaleSlot: the reservation ended before.
         """
         self._fill(messages.Fill([self.slot], layers=self._parts, seal=True))
-        self._open = self._is_writable = False
+        self._open = False
 
     def _fill(self, fill: messages.Fill) -> None:
         self._finish()
