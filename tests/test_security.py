@@ -125,7 +125,7 @@ def test_every_place_that_listens_is_known():
     assert {path for path in binds if not path.startswith("transports/")} == {
         "pdx/node/metrics.py",  # tests/node/test_node_metrics.py
         # Sends to whoever subscribes, and reads topics and numbers: with --events; beyond this host to who has a key.
-        "pdx/node/events/sockets.py",  # tests/node/events/test_publisher.py
+        "pdx/node/events/publisher.py",  # tests/node/events/test_publisher.py
         "pdx/node/handover.py",  # tests/cuda/test_gpu_handover.py
         "pdx/security/accept_queue.py",  # tests/node/test_process_socket.py
         "pdx/security/tcp_filter.py",  # tests/security/test_tcp_filter.py

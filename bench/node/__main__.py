@@ -18,7 +18,7 @@ from pathlib import Path
 from pdx.bench.harness.nodes import Asking, asking, one_node
 from pdx.bench.harness.report import Figure, at_most, plain, publish
 from pdx.memory.arena import Arena
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
 from pdx.wire.messages import Abort, Admit, Fill, Ping, Release

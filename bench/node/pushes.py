@@ -23,7 +23,7 @@ from pdx.client.api import Node
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.store import Store

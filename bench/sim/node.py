@@ -80,7 +80,7 @@ class SimulatedNode:
             scale=scale,
             chunk_bytes=GRANULE_BYTES,
             on_removed=service.tiers.storing.removed,
-            is_used=service.store.index.is_found,
+            is_used=service.tiers.is_used,
         )
 
     def _attach(self, kind: str) -> Session:

@@ -18,7 +18,7 @@ from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.oracle import Belady, Future
 from pdx.bench.sim.requests import Request, Trace
 from pdx.memory.arena import GRANULE_BYTES, TABLE_BYTES, Arena
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.policies import by_name
 from pdx.store.store import Store
 from pdx.telemetry.env import Env

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pdx.bench.harness.report import Figure, at_most, plain, publish
 from pdx.memory.arena import GRANULE_BYTES, TABLE_BYTES, Arena
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
 

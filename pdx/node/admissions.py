@@ -10,30 +10,26 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.config import NodeConfig, node_name
 from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.node.explanations import Explanations
-from pdx.node.hinting import Hinting
-from pdx.node.peers.peers import Peers
-from pdx.node.sessions import Session, Sessions
-from pdx.store.chunk import Chunk, Origin
-from pdx.store.claim import Claim
+from pdx.node.sessions import Session
+from pdx.store.chunk import Chunk, Claim, Origin, Wanted
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.paying import UNKNOWN, Computing
-from pdx.store.store import Store
-from pdx.store.tiers import Tiers
-from pdx.store.transfers import Transfers
-from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.wire.base import check_slots
 from pdx.wire.hints import Verdict
 from pdx.wire.messages import Admit, Admitted, Answer, Refused
+
+if TYPE_CHECKING:
+    from pdx.node.service import Service
 
 log = logging.getLogger("pdx.node")
 
@@ -88,7 +84,6 @@ class Waiting:
         return len(self._of_session.get(session.number, ())) < MAX_OF_SESSION
 
     def add(self, waiter: Waiter) -> None:
-        """This one waits from now on."""
         number = next(self._numbers)
         self._waiters[number] = waiter
         self._of_session[waiter.session.number].add(number)
@@ -143,31 +138,21 @@ class Admissions:
     """Answers each request from the store, and knows whether what is missing may still come. Owned by the control
     loop."""
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        env: Env,
-        *,
-        store: Store,
-        sessions: Sessions,
-        transfers: Transfers,
-        tiers: Tiers,
-        peers: Peers,
-        hinting: Hinting,
-    ) -> None:
-        self._config = config
-        self._name = node_name(config)
-        self._store = store
-        self._sessions = sessions
-        self._transfers = transfers
-        self._tiers = tiers
-        self._peers = peers
-        self._hinting = hinting
-        self._counters = env.counters
-        self._faults = env.faults
-        self._clock = env.clock
+    def __init__(self, service: Service) -> None:
+        self._config = service.config
+        self._name = service.name
+        self._store = service.store
+        self._sessions = service.sessions
+        self._transfers = service.transfers
+        self._tiers = service.tiers
+        self._peers = service.peers
+        self._hinting = service.hinting
+        self._counters = service.counters
+        self._news = service.env.news
+        self._faults = service.env.faults
+        self._clock = service.env.clock
         self._waiting = Waiting()
-        self.explanations = Explanations(store, tiers, sessions, peers.why_not)
+        self.explanations = Explanations(service)
 
     def ask(self, session: Session, ask: Admit) -> Admitted | None:
         """The answer; None: it comes later.
@@ -204,13 +189,8 @@ class Admissions:
 
     def late_answers(self) -> Iterator[tuple[Session, int, Answer]]:
         """After each turn of the control loop: answers to what has waited, with the numbers of their messages."""
-        transfers, fetches = self._transfers.ended, self._peers.fetches.ended
-        self._waiting.changed(transfers)
-        self._waiting.changed(("fetch", key) for key in fetches)
-        self._waiting.changed(self._tiers.found)
-        transfers.clear()
-        fetches.clear()
-        self._tiers.found.clear()
+        self._waiting.changed(self._news)
+        self._news.clear()
         now = self._clock()
         for waiter in self._waiting.take(now):
             answer: Answer | None = Admitted()  # where what follows fails: nothing is there
@@ -224,7 +204,6 @@ class Admissions:
                 yield waiter.session, waiter.seq, answer
 
     def due_in(self, now: float) -> float:
-        """Seconds until there is a late answer, whatever else happens."""
         return self._waiting.due_in(now)
 
     def changed(self, chunks: Iterable[Chunk], transfers: Iterable[str] = ()) -> None:
@@ -234,7 +213,6 @@ class Admissions:
             self._waiting.filled(name, self._transfers.left_s)
 
     def end_session(self, session: Session) -> None:
-        """The process is gone."""
         self._waiting.end_session(session)
 
     def _late(self, waiter: Waiter, now: float) -> Admitted | None:
@@ -296,7 +274,8 @@ class Admissions:
             self._counters["hit_chunks"] += min(len(hits), ask.sought)
             self._counters["part_hit_blocks"] += part_blocks
             if len(hits) < ask.sought and self._tiers.below:
-                self._tiers.missed(ask.keys[len(hits)], is_named=session.hello.kind == "client")
+                is_named = session.hello.kind == "client"
+                self._tiers.missed(ask.keys[len(hits)], self._tiers.below, is_named=is_named)
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
         verdicts = self._carry_out_hints(session, ask, granted, arenas)
@@ -435,15 +414,16 @@ class Admissions:
         names = ask.names(hits)
         if not (names and ask.lease_s and ask.wait_s):
             return None
-        who, computing = _who(session, ask), self._computing(session, ask.shards)
         if not self._tiers.below:
             return None
+        computing = self._computing(session, ask.shards)
         for key, count in self._tiers.parts(ask.before(hits), names, ask.shards):
             more = count - self._part(ask, hits, arenas)[1]
             if more <= 0 or key in ask.keys[hits : hits + 1]:  # that one is not worth its load as a whole, or gone
                 continue
             part = computing._replace(chunk_s=computing.chunk_s * more / ask.chunk_blocks)
-            seconds = self._tiers.may_come([*ask.keys[:hits], key], hits, ask.shards, arenas, who=who, computing=part)
+            wanted = Wanted([*ask.keys[:hits], key], ask.shards, arenas, who=_who(session, ask))
+            seconds = self._tiers.may_come(wanted, hits, computing=part)
             if seconds:
                 return Patience(hits, key, seconds)
         return None
@@ -452,24 +432,21 @@ class Admissions:
         """For how many seconds to wait for what is missing; 0: nothing comes."""
         if ask.nbytes and not ask.lease_s:
             return 0.0  # it writes what is missing, and reads nothing
-        who = _who(session, ask)
-        awaited = ask.awaits
+        is_named, awaited = session.hello.kind == "client", ask.awaits
+        wanted = Wanted(ask.keys, ask.shards, arenas, is_named, _who(session, ask))
         if awaited is not None:
             if self._transfers.is_given_up(awaited):
                 return 0.0
-            if arenas and self._tiers.may_come(ask.keys, hits, ask.shards, arenas, transfer=awaited, who=who):
+            if arenas and self._tiers.may_come(wanted, hits, transfer=awaited):
                 return math.inf
             if self._transfers.is_under_way(awaited) or self._store.index.is_filling(ask.keys[hits], ask.shards):
                 return math.inf
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
                 return math.inf
-        is_named, computing = session.hello.kind == "client", self._computing(session, ask.shards)
-        if self._tiers.below or arenas or ask.keys[hits] in self._store.index.partial:
-            patience_s = self._tiers.may_come(
-                ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who, computing=computing
-            )
-            if patience_s:
-                return patience_s
+        computing = self._computing(session, ask.shards)
+        has_more = self._tiers.below or arenas or ask.keys[hits] in self._store.index.partial
+        if has_more and (patience_s := self._tiers.may_come(wanted, hits, computing=computing)):
+            return patience_s
         if ask.source in ("", self._name):
             return 0.0
         try:
@@ -484,7 +461,7 @@ class Admissions:
         if chunk_s == math.inf:
             return UNKNOWN
         workers = self._sessions.workers(session.hello.engine, shards)
-        unfilled = self._store.index.num_unfilled(workers[0].number) if workers else 0
+        unfilled = self._store.index.writers.count(workers[0].number) if workers else 0
         return Computing(chunk_s, BACKLOG_LEFT * unfilled * chunk_s)
 
 

@@ -14,7 +14,8 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.copies import CopyStream
@@ -23,8 +24,7 @@ from pdx.cuda.page_lock import PageLock
 from pdx.errors import ArenaTooSmall, GpuError, PdxError, StaleSlot, TransferAborted
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
-from pdx.store.chunk import NODE, Origin
-from pdx.store.claim import Claim
+from pdx.store.chunk import NODE, Claim, Origin
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy
 from pdx.store.history import Cause
@@ -88,7 +88,6 @@ class ArenaTier(Tier):
         return Grant(granted, slots)
 
     def store(self, job: Job) -> None:
-        """Copy between two arenas."""
         self._jobs.put(job)
 
     def cancel(self, copy: Copy) -> None:
@@ -136,14 +135,11 @@ class ArenaTier(Tier):
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._post(self._ended(job, self._move(job)))
+            self._post(partial(self._over, job, self._move(job)))
         for stream in self._streams.values():
             stream.close()
         if self._page_lock is not None:
             self._page_lock.close()
-
-    def _ended(self, job: Job, error: PdxError | None) -> Callable[[], None]:
-        return lambda: self._over(job, error)
 
     def _move(self, job: Job) -> PdxError | None:
         if job.number in self._cancelled or self._is_closing:

@@ -25,8 +25,7 @@ from pdx.cuda.gpu import Gpu
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
 from pdx.node.events.follower import Follower
-from pdx.node.events.publisher import Publisher
-from pdx.node.events.sockets import Readers
+from pdx.node.events.publisher import Publisher, Readers
 from pdx.node.handover import HandoverServer
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
@@ -137,7 +136,7 @@ class Daemon:
                     undo.callback(self._handovers[-1].close)
             undo.callback(self.service.tiers.close)
             self.service.open_tiers()
-            undo.callback(self.service.controls.close)
+            undo.callback(self.service.controls.jobs.close)
             self._poller.register(self.env.mailbox.fd, zmq.POLLIN)
             if config.metrics:
                 undo.callback(
@@ -355,7 +354,7 @@ class Daemon:
                     case Follow():
                         self._follower.asked(message)
                     case Prefilled(transfer):
-                        self.service.prefilled(transfer, "the proxy")
+                        self.service.transfers.prefilled(transfer, self.env.clock(), "the proxy")
                     case PeerList(peers):
                         self._peers.told(peers)
                     case Order(number, verb):

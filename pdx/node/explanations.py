@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from pdx.memory.keys import KEY_BYTES
-from pdx.node.sessions import Session, Sessions, differing
+from pdx.node.sessions import Session, differing
 from pdx.store.chunk import Chunk, Origin
 from pdx.store.history import ago
 from pdx.store.lifecycle import State
-from pdx.store.store import Store
-from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
 from pdx.telemetry.recent import remember
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.explained import Explained, Explanation, Reason
 from pdx.wire.messages import Admit, Admitted, Hello
+
+if TYPE_CHECKING:
+    from pdx.node.service import Service
 
 MAX_REQUESTS = 4096  # that are remembered
 MAX_KEYS = 1 << 17  # of all requests whose keys are remembered
@@ -35,19 +37,12 @@ class Explanations:
     To explain costs a look at each chunk that is hit, and at the first that are not, once, when it is answered.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        tiers: Tiers,
-        sessions: Sessions,
-        why_not_fetched: Callable[[Admit, int, float], str],
-    ) -> None:
-        """`why_not_fetched`: see `Peers.why_not`."""
-        self._sessions = sessions
-        self._why_not_fetched = why_not_fetched
-        self._store = store
-        self._index = store.index
-        self._tiers = tiers
+    def __init__(self, service: Service) -> None:
+        self._sessions = service.sessions
+        self._peers = service.peers
+        self._store = service.store
+        self._index = service.store.index
+        self._tiers = service.tiers
         self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
         # Of the last prompts by their first block: who asked, and what leads up to the first chunk (its layout's). A
         # block's name covers its tokens and what the engine hashes with them (cache salt, adapter, images).
@@ -187,7 +182,7 @@ class Explanations:
     def _of_misses(self, session: Session, ask: Admit, first: int, now: float) -> Iterator[Reason]:
         end = min(ask.sought, first + MAX_EXPLAINED)
         chunk_s = self._sessions.chunk_s(session, ask.shards)
-        slow = self._why_not_fetched(ask, ask.sought - first, chunk_s) if ask.source else ""
+        slow = self._peers.why_not(ask, ask.sought - first, chunk_s) if ask.source else ""
         why = [self._why(session, ask, index, now, chunk_s, slow) for index in range(first, end)]
         why += [("gap", "behind the first that are missing")] * (ask.sought - end)
         for (kind, text), run in itertools.groupby(why):

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.config import NodeConfig
-from pdx.node.look_ahead import LookAhead, Wanted
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import Chunk, Wanted
 from pdx.store.hints import Demotions, Ends
 from pdx.store.history import Cause
 from pdx.store.lifecycle import State
-from pdx.store.store import Store
-from pdx.store.tiers import Tiers
-from pdx.telemetry.env import Env
 from pdx.wire.hints import OWN, Hints, Verdict
 from pdx.wire.messages import Admit
 from pdx.wire.verbs import Advise, Advised
+
+if TYPE_CHECKING:
+    from pdx.node.service import Service
 
 AGAIN_S = 1.0  # what is being filled when it should be forgotten is looked at again after that
 Outcome = tuple[str, str, str]  # of one field: outcome, why, and what it was clipped to
@@ -43,15 +42,15 @@ class Hinting:
     sessions by their names, each within its tenant.
     """
 
-    def __init__(self, config: NodeConfig, env: Env, *, store: Store, tiers: Tiers, look_ahead: LookAhead) -> None:
-        self._config = config
-        self._store = store
-        self._tiers = tiers
-        self._look_ahead = look_ahead
-        self._counters = env.counters
-        self._clock = env.clock
+    def __init__(self, service: Service) -> None:
+        self._config = service.config
+        self._store = service.store
+        self._tiers = service.tiers
+        self._look_ahead = service.look_ahead
+        self._counters = service.counters
+        self._clock = service.env.clock
         self.ends = Ends()
-        self.demotions = Demotions(store, tiers, env, within_s=config.push_s)
+        self.demotions = Demotions(self._store, self._tiers, service.env, within_s=self._config.push_s)
 
     # ---- who says it ------------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ class Hinting:
         runs = [*self._runs(hints, wanted)]
         if not runs:
             return "refused", "none of its chunks is in memory", ""
-        if not any(self.demotions.below(chunk) for chunks in runs for chunk in chunks[:1]):
+        if not any(self._tiers.storing.below(chunk) for chunks in runs for chunk in chunks[:1]):
             return "refused", "there is no tier below that its chunks could leave memory for (--disk, --remote)", ""
         keys = [chunks[0].key for chunks in runs if not chunks[0].tail]
         shared = self._look_ahead.shared(keys, (hints.salt, name))

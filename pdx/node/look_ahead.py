@@ -13,18 +13,20 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from pdx.node.sessions import Session
-from pdx.store.chunk import NODE
+from pdx.store.chunk import NODE, Wanted
 from pdx.store.copy import Copy
 from pdx.store.deadlines import Deadlines
-from pdx.store.store import Store
-from pdx.store.tiers import Tiers
-from pdx.telemetry.env import Env
 from pdx.wire.messages import Admit, Expect
+
+if TYPE_CHECKING:
+    from pdx.node.service import Service
 
 SHARE = 0.5  # of the first arena, for what the queue wants
 MAX_REQUESTS = 4096  # of all queues together
@@ -40,23 +42,7 @@ Of = tuple[bytes, str]  # a session of requests: its tenant (`Hints.salt`) and i
 Name = str | Of  # of what is expected: an engine's request, or the next one of a session
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """What a request will ask for, or the last one of a session has asked for."""
-
-    keys: Sequence[bytes]
-    shards: int
-    arenas: Sequence[int]
-    is_named: bool  # the keys are a client's names
-
-    @classmethod
-    def of(cls, session: Session, ask: Admit | Expect, arenas: Sequence[int]) -> Wanted:
-        """What this session says."""
-        return cls(ask.keys, ask.shards, arenas, session.hello.kind == "client")
-
-
 class Expected(msgspec.Struct, eq=False):
-    """One request in a queue, or on its way."""
-
     request: Name
     number: int  # its place in the order in which they came
     wanted: Wanted
@@ -71,18 +57,18 @@ class LookAhead:
     A call costs what it names; `turn` looks each request up once, and again when a remote store has answered.
     """
 
-    def __init__(self, store: Store, tiers: Tiers, env: Env) -> None:
-        self._store = store
-        self._tiers = tiers
-        self._counters = env.counters
+    def __init__(self, service: Service) -> None:
+        self._store = service.store
+        self._tiers = service.tiers
+        self._copies = service.copies
+        self._counters = service.counters
         self._expected: dict[tuple[int, Name], Expected] = {}
         self._by_number: dict[int, Expected] = {}
-        self._of_session: dict[int, dict[Name, None]] = {}
         self._numbers = 0
         self._keys = 0
         self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
         self._nbytes = 0  # of all that were looked up
-        self._clock = env.clock
+        self._clock = service.env.clock
         self._last: OrderedDict[Of, Wanted] = OrderedDict()  # the one that came last at the end
         self._last_keys = 0  # of all of them
         self._users: dict[bytes, Counter[bytes]] = {}  # by tenant, how many of them used a key
@@ -95,7 +81,7 @@ class LookAhead:
         """A request of this session waits for its turn, or, without keys, does so no more; whether it is heeded."""
         if not ask.keys:
             return self._end(session.number, ask.request, is_over=True)
-        return self._add(session.number, ask.request, Wanted.of(session, ask, arenas))
+        return self._add(session.number, ask.request, _wanted(session, ask, arenas))
 
     def kept(self, session: str) -> tuple[dict[str, tuple[int, int]], int]:
         """By session whose name contains this, those that came last first, how many chunks of its last request memory
@@ -155,7 +141,7 @@ class LookAhead:
             self._forget(name)
         if len(ask.keys) > MAX_KEYS:
             return
-        self._last[name] = Wanted.of(session, ask, arenas)
+        self._last[name] = _wanted(session, ask, arenas)
         self._last_keys += len(ask.keys)
         self._users.setdefault(name[0], Counter()).update(ask.keys)
         while len(self._last) > MAX_SESSIONS or self._last_keys > MAX_KEYS:
@@ -188,7 +174,6 @@ class LookAhead:
         self._numbers += 1
         expected = self._expected[name] = Expected(request, self._numbers, wanted, until)
         self._by_number[self._numbers] = expected
-        self._of_session.setdefault(session, {})[request] = None
         self._keys += len(wanted.keys)
         self._store.want(wanted.keys, expected.number)
         heapq.heappush(self._due, expected.number)
@@ -199,32 +184,29 @@ class LookAhead:
         self._end(session.number, request, is_over=False)
 
     def end_session(self, session: Session) -> None:
-        """Nobody waits there any more."""
-        for request in list(self._of_session.get(session.number, ())):
-            self._end(session.number, request, is_over=True)
+        for number, request in list(self._expected):  # of all queues: sessions seldom end
+            if number == session.number:
+                self._end(number, request, is_over=True)
 
     def _end(self, session: int, request: Name, *, is_over: bool) -> bool:
         expected = self._expected.pop((session, request), None)
         if expected is None:
             return False
         del self._by_number[expected.number]
-        of_session = self._of_session[session]
-        del of_session[request]
-        if not of_session:
-            del self._of_session[session]
         self._arrivals.discard(request, expected.until)
         self._keys -= len(expected.wanted.keys)
         self._store.want_no_more(expected.wanted.keys, expected.number)
         if is_over:
-            self._counters["prefetches_cancelled"] += self._tiers.give_up(expected.copies)
+            self._counters["prefetches_cancelled"] += self._copies.give_up(expected.copies)
         self._nbytes -= expected.nbytes
         if len(self._due) > 2 * len(self._by_number) + SPARE:
             self._due = sorted(number for number in set(self._due) if number in self._by_number)
         return True
 
-    def answered(self, keys: Iterable[bytes]) -> None:
-        """A remote store has said whether it has these."""
-        for number in {number for key in keys for number in self._store.wanted.get(key, ())}:
+    def answered(self, news: Iterable[Hashable]) -> None:
+        """A remote store has said whether it has the keys in these."""
+        wanted: Mapping[Hashable, Mapping[int, int]] = self._store.wanted  # type: ignore[assignment]
+        for number in {number for each in news for number in wanted.get(each, ())}:
             heapq.heappush(self._due, number)
 
     def turn(self) -> None:
@@ -247,13 +229,8 @@ class LookAhead:
         expected.nbytes = sum(chunk.room_bytes for chunks in hits for chunk in chunks)
         if any(wanted.arenas) or len(hits) == len(wanted.keys):
             return
-        copies = self._tiers.prefetch(
-            wanted.keys[len(hits) :],
-            wanted.shards,
-            room_bytes - expected.nbytes,
-            is_named=wanted.is_named,
-            who=_who(expected.request),
-        )
+        wanted = replace(wanted, who=_who(expected.request))
+        copies = self._tiers.prefetch(wanted, len(hits), room_bytes - expected.nbytes)
         expected.copies += copies
         expected.nbytes += sum(copy.held_bytes for copy in copies)
         self._counters["prefetched_chunks"] += sum(len(copy.keys) for copy in copies)
@@ -261,3 +238,7 @@ class LookAhead:
 
 def _who(name: Name) -> str:
     return f"request {name}, ahead of its turn" if isinstance(name, str) else f"the next request of session {name[1]}"
+
+
+def _wanted(session: Session, ask: Admit | Expect, arenas: Sequence[int]) -> Wanted:
+    return Wanted(ask.keys, ask.shards, arenas, session.hello.kind == "client")

@@ -176,8 +176,6 @@ class _Server(WSGIServer):
 
 
 def _at_its_path(tell: WSGIApplication) -> WSGIApplication:
-    """`tell`, and nothing elsewhere."""
-
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ.get("PATH_INFO") == PATH:
             return tell(environ, start_response)

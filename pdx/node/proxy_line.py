@@ -73,7 +73,6 @@ class ProxyLine:
         return self._dealer, self._events
 
     def heed_events(self) -> None:
-        """Note whether the proxy is there."""
         while self._events.poll(0):
             was_up = self.is_up
             self.is_up = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED

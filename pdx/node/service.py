@@ -94,7 +94,7 @@ class Service:
         :raises ConfigError: there is no such eviction policy.
         """
         arena = arenas[0]
-        self._config = config
+        self.config = config
         self._arenas = arenas
         self.epoch = epoch
         self.env = env
@@ -148,33 +148,10 @@ class Service:
         )
         if len(arenas) > 1:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, env)
-        self.look_ahead = LookAhead(self.store, self.tiers, env)
-        self.hinting = Hinting(config, env, store=self.store, tiers=self.tiers, look_ahead=self.look_ahead)
-        self.admissions = Admissions(
-            config,
-            env,
-            store=self.store,
-            sessions=self.sessions,
-            transfers=self.transfers,
-            tiers=self.tiers,
-            peers=self.peers,
-            hinting=self.hinting,
-        )
-        self.controls = Controls(
-            self.name,
-            epoch,
-            store=self.store,
-            tiers=self.tiers,
-            copies=self.copies,
-            peers=self.peers,
-            sessions=self.sessions,
-            admissions=self.admissions,
-            look_ahead=self.look_ahead,
-            gpus=self.gpus,
-            pin_share=config.pin_share,
-            copy_s=config.push_s,
-            env=env,
-        )
+        self.look_ahead = LookAhead(self)
+        self.hinting = Hinting(self)
+        self.admissions = Admissions(self)
+        self.controls = Controls(self)
         self.events = EventLog(self.store, self.tiers, self.gpus, env)
         self._handlers = self._by_message()
 
@@ -183,7 +160,7 @@ class Service:
 
         :raises ConfigError: a folder cannot be this node's alone, or an address or file is not what it should be.
         """
-        self.tiers.below += open_below(self._config, self.tiers)
+        self.tiers.below += open_below(self.config, self.tiers)
 
     # ---- attaching --------------------------------------------------------------------------
 
@@ -206,7 +183,7 @@ class Service:
         arena = self._arenas[session.home]
         welcome = Welcome(self.epoch, os.getpid(), str(arena.path), arena.nbytes)
         if arena.gpu:
-            handover = str(handover_path(self._config.address, session.home))
+            handover = str(handover_path(self.config.address, session.home))
             welcome = msgspec.structs.replace(welcome, gpu=arena.gpu, handover=handover, ticket=session.ticket)
         return session, welcome
 
@@ -268,11 +245,11 @@ class Service:
             landed, self.copies.landed = self.copies.landed, []
             self._changed([*self.peers.turn(), *landed])
             self.tiers.storing.turn()
-            self.look_ahead.answered(self.tiers.found)
+            self.look_ahead.answered(self.env.news)
             self.look_ahead.turn()
             self.copies.pump()
         with self.env.faults.contain("the jobs of controllers"):
-            self.controls.turn()
+            self.controls.jobs.turn()
 
     def due_in(self, now: float) -> float:
         """Seconds until the next turn is due, whatever else happens."""
@@ -333,9 +310,10 @@ class Service:
         if ask.peer != self.name:
             self.tiers.storing.bring(ask.keys, ask.shards, arenas, None)
         try:
-            return Done(self.peers.push(ask.peer, ask.keys, ask.shards, None, session.hello.layout))
+            copies = self.peers.push(ask.peer, ask.keys, ask.shards, None, session.hello.layout)
         except (PeerError, ConfigError) as error:
             raise NodeError(str(error)) from error
+        return Done(sum(len(copy.keys) for copy in copies))
 
     def _fill(self, session: Session, ask: Fill) -> Answer:
         chunks = self.store.fill(ask.slots, ask.first_layer, ask.layers, session.number)
@@ -370,7 +348,7 @@ class Service:
         return Done(1)
 
     def _renew(self, session: Session, ask: Renew) -> Answer:
-        self.store.renew(ask.lease, session.number, min(ask.lease_s, self._config.max_lease_s))
+        self.store.renew(ask.lease, session.number, min(ask.lease_s, self.config.max_lease_s))
         return Done(1)
 
     def _pin(self, session: Session, ask: Pin) -> Answer:
@@ -405,15 +383,11 @@ class Service:
         self.peers.inbound.cancel(transfer)
         if news:
             self.counters["transfers_given_up"] += 1
-            unsealed = self.store.index.unsealed(transfer)
+            unsealed = [chunk for chunk in self.store.index.transfers.of(transfer) if chunk.state is State.FILLING]
             self.store.abort(unsealed)
             self._changed(unsealed)  # they may be pushed for another transfer, and others may wait for them
             self.store.drop_tails(transfer)
         return news
-
-    def prefilled(self, transfer: str, source: str) -> None:
-        """The prefill leg of a transfer is over, as `source` says."""
-        self.transfers.prefilled(transfer, self.env.clock(), source)
 
     def _mark(self, session: Session, ask: Mark) -> Answer:
         self.marks.append(msgspec.structs.replace(ask, engine=session.hello.engine))

@@ -65,7 +65,6 @@ class Session:
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process has ended."""
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(0))
@@ -95,7 +94,6 @@ class Sessions:
         return len(self._by_route)
 
     def of_route(self, route: bytes) -> Session | None:
-        """The session of a connection."""
         return self._by_route.get(route)
 
     def ended(self) -> list[Session]:
@@ -103,11 +101,9 @@ class Sessions:
         return [self._by_pidfd[pidfd] for pidfd, _ in self._deaths.poll(0)]
 
     def is_attached(self, pid: int) -> bool:
-        """Whether this process is attached, and lives."""
         return any(session.hello.pid == pid and not session.is_dead for session in self._by_route.values())
 
     def admits(self, pid: int, ticket: bytes) -> bool:
-        """Whether a session of this process has this ticket."""
         sessions = [session for session in self._by_route.values() if session.hello.pid == pid]
         return any(hmac.compare_digest(session.ticket, ticket) and not session.is_dead for session in sessions)
 
@@ -193,7 +189,6 @@ class Sessions:
                 self._gone.popitem(last=False)
 
     def close(self) -> None:
-        """The node ends: stop watching the processes."""
         for session in self:
             self.detach(session)
         self._deaths.close()

@@ -1,4 +1,4 @@
-"""One chunk of one shard: its record in the node's index."""
+"""One chunk of one shard: its record in the node's index; and what somebody asks room for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdx.memory.keys import is_named
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.keys import KEY_BYTES, is_named
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
@@ -27,7 +28,6 @@ class Origin(msgspec.Struct, gc=False):
     end_ns: int = 0  # … until when (CLOCK_MONOTONIC)
 
     def moved(self, nbytes: int, start_ns: int, end_ns: int) -> None:
-        """A job of the load is over."""
         self.nbytes += nbytes
         self.start_ns = min(self.start_ns or start_ns, start_ns)
         self.end_ns = max(self.end_ns, end_ns)
@@ -62,7 +62,6 @@ class Reservation(msgspec.Struct, kw_only=True, eq=False, gc=False):
 
     @property
     def shards(self) -> int:
-        """Of each key."""
         return len(self.writers)
 
 
@@ -113,7 +112,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
     standing: int = OUT  # in the order of eviction (`pdx.store.eviction`): `OUT`, `IN` or `PARKED` …
     level: int = 0  # … on this level
-    is_over: bool = False  # its cache salt has used so much since that this one goes first (`pdx.store.quota`)
+    is_over: bool = False  # its cache salt has used so much since that this one goes first (`pdx.store.eviction`)
     rank: Rank | None = None  # its eviction policy's …
     uses: int = 0  # … own knowledge of it
     older: Chunk | None = None  # its neighbours in `pdx.store.policies.lru`; None: it is not there
@@ -129,12 +128,10 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def layers(self) -> int:
-        """Slices that it has."""
         return self.reservation.layers
 
     @property
     def block_tokens(self) -> int:
-        """That a block has; 0: not known."""
         return self.reservation.block_tokens
 
     @property
@@ -144,7 +141,6 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all slices are filled."""
         return self.filled == (1 << self.reservation.layers) - 1
 
     def span(self, first_layer: int, layers: int) -> tuple[int, int]:
@@ -171,3 +167,52 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
         """Whether a pin or a tenant's lease keeps it from being evicted, though nobody reads it."""
         keep = self.keep
         return keep is not ORDINARY and bool(keep.pins or keep.leased_until)
+
+
+class Claim(Reservation, kw_only=True, eq=False):
+    """A reservation, and what it is for: `nbytes` per chunk, one slot per shard and key."""
+
+    keys: Sequence[bytes]
+    nbytes: int
+    tail_nbytes: int = 0  # not 0: the last key is a tail of so many bytes
+    blocks: bytes = b""  # names of the full blocks of all of it, from the first key's first on; empty: not told …
+    chunk_blocks: int = 0  # … and how many a chunk has
+    parent: bytes = b""  # the key that leads up to the first one
+    partial: bool = False
+    hints: Hints = NO_HINTS  # of the request, for whoever decides what is kept
+    who: str = ""  # wants them, for the explanation of what goes for that
+
+    def sizes(self, indices: Sequence[int]) -> list[int]:
+        tail = len(self.keys) - 1 if self.tail_nbytes else -1
+        return [self.tail_nbytes if index == tail else self.nbytes for index in indices]
+
+    def chunks(self, granted: Sequence[int], slots: Sequence[Slot]) -> list[Chunk]:
+        """The records of these keys, to be filled in these slots, one for each of their shards."""
+        reservation = Reservation(**{name: getattr(self, name) for name in Reservation.__struct_fields__})
+        tail = len(self.keys) - 1 if self.tail_nbytes else -1
+        keys, hints, shards, width = self.keys, self.hints, len(self.writers), self.chunk_blocks * KEY_BYTES
+        rooms = {nbytes: -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in (self.nbytes, self.tail_nbytes)}
+        made: list[Chunk] = []
+        before: list[Chunk | None] = [None] * shards
+        for at, index in enumerate(granted):
+            parent = keys[index - 1] if index else self.parent
+            blocks = self.blocks[index * width : (index + 1) * width]
+            for shard in range(shards):
+                slot = slots[at * shards + shard]
+                chunk = Chunk(
+                    keys[index], shard, slot, reservation, rooms[slot.nbytes], hints, index == tail, blocks, parent
+                )
+                chunk.before = before[shard]
+                before[shard] = chunk
+                made.append(chunk)
+        return made
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a request asks for, or will, and by whom explanations name it; `is_named`: the keys are a client's names."""
+
+    keys: Sequence[bytes]
+    shards: int
+    arenas: Sequence[int] = ()
+    is_named: bool = False
+    who: str = ""

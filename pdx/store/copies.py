@@ -29,8 +29,7 @@ import msgspec
 
 from pdx.errors import ArenaTooSmall, PdxError, ProtocolError, TierError
 from pdx.memory.slot import Slot
-from pdx.store.chunk import NODE, Chunk, Origin
-from pdx.store.claim import Claim
+from pdx.store.chunk import NODE, Chunk, Claim, Origin, Wanted
 from pdx.store.copy import Copy, CopyQueue, CopyState, CopyStep, Item, Priority, alike
 from pdx.store.deadlines import Deadlines
 from pdx.store.history import Cause
@@ -69,29 +68,15 @@ class Copies:
 
     def of(self, tier: Tier) -> list[Copy]:
         """The copies to and from a tier."""
-        return list(self._queues[tier].copies.values()) if tier in self._queues else []
+        return list(self.queue(tier).copies.values())
 
     def of_transfer(self, transfer: str, tier: Tier) -> Copy | None:
         """The copy of a transfer to a tier, if one is under way."""
         return next((copy for copy in self._of_transfer.get(transfer, ()) if copy.tier is tier), None)
 
-    def in_flight(self, tier: Tier) -> int:
-        """Bytes that were given to a tier and are not over."""
-        return self._queues[tier].in_flight if tier in self._queues else 0
-
-    def wants(self, tier: Tier) -> tuple[int, int]:
-        """The copies under way that a peer asked for, and the bytes of the chunks that they hold."""
-        queue = self._queues.get(tier)
-        return (queue.wants, queue.wanted_bytes) if queue is not None else (0, 0)
-
-    def loading_bytes(self, tier: Tier, nbytes: int = 1 << 62) -> int:
-        """Bytes of the loads from a tier that come before a load of `nbytes` that a request waits for."""
-        queue = self._queues.get(tier)
-        return queue.bytes_before(nbytes) if queue is not None else 0
-
-    def stored_bytes(self, tier: Tier) -> int:
-        """Bytes of chunks that are held because they are stored in a tier and nobody waits for that."""
-        return self._queues[tier].stored_bytes if tier in self._queues else 0
+    def queue(self, tier: Tier) -> CopyQueue:
+        """What a tier is to do, to look at."""
+        return self._queues[tier] if tier in self._queues else CopyQueue()
 
     # ---- starting ---------------------------------------------------------------------------
 
@@ -108,8 +93,8 @@ class Copies:
         transfer: str | None = None,
         layout: bytes = b"",
         want: int = 0,
-    ) -> int:
-        """Copy the leading run of these keys that is here, or being filled, to a tier; how many chunks that are.
+    ) -> list[Copy]:
+        """Copy the leading run of these keys that is here, or being filled, to a tier; by which copies.
 
         `arenas`: where the chunks lie, see `Store`; `to`: where they go, if the tier is that of this node's arenas.
         """
@@ -119,6 +104,7 @@ class Copies:
             if chunks is None or chunks[0].slot.nbytes < chunks[0].reservation.layers:
                 break  # a slice without a byte cannot be copied
             found.append((key, chunks))
+        copies: list[Copy] = []
         for run in alike(found):
             chunks = [chunk for _, of_key in run for chunk in of_key]
             self._store.hold(chunks, is_use=priority < Priority.STORE)
@@ -135,22 +121,22 @@ class Copies:
                 want=want,
                 arenas=to,
             )
+            copies.append(copy)
             self._add(copy)
-        return len(found)
+        return copies
 
     def load(
         self,
         found: Sequence[tuple[bytes, Tier, Held]],
-        shards: int,
+        wanted: Wanted,
         *,
         priority: Priority,
         deadline: float,
-        is_named: bool = False,
-        who: str = "",
     ) -> list[Copy]:
-        """Copy these keys from the tiers that have them into the first arena, as far as there is room there; by which
-        copies. `who` wants them."""
+        """Copy these keys, which are wanted, from the tiers that have them into the first arena, as far as there is
+        room there; by which copies."""
         copies: list[Copy] = []
+        shards = wanted.shards
         for size, group in itertools.groupby(found, key=lambda each: each[2]):
             run = list(group)
             claim = Claim(
@@ -160,9 +146,9 @@ class Copies:
                 owner=NODE,
                 writers=[NODE] * shards,
                 partial=True,
-                is_named=is_named,
+                is_named=wanted.is_named,
                 deadline=deadline,
-                who=who,
+                who=wanted.who,
             )
             try:
                 granted, slots, is_full = self._store.reserve(claim)
@@ -250,7 +236,7 @@ class Copies:
         self._counters["granted_chunks"] += len(copy.items)
         if is_dead:
             self._source_is_gone(copy)
-        elif copy.is_all_given:  # nothing was granted
+        elif not copy.left.ungiven:  # nothing was granted
             copy.step(CopyStep.ALL_GIVEN)
             self._drain(copy)
         else:
@@ -334,7 +320,6 @@ class Copies:
             self._end(copy)
 
     def copied_bytes(self, transfer: str, kind: str) -> int:
-        """What tiers of this kind have of the copies of a transfer that are under way."""
         copies = self._of_transfer.get(transfer, ())
         return sum(copy.copied_bytes for copy in copies if copy.tier.kind == kind)
 
@@ -363,13 +348,12 @@ class Copies:
             copy.tier.load(job)
         else:
             copy.tier.store(job)
-        if copy.is_all_given:
+        if not copy.left.ungiven:
             copy.step(CopyStep.ALL_GIVEN)
-        if copy.is_all_given or not copy.is_due(self._group_bytes):
+        if not copy.left.ungiven or not copy.is_due(self._group_bytes):
             self._rank(copy)
 
     def _rank(self, copy: Copy) -> None:
-        """Put a copy where it belongs among those of its tier that have a job to give."""
         queue = self._queues.get(copy.tier)
         if queue is not None and queue.rank(copy, self._group_bytes):  # else it is over, and the last one
             self._may_give.add(copy.tier)
@@ -435,7 +419,6 @@ class Copies:
     # ---- ending -----------------------------------------------------------------------------
 
     def _source_is_gone(self, copy: Copy) -> None:
-        """Whoever filled a chunk of it has given up."""
         self._counters["copies_without_source"] += 1
         self._give_up(copy)
 

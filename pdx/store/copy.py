@@ -25,7 +25,7 @@ from pdx.errors import ProtocolError
 from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
-from pdx.store.lifecycle import State
+from pdx.store.lifecycle import FINDABLE
 from pdx.store.tier import Grant, Job, Part, Tier
 from pdx.telemetry.trace import Lane, Tracer
 
@@ -93,7 +93,7 @@ class Item(msgspec.Struct, eq=False):
     def is_dead(self) -> bool:
         """Whether it will never be whole: its writer gave up."""
         chunk = self.chunk
-        return chunk.state is not State.FILLING and not chunk.is_complete
+        return chunk.state not in FINDABLE and not chunk.is_complete
 
     def nbytes(self, bits: int) -> int:
         slice_bytes = self.slice_bytes
@@ -108,7 +108,7 @@ class Left(msgspec.Struct):
     ready: list[int] = []  # a heap: the items with slices that are ready and not given
     ready_bytes: int = 0
     ready_slices: int = 0
-    ungiven: int = 0
+    ungiven: int = 0  # 0: nothing is left to give, now or later
     uncopied: int = -1  # less than 0: it is not granted
 
 
@@ -153,11 +153,6 @@ class Copy(msgspec.Struct, eq=False):
         return f"<Copy {self.number} {way} {self.tier.name} {self.state} {self.copied_bytes} bytes>"
 
     @property
-    def is_all_given(self) -> bool:
-        """Whether nothing is left to give, now or later."""
-        return not self.left.ungiven
-
-    @property
     def is_complete(self) -> bool:
         """Whether all that it was granted room for is copied."""
         return not self.left.uncopied
@@ -199,14 +194,15 @@ class Copy(msgspec.Struct, eq=False):
     def note(self, item: Item) -> bool:
         """Count what can be read of it since the last look; whether that is anything."""
         chunk = item.chunk
-        readable = (1 << chunk.reservation.layers) - 1 if self.is_load else chunk.filled
+        whole = (1 << chunk.reservation.layers) - 1
+        readable = whole if self.is_load else chunk.filled
         new = readable & ~item.ready
-        if not new or (self.tier.is_whole and not (self.is_load or chunk.is_complete)):
+        if not new or (self.tier.is_whole and readable != whole):
             return False
         if item.ready == item.sent:
             heapq.heappush(self.left.ready, item.index)
         item.ready |= new
-        nbytes = item.nbytes(new)
+        nbytes = chunk.slot.nbytes if new == whole else item.nbytes(new)
         self.unfilled_bytes -= nbytes
         self.left.ready_bytes += nbytes
         self.left.ready_slices += new.bit_count()
@@ -225,7 +221,10 @@ class Copy(msgspec.Struct, eq=False):
         nbytes = count = 0
         while self.left.ready:
             item = self.items[self.left.ready[0]]
-            first, layers = _first_run(item.ready & ~item.sent)
+            chunk = item.chunk
+            slices = chunk.reservation.layers
+            is_whole = not item.sent and item.ready == (1 << slices) - 1
+            first, layers = (0, slices) if is_whole else _first_run(item.ready & ~item.sent)
             fitting = layers
             if not self.tier.is_whole and (count + layers > MAX_SLICES or nbytes + layers * item.slice_bytes > limit):
                 fitting = min(MAX_SLICES - count, (limit - nbytes) // item.slice_bytes)
@@ -233,15 +232,13 @@ class Copy(msgspec.Struct, eq=False):
                 if parts:
                     break
                 fitting = 1  # a slice that is larger than a job goes alone
-            chunk = item.chunk
             form = chunk.hints.form
-            parts.append(
-                Part(chunk.key, chunk.shard, chunk.reservation.layers, first, fitting, chunk.slot, item.remote, form)
-            )
+            parts.append(Part(chunk.key, chunk.shard, slices, first, fitting, chunk.slot, item.remote, form))
             item.sent |= ((1 << fitting) - 1) << first
             if item.sent == item.ready:
                 heapq.heappop(self.left.ready)
-            nbytes, count = nbytes + chunk.span(first, fitting)[1], count + fitting
+            nbytes += chunk.slot.nbytes if fitting == slices else chunk.span(first, fitting)[1]
+            count += fitting
             if fitting < layers or self.tier.is_whole:
                 break
         self.left.ready_bytes -= nbytes
@@ -380,7 +377,6 @@ def _first_run(bits: int) -> tuple[int, int]:
 
 
 def _runs(bits: int) -> Iterator[tuple[int, int]]:
-    """All runs of ones in `bits`, lowest first."""
     while bits:
         first, length = _first_run(bits)
         yield first, length

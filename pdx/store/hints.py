@@ -57,7 +57,7 @@ class Demotions:
         count = 0
         for key in keys:
             chunks = self._store.index.known(key, shards, arenas)
-            if not chunks or chunks[0].tail or not self.below(chunks[0]):
+            if not chunks or chunks[0].tail or not self._tiers.storing.below(chunks[0]):
                 continue
             if key not in self.keys and len(self.keys) >= MAX_DEMOTED:
                 break
@@ -69,12 +69,6 @@ class Demotions:
         """Another request uses these: they stay."""
         for key in keys:
             self.keys.pop(key, None)
-
-    def below(self, chunk: Chunk) -> list[Tier]:
-        """The tiers that this chunk may leave its arena for."""
-        if any(chunk.reservation.arenas):
-            return [self._tiers.arenas] if self._tiers.arenas is not None and self._tiers.storing.spills else []
-        return list(self._tiers.storing.below(chunk))
 
     def tick(self) -> None:
         """Look at the next ones. To be called a few times a second."""
@@ -97,7 +91,7 @@ class Demotions:
         if is_wanted or not all(chunk.is_evictable for chunk in chunks):  # who waits for, writes or reads it takes time
             demoted.until = self._clock() + self._within_s
             return False
-        below = self.below(chunks[0])
+        below = self._tiers.storing.below(chunks[0])
         if any(self._has(tier, key, chunks) for tier in below):
             for chunk in chunks:
                 self._store.pools[chunk.slot.arena].drop(chunk, Cause.DEMOTED)

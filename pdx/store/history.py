@@ -52,11 +52,9 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """Why, in a sentence."""
         return self.why.text.format(self.detail)
 
     def told(self, now: float) -> str:
-        """The same, and when."""
         return f"{self.text}, {ago(now - self.at)}"
 
 

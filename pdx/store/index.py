@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from msgspec.structs import replace
@@ -23,14 +23,13 @@ class Groups(Generic[Key]):
         self._groups: dict[Key, dict[Chunk, None]] = {}
 
     def add(self, key: Key, chunks: Iterable[Chunk]) -> None:
-        """These are in the group `key`."""
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = {}
         group.update(dict.fromkeys(chunks))
 
     def discard(self, key: Key, chunk: Chunk) -> None:
-        """It is not. Idempotent."""
+        """Idempotent."""
         group = self._groups.get(key)
         if group is not None:
             group.pop(chunk, None)
@@ -38,11 +37,9 @@ class Groups(Generic[Key]):
                 del self._groups[key]
 
     def of(self, key: Key) -> list[Chunk]:
-        """The chunks of a group, in the order in which they came."""
         return list(self._groups.get(key, ()))
 
     def count(self, key: Key) -> int:
-        """How many chunks a group has."""
         return len(self._groups.get(key, ()))
 
     def sizes(self) -> Iterator[tuple[Key, Chunk, int]]:
@@ -60,9 +57,9 @@ class Index:
 
     def __init__(self, arenas: int = 1) -> None:
         # key -> all its chunks, one per shard, all SEALED: a lookup sees that without a look at each …
-        self._whole: dict[bytes, tuple[Chunk, ...]] = {}
+        self.whole: dict[bytes, tuple[Chunk, ...]] = {}
         # … and of the other keys: FILLING or SEALED chunks, by shard; with several arenas one per shard and arena.
-        self._partial: dict[bytes, tuple[Chunk, ...]] = {}
+        self.partial: dict[bytes, tuple[Chunk, ...]] = {}
         self.slots: list[dict[int, Chunk]] = [{} for _ in range(arenas)]  # offset -> chunk in any state but FREE
         self.writers: Groups[int] = Groups()  # session -> FILLING or QUARANTINED chunks that it writes
         self.owners: Groups[int] = Groups()  # session -> FILLING chunks that it answers for
@@ -88,7 +85,7 @@ class Index:
         `arenas`: of each shard, the arena whose chunk is meant; the node's first by default. Without `shards` those of
         all arenas.
         """
-        chunks = self._whole.get(key) or self._partial.get(key, ())
+        chunks = self.whole.get(key) or self.partial.get(key, ())
         if shards is None or not chunks:
             return chunks
         if len(self.slots) == 1:
@@ -101,7 +98,7 @@ class Index:
 
     def sealed(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[tuple[Chunk, ...]]:
         """The leading run of keys that have a chunk in every shard, all sealed: `shards` chunks for each."""
-        whole = self._whole if len(self.slots) == 1 else {}
+        whole = self.whole if len(self.slots) == 1 else {}
         run: list[tuple[Chunk, ...]] = []
         for key in keys:
             chunks = whole.get(key, ())
@@ -114,11 +111,9 @@ class Index:
 
     def is_whole(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
         """Whether there is a chunk of this key in every shard, all sealed."""
-        chunks = self.of(key, shards, arenas)
-        return len(chunks) == shards and all(chunk.state is State.SEALED for chunk in chunks)
+        return bool(self.sealed([key], shards, arenas))
 
     def watch(self, *, is_on: bool) -> None:
-        """From now on note what changes, or not any more."""
         is_single = len(self.slots) == 1
         self.changed_keys = [] if is_on and is_single else None
         self.changed = [] if is_on and not is_single else None
@@ -131,19 +126,9 @@ class Index:
         elif self.changed_keys is not None:
             self.changed_keys.append(chunk.key)
 
-    @property
-    def partial(self) -> Mapping[bytes, tuple[Chunk, ...]]:
-        """By key what is left: filling, or sealed in some shards."""
-        return self._partial
-
-    @property
-    def whole(self) -> Mapping[bytes, tuple[Chunk, ...]]:
-        """By key what is sealed in every shard; with several arenas, not all of that."""
-        return self._whole
-
     def keys(self) -> list[bytes]:
         """Of all chunks that can be found, sealed or not: about 10 ns for each."""
-        return [*self._whole, *self._partial]
+        return [*self.whole, *self.partial]
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """New chunks of one reservation, to be filled; in its shard the key of each has no other."""
@@ -153,15 +138,15 @@ class Index:
         of_writer: dict[int, list[Chunk]] = {}
         nbytes = 0
         for chunk in chunks:
-            others = self._whole.pop(chunk.key, None)
+            others = self.whole.pop(chunk.key, None)
             if others is None:
-                others = self._partial.get(chunk.key)
+                others = self.partial.get(chunk.key)
             elif self.changed_keys is not None:
                 self.changed_keys.append(chunk.key)
             if others is None:
-                self._partial[chunk.key] = (chunk,)
+                self.partial[chunk.key] = (chunk,)
             else:
-                self._partial[chunk.key] = tuple(sorted((*others, chunk), key=lambda each: each.shard))
+                self.partial[chunk.key] = tuple(sorted((*others, chunk), key=lambda each: each.shard))
             self.slots[chunk.slot.arena][chunk.slot.offset] = chunk
             of_writer.setdefault(reservation.writers[chunk.shard], []).append(chunk)
             nbytes += chunk.slot.nbytes
@@ -197,11 +182,11 @@ class Index:
             if state is State.SEALED:
                 if changed is not None:
                     changed.append(chunk)
-                of_key = self._partial[chunk.key]
+                of_key = self.partial[chunk.key]
                 if len(of_key) == len(reservation.writers) and (
                     len(of_key) == 1 or all(each.state is State.SEALED for each in of_key)
                 ):
-                    self._whole[chunk.key] = self._partial.pop(chunk.key)
+                    self.whole[chunk.key] = self.partial.pop(chunk.key)
                     if changed_keys is not None and not (chunk.tail and not chunk.blocks):
                         changed_keys.append(chunk.key)
             elif was in FINDABLE and state not in FINDABLE:
@@ -244,19 +229,15 @@ class Index:
 
     def _hide(self, chunk: Chunk) -> None:
         """Its key does not lead to it any more."""
-        chunks = self._whole.pop(chunk.key, None)
+        chunks = self.whole.pop(chunk.key, None)
         if chunks is None:
-            chunks = self._partial.pop(chunk.key)
+            chunks = self.partial.pop(chunk.key)
         elif self.changed_keys is not None and not (chunk.tail and not chunk.blocks):
             self.changed_keys.append(chunk.key)
         if len(chunks) > 1:
-            self._partial[chunk.key] = tuple(each for each in chunks if each is not chunk)
+            self.partial[chunk.key] = tuple(each for each in chunks if each is not chunk)
 
     # ---- what others ask ----------------------------------------------------------------------
-
-    def is_found(self, key: bytes) -> bool:
-        """Whether a chunk of `key` is here, and a request has found it since it is."""
-        return any(chunk.is_found for chunk in self.of(key))
 
     def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
         """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
@@ -286,26 +267,13 @@ class Index:
         return list(self.slots[arena])
 
     def sealed_at(self, arena: int, offsets: Iterable[int]) -> list[bytes]:
-        """The keys of what lies there now and is sealed."""
         slots = self.slots[arena]
         found = (slots.get(offset) for offset in offsets)
         return [chunk.key for chunk in found if chunk is not None and chunk.state is State.SEALED]
 
-    def num_chunks(self, arena: int) -> int:
-        """How many these are."""
-        return len(self.slots[arena])
-
     def by_layout(self) -> dict[bytes, tuple[int, int]]:
         """By KV layout, how many chunks there are, of one shard each and in any state, and their bytes."""
         return {layout: (count, self.layout_bytes[layout]) for layout, count in self.layouts.items()}
-
-    def num_unfilled(self, session: int) -> int:
-        """How many chunks this session has yet to fill, or to let go."""
-        return self.writers.count(session)
-
-    def unsealed(self, transfer: str) -> list[Chunk]:
-        """The chunks of this transfer that are still being filled."""
-        return [chunk for chunk in self.transfers.of(transfer) if chunk.state is State.FILLING]
 
     def census(self) -> tuple[dict[str, int], dict[str, int], int]:
         """Chunks by state, bytes by state, pins."""

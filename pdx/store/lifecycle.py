@@ -32,8 +32,6 @@ class State(StrEnum):
 
 
 class Step(StrEnum):
-    """What can happen to a slot."""
-
     RESERVE = "reserve"
     SEAL = "seal"
     ABORT = "abort"  # its reservation ends unsealed, the writer has not let go yet

@@ -24,12 +24,10 @@ class Computing(NamedTuple):
     backlog_s: float = 0.0
 
     def seconds(self, count: int) -> float:
-        """Until so many chunks are computed."""
         return self.backlog_s + count * self.chunk_s
 
     @property
     def is_known(self) -> bool:
-        """Whether there is anything that a load is compared with."""
         return self.chunk_s < math.inf
 
 

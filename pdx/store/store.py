@@ -17,15 +17,13 @@ import msgspec
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.slot import Slot
-from pdx.store.chunk import NODE, Chunk
-from pdx.store.claim import Claim
+from pdx.store.chunk import NODE, Chunk, Claim
 from pdx.store.deadlines import Deadlines
-from pdx.store.eviction import EvictionOrder
+from pdx.store.eviction import EvictionOrder, Quota
 from pdx.store.history import Cause, History
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.policies.by_name import Maker, find
-from pdx.store.quota import Quota
 from pdx.store.slot_pool import SlotPool
 from pdx.store.tenant_leases import TenantLeases
 from pdx.telemetry.env import Env
@@ -468,22 +466,18 @@ class Store:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes for chunks, of all arenas."""
         return sum(pool.total_bytes for pool in self.pools)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are nobody's."""
         return sum(pool.free_bytes for pool in self.pools)
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that would be nobody's if everything were evicted that may be."""
         return sum(pool.available_bytes for pool in self.pools)
 
     @property
     def num_leases(self) -> int:
-        """Leases that run."""
         return len(self._leases)
 
     def holders(self) -> tuple[Counter[int], Counter[str]]:

@@ -103,19 +103,18 @@ class Storing:
         """Store this key there as soon as they take it."""
         for tier in where:
             chunk.is_stored = True
-            self._sealed.setdefault((tier, chunk.reservation.shards, tuple(chunk.reservation.arenas)), OrderedDict())[
-                chunk.key
-            ] = None
+            name = tier, len(chunk.reservation.writers), tuple(chunk.reservation.arenas)
+            self._sealed.setdefault(name, OrderedDict())[chunk.key] = None
 
     def _next(self, chunk: Chunk) -> Sequence[Tier]:
         """Where a sealed chunk is stored."""
-        if any(chunk.reservation.arenas):
-            return [self._tiers.arenas] if self._tiers.arenas is not None and self.spills else []
-        is_due = self._choice != "twice-seen" or self._store.history.is_missed(chunk.key)
-        return self.below(chunk) if is_due else []
+        is_again = self._choice == "twice-seen" and not any(chunk.reservation.arenas)
+        return self.below(chunk) if not is_again or self._store.history.is_missed(chunk.key) else []
 
     def below(self, chunk: Chunk) -> list[Tier]:
-        """The tiers below the arenas that this chunk is for."""
+        """The tiers that this chunk may leave its arena for."""
+        if any(chunk.reservation.arenas):
+            return [self._tiers.arenas] if self._tiers.arenas is not None and self.spills else []
         tiers: list[Tier] = []
         for level in self._tiers.below:
             tier = level[chunk.key[-1] % len(level)]
@@ -190,7 +189,7 @@ class Storing:
         keys = self._sealed[tier, shards, arenas]
         share = BACKLOG_SHARE if any(arenas) else BACKLOG_SHARE / len(self._tiers.below)
         most = int(sum(self._store.pools[arena].total_bytes for arena in set(arenas) or {0}) * share)
-        held = self._copies.stored_bytes(tier)
+        held = self._copies.queue(tier).stored_bytes
         wanted: list[bytes] = []
         while keys and held < most:
             key = next(iter(keys))

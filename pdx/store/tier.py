@@ -217,7 +217,7 @@ class Tier(ABC):
 
     def seeks(self, keys: Sequence[bytes], shards: int) -> bool:
         """Whether the first of these, which `find` does not have, may be found in a moment: the tier is asking for
-        them, or begins to. `Tiers.found` is to be called then."""
+        them, or begins to. `TierHost.answered` is to be called then."""
         return False
 
     def asked_s(self, key: bytes) -> float:

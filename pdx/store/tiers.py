@@ -21,7 +21,7 @@ from pdx.config import StoreChoice
 from pdx.errors import PdxError
 from pdx.memory.arena import Arena
 from pdx.store import paying
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import Chunk, Wanted
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.history import Gone
@@ -64,7 +64,6 @@ class Tiers(TierHost):
         self.memory = memory
         self.arenas = arenas
         self.below = [list(level) for level in below]
-        self.found: list[bytes] = []  # keys that a tier was asked for and has answered; who tells of it empties it
         self.storing = Storing(
             self,
             store,
@@ -92,49 +91,39 @@ class Tiers(TierHost):
         self._copies.done(tier, job, error)
 
     def answered(self, keys: Iterable[bytes]) -> None:
-        self.found.extend(keys)
+        self.env.news.extend(keys)
 
     def removed(self, keys: Iterable[bytes]) -> None:
         self.storing.removed(keys)
 
     def is_used(self, key: bytes) -> bool:
-        return self._store.index.is_found(key)
+        return any(chunk.is_found for chunk in self._store.index.of(key))
 
     # ---- loading ----------------------------------------------------------------------------
 
     def may_come(
-        self,
-        keys: Sequence[bytes],
-        hits: int,
-        shards: int,
-        arenas: Sequence[int] = (),
-        *,
-        transfer: str | None = None,
-        is_named: bool = False,
-        who: str = "",
-        computing: Computing = UNKNOWN,
+        self, wanted: Wanted, hits: int, *, transfer: str | None = None, computing: Computing = UNKNOWN
     ) -> float:
-        """For how many seconds to wait for what is missing behind the first `hits` keys in `arenas`: it is on its way
-        there, or is from now on, or a tier is being asked for it. 0: nothing comes; infinity: until it is known.
+        """For how many seconds to wait for what is missing behind the first `hits` keys: it is on its way to their
+        arenas, or is from now on, or a tier is being asked for it. 0: nothing comes; infinity: until it is known.
 
-        `is_named`: the keys are a client's names. `who` wants them. `computing` takes that long: what would take longer
-        to load is not loaded.
+        `computing` takes that long: what would take longer to load is not loaded.
         The chunks that are hit stay where they are while room is found for the others. A tier that has brought nothing
         in time is left alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is
         still being filled elsewhere is copied, slice by slice.
         """
-        missing = keys[hits]
+        missing, shards, arenas = wanted.keys[hits], wanted.shards, wanted.arenas
         if self._copies.is_filled_here(missing, shards, arenas):
             return math.inf
         if not self.below and not any(arenas):
             return 0.0  # there is nowhere else
         if any(arenas) and self.arenas is not None:
-            with self._holding(keys[:hits], shards, arenas):
-                if self._from_another_arena(keys[hits:], shards, arenas, transfer):
+            with self._holding(wanted, hits):
+                if self._from_another_arena(self.arenas, wanted, hits, transfer):
                     return math.inf
             if self._copies.is_filled_here(missing, shards):
                 return math.inf  # on its way to the first arena, and then on
-        return self._from_below(keys, hits, shards, arenas, is_named, who, computing)
+        return self._from_below(wanted, hits, computing)
 
     def name(self, chunk: Chunk) -> None:
         """A tier has this chunk, or gets it: that it begins as a prompt does is known also when memory has it no
@@ -157,7 +146,6 @@ class Tiers(TierHost):
                 self._named.discard(key)  # a tier has evicted it
 
     def has(self, key: bytes, shards: int) -> bool:
-        """Whether a tier below is known to have this."""
         return any(tier.find([key], shards) for tier in self._all())
 
     def _all(self) -> Iterator[Tier]:
@@ -168,53 +156,41 @@ class Tiers(TierHost):
         return tier.is_shared or self._is_late(tier) or bool(tier.why_not(key))
 
     @contextlib.contextmanager
-    def _holding(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int]) -> Iterator[None]:
-        """These stay where they are while room is found for others."""
-        held = [chunk for chunks in self._store.find(keys, shards, arenas) for chunk in chunks]
+    def _holding(self, wanted: Wanted, hits: int) -> Iterator[None]:
+        """These hits stay where they are while room is found for others."""
+        found = self._store.find(wanted.keys[:hits], wanted.shards, wanted.arenas)
+        held = [chunk for chunks in found for chunk in chunks]
         self._store.hold(held)
         try:
             yield
         finally:
             self._store.unhold(held)
 
-    def _from_another_arena(
-        self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None
-    ) -> bool:
-        assert self.arenas is not None
-        found = [
-            (key, self._store.index.anywhere(key, shards, arenas, is_filling=transfer is not None)) for key in keys
-        ]
-        for source, run in itertools.groupby(found, key=lambda pair: pair[1]):
-            if source is None:
-                return False
-            deadline = self._clock() + self._load_s
-            priority = Priority.AWAITED if transfer is None else Priority.HANDOFF
-            wanted = [key for key, _ in run]
-            return bool(
-                self._copies.store(
-                    self.arenas,
-                    wanted,
-                    shards,
-                    arenas=source,
-                    to=arenas,
-                    priority=priority,
-                    deadline=deadline,
-                    transfer=transfer,
-                )
-            ) and self._copies.is_filled_here(wanted[0], shards, arenas)
-        return False
+    def _from_another_arena(self, tier: Tier, wanted: Wanted, hits: int, transfer: str | None) -> bool:
+        """`tier`: that of the arenas. The keys that lie together with the first missing one go in one copy."""
+        shards, is_filling = wanted.shards, transfer is not None
+        lying = (
+            (key, self._store.index.anywhere(key, shards, wanted.arenas, is_filling=is_filling))
+            for key in wanted.keys[hits:]
+        )
+        source, run = next(itertools.groupby(lying, key=lambda pair: pair[1]))
+        if source is None:
+            return False
+        copied = self._copies.store(
+            tier,
+            [key for key, _ in run],
+            shards,
+            arenas=source,
+            to=wanted.arenas,
+            priority=Priority.HANDOFF if is_filling else Priority.AWAITED,
+            deadline=self._clock() + self._load_s,
+            transfer=transfer,
+        )
+        return bool(copied) and self._copies.is_filled_here(wanted.keys[hits], shards, wanted.arenas)
 
-    def _from_below(
-        self,
-        keys: Sequence[bytes],
-        hits: int,
-        shards: int,
-        arenas: Sequence[int],
-        is_named: bool,
-        who: str,
-        computing: Computing,
-    ) -> float:
-        found, patience_s = self._found(keys[hits:], shards, is_named, computing)
+    def _from_below(self, wanted: Wanted, hits: int, computing: Computing) -> float:
+        shards = wanted.shards
+        found, patience_s = self._found(wanted, hits, computing)
         in_time = self._in_time(found, shards)
         if in_time < len(found):
             self._counters["loads_cut"] += len(found) - in_time
@@ -222,26 +198,24 @@ class Tiers(TierHost):
         if count < in_time:
             self._counters["loads_not_worth"] += in_time - count
         if found and (count < in_time or not in_time):
-            self._probe(found[in_time - 1], keys[:hits], shards, arenas, is_named)
+            self._probe(found[in_time - 1], wanted, hits)
         deadline = self._clock() + paying.patience_s(computing.seconds(count), self._load_s)
         if count:
-            with self._holding(keys[:hits], shards, arenas):
-                if self._copies.load(
-                    found[:count], shards, priority=Priority.AWAITED, deadline=deadline, is_named=is_named, who=who
-                ):
+            with self._holding(wanted, hits):
+                if self._copies.load(found[:count], wanted, priority=Priority.AWAITED, deadline=deadline):
                     return math.inf
         return patience_s
 
-    def _found(
-        self, keys: Sequence[bytes], shards: int, is_named: bool, computing: Computing
-    ) -> tuple[list[tuple[bytes, Tier, Held]], float]:
-        """The leading ones of these that tiers below have; and for how long to wait for a tier that is being asked."""
+    def _found(self, wanted: Wanted, hits: int, computing: Computing) -> tuple[list[tuple[bytes, Tier, Held]], float]:
+        """The leading ones of what is missing that tiers below have; and for how long to wait for a tier that is being
+        asked."""
+        keys, shards = wanted.keys[hits:], wanted.shards
         found: list[tuple[bytes, Tier, Held]] = []
         patience_s = 0.0
         while len(found) < len(keys):
             at = len(found)
             some = keys[at : at + SOME]  # the next key may lie elsewhere: not all that are left are looked at each time
-            for tier in self._who_may_have(keys[at], is_named):
+            for tier in self._who_may_have(keys[at], wanted.is_named):
                 held = tier.find(some, shards)
                 found += [(key, tier, size) for key, size in zip(some, held, strict=False)]
                 if held:
@@ -253,27 +227,20 @@ class Tiers(TierHost):
                 break
         return found, patience_s
 
-    def prefetch(
-        self, keys: Sequence[bytes], shards: int, room_bytes: int, *, is_named: bool = False, who: str = ""
-    ) -> list[Copy]:
-        """Load the leading ones of these that a tier below has, as far as `room_bytes` goes; nobody waits for them yet.
+    def prefetch(self, wanted: Wanted, hits: int, room_bytes: int) -> list[Copy]:
+        """Load the leading ones of what is missing that a tier below has, as far as `room_bytes` goes; nobody waits for
+        them yet.
 
-        A tier that must be asked is asked; `found` tells when it has answered.
+        A tier that must be asked is asked; `answered` is called when it has answered.
         """
         found: list[tuple[bytes, Tier, Held]] = []
-        for each in self._found(keys, shards, is_named, UNKNOWN)[0]:
-            room_bytes -= each[2].nbytes * shards
+        for each in self._found(wanted, hits, UNKNOWN)[0]:
+            room_bytes -= each[2].nbytes * wanted.shards
             if room_bytes < 0:
                 break
             found.append(each)
         deadline = self._clock() + self._store_s
-        return self._copies.load(
-            found, shards, priority=Priority.PREFETCH, deadline=deadline, is_named=is_named, who=who
-        )
-
-    def give_up(self, copies: Sequence[Copy]) -> int:
-        """Nobody needs these loads any more; how many were not over."""
-        return self._copies.give_up(copies)
+        return self._copies.load(found, wanted, priority=Priority.PREFETCH, deadline=deadline)
 
     def _patience(self, tier: Tier, key: bytes, count: int, computing: Computing) -> float:
         """For how long to wait until a tier has said whether it has this key and those behind it, `count` in all.
@@ -325,23 +292,15 @@ class Tiers(TierHost):
 
     def _load_takes(self, tier: Tier, nbytes: int) -> float:
         """Seconds until so many bytes more would be loaded; 0: not known."""
-        return paying.takes_s(tier.load_rate, nbytes + self._copies.loading_bytes(tier, nbytes))
+        return paying.takes_s(tier.load_rate, nbytes + self._copies.queue(tier).bytes_before(nbytes))
 
-    def _probe(
-        self,
-        found: tuple[bytes, Tier, Held],
-        hits: Sequence[bytes],
-        shards: int,
-        arenas: Sequence[int],
-        is_named: bool,
-    ) -> None:
+    def _probe(self, found: tuple[bytes, Tier, Held], wanted: Wanted, hits: int) -> None:
         """Load one chunk for which nobody waits, now and then: else nobody would learn that the tier is faster now."""
         if self._is_due(self._probed_at, found[1]):
-            with self._holding(hits, shards, arenas):
-                deadline, who = self._clock() + self._load_s, "a look how fast the tier is"
-                self._copies.load(
-                    [found], shards, priority=Priority.PREFETCH, deadline=deadline, is_named=is_named, who=who
-                )
+            wanted = replace(wanted, who="a look how fast the tier is")
+            with self._holding(wanted, hits):
+                deadline = self._clock() + self._load_s
+                self._copies.load([found], wanted, priority=Priority.PREFETCH, deadline=deadline)
 
     def _is_due(self, done_at: dict[Tier, float], tier: Tier, *, always: bool = False) -> bool:
         """Whether what is done with a tier now and then, or `always`, is to be done now; then it is noted as done."""
@@ -415,13 +374,10 @@ class Tiers(TierHost):
         where = next((at for at, level in enumerate(names) if here.reservation.origin.name in level), None)
         if where is not None:
             self.below[where][names[where].index(here.reservation.origin.name)].tally.hits += 1
-            self._missed(chunk.key, self.below[:where], is_named=chunk.is_named)
+            self.missed(chunk.key, self.below[:where], is_named=chunk.is_named)
 
-    def missed(self, key: bytes, *, is_named: bool) -> None:
-        """A request was answered without this one, the first that it lacks."""
-        self._missed(key, self.below, is_named=is_named)
-
-    def _missed(self, key: bytes, levels: Sequence[Sequence[Tier]], *, is_named: bool) -> None:
+    def missed(self, key: bytes, levels: Sequence[Sequence[Tier]], *, is_named: bool) -> None:
+        """A request was answered without this one, the first that it lacks, or got it from a tier below these."""
         for level in levels:
             tier = level[key[-1] % len(level)]
             tier.tally.misses += not (is_named and tier.is_shared)

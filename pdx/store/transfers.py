@@ -64,7 +64,7 @@ class Transfers:
         self._deadlines: Deadlines[str] = Deadlines()
         self._under_way = 0
         self._crowded_out: list[str] = []  # since the last `expire`
-        self.ended: list[str] = []  # of which nothing more comes; whoever tells those who wait empties it
+        self._news = env.news
 
     def __len__(self) -> int:
         return self._under_way
@@ -83,7 +83,7 @@ class Transfers:
         self._turn(transfer, Progress.SEALED if is_complete else Progress.UNDER_WAY)
         self._end_at(name, transfer, max(transfer.deadline, deadline))
         if is_complete:
-            self.ended.append(name)
+            self._news.append(name)
 
     def expect(self, name: str, deadline: float, source: str) -> None:
         """A peer offers chunks of it: whether there is room for them or not, whoever asks for it waits."""
@@ -101,7 +101,6 @@ class Transfers:
             self._settle(name, transfer, now)
 
     def is_under_way(self, name: str) -> bool:
-        """Whether more of it may come."""
         transfer = self._transfers.get(name)
         return transfer is not None and transfer.progress is Progress.UNDER_WAY
 
@@ -110,7 +109,6 @@ class Transfers:
         return name in self._transfers
 
     def is_given_up(self, name: str) -> bool:
-        """Whether somebody cancelled it."""
         transfer = self._transfers.get(name)
         return transfer is not None and transfer.progress is Progress.GIVEN_UP
 
@@ -118,7 +116,7 @@ class Transfers:
         """Its prefill is over, `source` says. Where nothing was heard of it, whoever expects it waits no more."""
         if name not in self._transfers:
             self._add(name, source, Progress.SEALED, now + KEPT_S)
-            self.ended.append(name)
+            self._news.append(name)
 
     def filled(self, chunks: Iterable[Chunk], now: float) -> set[str]:
         """Slices of these chunks were filled; the names of the transfers that they are of."""
@@ -173,7 +171,7 @@ class Transfers:
         transfer = self._transfers.get(name)
         if transfer is None:
             self._add(name, source, Progress.GIVEN_UP, now + KEPT_S)
-            self.ended.append(name)
+            self._news.append(name)
             return True
         if transfer.progress is Progress.GIVEN_UP:
             return False
@@ -181,7 +179,7 @@ class Transfers:
         transfer.offers = 0
         self._turn(transfer, Progress.GIVEN_UP)
         self._end_at(name, transfer, now + KEPT_S)
-        self.ended.append(name)
+        self._news.append(name)
         return True
 
     def expire(self, now: float) -> list[str]:
@@ -191,7 +189,7 @@ class Transfers:
             self._forget(name)
         late += self._crowded_out
         self._crowded_out = []
-        self.ended += late
+        self._news += late
         return late
 
     def _add(self, name: str, source: str, progress: Progress, deadline: float) -> Transfer:
@@ -235,4 +233,4 @@ class Transfers:
             transfer.pending = {}  # an emptied dict keeps its table, and the record is kept for a while
             self._turn(transfer, Progress.SEALED)
             self._end_at(name, transfer, now + KEPT_S)
-            self.ended.append(name)
+            self._news.append(name)

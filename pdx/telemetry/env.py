@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from pdx.telemetry.faults import Faults
 from pdx.telemetry.mailbox import Mailbox
@@ -19,7 +19,7 @@ class Env:
     `clock` and `mailbox.post` may be called from any thread, `counters` and `faults` belong to the loop.
     """
 
-    __slots__ = ("clock", "counters", "faults", "mailbox")
+    __slots__ = ("clock", "counters", "faults", "mailbox", "news")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, log: logging.Logger = _LOG) -> None:
         """`clock`: seconds, monotonic. `log`: where faults of this loop are logged."""
@@ -27,6 +27,8 @@ class Env:
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock, log=log)
         self.mailbox = Mailbox(self.faults)
+        # In a node: keys, transfers and fetches of which more is known than before; who waits is told after the turn.
+        self.news: list[Hashable] = []
 
 
 class WakingClock:

@@ -8,9 +8,9 @@ from node_harness import MIB, arenas_of, attached, is_stopped
 
 import pdx
 from pdx.config import listen_address
-from pdx.errors import NodeUnavailable, StaleSlot
+from pdx.errors import NodeUnavailable
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Fill, Ping
+from pdx.wire.messages import Ping
 
 pytestmark = pytest.mark.long
 
@@ -172,23 +172,16 @@ def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address, 
             chunk.seal()
 
 
-def test_the_clean_end_of_a_node_leaves_nothing(start_node, address, place):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_clean_end_of_a_node_leaves_nothing(start_node, address, place, number):
     node = start_node()
     with pdx.connect(address, timeout_s=30.0) as client:
         client.reserve("a", MIB)
-        node.close()
-        assert node.process.returncode == 0
+        node.signal(number)
+        assert node.process.wait(30) == 0
         assert not arenas_of(address)
         assert not (place / "node.sock").exists()
         wait_until(lambda: not client._connection.is_alive, timeout_s=BACK_S)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_both_polite_signals_end_it_cleanly(start_node, address, number):
-    node = start_node()
-    node.signal(number)
-    assert node.process.wait(30) == 0
-    assert not arenas_of(address)
 
 
 def test_a_client_that_reads_no_answers_costs_only_itself(node, address, client):
@@ -198,18 +191,3 @@ def test_a_client_that_reads_no_answers_costs_only_itself(node, address, client)
         assert client.status().free_bytes == 8 * MIB
     with client.reserve("a", MIB) as chunk:
         chunk.seal()
-
-
-def test_a_slot_of_another_life_is_stale(start_node, address):
-    """Replayed from before the node's restart: epochs and generations fail closed."""
-    node = start_node()
-    with pdx.connect(address, timeout_s=30.0) as client:
-        chunk = client.reserve("a", MIB)
-        slot = chunk.slot
-        node.kill()
-    start_node()
-    with pdx.connect(address, timeout_s=30.0) as client:
-        with pytest.raises(StaleSlot):
-            client._connection.arena.check(slot)
-        with pytest.raises(StaleSlot):
-            client._connection.call(Fill([slot], seal=True), 30.0)

@@ -15,7 +15,7 @@ from pdx.cuda.gpu import Gpu
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
 from pdx.node.arena_tier import ArenaTier
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.store import Store
@@ -58,10 +58,10 @@ class Stage:
 
     def copy(self, source: int, target: int) -> None:
         """Until all chunks of an arena are in the other one, too."""
-        count = self.copies.store(
+        copies = self.copies.store(
             self.tier, KEYS, 1, arenas=(source,), to=(target,), priority=Priority.AWAITED, deadline=1e9
         )
-        assert count == CHUNKS
+        assert sum(len(copy.keys) for copy in copies) == CHUNKS
 
         def is_over() -> bool:
             self.mailbox.deliver()

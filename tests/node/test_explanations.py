@@ -13,7 +13,7 @@ from pdx.store import history
 from pdx.store.history import Cause
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.explained import Explained
-from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, Hello, Hints, Pin, Release
+from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, Hello, Hints, Pin, Ping, Release
 from pdx.wire.verbs import Why
 
 LAYOUT = b"layout"
@@ -400,6 +400,17 @@ def test_a_tier_that_was_too_slow_is_not_asked_and_says_so(service, session, bel
     keep(service, session, [2], "who knows")
     text = "never in memory here; below was not asked, because it was too slow a moment ago"
     assert first_of(service, session, "who knows") == (False, "tier", text)
+
+
+def test_what_is_computed_sooner_than_a_tier_loads_it_says_so_with_both_rates(service, session, below):
+    below.load_rate.moved(GRANULE_BYTES, 0, GRANULE_BYTES)
+    below.keys.update(keys([1, 2]))
+    service.handle(worker(service, session), Ping(chunk_s=1e-9))
+    keep(service, session, [1, 2], "a")
+    text = "on below, but computing it is faster: it loads 1 GB/s, and a chunk is computed in 1e-09 s"
+    probe = (1, 1, False, "being filled by below at that time")
+    assert told(service, session, "a") == [(0, 1, False, text), probe], "a look how fast it is, which nobody waits for"
+    assert service.counters["loads_not_worth"] == 2
 
 
 @pytest.mark.parametrize("service", [{"pin_share": 1.0}], indirect=True)

@@ -15,7 +15,7 @@ from pdx.store.history import Cause
 from pdx.store.tier import Grant
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import OWN, Hints, tenant
-from pdx.wire.messages import Abort, Admit, Bye, Delete, Expect, Fill, Pin, Release
+from pdx.wire.messages import Abort, Admit, Delete, Expect, Fill, Pin, Release
 from pdx.wire.verbs import Advise, Why
 
 A, B = tenant("a"), tenant("b")
@@ -313,33 +313,6 @@ def test_all_tenants_and_pins_together_keep_no_more_than_the_share_of_pins(bed):
     bed.ask(Pin(keys([0])))  # what is leased already costs nothing
     bed.wait(61)
     assert bed.service.store.index.kept_bytes == 21 * GRANULE_BYTES
-
-
-@pytest.mark.parametrize("how", ["deleted", "never whole", "released", "its process ends"])
-def test_what_was_leased_is_given_back(bed, how):
-    session = bed.attach("other")
-    answer = bed.ask(Admit(keys(range(4)), GRANULE_BYTES, 1, hints=Hints("", lease_s=60.0)), session)
-    assert bed.service.store.tenant_leases.nbytes(b"") == 4 * GRANULE_BYTES
-    if how == "never whole":
-        bed.ask(Abort(answer.granted_slots), session)
-    elif how == "its process ends":
-        bed.ask(Bye(), session)
-    else:
-        bed.ask(Fill(answer.granted_slots, 0, 1, True), session)
-        assert bed.service.store.available_bytes == (CHUNKS - 4) * GRANULE_BYTES
-        if how == "deleted":
-            bed.ask(Delete(keys(range(4))), session)
-        else:
-            assert outcomes(bed.advise(Hints("", lease_s=0.0), range(4))) == {"lease_s": "accepted"}
-    assert bed.service.store.tenant_leases.nbytes(b"") == bed.service.store.index.kept_bytes == 0
-    assert bed.service.store.available_bytes == CHUNKS * GRANULE_BYTES
-
-
-def test_who_reads_what_is_leased_does_not_make_it_evictable(bed):
-    bed.request(range(4), Hints("", lease_s=60.0))
-    bed.request(range(4))
-    bed.flood(count=2 * CHUNKS)
-    assert bed.there(range(4)) == [0, 1, 2, 3]
 
 
 def test_what_nobody_reads_is_leased_by_advice(bed):

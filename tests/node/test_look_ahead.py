@@ -173,7 +173,7 @@ def test_a_store_that_must_be_asked_is_asked_and_what_it_has_is_loaded(service, 
     assert service.below.asks_for == keys(range(4))
     assert not service.below.jobs
     service.below.asks_for = None
-    service.tiers.found.extend(keys(range(4)))
+    service.env.news.extend(keys(range(4)))
     service.turn()
     assert load(service) == [0, 1, 2, 3]
 

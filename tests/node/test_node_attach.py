@@ -251,15 +251,6 @@ def test_a_client_may_come_before_its_node(address, start_node):
         assert client.status().attached
 
 
-def test_a_second_node_says_who_owns_the_socket_and_ends_with_1(start_node):
-    node = start_node()
-    second = refused_node(node.address)
-    assert second.returncode == 1
-    assert f"process {node.pid}" in second.stderr
-    assert "Traceback" not in second.stderr
-    assert node.status().pid == node.pid
-
-
 @pytest.mark.parametrize("lost", ["", ".peers"])
 def test_a_node_whose_lock_was_removed_keeps_its_socket_and_its_memory(start_node, lost):
     node = start_node()

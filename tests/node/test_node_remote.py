@@ -7,9 +7,8 @@ import os
 import time
 
 import pytest
-from node_harness import refused_node
 from raw_engine import CHUNK_BYTES, Engine, key
-from remote_bed import free_port, made
+from remote_bed import made
 
 from pdx.client.api import connect
 from pdx.errors import ChunkMissing
@@ -113,17 +112,6 @@ def test_what_is_deleted_is_forgotten_there_too(start, engine, redis):
     assert here.look([key(1)]) == []
 
 
-def test_a_remote_store_that_is_not_there_costs_nothing_but_itself(start, engine):
-    node = start(remote=f"valkey://127.0.0.1:{free_port()}", remote_lookup_s=0.2)
-    here = engine(node)
-    here.save({key(1): b"x" * CHUNK_BYTES})
-    assert here.look([key(1), key(2)]) == [b"x" * CHUNK_BYTES]
-    wait_until(lambda: counters(node).get("remote_paused"), what="it is given up for a while")
-    assert "unreachable" in node.status().tiers[0].state
-    assert here.look([key(1), key(2)]) == [b"x" * CHUNK_BYTES]
-    here.scheduler.ask(Delete([key(1)]))
-
-
 def test_a_remote_store_that_hangs_is_waited_for_to_its_deadline(start, engine, redis):
     node = start(remote=redis.url, remote_lookup_s=0.3)
     wait_until(lambda: node.status().tiers[0].state == "ok", what="it answers")
@@ -136,18 +124,3 @@ def test_a_remote_store_that_hangs_is_waited_for_to_its_deadline(start, engine, 
         assert counters(node)["remote_timeout"] >= 1
     finally:
         redis.go_on()
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"remote": "valkey://me:secret@host"}, "has a user or password in it"),
-        ({"remote": "ftp://host"}, "no address of a remote store"),
-        ({"remote": "valkey://host", "remote_credentials": "/nowhere"}, "/nowhere cannot be read"),
-    ],
-)
-def test_a_node_with_an_address_that_is_none_does_not_start(place, settings, why):
-    done = refused_node(f"ipc://{place}/node.sock", **settings)
-    assert done.returncode == 1
-    assert why in done.stderr
-    assert "secret" not in done.stderr

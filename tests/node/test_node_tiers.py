@@ -1,6 +1,5 @@
-"""What a real node counts of each tier and tells of it, and says of chunks that a tier has, had, or never got."""
+"""What a real node counts of each tier and tells of it."""
 
-import contextlib
 import os
 import re
 import urllib.request
@@ -14,22 +13,15 @@ from remote_bed import made
 from pdx.cli.main import main
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Fill, Release
-from pdx.wire.verbs import Why
 
 CHUNK_BYTES = 64 << 10
 LAYERS = 4
-ROOM = MIB // CHUNK_BYTES
 COUNTED = ("hits", "misses", "loads", "stores", "loaded_bytes", "stored_bytes", "dropped", "errors")
 COUNTED += ("read_bytes", "written_bytes")
 
 
 def keys(numbers):
     return [number.to_bytes(4, "big") * 4 for number in numbers]
-
-
-def ready(node):
-    wait_until(lambda: all(tier.state == "ok" for tier in node.status().tiers), what="all tiers are ready")
-    return node
 
 
 @pytest.fixture
@@ -42,19 +34,21 @@ def redis(tmp_path):
 @pytest.fixture
 def node(start_node, place, redis):
     disks = [str(place / name) for name in "ab"]
-    return ready(start_node(arena_bytes=MIB, disks=disks, remote=redis.url, metrics="127.0.0.1:0"))
+    node = start_node(arena_bytes=MIB, disks=disks, remote=redis.url, metrics="127.0.0.1:0")
+    wait_until(lambda: all(tier.state == "ok" for tier in node.status().tiers), what="all tiers are ready")
+    return node
 
 
-@contextlib.contextmanager
-def engine(node):
+@pytest.fixture
+def ask(node):
     """Asks for chunks, and saves those that are missing and do not come in time; how many were there."""
     with (
         attached(node.address, kind="scheduler", engine="e") as scheduler,
         attached(node.address, kind="worker", engine="e") as worker,
     ):
 
-        def ask(numbers, request=""):
-            fields = {"lease_s": 20.0, "wait_s": 20.0, "partial": True, "request": request}
+        def ask_it(numbers):
+            fields = {"lease_s": 20.0, "wait_s": 20.0, "partial": True}
             answer = scheduler.ask(Admit(keys(numbers), CHUNK_BYTES, LAYERS, **fields))
             if answer.granted_slots:
                 worker.ask(Fill(answer.granted_slots, 0, LAYERS, seal=True))
@@ -62,19 +56,7 @@ def engine(node):
                 scheduler.ask(Release(answer.lease))
             return answer.hits
 
-        def first_reason(numbers, request):
-            """Word, sentence and chunks of why the first are hits, or are not."""
-            ask(numbers, request)
-            reason = scheduler.ask(Why(request)).requests[0].reasons[0]
-            return reason.kind, reason.text, reason.count
-
-        yield ask, first_reason
-
-
-@pytest.fixture
-def ask(node):
-    with engine(node) as (ask, _):
-        yield ask
+        yield ask_it
 
 
 def counted(node):
@@ -142,46 +124,3 @@ def test_a_tier_that_does_not_answer_is_not_up_and_a_slow_or_full_one_is(node, a
     assert sorted(up.values()) == [0, 1, 1]
     assert up["remote"] == 0
     assert node.status().tiers[-1].errors >= 3
-
-
-def test_a_store_that_has_the_chunks_and_is_down_is_named(start_here, redis):
-    node = ready(start_here(arena_bytes=MIB, remote=redis.url, remote_lookup_s=0.3))
-    with engine(node) as (ask, first_reason):
-        ask(range(8))
-        stored(node, [8])
-        ask(range(100, 100 + ROOM), "greedy")
-        stored(node, [8 + ROOM])
-        redis.kill()
-        for number in range(200, 204):  # each is a question that fails
-            ask([number], "a few")
-        wait_until(lambda: "unreachable" in node.status().tiers[0].state, what="it is given up for a while")
-        kind, text, count = first_reason(range(8), "again")
-        assert (kind, count) == ("tier", 8)
-        assert text.startswith("evicted for request greedy, ")
-        assert "; remote does not answer: unreachable: " in text
-
-
-def test_what_the_cap_of_a_disk_has_removed_is_said_to_have_gone_from_both(start_here, place):
-    node = ready(start_here(arena_bytes=MIB, disks=[str(place / "disk")], disk_limit_bytes=MIB + 200_000))
-    with engine(node) as (ask, first_reason):
-        ask(range(8), "first")
-        stored(node, [8])
-        for number in range(1, 4):
-            ask(range(100 * number, 100 * number + ROOM), f"greedy {number}")
-            stored(node, [8 + number * ROOM])
-        kind, text, _ = first_reason(range(8), "again")
-        assert kind == "evicted"
-        assert text.startswith("evicted for request greedy 1, ")
-        assert "; disk: removed to make room, " in text
-
-
-@pytest.mark.parametrize("choice", ["twice-seen", "write-back"])
-def test_what_the_choice_of_stores_left_out_is_said_to_be_refused(start_here, place, choice):
-    node = ready(start_here(arena_bytes=MIB, disks=[str(place / "disk")], store=choice, store_window=0.01))
-    with engine(node) as (ask, first_reason):
-        ask(range(ROOM), "first")
-        ask(range(100, 100 + ROOM), "greedy")
-        kind, text, _ = first_reason([0], "again")
-        assert kind == "policy"
-        assert text.startswith("evicted for request greedy, ")
-        assert f"(--store {choice})" in text

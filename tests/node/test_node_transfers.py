@@ -145,15 +145,6 @@ def test_abort_ends_the_waiting(prefill, decode, transfer):
     decode.ask(Release(found.lease))
 
 
-def test_aborting_what_is_sealed_gives_up_nothing(prefill, decode, transfer):
-    slots = reserve(prefill, transfer)
-    seal(prefill, slots)
-    assert prefill.ask(Abort(slots)).count == 0
-    found = look(decode, transfer)
-    assert found.hits == 3
-    decode.ask(Release(found.lease))
-
-
 def test_the_death_of_the_writer_ends_the_waiting(start_here, puppets, attach, address):
     """The writer here is a worker that did not reserve: another process did, for it."""
     own = start_here()
@@ -229,13 +220,6 @@ def test_an_answer_is_kept_back_no_longer_than_was_asked_for(prefill, decode, tr
     prefill.ask(Abort(slots))
 
 
-def test_an_answer_that_can_be_given_is_not_kept_back(prefill, decode, transfer):
-    seal(prefill, reserve(prefill, transfer, tail=False))
-    found = decode.ask(Admit(KEYS[:3], lease_s=20.0, transfer=transfer, wait_s=30.0))
-    assert (found.hits, found.waiting) == (3, False)
-    decode.ask(Release(found.lease))
-
-
 def test_what_waits_is_bounded_and_goes_with_its_process(start_here, puppets, attach):
     own = start_here()
     prefill, decode = attach(own), attach(own, kind="scheduler")
@@ -284,16 +268,6 @@ def test_a_transfer_that_is_given_up_before_it_was_opened_is_not_expected(prefil
     assert (answered, found.hits, found.waiting) == (number, 0, False)
 
 
-def test_what_is_expected_is_bounded_as_all_that_waits(start_here, attach):
-    own = start_here()
-    decode = attach(own)
-    for number in range(MAX_OF_SESSION):
-        ask = Admit(KEYS[:1], transfer=f"transfer-that-nobody-opens-{number}", part="expects", wait_s=30.0)
-        decode.tell(ask, reply=True)
-    found = decode.ask(Admit(KEYS[:1], transfer="transfer-of-one-too-many", part="expects", wait_s=30.0))
-    assert (found.hits, found.waiting) == (0, True), "one more is answered at once"
-
-
 # ---- one question --------------------------------------------------------------------------------
 
 
@@ -304,13 +278,6 @@ def test_one_question_leases_what_is_there_and_grants_room_for_the_rest(prefill,
     status = decode.status()
     assert (status.leases, status.chunks) == (1, {"sealed": 2, "filling": 2})
     decode.ask(Abort(answer.granted_slots))
-    decode.ask(Release(answer.lease))
-
-
-def test_a_request_whose_chunks_are_all_there_is_granted_no_room(prefill, decode):
-    seal(prefill, reserve(prefill, None, tail=False))
-    answer = decode.ask(Admit(KEYS[:3], GRANULE_BYTES, layers=2, lease_s=20.0))
-    assert (answer.hits, answer.granted, answer.granted_slots, answer.full) == (3, [], [], False)
     decode.ask(Release(answer.lease))
 
 

@@ -14,7 +14,7 @@ from pdx.wire.messages import VERSION, Admit, Fill, Hello
 
 PDX = str(Path(sys.modules[Service.__module__].__file__).parents[1])
 CHUNKS = 64
-MOST_CALLS = 60  # per chunk: its fill, and the turn in which the disk is given it
+MOST_CALLS = 45  # per chunk: its fill, and the turn in which the disk is given it
 
 
 def test_a_saved_chunk_costs_few_calls(place):

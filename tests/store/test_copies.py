@@ -169,40 +169,6 @@ def test_layers_that_are_filled_out_of_order_are_sent_as_the_runs_they_form(stag
     assert stage.over == [(1, True)]
 
 
-def test_the_push_that_lacks_the_fewest_bytes_goes_first(stage_with):
-    stage = stage_with(window_bytes=MIB)
-    long = pushed(stage, [0], 8 * MIB, layers=8)
-    short = pushed(stage, [1], 4 * MIB, layers=4)
-    late = pushed(stage, [2], 8 * MIB, layers=8)
-    stage.fill(long, 0, 2)
-    stage.fill(short, 0, 2)
-    stage.fill(late, 0, 7)
-    assert [job.push for job in stage.way.jobs] == [1], "the window has room for one write"
-    assert stage.finish().push == 1
-    assert stage.finish().push == 3, "it lacks one layer, the other two"
-    assert stage.finish().push == 2
-    assert not stage.way.jobs
-    stage.fill(late, 7)
-    stage.fill(short, 2, 2)
-    assert [stage.finish().push for _ in range(2)] == [3, 2]
-    stage.lose(long)
-    assert stage.over == [(3, True), (2, True), (1, False)]
-    stage.assert_idle()
-
-
-def test_what_is_not_acknowledged_stays_within_the_window_and_one_write(stage_with):
-    stage = stage_with(window_bytes=16 * MIB, granules=32768)
-    slots = pushed(stage, [0], 100 * MIB, layers=100)
-    stage.fill(slots, 0, 100, seal=True)
-    done = 0
-    while stage.way.jobs:
-        assert sum(job.nbytes for job in stage.way.jobs) < 16 * MIB + Tier.max_job_bytes
-        done += stage.finish().nbytes
-    assert done == 100 * MIB
-    assert stage.over == [(1, True)]
-    stage.assert_idle()
-
-
 # ---- what a message costs -------------------------------------------------------------------------
 
 

@@ -105,7 +105,7 @@ def check(stage, slots):
     """The memory that a write reads is as it was, and the window is respected."""
     in_between(stage)
     assert sum(job.nbytes for job in stage.way.jobs) < 4 * 3 * 4096 + 3 * 6 * 4096
-    assert stage.copies.in_flight(stage.way) == sum(job.nbytes for job in stage.way.jobs)
+    assert stage.copies.queue(stage.way).in_flight == sum(job.nbytes for job in stage.way.jobs)
     pushes = {push.number: push for push in stage.copies.of(stage.way)}
     for job in stage.way.jobs:
         chunks = {item.remote.offset: item.chunk for item in pushes[job.push].items}

@@ -8,7 +8,7 @@ from test_tiers import DictTier, Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.store import copy, paying, tiers
-from pdx.store.chunk import NODE
+from pdx.store.chunk import Wanted
 from pdx.store.paying import Computing
 from pdx.telemetry.rate import HALF_BYTES, HALF_NS, Rate
 
@@ -38,7 +38,9 @@ def load(stage, numbers, ms):
 def ask(stage, numbers, chunk_s, backlog_s=0.0):
     """Whether a request waits for what is missing; a chunk is computed in so many seconds, behind others."""
     hits = stage.hits(numbers)
-    may = stage.tiers.may_come([key(number) for number in numbers], hits, 1, computing=Computing(chunk_s, backlog_s))
+    may = stage.tiers.may_come(
+        Wanted([key(number) for number in numbers], 1), hits, computing=Computing(chunk_s, backlog_s)
+    )
     stage.turn()
     return may
 
@@ -103,12 +105,12 @@ def test_bytes_that_are_loaded_are_not_waited_for_twice(stage):
     measured(stage, 100)
     below(stage, [0, 1, 2, 3])
     assert ask(stage, [0, 1, 2], chunk_s=0.15)
-    assert stage.copies.loading_bytes(stage.tier) == 3 * GRANULE_BYTES
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 3 * GRANULE_BYTES
     stage.end()
-    assert stage.copies.loading_bytes(stage.tier) == 2 * GRANULE_BYTES
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 2 * GRANULE_BYTES
     stage.end(fails=True)
     stage.end()
-    assert stage.copies.loading_bytes(stage.tier) == 0
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 0
 
 
 def test_now_and_then_one_chunk_is_loaded_that_nobody_waits_for(stage):
@@ -192,7 +194,7 @@ def test_what_was_given_up_is_not_waited_for(stage):
     below(stage, [0, 1, 2])
     assert stage.may_come([0, 1, 2])
     late(stage, 5.01)
-    assert stage.copies.loading_bytes(stage.tier) == GRANULE_BYTES, "what is given"
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == GRANULE_BYTES, "what is given"
     stage.end_all()
 
 
@@ -205,7 +207,7 @@ def test_what_was_given_up_has_no_turn(stage):
     for number in range(2, 2 + copy.OVERTAKEN * 2):
         assert stage.may_come([number])
         stage.copies.give_up(stage.copies.of(stage.tier)[1:])
-    assert stage.copies.loading_bytes(stage.tier, 1) == GRANULE_BYTES, "what is given"
+    assert stage.copies.queue(stage.tier).bytes_before(1) == GRANULE_BYTES, "what is given"
     stage.end_all()
 
 
@@ -235,8 +237,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(stage):
     below(stage, range(9))
     assert stage.may_come(range(8))
     assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(0), key(1)], "no more than keeps it busy"
-    assert stage.copies.loading_bytes(stage.tier) == 8 * GRANULE_BYTES
-    assert stage.copies.loading_bytes(stage.tier, GRANULE_BYTES) == 2 * GRANULE_BYTES
+    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 8 * GRANULE_BYTES
+    assert stage.copies.queue(stage.tier).bytes_before(GRANULE_BYTES) == 2 * GRANULE_BYTES
     assert ask(stage, [8], chunk_s=0.4)
     stage.end()
     assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(1), key(8)]
@@ -262,10 +264,10 @@ def test_one_that_has_its_turn_is_expected_before_short_ones(stage):
     stage.tier.loads_at_once = 1
     below(stage, range(10))
     assert stage.may_come([0, 1])
-    assert stage.copies.loading_bytes(stage.tier, GRANULE_BYTES) == GRANULE_BYTES, "what is given"
+    assert stage.copies.queue(stage.tier).bytes_before(GRANULE_BYTES) == GRANULE_BYTES, "what is given"
     for number in range(2, 2 + copy.OVERTAKEN * 2):
         assert stage.may_come([number])
-    assert stage.copies.loading_bytes(stage.tier, GRANULE_BYTES) == 10 * GRANULE_BYTES
+    assert stage.copies.queue(stage.tier).bytes_before(GRANULE_BYTES) == 10 * GRANULE_BYTES
     stage.end()
     assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(1)]
     stage.end_all()
@@ -348,7 +350,7 @@ CASES = [(0.0, 0.0, 0.04), (0.03, 0.0, 0.04), (0.05, 0.0, 0.0), (0.0, 0.03, 0.01
 def test_an_answer_is_waited_for_a_tenth_of_the_time_of_computing(stage, answered_s, asked_s, patience_s):
     far = Asked(answered_s, asked_s)
     stage.tiers.below.append([far])
-    waits_s = stage.tiers.may_come([key(number) for number in range(4)], 0, 1, computing=Computing(0.1))
+    waits_s = stage.tiers.may_come(Wanted([key(number) for number in range(4)], 1), 0, computing=Computing(0.1))
     assert waits_s == pytest.approx(patience_s)
     assert far.asked == [[key(number) for number in range(4)]], "the next request may have it"
     stage.tiers.below.pop()
@@ -356,7 +358,7 @@ def test_an_answer_is_waited_for_a_tenth_of_the_time_of_computing(stage, answere
 
 def test_an_engine_of_unknown_pace_waits_for_an_answer_as_long_as_it_takes(stage):
     stage.tiers.below.append([Asked(10.0, 3.0)])
-    assert stage.tiers.may_come([key(0)], 0, 1) == float("inf")
+    assert stage.tiers.may_come(Wanted([key(0)], 1), 0) == float("inf")
     stage.tiers.below.pop()
 
 
@@ -396,7 +398,7 @@ def test_many_keys_on_several_disks_cost_in_proportion_to_them(stage):
     numbers = list(range(8))
     below(stage, numbers)
     looked.clear()
-    stage.tiers.may_come([key(number) for number in [*numbers, *range(1000, 5000)]], 0, 1)
+    stage.tiers.may_come(Wanted([key(number) for number in [*numbers, *range(1000, 5000)]], 1), 0)
     assert sum(looked) <= 9 * tiers.SOME
     stage.turn()
     stage.end_all()
@@ -436,17 +438,6 @@ def test_nothing_measured_and_nothing_moved_are_told_apart():
     assert (rate.is_known, rate.gb_s, rate.seconds(10)) == (False, 0.0, 0.0)
     rate.moved(0, 0, 5)
     assert (rate.is_known, rate.gb_s, rate.seconds(10)) == (True, 0.0, float("inf"))
-
-
-def test_the_node_is_no_stranger_to_its_own_probe(stage):
-    """A chunk that is loaded for a look is one like any other."""
-    measured(stage, 100)
-    below(stage, [0, 1])
-    ask(stage, [0, 1], chunk_s=0.01)
-    [chunk] = stage.store.index.of(key(1))
-    assert chunk.writer == NODE
-    stage.end_all()
-    assert stage.store.find([key(1)], 1)
 
 
 @pytest.mark.parametrize("chunk_s", [0.05, 100.0])

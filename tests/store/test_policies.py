@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdx.errors import ConfigError
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.policies import by_name
 from pdx.store.policies.gittins import FOUND, NEW, PRIOR, STEPS, Ages, worths
 from pdx.store.policies.policy import EvictionPolicy

@@ -19,7 +19,7 @@ from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena, round_up
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.lifecycle import State
 from pdx.store.policies import by_name
 from pdx.store.siblings import common

@@ -5,12 +5,11 @@ import tracemalloc
 
 import pytest
 
-from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
+from pdx.errors import ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.slot import Slot
-from pdx.store.claim import Claim
-from pdx.store.clearing import LOOKS
-from pdx.store.lifecycle import State
+from pdx.store.chunk import Claim
+from pdx.store.slot_pool import LOOKS
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
 
@@ -233,29 +232,11 @@ def test_a_shard_that_is_pinned_stays_when_the_others_go(store):
 # ---- what is granted ---------------------------------------------------------------------------
 
 
-def test_all_or_nothing_evicts_nothing_when_it_cannot_fit(store):
-    put(store, "abcd")
-    store.reserve(claim(keys("wxyz")))
-    assert store.reserve(claim(keys("12345"))) == ([], [], True)
-    assert there(store, "abcd") == "abcd"
-    assert store.counters["evicted"] == 0
-    assert store.counters["reserve_full"] == 1
-
-
 def leave(store, text, stay):
     """A full store of one-granule chunks, of which those in `stay` are leased."""
     for letter in text:
         put(store, letter)
     store.lease([store.find([letter.encode()], 1)[0][0] for letter in stay], OWNER, 10)
-
-
-@pytest.mark.parametrize("partial", [False, True])
-def test_nothing_is_evicted_where_what_stays_leaves_no_window(store, partial):
-    leave(store, "abcdefgh", "beg")
-    assert store.reserve(claim(keys("x"), granules=3, partial=partial)) == ([], [], True)
-    assert store.reserve(claim(keys("xy"), granules=2)) == ([], [], True)
-    assert there(store, "abcdefgh") == "abcdefgh"
-    assert store.counters["evicted"] == 0
 
 
 def test_only_one_window_is_evicted_for_a_chunk_larger_than_the_others(store):
@@ -291,7 +272,7 @@ def test_what_lies_before_a_chunk_goes_with_it_first(store):
 
 
 def test_a_search_that_finds_nothing_goes_on_where_it_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("pdx.store.clearing.LOOKS", 10)
+    monkeypatch.setattr("pdx.store.slot_pool.LOOKS", 10)
     with Arena.create(tmp_path / "wide", 100 * GRANULE_BYTES) as arena:
         store = Store(arena, Env())
         names = [number.to_bytes(16, "little") for number in range(100)]
@@ -317,63 +298,7 @@ def test_one_large_chunk_among_many_small_ones_evicts_its_window_and_no_more(tmp
         assert store.counters["evicted"] == 100
 
 
-def test_a_grant_of_two_shards_is_never_half(store):
-    store.reserve(claim(keys("uvwxy")))
-    granted, slots, full = store.reserve(claim(keys("abc"), writers=[2, 3], partial=True))
-    assert (granted, len(slots), full) == ([0], 2, True)
-    assert store.free_bytes == GRANULE_BYTES
-
-
-def test_a_tail_has_its_own_size(store):
-    granted, slots, _ = store.reserve(claim(keys("abt"), granules=2, tail_nbytes=100))
-    assert [slot.nbytes for slot in slots] == [2 * GRANULE_BYTES, 2 * GRANULE_BYTES, 100]
-    assert store.free_bytes == 3 * GRANULE_BYTES
-
-
-@pytest.mark.parametrize("partial", [False, True])
-def test_what_can_never_fit_says_so_and_evicts_nothing(store, partial):
-    put(store, "abcd")
-    with pytest.raises(ArenaTooSmall, match=f"arena of {GRANULES * GRANULE_BYTES} bytes"):
-        store.reserve(claim(keys("x"), granules=GRANULES + 1, partial=partial))
-    assert there(store, "abcd") == "abcd"
-
-
-def test_a_chunk_that_lost_a_shard_is_written_anew(store):
-    slots = put(store, "a", writers=[2, 3])
-    store.end_session(2)
-    granted, others, _ = store.reserve(claim(keys("b"), writers=[4, 5]))
-    store.end_session(4)  # shard 0 is gone, shard 1 is still being filled
-    seal(store, others[1:], [5])
-    granted, again, _ = store.reserve(claim(keys("ab"), writers=[6, 7]))
-    assert granted == [1]
-    assert len(again) == 2
-    assert not {slot.generation for slot in slots} & {slot.generation for slot in again if slot in slots}
-    assert store.find(keys("b"), 2) == []
-
-
 # ---- filling and sealing -----------------------------------------------------------------------
-
-
-def test_a_chunk_is_hit_only_when_every_shard_is_sealed(store):
-    slots = store.reserve(claim(keys("ab"), writers=[2, 3]))[1]
-    seal(store, [slots[0], slots[2]], [2])
-    assert store.find(keys("ab"), 2) == []
-    assert store.index.is_filling(b"a", 2)
-    seal(store, [slots[1]], [3])
-    assert len(store.find(keys("ab"), 2)) == 1
-    assert not store.index.is_filling(b"a", 2)
-    assert not store.index.is_filling(b"z", 2)
-
-
-def test_sealing_with_slices_missing_is_refused_and_seals_none(store):
-    slots = store.reserve(claim(keys("ab"), layers=3))[1]
-    whole = store.fill([slots[0]], 0, 3, OWNER)
-    part = store.fill([slots[1]], 0, 2, OWNER)
-    with pytest.raises(ProtocolError, match="missing"):
-        store.seal([*whole, *part])
-    assert {chunk.state for chunk in (*whole, *part)} == {State.FILLING}
-    store.seal([*whole, *store.fill([slots[1]], 2, 1, OWNER)])
-    assert there(store, "ab") == "ab"
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -414,17 +339,6 @@ def test_a_forged_slot_is_nobodys(store, forge):
         store.fill([forge(slot)], 0, 1, OWNER)
 
 
-def test_generations_change_at_every_reuse_and_at_every_free(store, arena):
-    seen = set()
-    for number in range(20):
-        slot = put(store, "a")[0]
-        assert slot.offset == 0
-        assert slot.generation not in seen
-        seen.add(slot.generation)
-        store.delete(keys("a"))
-        assert not arena.is_current(slot), f"still current after free {number}"
-
-
 # ---- tails, leases, deletion --------------------------------------------------------------------
 
 
@@ -433,16 +347,6 @@ def test_only_the_tails_of_a_transfer_are_dropped_with_it(store):
     put(store, "bu", tail_nbytes=100, transfer="two")
     store.drop_tails("one")
     assert there(store, "atbu") == "abu"
-
-
-def test_the_same_chunk_twice_in_a_lease(store):
-    put(store, "a")
-    chunk = store.find(keys("a"), 1)[0][0]
-    lease = store.lease([chunk, chunk], OWNER, 10)
-    store.release(lease, OWNER)
-    assert chunk.leases == 0
-    put(store, "stuvwxyz")
-    assert there(store, "a") == ""
 
 
 def test_the_names_of_one_chunk_change_no_other_of_its_reservation(store):

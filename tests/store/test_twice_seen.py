@@ -7,7 +7,7 @@ import pytest
 from test_tiers import GRANULE_BYTES, GRANULES, LAYERS, WRITER, Stage, key
 
 from pdx.store import history
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.policies.by_name import find
 
 OTHERS = range(100, 100 + GRANULES)

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raw_engine import CHUNK_BYTES, Engine, key
+from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 
 from pdx.config import NodeConfig
 from pdx.errors import NodeError, ProtocolError
 from pdx.memory.arena import Arena
 from pdx.node.reports import node_status
-from pdx.node.service import Service
+from pdx.node.service import PROBE_BYTES, Service
 from pdx.node.sessions import Session
+from pdx.store.chunk import NODE, Claim
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Answer, Ask, Hello, Refused
@@ -73,15 +74,17 @@ class BedEngine(Engine):
 class ControlBed:
     """The node. Its clock is the real one, for its disk is a real one; nothing here depends on it."""
 
-    def __init__(self, place: Path, arena: Arena, **settings: Any) -> None:
+    def __init__(self, place: Path, arena: Arena, env: Env | None = None, **settings: Any) -> None:
         self.arena = arena
         self.routes = itertools.count(1)
         self.late: dict[tuple[Session, int], Answer] = {}
         common = {"disks": [str(place / "disk")], "store": "write-back", "store_window": 1e-9, **settings}
-        config = NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=ARENA_BYTES, **common)
-        self.service = Service(config, [arena], 1, Env())
+        nbytes = arena.nbytes - PROBE_BYTES
+        config = NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=nbytes, **common)
+        self.service = Service(config, [arena], 1, env or Env())
         self.service.open_tiers()
-        self.until(lambda: self.status().tiers[0].state != "counting the files", "the disk is counted")
+        [[self.disk]] = self.service.tiers.below
+        self.until(lambda: self.disk.is_counted, "the disk is counted")
         self.wire = Said(self, kind="controller")
 
     def turn(self) -> None:
@@ -94,6 +97,14 @@ class ControlBed:
     def until(self, is_so: Callable[[], object], what: str) -> None:
         """Turn it until that is so."""
         wait_until(lambda: self.turn() or is_so(), what=what)
+
+    def put(self, first: int, count: int, nbytes: int = CHUNK_BYTES, **claim: Any) -> list[bytes]:
+        """Sealed chunks that the node itself has filled; their keys."""
+        keys = [key(number) for number in range(first, first + count)]
+        store = self.service.store
+        _, slots, _ = store.reserve(Claim(keys=keys, nbytes=nbytes, layers=LAYERS, owner=NODE, writers=[NODE], **claim))
+        store.seal(store.fill(slots, 0, LAYERS, NODE))
+        return keys
 
     def status(self) -> NodeStatus:
         """As `pdx node --status`."""
@@ -117,17 +128,19 @@ class ControlBed:
 
     def close(self) -> None:
         """End it."""
-        self.service.controls.close()
+        self.service.controls.jobs.close()
         self.service.tiers.close()
         self.service.sessions.close()
         self.service.peers.close()
 
 
 @contextlib.contextmanager
-def control_bed(place: Path, **settings: Any) -> Iterator[ControlBed]:
+def control_bed(
+    place: Path, kind: Callable[..., ControlBed] = ControlBed, nbytes: int = ARENA_BYTES, **settings: Any
+) -> Iterator[ControlBed]:
     """The node, until the end of the block."""
-    with Arena.create(place / "arena", ARENA_BYTES + (1 << 20)) as arena:
-        made = ControlBed(place, arena, **settings)
+    with Arena.create(place / "arena", nbytes + PROBE_BYTES) as arena:
+        made = kind(place, arena, **settings)
         try:
             yield made
         finally:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.events.log import EventLog
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.store import Store
 from pdx.store.tier import Tier
 from pdx.telemetry.env import Env

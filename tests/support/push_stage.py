@@ -16,8 +16,7 @@ from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.node.peers.peer_tiers import admit
 from pdx.node.peers.receive_thread import Verdict
 from pdx.node.peers.send_thread import piece, slices, spans
-from pdx.store.chunk import Chunk
-from pdx.store.claim import Claim
+from pdx.store.chunk import Chunk, Claim
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.lifecycle import State
@@ -199,8 +198,8 @@ class SendingStage(StoreStage):
         way: FakePeerTier | None = None,
         want: int = 0,
     ) -> int:
-        """Push these chunks."""
-        return self.copies.store(
+        """Push these chunks; how many there are."""
+        copies = self.copies.store(
             way or self.way,
             [key(number) for number in numbers],
             shards,
@@ -209,6 +208,7 @@ class SendingStage(StoreStage):
             transfer=transfer,
             want=want,
         )
+        return sum(len(copy.keys) for copy in copies)
 
     def grants(self, offer: Offer, indices: list[int] | None = None, *, at: int = REMOTE) -> Granted:
         """Room at the peer, slot behind slot, as it would say so."""
@@ -248,7 +248,7 @@ class SendingStage(StoreStage):
     @property
     def has_room(self) -> bool:
         """Whether the window to the peer is not full."""
-        return self.copies.in_flight(self.way) < self.window_bytes
+        return self.copies.queue(self.way).in_flight < self.window_bytes
 
     def finish(self, job: Write | None = None, error: Any = None) -> Write:
         """A write (the oldest) is over."""

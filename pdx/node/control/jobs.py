@@ -51,12 +51,10 @@ class Job(msgspec.Struct, eq=False):
     steps: Steps | None = None
 
     def did(self, chunks: int, nbytes: int) -> None:
-        """So much more is done."""
         self.chunks_done += chunks
         self.bytes_done += nbytes
 
     def status(self, now: float) -> JobStatus:
-        """As controllers are told."""
         until = self.ended_at if self.state != "running" else now
         return JobStatus(
             self.name,

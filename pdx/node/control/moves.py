@@ -8,26 +8,24 @@ whatever dies meanwhile, each chunk is somewhere.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
-from functools import partial
+from collections.abc import Container, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError
 from pdx.node.control.jobs import Job, Steps
 from pdx.node.control.places import Place, Places
-from pdx.node.peers.peers import Peers
-from pdx.store.chunk import from_node
-from pdx.store.copies import Copies
+from pdx.store.chunk import Wanted, from_node
 from pdx.store.copy import Copy, CopyState, Priority
 from pdx.store.history import Cause
-from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
-from pdx.store.tiers import Tiers
-from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.wire.messages import Refused, Settle
 from pdx.wire.verbs import Found
+
+if TYPE_CHECKING:
+    from pdx.node.service import Service
 
 BATCH_BYTES = 64 << 20
 BATCH_SHARE = 0.125  # of the first arena, at most, may be held by a batch
@@ -53,31 +51,19 @@ class Errand(msgspec.Struct, frozen=True):
 class Mover:
     """Makes the steps of a move. Owned by the control loop."""
 
-    def __init__(
-        self,
-        store: Store,
-        tiers: Tiers,
-        copies: Copies,
-        places: Places,
-        peers: Peers,
-        *,
-        copy_s: float,
-        env: Env,
-    ) -> None:
-        """A copy that takes longer than `copy_s` is given up."""
-        self._store = store
-        self._tiers = tiers
-        self._copies = copies
+    def __init__(self, service: Service, places: Places) -> None:
+        self._store = service.store
+        self._tiers = service.tiers
+        self._copies = service.copies
         self._places = places
-        self._peers = peers
-        self._copy_s = copy_s
-        self._counters = env.counters
-        self._clock = env.clock
+        self._peers = service.peers
+        self._copy_s = service.config.push_s  # a copy that takes longer is given up
+        self._counters = service.counters
+        self._clock = service.env.clock
         self._settling: dict[tuple[str, bytes], Copy] = {}  # of what peers have pushed here, by tier and key
         self._crossing = 0  # batches that have room in the first arena, or are about to
 
     def steps(self, errand: Errand, keys: Sequence[tuple[bytes, Place]]) -> Steps:
-        """Move these, each from its place."""
         job = errand.job
         left = self._batches(keys, errand.shards)
         under_way: list[Steps] = []
@@ -199,14 +185,15 @@ class Mover:
             yield
 
     def _bring(self, source: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
-        """Copy these to the first arena."""
         absent = [key for key in keys if self._store.index.known(key, shards) is None]
         deadline = self._clock() + self._copy_s
         tier = source.tier
         if tier is None:
             return self._between(absent, source, (), shards)
         held = [(key, tier, held) for key, held in self._places.found(source, absent, shards).items()]
-        return self._copies.load(held, shards, priority=Priority.REBALANCE, deadline=deadline, who="a move")
+        return self._copies.load(
+            held, Wanted(absent, shards, who="a move"), priority=Priority.REBALANCE, deadline=deadline
+        )
 
     def _take_away(self, target: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
         """Copy these from the first arena to another tier of this node."""
@@ -230,14 +217,10 @@ class Mover:
     def _stored(
         self, tier: Tier, keys: Sequence[bytes], shards: int, *, arenas: Sequence[int] = (), to: Sequence[int] = ()
     ) -> list[Copy]:
-        store = partial(self._copies.store, tier, keys, shards, arenas=arenas, to=to, priority=Priority.REBALANCE)
-        return self._started(tier, partial(store, deadline=self._clock() + self._copy_s))
-
-    def _started(self, tier: Tier, start: Callable[[], object]) -> list[Copy]:
-        """The copies to a tier that `start` begins."""
-        before = set(self._copies.of(tier))
-        start()
-        return [copy for copy in self._copies.of(tier) if copy not in before]
+        deadline = self._clock() + self._copy_s
+        return self._copies.store(
+            tier, keys, shards, arenas=arenas, to=to, priority=Priority.REBALANCE, deadline=deadline
+        )
 
     def _settled(
         self, errand: Errand, tier: str, keys: Sequence[bytes], copies: list[Copy]
@@ -253,8 +236,7 @@ class Mover:
         while count < len(keys) and self._clock() < until:
             if count > pushed or self._clock() >= again_at:  # it has not had room for all, or has evicted some
                 pushed = count
-                start = partial(self._push, node, keys[count:], errand.shards)
-                copies += self._started(self._peers.tiers.tier(node), start)
+                copies += self._push(node, keys[count:], errand.shards)
                 yield from self._until_over(job, copies)
                 again_at = self._clock() + PUSH_AGAIN_S
             before, asked_at = count, self._clock()
@@ -265,9 +247,9 @@ class Mover:
                 yield
         return keys[:count]
 
-    def _push(self, node: str, keys: Sequence[bytes], shards: int) -> None:
+    def _push(self, node: str, keys: Sequence[bytes], shards: int) -> list[Copy]:
         try:
-            self._peers.push(node, keys, shards, None, b"")
+            return self._peers.push(node, keys, shards, None, b"")
         except (PeerError, ConfigError) as error:
             raise NodeError(f"node {node!r:.80} cannot be reached: {error}") from error
 

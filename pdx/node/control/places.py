@@ -8,19 +8,20 @@ control loop; nothing here waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdx.errors import NodeError, TierUnknown
 from pdx.memory.keys import is_named
-from pdx.node.sessions import Sessions
 from pdx.store.chunk import NODE, Chunk
 from pdx.store.history import Cause
 from pdx.store.lifecycle import State
-from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
-from pdx.store.tiers import Tiers
 from pdx.wire.verbs import Kept
+
+if TYPE_CHECKING:
+    from pdx.node.service import Service
 
 HOST, GPU = "host", "gpu"
 SOME = 64  # keys that a tier is asked for at once
@@ -36,7 +37,6 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other nodes have it as well."""
         return self.tier is not None and self.tier.is_shared
 
     @property
@@ -51,13 +51,11 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Places:
-    """See the module."""
-
-    def __init__(self, store: Store, tiers: Tiers, sessions: Sessions, gpus: Sequence[str]) -> None:
-        """`gpus`: of each arena the UUID of its GPU; empty: it is in host memory."""
-        self._store = store
-        self._tiers = tiers
-        self._sessions = sessions
+    def __init__(self, service: Service) -> None:
+        self._store = service.store
+        self._tiers = service.tiers
+        self._sessions = service.sessions
+        gpus = service.gpus
         host = frozenset(number for number, gpu in enumerate(gpus) if not gpu)
         self._memory = [
             Place(name, arenas) for name, arenas in ((HOST, host), (GPU, frozenset(range(len(gpus))) - host)) if arenas

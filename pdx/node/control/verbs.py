@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
-from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
 from pdx.node.control.moves import Errand, Mover
 from pdx.node.control.places import Place, Places
-from pdx.node.look_ahead import LookAhead
-from pdx.node.peers.peers import Peers
-from pdx.node.sessions import Sessions
 from pdx.store.chunk import Chunk
-from pdx.store.copies import Copies
 from pdx.store.history import Cause
 from pdx.store.recoding import check
-from pdx.store.store import Store
-from pdx.store.tiers import Tiers
-from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.wire.base import check_slots
 from pdx.wire.messages import Outcome
@@ -54,6 +46,9 @@ from pdx.wire.verbs import (
     Selection,
 )
 
+if TYPE_CHECKING:
+    from pdx.node.service import Service
+
 _T = TypeVar("_T")
 
 STEP_KEYS = 256  # that a job drops, or begins to recode, between two messages of the control loop
@@ -62,46 +57,19 @@ STEP_KEYS = 256  # that a job drops, or begins to recode, between two messages o
 class Controls:
     """What controllers may ask of this node. Owned by the control loop."""
 
-    def __init__(
-        self,
-        name: str,
-        epoch: int,
-        *,
-        store: Store,
-        tiers: Tiers,
-        copies: Copies,
-        peers: Peers,
-        sessions: Sessions,
-        admissions: Admissions,
-        look_ahead: LookAhead,
-        gpus: Sequence[str],
-        pin_share: float,
-        copy_s: float,
-        env: Env,
-    ) -> None:
-        """`gpus`: see `Places`. `pin_share`: of all arenas, what may be pinned. A copy that takes longer than `copy_s`
-        is given up."""
-        self._name = name
-        self._store = store
-        self._tiers = tiers
-        self._copies = copies
-        self._sessions = sessions
-        self._admissions = admissions
-        self._look_ahead = look_ahead
-        self._pin_share = pin_share
-        self._counters = env.counters
-        self.places = Places(store, tiers, sessions, gpus)
-        self.jobs = JobTable(name, epoch, env)
-        self._mover = Mover(
-            store,
-            tiers,
-            copies,
-            self.places,
-            peers,
-            copy_s=copy_s,
-            env=env,
-        )
-        peers.on_settle = self._mover.settle
+    def __init__(self, service: Service) -> None:
+        self._name = service.name
+        self._store = service.store
+        self._tiers = service.tiers
+        self._sessions = service.sessions
+        self._admissions = service.admissions
+        self._look_ahead = service.look_ahead
+        self._pin_share = service.config.pin_share  # of all arenas, what may be pinned
+        self._counters = service.counters
+        self.places = Places(service)
+        self.jobs = JobTable(service.name, service.epoch, service.env)
+        self._mover = Mover(service, self.places)
+        service.peers.on_settle = self._mover.settle
         self._handlers: dict[type[AnyVerb], Callable[[Any], Outcome]] = {
             Find: self._find,
             Move: self._move,
@@ -110,9 +78,9 @@ class Controls:
             Recode: self._recode,
             Evict: self._evict,
             List: self._list,
-            Jobs: self._jobs,
-            CheckFinish: self._check_finish,
-            EndJob: self._end_job,
+            Jobs: lambda _: JobList(self.jobs.all()[:MAX_LISTED]),
+            CheckFinish: lambda ask: self.jobs.status(ask.job),
+            EndJob: lambda ask: self.jobs.cancel(ask.job),
             Models: self._models,
         }
 
@@ -123,15 +91,6 @@ class Controls:
         """
         self._counters["verbs"] += 1
         return self._handlers[type(verb)](verb)
-
-    def turn(self) -> None:
-        """After each turn of the control loop."""
-        if len(self.jobs):
-            self.jobs.turn()
-
-    def close(self) -> None:
-        """End all jobs. Idempotent."""
-        self.jobs.close()
 
     def _selected(self, what: Selection) -> tuple[Sequence[bytes], int]:
         """The keys, each once, and in how many shards.
@@ -241,10 +200,7 @@ class Controls:
         verb = "copy" if ask.keeps else "move"
         what = f"{verb} {len(found)} of {len(keys)} chunks from {whence} to {where}"
         job = Job("move", what, [key for key, _ in found], len(found) * shards, nbytes)
-        if ask.dry_run:
-            self.jobs.check(job.keys)
-            return JobStatus("", "move", "planned", job.chunks, 0, nbytes, what=printable(what, 1000))
-        return self.jobs.start(job, self._mover.steps(Errand(job, shards, target, node, ask.keeps), found))
+        return self._start(job, self._mover.steps(Errand(job, shards, target, node, ask.keeps), found), ask.dry_run)
 
     def _whence(
         self, sources: Sequence[Place], keys: Sequence[bytes], shards: int, *, is_named: bool
@@ -288,7 +244,6 @@ class Controls:
         return Effect(done)
 
     def _drops(self, place: Place, keys: Sequence[bytes], shards: int) -> Kept:
-        """What `clear` would drop there."""
         if place.tier is not None:
             held = self.places.found(place, keys, shards).values()
             return Kept(place.name, len(held) * shards, sum(each.nbytes for each in held) * shards)
@@ -303,14 +258,13 @@ class Controls:
         arenas = [(place, arena) for place in own for arena in sorted(place.arenas)]
         statuses = [status for place in own if place.tier is not None and (status := place.tier.status()) is not None]
         pools = [self._store.pools[arena] for _, arena in arenas]
-        count = sum(self._store.index.num_chunks(arena) for _, arena in arenas)
+        count = sum(len(self._store.index.slots[arena]) for _, arena in arenas)
         count += sum(len(place.tier.keys()) for place in own if place.tier is not None)
         nbytes = sum(pool.total_bytes - pool.free_bytes for pool in pools) + sum(each.used_bytes for each in statuses)
         what = f"clear {', '.join(place.name for place in own)}"
-        if dry_run:
-            return JobStatus("", "clear", "planned", count, 0, nbytes, what=what)
         job = Job("clear", what, (), count, nbytes)
-        return self.jobs.start(job, self._clearing(job, arenas, [place for place in own if place.tier is not None]))
+        below = [place for place in own if place.tier is not None]
+        return self._start(job, self._clearing(job, arenas, below), dry_run)
 
     def _clearing(self, job: Job, arenas: Sequence[tuple[Place, int]], below: Sequence[Place]) -> Steps:
         """What is there is listed when its turn comes, one arena or tier between two messages."""
@@ -379,6 +333,12 @@ class Controls:
 
     # ---- jobs -------------------------------------------------------------------------------
 
+    def _start(self, job: Job, steps: Steps, dry_run: bool) -> JobStatus:
+        if not dry_run:
+            return self.jobs.start(job, steps)
+        self.jobs.check(job.keys)
+        return JobStatus("", job.verb, "planned", job.chunks, 0, job.nbytes, what=printable(job.what, 1000))
+
     def _recode(self, ask: Recode) -> JobStatus:
         keys, shards = self._selected(ask.what)
         place = self.places.at(ask.tier)
@@ -406,10 +366,7 @@ class Controls:
         what = f"store {len(pairs)} of {len(keys)} chunks in {place.name} by {ask.codec}"
         busy = list(dict.fromkeys([*(old for old, _ in pairs), *(new for _, new in pairs)]))
         job = Job("recode", what, busy, len(pairs) * shards, nbytes)
-        if ask.dry_run:
-            self.jobs.check(job.keys)
-            return JobStatus("", "recode", "planned", job.chunks, 0, nbytes, what=printable(what, 1000))
-        return self.jobs.start(job, self._recoding(job, place, pairs, ask.codec, shards))
+        return self._start(job, self._recoding(job, place, pairs, ask.codec, shards), ask.dry_run)
 
     def _recoding(self, job: Job, place: Place, pairs: Sequence[tuple[bytes, bytes]], codec: str, shards: int) -> Steps:
         errors: list[TierError] = []
@@ -445,15 +402,6 @@ class Controls:
             if not recoding.is_over:
                 recoding.cancel()
         return errors
-
-    def _jobs(self, ask: Jobs) -> JobList:
-        return JobList(self.jobs.all()[:MAX_LISTED])
-
-    def _check_finish(self, ask: CheckFinish) -> JobStatus:
-        return self.jobs.status(ask.job)
-
-    def _end_job(self, ask: EndJob) -> JobStatus:
-        return self.jobs.cancel(ask.job)
 
 
 def _steps(things: Sequence[_T]) -> Iterator[Sequence[_T]]:

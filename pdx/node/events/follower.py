@@ -53,7 +53,6 @@ class Follower:
             self._begin()
 
     def gone(self) -> None:
-        """The proxy is not there."""
         self._stream = 0
         self._feed = None
         self._frames.clear()
@@ -65,7 +64,6 @@ class Follower:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is something that the proxy has not been told."""
         return self._stream > 0 and bool(self._frames or self._feed is not None or self._seq != self._events.seq)
 
     def turn(self, send: Callable[[Changes], bool]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -31,25 +30,15 @@ PIECE_KEYS = 4096  # of a snapshot at a time: a millisecond of the control loop
 FIRST_SHIFT = 10  # of the milliseconds since 1970 in the first number
 
 
-class Named(Protocol):
-    """What a chunk is to its engine: its record, of which other threads may read this much; once `blocks` is not empty,
-    nothing of it changes any more."""
-
-    key: bytes
-    parent: bytes
-    blocks: bytes
-
-    @property
-    def block_tokens(self) -> int: ...
-
-
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """These keys came into a tier, or they are not there any more. `named`: what some of those are to their engines."""
+    """These keys came into a tier, or they are not there any more. `named`: the records of some of those, of
+    which other threads may read what they are to their engines: key, parent, blocks and block_tokens. Once `blocks` is
+    not empty, nothing of that changes any more."""
 
     tier: str
     is_stored: bool
     keys: Sequence[bytes]
-    named: Sequence[Named] = ()
+    named: Sequence[Chunk] = ()
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +50,6 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def count(self) -> int:
-        """How many keys it tells of."""
         return sum(len(change.keys) for change in self.changes)
 
 
@@ -139,7 +127,7 @@ class EventLog:
         if not self._is_on:
             return None
         told: _Told = {}
-        named: dict[str, list[Named]] = {}
+        named: dict[str, list[Chunk]] = {}
         if self._index.changed_keys:
             keys, self._index.changed_keys = self._index.changed_keys, []
             self._of_one_arena(keys, told, named)
@@ -165,7 +153,7 @@ class EventLog:
             self._kept -= self._ring.popleft().count
         return batch
 
-    def _of_one_arena(self, keys: Sequence[bytes], told: _Told, named: dict[str, list[Named]]) -> None:
+    def _of_one_arena(self, keys: Sequence[bytes], told: _Told, named: dict[str, list[Chunk]]) -> None:
         """As `_of_arenas`, where the index has sorted out what was never whole."""
         whole, name = self._index.whole, self._names[0]
         here = [key for key in keys if key in whole]
@@ -176,7 +164,7 @@ class EventLog:
         if len(here) < len(keys):
             told[False, name] = [key for key in keys if key not in whole]
 
-    def _of_arenas(self, changed: Sequence[Chunk], told: _Told, named: dict[str, list[Named]]) -> None:
+    def _of_arenas(self, changed: Sequence[Chunk], told: _Told, named: dict[str, list[Chunk]]) -> None:
         """A tail without names is found by nobody but its transfer, and never told of; nor is a chunk that has never
         been whole."""
         sealed = State.SEALED
@@ -221,7 +209,7 @@ class EventLog:
 
     def _piece(self, keys: Iterable[bytes]) -> list[Change]:
         told: _Told = {}
-        named: dict[str, list[Named]] = {}
+        named: dict[str, list[Chunk]] = {}
         if len(self._names) == 1:
             whole = self._index.whole
             keys = [key for key in keys if (found := whole.get(key)) and not (found[0].tail and not found[0].blocks)]
@@ -231,7 +219,7 @@ class EventLog:
         return [change for change in _changes(told, named) if change.is_stored]
 
 
-def _changes(told: _Told, named: dict[str, list[Named]]) -> list[Change]:
+def _changes(told: _Told, named: dict[str, list[Chunk]]) -> list[Change]:
     """What is stored first."""
     return [
         Change(tier, is_stored, keys, named.get(tier, ()) if is_stored else ())

@@ -18,6 +18,7 @@ from pdx.node.peers.connections import Connections
 from pdx.store import paying
 from pdx.store.deadlines import Deadlines
 from pdx.store.paying import UNKNOWN, Computing
+from pdx.telemetry.env import Env
 from pdx.telemetry.rate import Rate
 from pdx.wire.messages import Admit, Push
 
@@ -43,10 +44,11 @@ class Fetches:
     """All questions to all peers. Owned by the control loop; the clock is a parameter. Each call costs what it changes,
     or how many questions that are not over were put to the peer that it names."""
 
-    def __init__(self, connections: Connections, fetch_s: float, counters: Counter[str]) -> None:
+    def __init__(self, connections: Connections, fetch_s: float, env: Env) -> None:
         self._connections = connections
         self._fetch_s = fetch_s
-        self._counters = counters
+        self._counters = env.counters
+        self._news = env.news
         self._numbers = itertools.count(1)
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
         # Those that are not over, by number: of each peer, and of each peer's transfers.
@@ -56,7 +58,6 @@ class Fetches:
         self._rates: defaultdict[str, Rate] = defaultdict(Rate)  # by peer
         self._chunk_bytes: Counter[str] = Counter()  # of all shards of the chunk that came last, by peer
         self._probed_at: dict[str, float] = {}  # by peer
-        self.ended: list[bytes] = []  # their last keys; whoever tells those who wait empties it
 
     def __len__(self) -> int:
         return sum(map(len, self._asked.values()))
@@ -178,7 +179,7 @@ class Fetches:
         self._drop(self._asked, fetch.source, fetch.number)
         if (transfer := fetch.push.transfer) is not None:
             self._drop(self._by_transfer, (fetch.source, transfer), fetch.number)
-        self.ended.append(fetch.push.keys[-1])
+        self._news.append(("fetch", fetch.push.keys[-1]))
 
     @staticmethod
     def _drop(table: dict[_K, dict[int, Fetch]], key: _K, number: int) -> None:

@@ -22,8 +22,7 @@ from pdx.node.peers.connection import PeerConnection, refusal
 from pdx.node.peers.inbound_push import PUSH, Account, InboundPush, PushState, PushStep, Writer, check
 from pdx.node.peers.receive_thread import ReceiveThread, Verdict
 from pdx.node.peers.regions import Regions
-from pdx.store.chunk import Chunk, from_node
-from pdx.store.claim import Claim
+from pdx.store.chunk import Chunk, Claim, from_node
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Store

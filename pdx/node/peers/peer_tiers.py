@@ -188,13 +188,13 @@ class PeerTiers:
 
     def push(
         self, name: str, keys: Sequence[bytes], shards: int, *, transfer: str | None, layout: bytes, want: int = 0
-    ) -> int:
-        """Push what is here of these keys, or being filled; how many chunks that are. Idempotent by transfer.
+    ) -> list[Copy]:
+        """Push what is here of these keys, or being filled; by which copies. Idempotent by transfer.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
         if transfer is not None and self.is_pushing(transfer, name):
-            return 0
+            return []
         self.connections.dial(name)
         self.start(name)
         now = self.env.clock()

@@ -27,6 +27,7 @@ from pdx.node.peers.peer_tiers import PeerTiers
 from pdx.node.peers.regions import Regions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
+from pdx.store.copy import Copy
 from pdx.store.lifecycle import State
 from pdx.store.paying import Computing
 from pdx.store.store import Store
@@ -94,7 +95,7 @@ class Peers:
         self._warm_up_at = 0.0
         self.regions = regions
         self.connections = Connections(self, config, env, sessions.numbers, context, poller)
-        self.fetches = Fetches(self.connections, config.fetch_s, env.counters)
+        self.fetches = Fetches(self.connections, config.fetch_s, env)
         self.inbound = InboundPushes(config, env, store=store, transfers=transfers, regions=regions)
         self.tiers = PeerTiers(
             config,
@@ -111,10 +112,10 @@ class Peers:
 
     # ---- what attached processes and the proxy want -----------------------------------------
 
-    def push(self, name: str, keys: Sequence[bytes], shards: int, transfer: str | None, layout: bytes) -> int:
+    def push(self, name: str, keys: Sequence[bytes], shards: int, transfer: str | None, layout: bytes) -> list[Copy]:
         """See `PeerTiers.push`; nothing is to be done where this node is meant."""
         if name == self._name:
-            return 0
+            return []
         return self.tiers.push(name, keys, shards, transfer=transfer, layout=layout)
 
     def ask(self, name: str, question: messages.Settle) -> int:
@@ -287,7 +288,8 @@ class Peers:
 
     def _leading(self, name: str, want: messages.Push) -> int:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
-        count, held = self._copies.wants(self.tiers.look(name))
+        queue = self._copies.queue(self.tiers.look(name))
+        count, held = queue.wants, queue.wanted_bytes
         share = self._store.pools[0].total_bytes * self._config.peer_share
         for index, key in enumerate(want.keys):
             chunks = self._store.index.known(key, want.shards)

@@ -7,24 +7,20 @@ import math
 import threading
 
 import pytest
+from control_bed import ControlBed, control_bed
 from raw_engine import CHUNK_BYTES, LAYERS, key
 
-from pdx.config import NodeConfig
 from pdx.errors import ChunkMissing, JobConflict, NodeError, TierError
-from pdx.memory.arena import Arena
 from pdx.node.control.jobs import STALLED_S
 from pdx.node.control.moves import ANSWER_S
 from pdx.node.control.verbs import STEP_KEYS
-from pdx.node.service import Service
-from pdx.store.chunk import NODE
-from pdx.store.claim import Claim
+from pdx.store.chunk import NODE, Claim, Wanted
 from pdx.store.disk import files
 from pdx.store.disk.tier import DiskTier
 from pdx.store.health import PAUSE_S, SILENT
 from pdx.store.remote.backend import Backend, Found, fill
 from pdx.store.remote.tier import RemoteTier
 from pdx.telemetry.env import Env
-from pdx.testing.waiting import wait_until
 from pdx.wire import verbs
 from pdx.wire.verbs import CheckFinish, Clear, Find, Move, PinIn, Recode, Selection
 
@@ -67,45 +63,17 @@ class Shelf(Backend):
         pass
 
 
-class Bed:
-    """A node with a disk and a `shelf`. Its time is `now`."""
+class Bed(ControlBed):
+    """With a `shelf`, too. Its time is `now`."""
 
     def __init__(self, place, arena):
         self.now = 100.0
         self.shelf = Shelf()
-        config = NodeConfig(
-            address=f"ipc://{place}/node.sock",
-            arena_bytes=16 << 20,
-            disks=[str(place / "disk")],
-            store="write-back",
-            store_window=1e-9,
-            push_s=1e6,
-        )
-        self.service = service = Service(config, [arena], 1, Env(lambda: self.now))
-        service.peers.turn = list
-        service.open_tiers()
-        self.remote = RemoteTier(service.tiers, self.shelf)
-        service.tiers.below.append([self.remote])
-        self.until(lambda: self.remote.status().is_up and service.tiers.below[0][0].is_counted, "the tiers are up")
-
-    def turn(self):
-        self.service.env.mailbox.deliver()
-        self.service.turn()
-
-    def until(self, is_so, what):
-        wait_until(lambda: self.turn() or is_so(), what=what)
-
-    def put(self, first, count, nbytes=CHUNK_BYTES):
-        claim = Claim(
-            keys=[key(number) for number in range(first, first + count)],
-            nbytes=nbytes,
-            layers=LAYERS,
-            owner=NODE,
-            writers=[NODE],
-        )
-        _, slots, _ = self.service.store.reserve(claim)
-        self.service.store.seal(self.service.store.fill(slots, 0, LAYERS, NODE))
-        return list(claim.keys)
+        super().__init__(place, arena, Env(lambda: self.now), push_s=1e6)
+        self.service.peers.turn = list
+        self.remote = RemoteTier(self.service.tiers, self.shelf)
+        self.service.tiers.below.append([self.remote])
+        self.until(lambda: self.remote.status().is_up, "it answers")
 
     def over(self, status):
         self.until(lambda: self.service.control(CheckFinish(status.job)).is_over, "the job is over")
@@ -135,22 +103,17 @@ class Bed:
 @pytest.fixture
 def bed(place, monkeypatch):
     monkeypatch.setattr(files, "SILENT_S", math.inf)  # its disk is a real one, which the bed's time says nothing of
-    with Arena.create(place / "arena", 17 << 20) as arena:
-        made = Bed(place, arena)
+    with control_bed(place, Bed, 16 << 20) as made:
         yield made
         made.shelf.answers.set()
         made.shelf.permits.release(1000)
-        made.service.controls.close()
-        made.service.tiers.close()
-        made.service.sessions.close()
-        made.service.peers.close()
 
 
 def test_a_store_that_takes_longer_for_a_batch_than_for_an_answer_is_asked_what_it_has(bed):
     keys = bed.put(1, 4)
     bed.shelf.permits = threading.Semaphore(0)
     status = bed.service.control(Move(Selection(keys), "host", "remote"))
-    bed.until(lambda: bed.service.copies.in_flight(bed.remote), "they are being stored")
+    bed.until(lambda: bed.service.copies.queue(bed.remote).in_flight, "they are being stored")
     bed.now += 12.0
     bed.shelf.permits.release(1000)
     status = bed.over(status)
@@ -164,7 +127,7 @@ def test_a_batch_of_which_a_chunk_is_stored_now_and_then_goes_on(bed):
     bed.shelf.permits = threading.Semaphore(0)
     status = bed.service.control(Move(Selection(keys), "host", "remote"))
     for count in range(4):
-        bed.until(lambda: bed.service.copies.in_flight(bed.remote), "they are being stored")
+        bed.until(lambda: bed.service.copies.queue(bed.remote).in_flight, "they are being stored")
         bed.now += 0.6 * STALLED_S
         bed.shelf.permits.release()
         bed.until(lambda count=count: bed.service.counters["remote_stored"] == count + 1, "one is stored")
@@ -207,8 +170,7 @@ def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
     peers = bed.service.peers
     monkeypatch.setattr(peers, "ask", lambda node, question: 1)
     monkeypatch.setattr(peers, "answer", lambda number: verbs.Found(len(keys), 0, {}))
-    monkeypatch.setattr(peers, "push", lambda *_: 0)
-    monkeypatch.setattr(peers.tiers, "tier", lambda node: bed.remote)
+    monkeypatch.setattr(peers, "push", lambda *_: [])
     job = bed.service.control(Move(Selection(keys), "disk", "disk", "b")).job
 
     def is_over():
@@ -287,7 +249,7 @@ def test_moves_at_the_same_time_wait_for_room_in_the_arena(bed):
 def test_a_tier_that_does_not_answer_is_said_not_to(bed):
     keys = bed.put(1, 4)
     assert bed.move(keys, "host", "disk").state == "done"
-    bed.service.tiers.below[0][0]._health.doubts(SILENT)
+    bed.disk._health.doubts(SILENT)
     with pytest.raises(ChunkMissing, match="none of 4 chunks is in disk; .*; disk does not answer"):
         bed.service.control(Move(Selection(keys), "disk", "remote"))
 
@@ -296,7 +258,7 @@ def test_a_disk_that_does_not_answer_any_more_is_said_not_to(bed):
     keys = bed.put(1, 24, 256 << 10)
     assert bed.move(keys, "host", "disk").state == "done"
     job = bed.service.control(Move(Selection(keys), "disk", "remote"))
-    bed.service.tiers.below[0][0]._doubt(SILENT)
+    bed.disk._doubt(SILENT)
     assert "disk does not answer; 0 of 24 chunks were moved" in bed.over(job).why
 
 
@@ -388,7 +350,7 @@ def test_what_a_controller_looks_at_or_plans_is_no_use(bed):
     """A controller that polls would change what a disk keeps."""
     keys = bed.put(1, 8)
     assert bed.move(keys, "host", "disk").state == "done"
-    disk = bed.service.tiers.below[0][0]
+    disk = bed.disk
     before = [file.key for file in disk._index.last_used()]
     what = Selection([keys[-1], keys[3]])
     for verb in (
@@ -401,5 +363,5 @@ def test_what_a_controller_looks_at_or_plans_is_no_use(bed):
     ):
         bed.service.control(verb)
     assert [file.key for file in disk._index.last_used()] == before
-    bed.service.tiers.may_come([keys[3]], 0, 1)
+    bed.service.tiers.may_come(Wanted([keys[3]], 1), 0)
     assert next(disk._index.last_used()).key == keys[3], "what a request finds is used"

@@ -64,16 +64,6 @@ def test_nobody_follows_and_nothing_is_noted(bed):
     assert bed.log.since(bed.log.seq) is None
 
 
-def test_a_chunk_that_is_evicted_is_removed_and_the_new_one_stored(bed):
-    bed = bed(slots=2)
-    bed.log.follow("me")
-    bed.put(key(1), key(2))
-    assert told(bed.log.turn()) == [("host", True, [key(1), key(2)])]
-    bed.put(key(3))
-    gone = {key(1), key(2)} - bed.truth().keys()
-    assert sorted(told(bed.log.turn())) == [("host", False, [*gone]), ("host", True, [key(3)])]
-
-
 def test_what_is_deleted_while_it_is_read_is_gone_at_once(bed):
     bed = bed()
     bed.log.follow("me")

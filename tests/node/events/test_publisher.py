@@ -22,8 +22,7 @@ from pdx.errors import ConfigError
 from pdx.memory.slot import Slot
 from pdx.node.events import publisher as publisher_module
 from pdx.node.events.log import Batch, Change
-from pdx.node.events.publisher import Publisher
-from pdx.node.events.sockets import Readers
+from pdx.node.events.publisher import Publisher, Readers
 from pdx.security.address import tcp_endpoint
 from pdx.security.curve_keys import KeyPair
 from pdx.security.tcp_filter import MAX_YOUNG_OF_ADDRESS
@@ -209,20 +208,6 @@ def test_a_node_that_starts_again_with_lower_numbers_is_asked_for_all(stage):
         stage.start()  # and nothing happens there any more
         stage.settle(subscriber)
         assert subscriber.counters["restarts"] == 1
-
-
-def test_a_block_of_two_chunks_is_removed_with_the_second(stage):
-    stage = stage()
-    with Subscriber(stage.address, stage.replay) as subscriber:
-        stage.put(3)
-        stage.bed.put(key(SHORT + 3), blocks=blocks_of(SHORT + 3), chunk_blocks=1, parent=b"other")
-        stage.settle(subscriber)
-        stage.bed.store.delete([key(3)])
-        stage.settle(subscriber)
-        assert subscriber.index.tiers(as_ints(blocks_of(3))[0]) == {"host"}
-        stage.bed.store.delete([key(SHORT + 3)])
-        stage.settle(subscriber)
-        assert len(subscriber.index) == 0
 
 
 def test_chunks_without_names_are_told_of_when_they_get_them(stage):

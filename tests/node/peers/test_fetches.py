@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.fetches import KEPT_S, Fetches
 from pdx.store import paying
 from pdx.store.paying import Computing
+from pdx.telemetry.env import Env
 from pdx.wire.messages import Admit, Push
 
 TRANSFER = "transfer-0123456789"
@@ -44,19 +44,24 @@ def dialled():
 
 
 @pytest.fixture
-def counters():
-    return Counter()
+def env():
+    return Env()
 
 
 @pytest.fixture
-def fetches(link, dialled, counters):
+def counters(env):
+    return env.counters
+
+
+@pytest.fixture
+def fetches(link, dialled, env):
     def dial(name):
         if name != link.name:
             raise PeerUnknown(name)
         dialled.append(name)
         return link
 
-    return Fetches(SimpleNamespace(dial=dial), FETCH_S, counters)
+    return Fetches(SimpleNamespace(dial=dial), FETCH_S, env)
 
 
 def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):

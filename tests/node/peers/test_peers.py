@@ -105,10 +105,10 @@ def test_what_a_peer_has_held_is_at_most_its_share_of_the_arena(stage):
     assert stage.counters["wants_limited"] == 2
     offer = stage.way.offers[0]
     stage.granted(stage.way, stage.grants(offer, [0, 1]))
-    assert stage.copies.wants(stage.way) == (1, 2 * GRANULE_BYTES)
+    assert (stage.copies.queue(stage.way).wants, stage.copies.queue(stage.way).wanted_bytes) == (1, 2 * GRANULE_BYTES)
     assert stage.want(list(range(4, 16)), 3) == 6, "what was not granted is held no longer"
     stage.copies.lost(stage.way)
-    assert stage.copies.wants(stage.way) == (0, 0)
+    assert (stage.copies.queue(stage.way).wants, stage.copies.queue(stage.way).wanted_bytes) == (0, 0)
     assert stage.holds() == 0
 
 

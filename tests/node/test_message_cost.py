@@ -20,7 +20,7 @@ from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.store.allocator import Allocator
-from pdx.store.claim import Claim
+from pdx.store.chunk import Claim
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Admit, Cancel, Hello
@@ -257,7 +257,7 @@ def test_sealing_one_more_chunk_costs_the_same_however_long_the_prompt_is(store)
 
 
 def test_a_search_for_room_that_is_not_there_is_bounded(store, monkeypatch):
-    monkeypatch.setattr("pdx.store.clearing.LOOKS", 100)
+    monkeypatch.setattr("pdx.store.slot_pool.LOOKS", 100)
     counts = []
     for granules in (1_000, 8_000):
         made, steps = store(granules)
@@ -272,7 +272,7 @@ def test_a_search_for_room_that_is_not_there_is_bounded(store, monkeypatch):
 
 
 @pytest.mark.parametrize("shattered", [False, True])
-def test_a_slot_is_freed_in_steps_of_its_own(shattered):
+def test_a_slot_is_freed_and_found_in_steps_of_its_own(shattered):
     counts = []
     for slots in (100, 10_000):
         allocator, steps = Allocator(slots * GRANULE_BYTES), Steps()
@@ -280,5 +280,8 @@ def test_a_slot_is_freed_in_steps_of_its_own(shattered):
         offsets = allocator.allocate_many(GRANULE_BYTES, slots)
         if shattered:
             allocator.free_many(offsets[1::2])
-        counts.append(steps_of(steps, allocator.free_many, offsets[::20][:5])[0])
+        freed = steps_of(steps, allocator.free_many, offsets[::20][:5])[0]
+        taken, again = steps_of(steps, allocator.allocate_many, GRANULE_BYTES, 5)
+        assert len(again) == 5
+        counts.append(freed + taken)
     assert is_flat(*counts), counts
