@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,33 +72,24 @@ def model_of(folder: Path, **changes: Any) -> Any:
     return SimpleNamespace(**fields)
 
 
-def test_identity_is_that_of_the_weights_not_of_the_place(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "elsewhere"
-    shutil.copytree(folder, copy)
-    assert model_identity(model_of(folder), "auto") == model_identity(model_of(copy), "auto")
-
-
-def test_identity_changes_with_the_weights(folder: Path, tmp_path: Path) -> None:
+def test_identity_is_that_of_what_makes_the_cache_and_not_of_the_place(folder: Path, tmp_path: Path) -> None:
     from pdx.bench.harness.tiny_llama import make_model
 
-    make_model(tmp_path / "tuned", layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32, seed=1)
-    assert model_identity(model_of(folder), "auto") != model_identity(model_of(tmp_path / "tuned"), "auto")
-
-
-@pytest.mark.parametrize(
-    "change", [{"dtype": "float32"}, {"quantization": "fp8"}, {"hf_config": SimpleNamespace(to_dict=lambda: {"a": 1})}]
-)
-def test_identity_changes_with_what_changes_the_cache(folder: Path, change: dict[str, Any]) -> None:
-    assert model_identity(model_of(folder), "auto") != model_identity(model_of(folder, **change), "auto")
-
-
-def test_identity_with_long_rope_is_that_of_the_models_length(folder: Path) -> None:
-    """vLLM turns the keys by other factors where `--max-model-len` exceeds what the model was trained on."""
-    config = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": "longrope"}})
-    short, long = (
-        model_identity(model_of(folder, hf_config=config, max_model_len=length), "auto") for length in (4096, 131072)
-    )
-    assert short != long
+    copy, tuned = tmp_path / "elsewhere", tmp_path / "tuned"
+    shutil.copytree(folder, copy)
+    make_model(tuned, layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32, seed=1)
+    # With long rope vLLM turns the keys by other factors where `--max-model-len` exceeds what the model was trained on.
+    rope = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": "longrope"}})
+    others = [
+        model_of(tuned),
+        model_of(folder, dtype="float32"),
+        model_of(folder, quantization="fp8"),
+        model_of(folder, hf_config=SimpleNamespace(to_dict=lambda: {"a": 1})),
+        *(model_of(folder, hf_config=rope, max_model_len=length) for length in (4096, 131072)),
+    ]
+    own = model_identity(model_of(folder), "auto")
+    assert model_identity(model_of(copy), "auto") == own
+    assert len({own, *(model_identity(other, "auto") for other in others)}) == 1 + len(others)
 
 
 def hub_model(revision: str | None, commit: str | None) -> Any:
@@ -215,6 +207,7 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("groups", "changes", "words"),
     [
+        ([group()], {"hashing": "xxhash"}, "'xxhash' can be made to collide"),
         ([group(), group(SlidingWindowSpec)], {}, "hybrid model with 2 KV cache groups"),
         ([group(SlidingWindowSpec)], {}, "one KV cache group of SlidingWindowSpec"),
         ([], {}, "this model has no KV cache"),
@@ -226,7 +219,7 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
 def test_layouts_that_pdx_does_not_move_are_refused(
     folder: Path, groups: list[Any], changes: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(LayoutError, match=words):
+    with pytest.raises(ConfigError if "hashing" in changes else LayoutError, match=words):
         layout_of(*configs(folder, groups, **changes), 256, model="m")
 
 
@@ -425,11 +418,6 @@ def test_cache_formats_that_are_stored_alike_are_different_layouts(folder: Path)
         layout_of(*configs(folder, [group()], cache_dtype=dtype), 256, model="m") for dtype in ("auto", "bfloat16")
     )
     assert auto.fingerprint() != fp8.fingerprint()
-
-
-def test_block_hashes_that_can_be_made_to_collide_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="'xxhash' can be made to collide"):
-        layout_of(*configs(folder, [group()], hashing="xxhash"), 256, model="m")
 
 
 # ---- the connector's configuration ----------------------------------------------------------
@@ -678,19 +666,22 @@ def test_every_load_is_asynchronous_and_what_failed_is_known_before_the_news_of_
     assert not scheduler.scheduler.is_off
 
 
-@pytest.mark.parametrize("hints", [{}, {"lease_s": "clipped to 60: longer is above --lease-max-s"}])
-def test_what_became_of_hints_is_in_the_parameters_of_the_answer(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch, hints: dict[str, str]
+def test_what_vllm_says_reaches_the_scheduler_half_and_what_became_of_hints_is_answered(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=Mock(finished=lambda request: hints)))
-    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
-    params = {"pdx_hints": hints} if hints else None
-    assert scheduler.request_finished(SimpleNamespace(request_id="r"), []) == (False, params)
+    told = {"lease_s": "clipped to 60: longer is above --lease-max-s"}
+    half = Mock(finished=Mock(side_effect=[told, {}]))
+    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
+    scheduler, request = connector_of(folder, KVConnectorRole.SCHEDULER), SimpleNamespace(request_id="r")
+    assert scheduler.reset_cache() is True
+    scheduler.on_new_request("request")
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"a"}, invalid_block_ids={1, 2})
+    scheduler.update_connector_output(output)
+    assert half.mock_calls == [call.reset(), call.arrived("request"), call.not_loaded({1, 2}), call.loaded("a")]
+    assert scheduler.request_finished(request, []) == (False, {"pdx_hints": told})
+    assert scheduler.request_finished(request, []) == (False, None)
     scheduler.scheduler.switch_off("of a test")
-    assert scheduler.request_finished(SimpleNamespace(request_id="r"), []) == (False, None)
-
-
-# ---- the log ----------------------------------------------------------------------------------
+    assert scheduler.request_finished(request, []) == (False, None)
 
 
 # ---- a request's claims ---------------------------------------------------------------------
@@ -787,67 +778,33 @@ def theirs(tokens: list[int], salt: str | None, algorithm: str) -> list[bytes]:
     return kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name(algorithm))(request)
 
 
+LAYOUT = KvLayout(
+    model="m", dtype="torch.bfloat16 as auto", num_layers=2, num_heads=2, head_dim=8, block_tokens=BLOCK_TOKENS,
+    page_bytes=BLOCK_TOKENS * 2 * 8 * 2 * 2, chunk_tokens=BLOCK_TOKENS * PER_CHUNK, order="LBHNC", backend="CPU_ATTN",
+    isa="", num_shards=1, hashing="sha256",
+)  # fmt: skip
+
+
 @given(
     st.lists(st.integers(0, 300_000) | st.sampled_from([23, 24, 255, 256, 65_535, 65_536]), min_size=12, max_size=80),
     SALTS,
     st.sampled_from(["sha256", "sha256_cbor"]),
     st.sampled_from([None, "0", "seed"]),
+    st.sampled_from(["", "fp8", "int8"]),
 )
 def test_who_knows_the_tokens_makes_the_keys_that_the_engine_makes(
-    tokens: list[int], salt: str | None, algorithm: str, seed: str | None
+    tokens: list[int], salt: str | None, algorithm: str, seed: str | None, codec: str
 ) -> None:
+    """Also those of a request with a lossy codec, which are nobody else's."""
+    layout = msgspec.structs.replace(LAYOUT, hashing=algorithm)
+    form = str(form_of(layout, codec)) if codec else ""
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("PYTHONHASHSEED") if seed is None else patched.setenv("PYTHONHASHSEED", seed)
         cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
         naming = naming_of(SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(get_vocab_size=lambda: 0)))
-        hashes = theirs(tokens, salt, algorithm)
-    shape = {"block_tokens": str(BLOCK_TOKENS), "chunk_tokens": str(BLOCK_TOKENS * PER_CHUNK), "hashing": algorithm}
-    model = Model("e", "", b"l" * 16, {**shape, **naming})
-    assert chunk_keys(model, tokens, salt or "") == [
-        chunk_key(b"l" * 16, bytes(hashed)) for hashed in hashes[PER_CHUNK - 1 :: PER_CHUNK]
-    ]
-
-
-@given(st.lists(st.integers(0, 300), min_size=12, max_size=40), SALTS, st.sampled_from(["fp8", "int8"]))
-def test_the_keys_of_a_request_with_a_lossy_codec_are_made_without_the_engine(
-    tokens: list[int], salt: str | None, codec: str
-) -> None:
-    layout = KvLayout(
-        model="m",
-        dtype="torch.bfloat16 as auto",
-        num_layers=2,
-        num_heads=2,
-        head_dim=8,
-        block_tokens=BLOCK_TOKENS,
-        page_bytes=BLOCK_TOKENS * 2 * 8 * 2 * 2,
-        chunk_tokens=BLOCK_TOKENS * PER_CHUNK,
-        order="LBHNC",
-        backend="CPU_ATTN",
-        isa="",
-        num_shards=1,
-        hashing="sha256",
-    )
-    form = str(form_of(layout, codec))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delenv("PYTHONHASHSEED", raising=False)
-        cache = SimpleNamespace(prefix_caching_hash_algo="sha256")
-        naming = naming_of(SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(get_vocab_size=lambda: 0)))
-        hashes = theirs(tokens, apart_salt(form, salt or ""), "sha256")
+        hashes = theirs(tokens, apart_salt(form, salt or "") if form else salt, algorithm)
     model = Model("e", "", layout.fingerprint(), {**layout.described(), **naming})
-    fingerprint = lossy_fingerprint(layout.fingerprint(), form)
-    found = chunk_keys(model, tokens, salt or "", codec)
+    fingerprint = lossy_fingerprint(layout.fingerprint(), form) if form else layout.fingerprint()
+    found = chunk_keys(model, tokens, salt or "", codec) if codec else chunk_keys(model, tokens, salt or "")
     assert found == [chunk_key(fingerprint, bytes(hashed)) for hashed in hashes[PER_CHUNK - 1 :: PER_CHUNK]]
-    assert not set(found) & set(chunk_keys(model, tokens, salt or ""))
-
-
-def test_what_vllm_says_of_caches_loads_and_new_requests_reaches_the_scheduler_half(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    half = Mock()
-    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
-    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
-    assert scheduler.reset_cache() is True
-    scheduler.on_new_request("request")
-    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"a"}, invalid_block_ids={1, 2})
-    scheduler.update_connector_output(output)
-    assert half.mock_calls == [call.reset(), call.arrived("request"), call.not_loaded({1, 2}), call.loaded("a")]
+    assert not codec or not set(found) & set(chunk_keys(model, tokens, salt or ""))

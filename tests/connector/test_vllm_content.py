@@ -86,12 +86,16 @@ def request_of(tokens: list[int] | None = None, sampling: Any = None, **inputs: 
     return Request(f"r{next(numbers)}", prompt, sampling, pooling, block_hasher=hasher, **inputs)
 
 
+def loaded(worker: LoadedAdapters, lora: LoRARequest, content: Content | None = None) -> bool:
+    """The worker loads the adapter, and tells of it; whether requests were hashed by other weights."""
+    worker.load(lambda request: None, lora)
+    return content is not None and content.heard(worker.take_news())
+
+
 def tell(content: Content, lora: LoRARequest | None) -> None:
     """Workers have loaded the adapter, of which they had told nothing."""
     if lora is not None and adapter_of(lora).number not in content._loaded:
-        worker = LoadedAdapters()
-        worker.load(lambda request: None, lora)
-        content.heard(worker.take_news())
+        loaded(LoadedAdapters(), lora, content)
 
 
 def keys_of(content: Content, request: Any, codec: str = "") -> list[bytes]:
@@ -103,6 +107,12 @@ def keys_of(content: Content, request: Any, codec: str = "") -> list[bytes]:
     tail = keys.tail(content.tail, len(request.all_token_ids), "t" * 20)
     assert tail is not None
     return [*keys.leading(2), tail[0]]
+
+
+def left_out(content: Content, request: Any) -> str | None:
+    """Why nothing of it is saved or found; None: it takes part."""
+    why = content.name_inputs(request, True)
+    return why.reason if why is not None else None
 
 
 def make_adapter(folder: Path, weights: str, config: str = "{}") -> str:
@@ -232,9 +242,7 @@ def test_a_word_of_a_client_is_no_name_of_content() -> None:
 def test_media_whose_content_is_not_here_are_neither_saved_nor_found(feature: Any) -> None:
     request = request_of(mm_features=[picture(1.0, "b", offset=2), feature])
     before = list(request.block_hashes)
-    left_out = engine().name_inputs(request, True)
-    assert left_out is not None
-    assert left_out.reason == "unnamed_media"
+    assert left_out(engine(), request) == "unnamed_media"
     assert request.block_hashes == before, "vLLM's own cache is its own affair"
 
 
@@ -271,11 +279,11 @@ def test_a_request_that_cannot_be_named_is_left_out_and_nothing_else(
         request = request_of(**inputs)
         hashes, hasher = list(request.block_hashes), request._block_hasher
         monkeypatch.setattr(Request, "update_block_hashes", broken)
-        left_out = content.name_inputs(request, True)
+        why = content.name_inputs(request, True)
         monkeypatch.setattr(Request, "update_block_hashes", update)
-        assert left_out is not None
-        assert left_out.reason == "naming_failed"
-        assert "100%" in left_out.text % "r1"
+        assert why is not None
+        assert why.reason == "naming_failed"
+        assert "100%" in why.text % "r1"
         assert (request.block_hashes, request._block_hasher) == (hashes, hasher)
         assert not content.claims
     assert content.name_inputs(request_of(mm_features=[picture(1.0, "a")]), True) is None
@@ -292,9 +300,8 @@ def test_a_session_goes_on_with_media_that_cannot_be_named() -> None:
 
 def test_with_an_encoder_elsewhere_no_media_are_named() -> None:
     content = engine(ec_transfer_config=object())
-    left_out = content.name_inputs(request_of(mm_features=[picture(1.0, "a")]), True)
-    assert left_out is not None
-    assert content.name_inputs(request_of(), True) is None
+    assert left_out(content, request_of(mm_features=[picture(1.0, "a")])) == "unnamed_media"
+    assert left_out(content, request_of()) is None
 
 
 @pytest.mark.parametrize(
@@ -382,11 +389,10 @@ def test_an_adapter_that_was_trained_again_is_another_one_at_the_same_path_and_t
     path = make_adapter(tmp_path / "a", "Monday")
     content, worker = engine(), LoadedAdapters()
     monday = lora_keys(content, sql(path))
-    worker.load(lambda request: None, sql(path))
-    content.heard(worker.take_news())
+    loaded(worker, sql(path), content)
     assert lora_keys(content, sql(path)) == monday
     make_adapter(tmp_path / "a", "Tuesday")
-    worker.load(lambda request: None, sql(path, 2))
+    loaded(worker, sql(path, 2))
     tuesday = lora_keys(content, sql(path, 2))
     content.heard(worker.take_news())
     assert lora_keys(content, sql(path, 2)) == tuesday == lora_keys(engine(), sql(path))
@@ -400,8 +406,7 @@ def test_files_that_are_replaced_and_not_loaded_change_nothing(tmp_path: Path) -
     """What counts is what vLLM has loaded, but for an adapter that it loads for each step."""
     path = make_adapter(tmp_path / "a", "Monday")
     content, worker = engine(), LoadedAdapters()
-    worker.load(lambda request: None, sql(path))
-    content.heard(worker.take_news())
+    loaded(worker, sql(path), content)
     monday = lora_keys(content, sql(path))
     make_adapter(tmp_path / "a", "Tuesday")
     assert lora_keys(content, sql(path)) == monday
@@ -413,29 +418,28 @@ def test_nobody_says_what_was_loaded_but_who_has_loaded_it(tmp_path: Path) -> No
     and vLLM's own cache would give it to whoever has Tuesday's adapter. Likewise of a number that has another path."""
     path, other = make_adapter(tmp_path / "a", "Monday"), make_adapter(tmp_path / "b", "Tuesday")
     content, worker = engine(), LoadedAdapters()
-    worker.load(lambda request: None, sql(path))
+    loaded(worker, sql(path))
     make_adapter(tmp_path / "a", "Tuesday")
 
-    def left_out(lora: LoRARequest) -> bool:
+    def is_left_out(lora: LoRARequest) -> bool:
         request = request_of(lora_request=lora)
         before = list(request.block_hashes)
-        why = content.name_inputs(request, True)
-        if why is not None:
-            assert why.reason == "untold_adapter"
+        if (why := left_out(content, request)) is not None:
+            assert why == "untold_adapter"
             assert not set(before) & set(request.block_hashes), "nor are they found under vLLM's name of the adapter"
         return why is not None
 
-    assert left_out(sql(path))
+    assert is_left_out(sql(path))
     content.heard(worker.take_news())
-    assert not left_out(sql(path))
-    assert left_out(sql(other)), "vLLM goes by the number, and has Monday's"
+    assert not is_left_out(sql(path))
+    assert is_left_out(sql(other)), "vLLM goes by the number, and has Monday's"
 
 
 def test_a_number_has_one_adapter(tmp_path: Path) -> None:
     worker, loras = LoadedAdapters(), [sql(make_adapter(tmp_path / name, name)) for name in "ab"]
     claims = {lora.lora_path[-1]: Claim(adapter_of(lora), AdapterDigests().of(lora.lora_path)) for lora in loras}
     for lora in loras:
-        worker.load(lambda request: None, lora)
+        loaded(worker, lora)
     plan, lost = worker.checked(plan_of("a", "b"), claims)
     assert lost == 2
     assert [save.request_id for save in plan.saves] == ["b"]
@@ -449,8 +453,7 @@ def test_what_is_known_of_adapters_is_bounded_and_the_one_that_was_used_last_is_
     content, worker = engine(), LoadedAdapters()
     loras = [sql(make_adapter(tmp_path / str(number), str(number)), number) for number in (1, 2, 3)]
     for lora in loras:
-        worker.load(lambda request: None, lora)
-        assert not content.heard(worker.take_news())
+        assert not loaded(worker, lora, content)
         if lora is not loras[0]:
             keys_of(content, request := request_of(lora_request=loras[0]))
             assert worker.checked(plan_of(request.request_id), content.claims)[1] == 0
@@ -471,9 +474,7 @@ def test_an_adapter_that_cannot_be_read_is_neither_saved_nor_found(path: str, mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     content = engine()
     tell(content, sql(path))
-    left_out = content.name_inputs(request_of(lora_request=sql(path)), True)
-    assert left_out is not None
-    assert left_out.reason == "unnamed_adapter"
+    assert left_out(content, request_of(lora_request=sql(path))) == "unnamed_adapter"
 
 
 def test_an_adapter_of_a_hub_is_known_from_its_download_or_by_what_the_workers_have_loaded(
@@ -521,7 +522,7 @@ def test_a_worker_copies_nothing_for_an_adapter_that_is_not_the_one_it_has_loade
     assert lost == 2
     assert [save.request_id for save in first.saves] == ["plain"]
     assert first.loads == plan.loads, "it will be loaded before its request computes"
-    worker.load(lambda request: None, sql(path))
+    loaded(worker, sql(path))
     then, lost = worker.checked(plan, {"a": right, "b": wrong})
     assert lost == 2
     assert [save.request_id for save in then.saves] == ["a", "plain"]
@@ -545,8 +546,7 @@ def test_files_that_change_while_they_are_loaded_are_nobodys(tmp_path: Path) -> 
     assert worker.take_news() == {adapter_of(sql(path)): ""}
     content = engine()
     content.heard({adapter_of(sql(path)): ""})
-    left_out = content.name_inputs(request_of(lora_request=sql(path)), True)
-    assert left_out is not None
+    assert left_out(content, request_of(lora_request=sql(path))) == "unnamed_adapter"
     before = dict(worker._loaded)
     with pytest.raises(RuntimeError):
         worker.load(lambda request: (_ for _ in ()).throw(RuntimeError("of vLLM")), sql(path))
@@ -624,23 +624,48 @@ def test_files_are_read_again_only_where_they_changed(tmp_path: Path, monkeypatc
 )
 def test_requests_that_need_every_token_computed_are_left_out(request_: Any, takes_part: bool) -> None:
     """Whether vLLM itself takes that into account where a connector has found something, or ends over it."""
-    left_out = engine().name_inputs(request_(), True)
-    assert (left_out is None) == takes_part
-    assert left_out is None or not left_out.reason, "nothing is amiss"
+    assert left_out(engine(), request_()) == (None if takes_part else ""), "nothing is amiss"
 
 
 def test_models_that_cannot_begin_behind_a_prefix_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     content = engine(model_config=SimpleNamespace(is_prefix_caching_supported=False))
     assert "nothing is saved or found for this model" in caplog.text
-    left_out = content.name_inputs(request_of(), True)
-    assert left_out is not None
-    assert not left_out.reason
+    assert left_out(content, request_of()) == ""
 
 
 def test_a_request_that_vllm_has_looked_up_by_its_own_names_is_left_out() -> None:
     assert engine().name_inputs(request_of(), False) is None
-    left_out = engine().name_inputs(request_of(mm_features=[picture(1.0, "a")]), False)
-    assert left_out is not None
+    assert engine().name_inputs(request_of(mm_features=[picture(1.0, "a")]), False) is not None
     bare = request_of(mm_features=[picture(1.0, "a")])
     bare._block_hasher = None
-    assert engine().name_inputs(bare, True) is not None
+    assert left_out(engine(), bare) == "unnamed_inputs"
+
+
+# ---- requests that let chunks be stored with a loss --------------------------------------------
+
+
+def apart(form: str, salt: str | None) -> Any:
+    request = request_of(list(range(64)), cache_salt=salt)
+    assert Content.keep_apart(request, form)
+    return request
+
+
+def test_vllms_own_cache_keeps_requests_apart_that_let_chunks_be_stored_with_a_loss() -> None:
+    hashes = []
+    for form in ("", "fp8:bf16:1x2x3x4x5", "int8:bf16:1x2x3x4x5"):
+        for salt in (None, "a"):
+            once, twice = apart(form, salt), apart(form, salt)
+            assert len(once.block_hashes) == 4
+            assert once.block_hashes == twice.block_hashes, "those of one form find each other's"
+            assert (once.block_hashes == request_of(list(range(64)), cache_salt=salt).block_hashes) == (not form)
+            hashes += once.block_hashes
+            assert len({bytes(each) for each in hashes}) == len(hashes), "and nobody else's"
+            for request in (once, twice):
+                request.append_output_token_ids(list(range(16)))
+            assert once.block_hashes == twice.block_hashes
+
+
+@pytest.mark.parametrize("form", ["", "fp8:bf16:1x2x3x4x5"])
+def test_no_clients_salt_finds_blocks_of_a_request_that_is_kept_apart(form: str) -> None:
+    lossy = apart("fp8:bf16:1x2x3x4x5", "a")
+    assert apart(form, lossy.cache_salt).block_hashes[0] != lossy.block_hashes[0]

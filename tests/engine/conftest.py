@@ -39,6 +39,21 @@ class WholePageLock(PageLock):
 
 
 @pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What all engines tell their nodes, but for what a clock tells them."""
+    log: list[Any] = []
+    tell = Connection.tell
+
+    def recorded(self: Connection, body: Any) -> None:
+        if not isinstance(body, Ping):
+            log.append(body)
+        tell(self, body)
+
+    monkeypatch.setattr(Connection, "tell", recorded)
+    return log
+
+
+@pytest.fixture
 def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bed]]:
     for name in ("gather", "scatter", "warm_up"):
         monkeypatch.setattr(gpu_copier, name, getattr(interpreted(), name))

@@ -71,8 +71,3 @@ class Bed:
         for _, streams in self.made:
             for each in streams:
                 each.close()
-
-
-def streams_of(engine: ToyEngine) -> LaggingStreams:
-    assert engine.streams is not None
-    return engine.streams

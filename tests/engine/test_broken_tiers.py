@@ -4,7 +4,6 @@ and engine and node go on."""
 from __future__ import annotations
 
 import itertools
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,9 @@ import pytest
 from broken_node import BreakableNode
 from node_harness import MIB
 from remote_bed import Redis, made
-from toy_engine import CHUNK, Request, ToyEngine
+from toy_engine import CHUNK, Request, ToyEngine, tokens
 
-import pdx
 from pdx.config import NodeConfig
-from pdx.errors import ArenaFull
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.testing.waiting import wait_until
 
@@ -59,13 +56,8 @@ class Bed:
         return external
 
     def forget(self) -> None:
-        """Others take the room of what memory has."""
-        with pdx.connect(self.node.address) as client, ExitStack() as held:
-            for number in range(MIB // GRANULE_BYTES):
-                try:
-                    held.enter_context(client.reserve(f"filler {number}", 1))
-                except ArenaFull:  # something is being stored, or written by who does not come back
-                    return
+        with self.node.filled(GRANULE_BYTES):
+            pass
 
     def comes_again(self, prompt: list[int]) -> bool:
         """Whether it comes from below."""
@@ -78,9 +70,8 @@ class Bed:
         return sum(self.counters.get(f"{kind}_{how}", 0) for kind in ("disk", "remote"))
 
 
-def tokens(seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(1000) for _ in range(CHUNKS * CHUNK + 2)]
+def prompt_of(seed: int) -> list[int]:
+    return tokens(seed, CHUNKS * CHUNK + 2)
 
 
 @pytest.fixture
@@ -174,7 +165,7 @@ def test_a_tier_that_breaks_costs_computing_and_nothing_else(
 ) -> None:
     tier = kind(place, request)
     bed = start(**tier.settings)
-    old = [tokens(seed) for seed in range(4)]
+    old = [prompt_of(seed) for seed in range(4)]
     for prompt in old:
         assert bed.run(prompt) == 0
     wait_until(lambda: bed.moved("stored") >= len(old) * CHUNKS, what="all are stored")
@@ -183,9 +174,9 @@ def test_a_tier_that_breaks_costs_computing_and_nothing_else(
     bed.longest_s = 0.0
     tier.fail()
     for turn in range(3):
-        for prompt in (*old, tokens(100 + turn)):
+        for prompt in (*old, prompt_of(100 + turn)):
             bed.run(prompt)
-        wait_until(lambda turn=turn: bed.run(tokens(100 + turn)) >= CHUNKS * CHUNK, what="what memory has is found")
+        wait_until(lambda turn=turn: bed.run(prompt_of(100 + turn)) >= CHUNKS * CHUNK, what="what memory has is found")
         bed.forget()
     assert bed.longest_s <= BOUND_S
     assert bed.engine.is_attached
@@ -195,7 +186,7 @@ def test_a_tier_that_breaks_costs_computing_and_nothing_else(
     assert len(bed.node.warnings("")) <= 5, bed.node.log
     if tier.mend is not None:
         tier.mend()
-        new = tokens(200)
+        new = prompt_of(200)
         bed.run(new)
         wait_until(lambda: bed.comes_again(new), what="it is used again")
     wait_until(lambda: not bed.node.status().leases, what="nothing is held")

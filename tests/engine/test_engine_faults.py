@@ -4,12 +4,11 @@ every load is reported once, and the engine goes on."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stream_bed import Bed, streams_of
-from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine, tokens
+from stream_bed import Bed
+from toy_engine import BLOCK, CHUNK, LAYERS, Engines, ForwardFailed, Request, ToyEngine, prefill_of, tokens
 
 from pdx.client.connection import Connection
 from pdx.engine import link, worker
@@ -26,7 +25,7 @@ def fail_step(bed: Bed, fails_at: tuple[int, int], *, done: int = 0, **settings:
     """A request of an engine whose forward pass fails behind `done` tokens, which were computed, and its prompt."""
     engine = bed.engine(**settings)
     prompt = tokens(500, 2 * CHUNK)
-    request = Request("failing", prompt, {"do_remote_decode": True, "transfer_id": "f" * 20})
+    request = Request("failing", prompt, prefill_of("f" * 20))
     engine.admit(request)
     if done:
         engine.step((request, done))
@@ -41,15 +40,19 @@ def fail_step(bed: Bed, fails_at: tuple[int, int], *, done: int = 0, **settings:
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("done", [0, CHUNK, CHUNK + 3])
 def test_a_chunk_of_which_a_layer_was_not_computed_is_never_sealed(bed: Bed, lags: bool, layer: int, done: int) -> None:
-    """vLLM ends a step with `wait_for_save` also when its forward pass has raised."""
+    """vLLM ends a step with `wait_for_save` also when its forward pass has raised. Later steps are saved."""
     prompt, request = fail_step(bed, (0, layer), done=done, lags=lags)
     whole = done // CHUNK
     wait_until(lambda: bed.node.status().counters.get("aborted") == 2 - whole, what="the room is given back")
     assert bed.node.status().chunks == ({"sealed": whole} if whole else {})
     other = bed.engine(lags=False)
     assert other.load(prompt) == whole * CHUNK
-    bed.made[0][0].finish(request)
+    engine = bed.made[0][0]
+    engine.finish(request)
     bed.node.wait_at_rest()
+    engine.finish(engine.save(prompt))  # and it saves again
+    bed.node.wait_sealed(2)
+    assert engine.load(prompt) == 2 * CHUNK
 
 
 def test_a_chunk_whose_first_pages_were_not_computed_is_not_sealed_by_its_last_ones(bed: Bed) -> None:
@@ -63,7 +66,7 @@ def test_a_chunk_whose_first_pages_were_not_computed_is_not_sealed_by_its_last_o
     engine.fails_at = None
     request.num_computed = CHUNK + 3  # as if the engine took no notice
     engine.step((request, CHUNK - 3))
-    streams_of(engine).synchronize()
+    engine.streams.synchronize()
     engine.finish(request)
     bed.node.wait_at_rest()
     assert engine.load(prompt) == 0
@@ -74,7 +77,7 @@ def test_the_node_is_told_of_no_moment_of_a_failed_step(bed: Bed) -> None:
     _, request = fail_step(bed, (0, LAYERS - 1))
     engine = bed.made[0][0]
     engine.finish(request)
-    streams_of(engine).synchronize()
+    engine.streams.synchronize()
     bed.node.wait_at_rest()
     assert bed.told(Mark) == []
     assert not any(fill.seal for fill in bed.told(Fill))
@@ -87,17 +90,6 @@ def test_a_rank_whose_forward_pass_fails_spoils_the_chunk_for_all(bed: Bed) -> N
     engine = bed.made[0][0]
     assert engine.load(prompt) == 0
     engine.finish(request)
-
-
-@pytest.mark.parametrize("lags", [False, True], ids=["cpu", "streams"])
-def test_the_engine_saves_again_after_a_failed_step(bed: Bed, lags: bool) -> None:
-    prompt, request = fail_step(bed, (0, 1), lags=lags)
-    engine = bed.made[0][0]
-    engine.finish(request)
-    bed.node.wait_at_rest()
-    engine.finish(engine.save(prompt))
-    bed.node.wait_sealed(2)
-    assert engine.load(prompt) == 2 * CHUNK
 
 
 # ---- the hooks --------------------------------------------------------------------------------
@@ -184,7 +176,7 @@ def test_loads_under_way_are_waited_for_and_reported_as_what_they_are(
     other.finish(other.save(prompt))
     bed.node.wait_sealed(2)
     engine = bed.engine()
-    streams = streams_of(engine)
+    streams = engine.streams
     request = Request("a", prompt)
     external = engine.match(request)
     engine.allocate(request, external)
@@ -219,7 +211,7 @@ def test_a_load_that_no_worker_has_heard_of_is_reported_as_failed(bed: Bed, monk
 
 
 def test_room_that_was_promised_before_a_worker_had_mapped_the_arena_is_given_back(
-    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what it should have saved, and of what was aborted: it is the writer, whom the node waits for."""
     mapped, use = threading.Event(), CpuCopier.use
@@ -231,7 +223,7 @@ def test_room_that_was_promised_before_a_worker_had_mapped_the_arena_is_given_ba
     monkeypatch.setattr(CpuCopier, "use", use_late)
     monkeypatch.setattr(worker, "START_UP_S", 0.0)
     engine = engines()
-    node = engines.node  # type: ignore[attr-defined]
+    node = engines.node
     try:
         for number, is_aborted in enumerate((False, True)):
             request = Request(f"{number}", tokens(510 + number, 2 * CHUNK))

@@ -5,7 +5,6 @@ The pages of the toy engine are bytes without a sense, so that whatever went thr
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from below_memory import CHUNKS, forget, stored, tokens
 from node_harness import MIB, NodeThread
 from remote_bed import made
-from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, kv_bytes, layout
+from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, kv_bytes, layout, tokens
 
 from pdx.errors import LayoutError
 from pdx.memory.form import Form, form_of
@@ -27,8 +25,8 @@ HEADS, DIM = 2, 128
 PAGE = BLOCK * HEADS * 2 * DIM * 2
 SHAPE = {"dtype": "torch.bfloat16", "num_heads": HEADS, "head_dim": DIM}
 FORM = Form("int8", "bf16", (1, HEADS, BLOCK, 2, DIM))
-TRANSFER = "x" * 20
-numbers = itertools.count()
+CHUNKS = 3
+LENGTH = CHUNKS * CHUNK + 2
 
 
 @pytest.fixture
@@ -38,27 +36,12 @@ def stack() -> Iterator[ExitStack]:
 
 
 def engine_of(node: NodeThread, stack: ExitStack, **settings: Any) -> ToyEngine:
-    given = {"page_bytes": PAGE, "shape": SHAPE, **settings}
-    return stack.enter_context(ToyEngine(node.address, f"toy-{next(numbers)}", **given))
+    return stack.enter_context(ToyEngine(node.address, **{"page_bytes": PAGE, "shape": SHAPE, **settings}))
 
 
-def run(engine: ToyEngine, prompt: list[int], codec: str | None = None, params: dict[str, Any] | None = None) -> int:
-    """A request from its question to its end, which finds its pages as they were computed; what was loaded of it."""
-    request = begun(engine, prompt, codec, params)
-    engine.check_cache(request, len(prompt))
-    engine.finish(request)
-    return request.loaded
-
-
-def begun(
-    engine: ToyEngine, prompt: list[int], codec: str | None = None, params: dict[str, Any] | None = None
-) -> Request:
-    given = dict(params or {}) | ({"pdx_hints": {"version": 1, "codec": codec}} if codec else {})
-    request = Request(f"request-{next(numbers)}", prompt, given or None)
-    assert engine.admit(request) == set()
-    request.loaded = request.num_computed
-    engine.step((request, len(prompt) - request.num_computed))
-    return request
+def coded_by(codec: str) -> dict[str, Any]:
+    """The parameters of a request that lets its chunks be stored so."""
+    return {"pdx_hints": {"version": 1, "codec": codec}}
 
 
 def lossy_page(tokens_: list[int], end: int, layer: int, form: Form = FORM) -> torch.Tensor:
@@ -69,12 +52,15 @@ def lossy_page(tokens_: list[int], end: int, layer: int, form: Form = FORM) -> t
     return torch.frombuffer(back, dtype=torch.uint8)
 
 
-def check_lossy(engine: ToyEngine, request: Request, count: int) -> None:
-    """The first `count` tokens of a request went through its codec once."""
+def check_lossy(engine: ToyEngine, prompt: list[int], count: int = CHUNKS * CHUNK) -> None:
+    """So many tokens of a request for a lossy codec are found, and went through it once."""
+    request = engine.save(prompt, coded_by("int8"))
+    assert request.loaded == count
     for layer in range(LAYERS):
         for end in range(BLOCK, count + 1, BLOCK):
             page = engine.caches[0][layer, request.block_ids[end // BLOCK - 1]].flatten()
-            assert torch.equal(page, lossy_page(request.all_token_ids, end, layer)), f"layer {layer}, token {end}"
+            assert torch.equal(page, lossy_page(prompt, end, layer)), f"layer {layer}, token {end}"
+    engine.finish(request)
 
 
 def coded(place: Path) -> list[int]:
@@ -88,22 +74,19 @@ def test_exact_and_lossy_chunks_of_one_prompt_never_meet(
     settings = {"arena_bytes": 2 * MIB, "disks": [str(place / "disk")]}
     node = start_here(**settings)
     engine = engine_of(node, stack)
-    prompt = tokens(1)
-    assert run(engine, prompt, "int8") == 0
-    assert run(engine, prompt) == 0, "not by memory"
-    assert run(engine, prompt, "fp8") == 0, "nor of another codec"
-    stored(node, 3 * CHUNKS)
-    assert run(engine, prompt, "int8") == CHUNKS * CHUNK, "in memory they are as they were"
+    prompt = tokens(1, LENGTH)
+    assert engine.run(prompt, coded_by("int8")) == 0
+    assert engine.run(prompt) == 0, "not by memory"
+    assert engine.run(prompt, coded_by("fp8")) == 0, "nor of another codec"
+    node.wait_stored(3 * CHUNKS)
+    assert engine.run(prompt, coded_by("int8")) == CHUNKS * CHUNK, "in memory they are as they were"
     sizes = coded(place / "disk")
     assert len(sizes) == 2 * CHUNKS
     assert max(sizes) < 4096 + LAYERS * CHUNK // BLOCK * PAGE * 0.51
-    forget(node)
+    node.forget()
     for _ in range(2):
-        assert run(engine, prompt) == CHUNKS * CHUNK, "exact ones come back as they were"
-        lossy = begun(engine, prompt, "int8")
-        assert lossy.loaded == CHUNKS * CHUNK
-        check_lossy(engine, lossy, lossy.loaded)
-        engine.finish(lossy)
+        assert engine.run(prompt) == CHUNKS * CHUNK, "exact ones come back as they were"
+        check_lossy(engine, prompt)
         node.close()
         node = start_here(**settings)
         wait_until(lambda node=node: node.status().tiers[0].chunks == 3 * CHUNKS, what="the index is read")
@@ -115,16 +98,16 @@ def test_a_part_of_a_lossy_chunk_is_no_hit_of_an_exact_request(
 ) -> None:
     node = start_here(arena_bytes=2 * MIB, disks=[str(place / "disk")])
     engine = engine_of(node, stack)
-    prompts = [tokens(seed) for seed in (1, 2)]
+    prompts = [tokens(seed, LENGTH) for seed in (1, 2)]
     for prompt in prompts:
-        run(engine, prompt, "int8")
-    stored(node, 2 * CHUNKS)
+        engine.run(prompt, coded_by("int8"))
+    node.wait_stored(2 * CHUNKS)
     for prompt, is_below in zip(prompts, (False, True), strict=True):
         if is_below:
-            forget(node)
-        alike = [*prompt[: CHUNK + 2 * BLOCK], *tokens(3)]
-        assert run(engine, alike) == 0
-        found = begun(engine, alike, "int8")
+            node.forget()
+        alike = [*prompt[: CHUNK + 2 * BLOCK], *tokens(3, LENGTH)]
+        assert engine.run(alike) == 0
+        found = engine.save(alike, coded_by("int8"))
         assert found.loaded == CHUNK + 2 * BLOCK
         engine.finish(found)
 
@@ -141,23 +124,17 @@ def test_what_came_with_a_loss_goes_on_as_it_came_and_nothing_is_lost_a_second_t
     for node in nodes:
         wait_until(lambda node=node: node.status().tiers[1].state == "ok", what="the store answers")
     first, second = (engine_of(node, stack) for node in nodes)
-    prompt = tokens(1)
-    run(first, prompt, "int8")
-    stored(nodes[0], 2 * CHUNKS)
-    assert run(second, prompt) == 0, "the other node's lossy chunks are no hit of exact requests"
-    stored(nodes[1], 2 * CHUNKS)
-    lossy = begun(second, prompt, "int8")
-    assert lossy.loaded == CHUNKS * CHUNK
-    check_lossy(second, lossy, lossy.loaded)
-    second.finish(lossy)
+    prompt = tokens(1, LENGTH)
+    first.run(prompt, coded_by("int8"))
+    nodes[0].wait_stored(2 * CHUNKS)
+    assert second.run(prompt) == 0, "the other node's lossy chunks are no hit of exact requests"
+    nodes[1].wait_stored(2 * CHUNKS)
+    check_lossy(second, prompt)
     wait_until(lambda: len(coded(place / "disk-1")) == CHUNKS, what="they are stored on its disk with the same loss")
     redis.kill()
-    forget(nodes[1])
-    again = begun(second, prompt, "int8")
-    assert again.loaded == CHUNKS * CHUNK
-    check_lossy(second, again, again.loaded)
-    second.finish(again)
-    assert run(second, prompt) == CHUNKS * CHUNK
+    nodes[1].forget()
+    check_lossy(second, prompt)
+    assert second.run(prompt) == CHUNKS * CHUNK
 
 
 @pytest.mark.parametrize(
@@ -178,12 +155,12 @@ def test_who_cannot_have_the_codec_is_told_and_is_exact(
 ) -> None:
     node = start_here()
     engine = engine_of(node, stack, **settings)
-    prompt = tokens(1)
-    assert run(engine, prompt, codec) == 0
+    prompt = tokens(1, LENGTH)
+    assert engine.run(prompt, coded_by(codec)) == 0
     wait_until(lambda: node.status().chunks.get("sealed", 0) >= CHUNKS, what="they are sealed")
-    assert run(engine, prompt) == CHUNKS * CHUNK, "its chunks are those of exact requests"
+    assert engine.run(prompt) == CHUNKS * CHUNK, "its chunks are those of exact requests"
     assert any("is stored exactly" in record.message for record in caplog.records)
-    wait_until(lambda: node.status().counters.get("degraded_codec_refused") == 1, what="it is counted")
+    wait_until(lambda: node.degraded("codec_refused") == 1, what="it is counted")
 
 
 def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(
@@ -192,7 +169,7 @@ def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(
     """They may be those of exact requests, and what is computed behind them goes to these."""
     node = start_here()
     engine = engine_of(node, stack)
-    request = Request("late", tokens(1), {"pdx_hints": {"version": 1, "codec": "int8"}})
+    request = Request("late", tokens(1, LENGTH), coded_by("int8"))
     assert engine.match(request, local=CHUNK) == 0
     assert engine.scheduler._requests["late"].hints.form == ""
     engine.finish(request)

@@ -8,7 +8,6 @@ time, because that depends on who else has the cores.
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,12 +17,10 @@ from pathlib import Path
 import pytest
 from node_harness import NodeThread
 from remote_bed import made
-from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine
+from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, tokens
 
-import pdx
 from pdx.bench.systems.line import Relay
 from pdx.engine.pace import Pace
-from pdx.errors import ArenaFull
 from pdx.store.paying import PROBE_S
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Ping
@@ -77,34 +74,26 @@ class Bed:
         self.engine.step((request, len(prompt) - request.num_computed))
         self.engine.check_cache(request, len(prompt))
         self.engine.finish(request)
-        with pdx.connect(self.node.address) as client:
+        with self.node.client() as client:
             [told] = client.why(request.request_id).requests
         is_known = next((reason.text.startswith("on remote") for reason in told.reasons if not reason.is_hit), False)
         return Outcome(len(prompt) // CHUNK, hits, told.waited_s, passed, counted, is_known)
-
-    def counter(self, name: str) -> int:
-        return self.node.status().counters.get(name, 0)
 
     @property
     def left_out(self) -> int:
         """Chunks that were not loaded because that takes too long."""
         reasons = "loads_not_worth", "loads_cut", "loads_from_slow_tiers"
-        return sum(self.counter(each) for each in reasons)
+        return sum(self.node.counter(each) for each in reasons)
 
     def forget(self) -> None:
-        """Others take the room of what memory has."""
+        """Others take the room of what memory has; loads that were given up are still being written."""
         wait_until(lambda: "filling" not in self.node.status().chunks, what="what was computed is sealed")
-        with pdx.connect(self.node.address) as client, ExitStack() as held:
-            for number in range(self.node.config.arena_bytes // FILLER_BYTES):
-                try:
-                    held.enter_context(client.reserve(f"filler {number}", FILLER_BYTES))
-                except ArenaFull:  # loads that were given up are still being written
-                    return
+        with self.node.filled(FILLER_BYTES):
+            pass
 
 
-def tokens(seed: int, chunks: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(1000) for _ in range(chunks * CHUNK + 2)]
+def prompt_of(seed: int, chunks: int) -> list[int]:
+    return tokens(seed, chunks * CHUNK + 2)
 
 
 @pytest.fixture
@@ -136,10 +125,10 @@ def test_no_request_takes_longer_than_computing_it(
     """After a look at each prompt nothing is waited for that comes too slowly, or that is not there. A store with a
     load that has taken longer than `fetch_s` is left alone for as long."""
     bed = make_bed(fetch_s)
-    prompts = [tokens(chunks, chunks) for chunks in LENGTHS]
+    prompts = [prompt_of(chunks, chunks) for chunks in LENGTHS]
     for prompt in prompts:
         assert bed.run(prompt).hits == 0
-    wait_until(lambda: bed.counter("remote_stored") >= sum(LENGTHS), what="all are stored")
+    wait_until(lambda: bed.node.counter("remote_stored") >= sum(LENGTHS), what="all are stored")
     bed.relay.rate = speed * PAR
     for prompt in prompts:
         bed.forget()
@@ -149,7 +138,7 @@ def test_no_request_takes_longer_than_computing_it(
     for turn, prompt in itertools.product(range(TURNS), prompts):
         bed.forget()
         outcomes.append(bed.run(prompt))
-        new = bed.run(tokens(1000 * len(prompt) + turn, outcomes[-1].chunks))
+        new = bed.run(prompt_of(1000 * len(prompt) + turn, outcomes[-1].chunks))
         assert new.hits == 0
         num_waits += new.waited_s > 0.0
     most = 1 + (time.monotonic() - began) // PROBE_S

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_toy_engine import tokens
-from toy_engine import CHUNK, Request, ToyEngine
+from toy_engine import CHUNK, Engines, Request, ToyEngine, tokens
 
-import pdx
 from pdx.engine.request import parse_hints
 from pdx.engine.step import StepLimits
 from pdx.testing.waiting import wait_until
@@ -20,42 +19,17 @@ EARLY = 8  # the turn of so many is near
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, place: Path) -> Iterator[ToyEngine]:
-    """The node is in this process where no test starts another one in its place."""
+def engines(request: pytest.FixtureRequest, place: Path) -> Iterator[Engines]:
+    """Of a node in this process, where no test starts another one in its place."""
     start = request.getfixturevalue("start_node" if "start_node" in request.fixturenames else "start_here")
-    node = start(disks=[str(place / "disk")])
-    made = ToyEngine(node.address, name="toy", limits=StepLimits(tokens=5 * CHUNK, requests=EARLY))
-    made.node = node  # type: ignore[attr-defined]
-    yield made
-    made.close()
+    limits = StepLimits(tokens=5 * CHUNK, requests=EARLY)
+    with contextlib.closing(Engines(start(disks=[str(place / "disk")]), limits=limits)) as made:
+        yield made
 
 
-def status(engine: Any) -> Any:
-    return engine.node.status()
-
-
-def counter(engine: Any, name: str) -> int:
-    return int(status(engine).counters.get(name, 0))
-
-
-def save(engine: ToyEngine, prompt: list[int], name: str) -> None:
-    """The prompt's three chunks are on the disk, and no longer in memory."""
-    before = counter(engine, "disk_stored")
-    request = Request(name, prompt)
-    engine.admit(request)
-    engine.step((request, len(prompt)))
-    engine.finish(request)
-    wait_until(lambda: counter(engine, "disk_stored") == before + 3, what="it is stored")
-
-
-def restart(engine: Any, start_node: Callable[..., Any]) -> None:
-    """Another node with the same disk: everything is there alone."""
-    disks = engine.node.config.disks
-    stored = status(engine).tiers[0].chunks
-    engine.node.kill()
-    engine.node = start_node(disks=disks)
-    wait_until(lambda: engine.is_attached, what="attached again")
-    wait_until(lambda: status(engine).tiers[0].chunks == stored, what="the index is read")
+@pytest.fixture
+def engine(engines: Engines) -> ToyEngine:
+    return engines()
 
 
 def arrive(engine: ToyEngine, prompts: list[list[int]]) -> list[Request]:
@@ -66,21 +40,25 @@ def arrive(engine: ToyEngine, prompts: list[list[int]]) -> list[Request]:
 
 
 def test_what_the_end_of_the_queue_wants_is_loaded_before_its_turn(
-    engine: ToyEngine, start_node: Callable[..., Any]
+    engines: Engines, engine: ToyEngine, start_node: Callable[..., Any], place: Path
 ) -> None:
     known = [tokens(100 + number, 3 * CHUNK + 2) for number in range(2)]
-    for number, prompt in enumerate(known):
-        save(engine, prompt, f"saves-{number}")
-    restart(engine, start_node)
+    for number, prompt in enumerate(known, 1):
+        engine.run(prompt)
+        engines.node.wait_stored(3 * number)
+    engines.node.kill()  # what the disk has is there alone
+    node = start_node(disks=[str(place / "disk")])
+    wait_until(lambda: engine.is_attached, what="attached again")
+    wait_until(lambda: node.status().tiers[0].chunks == 6, what="the index is read")
     fresh = [tokens(200 + number, CHUNK // 2) for number in range(EARLY)]
     queue = arrive(engine, [*fresh, *known])
-    wait_until(lambda: counter(engine, "disk_loaded") == 6, what="it is loaded though nobody has asked for it")
-    assert counter(engine, "prefetched_chunks") == 6
-    assert counter(engine, "lookups") == EARLY, "only the first in the queue have asked"
+    wait_until(lambda: node.counter("disk_loaded") == 6, what="it is loaded though nobody has asked for it")
+    assert node.counter("prefetched_chunks") == 6
+    assert node.counter("lookups") == EARLY, "only the first in the queue have asked"
     for request in queue[EARLY:]:
         assert engine.match(request) == 3 * CHUNK
-        with pdx.connect(engine.node.address, timeout_s=10.0) as node:  # type: ignore[attr-defined]
-            [told] = node.why(request.request_id).requests
+        with node.client() as client:
+            [told] = client.why(request.request_id).requests
         assert [(each.count, each.is_hit) for each in told.reasons] == [(3, True)]
         assert told.reasons[0].text.startswith("from disk at ")
     for request in queue:
@@ -169,23 +147,19 @@ def test_hints_that_make_no_sense_are_left_out_with_a_warning(
 
 def test_a_request_is_told_at_its_end_what_became_of_its_hints(engine: ToyEngine) -> None:
     said = {"version": 1, "priority": 7, "lease_s": 9999, "prefetch": False, "codec": "fp8", "more": [[[]]]}
-    request = Request("asks", tokens(602, 3 * CHUNK + 2), {"pdx_hints": said})
-    engine.admit(request)
-    engine.step((request, 3 * CHUNK + 2))
-    assert engine.finish(request) == {
+    prompt = tokens(602, 3 * CHUNK + 2)
+    assert engine.finish(engine.save(prompt, {"pdx_hints": said})) == {
         "priority": "accepted",
         "lease_s": "clipped to 600: longer is above --lease-max-s",
         "prefetch": "accepted",
         "codec": "refused: fp8 is for KV in bfloat16, float16 or float32; this cache has 'uint8'",
         "more": "refused: version 1 has no such field",
     }
-    plain = Request("plain", tokens(603, 3 * CHUNK + 2))
-    engine.admit(plain)
-    assert engine.finish(plain) == {}
+    assert engine.finish(engine.save(prompt)) == {}
 
 
-def test_a_request_that_no_node_has_heard_of_is_told_so(engine: ToyEngine, start_node: Callable[..., Any]) -> None:
-    engine.node.close()  # type: ignore[attr-defined]
+def test_a_request_that_no_node_has_heard_of_is_told_so(engines: Engines, engine: ToyEngine) -> None:
+    engines.node.close()
     wait_until(lambda: not engine.is_attached, what="the node is gone")
     request = Request("asks", tokens(604, 3 * CHUNK + 2), {"pdx_hints": {"version": 1, "priority": 7, "ttl_s": 0}})
     assert engine.match(request) == 0

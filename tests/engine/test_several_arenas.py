@@ -10,15 +10,14 @@ from collections.abc import Callable
 import pytest
 from node_harness import MIB
 from stream_bed import Bed
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, tokens
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, decode_of, prefill_of, tokens
 
 from pdx.memory.arena import round_up
 from pdx.testing.waiting import wait_until
 
 CHUNK_BYTES = round_up(LAYERS * CHUNK // BLOCK * PAGE_BYTES)
-PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
+PREFILL = prefill_of("x" * 20)
 AT_ONCE = 8  # chunks of a prompt that drives others out
-DECODE = {"do_remote_prefill": True, "transfer_id": "x" * 20}
 
 
 @pytest.fixture
@@ -63,11 +62,7 @@ def test_a_handoff_within_the_gpu_makes_no_detour(bed: Bed) -> None:
     first, second = bed.engine(), bed.engine()
     prompt = tokens(2, 2 * CHUNK + 7)
     first.finish(first.save(prompt, PREFILL))
-    decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
-    assert second.admit(decode) == set()
-    assert decode.num_computed == len(prompt)
-    second.check_cache(decode, len(prompt))
-    second.finish(decode)
+    assert second.load([*prompt, 7], decode_of("x" * 20, prefill_tokens=len(prompt))) == len(prompt)
     bed.node.wait_at_rest()
     bed.node.wait_sealed(5)  # two chunks here and below, and the full block behind them
 
@@ -95,10 +90,6 @@ def test_a_handoff_from_one_gpu_to_another_of_the_node(on_two: Bed) -> None:
     first, second = on_two.engine(gpus=("0",)), on_two.engine(gpus=("1",))
     prompt = tokens(6, 2 * CHUNK + 7)
     first.finish(first.save(prompt, PREFILL))
-    decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
-    assert second.admit(decode) == set()
-    assert decode.num_computed == len(prompt)
-    second.check_cache(decode, len(prompt))
-    second.finish(decode)
+    assert second.load([*prompt, 7], decode_of("x" * 20, prefill_tokens=len(prompt))) == len(prompt)
     assert "jobs_failed" not in on_two.node.status().counters
     on_two.node.wait_at_rest()

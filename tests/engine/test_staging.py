@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_bed import Bed, streams_of
+from stream_bed import Bed
 from toy_engine import CHUNK, PAGE_BYTES, tokens
 
 from pdx.engine import staging
@@ -72,7 +72,7 @@ def test_a_part_is_filled_again_only_when_it_is_emptied(
     bed = beds(False)
     engine = bed.engine()
     prompt = tokens(4, 3 * CHUNK)
-    streams = streams_of(engine)
+    streams = engine.streams
     with streams.held(streams.copying):
         request = engine.save(prompt)
 
@@ -110,7 +110,7 @@ def test_a_copy_that_the_driver_refuses_costs_the_step_that_it_was_for(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = bed.engine()
-    streams = streams_of(engine)
+    streams = engine.streams
 
     def refuse(*args: Any) -> None:
         raise GpuError("cuMemcpyBatchAsync failed")

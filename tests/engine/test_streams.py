@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from fake_cuda import FakeCuda
-from stream_bed import Bed, streams_of
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, tokens
+from stream_bed import Bed
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, prefill_of, tokens
 
 from pdx.cuda.memory import num_mapped
 from pdx.engine import gpu_copier, step_save, store_lookup
 from pdx.engine.request import SlotGrant
+from pdx.engine.streams import Streams
 from pdx.memory.arena import Arena
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill, Mark
 
-PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
-DECODE = {"do_remote_prefill": True, "transfer_id": "x" * 20}
+PREFILL = prefill_of("x" * 20)
 
 
 # ---- both kinds of node ---------------------------------------------------------------------
@@ -48,21 +49,10 @@ def test_prompt_computed_once_is_loaded_by_another_engine(
 # ---- saving: who waits for a gather -----------------------------------------------------------
 
 
-def test_pages_overwritten_right_after_the_step_were_gathered_before(bed: Bed) -> None:
-    engine = bed.engine()
-    prompt = tokens(4, 2 * CHUNK)
-    with streams_of(engine).held(streams_of(engine).gathering):
-        request = engine.save(prompt)
-        engine.overwrite(request.block_ids)
-    engine.finish(request)
-    bed.node.wait_sealed(2)
-    assert bed.engine().load(prompt) == 2 * CHUNK
-
-
 def test_blocks_of_a_preempted_request_may_be_computed_anew_at_once(bed: Bed) -> None:
     engine = bed.engine()
     prompt, other = tokens(5, 2 * CHUNK), tokens(6, 2 * CHUNK)
-    with streams_of(engine).held(streams_of(engine).gathering):
+    with engine.streams.held(engine.streams.gathering):
         request = engine.save(prompt)
         request.num_preemptions += 1
         engine.free = [*request.block_ids, *engine.free]
@@ -79,9 +69,9 @@ def test_blocks_of_a_preempted_request_may_be_computed_anew_at_once(bed: Bed) ->
 def test_a_page_is_gathered_after_its_layer_was_computed(bed: Bed) -> None:
     engine = bed.engine()
     prompt = tokens(7, CHUNK)
-    with streams_of(engine).held(streams_of(engine).compute()):
+    with engine.streams.held(engine.streams.compute()):
         engine.finish(engine.save(prompt))
-        wait_until(lambda: streams_of(engine).gathering.is_still, what="nothing can go on")
+        wait_until(lambda: engine.streams.gathering.is_still, what="nothing can go on")
         assert bed.log == [], "nothing is computed yet"
     bed.node.wait_sealed(1)
     assert bed.engine().load(prompt) == CHUNK
@@ -111,7 +101,7 @@ def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, mon
 
 def test_a_slot_is_let_go_of_when_nothing_writes_it_any_more(bed: Bed) -> None:
     engine = bed.engine()
-    with streams_of(engine).held(streams_of(engine).gathering):
+    with engine.streams.held(engine.streams.gathering):
         request = Request("a", tokens(10, 2 * CHUNK), PREFILL)
         engine.admit(request)
         engine.step((request, CHUNK + BLOCK))
@@ -126,10 +116,10 @@ def test_a_slot_is_let_go_of_when_nothing_writes_it_any_more(bed: Bed) -> None:
 
 def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
     engine = bed.engine(lag_s=0)
-    streams = streams_of(engine)
+    streams = engine.streams
     request = Request("a", tokens(12, CHUNK), PREFILL)
     engine.admit(request)
-    plan = engine.scheduler.plan_step(engine.record({"a": (request, CHUNK)}))
+    plan = engine.planned((request, CHUNK))
     worker = engine.workers[0]
     worker.begin(plan)
     for layer in range(LAYERS):
@@ -151,7 +141,7 @@ def test_a_step_that_fails_is_not_sealed(bed: Bed) -> None:
     engine = bed.engine()
     request = Request("a", tokens(14, CHUNK))
     engine.admit(request)
-    plan = engine.scheduler.plan_step(engine.record({"a": (request, CHUNK)}))
+    plan = engine.planned((request, CHUNK))
     engine.workers[0].begin(plan)
     engine.compute(0, 0, request, 0, CHUNK)
     engine.workers[0].save_layer("layer.0")
@@ -172,9 +162,9 @@ def test_a_load_waits_for_what_was_computed_before_it(bed: Bed) -> None:
     again = Request("again", prompt)
     assert engine.match(again) == 2 * CHUNK
     engine.allocate(again, 2 * CHUNK)
-    with streams_of(engine).held(streams_of(engine).compute()):
+    with engine.streams.held(engine.streams.compute()):
         engine.overwrite(again.block_ids)
-        engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
+        engine.run_worker(0, engine.planned(), {})
     assert engine.finish_load(again) == set()
     engine.check_cache(again, 2 * CHUNK)
     assert ("scatter", 0, LAYERS) in bed.log, "one launch"
@@ -201,9 +191,9 @@ def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: 
     again = Request("again", prompt)
     external = engine.match(again)
     engine.allocate(again, external)
-    with streams_of(engine).held(streams_of(engine).loading):
-        engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
-        wait_until(lambda: streams_of(engine).loading.waiting, what="the copy is queued")
+    with engine.streams.held(engine.streams.loading):
+        engine.run_worker(0, engine.planned(), {})
+        wait_until(lambda: engine.streams.loading.waiting, what="the copy is queued")
         monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
     assert engine.finish_load(again) == set(again.block_ids[: 2 * CHUNK // BLOCK])
     wait_until(lambda: bed.node.degraded("load_failed") == 1, what="counted")
@@ -250,7 +240,7 @@ def test_nothing_of_ours_spoils_a_capture_under_way(beds: Callable[..., Bed], fa
     node, the node dies, its memory is let go of, and the next node's is mapped or page-locked."""
     bed = beds(on_gpu, is_killed=True)
     engine = bed.engine()
-    streams = streams_of(engine)
+    streams = engine.streams
     with streams.held(streams.gathering):
         engine.finish(engine.save(tokens(44, CHUNK)))
         streams.captured = []
@@ -264,3 +254,8 @@ def test_nothing_of_ours_spoils_a_capture_under_way(beds: Callable[..., Bed], fa
     streams.captured = None
     engine.finish(engine.save(tokens(45, CHUNK)))
     bed.node.wait_sealed(1)
+
+
+def test_the_gpu_is_the_one_of_torchs_number(fake: FakeCuda) -> None:
+    """Not of torch's UUID, which need not be the driver's where a GPU is partitioned."""
+    assert [Streams(torch.device("cuda", index)).gpu().ordinal for index in (0, 1)] == [0, 1]

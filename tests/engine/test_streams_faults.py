@@ -11,8 +11,8 @@ import pytest
 from fake_cuda import FakeCuda
 from lagging_streams import LaggingStreams
 from node_harness import MIB
-from stream_bed import Bed, streams_of
-from toy_engine import BLOCK, CHUNK, Request, ToyEngine, tokens
+from stream_bed import Bed
+from toy_engine import BLOCK, CHUNK, Request, ToyEngine, prefill_of, tokens
 
 from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
@@ -23,7 +23,7 @@ from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill
 
 RELEASES = {"cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuMemHostUnregister"}
-PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
+PREFILL = prefill_of("x" * 20)
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-vmm",)], ids=["vmm", "ipc"])
@@ -32,7 +32,7 @@ def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: s
     """The mapping stays until the copy has ended, and not longer; the engine goes on, also with the next node."""
     bed = beds(True, *flags)
     engine = bed.engine()
-    streams = streams_of(engine)
+    streams = engine.streams
     prompt = tokens(18, 2 * CHUNK)
     if during == "scatter":
         engine.finish(engine.save(prompt))
@@ -43,7 +43,7 @@ def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: s
     engine.allocate(request, external)
     with streams.held(streams.gathering, streams.loading):
         if external:
-            engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
+            engine.run_worker(0, engine.planned(), {})
             wait_until(lambda: streams.loading.waiting, what="the scatter is queued")
         else:
             engine.step((request, 2 * CHUNK))
@@ -123,7 +123,7 @@ def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whol
     is_mapped.set()
     wait_until(lambda: engine.is_attached, what="mapped")
     engine.step((half, CHUNK - CHUNK // 2))
-    streams_of(engine).synchronize()
+    engine.streams.synchronize()
     killed_bed.node.signal(signal.SIGCONT)
     for request in (half, whole):
         engine.finish(request)
@@ -176,7 +176,7 @@ def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.Lo
     bed.node.wait_sealed(1)
     told = len(bed.told(Fill)), len(bed.told(Abort))
     window = engine.workers[0]._copier._mapped  # noqa: SLF001
-    streams_of(engine).fault = "an illegal memory access was encountered"
+    engine.streams.fault = "an illegal memory access was encountered"
     prompts = [tokens(seed, CHUNK) for seed in (31, 32, 33)]
     engine.finish(engine.save(prompts[0]))
     wait_until(lambda: bed.node.degraded("copies_failed") == 1, what="counted")
@@ -199,14 +199,14 @@ def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.Lo
 def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:
     """And what was gathered is sealed: the node hears of it before the goodbye."""
     engine, reader = gpu_bed.engine(), gpu_bed.engine()
-    streams = streams_of(engine)
+    streams = engine.streams
     prompt, other = tokens(26, CHUNK), tokens(27, CHUNK)
     engine.finish(engine.save(prompt))
     gpu_bed.node.wait_sealed(1)
     again = Request("again", prompt)
     engine.allocate(again, engine.match(again))
     with streams.held(streams.gathering, streams.loading):
-        engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
+        engine.run_worker(0, engine.planned(), {})
         request = engine.save(other)
         closing = threading.Thread(target=engine.workers[0].close)
         closing.start()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Engines, Request, ToyEngine, decode_of, prefill_of, tokens
 
-from pdx.client.connection import Connection
 from pdx.engine import step_save
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Fill
@@ -97,13 +96,10 @@ def test_generated_chunks_are_saved_when_full(engines: Engines) -> None:
 
 @pytest.mark.parametrize(("by_layer", "group_bytes"), [(False, 1), (True, 1), (True, step_save.GROUP_BYTES)])
 def test_a_step_tells_its_node_once_unless_its_slices_are_pushed(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, by_layer: bool, group_bytes: int
+    engines: Engines, told: list[Any], monkeypatch: pytest.MonkeyPatch, by_layer: bool, group_bytes: int
 ) -> None:
     """Whatever the number of layers and of requests; and more often only by bytes that are worth a message."""
     monkeypatch.setattr(step_save, "GROUP_BYTES", group_bytes)
-    told: list[Any] = []
-    tell = Connection.tell
-    monkeypatch.setattr(Connection, "tell", lambda self, body: told.append(body) or tell(self, body))
     engine = engines()
     requests = [Request("a", tokens(70, 2 * CHUNK)), Request("b", tokens(71, CHUNK))]
     for request in requests:

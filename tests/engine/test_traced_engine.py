@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from node_harness import NodeThread
-from stream_bed import Bed, streams_of
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, tokens
+from stream_bed import Bed
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Engines, Request, ToyEngine, decode_of, prefill_of, tokens
 
-import pdx
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import TraceSpan, read, switch
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Mark, Ping
-
-
-def prefill_of(transfer: str) -> dict[str, Any]:
-    return {"do_remote_decode": True, "transfer_id": transfer}
-
-
-def decode_of(transfer: str, num_tokens: int) -> dict[str, Any]:
-    return {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": num_tokens}
+from pdx.wire.messages import Mark
 
 
 @pytest.fixture
@@ -44,38 +36,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What engines' workers tell their node, but for what a clock tells it."""
-    from pdx.client.connection import Connection
-
-    log: list[Any] = []
-    real = Connection.tell
-
-    def tell(self: Connection, body: Any) -> None:
-        if not isinstance(body, Ping):
-            log.append(body)
-        real(self, body)
-
-    monkeypatch.setattr(Connection, "tell", tell)
-    return log
-
-
-@pytest.fixture
-def engines(node_here: NodeThread, folder: Path) -> Iterator[Callable[..., ToyEngine]]:
+def engines(node_here: NodeThread, folder: Path) -> Iterator[Engines]:
     """Engines that record spans, at one node for all tests: their prompts must differ."""
-    made: list[ToyEngine] = []
-
-    def make(**settings: Any) -> ToyEngine:
-        made.append(ToyEngine(node_here.address, f"toy-{len(made)}", **{"trace": str(folder), **settings}))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-    with pdx.connect(node_here.address) as client:
-        wait_until(
-            lambda: not (status := client.status()).leases and not status.transfers, what="nobody holds anything"
-        )
+    with contextlib.closing(Engines(node_here, trace=str(folder))) as made:
+        yield made
+    node_here.wait_at_rest()
 
 
 def lane(spans: list[TraceSpan], name: str, who: str = "") -> list[TraceSpan]:
@@ -111,7 +76,7 @@ def per_layer(num_tokens: int) -> int:
 
 @pytest.mark.parametrize("step", [CHUNK, 7])
 def test_every_layer_is_computed_and_gathered_once_per_step(
-    engines: Callable[..., ToyEngine], transfer: str, folder: Path, told: list[Any], step: int
+    engines: Engines, transfer: str, folder: Path, told: list[Any], step: int
 ) -> None:
     engine = engines()
     prompt = tokens(100 + step, 2 * CHUNK + 7)
@@ -130,13 +95,11 @@ def test_every_layer_is_computed_and_gathered_once_per_step(
     assert not any(span.nbytes for span in prefill)
 
 
-def test_a_decode_leg_scatters_and_neither_computes_nor_gathers(
-    engines: Callable[..., ToyEngine], transfer: str, folder: Path
-) -> None:
+def test_a_decode_leg_scatters_and_neither_computes_nor_gathers(engines: Engines, transfer: str, folder: Path) -> None:
     first, second = engines(shards=2), engines(shards=2)
     prompt = tokens(4, CHUNK + 3)
     first.finish(first.save(prompt, prefill_of(transfer)))
-    decode = Request("d", [*prompt, *tokens(5, CHUNK)], decode_of(transfer, len(prompt)))
+    decode = Request("d", [*prompt, *tokens(5, CHUNK)], decode_of(transfer, prefill_tokens=len(prompt)))
     assert second.admit(decode) == set()
     second.step((decode, decode.num_tokens - decode.num_computed))  # fills chunks that are saved
     second.finish(decode)
@@ -154,7 +117,7 @@ def test_a_decode_leg_scatters_and_neither_computes_nor_gathers(
 
 
 def test_off_nothing_is_written_and_nothing_else_differs(
-    engines: Callable[..., ToyEngine], transfer: str, folder: Path, told: list[Any], monkeypatch: pytest.MonkeyPatch
+    engines: Engines, transfer: str, folder: Path, told: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def story(engine: ToyEngine, seed: int) -> list[Any]:
         """What the node is told in a handoff, but for times and handles."""
@@ -184,7 +147,7 @@ def test_on_streams_spans_say_when_it_was_done_and_not_when_it_was_queued(
     bed: Bed, transfer: str, folder: Path, graphs: bool
 ) -> None:
     engine = bed.engine(graphs=graphs, trace=str(folder))
-    streams = streams_of(engine)
+    streams = engine.streams
     prompt = tokens(9, CHUNK + 5)
     request = Request("r", prompt, prefill_of(transfer))
     engine.admit(request)

@@ -1,141 +1,128 @@
-"""A handoff between two nodes, seen from both halves of the connector: push, tail, and the way back."""
+"""A handoff between two engines, on one node and on two: push, tail, the way back, and loads that begin early."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from node_harness import NodeProcess
-from toy_engine import CHUNK, LAYERS, Request, ToyEngine
-from two_peers import are_at_rest, two_nodes
+from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine, decode_of, prefill_of
 
-from pdx.client.connection import Connection
+from pdx.config import NodeConfig, listen_address
 from pdx.engine import step_save
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Fill
+from pdx.wire.messages import Abort, Fill, Ping
 
 TRANSFER = "x" * 20
-PREFILL = {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
-DECODE = {"do_remote_prefill": True, "transfer_id": TRANSFER, "prefill_node": "one"}
+PREFILL = prefill_of(TRANSFER, decode_node="two")
+DECODE = decode_of(TRANSFER, prefill_node="one")
+LENGTH = 2 * CHUNK + BLOCK + 1  # two chunks and a tail
+
+
+def two_nodes(start: Callable[..., NodeProcess], place: Path, **settings: Any) -> list[NodeProcess]:
+    """Each other's peers over tcp, once each has reached the other. A stall of the machine is no silence of a peer: it
+    would lose a push."""
+    roster = place / "roster.toml"
+    named = {name: f"ipc://{place}/{name}.sock" for name in ("one", "two")}
+    lines = [
+        f'[nodes.{name}]\naddress = "{listen_address(NodeConfig(address=address, name=name))}"\n'
+        for name, address in named.items()
+    ]
+    roster.write_text("".join(lines))
+    roster.chmod(0o600)
+    shared = {"roster": str(roster), "channels": ["tcp"], "peer_timeout_s": 60.0, **settings}
+    nodes = [start(address=address, name=name, **shared) for name, address in named.items()]
+    for node in nodes:
+        wait_until(lambda node=node: [peer.state for peer in node.status().peers] == ["ready"], what="they are peers")
+    return nodes
 
 
 class Pair:
-    """A prefill engine on node one and a decode engine on node two."""
+    """A prefill engine and a decode engine, at one node or at two."""
 
     def __init__(self, nodes: list[NodeProcess], shards: int = 1) -> None:
         self.nodes = nodes
         self.first, self.second = (
-            ToyEngine(node.address, name=f"toy-{at}", shards=shards) for at, node in enumerate(nodes)
+            ToyEngine(node.address, f"toy-{at}", shards=shards) for at, node in enumerate((nodes * 2)[:2])
         )
 
-    def were_asked_for(self, at: int) -> int:
-        """How often a peer of node `at` had to ask for what was not pushed."""
-        return self.nodes[at].status().counters.get("wants_served", 0)
+    def handed_over(self, prompt: list[int]) -> Request:
+        """Prefill in steps of a chunk; the decode leg, loaded."""
+        self.first.finish(self.first.save(prompt, PREFILL, step=CHUNK))
+        decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
+        assert self.second.admit(decode) == set()
+        return decode
 
     def close(self) -> None:
-        self.first.close()
-        self.second.close()
+        try:
+            for node in self.nodes:
+                node.wait_at_rest()
+        finally:
+            self.first.close()
+            self.second.close()
 
 
 @pytest.fixture
 def make_pair(place: Path, start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., Pair]]:
     nodes = two_nodes(start_node, place)
-    made: list[Pair] = []
-
-    def make(shards: int = 1) -> Pair:
-        made.append(Pair(nodes, shards))
-        return made[-1]
-
-    yield make
-    for pair in made:
-        try:
-            wait_until(lambda pair=pair: are_at_rest(pair.nodes), what="both nodes are at rest")
-        finally:
-            pair.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda shards=1: stack.enter_context(contextlib.closing(Pair(nodes, shards)))
 
 
-def tokens(start: int, count: int) -> list[int]:
+@pytest.fixture
+def pair(make_pair: Callable[..., Pair]) -> Pair:
+    return make_pair()
+
+
+def numbers(start: int, count: int) -> list[int]:
     return list(range(start, start + count))
-
-
-def handed_over(pair: Pair, prompt: list[int]) -> Request:
-    """Prefill on node one, in two steps; the decode leg on node two, loaded."""
-    request = Request("p", prompt, PREFILL)
-    pair.first.admit(request)
-    while request.num_computed < len(prompt):
-        pair.first.step((request, min(CHUNK, len(prompt) - request.num_computed)))
-    pair.first.finish(request)
-    decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
-    assert pair.second.admit(decode) == set()
-    return decode
 
 
 @pytest.mark.parametrize(("length", "shards"), [(1, 1), (2 * CHUNK + 7, 2), (3 * CHUNK, 1)])
 def test_every_token_arrives(make_pair: Callable[..., Pair], length: int, shards: int) -> None:
     pair = make_pair(shards)
-    decode = handed_over(pair, tokens(0, length))
+    decode = pair.handed_over(numbers(0, length))
     assert decode.num_computed == length
     pair.second.check_cache(decode, length)
     pair.second.finish(decode)
 
 
 @pytest.mark.parametrize("length", [CHUNK - 1, 2 * CHUNK + 15])
-def test_a_tail_that_lacks_the_last_token_of_its_chunk_is_no_hit_of_that(
-    make_pair: Callable[..., Pair], length: int
-) -> None:
+def test_a_tail_that_lacks_the_last_token_of_its_chunk_is_no_hit_of_that(pair: Pair, length: int) -> None:
     """Where the decode leg has one token more than the transfer, its prompt ends with a full chunk."""
-    pair = make_pair()
-    decode = handed_over(pair, tokens(0, length))
-    stranger = Request("s", [*decode.all_token_ids, 8, 9])
-    pair.second.admit(stranger)
-    pair.second.check_cache(stranger, stranger.num_computed)
-    assert stranger.num_computed <= length
-    for request in (decode, stranger):
-        pair.second.finish(request)
+    decode = pair.handed_over(numbers(0, length))
+    assert pair.second.load([*decode.all_token_ids, 8, 9]) <= length
+    pair.second.finish(decode)
 
 
 def test_layers_are_told_where_a_transfer_waits_for_them_and_nowhere_else(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, told: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody waits for layers one message seals all chunks of a step."""
     monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
-    told: list[Fill] = []
-    tell = Connection.tell
-
-    def recorded(self: Connection, body: Any) -> None:
-        if isinstance(body, Fill):
-            told.append(body)
-        tell(self, body)
-
-    monkeypatch.setattr(Connection, "tell", recorded)
-    pair = make_pair()
-    counts = {}
-    for at, (name, params) in enumerate(
-        {
-            "reuse": None,
-            "same node": {**PREFILL, "decode_node": "one"},
-            "push": {**PREFILL, "transfer_id": "y" * 20},
-        }.items()
+    layers, whole = [(2, 1, False)] * LAYERS, (2, LAYERS, True)
+    for at, (params, fills) in enumerate(
+        (
+            (None, [whole]),
+            ({**PREFILL, "decode_node": "one"}, [*layers, whole]),
+            ({**PREFILL, "transfer_id": "y" * 20}, [*layers, whole]),
+        )
     ):
-        request = Request(name, tokens(1000 * at, 2 * CHUNK), params)
-        pair.first.admit(request)
-        pair.first.step((request, 2 * CHUNK))
-        pair.first.finish(request)
-        counts[name] = [(len(fill.slots), fill.layers, fill.seal) for fill in told]
         told.clear()
-    whole = (2, LAYERS, True)
-    assert counts == dict.fromkeys(("same node", "push"), [*[(2, 1, False)] * LAYERS, whole]) | {"reuse": [whole]}
-    wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 2, what="the pushed ones are on node two")
+        pair.first.finish(pair.first.save(numbers(1000 * at, 2 * CHUNK), params))
+        assert [(len(body.slots), body.layers, body.seal) for body in told if isinstance(body, Fill)] == fills
+    pair.nodes[1].wait_sealed(2)  # those that were pushed
 
 
-def test_the_second_turn_pulls_generated_chunks_back(make_pair: Callable[..., Pair]) -> None:
+def test_the_second_turn_pulls_generated_chunks_back(pair: Pair) -> None:
     """What was generated on node two is part of the next prompt on node one."""
-    pair = make_pair()
-    decode = handed_over(pair, tokens(0, CHUNK))
-    generated = iter(tokens(100, 10 * CHUNK))
+    decode = pair.handed_over(numbers(0, CHUNK))
+    generated = iter(numbers(100, 10 * CHUNK))
 
     def generate() -> bool:
         decode.all_token_ids.append(next(generated))
@@ -144,61 +131,177 @@ def test_the_second_turn_pulls_generated_chunks_back(make_pair: Callable[..., Pa
 
     wait_until(generate, what="a generated chunk is sealed on node two")
     pair.second.finish(decode)
-    wait_until(lambda: are_at_rest(pair.nodes), what="all that is saved is sealed")
-    turn, sealed = list(decode.all_token_ids), pair.nodes[1].status().chunks["sealed"]
-    following = Request("next", [*turn, *tokens(200, 5)], {**PREFILL, "transfer_id": "y" * 20})
-    assert pair.first.admit(following) == set()
-    assert following.num_computed == sealed * CHUNK
-    pair.first.check_cache(following, following.num_computed)
-    assert pair.were_asked_for(1) == 1
-    pair.first.finish(following)
+    pair.nodes[1].wait_at_rest()
+    sealed = pair.nodes[1].status().chunks["sealed"]
+    following = [*decode.all_token_ids, *numbers(200, 5)]
+    assert pair.first.load(following, {**PREFILL, "transfer_id": "y" * 20}) == sealed * CHUNK
+    assert pair.nodes[1].counter("wants_served") == 1
 
 
-def test_a_decoder_whose_prefill_was_given_up_computes(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair()
-    prompt = tokens(0, 3 * CHUNK)
+def test_a_decoder_whose_prefill_was_given_up_computes(pair: Pair) -> None:
+    prompt = numbers(0, 3 * CHUNK)
     request = Request("p", prompt, PREFILL)
     pair.first.admit(request)
     pair.first.step((request, CHUNK))
     pair.first.finish(request)  # in the middle
-    decode = Request("d", prompt, DECODE)
-    pair.second.admit(decode)
-    assert decode.num_computed in (0, CHUNK), "what was sealed may have arrived; the rest is not waited for"
-    pair.second.check_cache(decode, decode.num_computed)
-    pair.second.finish(decode)
+    assert pair.second.load(prompt, DECODE) in (0, CHUNK), "what was sealed may have arrived; nobody waits for the rest"
 
 
-def test_a_decoder_whose_prefill_node_does_not_answer_computes(make_pair: Callable[..., Pair]) -> None:
+def test_a_decoder_whose_prefill_node_does_not_answer_computes(pair: Pair) -> None:
     """The answer comes later than the engine believes in old ones; the next one must not wait for its own room."""
-    pair = make_pair()
+    prompt = numbers(0, 3 * CHUNK)
     pair.nodes[0].signal(signal.SIGSTOP)
     try:
-        prompt = tokens(0, 3 * CHUNK)
-        decode = Request("d", prompt, DECODE)
-        pair.second.admit(decode)
-        assert decode.num_computed == 0
-        pair.second.step((decode, len(prompt)))
-        pair.second.finish(decode)
+        assert pair.second.run(prompt, DECODE) == 0
     finally:
         pair.nodes[0].signal(signal.SIGCONT)
-    wait_until(lambda: pair.nodes[1].status().chunks == {"sealed": 3}, what="what was computed is sealed")
-    again = Request("again", prompt)
-    assert pair.second.admit(again) == set()
-    assert again.num_computed == len(prompt)
-    pair.second.finish(again)
+    pair.nodes[1].wait_sealed(3)
+    assert pair.second.load(prompt) == len(prompt)
 
 
-def test_a_decoder_asks_for_what_was_not_pushed(make_pair: Callable[..., Pair]) -> None:
+def test_a_decoder_asks_for_what_was_not_pushed(pair: Pair) -> None:
     """The prefill leg knew of no other node, as when the planned decoder is gone: its node fetches, tail included."""
-    pair = make_pair()
-    prompt = tokens(0, 2 * CHUNK + 7)
-    request = Request("p", prompt, {**PREFILL, "decode_node": ""})
-    pair.first.admit(request)
-    pair.first.step((request, len(prompt)))
-    decode = Request("d", prompt, DECODE)
-    assert pair.second.admit(decode) == set()
-    assert decode.num_computed == len(prompt)
-    pair.second.check_cache(decode, len(prompt))
-    assert pair.were_asked_for(0) >= 1
+    prompt = numbers(0, 2 * CHUNK + 7)
+    request = pair.first.save(prompt, {**PREFILL, "decode_node": ""})
+    assert pair.second.load(prompt, DECODE) == len(prompt)
+    assert pair.nodes[0].counter("wants_served") >= 1
     pair.first.finish(request)
-    pair.second.finish(decode)
+
+
+# ---- a decoder that copies what its prefill has computed while that still computes the rest ---
+
+
+class Gated:
+    """An engine's forward pass that goes on layer by layer, in a thread."""
+
+    def __init__(self, engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = engine
+        self._layers = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        save_layer = engine.worker_guards[0].save_layer
+
+        def gated(name: str) -> None:
+            if threading.current_thread() is self._thread:
+                assert self._layers.acquire(timeout=60)
+            save_layer(name)
+
+        monkeypatch.setattr(engine.worker_guards[0], "save_layer", gated)
+
+    def begin(self, request: Request, count: int) -> None:
+        def run() -> None:
+            with contextlib.suppress(ForwardFailed):
+                self.engine.step((request, count))
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def go_on(self, layers: int) -> None:
+        for _ in range(layers):
+            self._layers.release()
+
+    def end(self) -> None:
+        assert self._thread is not None
+        self._layers.release(LAYERS)
+        self._thread.join()
+
+
+class Early(Pair):
+    """The prefill leg has computed a chunk and some layers of the rest; the decode leg was sent together with it."""
+
+    def begin(self, monkeypatch: pytest.MonkeyPatch, *, load_s: float, layers: int) -> None:
+        """`load_s`: what the node knows of the decode engine's copies."""
+        connection: Any = self.second.workers[0].link.connection
+        connection.load_s = load_s
+        connection.call(Ping(load_s=load_s), 10)
+        params = PREFILL if len(self.nodes) > 1 else prefill_of(TRANSFER)
+        self.prefill = Request("p", numbers(0, LENGTH), params)
+        self.decode = Request("d", numbers(0, LENGTH), decode_of(TRANSFER, is_early=True))
+        self.first.admit(self.prefill)
+        self.first.step((self.prefill, CHUNK))
+        self.gate = Gated(self.first, monkeypatch)
+        self.gate.begin(self.prefill, LENGTH - CHUNK)
+        self.gate.go_on(layers)
+
+    def begin_load(self) -> None:
+        assert self.second.match(self.decode) == LENGTH, "before the other layers are computed"
+        self.second.allocate(self.decode, LENGTH)
+        self.second.idle()
+
+    def loaded_layers(self, position: int) -> int:
+        """How many leading layers of a token of the decode leg are not zero."""
+        pages = self.second.caches[0][:, self.decode.block_ids[position // BLOCK], position % BLOCK]
+        return int(pages.any(dim=1).long().cumprod(0).sum())
+
+    def finish(self) -> None:
+        self.second.finish(self.decode)
+        self.first.finish(self.prefill)
+
+
+@pytest.fixture(params=["one node", "two nodes"])
+def early(
+    request: Any, place: Path, start_node: Callable[..., NodeProcess], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Early]:
+    monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
+    nodes = [start_node()] if request.param == "one node" else two_nodes(start_node, place, group_bytes=1)
+    with contextlib.closing(Early(nodes)) as made:
+        yield made
+
+
+def test_layers_are_loaded_while_the_next_ones_are_computed(early: Early, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the request may run as soon as the last one is there."""
+    early.begin(monkeypatch, load_s=60, layers=1)
+    early.begin_load()
+    for layers in range(1, LAYERS):
+        wait_until(lambda: early.loaded_layers(LENGTH - 1) == layers, what=f"{layers} layers")  # noqa: B023
+        assert early.loaded_layers(0) == LAYERS, "of the step before"
+        assert early.second.waiting == {"d": {0}}
+        early.gate.go_on(1)
+    assert early.second.finish_load(early.decode) == set()
+    early.gate.end()
+    early.second.check_cache(early.decode, LENGTH)
+    assert early.nodes[-1].counter("early_answers") == 1
+    early.finish()
+
+
+@pytest.mark.parametrize("load_s", [0.0, 1e-9], ids=["not measured", "faster than what is left"])
+def test_blocks_are_not_taken_before_they_are_needed(
+    early: Early, monkeypatch: pytest.MonkeyPatch, load_s: float
+) -> None:
+    early.begin(monkeypatch, load_s=load_s, layers=2)
+    with pytest.raises(AssertionError, match="never decided"):
+        early.second.match(early.decode, deadline_s=0.5)
+    early.gate.end()
+    assert early.second.admit(early.decode) == set()
+    early.second.check_cache(early.decode, LENGTH)
+    if not load_s:  # else it may be answered between the last layer and the seal
+        assert early.nodes[-1].counter("early_answers") == 0
+    early.finish()
+
+
+@pytest.mark.parametrize("end", ["aborted", "forward fails", "its process ends"])
+def test_a_prefill_that_ends_before_its_last_layer_costs_only_what_it_lacks(
+    early: Early, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    early.begin(monkeypatch, load_s=60, layers=1)
+    early.begin_load()
+    wait_until(lambda: early.loaded_layers(LENGTH - 1) == 1, what="a layer of the last tokens")
+    worker: Any = early.first.workers[0]
+    if end == "aborted":
+        slots = [slot for grant in early.first.scheduler.track(early.prefill).node.grants for slot in grant.slots]
+        assert slots == [], "the step has them all"
+        early.first.scheduler.finished(early.prefill)
+        worker.link.connection.call(Abort([pages.slots[0] for pages in worker._saving.pages]), 10)  # noqa: SLF001
+    elif end == "forward fails":
+        early.first.fails_at = 0, LAYERS - 1
+        early.gate.end()
+    else:
+        worker.link.connection.close()
+    decode = early.decode
+    failed = early.second.finish_load(decode)
+    assert failed == set(decode.block_ids[CHUNK // BLOCK : -(-LENGTH // BLOCK)]), "the first chunk was whole"
+    if end != "forward fails":
+        early.gate.end()
+    decode.num_computed = CHUNK
+    early.second.step((decode, LENGTH - CHUNK))
+    early.second.check_cache(decode, LENGTH)
+    early.finish()

@@ -142,7 +142,8 @@ class ToyEngine:
         name = name or f"toy-{next(_numbers)}"
         layout_ = layout(num_shards=shards, page_bytes=page_bytes, **(shape or {}))
         assert streams is None or shards == 1 + len(more_streams)
-        self.streams, self.graphs = streams, graphs
+        self.streams: Any = streams
+        self.graphs = graphs
         self.by_rank = [None] * shards if streams is None else [streams, *more_streams]
         self.workers = [WorkerHalf(config, layout_, name, shard, each) for shard, each in enumerate(self.by_rank)]
         self.caches = [
@@ -314,14 +315,12 @@ class ToyEngine:
 
     def capture(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> list[Callable[[], None]]:
         """The step as a graph: the hooks are called now, and not when it is replayed."""
-        assert self.streams is not None
         graph = self.streams.captured = []
         self.forward(shard, scheduled)
         self.streams.captured = None
         return graph
 
     def replay(self, graph: list[Callable[[], None]]) -> None:
-        assert self.streams is not None
         for work in graph:
             self.streams.do(work)
 
@@ -343,7 +342,6 @@ class ToyEngine:
 
     def overwrite(self, blocks: list[int]) -> None:
         """Somebody else's work on these blocks, as their next owner's or as zeroing."""
-        assert self.streams is not None
         for block in blocks:
             self.streams.do(partial(self.caches[0][:, block].fill_, 0xEE))
 
