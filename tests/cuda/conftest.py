@@ -11,6 +11,7 @@ from fake_cuda import FakeCuda, fake_cuda
 from gpu_process import GpuProcess
 
 from pdx.cuda import memory
+from pdx.cuda.gpu import Gpu
 
 
 @pytest.fixture
@@ -21,6 +22,11 @@ def fake() -> Iterator[FakeCuda]:
         driver.heal()
         assert (driver.leftovers(), memory.num_mapped()) == ({}, 0)
         assert driver.spoiled == []
+
+
+@pytest.fixture
+def gpu(fake: FakeCuda) -> Gpu:
+    return Gpu.find("0")
 
 
 @pytest.fixture

@@ -20,11 +20,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def gpu(fake):
-    return Gpu.find("0")
-
-
-@pytest.fixture
 def memory(gpu):
     with DeviceMemory.create(gpu, 2 * MIB) as made:
         yield made

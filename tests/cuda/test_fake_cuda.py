@@ -19,53 +19,12 @@ from pdx.cuda.memory import DeviceMemory
 from pdx.errors import GpuError
 
 
-@pytest.fixture
-def streams(fake):
-    """Two streams and an event of GPU 0, as handles."""
-    Gpu.find("0").use()
-    made = [call("cuStreamCreate", 0), call("cuStreamCreate", 0), call("cuEventCreate", 0)]
-    yield made
-    for stream in made[:2]:
-        call("cuStreamDestroy", stream)
-    call("cuEventDestroy", made[2])
-
-
 def error_of(name, *args):
     try:
         driver.call(name, *args)
     except GpuError as error:
         return error.code
     return ""
-
-
-def test_a_stream_waits_for_an_event_of_another(fake, streams):
-    first, second, event = streams
-    order = []
-    with fake.hold():
-        fake._streams._stream(first).put(lambda: order.append("first"))
-        call("cuEventRecord", event, first)
-        call("cuStreamWaitEvent", second, event, 0)
-        fake._streams._stream(second).put(lambda: order.append("second"))
-        assert error_of("cuEventQuery", event) == "CUDA_ERROR_NOT_READY"
-    call("cuStreamSynchronize", second)
-    assert order == ["first", "second"]
-    assert error_of("cuEventQuery", event) == ""
-
-
-def test_handles_are_checked(fake):
-    Gpu.find("0").use()
-    for name, args in (
-        ("cuStreamSynchronize", (77,)),
-        ("cuEventQuery", (77,)),
-        ("cuMemRelease", (77,)),
-        ("cuMemUnmap", (4096, 4096)),
-        ("cuMemAddressFree", (4096, 4096)),
-        ("cuMemFree", (4096,)),
-        ("cuIpcCloseMemHandle", (4096,)),
-        ("cuMemHostUnregister", (4096,)),
-        ("cuMemGetAddressRange", (4096,)),
-    ):
-        assert error_of(name, *args).startswith("CUDA_ERROR_"), name
 
 
 # ---- what a GPU refuses ---------------------------------------------------------------------
@@ -147,26 +106,3 @@ def test_copies_of_ours_spoil_no_capture(fake):
         stream.wait()
         assert fake.spoiled == []
         fake.capture(is_under_way=False)
-
-
-def test_what_is_known_of_page_locked_memory(fake):
-    Gpu.find("0").use()
-    host = mmap.mmap(-1, 2 * 4096)
-    place = (ctypes.c_char * len(host)).from_buffer(host)
-    address = ctypes.addressof(place)
-    known = driver.api().CUpointer_attribute
-
-    def asked(name, at):
-        try:
-            return int(call("cuPointerGetAttribute", getattr(known, f"CU_POINTER_ATTRIBUTE_{name}"), at))
-        except GpuError as error:
-            return error.code
-
-    for flags, device in ((3, address + 64), (0, "CUDA_ERROR_INVALID_VALUE")):
-        call("cuMemHostRegister", address, 4096, flags)
-        assert asked("DEVICE_POINTER", address + 64) == device
-        assert asked("RANGE_START_ADDR", address + 64) == address
-        assert asked("RANGE_SIZE", address + 64) == 4096
-        assert asked("MAPPED", address + 64) == 1
-        assert asked("MAPPED", address + 4096) == "CUDA_ERROR_INVALID_VALUE"
-        call("cuMemHostUnregister", address)

@@ -32,11 +32,6 @@ class Host:
         libc.PyBuffer_Release(buffer)
 
 
-@pytest.fixture
-def gpu(fake):
-    return Gpu.find("0")
-
-
 def lock(gpu, host, *, refusals=None, **settings):
     said = refusals if refusals is not None else []
     return PageLock(host.address, host.nbytes, gpu, anchor=host, on_refused=said.append, **settings)

@@ -65,10 +65,6 @@ class FakeEvent:
     def wait(self) -> None:
         self._marker.wait()
 
-    def hold_up(self, stream: FakeStream) -> None:
-        """What is put on the stream from now on waits for the work recorded until now."""
-        stream.put(self._marker.wait)  # type: ignore[arg-type]
-
 
 class StreamCalls:
     """What the fake driver does for calls about streams, events and copies: names and arguments are the bindings'."""
@@ -143,9 +139,6 @@ class StreamCalls:
         for marker in [stream.mark() for stream in streams if stream.ordinal == here]:
             marker.wait()
         self._raise_if_broken()
-
-    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> None:
-        self._event(event).hold_up(self._stream(stream))
 
     def cuEventCreate(self, flags: int) -> Any:
         self._devices.here()
