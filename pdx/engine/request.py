@@ -50,16 +50,16 @@ class TransferParams(msgspec.Struct, frozen=True):
     prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg
 
 
-def parse_params(params: Any) -> TransferParams | None:
-    """The request's part in a transfer, or None if it has none. A ProtocolError if what it claims makes no sense."""
+def parse_params(params: Any) -> TransferParams:
+    """The request's part in a transfer, if it has one. A ProtocolError if what it claims makes no sense."""
     if params is None:
-        return None
+        return TransferParams()
     try:
         parsed = msgspec.convert(params, TransferParams)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
     if not parsed.do_remote_decode and not parsed.do_remote_prefill:
-        return None
+        return TransferParams()
     if parsed.do_remote_decode and parsed.do_remote_prefill:
         raise ProtocolError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
     if parsed.transfer_id is None:
@@ -130,6 +130,16 @@ class Asked(NamedTuple):
     first_chunk: int = 0  # that it is about
 
 
+class Hits(NamedTuple):
+    """What of a prompt can be loaded: the only place that says which of its blocks those are."""
+
+    slots: Sequence[list[Slot]] = ()  # of its leading chunks, for each one slot per shard
+    num_whole: int = 0  # of these; the last one may be there in part
+    tokens: int = 0  # in them
+    lease: int = 0
+    lease_s: float = 0.0  # from the answer on
+
+
 @dataclass(slots=True)
 class SlotGrant:
     """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard."""
@@ -159,21 +169,8 @@ class NodeState:
     awaited: Awaited = Awaited.SOURCE
     fits: bool = True  # into the arena, as far as is known: a chunk of it at least
     reserved: bool = False  # what is missing has room, or will have none
-    hit_slots: list[list[Slot]] = field(default_factory=list)  # per hit chunk, one slot per shard
-    part_blocks: int = 0  # of the last of these only so many blocks are the prompt's; 0: they are whole
-    hit_tokens: int = 0
-    lease: int = 0
-    lease_s: float = 0.0  # from `found` on
+    hits: Hits = Hits()  # noqa: RUF009  it is a tuple
     grants: list[SlotGrant] = field(default_factory=list)  # in the order of their blocks: a step costs what it saves
-
-    def forget_hits(self) -> None:
-        """Nothing is leased."""
-        self.hit_slots, self.part_blocks, self.hit_tokens = [], 0, 0
-
-    @property
-    def num_whole_hits(self) -> int:
-        """Chunks that are hit as a whole."""
-        return len(self.hit_slots) - (self.part_blocks > 0)
 
 
 class RequestKeys:
@@ -248,7 +245,7 @@ class TrackedRequest:
         self,
         request: EngineRequest,
         layout: KvLayout,
-        params: TransferParams | None,
+        params: TransferParams,
         fingerprint: bytes,
         envelope: Envelope = Envelope(),  # noqa: B008 - frozen
         state: State = State.WAITING,
@@ -337,38 +334,38 @@ class TrackedRequest:
     @property
     def is_prefill(self) -> bool:
         """Whether this request prefills for a decoder elsewhere."""
-        return self.params is not None and self.params.do_remote_decode
+        return self.params.do_remote_decode
 
     @property
     def is_decode(self) -> bool:
         """Whether this request was prefilled elsewhere."""
-        return self.params is not None and self.params.do_remote_prefill
+        return self.params.do_remote_prefill
 
     @property
     def transfer(self) -> str | None:
         """The transfer it is part of."""
-        return self.params.transfer_id if self.params is not None else None
+        return self.params.transfer_id
 
     @property
     def part(self) -> Literal["reads", "writes", "expects", "keeps"]:
         """Its part in that, as the node is told of it."""
-        if self.params is None:
-            return "keeps"
         if self.is_prefill:
             return "writes"
-        return "expects" if self.params.is_early else "reads"
+        if self.is_decode:
+            return "expects" if self.params.is_early else "reads"
+        return "keeps"
 
     @property
     def source(self) -> str:
         """The peer that may have what is missing here; empty: nobody is asked."""
-        if self.params is None or self.node.awaited is not Awaited.SOURCE:
+        if self.node.awaited is not Awaited.SOURCE:
             return ""
         return self.params.decode_node if self.is_prefill else self.params.prefill_node
 
     @property
     def push_to(self) -> str:
         """The peer that decodes what this request prefills; empty: this node itself."""
-        return self.params.decode_node if self.params is not None and self.is_prefill else ""
+        return self.params.decode_node if self.is_prefill else ""
 
     @property
     def transfer_tokens(self) -> int:
@@ -376,7 +373,7 @@ class TrackedRequest:
         num_prompt = int(self.request.num_prompt_tokens)
         if self.is_prefill:
             return num_prompt
-        if self.params is None:
+        if not self.is_decode:
             return 0
         claimed = self.params.prefill_tokens or num_prompt
         return claimed if claimed <= num_prompt else 0
@@ -390,9 +387,7 @@ class TrackedRequest:
         self.decoded_end = 0
         node = self.node
         node.grants.clear()
-        if not self.is_loading:  # until that has ended, the lease is needed
-            node.lease = 0
-        node.forget_hits()
+        node.hits = Hits(lease=node.hits.lease) if self.is_loading else Hits()  # until that has ended it is needed
         node.reserved = False
 
     def forget_node(self) -> None:
@@ -418,7 +413,7 @@ class TrackedRequest:
         first_block = self.local_tokens // self._layout.block_tokens
         end_block = self._layout.num_blocks(self.local_tokens + num_external)
         pages = []
-        for index, slots in enumerate(self.node.hit_slots):
+        for index, slots in enumerate(self.node.hits.slots):
             chunk_first = index * self._layout.blocks_per_chunk
             chunk_end = min(chunk_first + self._layout.blocks_per_chunk, end_block)
             start = max(chunk_first, first_block)

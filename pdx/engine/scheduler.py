@@ -130,9 +130,9 @@ class SchedulerHalf:
         """Requests that have a place among those of a step, or will have one before any that waits."""
         return sum(map(self._counts.__getitem__, SEATED))  # asked for each request that waits
 
-    def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Envelope]:
+    def _params(self, request: EngineRequest) -> tuple[TransferParams, Envelope]:
         salt = getattr(request, "cache_salt", None)  # which not every engine has
-        params, envelope = None, parse_hints(request.kv_transfer_params, salt)
+        params, envelope = TransferParams(), parse_hints(request.kv_transfer_params, salt)
         try:
             params = parse_params(request.kv_transfer_params)
         except ProtocolError as error:
@@ -194,7 +194,7 @@ class SchedulerHalf:
         self._turns.pass_by(tracked)
         if not is_decided:
             return None
-        tokens = max(0, tracked.node.hit_tokens - local_tokens)
+        tokens = max(0, tracked.node.hits.tokens - local_tokens)
         # What a transfer brings was computed for this engine; and where nobody else runs, there is no step to miss.
         loads_all = self._loads_all or tracked.is_decode or not self._counts[State.RUNNING] + self._counts[State.VOID]
         if tokens and not (loads_all or self._times.pays(tokens, len(self._turns))):

@@ -16,7 +16,7 @@ from typing import Any
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
-from pdx.engine.request import Asked, Awaited, SlotGrant, Step, TrackedRequest
+from pdx.engine.request import Asked, Awaited, Hits, SlotGrant, Step, TrackedRequest
 from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
@@ -174,7 +174,7 @@ class StoreLookup:
     def _is_fresh(self, tracked: TrackedRequest) -> bool:
         """Whether the last answer is young enough to say what is there."""
         found = tracked.node.found
-        limit_s = tracked.node.lease_s / 2 if tracked.node.hit_slots else MISS_S
+        limit_s = tracked.node.hits.lease_s / 2 if tracked.node.hits.slots else MISS_S
         return found is None or self._clock() - found.at <= limit_s
 
     # ---- room that is not waited for --------------------------------------------------------
@@ -340,7 +340,7 @@ class StoreLookup:
             if tail is not None:
                 return [*self._keys(tracked, tokens), tail[0]], tail[1]
         keys = self._keys(tracked, request.num_prompt_tokens)
-        if tracked.params is None and self._takes_room(tracked) and len(keys) < self._max_chunks:
+        if tracked.part == "keeps" and self._takes_room(tracked) and len(keys) < self._max_chunks:
             end = tracked.keys.end(request.num_prompt_tokens)
             if end is not None:
                 return [*keys, end[0]], end[1]
@@ -362,41 +362,38 @@ class StoreLookup:
         self.release(tracked, connection)
         tracked.take_verdicts(answer.verdicts)
         is_first, tracked.node.found = tracked.node.found is None, asked
-        self._take_hits(tracked, answer)
+        tracked.node.hits = self._hits(tracked, answer)
         self._take_grants(tracked, answer, 0)
         if tracked.is_decode and is_first:
-            self.mark(tracked, connection, Event.FOUND, tokens=tracked.node.hit_tokens)
+            self.mark(tracked, connection, Event.FOUND, tokens=tracked.node.hits.tokens)
         if tracked.node.reserved:
             tracked.node.reserved = not self._takes_room(tracked) or self._is_covered(tracked)
             return
         tracked.node.reserved = True
         if tracked.is_prefill:
-            self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.node.hit_tokens)
+            self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.node.hits.tokens)
 
-    def _take_hits(self, tracked: TrackedRequest, answer: Admitted) -> None:
-        shards, chunk_tokens = self._layout.num_shards, self._layout.chunk_tokens
+    def _hits(self, tracked: TrackedRequest, answer: Admitted) -> Hits:
+        """What the answer says can be loaded; of a tail as much as this request may have of it."""
         if answer.waiting:  # about nothing that may come: the node holds nothing for this request
-            return
+            return Hits()
         keys, tail_blocks = self._prompt_keys(tracked)
-        hits, part_blocks = answer.hits, answer.part_blocks
-        has_tail = tail_blocks > 0 and hits == len(keys)
-        if has_tail and tracked.part == "keeps":
-            hits, part_blocks = hits - 1, tail_blocks
-        elif has_tail and not tracked.is_decode:
-            hits = hits - 1
-        count = hits + (part_blocks > 0)
-        node = tracked.node
-        node.hit_slots = [answer.slots[start : start + shards] for start in range(0, count * shards, shards)]
-        node.part_blocks = part_blocks
-        node.hit_tokens = hits * chunk_tokens + part_blocks * self._layout.block_tokens
+        whole, part_blocks = answer.hits, answer.part_blocks
+        has_tail = tail_blocks > 0 and whole == len(keys)
+        if has_tail and not tracked.is_decode:
+            whole, part_blocks = whole - 1, tail_blocks if tracked.part == "keeps" else part_blocks
+        tokens = whole * self._layout.chunk_tokens + part_blocks * self._layout.block_tokens
         if has_tail and tracked.is_decode:
-            node.hit_tokens = tracked.transfer_tokens
-        node.lease, node.lease_s = answer.lease, answer.lease_s
+            tokens = tracked.transfer_tokens
+        shards = self._layout.num_shards
+        starts = range(0, (whole + (part_blocks > 0)) * shards, shards)
+        slots = [answer.slots[start : start + shards] for start in starts]
+        return Hits(slots, whole, tokens, answer.lease, answer.lease_s)
 
     def _is_covered(self, tracked: TrackedRequest) -> bool:
         """Whether all chunks of the prompt are hits or have room. If not, what was there may be gone."""
         granted = {grant.first_block // self._layout.blocks_per_chunk for grant in tracked.node.grants}
-        return granted.issuperset(range(tracked.node.num_whole_hits, self._num_prompt_chunks(tracked)))
+        return granted.issuperset(range(tracked.node.hits.num_whole, self._num_prompt_chunks(tracked)))
 
     def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> bool:
         now = self._clock()
@@ -442,14 +439,13 @@ class StoreLookup:
     def release(self, tracked: TrackedRequest, connection: Connection | None) -> None:
         """The request's hits are loaded or not needed."""
         node = tracked.node
-        if node.lease and connection is not None and connection.epoch == node.epoch:
-            told = Release(node.lease)
+        lease, node.hits = node.hits.lease, Hits()
+        if lease and connection is not None and connection.epoch == node.epoch:
+            told = Release(lease)
             if tracked.failed_block is not None:
                 failed_chunk = tracked.failed_block // self._layout.blocks_per_chunk
-                told = Release(node.lease, request=tracked.request.request_id[:MAX_NAME], failed_chunk=failed_chunk)
+                told = Release(lease, request=tracked.request.request_id[:MAX_NAME], failed_chunk=failed_chunk)
             connection.tell(told)
-        node.lease = 0
-        node.forget_hits()
 
     def forget_asked(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Nobody waits for what the node was asked."""

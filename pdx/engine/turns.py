@@ -83,6 +83,6 @@ class Turns:
         """Tokens of the next steps that it takes; 0: it stands aside."""
         if tracked.stands_aside:
             return 0
-        tokens = max(1, tracked.request.num_tokens - tracked.node.hit_tokens)
+        tokens = max(1, tracked.request.num_tokens - tracked.node.hits.tokens)
         most = self._limits.request_tokens
         return min(tokens, STEPS * most) if most else tokens

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 WHOLE_BYTES = 1 << 20  # tensors below this are hashed whole
 PIECE_BYTES = 16 << 10
@@ -25,12 +24,8 @@ _MAX_HEADER_BYTES = 100 << 20  # what the format allows
 _THREADS = 8
 
 
-class _Table(NamedTuple):
-    """What a file says of its tensors: `head` stands for all it says, `spans` are their (offset, bytes)."""
-
-    head: bytes
-    spans: Sequence[tuple[int, int]]
-    stride: int
+# What a file says of its tensors: what stands for all it says, their (offset, bytes), and the stride of their samples.
+_Table = tuple[bytes, Sequence[tuple[int, int]], int]
 
 
 def weight_files(place: Path) -> list[Path]:
@@ -65,10 +60,11 @@ def pieces(spans: Iterable[tuple[int, int]], stride: int = STRIDE_BYTES) -> Iter
 
 def _file_digest(file: Path) -> bytes:
     size = file.stat().st_size
-    table = _safetensors_table(file, size) or _zip_table(file) or _Table(b"", [(0, size)], BLIND_STRIDE_BYTES)
-    digest = hashlib.blake2b(table.head, digest_size=16)
+    told = _safetensors_table(file, size) or _zip_table(file)
+    head, spans, stride = told or (b"", [(0, size)], BLIND_STRIDE_BYTES)
+    digest = hashlib.blake2b(head, digest_size=16)
     with file.open("rb") as stream:
-        for offset, nbytes in pieces(table.spans, table.stride):
+        for offset, nbytes in pieces(spans, stride):
             stream.seek(offset)
             digest.update(stream.read(nbytes))
     return digest.digest()
@@ -91,7 +87,7 @@ def _safetensors_table(file: Path, size: int) -> _Table | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     is_sound = all(nbytes >= 0 and 0 <= start <= size - nbytes for start, nbytes in spans)
-    return _Table(head, spans, STRIDE_BYTES) if is_sound else None
+    return (head, spans, STRIDE_BYTES) if is_sound else None
 
 
 def _zip_table(file: Path) -> _Table | None:
@@ -103,4 +99,4 @@ def _zip_table(file: Path) -> _Table | None:
         return None
     head = json.dumps([(each.filename, each.file_size, each.CRC) for each in members]).encode()
     # A member's bytes lie behind its own header, whose length only the file itself says: a piece begins with it.
-    return _Table(head, [(each.header_offset, each.compress_size) for each in members], STRIDE_BYTES)
+    return head, [(each.header_offset, each.compress_size) for each in members], STRIDE_BYTES

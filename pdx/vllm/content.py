@@ -171,24 +171,10 @@ class ByContent:
         self, hasher: Callable[[Any], list[Any]], media: _Media, adapter: str | None, tower: str | None
     ) -> None:
         self._hasher = hasher
-        self._media, self._adapter, self._tower = media, adapter, tower
+        self.media, self.adapter, self.tower = media, adapter, tower
 
     def __call__(self, request: Any) -> list[Any]:
-        return self._hasher(self.seen(request))
-
-    def seen(self, request: Any) -> Any:
-        """The request as it is hashed."""
-        return _Seen(request, self)
-
-    def lora_of(self, request: Any) -> Any:
-        """In the place of its `lora_request`."""
-        if self._adapter is None:
-            return None
-        return SimpleNamespace(lora_name=bytes.fromhex(self._adapter), lora_path="", lora_int_id=0)
-
-    def media_of(self, request: Any) -> list[Any]:
-        """In the place of its `mm_features`, to which a session may have added some."""
-        return [self._media.seen(each, self._tower) for each in request.mm_features]
+        return self._hasher(_Seen(request, self))
 
 
 def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
@@ -205,7 +191,7 @@ def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes
 def as_hashed(request: Any) -> Any:
     """The request as the hashes of its blocks see it."""
     hasher = getattr(request, "_block_hasher", None)
-    return hasher.seen(request) if isinstance(hasher, ByContent) else request
+    return _Seen(request, hasher) if isinstance(hasher, ByContent) else request
 
 
 class _Seen:
@@ -217,12 +203,16 @@ class _Seen:
 
     @property
     def lora_request(self) -> Any:
-        return self._names.lora_of(self._request)
+        if self._names.adapter is None:
+            return None
+        return SimpleNamespace(lora_name=bytes.fromhex(self._names.adapter), lora_path="", lora_int_id=0)
 
     @property
     def mm_features(self) -> list[Any]:
+        """To which a session may have added some."""
         if self._features is None:
-            self._features = self._names.media_of(self._request)
+            media, tower = self._names.media, self._names.tower
+            self._features = [media.seen(each, tower) for each in self._request.mm_features]
         return self._features
 
     def __getattr__(self, name: str) -> Any:

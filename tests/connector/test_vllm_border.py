@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.engine.plan import WorkerNews
-from pdx.engine.request import parse_params
+from pdx.engine.request import TransferParams, parse_params
 from pdx.errors import ConfigError, LayoutError, ProtocolError
 from pdx.memory.form import apart_salt, form_of, lossy_fingerprint
 from pdx.memory.keys import chunk_key
@@ -713,7 +713,7 @@ def test_params_are_taken_or_refused_and_nothing_else(params: Any) -> None:
         parsed = parse_params(params)
     except ProtocolError:
         return
-    if parsed is not None:
+    if parsed != TransferParams():
         assert parsed.do_remote_decode is not parsed.do_remote_prefill
         assert len(parsed.transfer_id or "") >= 16
         assert max(len(parsed.decode_node), len(parsed.prefill_node)) <= 256

@@ -11,7 +11,7 @@ import pytest
 from toy_engine import Request, decode_of, layout, prefill_of
 
 from pdx.engine.plan import LoadPlan, PagesPlan
-from pdx.engine.request import LOADING, TRANSITIONS, Asked, RequestKeys, State, Step, TrackedRequest, parse_params
+from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, RequestKeys, State, Step, TrackedRequest, parse_params
 from pdx.engine.step import StepLimits, StepRequest
 from pdx.engine.trust import NEVER, Trust
 from pdx.engine.turns import Turns
@@ -36,7 +36,8 @@ def test_every_life_can_go_on(state: State) -> None:
 def test_a_step_that_is_not_in_the_table_is_refused_and_requests_are_counted_by_state() -> None:
     counts = Counter[State]()
     request, other = (
-        TrackedRequest(Request(name, [1]), layout(), None, b"", counts=counts) for name in ("first", "second")
+        TrackedRequest(Request(name, [1]), layout(), parse_params(None), b"", counts=counts)
+        for name in ("first", "second")
     )
     for step in (Step.DECIDE, Step.LOAD, Step.VOID, Step.LOADED):
         request.step(step)
@@ -157,7 +158,7 @@ def test_what_has_asked_or_is_decided_is_not_asked_ahead_again() -> None:
 def test_who_has_what_it_needs_takes_only_what_is_left_to_compute() -> None:
     turns, waiting = Turns(LIMITS), queue(150, 150, 150)
     waiting[0].step(Step.DECIDE)
-    waiting[0].node.hit_tokens = 140
+    waiting[0].node.hits = Hits(tokens=140)
     near = []
     for each in waiting:
         near.append(turns.is_near(each, 0))

@@ -96,7 +96,9 @@ class Asking:
 
 
 def another() -> TrackedRequest:
-    return TrackedRequest(Request("s", list(range(7, 2 * CHUNK + 7)), None), layout(), None, layout().fingerprint())
+    return TrackedRequest(
+        Request("s", list(range(7, 2 * CHUNK + 7)), None), layout(), parse_params(None), layout().fingerprint()
+    )
 
 
 def slots(count: int) -> list[Slot]:
@@ -160,7 +162,7 @@ def test_a_decoder_asks_the_peer_for_the_tail_too() -> None:
     assert asking.advance()
     (admit,) = asking.node.asked
     assert (len(admit.keys), admit.source, admit.awaits) == (3, "one", TRANSFER)
-    assert asking.state.hit_tokens == 2 * CHUNK + 5
+    assert asking.state.hits.tokens == 2 * CHUNK + 5
 
 
 def test_a_prefill_waits_for_the_peers_chunks_and_takes_them() -> None:
@@ -172,7 +174,7 @@ def test_a_prefill_waits_for_the_peers_chunks_and_takes_them() -> None:
     assert not asking.state.grants
     assert not asking.advance(script=silent)
     assert asking.advance(script=answers(3))
-    assert asking.state.hit_tokens == 3 * CHUNK
+    assert asking.state.hits.tokens == 3 * CHUNK
     assert not asking.node.counted
 
 
@@ -186,7 +188,7 @@ def test_a_prefill_does_not_wait_for_ever_and_keeps_what_is_here(caplog: pytest.
     for after_s in (0.0, 9.9, 0.2):
         assert not asking.advance(after_s=after_s)
     assert asking.advance()
-    assert (asking.state.hit_tokens, asking.state.lease) == (CHUNK, 7)
+    assert (asking.state.hits.tokens, asking.state.hits.lease) == (CHUNK, 7)
     assert asking.node.sources == ["two", "two", "two", ""]
     assert asking.node.counted == {"source_late": 1}
     assert "goes on without chunks of two" in caplog.text
@@ -254,7 +256,7 @@ def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
     asking.begin()
     assert ([bool(body.nbytes) for body in asking.node.asked], asking.node.waited) == ([True], [])
     assert asking.advance()
-    assert (len(asking.node.asked), asking.state.hit_tokens, len(asking.state.grants)) == (1, CHUNK, 1)
+    assert (len(asking.node.asked), asking.state.hits.tokens, len(asking.state.grants)) == (1, CHUNK, 1)
 
 
 @pytest.mark.parametrize("params", [DECODE, TO_TWO, PREFILL, None])
@@ -285,7 +287,7 @@ def test_a_silent_node_is_asked_nothing_until_it_is_heard_again() -> None:
     asking.lookup.begin(early, node)
     node.silence, node.script = 0.0, answers(1)
     assert asking.lookup.advance(early, node)
-    assert early.node.hit_tokens == CHUNK, "its turn came when the node was heard again"
+    assert early.node.hits.tokens == CHUNK, "its turn came when the node was heard again"
 
 
 @pytest.mark.parametrize(("step_s", "wait_s"), [(0.0, 0.0), (0.03, ASK_S), (0.01, 0.001), (0.0001, 0.00001)])
@@ -332,7 +334,7 @@ def test_an_answer_is_used_only_while_it_is_young(hits: int, is_old: bool) -> No
     young_s = 29.9 if hits else 0.9
     assert asking.advance(after_s=young_s + 0.2 * is_old, script=answers(2))
     assert len(asking.node.asked) == 1 + is_old
-    assert asking.state.hit_tokens == (2 if is_old else hits) * CHUNK
+    assert asking.state.hits.tokens == (2 if is_old else hits) * CHUNK
     assert asking.node.told == ([Release(7)] if is_old else []), "one lease at a time"
 
 
@@ -343,7 +345,7 @@ def test_an_answer_that_nobody_collected_in_time_is_asked_for_again() -> None:
         asking.lookup.new_step(is_busy=True)
     assert not asking.advance(after_s=20.0)
     assert asking.advance(script=answers(2))
-    assert (len(asking.node.asked), asking.state.hit_tokens) == (2, 2 * CHUNK)
+    assert (len(asking.node.asked), asking.state.hits.tokens) == (2, 2 * CHUNK)
 
 
 @pytest.mark.parametrize("params", [None, PREFILL, DECODE])
