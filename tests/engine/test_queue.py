@@ -161,7 +161,7 @@ def test_a_request_is_told_at_its_end_what_became_of_its_hints(engine: ToyEngine
 def test_a_request_that_no_node_has_heard_of_is_told_so(
     engines: Engines, engine: ToyEngine, start_node: Callable[..., Any]
 ) -> None:
-    engines.node.kill()
+    engines.node.close()
     wait_until(lambda: not engine.is_attached, what="the node is gone")
     request = Request("asks", tokens(604, 3 * CHUNK + 2), {"pdx_hints": {"version": 1, "priority": 7, "ttl_s": 0}})
     assert engine.match(request) == 0
