@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from pdx.engine.plan import LoadPlan, StepPlan
@@ -23,12 +22,6 @@ from pdx.engine.worker import WorkerHalf
 log = logging.getLogger("pdx")
 
 T = TypeVar("T")
-
-
-class Off(msgspec.Struct, frozen=True):
-    """In place of a step's plan: PDX is off for this engine. `loads`: blocks that nobody will load, by request."""
-
-    loads: dict[str, list[int]]
 
 
 class _Guard:
@@ -120,18 +113,18 @@ class SchedulerGuard(_Guard):
             self._promised[request.request_id] = [block for group in blocks for block in group[first:end]]
         self._run(self._half.allocated, request, blocks, num_external, otherwise=None)
 
-    def plan_step(self, record_for: Callable[[SchedulerHalf], StepRecord]) -> StepPlan | Off:
+    def plan_step(self, record_for: Callable[[SchedulerHalf], StepRecord]) -> StepPlan:
         """`record_for` makes the step's record, and may fail like the half itself."""
 
         def plan_step() -> StepPlan:
             return self._half.plan_step(record_for(self._half))
 
-        plan: StepPlan | Off | None = self._run(plan_step, otherwise=None)
+        plan: StepPlan | None = self._run(plan_step, otherwise=None)
         promised, self._promised = self._promised, {}
         if plan is not None:
             return plan
         self._is_told = True
-        return Off(promised)
+        return StepPlan(lost=promised)
 
     def has_unsent_plans(self) -> bool:
         return self._run(self._half.has_unsent_plans, otherwise=bool(self._promised) or not self._is_told)
@@ -162,10 +155,10 @@ class WorkerGuard(_Guard):
         """A part of start-up: it raises."""
         self._half.register(kv_caches, num_blocks)
 
-    def begin(self, plan: StepPlan | Off) -> None:
-        if isinstance(plan, Off):
+    def begin(self, plan: StepPlan) -> None:
+        if plan.lost is not None:
             self._is_known = True
-            self._lost.update(plan.loads)
+            self._lost.update(plan.lost)
             self.switch_off("the scheduler half is off")
             return
         self._loads.update({load.request_id: load for load in plan.loads})

@@ -114,6 +114,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_scheduled_tokens: int = 0
     number: int = 0  # of the step; grows
     awaits: bool = False  # the scheduler half wants to know when the step is over
+    lost: dict[str, list[int]] | None = None  # PDX is off for this engine: blocks that nobody will load, by request
 
 
 class WorkerNews(msgspec.Struct, frozen=True):

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pdx.engine.guard import Off
 from pdx.engine.plan import NO_EPOCH, StepPlan
 from pdx.telemetry.recent import remember
 
@@ -108,13 +107,13 @@ class LoadedAdapters:
         remember(self._untold, adapter, digest, MAX_KNOWN)
         return loaded
 
-    def checked(self, plan: StepPlan | Off, claims: Mapping[str, Claim]) -> tuple[StepPlan | Off, int]:
+    def checked(self, plan: StepPlan, claims: Mapping[str, Claim]) -> tuple[StepPlan, int]:
         """The plan without what does not fit the weights that are loaded, and how many saves and loads that is.
 
         Such saves are left out and their room is given back, such loads fail. An adapter that is not loaded yet will be
         before its request computes.
         """
-        if not claims or isinstance(plan, Off):
+        if not claims:
             return plan, 0
         lost, failing = set[str](), set[str]()
         for request_id, claim in claims.items():

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pdx.config import ConnectorConfig, connector_config
-from pdx.engine.guard import Off, SchedulerGuard, WorkerGuard
+from pdx.engine.guard import SchedulerGuard, WorkerGuard
 from pdx.engine.plan import StepPlan, WorkerNews
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
@@ -51,7 +51,7 @@ from pdx.vllm.step import limits_of, step_record
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's plan on its way to the workers. `adapters`: of its requests that have one."""
 
-    def __init__(self, plan: StepPlan | Off, adapters: dict[str, Claim]) -> None:
+    def __init__(self, plan: StepPlan, adapters: dict[str, Claim]) -> None:
         self.plan = plan
         self.adapters = adapters
 
@@ -192,7 +192,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self.scheduler.plan_step(partial(step_record, scheduler_output))
         claims = self._names.claims
-        if not claims or isinstance(plan, Off):
+        if not claims:  # nobody has an adapter
             return PdxMetadata(plan, {})
         copied = {each.request_id for each in plan.saves} | {each.request_id for each in plan.loads}
         return PdxMetadata(plan, {name: claims[name] for name in copied & claims.keys()})

@@ -16,7 +16,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdx.engine.guard import Off
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan
 from pdx.engine.request import RequestKeys
 from pdx.memory.layout import KvLayout
@@ -528,7 +527,7 @@ def test_a_worker_copies_nothing_for_an_adapter_that_is_not_the_one_it_has_loade
     assert [save.request_id for save in then.saves] == ["a", "plain"]
     assert [load.epoch for load in then.loads] == [1, NO_EPOCH, 1]
     assert worker.checked(plan, {"a": right}) == (plan, 0)
-    off = Off({})
+    off = StepPlan(lost={})
     assert worker.checked(off, {"a": wrong}) == (off, 0)
 
 

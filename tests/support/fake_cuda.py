@@ -214,12 +214,8 @@ def main() -> None:
     """Run `pdx …`, or with `-m` a module, in a process that has the fake driver."""
     parser = argparse.ArgumentParser(prog="python -m fake_cuda", description=main.__doc__)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--nbytes", type=int, default=1 << 30, help="memory of each GPU, as this process sees it")
     parser.add_argument("--no-vmm", dest="vmm", action="store_false")
     parser.add_argument("--no-peer-access", dest="peer_access", action="store_false")
-    parser.add_argument("--no-rdma-memory", dest="rdma_memory", action="store_false")
-    parser.add_argument("--lock-limit", type=int, default=-1, help="bytes of host memory that may be page-locked")
-    parser.add_argument("--driver-version", type=int, default=12090)
     parser.add_argument("--fail", action="append", default=[], metavar="FUNCTION[:AFTER[:ERROR]]")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run instead, with arguments")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
