@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from fake_cuda import FakeCuda, fake_cuda
-from lagging_streams import interpreted
 from node_harness import NodeProcess, NodeThread
-from stream_bed import Bed
+from stream_bed import Bed, interpreted
 from toy_engine import Engines
 
 from pdx.client.connection import Connection

@@ -18,7 +18,6 @@ from toy_engine import CHUNK, PAGE_BYTES, tokens
 
 from pdx.engine import staging
 from pdx.engine.staging import Staging
-from pdx.errors import GpuError
 from pdx.testing.waiting import wait_until
 
 
@@ -104,23 +103,3 @@ def test_without_room_for_it_kernels_write_to_host_memory(
     bed.node.wait_sealed(2)
     assert bed.engine().load(prompt) == 2 * CHUNK
     wait_until(lambda: bed.node.degraded("staging_unavailable") == 1)
-
-
-def test_a_copy_that_the_driver_refuses_costs_the_step_that_it_was_for(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = bed.engine()
-    streams = engine.streams
-
-    def refuse(*args: Any) -> None:
-        raise GpuError("cuMemcpyBatchAsync failed")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(streams), "copy", refuse)
-        engine.finish(engine.save(tokens(6, CHUNK)))
-    wait_until(lambda: bed.node.degraded("launch_refused"))
-    prompt = tokens(7, CHUNK)
-    engine.finish(engine.save(prompt))
-    bed.node.wait_sealed(1)
-    assert bed.engine().load(prompt) == CHUNK
-    bed.node.wait_at_rest()

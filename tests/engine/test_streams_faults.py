@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from fake_cuda import FakeCuda
-from lagging_streams import LaggingStreams
 from node_harness import MIB
-from stream_bed import Bed
+from stream_bed import Bed, LaggingStreams
 from toy_engine import BLOCK, CHUNK, Request, ToyEngine, prefill_of, tokens
 
 from pdx.cuda import memory
@@ -19,6 +18,7 @@ from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
 from pdx.engine import gpu_copier
 from pdx.engine.gpu_copier import MappedArena
+from pdx.errors import GpuError
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill
 
@@ -223,45 +223,68 @@ def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:
         engine.scheduler.finished(each)
 
 
-def test_kernels_that_cannot_be_compiled_cost_only_the_cache(
-    bed: Bed, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("on_gpu", "counted", "words"),
+    [
+        (False, "kernels_unavailable", ("copy kernels", "gcc", "C compiler")),  # a slim image has no C compiler
+        (True, "arena_unreachable", ("cuMemImportFromShareableHandle",)),
+    ],
+)
+def test_kernels_or_memory_that_are_out_of_reach_cost_only_the_cache(
+    beds: Callable[..., Bed],
+    fake: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    on_gpu: bool,
+    counted: str,
+    words: tuple[str, ...],
 ) -> None:
-    """A slim image has no C compiler, which Triton needs for its launcher. The engine starts, and says so once."""
+    """The engine starts, and says so once."""
 
     def fails(pages: Any) -> None:
         raise FileNotFoundError("gcc")
 
-    monkeypatch.setattr(gpu_copier, "warm_up", fails)
+    bed = beds(on_gpu)
+    if on_gpu:
+        fake.fail("cuMemImportFromShareableHandle")
+    else:
+        monkeypatch.setattr(gpu_copier, "warm_up", fails)
     engine = bed.engine()
-    wait_until(lambda: bed.node.degraded("kernels_unavailable") == 1, what="counted")
+    wait_until(lambda: bed.node.degraded(counted) == 1, what="counted")
     engine.finish(engine.save(tokens(40, CHUNK)))
     wait_until(lambda: bed.node.degraded("save_skipped") == 1, what="counted")
     bed.node.wait_at_rest()
     assert bed.node.status().chunks == {}
     assert fake.calls["cuMemHostRegister"] == 0, "memory is page-locked that no kernel will reach"
-    [record] = [each for each in caplog.records if "copy kernels" in each.message]
-    assert "gcc" in record.message
-    assert "C compiler" in record.message
+    [record] = [each for each in caplog.records if words[0] in each.message]
+    assert all(word in record.message for word in words)
 
 
-@pytest.mark.parametrize("in_hook", [True, False], ids=["in a hook", "at the end"])
-def test_a_launch_that_is_refused_costs_the_step_alone(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch, in_hook: bool
+@pytest.mark.parametrize("refused", ["a launch in a hook", "a launch at the end", "a copy"])
+def test_what_cuda_refuses_in_a_step_costs_the_step_alone(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """CUDA has no memory for it, say. Nothing of that step is sealed; the engine goes on, the next step is saved."""
+    """It has no memory for it, say. Nothing of that step is sealed; the engine goes on, the next step is saved."""
     engine = bed.engine()
-    engine.skip_hooks = not in_hook
+    engine.skip_hooks = refused == "a launch at the end"
+    last = int(refused == "a launch in a hook")  # the second layer's
     launch, launches = LaggingStreams.launch, iter(range(100))
 
-    def refuse(self: LaggingStreams, *args: Any, **settings: Any) -> None:
-        if next(launches) == int(in_hook):  # with hooks the second layer's
+    def refuse_launch(self: LaggingStreams, *args: Any, **settings: Any) -> None:
+        if next(launches) == last:
             raise RuntimeError("Triton Error [CUDA]: out of memory")
         launch(self, *args, **settings)
 
+    def refuse_copy(*args: Any) -> None:
+        raise GpuError("cuMemcpyBatchAsync failed")
+
     with monkeypatch.context() as patched:
-        patched.setattr(LaggingStreams, "launch", refuse)
+        if refused == "a copy":
+            patched.setattr(LaggingStreams, "copy", refuse_copy)
+        else:
+            patched.setattr(LaggingStreams, "launch", refuse_launch)
         lost = engine.save(tokens(41, CHUNK), PREFILL)
-    assert next(launches) == 1 + in_hook, "the first refusal is the last launch of the step"
+    assert refused == "a copy" or next(launches) == 1 + last, "the first refusal is the last launch of the step"
     engine.finish(lost)
     wait_until(lambda: bed.node.degraded("launch_refused") == 1 == bed.node.degraded("save_skipped"), what="counted")
     bed.node.wait_at_rest()
@@ -314,15 +337,3 @@ def test_whatever_call_of_the_driver_fails_the_engine_goes_on(
     assert RELEASES & set(failed)
     assert len(fake.failed) == len(failed), "the last engine has lived without a failure"
     memory._mapped.clear()  # noqa: SLF001
-
-
-def test_memory_of_the_node_that_cannot_be_mapped_costs_only_the_cache(
-    beds: Callable[..., Bed], fake: FakeCuda, caplog: pytest.LogCaptureFixture
-) -> None:
-    bed = beds(True)
-    fake.fail("cuMemImportFromShareableHandle")
-    engine = bed.engine()
-    engine.finish(engine.save(tokens(25, CHUNK)))
-    wait_until(lambda: bed.node.degraded("arena_unreachable") == 1 == bed.node.degraded("save_skipped"), what="counted")
-    bed.node.wait_at_rest()
-    assert "cuMemImportFromShareableHandle" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Engines, Request, ToyEngine, decode_of, prefill_of, tokens
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Engines, Request, decode_of, prefill_of, tokens
 
 from pdx.engine import step_save
 from pdx.testing.waiting import wait_until
@@ -191,23 +191,3 @@ def test_node_killed_between_steps_costs_only_the_cache(engines_of_killed: Engin
     wait_until(lambda: engine.is_attached, what="both halves are attached to the next node")
     engine.run(prompt)
     node.wait_sealed(3)
-
-
-def test_hit_counts_only_where_every_shard_has_it(engines: Engines) -> None:
-    """A worker that dies in the middle leaves chunks of one shard: no hit for anybody."""
-    engine, node = engines(shards=2), engines.node
-    prompt = tokens(15, 2 * CHUNK)
-    request = Request("a", prompt)
-    engine.admit(request)
-    engine.run_worker(
-        0, engine.planned((request, 2 * CHUNK)), {"a": (request, 2 * CHUNK)}
-    )  # rank 1 never does its part
-    wait_until(lambda: node.status().chunks == {"sealed": 2, "filling": 2}, what="one shard is sealed")
-
-    def is_missed(name: str, by: ToyEngine) -> bool:
-        return by.match(other := Request(name, prompt)) == 0 and by.scheduler.finished(other) == {}
-
-    assert is_missed("b", engine)
-    engine.workers[1].close()
-    wait_until(lambda: node.status().chunks == {"sealed": 2}, what="the other shard's room is given back")
-    assert is_missed("c", engine)

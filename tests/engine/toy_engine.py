@@ -28,7 +28,7 @@ from pdx.memory.layout import KvLayout
 from pdx.vllm.step import step_record
 
 if TYPE_CHECKING:
-    from lagging_streams import LaggingStreams
+    from stream_bed import LaggingStreams
 
 BLOCK = 4
 CHUNK = 16
