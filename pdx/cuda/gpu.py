@@ -59,11 +59,9 @@ class Gpu:
         call("cuCtxSynchronize")
 
     def device(self) -> Any:
-        """The driver's handle of it."""
         return call("cuDeviceGet", self.ordinal)
 
     def attribute(self, name: str) -> int:
-        """The value of CU_DEVICE_ATTRIBUTE_`name`."""
         return _attribute(self.device(), name)
 
     def can_access(self, other_uuid: str) -> bool:
@@ -77,7 +75,6 @@ class Gpu:
         return other is None or bool(call("cuDeviceCanAccessPeer", self.device(), other.device()))
 
     def sees(self, other_uuid: str) -> bool:
-        """Whether this process sees that GPU, too."""
         return any(gpu.uuid == other_uuid for gpu in all_gpus())
 
     def free_bytes(self) -> int:

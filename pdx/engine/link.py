@@ -67,7 +67,6 @@ class NodeLink:
 
     @property
     def is_attached(self) -> bool:
-        """Whether `connection` is one."""
         return self.connection is not None
 
     def serve(self, use: Callable[[Arena | None], None]) -> None:

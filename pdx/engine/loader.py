@@ -56,7 +56,6 @@ class _Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of it is copied, or has failed."""
         return not self._left
 
     def advance(self, layout: KvLayout, most_bytes: float) -> list[tuple[range, int, int, int]]:

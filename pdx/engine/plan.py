@@ -28,7 +28,6 @@ class PagesPlan(msgspec.Struct, frozen=True):
     by_layer: bool = False  # the node wants to hear of layers as they are filled, not only of the whole
 
     def slot_of(self, shard: int) -> Slot:
-        """The slot that this shard's pages lie in."""
         return self.slots[shard] if len(self.slots) > 1 else self.slots[0]
 
 

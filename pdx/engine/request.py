@@ -300,7 +300,6 @@ class TrackedRequest:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load into its blocks is under way."""
         return self.state in LOADING
 
     @property
@@ -319,7 +318,6 @@ class TrackedRequest:
 
     @property
     def hints(self) -> Hints:
-        """What the node is told of its chunks' future."""
         return self.envelope.hints
 
     def take_verdicts(self, verdicts: list[Verdict]) -> None:
@@ -343,12 +341,10 @@ class TrackedRequest:
 
     @property
     def transfer(self) -> str | None:
-        """The transfer it is part of."""
         return self.params.transfer_id
 
     @property
     def part(self) -> Literal["reads", "writes", "expects", "keeps"]:
-        """Its part in that, as the node is told of it."""
         if self.is_prefill:
             return "writes"
         if self.is_decode:

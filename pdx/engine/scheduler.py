@@ -297,7 +297,6 @@ class SchedulerHalf:
         return tracked.request if tracked is not None else None
 
     def plan_step(self, record: StepRecord) -> StepPlan:
-        """What the workers do in this step."""
         self._times.step(time.monotonic(), record.num_tokens, goes_on=record.is_busy)
         is_loading = any(self._counts[state] for state in LOADING)
         self._lookup.new_step(is_busy=record.is_busy, is_loading=is_loading, step_s=self._times.step_s)

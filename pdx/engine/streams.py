@@ -47,7 +47,6 @@ class Streams:
         return torch.cuda.current_stream(self._device)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """What torch does inside is queued on `stream`."""
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
@@ -64,6 +63,5 @@ class Streams:
         queue_copies(stream.cuda_stream, copies)
 
     def launch(self, stream: Stream, kernel: Callable[..., None], *args: Any, **settings: Any) -> None:
-        """Queue `kernel(*args, **settings)` on `stream`."""
         with self.on(stream):
             kernel(*args, **settings)

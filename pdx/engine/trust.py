@@ -31,7 +31,6 @@ class Trust:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the outcome of a step is awaited."""
         return self._awaited > self._heard
 
     def scheduled(self, tracked: TrackedRequest, step: StepRequest, number: int) -> None:

@@ -133,7 +133,6 @@ class Content(BlockHashing):
         return is_other
 
     def _adapter(self, lora: Any, files: str) -> str:
-        """What stands for the adapter in hashes."""
         told = f"{files}:{self._lora_dtype}:{bool(getattr(lora, 'is_3d_lora_weight', False))}"
         return hashlib.sha256(told.encode()).hexdigest()
 

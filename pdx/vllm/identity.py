@@ -150,7 +150,6 @@ def own_life(model: str) -> str:
 
 
 def _weights(model: Any, load_format: str) -> str:
-    """What the weights are, in one text."""
     if load_format == "dummy":
         return f"dummy weights from seed {model.seed}"
     if why_unnamed(model, load_format, None):

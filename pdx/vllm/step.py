@@ -16,7 +16,6 @@ from pdx.engine.step import StepLimits, StepRecord, StepRequest
 
 
 def limits_of(scheduler_config: Any) -> StepLimits:
-    """What vLLM's scheduler takes into one step."""
     return StepLimits(
         scheduler_config.max_num_batched_tokens,
         scheduler_config.max_num_seqs,
