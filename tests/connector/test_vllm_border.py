@@ -278,22 +278,12 @@ configured = pytest.mark.skipif(on_gpu_build(), reason="this vLLM configures not
 
 @configured
 def test_the_layout_of_an_engine_is_read_from_vllms_own_configuration(folder: Path) -> None:
-    layout = layout_in_vllm(folder, None, None, None)
+    """vLLM splits layers with windows from those without only for connectors that say they can take it."""
+    layout, mixed = layout_in_vllm(folder, None, None, None), layout_in_vllm(folder, 256, None, 256, None)
     assert (layout.num_layers, layout.num_heads, layout.head_dim, layout.block_tokens) == (3, 4, 64, 128)
-    assert layout.page_bytes == 128 * 4 * 2 * 64 * 2
+    assert layout.page_bytes == mixed.page_bytes == 128 * 4 * 2 * 64 * 2
     assert layout.release == ".".join(map(str, releases.RELEASE))
-
-
-@configured
-def test_layers_with_windows_and_layers_without_are_one_group(folder: Path) -> None:
-    """vLLM splits them only for connectors that say they can take it."""
-    layout = layout_in_vllm(folder, 256, None, 256, None)
-    assert layout.num_layers == 4
-    assert layout.page_bytes == layout_in_vllm(folder, None).page_bytes
-
-
-@configured
-def test_windows_in_every_layer_are_refused(folder: Path) -> None:
+    assert mixed.num_layers == 4, "one group"
     with pytest.raises(LayoutError, match="one KV cache group of SlidingWindowSpec: PDX moves models with full"):
         layout_in_vllm(folder, 256, 256)
 
@@ -313,23 +303,18 @@ def test_a_model_with_state_space_layers_is_refused_where_vllm_asks_for_the_layo
 
 @pytest.mark.parametrize(
     ("release", "words"),
-    [((0, 27), "is too old: PDX is tested with 0.28 to 0.33"), ((0, 28), "PYTHONHASHSEED=0 for all engines")],
+    [
+        ((0, 27), "is too old: PDX is tested with 0.28 to 0.33"),
+        ((0, 28), "PYTHONHASHSEED=0 for all engines"),  # else they find nothing
+        *((each, 'is not known to PDX: .* or set "any_release": true') for each in ((0, 34), (1, 0), (0, 0))),
+    ],
 )
-def test_releases_that_find_nothing_are_refused(
-    monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], words: str
+def test_releases_that_are_not_known_or_find_nothing_are_refused(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], words: str
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setattr(releases, "RELEASE", release)
     with pytest.raises(ConfigError, match=words):
-        releases.check_release(any_release=True)
-
-
-@pytest.mark.parametrize("release", [(0, 34), (1, 0), (0, 0)])
-def test_releases_that_are_not_known_are_refused(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch, release: tuple[int, int]
-) -> None:
-    monkeypatch.setattr(releases, "RELEASE", release)
-    with pytest.raises(ConfigError, match='is not known to PDX: .* or set "any_release": true'):
         connector_of(folder, KVConnectorRole.WORKER)
 
 
@@ -603,18 +588,14 @@ def inside(policy: str) -> Any:
     return SimpleNamespace(kv_transfer_config=outer)
 
 
-def test_the_failure_policy_of_the_connector_around_it_is_the_one_that_counts(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("fail"))
-    with pytest.raises(ConfigError, match="kv_load_failure_policy is 'fail' for MultiConnector"):
-        connector_of(folder, KVConnectorRole.WORKER)
-
-
 def test_the_other_children_of_a_connector_get_nothing_that_they_do_not_know(
     folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend is what the command line says then, and what others have told is left alone."""
+    """The backend is what the command line says then, and what others have told is left alone. What becomes of loads
+    that fail is for the outer one to say."""
+    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("fail"))
+    with pytest.raises(ConfigError, match="kv_load_failure_policy is 'fail' for MultiConnector"):
+        connector_of(folder, KVConnectorRole.WORKER)
     monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("recompute"))
     monkeypatch.setattr(releases, "RELEASE", releases.NEWEST)  # 0.28 is refused there
     worker = connector_of(folder, KVConnectorRole.WORKER, chosen=("FLASH_ATTN", "FLASH_ATTN"))
