@@ -316,6 +316,9 @@ def test_releases_that_are_not_known_or_find_nothing_are_refused(
     monkeypatch.setattr(releases, "RELEASE", release)
     with pytest.raises(ConfigError, match=words):
         connector_of(folder, KVConnectorRole.WORKER)
+    if "any_release" not in words:
+        with pytest.raises(ConfigError, match=words):
+            releases.check_release(any_release=True)
 
 
 def test_releases_that_are_known_start_in_silence_and_newer_ones_with_a_warning(
