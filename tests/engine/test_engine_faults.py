@@ -240,7 +240,7 @@ def test_room_that_was_promised_before_a_worker_had_mapped_the_arena_is_given_ba
 
 
 def test_room_that_was_promised_before_a_worker_knew_that_it_is_attached_is_given_back(
-    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the engine has nothing more to do, so that no later step tells of it."""
     known = threading.Event()
@@ -256,7 +256,7 @@ def test_room_that_was_promised_before_a_worker_knew_that_it_is_attached_is_give
     monkeypatch.setattr(link, "Connection", Late)
     monkeypatch.setattr(worker, "START_UP_S", 0.0)
     engine = engines()
-    node = engines.node  # type: ignore[attr-defined]
+    node = engines.node
     try:
         request = Request("a", tokens(512, 2 * CHUNK))
         engine.admit(request)
