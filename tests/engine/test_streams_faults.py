@@ -48,7 +48,7 @@ def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: s
         else:
             engine.step((request, 2 * CHUNK))
         bed.node.kill()
-        wait_until(lambda: engine.workers[0].link.attached is None, what="the link has noticed")
+        wait_until(lambda: engine.workers[0].link._connection is None, what="the link has noticed")
         other = Request("b", tokens(19, CHUNK))
         assert engine.match(other) == 0
         engine.allocate(other, 0)
@@ -111,7 +111,7 @@ def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whol
     killed_bed.node.kill()
     killed_bed.start_node()
     wait_until(lambda: engine.scheduler.link.is_attached, what="the scheduler half is attached")
-    wait_until(lambda: engine.workers[0].link.attached is not None, what="the worker half is attached")
+    wait_until(lambda: engine.workers[0].link._connection is not None, what="the worker half is attached")
     assert not engine.workers[0].link.is_attached
     half, whole = Request("half", tokens(28, CHUNK)), Request("whole", tokens(29, CHUNK))
     assert engine.admit(whole) == set()
