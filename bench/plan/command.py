@@ -8,13 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
-import msgspec
-from rich.console import Console
 
 from pdx.cli.options import FOLDER, option
-from pdx.errors import ConfigError
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SHARE = click.FloatRange(0.01, 1.0)
 
 
@@ -43,77 +39,37 @@ _SHARE = click.FloatRange(0.01, 1.0)
 @option("--step", default="3ms", help="The engine's own time per step.")
 @option("--control", default="8ms", help="Of a handoff, besides wire and scatter.")
 @option("--links", default="32Gbps,64Gbps,128Gbps", help="To load KV over, as achieved.")
-@option("--memory", default="", metavar="SIZE", help="For weights and KV, with --calibrate: 64GiB.")
-@option("--calibrate", type=_FILE, metavar="FILE", help="Speeds measured by pdx bench breakdown, not a data sheet's.")
-@option("--check", type=_FILE, metavar="FILE", help="Compare the model with what pdx bench breakdown measured.")
-@option("--system", default="", help="Of that result.  [default: PDX's first]")
-@option("--at", default=0, type=click.IntRange(0), help="With --check: prompt tokens to calibrate with.")
 @option("--out", type=FOLDER, help="Folder for plan.json and two PNGs.")
 @option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def plan(*, check: Path | None, at: int, out: Path | None, as_json: bool, **options: Any) -> None:
+def plan(*, out: Path | None, as_json: bool, **options: Any) -> None:
     """Say what a deployment needs, from the shapes of the model and the speeds of the machine.
 
     \b
     pdx plan --model llama-3.1-70b --gpu h100 --rate 10 --input 8k --output 200 --ttft 2s --itl 40ms
-    pdx plan --check result.json        the model against what `pdx bench breakdown` measured
-    pdx plan --calibrate result.json    the same questions for the machine that was measured
     """
-    asked = SimpleNamespace(**options)
-    if check is None:
-        _plan(asked, out, as_json)
-    else:
-        _check(asked, check, at, out, as_json)
+    import msgspec
+    from rich.console import Console
 
-
-def _plan(options: SimpleNamespace, out: Path | None, as_json: bool) -> None:
+    from pdx.bench.harness.report import replace_file
     from pdx.bench.plan.model import make
     from pdx.bench.plan.options import ask
-    from pdx.bench.plan.tables import show
+    from pdx.bench.plan.tables import draw, show
+    from pdx.errors import ConfigError
 
-    asked = ask(options)
-    pair = {"prefillers": options.prefillers, "decoders": options.decoders}
+    asked = ask(SimpleNamespace(**options))
+    pair = {"prefillers": options["prefillers"], "decoders": options["decoders"]}
     found = make(asked.case, hardware=asked.hardware, links=asked.links, **pair, with_curve=out is not None)
     if out is not None:
         from pdx.bench.harness.plot_style import require_matplotlib
-        from pdx.bench.plan.plots import draw
 
         require_matplotlib()
-        _save(found, out / "plan.json")
-        for path in draw(found, out):
+        try:
+            replace_file(out / "plan.json", msgspec.json.format(msgspec.json.encode(found), indent=1))
+        except OSError as error:
+            raise ConfigError(f"{out / 'plan.json'} cannot be written: {error}") from error
+        for path in (out / "plan.json", *draw(found, out)):
             click.echo(f"wrote {path}", err=True)
     if as_json:
         click.echo(msgspec.json.encode(found))
     else:
-        show(found, _console())
-
-
-def _check(options: SimpleNamespace, path: Path, at: int, out: Path | None, as_json: bool) -> None:
-    from pdx.bench.plan.check import check, speeds, table
-    from pdx.bench.plan.fit import load_result
-    from pdx.bench.plan.shapes import find_model
-
-    shapes = find_model(options.model) if options.model else None
-    found = check(load_result(path), system=options.system, at=at, shapes=shapes)
-    if out is not None:
-        _save(found, out / "plan-check.json")
-    if as_json:
-        click.echo(msgspec.json.encode(found))
-    else:
-        console = _console()
-        console.print(table(found))
-        console.print(speeds(found.calibration), highlight=False)
-        errors = ", ".join(f"{name} {error:.1%}" for name, error in found.errors.items())
-        console.print(f"median error of what was predicted: {errors or 'nothing to predict'}", highlight=False)
-
-
-def _save(value: Any, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
-    click.echo(f"wrote {path}", err=True)
-
-
-def _console() -> Console:
-    return Console(width=None if os.isatty(1) else 120, highlight=False)
+        show(found, Console(width=None if os.isatty(1) else 120, highlight=False))

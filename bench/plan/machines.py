@@ -9,10 +9,8 @@ import msgspec
 from pdx.bench.plan.shapes import Shapes
 from pdx.errors import ConfigError
 
-_SHEETS = "NVIDIA's data sheet; its sparse figures halved where only those are given"
 
-
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class Gpu(msgspec.Struct, frozen=True):
     """One GPU's peaks. Links are in one direction; `peer` joins the GPUs of one engine."""
 
     name: str
@@ -22,27 +20,21 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb: float
     peer_gb_s: float
     host_gb_s: float
-    source: str = _SHEETS
 
 
-def _gpu(name: str, numbers: str, what: str) -> Gpu:
-    tflops, fp8, memory_gb_s, memory_gb, peer_gb_s, host_gb_s = map(float, numbers.split())
-    speeds = {"memory_gb_s": memory_gb_s, "memory_gb": memory_gb, "peer_gb_s": peer_gb_s, "host_gb_s": host_gb_s}
-    return Gpu(name=name, tflops=tflops, tflops_fp8=fp8, **speeds, source=f"{what}: {_SHEETS}")
-
-
+# NVIDIA's data sheets; sparse figures are halved where only those are given.
 # TFLOPS dense in 16 bits and in FP8; GB/s and GB of memory; GB/s to its peers and to the host.
 GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("a100", "312 312 2039 80 300 32", "A100 80GB SXM"),
-        _gpu("l40s", "362 733 864 48 32 32", "L40S, PCIe 4 only"),
-        _gpu("h20", "148 296 4000 96 450 64", "H20"),
-        _gpu("h800", "989 1979 3350 80 200 64", "H800 SXM, an H100 with a slower NVLink"),
-        _gpu("h100", "989 1979 3350 80 450 64", "H100 SXM"),
-        _gpu("h200", "989 1979 4800 141 450 64", "H200 SXM"),
-        _gpu("b200", "2250 4500 8000 180 900 64", "B200 in a DGX"),
-    )
+    name: Gpu(name, *numbers)
+    for name, numbers in {
+        "a100": (312, 312, 2039, 80, 300, 32),  # A100 80GB SXM
+        "l40s": (362, 733, 864, 48, 32, 32),  # PCIe 4 only
+        "h20": (148, 296, 4000, 96, 450, 64),
+        "h800": (989, 1979, 3350, 80, 200, 64),  # SXM, an H100 with a slower NVLink
+        "h100": (989, 1979, 3350, 80, 450, 64),  # SXM
+        "h200": (989, 1979, 4800, 141, 450, 64),  # SXM
+        "b200": (2250, 4500, 8000, 180, 900, 64),  # in a DGX
+    }.items()
 }
 
 

@@ -9,8 +9,11 @@ from typing import Literal
 import msgspec
 
 from pdx.bench.plan.fleet import (
+    Link,
     MixedSteps,
     Service,
+    Slo,
+    Workload,
     disaggregated,
     max_batch,
     mixed,
@@ -18,17 +21,8 @@ from pdx.bench.plan.fleet import (
     transfer,
 )
 from pdx.bench.plan.machines import INF, Engine
-from pdx.bench.plan.transfer import (
-    LONGEST,
-    Crossover,
-    break_even_bytes_s,
-    crossover,
-    layered_load_s,
-    load_s,
-    perfect_buffer_bytes,
-)
+from pdx.bench.plan.transfer import LONGEST, Crossover, crossover, layered_load_s, load_s, perfect_buffer_bytes
 from pdx.bench.plan.units import show_bytes, show_time
-from pdx.bench.plan.workload import Link, Slo, Workload
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 MOST = 1024  # engines of one kind
@@ -208,12 +202,11 @@ class Hiding(msgspec.Struct, frozen=True):
 
 
 class Loading(msgspec.Struct, frozen=True):
-    """Load or compute: one prompt length. `break_even_bytes_s`: None where the latency of a load alone is longer."""
+    """Load or compute: one prompt length."""
 
     tokens: int
     prefill_s: float
     load_s: list[float]  # at each speed of `Plan.crossovers`
-    break_even_bytes_s: float | None
 
 
 class RatePoint(msgspec.Struct, frozen=True):
@@ -376,13 +369,7 @@ def _most_rate(case: Case, split: Service) -> float:
 
 
 def _hiding(case: Case, tokens: int, times: float) -> Hiding:
-    link = case.link
-    faster = Link(
-        wire_bytes_s=link.wire_bytes_s * times,
-        scatter_bytes_s=link.scatter_bytes_s,
-        control_s=link.control_s,
-        latency_s=link.latency_s,
-    )
+    faster = msgspec.structs.replace(case.link, wire_bytes_s=case.link.wire_bytes_s * times)
     work = msgspec.structs.replace(case.work, reuse=0.0)
     way = transfer(case.engine, faster, work, tokens)
     return Hiding(tokens, faster.wire_bytes_s, way.hidden_bytes_share, way.exposed_s, way.wire_s, way.prefill_s)
@@ -390,8 +377,7 @@ def _hiding(case: Case, tokens: int, times: float) -> Hiding:
 
 def _loading(engine: Engine, tokens: int, links: Sequence[float]) -> Loading:
     loads = [load_s(tokens, engine.kv_token_bytes, speed) for speed in links]
-    even = break_even_bytes_s(engine.prefill_s, engine.kv_token_bytes, tokens)
-    return Loading(tokens, engine.prefill_s(tokens), loads, None if even == float("inf") else even)
+    return Loading(tokens, engine.prefill_s(tokens), loads)
 
 
 def _rate_point(case: Case) -> RatePoint:

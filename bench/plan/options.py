@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pdx.bench.plan.check import control_s
-from pdx.bench.plan.fit import Calibration, calibrate, choose_system, load_result, points, shapes_measured
-from pdx.bench.plan.machines import INF, Assumptions, Engine, Gpu, find_gpu, host_bytes_s, speeds_of
+from pdx.bench.plan.fleet import Link, Slo, Workload
+from pdx.bench.plan.machines import Assumptions, Engine, Gpu, find_gpu, host_bytes_s, speeds_of
 from pdx.bench.plan.model import Case
 from pdx.bench.plan.shapes import Shapes, find_model
 from pdx.bench.plan.units import parse_count, parse_rate, parse_time, show_bytes, show_rate
-from pdx.bench.plan.workload import Link, Slo, Workload
-from pdx.config import parse_bytes
 from pdx.errors import ConfigError
 
 TPS = (1, 2, 4, 8, 16)
@@ -46,12 +42,6 @@ def ask(options: Any) -> Asked:
         reuse_bytes_s=parse_rate(options.reuse_link) if options.reuse_link else 0.0,
     )
     work.check()
-    if options.calibrate:
-        return _measured(options, options.calibrate, work, slo, links)
-    return _from_sheet(options, work, slo, links)
-
-
-def _from_sheet(options: Any, work: Workload, slo: Slo, links: list[float]) -> Asked:
     assumed = Assumptions(
         mfu=options.mfu,
         mbu=options.mbu,
@@ -70,33 +60,6 @@ def _from_sheet(options: Any, work: Workload, slo: Slo, links: list[float]) -> A
     )
     case = Case(engine=engine, work=work, slo=slo, link=link, request_s=assumed.request_s)
     return Asked(case, hardware, links)
-
-
-def _measured(options: Any, path: Path, work: Workload, slo: Slo, links: list[float]) -> Asked:
-    result = load_result(path)
-    shapes = shapes_measured(result, find_model(options.model) if options.model else None)
-    measured = points(result, choose_system(result, options.system))
-    room = float(parse_bytes(options.memory)) if options.memory else INF
-    found = calibrate(result, measured, shapes, room_bytes=room)
-    link = Link(
-        wire_bytes_s=found.wire_bytes_s if found.is_wired else parse_rate(options.link) * options.link_share,
-        scatter_bytes_s=found.scatter_bytes_s,
-        control_s=control_s(found),
-    )
-    case = Case(engine=found.engine, work=work, slo=slo, link=link, request_s=found.request_s)
-    return Asked(case, describe(found), links)
-
-
-def describe(found: Calibration) -> str:
-    """What was measured, in a line."""
-    lengths = ", ".join(f"{tokens:,}" for tokens in found.at_tokens)
-    speeds = found.engine.speeds
-    return (
-        f"{found.engine.shapes.name} as measured with {found.system} at {lengths} tokens: "
-        f"matrices {speeds.flops / 1e9:,.4g} GFLOPS, attention {speeds.attention_flops / 1e9:,.4g} GFLOPS, memory "
-        f"{speeds.memory_bytes / 1e9:,.3g} GB/s, scatter {found.scatter_bytes_s / 1e9:,.3g} GB/s, handoff "
-        f"{control_s(found) * 1e3:.1f} ms besides"
-    )
 
 
 def _shapes(options: Any) -> Shapes:

@@ -63,11 +63,6 @@ class Line(msgspec.Struct, frozen=True):
         free = self.servers - self.rate * self.service_s
         return self.waits * self.service_s / free * (1 + self.variation) / 2
 
-    @property
-    def length(self) -> float:
-        """Requests that wait, by Little's law."""
-        return self.rate * self.wait_s if self.rate else 0.0
-
     def response_s(self, share: float) -> float:
         """Wait and service together are no longer than this for `share` of the requests.
 

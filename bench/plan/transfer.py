@@ -31,11 +31,6 @@ class Overlap(msgspec.Struct, frozen=True):
         return self.early_bytes / self.nbytes if self.nbytes else 1.0
 
     @property
-    def hidden_time_share(self) -> float:
-        """Of the wire's time, what ran beside prefill."""
-        return 1 - min(1.0, self.exposed_s / self.wire_s) if self.wire_s else 1.0
-
-    @property
     def is_wire_bound(self) -> bool:
         """The wire is slower than the prefill: it is busy from the first layer on."""
         return self.layer_wire_s > self.layer_compute_s
@@ -124,26 +119,10 @@ def crossover(
     return Crossover(bytes_s, turns[-1] if turns else 1, turns, longest)
 
 
-def break_even_bytes_s(
-    prefill_s: Callable[[int], float], token_bytes: float, tokens: int, *, latency_s: float = LATENCY_S
-) -> float:
-    """The speed at which loading `tokens` takes as long as computing them; inf where the latency alone is longer."""
-    left_s = prefill_s(tokens) - latency_s
-    return tokens * token_bytes / left_s if left_s > 0 else float("inf")
-
-
-def layered_load_s(load: float, prefill: float, layers: int, buffered: int = 0) -> float:
-    """Loading old tokens layer by layer while new ones are computed, with `buffered` layers read ahead of prefill.
-
-    From start to end: each layer waits for its load. Without a buffer the first layer's load is always waited for.
-    """
-    load_at, end = 0.0, 0.0
-    each_load, each_prefill = load / layers, prefill / layers
-    ahead = buffered * each_load
-    for _ in range(layers):
-        load_at += each_load
-        end = max(end, load_at - ahead) + each_prefill
-    return end
+def layered_load_s(load: float, prefill: float, layers: int) -> float:
+    """From start to end, loading old tokens layer by layer while new ones are computed: each layer waits for its load,
+    and either the last load or all of prefill comes behind the first one."""
+    return max(load + prefill / layers, load / layers + prefill)
 
 
 def perfect_buffer_bytes(load: float, prefill: float, bytes_s: float) -> float:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import engine
 
-from pdx.bench.plan.transfer import break_even_bytes_s, crossover, layered_load_s, load_s, perfect_buffer_bytes
+from pdx.bench.plan.transfer import crossover, layered_load_s, load_s, perfect_buffer_bytes
 
 GBPS = 1e9 / 8
 
@@ -33,13 +33,6 @@ def test_more_bandwidth_never_moves_it_up(speed, times):
     assert (fast.load_from or 10**9) <= (slow.load_from or 10**9)
 
 
-@given(st.integers(64, 60_000))
-def test_break_even_is_even(tokens):
-    chosen = engine()
-    speed = break_even_bytes_s(chosen.prefill_s, chosen.kv_token_bytes, tokens)
-    assert load_s(tokens, chosen.kv_token_bytes, speed) == pytest.approx(chosen.prefill_s(tokens))
-
-
 def test_the_shape_of_the_lmcache_papers_figure_12():
     """The slower the link, the longer a prompt must be; at 128 Gbps loading is faster at any useful length."""
     chosen = engine("llama-3.1-8b", "h100")
@@ -60,6 +53,5 @@ def test_cached_attentions_example():
 def test_loading_layer_by_layer():
     assert layered_load_s(load=8.0, prefill=16.0, layers=8) == pytest.approx(17.0)  # the first load is waited for
     assert layered_load_s(load=16.0, prefill=8.0, layers=8) == pytest.approx(17.0)  # the last prefill comes behind
-    assert layered_load_s(load=16.0, prefill=8.0, layers=8, buffered=8) == pytest.approx(8.0)
     assert perfect_buffer_bytes(16.0, 8.0, 1e9) == 8e9
     assert perfect_buffer_bytes(8.0, 16.0, 1e9) == 0
