@@ -23,20 +23,19 @@ from rich.table import Table
 from pdx.bench.gpu.__main__ import SECTIONS
 from pdx.bench.harness.report import RESULTS, ROOT, console
 
-# By the name of its result, what `python -m` gets.
+# By the name of its result, what one types; `make bench` measures the handoff and what the connector costs by a short
+# breakdown.
 BENCHES = {
-    "pages": "pdx.bench.store.pages",
-    "node": "pdx.bench.node",
-    "find": "pdx.bench.store.find",
-    "scaling": "pdx.bench.node.scaling",
-    "pushes": "pdx.bench.node.pushes",
-    "channels": "pdx.bench.channels",
-    "across": "pdx.bench.node.across",
-    "stalls": "pdx.bench.proxy.stalls",
+    "pages": "python -m pdx.bench.store.pages",
+    "node": "python -m pdx.bench.node",
+    "find": "python -m pdx.bench.store.find",
+    "scaling": "python -m pdx.bench.node.scaling",
+    "pushes": "python -m pdx.bench.node.pushes",
+    "channels": "pdx bench transfer",
+    "across": "python -m pdx.bench.node.across",
+    "stalls": "python -m pdx.bench.proxy.stalls",
+    "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }
-BREAKDOWN = "breakdown"
-# `make bench` measures the handoff and what the connector costs by a short breakdown.
-HANDOFF = "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5 --no-overhead"
 # Their last results are shown, too: they need a GPU (`python -m pdx.bench.gpu`).
 SHOWN = tuple(f"gpu-{section}" for section in SECTIONS)
 NUMBERS = ROOT / "docs" / "numbers.md"
@@ -44,32 +43,31 @@ NUMBERS = ROOT / "docs" / "numbers.md"
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
 
 
-def run(module: str, root: Path = ROOT) -> dict[str, float] | None:
+def run(name: str, root: Path = ROOT) -> dict[str, float] | None:
     """The figures of one bench, in a process of its own; None where it failed."""
-    console.rule(module if root == ROOT else f"{module} of {root}")
+    console.rule(name if root == ROOT else f"{name} of {root}")
     env = os.environ if root == ROOT else {**os.environ, "PYTHONPATH": str(root)}
     last = ""
-    command = [sys.executable, "-P", "-m", module]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=env) as process:
+    program, *words = BENCHES[name].split()
+    out = ROOT / "pdx-bench" / name
+    if program == "pdx":
+        words = ["-m", "pdx.cli.main", *words, "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-P", *words], stdout=subprocess.PIPE, text=True, cwd=root, env=env
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             last = line.strip() or last
     if process.returncode:
         return None
-    return {name: value for name, value in json.loads(last).items() if isinstance(value, (int, float))}
-
-
-def run_handoff() -> bool:
-    """Measure it, and keep its figures as the result `handoff`."""
-    console.rule("handoff")
-    out = ROOT / "pdx-bench" / "handoff"
-    program, *options = HANDOFF.split()
-    command = [sys.executable, "-P", "-m", f"{program}.cli.main", *options, "--out", str(out)]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
-        return False
-    shutil.copy(out / f"{BREAKDOWN}.json", RESULTS / "handoff.json")
-    return True
+    if program != "pdx":
+        return {figure: value for figure, value in json.loads(last).items() if isinstance(value, (int, float))}
+    written = out / f"{words[3]}.json"
+    for file in (written, written.with_suffix(".png")) if root == ROOT else ():
+        if file.exists():
+            shutil.copy(file, RESULTS / f"{name}{file.suffix}")
+    return {figure["name"]: figure["value"] for figure in json.loads(written.read_text())["figures"]}
 
 
 def beside(names: list[str], before: Path, rounds: int) -> int:
@@ -79,7 +77,7 @@ def beside(names: list[str], before: Path, rounds: int) -> int:
         ratios: dict[str, list[float]] = defaultdict(list)
         for turn in range(rounds):
             roots = (before.resolve(), ROOT) if turn % 2 == 0 else (ROOT, before.resolve())
-            found = {root: run(BENCHES[name], root) for root in roots}
+            found = {root: run(name, root) for root in roots}
             here, there = found[ROOT], found[before.resolve()]
             if here is None or there is None:
                 failed = 1
@@ -115,20 +113,18 @@ def rows(bench: str) -> list[str]:
 
 def _command(bench: str, result: dict[str, Any]) -> str:
     """What one types to measure it again."""
-    if result["bench"] != BREAKDOWN:
+    if result["bench"] != "breakdown":
         _, is_gpu, only = bench.partition("gpu-")
-        return f"python -m pdx.bench.gpu --only {only}" if is_gpu else f"python -m {BENCHES[bench]}"
+        return f"python -m pdx.bench.gpu --only {only}" if is_gpu else BENCHES[bench]
     asked = result["details"]["settings"]
     lists = " ".join(f"--{name} {','.join(map(str, asked[name]))}" for name in ("tokens", "concurrency", "systems"))
-    overhead = "" if asked["overhead_pairs"] else " --no-overhead"
-    return f"pdx bench breakdown {lists} --rounds {asked['rounds']} --max-engines {asked['max_engines']}{overhead}"
+    return f"pdx bench breakdown {lists} --rounds {asked['rounds']} --max-engines {asked['max_engines']}"
 
 
 def fill_numbers() -> None:
-    """Replace what stands between the marks."""
     head, _, rest = NUMBERS.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
-    shown = [name for name in (*BENCHES, "handoff", *SHOWN) if (RESULTS / f"{name}.json").exists()]
+    shown = [name for name in (*BENCHES, *SHOWN) if (RESULTS / f"{name}.json").exists()]
     lines = ["| figure | measured | goal |", "|---|---:|---|", *(row for name in shown for row in rows(name))]
     pictures = [f"\n![{name}](../bench/results/{name}.png)" for name in shown if (RESULTS / f"{name}.png").exists()]
     NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join([*lines, *pictures]) + f"\n\n{END}{tail}")
@@ -136,16 +132,16 @@ def fill_numbers() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pdx.bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join((*BENCHES, 'handoff'))}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="run each bench in turns with that checkout's")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each bench with --before")
     options = parser.parse_args()
-    if unknown := set(options.names) - {*BENCHES, *([] if options.before else ["handoff"])}:
+    if unknown := set(options.names) - set(BENCHES):
         parser.error(f"no such bench: {', '.join(sorted(unknown))}")
-    names = options.names or [*BENCHES, "handoff"]
+    names = options.names or [name for name in BENCHES if not (options.before and name == "handoff")]
     if options.before:
-        return beside([name for name in names if name in BENCHES], options.before, options.rounds)
-    failed = [name for name in names if not (run_handoff() if name == "handoff" else run(BENCHES[name]))]
+        return beside(names, options.before, options.rounds)
+    failed = [name for name in names if not run(name)]
     fill_numbers()
     for name in failed:
         console.print(f"{name} failed")

@@ -46,10 +46,6 @@ SLACK_BLOCKS = 2  # that an engine takes beyond those of its requests
 )
 @option("--out", type=FOLDER, default="pdx-bench/breakdown", help="Folder for results.")
 @option("--max-engines", type=click.IntRange(1, 64), help="Engines at a time. [default: as memory allows]")
-@option("--overhead/--no-overhead", default=True, help="Measure what the benchmark costs.")
-@option(
-    "--overhead-pairs", default=20, type=click.IntRange(2, 1000), help="Requests with tracing, and as many without."
-)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def breakdown(
     model: Path | None,
@@ -61,8 +57,6 @@ def breakdown(
     warmups: int,
     out: Path,
     max_engines: int | None,
-    overhead: bool,
-    overhead_pairs: int,
     flags: tuple[str, ...],
 ) -> None:
     """Send the same prompts to PDX, to vLLM's own connectors and to plain vLLM, in turns, and say where the time went.
@@ -82,7 +76,6 @@ def breakdown(
         output_tokens=output_tokens,
         rounds=rounds,
         warmups=warmups,
-        overhead_pairs=overhead_pairs if overhead else 0,
     )
     chosen, not_run = choose_systems(systems, SYSTEMS)
     out.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ rounds of (the other's / ours).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pdx.bench.breakdown.records import Request, Result, Trace
@@ -15,7 +15,6 @@ from pdx.bench.harness.report import Figure, at_least, at_most, plain
 
 OURS = "pdx"  # the system that goals are about
 OTHER = "nixl"  # the one it is compared with
-OTHER_YIELDING = "nixl-yield"  # the same without its polling thread's share
 ALONE = "plain"
 KEEPING = "pdx-both"  # one engine that saves all that it computes
 TO_CLIENT = 10.0
@@ -23,16 +22,12 @@ TO_RUNNABLE = 2.5
 COPIES, EXTRA_MS = 1.3, 15.0
 EARLY = "pdx-together"  # the same with both legs sent together, so that its loads begin before prefill ends …
 EARLY_COPIES = 0.4  # … and end so many copies behind it
-HELD = 1.5  # times its load, for which blocks may be held before prefill ends
 TTFT = 1.05
 TTFT_TOGETHER = 1.5
 ITL = 1.0
 HIDDEN = 0.95
 SLOWED = 1.03
 TOGETHER = 4  # requests at once for which goals hold
-GOAL_TOKENS = (4000, 8000)  # lengths for which goals were set; they are applied at all others, too
-OVERHEAD = 1.01
-SHARE = 0.01
 SMALLEST_MS = 1.0  # what two clocks and a metric may be off; a shorter handoff counts as this
 RECOMPUTED = 256  # prompt tokens: a decode engine that computes more than a last block or chunk did not get them
 
@@ -85,56 +80,13 @@ def handoff_ms(trace: Trace) -> float | None:
 
 
 def figures(result: Result) -> list[Figure]:
-    """All of them; those without data are missing, see `missing`."""
+    """All of them; those without data are missing."""
     found: list[Figure] = []
     for tokens in sorted({request.prompt_tokens for request in result.requests}):
         found += _alone(result, tokens)
         for concurrency in sorted({request.concurrency for request in result.requests} - {1}):
             found += _together(result, tokens, concurrency)
-    return found + _answers(result) + _overhead(result)
-
-
-def missing(result: Result) -> list[str]:
-    """Goals that this result says nothing about, or not enough, and why."""
-    ran = {request.system for request in result.requests}
-    if result.again and not {OURS, OTHER} & (ran | result.not_run.keys()):
-        return []  # a run about reuse: goals are about pairs
-    lacking = [
-        f"{what}: {name} did not run ({result.not_run.get(name, 'not asked for')})"
-        for name, what in ((OURS, "all goals"), (OTHER, "handoffs, TTFT and ITL against it"), (ALONE, "TTFT, answers"))
-        if name not in ran
-    ]
-    if OTHER in ran and OTHER_YIELDING not in ran:
-        why = result.not_run.get(OTHER_YIELDING, "not asked for")
-        lacking.append(f"how much of {OTHER}'s figures is its polling thread's: {OTHER_YIELDING} did not run ({why})")
-    if result.overhead is None:
-        lacking.append("the benchmark's own overhead was not measured")
-    measured = {(request.prompt_tokens, request.concurrency) for request in result.requests}
-    for tokens in GOAL_TOKENS:
-        absent = [str(number) for number in (1, TOGETHER) if (tokens, number) not in measured]
-        if tokens not in {length for length, _ in measured}:
-            lacking.append(f"prompts of {tokens:,} tokens were not measured")
-        elif absent:
-            lacking.append(f"{tokens:,} tokens were not measured with {' and '.join(absent)} at once")
-    have = {figure.name for figure in figures(result) if figure.goal}
-    return lacking + [f"{name}: not known of any round" for name in _due(measured, ran) if name not in have]
-
-
-def _due(measured: Iterable[tuple[int, int]], ran: set[str]) -> Iterator[str]:
-    """Names of the figures with goals that such requests of these systems must give."""
-    for tokens, concurrency in sorted(measured):
-        if concurrency == 1:
-            head = f"{tokens:,} tokens:"
-            if {OURS, OTHER} <= ran:
-                yield f"{head} handoff, {OTHER} / {OURS}, client's first token"
-                yield f"{head} handoff, {OTHER} / {OURS}, decoder may run"
-            if {OURS, ALONE} <= ran:
-                yield f"{head} TTFT, {OURS} / prefill alone"
-            if OURS in ran:
-                yield f"{head} {OURS}: prefill's end until the decoder may run, by its timeline"
-        elif concurrency == TOGETHER and {OURS, OTHER} <= ran:
-            for what in ("TTFT", "ITL"):
-                yield f"{tokens:,} tokens, {concurrency} at once: mean {what}, {OTHER} / {OURS}"
+    return found + _answers(result)
 
 
 def _alone(result: Result, tokens: int) -> list[Figure]:
@@ -227,20 +179,7 @@ def _memcpy(result: Result, tokens: int, head: str) -> list[Figure]:
         note = f"{times} memcpy + 15 ms; {_spread(handoffs)}"
         has_goal = system in (OURS, EARLY)
         found.append(at_most(name, value, "ms", bound, note) if has_goal else plain(name, value, "ms", note))
-        held = [ratio for each in traces if (ratio := _held(each)) is not None]
-        if system == EARLY and held:
-            name = f"{head} {system}: blocks held before prefill ends, in times of the load"
-            found.append(at_most(name, statistics.median(held), "", HELD, _spread(held)))
     return found
-
-
-def _held(trace: Trace) -> float | None:
-    """How long blocks were held before prefill ended and the request could run, in times of its load."""
-    marks = trace.marks
-    if not {"found", "load_start", "load_end", "prefill_end", "runnable"} <= marks.keys():
-        return None
-    held_ms = min(marks["prefill_end"], marks["runnable"]) - marks["found"]
-    return max(0.0, held_ms) / max(1e-3, marks["load_end"] - marks["load_start"])
 
 
 def _together(result: Result, tokens: int, concurrency: int) -> list[Figure]:
@@ -272,27 +211,6 @@ def _answers(result: Result) -> list[Figure]:
         return []
     note = f"{len(compared):,} of {sum(request.system != ALONE for request in result.requests):,} compared"
     return [at_least("answers equal to plain vLLM's", sum(compared) / len(compared), "", 1.0, note)]
-
-
-def _overhead(result: Result) -> list[Figure]:
-    overhead = result.overhead
-    if overhead is None:
-        return []
-    interval = (
-        f"95 %: {overhead.e2e_ratio_low:.4f} to {overhead.e2e_ratio_high:.4f}, {overhead.pairs} pairs; "
-        "the shortest prompt, alone"
-    )
-    direct = f"{overhead.spans_per_request:.0f} spans of {overhead.span_us:.2f} µs in each request"
-    found = [
-        at_most("time with tracing / without", overhead.e2e_ratio, "", OVERHEAD, interval),
-        at_most("tracing's share of a request, counted", overhead.span_share, "", SHARE, direct),
-    ]
-    core_share = overhead.bench_core_share
-    if core_share is None and overhead.bench_cpu_share is not None and "cpus" in result.machine:
-        core_share = overhead.bench_cpu_share * int(result.machine["cpus"])
-    if core_share is not None:
-        found.append(plain("share of one core that this process used", core_share, "", "while requests ran"))
-    return found
 
 
 def _systems(result: Result) -> list[str]:
@@ -328,7 +246,6 @@ def _ratios(over: Iterable[Request], under: Iterable[Request], value: Value, *, 
 
 
 def _means(requests: Iterable[Request], value: Value) -> dict[int, float]:
-    """By round."""
     grouped: dict[int, list[float]] = {}
     for request in requests:
         found = value(request)
@@ -370,7 +287,6 @@ def _prefill(request: Request) -> float | None:
 
 
 def _computed(request: Request) -> float | None:
-    """Of a pair's decode engine."""
     if request.engines is None or request.decode_first_ms is None:
         return None
     return request.engines.computed_tokens

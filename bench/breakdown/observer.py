@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
-
-import aiohttp
 
 from pdx.bench.breakdown import parts
 from pdx.bench.breakdown.parts import Clock
 from pdx.bench.breakdown.records import Engines, Parts
 from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import Answer, ask, session
-from pdx.bench.systems import engine_metrics as engine_cache
+from pdx.bench.systems import engine_metrics
 from pdx.bench.systems.engine_metrics import Watch
 from pdx.telemetry import trace
 from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
@@ -27,60 +23,24 @@ from pdx.testing.waiting import came_true
 if TYPE_CHECKING:
     from pdx.bench.systems.system import Running, System
 
-COUNTED_S = 10.0  # until an engine's metrics have the last request
 TOLD_S = 10.0  # until the proxy has every moment: nodes report once a second
 WRITTEN_S = 5.0  # until every span is in a file
 NO_PARTS = "what the engines or the proxy should have told, so there are no parts"
 
 
-class Asker:
-    """The one HTTP client of a run. For one thread.
+async def together(url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
+    """Post all (request id, body) at once; their answers in the same order.
 
-    `wall_s` and `cpu_s`: how long requests were under way, and what this process used of the processor meanwhile.
+    :raises AskFailed: one of them was not answered; the others are then given up.
     """
-
-    def __init__(self) -> None:
-        self.wall_s = 0.0
-        self.cpu_s = 0.0
-        self._runner = asyncio.Runner()
-        self._session: aiohttp.ClientSession | None = None
-
-    def __enter__(self) -> Asker:
-        self._runner.__enter__()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._session is not None:
-            self._runner.run(_close(self._session))
-        self._runner.close()
-
-    def together(self, url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
-        """Post all (request id, body) at once; their answers in the same order.
-
-        :raises AskFailed: one of them was not answered; the others are then given up.
-        """
-        start_at, used_s = time.perf_counter(), time.process_time()
-        try:
-            return interrupts.run(self._together(url, bodies), by=self._runner.run)
-        finally:
-            self.wall_s += time.perf_counter() - start_at
-            self.cpu_s += time.process_time() - used_s
-
-    async def _together(self, url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
-        if self._session is None:
-            self._session = session()
-        tasks = [asyncio.ensure_future(ask(self._session, url, body, name)) for name, body in bodies]
+    async with session() as client:
+        tasks = [asyncio.ensure_future(ask(client, url, body, name)) for name, body in bodies]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _close(session: aiohttp.ClientSession) -> None:
-    await session.close()
-    await asyncio.sleep(0)  # its sockets are closed by the loop, one step later
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,36 +61,21 @@ class Seen:
 class Observer:
     """Of one running system. `traces`: the folder where its processes leave spans, None: they do not."""
 
-    def __init__(
-        self, system: System, running: Running, asker: Asker, traces: Path | None, *, is_gather_beside: bool
-    ) -> None:
+    def __init__(self, system: System, running: Running, traces: Path | None, *, is_gather_beside: bool) -> None:
         self._system = system
         self._running = running
-        self._asker = asker
         self._traces = traces
         self._is_gather_beside = is_gather_beside
-
-    def ask(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
-        """Send them, and find out nothing."""
-        return self._asker.together(self._running.url, bodies)
-
-    def empty_cache(self) -> None:
-        """The own prefix cache of a system with one engine, not what its connector keeps.
-
-        :raises CacheNotReset: it is not emptied.
-        """
-        engine_cache.reset(self._running.url)
 
     def observe(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Seen]:
         """Send them together and wait for everything that is told of them.
 
         :raises AskFailed, OSError: the system did not answer.
         """
-        watch = Watch(
-            self._running.prefill_url, self._running.decode_url, lambda have: came_true(have, COUNTED_S, pause_s=0.1)
-        )
-        answers = self.ask(bodies)
-        engines = watch.end(len(answers))
+        watch = Watch(self._running.prefill_url, self._running.decode_url)
+        answers = interrupts.run(together(self._running.url, bodies))
+        sums = watch.end(len(answers))
+        engines = None if sums is None else engine_metrics.engines(*sums)
         if self._system.is_pdx:
             return self._from_timelines(answers, engines)
         if self._system.engines == 1:

@@ -201,7 +201,6 @@ def _behind(intervals: Iterable[Interval], moment: int) -> list[Interval]:
 
 
 def _length(intervals: Iterable[Interval]) -> int:
-    """Of their union."""
     total, reached = 0, None
     for start, end in sorted(intervals):
         begin = start if reached is None else max(start, reached)

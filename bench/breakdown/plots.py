@@ -6,14 +6,11 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdx.bench.breakdown.figures import COPIES, EXTRA_MS
 from pdx.bench.breakdown.records import Part, Request, Result, Trace
 from pdx.bench.harness.plot_style import PARTS, Sheet, looks, on_machine, require_matplotlib
-
-if TYPE_CHECKING:
-    from pdx.bench.channels.measure import Row
 
 BEFORE = ("queue", "prefill")  # what the right-hand bars leave out
 LANES = {"prefill": 0.02, "gather": 0.06, "wire": 0.37, "scatter": 0.68}  # in a layer, and 0.3 of it high
@@ -22,14 +19,12 @@ NEAR = 0.1  # a copy counts for a prompt if its size differs by no more than thi
 Values = Callable[[Request], list[float]]
 
 
-def draw_all(result: Result, folder: Path, bandwidth: Sequence[Row] = ()) -> list[Path]:
+def draw_all(result: Result, folder: Path) -> list[Path]:
     """The pictures that `result` has data for, as PNG files in `folder`; those there with the same names are replaced.
 
     :raises ConfigError: matplotlib is not installed.
     """
     require_matplotlib()
-    from pdx.bench.channels.plots import draw as draw_bandwidth
-
     drawn = [
         draw_bars(result, folder / "breakdown.png"),
         draw_shares(result, folder / "ttft-cdf.png", "Time to first token", lambda each: [each.ttft_ms]),
@@ -39,7 +34,6 @@ def draw_all(result: Result, folder: Path, bandwidth: Sequence[Row] = ()) -> lis
     for trace in result.traces:
         system = re.sub(r"[^A-Za-z0-9_.-]", "-", trace.system)
         drawn.append(draw_timeline(result, trace, folder / f"timeline-{system}-{trace.prompt_tokens}.png"))
-    drawn.append(draw_bandwidth(bandwidth, folder / "bandwidth.png", result.machine))
     return [path for path in drawn if path is not None]
 
 

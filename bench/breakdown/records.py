@@ -6,13 +6,13 @@ what it measured.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pdx.bench.harness.report import replace_file
+from pdx.bench.systems.plan import SystemFacts
 
 KIND = "pdx-bench-breakdown"
 VERSION = 1
@@ -47,19 +47,6 @@ class Parts(msgspec.Struct, frozen=True):
     is_mean: bool = False
 
 
-class Found(msgspec.Struct, frozen=True):
-    """Where an engine had the tokens of its prompts from, by its own metrics."""
-
-    computed: float
-    local: float  # its own prefix cache
-    external: float  # its KV connector
-
-    @property
-    def prompt(self) -> float:
-        """All of them."""
-        return self.computed + self.local + self.external
-
-
 class Engines(msgspec.Struct, frozen=True):
     """What vLLM's own metrics say of a request (or the mean of those that ran together), the same for every system."""
 
@@ -68,7 +55,6 @@ class Engines(msgspec.Struct, frozen=True):
     decode_queue_ms: float  # arrived -> scheduled, decode engine: includes waiting for the KV cache
     decode_first_ms: float  # scheduled -> first token, decode engine
     computed_tokens: float  # prompt tokens that the decode engine computed itself
-    found: Found | None = None  # of the engine that answers; None: only in older results
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -96,32 +82,6 @@ class Request(msgspec.Struct, frozen=True):
         return sum(self.itl_ms) / (self.output_tokens - 1) if self.itl_ms and self.output_tokens > 1 else None
 
 
-class Kind(StrEnum):
-    """What an engine has seen of a prompt before it is asked."""
-
-    COLD = "cold"  # nothing
-    OWN = "own"  # all of it, and its own prefix cache has it
-    HIT = "hit"  # all but the question at its end, and its own prefix cache was emptied since
-    LOST = "lost"  # the same, of an engine that keeps nothing but its own prefix cache
-
-
-class Again(msgspec.Struct, frozen=True):
-    """One request of an engine that was asked about the same document before, or (`COLD`) the first one of these."""
-
-    system: str
-    round: int
-    prompt_tokens: int
-    kind: Kind
-    ttft_ms: float
-    found: Found
-    is_same: bool | None = None  # the answer is plain vLLM's; None: there was none to compare with
-
-    @property
-    def is_as_meant(self) -> bool:
-        """Whether the tokens came from where the kind of request says; only then its time counts as one of it."""
-        return (self.found.local > 0, self.found.external > 0) == (self.kind is Kind.OWN, self.kind is Kind.HIT)
-
-
 class Span(msgspec.Struct, frozen=True):
     """One bar of the layer-by-layer picture. `lane`: prefill, gather, wire or scatter."""
 
@@ -142,14 +102,6 @@ class Trace(msgspec.Struct, frozen=True):
     marks: dict[str, float]  # name of a moment -> ms since the request's arrival
 
 
-class SystemFacts(msgspec.Struct, frozen=True):
-    """What ran."""
-
-    title: str
-    versions: dict[str, str]
-    commands: list[str]  # as one would type them, without paths of this machine
-
-
 class Copy(msgspec.Struct, frozen=True):
     """A plain memcpy of a prompt's KV between two requests, the reference of handoffs: the median of five to the same
     target, after one that is dropped because its memory lay idle."""
@@ -157,20 +109,6 @@ class Copy(msgspec.Struct, frozen=True):
     round: int
     nbytes: int
     copy_ms: float
-
-
-class Overhead(msgspec.Struct, frozen=True):
-    """What measuring costs."""
-
-    e2e_ratio: float  # median over pairs of e2e with tracing / without, same engines, in turns
-    e2e_ratio_low: float  # 95 % interval of that median
-    e2e_ratio_high: float
-    pairs: int
-    spans_per_request: float
-    span_us: float  # to record one, measured directly
-    span_share: float  # spans_per_request x span_us / e2e
-    bench_core_share: float | None = None  # CPU time of the measuring process / wall time (1: a whole core)
-    bench_cpu_share: float | None = None  # only in older results: the same / the number of cores
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -184,10 +122,8 @@ class Result(msgspec.Struct, kw_only=True):
     systems: dict[str, SystemFacts]
     not_run: dict[str, str]  # system -> why
     requests: list[Request] = []
-    again: list[Again] = []
     copies: list[Copy] = []
     traces: list[Trace] = []
-    overhead: Overhead | None = None
     is_complete: bool = False
 
 

@@ -1,23 +1,38 @@
-"""One run of `pdx bench breakdown` from its plan to its files, however it ends."""
+"""One run of `pdx bench breakdown` from its plan to its files, however it ends: tables, figures and pictures."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdx.bench.breakdown import report as breakdown_report
-from pdx.bench.breakdown.records import Result
+import msgspec
+from rich.table import Table
+
+from pdx.bench.breakdown import records
+from pdx.bench.breakdown.figures import figures
+from pdx.bench.breakdown.plots import draw_all
+from pdx.bench.breakdown.records import Parts, Request, Result
 from pdx.bench.breakdown.turns import Breakdown
 from pdx.bench.harness.interrupts import undisturbed
+from pdx.bench.harness.plot_style import PARTS
 from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import Bodies, Prompts
+from pdx.bench.harness.report import console, publish
 from pdx.bench.systems import plan as systems_plan
 from pdx.bench.systems.fleet import Fleet
 from pdx.bench.systems.system import is_cpu_build
+from pdx.errors import ConfigError
 from pdx.telemetry import trace
+
+RESULT = "result.json"
+BENCH = "breakdown"
+HIDES = 0.05  # ms; less than this is not shown as hidden
+
+Key = tuple[int, int, str]  # prompt tokens, concurrency, system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,31 +53,34 @@ def run(plan: Plan) -> int:
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder:
         status = plan.carry_out(
             lambda progress: _measure(plan, result, Path(folder), progress),
-            lambda: breakdown_report.write(result, plan.out),
+            lambda: write(result, plan.out),
         )
     is_wrong = any(request.is_same is False for request in result.requests)
     return status or int(not result.requests or is_wrong)
 
 
 def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
+    from pdx.bench.store.pages import Memcpy
+
     for name, system in plan.systems.items():
         if system.is_pdx:
             (folder / name).mkdir(mode=0o700)
             trace.switch(folder / name, True)
     prompts = Prompts.of(plan.bed.model, is_tiny=plan.is_tiny)
-    copy_ms = _memcpy(max(plan.settings.tokens) * int(result.model["kv_bytes_per_token"]))
+    longest = max(plan.settings.tokens) * int(result.model["kv_bytes_per_token"])
+    memcpy = Memcpy(longest, core=max(os.sched_getaffinity(0)))  # where the decode engine is
     fleet = Fleet(plan.bed, list(plan.systems.values()), plan.max_engines, traces=folder)
     try:
         Breakdown(
             result,
-            plan.out / breakdown_report.RESULT,
+            plan.out / RESULT,
             plan.settings,
             systems=plan.systems,
             fleet=fleet,
             bodies=Bodies(prompts, plan.bed.served_name, plan.settings.output_tokens),
             traces=folder,
             watcher=progress,
-            copy_ms=copy_ms,
+            copy_ms=memcpy.median_ms,
             is_gather_beside=not is_cpu_build(),
         ).run()
     finally:
@@ -70,11 +88,101 @@ def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
             fleet.close()
 
 
-def _memcpy(nbytes: int) -> Callable[[int], float]:
-    """Times copies of up to `nbytes` on the decode engine's core."""
-    import statistics
+def write(result: Result, folder: Path) -> list[Path]:
+    """Show the tables, and put everything in `folder`: the result, its figures and its pictures, which are returned."""
+    records.save(result, folder / RESULT)
+    for name, why in result.not_run.items():
+        console.print(f"{name} {'was left out later' if _has(result, name) else 'did not run'}: {why}", markup=False)
+    if not result.requests:
+        console.print("nothing was measured", markup=False)
+        return []
+    _show_systems(result)
+    console.print(parts_table(result))
+    pictures = _draw(result, folder)
+    console.print(
+        f"in {folder}: {', '.join([RESULT, 'breakdown.json', *(path.name for path in pictures)])}", markup=False
+    )
+    rounds = result.settings["rounds"]
+    state = f"{rounds} rounds" if result.is_complete else f"interrupted, {rounds} rounds were planned"
+    publish(
+        BENCH,
+        f"where a request's time goes, {state}",
+        figures(result),
+        {
+            "systems": {name: msgspec.to_builtins(facts) for name, facts in result.systems.items()},
+            "not_run": result.not_run,
+            "settings": result.settings,
+        },
+        folder=folder,
+    )
+    return pictures
 
-    from pdx.bench.store.pages import Memcpy
 
-    memcpy = Memcpy(nbytes, core=max(os.sched_getaffinity(0)))
-    return lambda wanted: statistics.median(memcpy.times_ms(wanted)[1])
+def _show_systems(result: Result) -> None:
+    """Versions and commands of those that measured something."""
+    for name, facts in result.systems.items():
+        if _has(result, name):
+            versions = ", ".join(f"{package} {version}" for package, version in facts.versions.items())
+            console.print(f"{name}: {facts.title} ({versions})", markup=False, soft_wrap=True)
+            for command in facts.commands:
+                console.print(f"    {command}", markup=False, soft_wrap=True)
+
+
+def _draw(result: Result, folder: Path) -> list[Path]:
+    try:
+        return draw_all(result, folder)
+    except ConfigError as error:
+        console.print(f"no pictures: {error}", markup=False)
+        return []
+
+
+def _has(result: Result, system: str) -> bool:
+    return any(request.system == system for request in result.requests)
+
+
+def parts_table(result: Result) -> Table:
+    """Exposed milliseconds of each part, medians over requests; behind +, what ran beside something else."""
+    title = "where the time went, from arrival to the decode engine's first token (exposed ms, + hidden ms)"
+    table = Table(title=title, title_justify="left")
+    _heads(table)
+    for name in PARTS:
+        table.add_column(name.replace("_", "\n"), justify="right")
+    table.add_column("in all", justify="right")
+    for key, requests in _grouped(result):
+        known = [request.parts for request in requests if request.parts is not None]
+        if known:
+            cells = [_part(known, name) for name in PARTS]
+            whole = statistics.median(sum(getattr(parts, name).exposed_ms for name in PARTS) for parts in known)
+            table.add_row(*_row_head(key, len(known)), *cells, _number(whole))
+    return table
+
+
+def _part(known: Sequence[Parts], name: str) -> str:
+    exposed = statistics.median(getattr(parts, name).exposed_ms for parts in known)
+    hidden = statistics.median(getattr(parts, name).hidden_ms for parts in known)
+    return _number(exposed) + (f" + {_number(hidden)}" if hidden >= HIDES else "")
+
+
+def _heads(table: Table) -> None:
+    table.add_column("tokens", justify="right")
+    table.add_column("at once", justify="right")
+    table.add_column("system")
+    table.add_column("requests", justify="right")
+
+
+def _row_head(key: Key, count: int) -> tuple[str, str, str, str]:
+    tokens, concurrency, system = key
+    return f"{tokens:,}", str(concurrency), system, str(count)
+
+
+def _grouped(result: Result) -> Iterable[tuple[Key, list[Request]]]:
+    """Requests by kind: shorter prompts first, systems in the result's order."""
+    places = {name: place for place, name in enumerate(result.systems)}
+    grouped: dict[Key, list[Request]] = {}
+    for request in result.requests:
+        grouped.setdefault((request.prompt_tokens, request.concurrency, request.system), []).append(request)
+    return sorted(grouped.items(), key=lambda item: (*item[0][:2], places.get(item[0][2], len(places))))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -7,8 +7,7 @@ a `Shown` is told.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -16,15 +15,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.bench.breakdown import overhead as breakdown_overhead
 from pdx.bench.breakdown import parts, records
-from pdx.bench.breakdown.observer import Asker, Observer, Seen
-from pdx.bench.breakdown.records import Again, Copy, Kind, Request, Result
+from pdx.bench.breakdown.observer import Observer, Seen
+from pdx.bench.breakdown.records import Copy, Request, Result
 from pdx.bench.harness.ask import AskFailed
-from pdx.bench.harness.interrupts import whole
-from pdx.bench.harness.lists import rotated
+from pdx.bench.harness.lists import in_turns
 from pdx.bench.harness.prompts import Bodies
-from pdx.bench.systems.engine_metrics import CacheNotReset
 from pdx.errors import PdxError
 
 if TYPE_CHECKING:
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
     from pdx.bench.systems.system import Running, System
 
 PLAIN = "plain"  # the system whose answers are right
-SAVED_S = 1.5  # for what a connector still saves when the answer is there
 TOKEN_WEIGHT = 50  # a token of the answer takes as long as so many of the prompt, for the progress bar
 
 
@@ -46,7 +41,6 @@ class Settings:
     output_tokens: int
     rounds: int
     warmups: int  # batches of the largest kind after each start of a system
-    overhead_pairs: int  # 0: the benchmark's own overhead is not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +57,9 @@ class Turn:
 
 
 def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> list[Turn]:
-    """All batches. If all systems run at the same time they take turns within each point, each beginning as often;
-    otherwise within each round, so that none is started more often than rounds need."""
     points = list(product(settings.tokens, settings.concurrency))
-    turns = []
-    for round_ in range(settings.rounds):
-        if all_at_once:
-            for index, (tokens, concurrency) in enumerate(points):
-                turns += [Turn(round_, tokens, concurrency, name) for name in rotated(systems, round_ + index)]
-        else:
-            for name in rotated(systems, round_):
-                turns += [Turn(round_, tokens, concurrency, name) for tokens, concurrency in points]
-    return turns
+    turns = in_turns(settings.rounds, points, systems, all_at_once=all_at_once)
+    return [Turn(round_, tokens, concurrency, name) for round_, (tokens, concurrency), name in turns]
 
 
 class Breakdown:
@@ -110,9 +95,6 @@ class Breakdown:
         self._is_gather_beside = is_gather_beside
         self._observers: dict[str, tuple[Running, Observer]] = {}
         self._texts: dict[tuple[str, int, int, int, int], str] = {}
-        singles = {name for name, system in systems.items() if not system.is_pair}
-        self._reusing = singles if any(systems[name].keeps for name in singles) else set()
-        self._hits: dict[tuple[str, int, int], str] = {}  # answers to other questions about a document
 
     def run(self) -> None:
         """Measure everything; after an interruption `result` has what was measured until then.
@@ -121,25 +103,21 @@ class Breakdown:
         """
         turns = order(self._settings, list(self._systems), all_at_once=self._fleet.holds_all)
         self._watcher.begin(sum(map(self._amount, turns)))
-        with whole(Asker()) as asker:
-            for turn in turns:
-                self._watcher.now(str(turn))
-                line = self._take(turn, asker)
-                self._watcher.done(self._amount(turn), f"{turn}: {line}")
-            if self._settings.overhead_pairs:
-                self._measure_overhead(asker)
+        for turn in turns:
+            self._watcher.now(str(turn))
+            self._watcher.done(self._amount(turn), f"{turn}: {self._take(turn)}")
         self.result.is_complete = True
         records.save(self.result, self._path)
 
     def _amount(self, turn: Turn) -> float:
         return turn.concurrency * (turn.tokens + TOKEN_WEIGHT * self._settings.output_tokens)
 
-    def _take(self, turn: Turn, asker: Asker) -> str:
+    def _take(self, turn: Turn) -> str:
         """One batch of a system that has not failed; what is to be said of it."""
         if turn.system in self.result.not_run:
             return "left out"
         try:
-            observer = self._observer(turn.system, asker)
+            observer = self._observer(turn.system)
             names = [f"{turn.round} {turn.tokens} {turn.concurrency} {index}" for index in range(turn.concurrency)]
             seen = observer.observe(self._bodies.make(turn.system, turn.tokens, names))
             self._check(seen, turn)
@@ -147,37 +125,10 @@ class Breakdown:
             self._give_up(turn, error)
             return "failed"
         self._keep(turn, seen)
-        if turn.concurrency == 1 and turn.system in self._reusing:
-            self._ask_again(turn, names[0], observer, seen[0])
         self._take_copy(turn)
         self._compare()
         records.save(self.result, self._path)
         return _line(self.result.requests[-turn.concurrency :], seen)
-
-    def _ask_again(self, turn: Turn, name: str, observer: Observer, cold: Seen) -> None:
-        """The prompt of a batch once more, then another question about its document to an engine with an empty cache.
-
-        :raises AskFailed, OSError: the system did not answer.
-        """
-        same, other = self._bodies.again(turn.system, turn.tokens, name)
-        (own,) = observer.observe([same])
-        time.sleep(SAVED_S)
-        try:
-            observer.empty_cache()
-        except CacheNotReset as error:
-            self._reusing.discard(turn.system)
-            self._watcher.note(f"{turn.system}: prompts that were seen before are left out: {error}")
-            return
-        (hit,) = observer.observe([other])
-        kind = Kind.HIT if self._systems[turn.system].keeps else Kind.LOST
-        self._hits[turn.system, turn.round, turn.tokens] = hit.answer.text
-        for each, seen in ((Kind.COLD, cold), (Kind.OWN, own), (kind, hit)):
-            found = seen.engines.found if seen.engines else None
-            if found is None:
-                raise AskFailed("the engine's metrics do not tell where the tokens of a prompt were found")
-            is_same = own.answer.text == cold.answer.text if each is Kind.OWN else None
-            again = Again(turn.system, turn.round, turn.tokens, each, seen.answer.ttft_ms, found, is_same)
-            self.result.again.append(again)
 
     def _take_copy(self, turn: Turn) -> None:
         """Time the reference, while no engine takes processor time."""
@@ -186,7 +137,7 @@ class Breakdown:
             nbytes = turn.tokens * int(self.result.model["kv_bytes_per_token"])
             self.result.copies.append(Copy(turn.round, nbytes, self._copy_ms(nbytes)))
 
-    def _observer(self, name: str, asker: Asker) -> Observer:
+    def _observer(self, name: str) -> Observer:
         """Of the system as it runs now; one that was just started has been warmed up."""
         if name not in self._fleet.running:
             self._watcher.now(f"starting {name}")
@@ -196,7 +147,7 @@ class Breakdown:
             return known[1]
         system = self._systems[name]
         traces = self._traces / name if system.is_pdx else None
-        observer = Observer(system, running, asker, traces, is_gather_beside=self._is_gather_beside)
+        observer = Observer(system, running, traces, is_gather_beside=self._is_gather_beside)
         tokens, together = max(self._settings.tokens), max(self._settings.concurrency)
         for number in range(self._settings.warmups):
             self._watcher.now(f"warming up {name}, {number + 1} of {self._settings.warmups}")
@@ -261,29 +212,6 @@ class Breakdown:
                 right, own = self._texts.get((PLAIN, *key)), self._texts.get((request.system, *key))
                 if right is not None:
                     self.result.requests[at] = msgspec.structs.replace(request, is_same=own == right)
-        for at, again in enumerate(self.result.again):
-            right = self._hits.get((PLAIN, again.round, again.prompt_tokens))
-            if again.kind is Kind.HIT and again.is_same is None and right is not None:
-                own = self._hits[again.system, again.round, again.prompt_tokens]
-                self.result.again[at] = msgspec.structs.replace(again, is_same=own == right)
-
-    def _measure_overhead(self, asker: Asker) -> None:
-        """On the first PDX system that still answers."""
-        name = next((each for each in self._pdx_systems() if each not in self.result.not_run), None)
-        if name is None:
-            return
-        tokens, pairs = min(self._settings.tokens), self._settings.overhead_pairs
-        self._watcher.now(f"the benchmark's own overhead on {name}, {pairs} pairs")
-        bodies = (self._bodies.make(name, tokens, [f"overhead {number}"]) for number in range(2 * pairs))
-        try:
-            for overhead in breakdown_overhead.measure(self._observer(name, asker), bodies, self._traces / name, asker):
-                self.result.overhead = overhead
-                records.save(self.result, self._path)
-        except (AskFailed, PdxError, OSError) as error:
-            self._watcher.note(f"{name} stopped answering while the overhead was measured: {error}")
-
-    def _pdx_systems(self) -> Iterator[str]:
-        return (name for name, system in self._systems.items() if system.is_pdx)
 
 
 def _line(batch: Sequence[Request], seen: Sequence[Seen]) -> str:

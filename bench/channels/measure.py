@@ -1,40 +1,31 @@
-"""Each channel against the technology under it, called directly: `python -m pdx.bench.channels [SCHEME…]`.
+"""Each channel against the technology under it, called directly, for `pdx bench transfer`.
 
-Messages of 4 KB to 16 MB from one process to another, one and many in flight. Both sides walk through the same two
-256 MiB of shared memory, so that caches help nobody; both are timed in the same rounds, one after the other. Writes
-`results/channels.json` and `results/channels.png`. The last line is JSON.
+Messages go from one process to another, one and many in flight. Both sides walk through the same two pieces of shared
+memory, larger than caches; both are timed in the same rounds, one after the other.
 """
 
 from __future__ import annotations
 
 import ctypes
 import statistics
-import sys
-import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 
 from pdx.bench.channels.raw import RAW, Flow, Raw, RawShm, SharedFile
 from pdx.bench.channels.receiver import Receiver
-from pdx.bench.harness.report import RESULTS, Figure, at_least, machine, plain, publish, show_rows, significant
+from pdx.bench.harness.report import Figure, at_least, plain, significant
 from pdx.bench.harness.timing import measure
 from pdx.errors import ChannelUnavailable
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.transports.registry import find
 
 MIB = 1 << 20
-RING = 256 * MIB
-SIZES = tuple((4 << 10) << (2 * step) for step in range(7))  # 4 KB … 16 MB
-MANY = 8
 PASS_BYTES = 128 * MIB  # in one measurement, unless that would be more than
 PASS_MESSAGES = 1024
-REPEATS = 7
 GOALS = {"shm": 0.9, "tcp": 0.9, "nixl": 0.9, "ucx": 0.85}
 CHECKED = 4 * MIB  # bytes of a message when it is seen that all bytes arrive
 LARGE = 1 * MIB  # goals hold from here on
@@ -66,11 +57,11 @@ class Options:
     """What is measured. `ring`: bytes that each side walks through, a multiple of `CHECKED`; a size times the messages
     in flight must fit in."""
 
-    sizes: tuple[int, ...] = SIZES
-    depths: tuple[int, ...] = (1, MANY)
-    repeats: int = REPEATS
-    has_raw: bool = True
-    ring: int = RING
+    sizes: tuple[int, ...]
+    depths: tuple[int, ...]
+    repeats: int
+    has_raw: bool
+    ring: int
 
     @property
     def cases(self) -> list[tuple[int, int]]:
@@ -88,19 +79,13 @@ class Sender:
         self._channel: Channel | None = None
 
     def connect(self, remote: RemoteRegion) -> None:
-        """To a receiver."""
         self._channel = self.region.connect(remote)
 
     def send(self, flow: Flow) -> None:
         """All messages; returns when all are acknowledged."""
         assert self._channel is not None
-        under_way: deque[Transfer] = deque()
-        for offset in flow.offsets(self._ring):
-            under_way.append(self._channel.write([Piece(offset, offset, flow.nbytes)], NOTIFY))
-            if len(under_way) == flow.depth:
-                self._finish(under_way.popleft())
-        while under_way:
-            self._finish(under_way.popleft())
+        write = self._channel.write
+        flow.carry_out(self._ring, lambda offset: write([Piece(offset, offset, flow.nbytes)], NOTIFY), self._finish)
 
     def _finish(self, transfer: Transfer) -> None:
         """Wait until it is over, as a node does."""
@@ -200,37 +185,20 @@ def _row(scheme: str, sender: Sender, raw: Raw | None, walk: Walk, depth: int, r
     return Row(scheme, walk.nbytes, depth, rates.get("raw"), rates["ours"], ratio, rates.get("one thread", 0.0))
 
 
-def figures(rows: list[Row], skipped: dict[str, str]) -> list[Figure]:
-    """The medians over the large sizes that goals are set for."""
+def goals(rows: list[Row]) -> list[Figure]:
+    """The medians over the large sizes, of channels that were measured beside what is under them."""
     found = []
-    for scheme in dict.fromkeys(row.scheme for row in rows):
-        for depth, words in ((1, "one in flight"), (MANY, f"{MANY} in flight")):
-            large = [row for row in rows if (row.scheme, row.in_flight) == (scheme, depth) and row.nbytes >= LARGE]
-            ratio = statistics.median(row.ratio or 0.0 for row in large)
-            parts = ", ".join(f"{row.nbytes // MIB} MB {row.gb_s:.2f} of {row.raw_gb_s or 0.0:.2f}" for row in large)
-            name = f"{scheme}, {words}: share of the raw rate at ≥ 1 MB"
-            found.append(at_least(name, ratio, "", GOALS[scheme], f"GB/s: {parts}"))
-            if large[0].one_thread_gb_s:
-                alone = statistics.median(row.gb_s / row.one_thread_gb_s for row in large)
-                found.append(plain(f"{scheme}, {words}: against memcpy by one thread", alone, ""))
-    return found + [plain(f"{scheme}: skipped", 0.0, "", why) for scheme, why in skipped.items()]
-
-
-def main() -> None:
-    from pdx.bench.channels.plots import draw
-
-    rows: list[Row] = []
-    skipped: dict[str, str] = {}
-    for scheme in sys.argv[1:] or RAW:
-        with tempfile.TemporaryDirectory(prefix="pdx-bench-", dir="/dev/shm") as folder:
-            try:
-                measure_scheme(scheme, Options(), Path(folder), rows.append)
-            except ChannelUnavailable as error:
-                skipped[scheme] = str(error)
-    show_rows(rows, f"channels against what is under them, GB/s, median of {REPEATS}")
-    if len(sys.argv) > 1:
-        return  # a look at some of them is no result
-    title = f"channels against the technology under them, median of {REPEATS} rounds"
-    draw(rows, RESULTS / "channels.png", machine(), f"Median of {REPEATS} rounds")
-    details: dict[str, Any] = {"rows": [asdict(row) for row in rows], "skipped": skipped}
-    publish("channels", title, figures(rows, skipped), details)
+    for scheme, depth in dict.fromkeys((row.scheme, row.in_flight) for row in rows):
+        of_case = [row for row in rows if (row.scheme, row.in_flight) == (scheme, depth) and row.nbytes >= LARGE]
+        large = [(row, row.ratio) for row in of_case if row.ratio is not None]
+        if not large or scheme not in GOALS:
+            continue
+        words = "one in flight" if depth == 1 else f"{depth} in flight"
+        parts = ", ".join(f"{row.nbytes / MIB:g} MB {row.gb_s:.2f} of {row.raw_gb_s or 0.0:.2f}" for row, _ in large)
+        ratio = statistics.median(ratio for _, ratio in large)
+        name = f"{scheme}, {words}: share of the raw rate at ≥ 1 MB"
+        found.append(at_least(name, ratio, "", GOALS[scheme], f"GB/s: {parts}"))
+        if alone := [row.gb_s / row.one_thread_gb_s for row, _ in large if row.one_thread_gb_s]:
+            name = f"{scheme}, {words}: against memcpy by one thread"
+            found.append(plain(name, statistics.median(alone), ""))
+    return found

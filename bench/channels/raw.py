@@ -20,16 +20,18 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy
 
 from pdx.transports.channel import Memory
 
+Begun = TypeVar("Begun")
+Posted = tuple[Any, Any]  # a request of UCXX, and its buffer
 NIXL_DELAY_US = 1000  # see `RawNixl`
 IDLE_ROUNDS = 200  # of progress without any, some 30 microseconds
 
@@ -50,6 +52,16 @@ class Flow:
         """Of the messages, in memories of `ring` bytes."""
         used = ring - ring % self.nbytes
         return ((self.first + index * self.nbytes) % used for index in range(self.count))
+
+    def carry_out(self, ring: int, begin: Callable[[int], Begun], finish: Callable[[Begun], object]) -> None:
+        """Begin a message at each offset, and finish the oldest one whenever `depth` are in flight, and all."""
+        under_way: deque[Begun] = deque()
+        for offset in self.offsets(ring):
+            under_way.append(begin(offset))
+            if len(under_way) == self.depth:
+                finish(under_way.popleft())
+        while under_way:
+            finish(under_way.popleft())
 
 
 class SharedFile:
@@ -113,7 +125,6 @@ class RawShm(Raw):
             list(self._pool.map(lambda thread: self._copy(flow, thread, threads), range(threads)))
 
     def copy_alone(self, flow: Flow) -> None:
-        """All of it on this thread."""
         self._copy(flow, 0, 1)
 
     def _copy(self, flow: Flow, start: int, step: int) -> None:
@@ -222,13 +233,7 @@ class RawNixl(Raw):
         self.agent.releaseXferReq(handle)
 
     def send(self, flow: Flow) -> None:
-        under_way: deque[int] = deque()
-        for offset in flow.offsets(self.memory.nbytes):
-            under_way.append(self._begin(offset, flow.nbytes))
-            if len(under_way) == flow.depth:
-                self._wait(under_way.popleft())
-        while under_way:
-            self._wait(under_way.popleft())
+        flow.carry_out(self.memory.nbytes, lambda offset: self._begin(offset, flow.nbytes), self._wait)
 
     def take(self) -> None:
         self.agent.getNotifs({}, self._backends)
@@ -267,13 +272,13 @@ class RawUcx(Raw):
         remote = self._library.UCXAddress.create_from_buffer(address)
         self._endpoint = self._library.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
 
-    def _send(self, buffer: Any, tag: int) -> tuple[Any, Any]:
+    def _send(self, buffer: Any, tag: int) -> Posted:
         return self._endpoint.tag_send(self._array(buffer), self._tags[tag]), buffer
 
-    def _receive(self, buffer: Any, tag: int) -> tuple[Any, Any]:
+    def _receive(self, buffer: Any, tag: int) -> Posted:
         return self._endpoint.tag_recv(self._array(buffer), self._tags[tag]), buffer
 
-    def _wait(self, posted: tuple[Any, Any]) -> None:
+    def _wait(self, posted: Posted) -> None:
         """The buffer is with the request because UCXX does not keep it."""
         request, _ = posted
         idle = 0
@@ -293,7 +298,6 @@ class RawUcx(Raw):
         return bytes(self._worker.address.tobytes())
 
     def _serve(self) -> None:
-        """Flow by flow, until the end."""
         poll = select.poll()
         poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
         poll.register(self._stop, select.POLLIN)
@@ -315,20 +319,20 @@ class RawUcx(Raw):
                 self._receive_flow(Flow(*self._HEAD.unpack(buffer)))
 
     def _receive_flow(self, flow: Flow) -> None:
-        under_way: deque[tuple[Any, Any]] = deque()
-        for offset in flow.offsets(self.memory.nbytes):
-            under_way.append(self._receive(self.memory.view[offset : offset + flow.nbytes], self._DATA))
-            if len(under_way) == flow.depth:
-                self._received(under_way.popleft(), flow)
-        while under_way:
-            self._received(under_way.popleft(), flow)
-        if flow.depth > 1:
-            self._wait(self._send(self._small, self._ANSWER))
+        self._exchange(flow, self._receive, self._send)
 
-    def _received(self, posted: tuple[Any, Any], flow: Flow) -> None:
-        self._wait(posted)
-        if flow.depth == 1:
-            self._wait(self._send(self._small, self._ANSWER))
+    def _exchange(self, flow: Flow, move: Callable[[Any, int], Posted], answer: Callable[[Any, int], Posted]) -> None:
+        def begin(offset: int) -> Posted:
+            return move(self.memory.view[offset : offset + flow.nbytes], self._DATA)
+
+        def finish(posted: Posted) -> None:
+            self._wait(posted)
+            if flow.depth == 1:
+                self._wait(answer(self._small, self._ANSWER))
+
+        flow.carry_out(self.memory.nbytes, begin, finish)
+        if flow.depth > 1:
+            self._wait(answer(self._small, self._ANSWER))
 
     def connect(self, detail: bytes) -> None:
         self._start()
@@ -337,17 +341,7 @@ class RawUcx(Raw):
 
     def send(self, flow: Flow) -> None:
         self._wait(self._send(bytearray(self._HEAD.pack(flow.first, flow.nbytes, flow.count, flow.depth)), self._FLOW))
-        under_way: deque[tuple[Any, Any]] = deque()
-        for offset in flow.offsets(self.memory.nbytes):
-            under_way.append(self._send(self.memory.view[offset : offset + flow.nbytes], self._DATA))
-            if len(under_way) == flow.depth:
-                self._wait(under_way.popleft())
-            if flow.depth == 1:
-                self._wait(self._receive(self._small, self._ANSWER))
-        while under_way:
-            self._wait(under_way.popleft())
-        if flow.depth > 1:
-            self._wait(self._receive(self._small, self._ANSWER))
+        self._exchange(flow, self._send, self._receive)
 
     def close(self) -> None:
         if hasattr(self, "_thread"):

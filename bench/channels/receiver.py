@@ -36,7 +36,6 @@ class WakeFd(threading.Event):
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def set(self) -> None:
-        """See `threading.Event`."""
         os.eventfd_write(self.fd, 1)
 
 

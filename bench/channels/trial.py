@@ -1,6 +1,6 @@
 """One channel measured in a process of its own, because libraries of channels may hang, crash or not bear each other.
 
-    python -m pdx.bench.channels.trial FOLDER SCHEME    (`Options` on standard input) prints rows as lines of JSON
+    python -m pdx.bench.channels.trial FOLDER SCHEME OPTIONS    prints rows as lines of JSON until its input ends
 
 `told` is the other side of it.
 """
@@ -91,11 +91,12 @@ def told(scheme: str, chosen: Options) -> Iterator[Row]:
     :raises ChannelUnavailable: there are no rows here; the text says why, and what would help.
     :raises ChannelBroken: it should work here, and does not.
     """
+    asked = msgspec.json.encode(chosen).decode()
     folder = Path(tempfile.mkdtemp(prefix=f"pdx-bench-{os.getpid()}-", dir=SHM))
     try:
         with (folder / "errors").open("w+b") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pdx.bench.channels.trial", str(folder), scheme],
+                [sys.executable, "-P", "-m", "pdx.bench.channels.trial", str(folder), scheme, asked],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -114,11 +115,7 @@ def told(scheme: str, chosen: Options) -> Iterator[Row]:
 
 
 def _rows(process: subprocess.Popen[bytes], scheme: str, chosen: Options, errors: Path) -> Iterator[Row]:
-    assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already, which is seen below
-        process.stdin.write(msgspec.json.encode(chosen) + b"\n")
-        process.stdin.flush()
     count = len(chosen.sizes) * (1 if scheme == MEMCPY else len(chosen.depths))
     for _ in range(count):
         if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
@@ -172,10 +169,10 @@ def _measure(scheme: str, chosen: Options, folder: Path, say: Any) -> None:
 def main() -> None:
     """What libraries print goes to standard error, so that standard output holds messages only."""
     folder, scheme = Path(sys.argv[1]), sys.argv[2]
+    _follow_parent(folder)
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
-        chosen = msgspec.json.decode(sys.stdin.buffer.readline(), type=Options)
-        _follow_parent(folder)
+        chosen = msgspec.json.decode(sys.argv[3], type=Options)
 
         def say(message: Measured | Missing) -> None:
             out.write(msgspec.json.encode(message) + b"\n")

@@ -50,12 +50,10 @@ STARTED_AT = time.monotonic()
 
 
 def say(line: str) -> None:
-    """One line of progress."""
     console.print(f"[{time.monotonic() - STARTED_AT:4.0f} s] {line}", markup=False, soft_wrap=True)
 
 
 def digest(*parts: object) -> str:
-    """A short name for these."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -201,7 +199,6 @@ def wire_of(running: PdxRunning, tried: dict[str, float]) -> Wire:
 
 
 def main() -> int:
-    """The whole demo; its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", default="", metavar="CHANNEL", help=f"two nodes, this channel; {AUTO}: the fastest")
     pair = parser.parse_args().pair or None

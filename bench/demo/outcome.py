@@ -39,7 +39,6 @@ class Row:
         return str(self.timeline["why"]) if self.timeline["mode"] == "alone" else ""
 
     def part(self, name: str) -> float | None:
-        """One number of the timeline's breakdown."""
         value: float | None = self.timeline["breakdown"][name]
         return value
 
@@ -56,7 +55,6 @@ class Wire:
 
 
 def table(rows: Sequence[Row], wire: Wire | None) -> Table:
-    """One row for each request."""
     way = f", {wire.channel} between their nodes" if wire else ""
     shown = Table(title=f"through PDX: prefill on one engine, decode on another{way}", title_justify="left")
     names = ("prompt\ntokens", "reused\ntokens", "pushed\ntokens", "pushed\nMB", "moved when\nprefill ended")
@@ -85,7 +83,6 @@ def _number(value: float | None, form: str = "{:,.1f}") -> str:
 
 
 def summary(rows: Sequence[Row], wire: Wire | None) -> dict[str, Any]:
-    """The last line."""
     moved = sum(row.part("moved_bytes") or 0 for row in rows)
     result = {
         "identical": all(row.is_same for row in rows),

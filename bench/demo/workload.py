@@ -46,7 +46,6 @@ def changed(request: Request) -> Request:
 
 
 def first_turn() -> Request:
-    """A conversation begins."""
     return chat("first turn (chat)", text(1000, seed=1))
 
 

@@ -85,7 +85,6 @@ class Bed(ABC):
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self.device, generator=source)
 
     def zeros(self, nbytes: int) -> Tensor:
-        """Bytes on the GPU."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     @abstractmethod
@@ -174,10 +173,7 @@ class ToyBed(Bed):
 
 @contextlib.contextmanager
 def bed(name: str) -> Iterator[Bed]:
-    """The bed of that name; the toy's driver is gone behind it.
-
-    :raises GpuUnavailable: there is no GPU.
-    """
+    """The bed of that name; the toy's driver is gone behind it. :raises GpuUnavailable: there is no GPU."""
     if name == REAL:
         yield RealBed(Gpu.find("0"))
         return

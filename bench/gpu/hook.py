@@ -88,7 +88,6 @@ class Meter:
         return result
 
     def rows(self, name: str) -> list[Row]:
-        """Medians."""
         found = []
         for step, times in self.times.items():
             if times:
@@ -101,7 +100,6 @@ class Meter:
 
 
 def hook(bed: Bed) -> Findings:
-    """The section `hook`."""
     sizes = SIZES[bed.name]
     node = {"arena_bytes": sizes.arena_bytes, **({"gpu": sizes.node_gpu} if sizes.node_gpu else {})}
     with nodes_for("", node) as addresses:
@@ -127,10 +125,7 @@ def hook(bed: Bed) -> Findings:
 
 
 def _check_saved(address: str, sizes: Sizes) -> None:
-    """Hooks that had nothing to do are cheap.
-
-    :raises RuntimeError: what was computed is not in the store.
-    """
+    """Hooks that had nothing to do are cheap. :raises RuntimeError: what was computed is not in the store."""
     with connect(address) as node:
         sealed = node.status().chunks.get("sealed", 0)
     if sealed < sizes.prompt_tokens // sizes.chunk_tokens:

@@ -100,7 +100,6 @@ class Writer:
     # ---- the ways ---------------------------------------------------------------------------
 
     def copy(self) -> None:
-        """The reference."""
         self._other.copy_(self.pages.bytes)
         self._bed.wait()
 
@@ -169,10 +168,7 @@ class Writer:
         return {"settings": ucx_settings(), "lanes": lanes(text)}
 
     def check(self, way: str, call: Callable[[], None]) -> None:
-        """After a pass the receiver's pages hold ours, in its order.
-
-        :raises RuntimeError: they do not.
-        """
+        """After a pass the receiver's pages hold ours, in its order. :raises RuntimeError: they do not."""
         if way == COPY:
             return
         expected = self.pages.digest()
@@ -201,7 +197,6 @@ def writer(bed: Bed) -> Iterator[Writer]:
 
 
 def ipc(bed: Bed) -> Findings:
-    """The section `ipc`."""
     sizes = SIZES[bed.name]
     with writer(bed) as ours:
         calls, why_not = ours.ways(), {}

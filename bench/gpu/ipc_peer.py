@@ -82,7 +82,6 @@ class Pages:
         return {size: [Group(self, address, start, size) for start in self.starts(size)] for size in self._sizes.groups}
 
     def starts(self, group_bytes: int) -> range:
-        """Where the groups begin."""
         return range(0, self._sizes.total_bytes, group_bytes)
 
     def digest(self) -> str:
@@ -149,7 +148,6 @@ class Board:
         self._numbers[self._GROUP_BYTES] = group_bytes
 
     def fill(self) -> None:
-        """One more group is filled."""
         self._numbers[self._FILLED] += 1
 
     @property
@@ -158,14 +156,10 @@ class Board:
         return self._numbers[self._DONE]
 
     def finish(self) -> None:
-        """One more pass is there."""
         self._numbers[self._DONE] += 1
 
     def wait(self, done: int) -> None:
-        """Until so many passes are there. Other threads run meanwhile.
-
-        :raises RuntimeError: that took too long.
-        """
+        """Until so many passes are there. Other threads run meanwhile. :raises RuntimeError: that took too long."""
         deadline = time.monotonic() + DEADLINE_S
         while self.done < done:
             time.sleep(0)

@@ -79,7 +79,6 @@ class Row:
 
     @property
     def case(self) -> str:
-        """In words."""
         return f"pages of {self.page_bytes // KIB} KB, slices of {self.slice_bytes // KIB} KB, {self.order}"
 
 
@@ -111,22 +110,17 @@ class Case:
         self._place = Place.HOST if kind.on_host else Place.HERE
 
     def gather(self) -> None:
-        """Pages to slices."""
         from pdx.kernels.paged import gather
 
         gather(self._pages, self._batch, 0, self._num_layers, place=self._place)
 
     def scatter(self) -> None:
-        """Slices to pages."""
         from pdx.kernels.paged import scatter
 
         scatter(self._pages, self._batch, 0, self._num_layers, place=self._place)
 
     def check(self, wait: Callable[[], None]) -> None:
-        """What is gathered is right, and comes back.
-
-        :raises RuntimeError: it is not, or does not.
-        """
+        """What is gathered is right, and comes back. :raises RuntimeError: it is not, or does not."""
         from pdx.kernels.paged import scatter
 
         self._slices.zero_()
@@ -197,10 +191,7 @@ def _slowest(name: str, cases: Sequence[Row], goal: float) -> Figure:
 
 @contextlib.contextmanager
 def locked_memory(bed: Bed, nbytes: int) -> Iterator[Tensor]:
-    """Shared memory, page-locked as a host arena is; as bytes.
-
-    :raises GpuError: the driver refused to lock it.
-    """
+    """Shared memory, page-locked as a host arena is; as bytes. :raises GpuError: the driver refused to lock it."""
     from pdx.cuda.page_lock import PageLock
 
     fd = os.memfd_create("pdx-bench", os.MFD_CLOEXEC)

@@ -98,7 +98,6 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of KV."""
         itemsize = 2 if self.device == "cuda" else 4
         return self.shapes.layers * self.shapes.kv_heads * 2 * self.shapes.head_dim * itemsize
 
@@ -185,7 +184,6 @@ class Stage:
         self._until(lambda: self._hand_over()[2]["loaded_tokens"], "no prompt is handed over")
 
     def warm_prefills(self) -> None:
-        """Until a prompt is saved."""
 
         def is_saved() -> bool:
             name = f"warm {self._random.random()}"

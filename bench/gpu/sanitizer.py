@@ -22,7 +22,6 @@ FOUND = 86  # exit status that stands for an error found by the sanitizer
 
 
 def find() -> str | None:
-    """The program."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
 

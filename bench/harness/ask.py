@@ -100,7 +100,6 @@ class _Stream:
         self._is_done = False
 
     def take(self, event: bytes, now_ns: int) -> None:
-        """One event's data."""
         self._end_ns = now_ns
         if event == b"[DONE]":
             self._is_done = True
@@ -118,7 +117,6 @@ class _Stream:
             self._came_ns.append(now_ns)
 
     def answer(self, sent_ns: int, transfer: str, request_id: str) -> Answer:
-        """What it was in all."""
         if not self._is_done or self._usage is None or not self._came_ns:
             raise AskFailed(f"the stream ended early, after {''.join(self._text)[:MAX_WORDS]!r}")
         gaps = zip(self._came_ns, self._came_ns[1:], strict=False)

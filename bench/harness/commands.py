@@ -54,10 +54,7 @@ class Run:
     is_complete: bool = False
 
     def save(self) -> str:
-        """What is in the file now.
-
-        :raises OSError: it cannot be written.
-        """
+        """What is in the file now. :raises OSError: it cannot be written."""
         more = {"missing": self.missing, "is_complete": self.is_complete}
         details: dict[str, Any] = msgspec.to_builtins({**self.details, **more})
         return self.file.write(self.figures, details)
@@ -107,26 +104,24 @@ class Run:
 @option("--sizes", default="1MiB,4MiB,16MiB", type=BYTE_SIZES, help="Of a chunk.")
 @option("--chunks", default=8, type=click.IntRange(1, 10_000), help="Chunks in a round.")
 @option("--rounds", default=7, type=click.IntRange(1, 10_000), help="Rounds that count.")
-@option("--tiers", default="", type=NAMES, help="host, gpu, disk, remote, and channels to another node. [all]")
-@option("--index", default="10000,100000", type=counts(), help='Chunks in the index; "": none.')
-@option("--questions", default=2000, type=click.IntRange(1), help="Lookups in each index.")
+@option("--tiers", default="", type=NAMES, help="host, and channels to another node. [all]")
 @option("--out", default="pdx-bench", type=FOLDER, help="Folder for store.json.")
 @_json
 def store(out: Path, as_json: bool, **settings: Any) -> None:
     """Store chunks and read them again, in every tier that there is here.
 
     A chunk is gathered from an engine's pages and scattered to such pages again: in the host arena of the engine's own
-    node, on its GPU, and in another node over each channel. Beside it runs one memcpy of as many bytes. Then lookups in
-    a full index. Tiers that cannot be measured are named with the reason.
+    node, and in another node over each channel. Beside it runs one memcpy of as many bytes. Tiers that are not measured
+    are named with the reason.
 
     Ctrl-C ends it and keeps what was measured (exit status 130).
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException(f"pdx bench store copies with PyTorch: {install('torch')}")
-    from pdx.bench.store.run import steps_of
+    from pdx.bench.store.tiers import steps_of
 
     title = f"tiers of the chunk store, median of {settings['rounds']} rounds"
-    run = Run(ResultFile(out, "store", title), {"settings": settings, "rows": [], "index": []})
+    run = Run(ResultFile(out, "store", title), {"settings": settings, "rows": []})
     run.carry_out(steps_of(run, **settings), as_json=as_json)
 
 
@@ -178,7 +173,7 @@ def proxy(out: Path, as_json: bool, before: Path | None, **settings: Any) -> Non
     try:
         with Interrupts(), stage(pace, before) as actors:
             run.carry_out(steps_of(run, actors, **settings), as_json=as_json)
-    except RuntimeError as error:
+    except (PdxError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -220,7 +215,7 @@ def transfer(
     check_channels(channels)
     try:
         from pdx.bench.channels import trial
-        from pdx.bench.channels.measure import MEMCPY
+        from pdx.bench.channels.measure import MEMCPY, goals
         from pdx.bench.channels.plots import draw
         from pdx.bench.harness.report import machine
     except ImportError as error:
@@ -254,7 +249,7 @@ def transfer(
 
     steps = [Step(name, partial(channel, name), name) for name in (MEMCPY, *names)]
     try:
-        run.carry_out([*steps, Step("picture", picture)], as_json=as_json)
+        run.carry_out([*steps, Step("goals", lambda: goals(rows)), Step("picture", picture)], as_json=as_json)
     finally:
         if rows and not run.is_complete:
             with contextlib.suppress(ConfigError):  # there is no matplotlib

@@ -130,7 +130,6 @@ class Steps(Shown):
         self._interrupts = Interrupts()
 
     def step(self, name: str) -> None:
-        """The next step begins."""
         self.done(min(self._at, 1))
         self._at += 1
         if self.is_terminal:

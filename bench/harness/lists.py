@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import click
 
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
+
+_P = TypeVar("_P")
 
 
 def listed(one: Callable[[str], object]) -> Callable[[Any], tuple[Any, ...]]:
@@ -44,7 +46,20 @@ def counts(least: int = 1) -> Callable[[Any], tuple[int, ...]]:
 NAMES, BYTE_SIZES = listed(str), listed(parse_bytes)  # such as shm,tcp and 64KiB,1MiB
 
 
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The same in turns: each begins as often."""
+def in_turns(
+    rounds: int, points: Sequence[_P], names: Sequence[str], *, all_at_once: bool
+) -> Iterator[tuple[int, _P, str]]:
+    """(round, point, name) of all. If all systems run at the same time they take turns within each point, each
+    beginning as often; otherwise within each round, so that none is started more often than rounds need."""
+    for round_ in range(rounds):
+        if all_at_once:
+            for index, point in enumerate(points):
+                yield from ((round_, point, name) for name in _rotated(names, round_ + index))
+        else:
+            for name in _rotated(names, round_):
+                yield from ((round_, point, name) for point in points)
+
+
+def _rotated(names: Sequence[str], by: int) -> list[str]:
     first = by % len(names) if names else 0
     return [*names[first:], *names[:first]]

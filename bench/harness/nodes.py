@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,29 @@ def why_not(scheme: str) -> str:
 
 
 @contextlib.contextmanager
+def nodes(names: Sequence[str], *, of_first: dict[str, Any] | None = None, **settings: Any) -> Iterator[list[str]]:
+    """Addresses of nodes of these names, which know each other; they end with this context. `of_first`: more settings
+    of the first."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-bench-")))
+        addresses = [f"ipc://{folder}/{name}.sock" for name in names]
+        if len(names) > 1:
+            roster = folder / "roster.toml"
+            known = zip(names, addresses, strict=True)
+            roster.write_text("".join(f'[nodes.{name}]\naddress = "{address}.peers"\n' for name, address in known))
+            roster.chmod(0o600)
+            settings["roster"] = str(roster)
+        for name, address in zip(names, addresses, strict=True):
+            own = {**settings, **(of_first or {})} if name == names[0] else settings
+            stack.callback(end, start(NodeConfig(address=address, name=name, **own)))
+        yield addresses
+
+
+@contextlib.contextmanager
 def one_node(arena_bytes: int, **settings: Any) -> Iterator[str]:
     """The address of a node that ends with this context."""
-    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder:
-        address = f"ipc://{folder}/node.sock"
-        process = start(NodeConfig(address=address, arena_bytes=arena_bytes, **settings))
-        try:
-            yield address
-        finally:
-            end(process)
+    with nodes(("node",), arena_bytes=arena_bytes, **settings) as (address,):
+        yield address
 
 
 class Asking:
@@ -55,7 +69,6 @@ class Asking:
         self.times: dict[str, list[float]] = {}
 
     def call(self, body: Ask) -> Answer:
-        """To the node and back."""
         return self._connection.call(body, ANSWER_S)
 
     def timed(self, name: str, body: Ask) -> Answer:
@@ -66,16 +79,12 @@ class Asking:
         return answer
 
     def admit(self, name: str, body: Admit) -> Admitted:
-        """Timed where it has a name."""
         answer = self.timed(name, body) if name else self.call(body)
         assert isinstance(answer, Admitted)
         return answer
 
     def seal(self, keys: list[bytes], chunk_bytes: int, layers: int = 1) -> None:
-        """Put chunks under these keys.
-
-        :raises RuntimeError: there is no room for all of them.
-        """
+        """Put chunks under these keys. :raises RuntimeError: there is no room for all of them."""
         reserved = self.admit("", Admit(keys, chunk_bytes, layers))
         if len(reserved.granted) != len(keys):
             raise RuntimeError(f"the node has no room for {len(keys):,} chunks: {reserved}")
@@ -84,10 +93,7 @@ class Asking:
 
 @contextlib.contextmanager
 def asking(address: str) -> Iterator[Asking]:
-    """A client of that node.
-
-    :raises NodeUnavailable: it does not answer.
-    """
+    """A client of that node. :raises NodeUnavailable: it does not answer."""
     with Connection(address, Hello(VERSION, os.getpid(), "client", name="bench")) as connection:
         if not connection.attach(ATTACH_S):
             raise NodeUnavailable(f"the node at {address} does not answer within {ATTACH_S:g} s")
@@ -99,26 +105,10 @@ def node_pair(
     scheme: str, arena_bytes: int, *, of_first: dict[str, Any] | None = None, **settings: Any
 ) -> Iterator[tuple[Node, Node]]:
     """A node and its peer `TO`, linked over `scheme`; both end with this context. `of_first`: settings of the first."""
+    more = {"arena_bytes": arena_bytes, "channels": [scheme], **settings}
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-bench-")))
-        roster = folder / "roster.toml"
-        lines = [f'[nodes.{name}]\naddress = "ipc://{folder}/{name}.sock.peers"' for name in ("a", TO)]
-        roster.write_text("\n".join(lines))
-        roster.chmod(0o600)
-        configs = [
-            NodeConfig(
-                address=f"ipc://{folder}/{name}.sock",
-                name=name,
-                arena_bytes=arena_bytes,
-                channels=[scheme],
-                roster=str(roster),
-                **{**settings, **((of_first or {}) if name != TO else {})},
-            )
-            for name in ("a", TO)
-        ]
-        for config in configs:
-            stack.callback(end, start(config))
-        a, b = (stack.enter_context(connect(config.address, ATTACH_S)) for config in configs)
+        addresses = stack.enter_context(nodes(("a", TO), of_first=of_first, **more))
+        a, b = (stack.enter_context(connect(address, ATTACH_S)) for address in addresses)
         _warm(a, b, scheme)
         yield a, b
 
@@ -133,7 +123,6 @@ def _warm(a: Node, b: Node, scheme: str) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a node."""
     process.terminate()
     try:
         process.wait(15)
@@ -167,10 +156,7 @@ class Child:
         self.process.stdin.flush()
 
     def heard(self) -> Any:
-        """What it says next.
-
-        :raises RuntimeError: it has ended.
-        """
+        """What it says next. :raises RuntimeError: it has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

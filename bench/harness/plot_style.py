@@ -29,7 +29,6 @@ PARTS = {
 FAMILIES = {
     "pdx": ("#0072B2", "#00A6D6", "#2B3A8C", "#56B4E9", "#1F6F8B", "#6A75B8", "#004F7A", "#7FB6D9"),
     "nixl": ("#D55E00", "#F0A070", "#E69F00"),
-    "mooncake": ("#CC79A7",),
     "offloading": ("#8C3A6B",),
     "simple-offload": ("#B07AA1",),
     "lmcache": ("#8A6D00", "#B8920B", "#A0522D", "#CD7F32"),
@@ -49,10 +48,7 @@ def looks(names: Collection[str]) -> dict[str, dict[str, str]]:
 
 
 def require_matplotlib() -> None:
-    """Before anything is measured that shall be drawn.
-
-    :raises ConfigError: it is not installed.
-    """
+    """Before anything is measured that shall be drawn. :raises ConfigError: it is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -79,7 +75,6 @@ class Sheet:
             axes.spines[["top", "right"]].set_visible(False)
 
     def at(self, row: int, column: int, title: str, x: str, y: str = "") -> Any:
-        """The axes there, named."""
         axes = self.axes[row, column]
         axes.set_title(title, fontsize=9.5, loc="left")
         axes.set_xlabel(x, fontsize=SMALL_PT)

@@ -38,12 +38,10 @@ class Shown:
         self._task = self._bar.add_task("starting", total=total)
 
     def begin(self, amount: float, what: str = "starting") -> None:
-        """So much is to be done."""
         self._bar.reset(self._task, total=amount, description=what)
         self._bar.refresh()
 
     def now(self, what: str) -> None:
-        """This begins."""
         self._bar.update(self._task, description=what)
         self._bar.refresh()
         if not self.is_terminal and what.startswith(("starting", "warming", "the ")):
@@ -61,7 +59,6 @@ class Shown:
         self.say(f"[{time.monotonic() - self._started_at:6.0f} s] {line}")
 
     def say(self, line: str) -> None:
-        """A line that stays."""
         self._bar.console.print(line, markup=False, soft_wrap=True)
         self._bar.console.file.flush()
 

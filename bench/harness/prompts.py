@@ -28,7 +28,6 @@ class Prompts:
 
     @classmethod
     def of(cls, model: Path, *, is_tiny: bool) -> Prompts:
-        """For the model in this folder."""
         return cls(None if is_tiny else text_config(model))
 
     def make(self, tokens: int, name: object) -> str | list[int]:
@@ -47,7 +46,6 @@ def text_config(model: Path) -> dict[str, Any]:
     return text
 
 
-QUESTION_TOKENS = 16
 Body = tuple[str, dict[str, Any]]  # request id, and what is posted
 
 
@@ -61,20 +59,12 @@ class Bodies:
         self._num_made = 0
 
     def make(self, system: str, tokens: int, names: Sequence[str]) -> list[Body]:
-        """One for each name."""
         made = []
         for name in names:
             self._num_made += 1
             body = completion(self._model, self._prompts.make(tokens, name), self._output_tokens)
             made.append((f"pdx-bench-{system}-{self._num_made}", body))
         return made
-
-    def again(self, system: str, tokens: int, name: str) -> tuple[Body, Body]:
-        """The prompt of that name once more, and another question about its document: the same but for its end."""
-        (same,) = self.make(system, tokens, [name])
-        (other,) = self.make(system, tokens, [f"{name} another question"])
-        document, question = same[1]["prompt"][:-QUESTION_TOKENS], other[1]["prompt"][-QUESTION_TOKENS:]
-        return same, (other[0], {**other[1], "prompt": document + question})
 
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}

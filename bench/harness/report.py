@@ -50,7 +50,6 @@ def at_least(name: str, value: float, unit: str, bound: float, note: str = "") -
 
 
 def plain(name: str, value: float, unit: str, note: str = "") -> Figure:
-    """A figure without a goal."""
     return Figure(name, round(value, 4), unit, note=note)
 
 
@@ -71,7 +70,6 @@ def show_rows(rows: Sequence[Any], title: str) -> None:
 
 
 def show_figures(title: str, figures: Sequence[Figure]) -> None:
-    """As a table."""
     table = Table(title=title, title_justify="left")
     for column in ("figure", "measured", "unit", "goal", "met", "note"):
         table.add_column(column, justify="right" if column == "measured" else "left")
@@ -98,7 +96,6 @@ def publish(
 
 
 def as_text(bench: str, title: str, figures: Sequence[Figure], details: dict[str, Any], facts: dict[str, Any]) -> str:
-    """What a result's file holds."""
     result = {
         "bench": bench,
         "title": title,
@@ -110,7 +107,6 @@ def as_text(bench: str, title: str, figures: Sequence[Figure], details: dict[str
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "cpu": _cpu_model(),
@@ -134,10 +130,7 @@ def _cpu_model() -> str:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write it whole or not at all.
-
-    :raises OSError: it cannot be written.
-    """
+    """Write it whole or not at all. :raises OSError: it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_bytes(data)
@@ -153,10 +146,7 @@ class ResultFile:
         self.title = title
 
     def write(self, figures: Sequence[Figure], details: dict[str, Any]) -> str:
-        """The text that is now in it.
-
-        :raises OSError: it cannot be written.
-        """
+        """The text that is now in it. :raises OSError: it cannot be written."""
         text = as_text(self._bench, self.title, figures, details, {})
         replace_file(self.path, text.encode())
         return text

@@ -21,7 +21,6 @@ class Timing:
     """What one callable took."""
 
     median_s: float
-    best_s: float
     ratio: float  # median over the rounds of (reference's time / own time): above 1 is faster than the reference
 
     def rate(self, amount: float) -> float:
@@ -61,7 +60,7 @@ def measure(
 
 def _summary(own: list[float], reference: list[float]) -> Timing:
     ratios = [theirs / mine for mine, theirs in zip(own, reference, strict=True)]
-    return Timing(statistics.median(own), min(own), statistics.median(ratios))
+    return Timing(statistics.median(own), statistics.median(ratios))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,7 @@ class Spread:
 
 
 def spread_ms(samples: Sequence[float]) -> Spread:
-    """The spread of `samples`, which are milliseconds.
-
-    :raises ValueError: there are none.
-    """
+    """The spread of `samples`, which are milliseconds. :raises ValueError: there are none."""
     if not samples:
         raise ValueError("no samples")
     p99 = statistics.quantiles(samples, n=100, method="inclusive")[98] if len(samples) > 1 else samples[0]

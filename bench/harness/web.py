@@ -16,10 +16,7 @@ direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def get(url: str, timeout_s: float = ANSWER_S) -> bytes:
-    """The body at `url`.
-
-    :raises OSError: no answer, or an error.
-    """
+    """The body at `url`. :raises OSError: no answer, or an error."""
     with direct.open(url, timeout=timeout_s) as response:
         body: bytes = response.read()
         return body

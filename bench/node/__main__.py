@@ -34,12 +34,10 @@ INDEX_CHUNKS = 20_000
 
 
 def new_keys(count: int) -> list[bytes]:
-    """Keys nobody has seen."""
     return [os.urandom(16) for _ in range(count)]
 
 
 def with_node(arena_bytes: int, work: Callable[[Asking], None]) -> dict[str, list[float]]:
-    """Run `work` against a node of its own."""
     with one_node(arena_bytes) as address, asking(address) as client:
         work(client)
         return client.times

@@ -153,7 +153,6 @@ class Bed:
 
 @contextlib.contextmanager
 def running(*command: str) -> Iterator[None]:
-    """A process beside."""
     with subprocess.Popen([sys.executable, "-P", *command], stdout=subprocess.DEVNULL) as process:
         try:
             yield

@@ -76,34 +76,27 @@ class Controller:
     def __init__(self, address: str) -> None:
         self.connection = _attached(address, "controller")
 
-    def start(self, keys: Sequence[bytes], source: str, target: str, node: str = "") -> JobStatus:
-        answer = self.connection.call(Move(Selection(list(keys)), source, target, node), ATTACH_S)
+    def job(self, ask: Move | CheckFinish | EndJob) -> JobStatus:
+        answer = self.connection.call(ask, ATTACH_S)
         assert isinstance(answer, JobStatus), answer
         return answer
+
+    def start(self, keys: Sequence[bytes], source: str, target: str, node: str = "") -> str:
+        return self.job(Move(Selection(list(keys)), source, target, node)).job
+
+    def has_done(self, name: str, chunks: int) -> bool:
+        return self.job(CheckFinish(name)).chunks_done >= chunks
 
     def clear(self, keys: Sequence[bytes]) -> None:
         self.connection.call(Clear(Selection(list(keys))), ATTACH_S)
 
-    def job(self, name: str) -> JobStatus:
-        answer = self.connection.call(CheckFinish(name), ATTACH_S)
-        assert isinstance(answer, JobStatus)
-        return answer
-
-    def has_done(self, name: str, chunks: int) -> bool:
-        return self.job(name).chunks_done >= chunks
-
     def move(self, keys: Sequence[bytes], source: str, target: str, node: str = "") -> float:
         """Seconds, by the node's own clock."""
-        job = self.start(keys, source, target, node).job
-        wait_until(lambda: self.job(job).is_over, "the move is over", 120.0, pause_s=0.02)
-        status = self.job(job)
+        ask = CheckFinish(self.start(keys, source, target, node))
+        wait_until(lambda: self.job(ask).is_over, "the move is over", 120.0, pause_s=0.02)
+        status = self.job(ask)
         assert (status.state, status.chunks_done) == ("done", len(keys)), status
         return status.seconds
-
-    def cancel(self, job: str) -> JobStatus:
-        answer = self.connection.call(EndJob(job), ATTACH_S)
-        assert isinstance(answer, JobStatus)
-        return answer
 
     def found(self, keys: Sequence[bytes]) -> Found:
         answer = self.connection.call(Find(Selection(list(keys))), ATTACH_S)
@@ -118,7 +111,9 @@ class Raw:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._data = memoryview(_aligned(TOTAL_BYTES))
+        aligned = mmap.mmap(-1, TOTAL_BYTES)
+        aligned[:] = os.urandom(1 << 20) * (TOTAL_BYTES >> 20)
+        self._data = memoryview(aligned)
         for at in range(CHUNKS):
             (folder / f"{at:02x}").mkdir(parents=True)
 
@@ -138,8 +133,6 @@ class Raw:
         return took_s
 
     def write(self) -> float:
-        """Seconds for new files."""
-
         def write(fd: int, data: memoryview) -> int:
             count = os.pwrite(fd, data, 0)
             os.fdatasync(fd)
@@ -155,14 +148,7 @@ class Raw:
         return took_s
 
 
-def _aligned(nbytes: int) -> memoryview:
-    memory = mmap.mmap(-1, nbytes)
-    memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
-    return memoryview(memory)
-
-
 def pushed(engine: Engine, there: Controller, keys: Sequence[bytes]) -> float:
-    """A plain push, until the other node has sealed all."""
     started_at = time.perf_counter()
     engine.push(keys)
     wait_until(lambda: there.found(keys).hits == CHUNKS, "all have come", 120.0, pause_s=0.005)
@@ -191,10 +177,10 @@ def measure(folder: Path) -> list[Figure]:
                 kept.setdefault("to the other node", []).append(controller.move(keys, "host", "host", TO))
                 there.clear(keys)
                 keys = engine.fresh()
-                job = controller.start(keys, "host", "disk").job
+                job = controller.start(keys, "host", "disk")
                 wait_until(partial(controller.has_done, job, 8), "it is under way", pause_s=0.002)
                 started_at = time.perf_counter()
-                assert controller.cancel(job).state == "cancelled"
+                assert controller.job(EndJob(job)).state == "cancelled"
                 cancels.append(time.perf_counter() - started_at)
                 wait_until(lambda: not a.status().tiers[0].copies, "nothing is under way", pause_s=0.002)
                 quiet.append(time.perf_counter() - started_at)

@@ -71,11 +71,9 @@ class RealNode:
         self._schedule = Path(f"/proc/{status.pid}/schedstat")  # of its main thread
 
     def attach(self) -> Process:
-        """One more connection."""
         return _Connected(self._stack.enter_context(asking(self._address)))
 
     def spent_s(self) -> float:
-        """By the kernel's account."""
         return int(self._schedule.read_text().split()[0]) / 1e9
 
 
@@ -96,11 +94,10 @@ class Load:
         self._chunk_bytes = chunk_bytes
         self._names = 0
         self._client = bed.attach()
-        self._seal(chunks)
+        self.seal(chunks)
 
     @staticmethod
     def arena_bytes(chunks: int, chunk_bytes: int = GRANULE_BYTES) -> int:
-        """The arena that it needs."""
         return (chunks + WRITER_CHUNKS) * chunk_bytes
 
     def round(self) -> Generator[Step, Any, None]:
@@ -119,7 +116,7 @@ class Load:
         yield from self._cancel()
         yield "status", lambda: client.ask(Status())
         yield "death of a writer with 4,000 slots", writer.end
-        self._seal(self.chunks - self._sealed())
+        self.seal(self.chunks - self.sealed())
 
     def _partial_chunk(self) -> Generator[Step, Any, None]:
         """A chunk and the end of a prompt, from one process to another."""
@@ -154,16 +151,12 @@ class Load:
         assert found.hits == len(keys)
         assert isinstance(client.ask(Release(found.lease)), Done)
 
-    def fill_up(self) -> None:
-        """Seal chunks until no room is left."""
-        self._seal(self.chunks + WRITER_CHUNKS - self._sealed())
-
-    def _sealed(self) -> int:
+    def sealed(self) -> int:
         status = self._client.ask(Status())
         assert isinstance(status, NodeStatus)
         return status.chunks["sealed"]
 
-    def _seal(self, count: int) -> None:
+    def seal(self, count: int) -> None:
         for first in range(0, count, FILL_CHUNKS):
             keys = self._keys(min(FILL_CHUNKS, count - first))
             reserved = self._client.ask(Admit(keys, self._chunk_bytes))
@@ -193,7 +186,6 @@ def drive(steps: Generator[Step, Any, None], take: Callable[[str, Callable[[], A
 
 @contextlib.contextmanager
 def loads(chunk_bytes: int) -> Iterator[list[Load]]:
-    """A node of each size."""
     with contextlib.ExitStack() as stack:
         made = []
         for chunks in SIZES:
@@ -229,7 +221,7 @@ def requests() -> dict[int, list[float]]:
     rates: dict[int, list[float]] = defaultdict(list)
     with loads(REQUEST_CHUNK_BYTES) as made:
         for load in made:
-            load.fill_up()
+            load.seal(load.chunks + WRITER_CHUNKS - load.sealed())  # no room is left
         for turn in range(-1, TURNS):
             for load in made:
                 began = load.bed.spent_s()

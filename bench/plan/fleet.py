@@ -68,7 +68,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens."""
         return statistics.fmean(self.prompts())
 
 
@@ -106,7 +105,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def second_gap_s(self) -> float:
-        """First token -> second token."""
         return self.handoff_s + self.first_decode_s
 
     @property
@@ -146,17 +144,10 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        """All of them."""
         return (self.prefillers + self.decoders) * self.tp
 
     @property
-    def is_stable(self) -> bool:
-        """Lines do not grow for ever."""
-        return self.ttft_high_s < INF and self.itl_high_s < INF
-
-    @property
     def is_kept(self) -> bool:
-        """The SLO is."""
         return not self.limits
 
 
@@ -348,7 +339,6 @@ def _reuse_limits(engine: Engine, work: Workload, engines: int) -> list[Limit]:
 
 
 def _limits(service: Service, slo: Slo, wires: dict[Literal["prefill", "decode"], float]) -> list[Limit]:
-    """Why not, in words."""
     found = []
     many = f"{service.prefillers} engine" + "s" * (service.prefillers > 1)
     high = f"p{slo.share * 100:g}"

@@ -142,11 +142,7 @@ class Engine(msgspec.Struct, frozen=True):
 
     def prefill_s(self, new: int, context: int = 0) -> float:
         """Computing `new` tokens behind `context` that are there already, with nothing else in the batch."""
-        total = 0.0
-        for chunk in self.chunks(new):
-            total += self.step_s(0, 0, chunk, context)
-            context += chunk
-        return total
+        return sum(seconds for _, seconds in self.prefill_steps(new, context))
 
     def prefill_steps(self, new: int, context: int = 0) -> list[tuple[int, float]]:
         """Tokens and seconds of each step."""

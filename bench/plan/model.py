@@ -21,7 +21,7 @@ from pdx.bench.plan.fleet import (
     transfer,
 )
 from pdx.bench.plan.machines import INF, Engine
-from pdx.bench.plan.transfer import LONGEST, Crossover, crossover, layered_load_s, load_s, perfect_buffer_bytes
+from pdx.bench.plan.transfer import Crossover, crossover, load_s
 from pdx.bench.plan.units import show_bytes, show_time
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -38,16 +38,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     request_s: float
 
     def split(self, prefillers: int, decoders: int) -> Service:
-        """Disaggregated."""
         counts = {"prefillers": prefillers, "decoders": decoders}
         return disaggregated(self.engine, self.work, self.slo, self.link, **counts, request_s=self.request_s)
 
     def mixed(self, engines: int, chunk: int) -> Service:
-        """Not disaggregated."""
         return mixed(self.engine, self.work, self.slo, engines=engines, chunk=chunk, request_s=self.request_s)
 
     def at(self, rate: float) -> Case:
-        """The same with another rate."""
         return msgspec.structs.replace(self, work=msgspec.structs.replace(self.work, rate=rate))
 
 
@@ -60,18 +57,15 @@ def smallest_split(case: Case) -> Service | None:
 
 def smallest_mixed(case: Case) -> Service | None:
     """The fewest engines, with the chunk size that needs the fewest; of those, the one furthest within the SLO."""
-    found = []
-    for chunk in CHUNKS:
-        count = _fewest(partial(_is_kept, case, chunk))
-        if count:
-            found.append(case.mixed(count, chunk))
+    counts = {chunk: _fewest(partial(_is_kept, case, chunk)) for chunk in CHUNKS}
+    found = [case.mixed(count, chunk) for chunk, count in counts.items() if count]
     return min(found, key=lambda service: (service.gpus, _strain(service, case.slo)), default=None)
 
 
 def best_split(case: Case, engines: int) -> Service | None:
-    """Of all splits of so many engines, the one that comes closest to the SLO or is furthest within it."""
-    splits = (case.split(prefillers, engines - prefillers) for prefillers in _splits(engines))
-    return _best(splits, case.slo)
+    """Of all splits of so many engines (or of 100), the one closest to the SLO or furthest within it."""
+    splits = range(1, engines, max(1, engines // 100))
+    return _best((case.split(prefillers, engines - prefillers) for prefillers in splits), case.slo)
 
 
 def best_mixed(case: Case, engines: int) -> Service | None:
@@ -79,14 +73,18 @@ def best_mixed(case: Case, engines: int) -> Service | None:
     return _best((case.mixed(engines, chunk) for chunk in CHUNKS), case.slo)
 
 
-def most_rate(case: Case, serves: Callable[[Case], bool]) -> float:
-    """The highest rate that a deployment still serves (requests per second); 0 where it serves none."""
+def most_rate(case: Case, split: Service) -> float:
+    """The highest rate that as many engines still serve within the SLO (requests per second); 0: none."""
+
+    def serves(rate: float) -> bool:
+        return case.at(rate).split(split.prefillers, split.decoders).is_kept
+
     low, high = 0.0, 1e-3
-    while serves(case.at(high)) and high < 1e6:
+    while serves(high) and high < 1e6:
         low, high = high, high * 2
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if serves(case.at(middle)) else (low, middle)
+        low, high = (middle, high) if serves(middle) else (low, middle)
     return low
 
 
@@ -158,12 +156,6 @@ def _fewest(is_enough: Callable[[int], bool]) -> int | None:
     return high
 
 
-def _splits(engines: int) -> Iterator[int]:
-    """All, or so many that they are a percent apart."""
-    step = max(1, engines // 100)
-    yield from range(1, engines, step)
-
-
 def _best(services: Iterator[Service], slo: Slo) -> Service | None:
     known = [service for service in services if _strain(service, slo) < INF]
     return min(known, key=lambda service: _strain(service, slo), default=None)
@@ -177,8 +169,6 @@ def _strain(service: Service, slo: Slo) -> float:
 KIND = "pdx-plan"
 VERSION = 1
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-RATES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # times the rate that was asked for
-SPEEDS = (1 / 64, 1 / 32, 1 / 8, 1.0)  # times the link's
 ABOUT = 1.05  # ratios below this are no difference
 
 
@@ -191,10 +181,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Hiding(msgspec.Struct, frozen=True):
-    """What hides of one prompt's transfer at one speed of the wire."""
+    """What hides of one prompt's transfer."""
 
     tokens: int
-    wire_bytes_s: float
     share: float  # of the bytes, those that are there when prefill ends
     exposed_s: float
     wire_s: float
@@ -207,14 +196,6 @@ class Loading(msgspec.Struct, frozen=True):
     tokens: int
     prefill_s: float
     load_s: list[float]  # at each speed of `Plan.crossovers`
-
-
-class RatePoint(msgspec.Struct, frozen=True):
-    """GPUs that keep the SLO; None: no number does."""
-
-    rate: float
-    split_gpus: int | None
-    mixed_gpus: int | None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +214,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     hiding: list[Hiding]
     crossovers: list[Crossover]
     loading: list[Loading]
-    curve: list[RatePoint]
 
 
 def make(
@@ -243,7 +223,6 @@ def make(
     links: Sequence[float],
     prefillers: int = 0,
     decoders: int = 0,
-    with_curve: bool = True,
 ) -> Plan:
     """`links`: speeds (bytes/s) at which KV might be loaded. `prefillers`, `decoders`: judge these, do not choose."""
     fixed = case.split(prefillers, decoders) if prefillers and decoders else None
@@ -261,11 +240,13 @@ def make(
         mixed=mixed,
         same_split=same_split,
         same_mixed=same_mixed,
-        split_rate=_most_rate(case, split) if split else None,
-        hiding=[_hiding(case, tokens, speed) for speed in SPEEDS for tokens in LENGTHS],
+        split_rate=most_rate(case, split) if split else None,
+        hiding=[_hiding(case, tokens) for tokens in LENGTHS],
         crossovers=[crossover(case.engine.prefill_s, token_bytes, speed) for speed in links],
-        loading=[_loading(case.engine, tokens, links) for tokens in LENGTHS if tokens <= LONGEST],
-        curve=[_rate_point(case.at(case.work.rate * times)) for times in RATES] if with_curve else [],
+        loading=[
+            Loading(tokens, case.engine.prefill_s(tokens), [load_s(tokens, token_bytes, speed) for speed in links])
+            for tokens in LENGTHS
+        ],
     )
 
 
@@ -343,43 +324,19 @@ def _remarks(case: Case, split: Service | None, mixed: Service | None) -> list[s
             f"the link is slower than prefill: {show_time(split.overlap.wire_s)} of wire against "
             f"{show_time(split.overlap.prefill_s)}, so {show_time(split.overlap.exposed_s)} cannot hide"
         )
-    if case.work.reuse:
-        found += _reuse_remark(case)
-    return found
-
-
-def _reuse_remark(case: Case) -> list[str]:
     work, engine = case.work, case.engine
+    if not work.reuse:
+        return found
     reused = work.reused(work.input_tokens)
     saved_s = engine.prefill_s(work.input_tokens) - engine.prefill_s(work.input_tokens - reused, reused)
     load_s = work.load_s(work.input_tokens, engine.kv_token_bytes)
     verb = "pays" if load_s < saved_s else "does not shorten TTFT"
-    rest_s = engine.prefill_s(work.input_tokens - reused, reused)
-    layered_s = layered_load_s(load_s, rest_s, engine.shapes.layers)
-    buffer = perfect_buffer_bytes(load_s, rest_s, work.reuse_bytes_s)
-    ahead = f", or nothing with {show_bytes(buffer)} read ahead" if buffer else ""
-    return [
-        f"reuse {verb}: {reused:,} tokens load in {show_time(load_s)} and save {show_time(saved_s)} of prefill; layer "
-        f"by layer, beside the prefill of the rest, a load would cost {show_time(layered_s - rest_s)}{ahead}"
-    ]
+    found.append(
+        f"reuse {verb}: {reused:,} tokens load in {show_time(load_s)} and save {show_time(saved_s)} of prefill"
+    )
+    return found
 
 
-def _most_rate(case: Case, split: Service) -> float:
-    return most_rate(case, lambda other: other.split(split.prefillers, split.decoders).is_kept)
-
-
-def _hiding(case: Case, tokens: int, times: float) -> Hiding:
-    faster = msgspec.structs.replace(case.link, wire_bytes_s=case.link.wire_bytes_s * times)
-    work = msgspec.structs.replace(case.work, reuse=0.0)
-    way = transfer(case.engine, faster, work, tokens)
-    return Hiding(tokens, faster.wire_bytes_s, way.hidden_bytes_share, way.exposed_s, way.wire_s, way.prefill_s)
-
-
-def _loading(engine: Engine, tokens: int, links: Sequence[float]) -> Loading:
-    loads = [load_s(tokens, engine.kv_token_bytes, speed) for speed in links]
-    return Loading(tokens, engine.prefill_s(tokens), loads)
-
-
-def _rate_point(case: Case) -> RatePoint:
-    split, mixed = smallest_split(case), smallest_mixed(case)
-    return RatePoint(case.work.rate, split.gpus if split else None, mixed.gpus if mixed else None)
+def _hiding(case: Case, tokens: int) -> Hiding:
+    way = transfer(case.engine, case.link, msgspec.structs.replace(case.work, reuse=0.0), tokens)
+    return Hiding(tokens, way.hidden_bytes_share, way.exposed_s, way.wire_s, way.prefill_s)

@@ -36,7 +36,6 @@ class Line(msgspec.Struct, frozen=True):
 
     @property
     def service_s(self) -> float:
-        """The mean."""
         return statistics.fmean(self.services_s)
 
     @property

@@ -57,17 +57,14 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qk_dim(self) -> int:
-        """Of one head, in prefill."""
         return self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def v_dim(self) -> int:
-        """Of one head, in prefill."""
         return self.latent.v_dim if self.latent else self.head_dim
 
     @property
     def attention_params(self) -> int:
-        """The projections of one layer."""
         if (mla := self.latent) is None:
             return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         query = self.heads * self.qk_dim
@@ -85,7 +82,6 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def params(self) -> float:
-        """All of them."""
         mlp = self.mlp_params(self.experts.count if self.experts else 0)
         return self.layers * self.attention_params + mlp + self.vocab * self.hidden * (1 if self.is_tied else 2)
 
@@ -104,7 +100,6 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_weight_bytes(self) -> float:
-        """Bytes."""
         return self.params * self.weight_bytes
 
     @property
@@ -116,7 +111,6 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_token_bytes(self) -> float:
-        """One token, all layers."""
         return self.layers * self.kv_layer_bytes
 
     def rank_share(self, tp: int) -> float:
@@ -124,7 +118,6 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 if self.latent else max(1, self.kv_heads / tp) / self.kv_heads
 
     def linear_flops(self, tokens: float) -> float:
-        """Two per parameter and token."""
         return 2 * self.active_params * tokens
 
     def logit_flops(self, tokens: float) -> float:

@@ -37,7 +37,6 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 def group_of(layer_token_bytes: float, layers: int) -> int:
-    """Layers in one message."""
     return min(layers, max(1, math.ceil(GROUP_BYTES / (layer_token_bytes * CHUNK_TOKENS))))
 
 
@@ -83,61 +82,34 @@ class Crossover(msgspec.Struct, frozen=True):
     """One link."""
 
     bytes_s: float
-    load_from: int | None  # loading is faster for all longer prompts up to `longest`; None: for none
+    load_from: int | None  # loading is faster for all longer prompts up to `LONGEST`; None: for none
     turns: list[int]  # all lengths where the faster way changes
-    longest: int
 
 
-def load_s(tokens: int, token_bytes: float, bytes_s: float, latency_s: float = LATENCY_S) -> float:
+def load_s(tokens: int, token_bytes: float, bytes_s: float) -> float:
     """Bytes over the link, after the first one has come."""
-    return latency_s + tokens * token_bytes / bytes_s
+    return LATENCY_S + tokens * token_bytes / bytes_s
 
 
-def crossover(
-    prefill_s: Callable[[int], float],
-    token_bytes: float,
-    bytes_s: float,
-    *,
-    longest: int = LONGEST,
-    latency_s: float = LATENCY_S,
-) -> Crossover:
-    """Where the faster way changes between 1 token and `longest`.
+def crossover(prefill_s: Callable[[int], float], token_bytes: float, bytes_s: float) -> Crossover:
+    """Where the faster way changes between 1 token and `LONGEST`.
 
     Exact to a token; two turns within 2 % of each other are not seen.
     """
 
     def gain(tokens: int) -> float:
-        return prefill_s(tokens) - load_s(tokens, token_bytes, bytes_s, latency_s)
+        return prefill_s(tokens) - load_s(tokens, token_bytes, bytes_s)
 
     turns = []
-    lengths = _grid(longest)
+    lengths = [1]
+    while lengths[-1] < LONGEST:
+        lengths.append(min(LONGEST, max(lengths[-1] + 1, int(lengths[-1] * 1.02))))
     for low, high in zip(lengths, lengths[1:], strict=False):
         if (gain(low) > 0) != (gain(high) > 0):
             turns.append(_turn(gain, low, high))
-    if gain(longest) <= 0:
-        return Crossover(bytes_s, None, turns, longest)
-    return Crossover(bytes_s, turns[-1] if turns else 1, turns, longest)
-
-
-def layered_load_s(load: float, prefill: float, layers: int) -> float:
-    """From start to end, loading old tokens layer by layer while new ones are computed: each layer waits for its load,
-    and either the last load or all of prefill comes behind the first one."""
-    return max(load + prefill / layers, load / layers + prefill)
-
-
-def perfect_buffer_bytes(load: float, prefill: float, bytes_s: float) -> float:
-    """Read ahead so much and layer-wise loading costs nothing: CachedAttention's B·(T_load·L_hist − T_pref·L_new).
-
-    `load` and `prefill` are the products: seconds to load the old tokens and to compute the new ones.
-    """
-    return max(0.0, bytes_s * (load - prefill))
-
-
-def _grid(longest: int) -> list[int]:
-    lengths = [1]
-    while lengths[-1] < longest:
-        lengths.append(min(longest, max(lengths[-1] + 1, int(lengths[-1] * 1.02))))
-    return lengths
+    if gain(LONGEST) <= 0:
+        return Crossover(bytes_s, None, turns)
+    return Crossover(bytes_s, turns[-1] if turns else 1, turns)
 
 
 def _turn(gain: Callable[[int], float], low: int, high: int) -> int:

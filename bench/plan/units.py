@@ -67,7 +67,6 @@ def show_rate(bytes_per_s: float) -> str:
 
 
 def show_bytes(nbytes: float) -> str:
-    """Decimal, with three figures."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

@@ -355,5 +355,4 @@ def _gain(name: str, before_ms: float, here_ms: float) -> Figure:
 
 
 def words(case: Case | Row) -> str:
-    """A case, in words."""
     return f"{case.mode}, {case.concurrency} at once, {case.prompt_tokens:,} + {case.tokens} tokens"

@@ -14,15 +14,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
 import zmq
 
 from pdx.bench.proxy.stand_in_engine import MODEL_LEN, Pace
+from pdx.bench.systems.system import Command, Servers
 from pdx.cli.ports import free_ports
-from pdx.cli.processes import Process, Processes, ProcessState, answers
 from pdx.wire.messages import VERSION, EngineFacts, encode
 from pdx.wire.proxy import EngineReport, NodeReport
 
@@ -56,54 +55,49 @@ class Stage:
 def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
     """All of them; they end with this context, and also if this process is killed. `before`: another checkout.
 
-    :raises RuntimeError: one of them did not start; the message has the end of its log.
+    :raises CannotRun: one of them did not start; the message has the decisive line of its log.
+    :raises RuntimeError: the proxy takes no reports.
     """
-    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, Processes(Path(folder)) as processes:
+    with (
+        tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder,
+        contextlib.closing(Servers(Path(folder))) as servers,
+    ):
         ports = free_ports(6)
-        urls = [f"http://127.0.0.1:{port}" for port in ports[:2]]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
         times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
         engines = [
-            _started(
-                processes,
-                name,
-                ["-m", "pdx.bench.proxy.stand_in_engine", f"--port={port}", f"--{link}={folder}/kv.sock", *times],
-                url,
+            _python(
+                "pdx.bench.proxy.stand_in_engine", name, url, f"--port={port}", f"--{link}={folder}/kv.sock", *times
             )
             for name, port, url, link in zip(("prefill", "decode"), ports, urls, ("kv-to", "kv-from"), strict=False)
         ]
-        for engine in engines:
-            wait_ready(engine)
         checkouts = {"proxy": None} if before is None else {"proxy": None, "before": before}
-        fronts, controls = [], {}
+        controls = {}
+        proxies = []
         for (name, checkout), at in zip(checkouts.items(), (2, 4), strict=False):
             control = f"ipc://{folder}/{name}.sock"
             controls[control] = VERSION if checkout is None else _version(checkout)
-            fronts.append(_front(processes, name, urls, ports[at : at + 2], control, checkout))
-        first, second = engines
+            options = ["--port", str(ports[at]), "--log-level", "warning", "--max-body", "8M", "--control", control]
+            options += ["--prefill", urls[0], "--decode", urls[1], "--admin", f"127.0.0.1:{ports[at + 1]}"]
+            env = {} if checkout is None else {"PYTHONPATH": str(checkout)}
+            proxies.append(_python("pdx.cli.main", name, urls[at], "proxy", *options, "--debug-headers", env=env))
+        servers.start(engines, START_S)
+        servers.start(proxies, START_S)
+        fronts = [
+            Front(urls[at], urls[at + 1], servers.pid(each.name)) for each, at in zip(proxies, (2, 4), strict=False)
+        ]
         with _reported(controls, urls[0], urls[1]):
             for front in fronts:
                 _wait_for_nodes(front.url)
-            yield Stage(pace, urls[0], urls[1], (first.pid, second.pid), *fronts)
+            yield Stage(pace, urls[0], urls[1], (servers.pid("prefill"), servers.pid("decode")), *fronts)
 
 
-def _front(
-    processes: Processes, name: str, engines: list[str], ports: list[int], control: str, checkout: Path | None
-) -> Front:
-    url, admin = (f"http://127.0.0.1:{port}" for port in ports)
-    command = ["-m", "pdx.cli.main", "proxy", "--port", str(ports[0]), "--log-level", "warning", "--max-body", "8M"]
-    command += ["--prefill", engines[0], "--decode", engines[1], "--control", control]
-    command += ["--admin", f"127.0.0.1:{ports[1]}", "--debug-headers"]
-    env = {} if checkout is None else {"PYTHONPATH": str(checkout)}
-    process = _started(processes, name, command, url, env)
-    wait_ready(process)
-    return Front(url, admin, process.pid)
+def _python(module: str, name: str, url: str, *options: str, env: dict[str, str] | None = None) -> Command:
+    return Command(name, (sys.executable, "-P", "-m", module), module, options, url, env or {})
 
 
 def _version(checkout: Path) -> int:
-    """What the control socket of its proxy speaks.
-
-    :raises RuntimeError: it does not say.
-    """
+    """What the control socket of its proxy speaks. :raises RuntimeError: it does not say."""
     for path in (checkout / "pdx" / "wire" / "messages.py", checkout / "pdx" / "messages.py"):
         if path.exists() and (found := re.search(r"^VERSION = (\d+)$", path.read_text(), re.MULTILINE)):
             return int(found[1])
@@ -157,19 +151,4 @@ def _wait_for_nodes(proxy_url: str) -> None:
                 return
         if time.monotonic() > deadline:
             raise RuntimeError("the proxy takes no reports")
-        time.sleep(LOOK_S)
-
-
-def _started(
-    processes: Processes, name: str, arguments: list[str], url: str, env: Mapping[str, str] | None = None
-) -> Process:
-    return processes.start(name, [sys.executable, "-P", *arguments], is_ready=partial(answers, url), env=env)
-
-
-def wait_ready(process: Process) -> None:
-    """:raises RuntimeError: it ended, or took longer than `START_S`; the text has the end of its log."""
-    deadline = time.monotonic() + START_S
-    while process.look() is not ProcessState.READY:
-        if process.state is ProcessState.DIED or time.monotonic() > deadline:
-            raise RuntimeError(f"{process.name} is {process.state}:\n" + "\n".join(process.tail(10)))
         time.sleep(LOOK_S)

@@ -53,7 +53,6 @@ class Bench:
         self._clock = CpuClock(made.proxy.pid)
 
     def cases(self) -> dict[str, Attack]:
-        """By name."""
         ids = [random.Random(1).randrange(100_000, 128_000) for _ in range(LONG)]
         text = "".join(random.Random(0).choices("abcdefgh ", k=2 * LONG))
         big, million, allowed = (_ids(count) for count in (BIG // 7, MILLION - 1, ALLOWED // 7))
@@ -72,7 +71,6 @@ class Bench:
         }
 
     async def figures(self) -> list[Figure]:
-        """Of all cases."""
         found = []
         for name, attack in self.cases().items():
             runs = [await self._run(attack) for _ in range(REPEATS)]
@@ -175,7 +173,6 @@ async def ping(url: str) -> list[float]:
 
 
 async def measure() -> list[Figure]:
-    """All figures, on a stage of its own."""
     with stage(PINGS) as made:
         timeout = aiohttp.ClientTimeout(total=300.0)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:

@@ -79,7 +79,6 @@ class StandInEngine:
         self._ended: dict[str, float] = {}  # by request id, when a prefill leg had its token
 
     def app(self) -> web.Application:
-        """The web application."""
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)

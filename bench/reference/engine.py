@@ -1,13 +1,5 @@
 """A small engine that is not vLLM, on the same connector core: proof that PDX serves more than one engine, and the load
 of GPU measurements. Continuous batching, prompts in pieces, greedy decoding, one rank.
-
-    python -m pdx.bench.reference.engine                                a prefill and a decode engine, one node, on CPUs
-    python -m pdx.bench.reference.engine --channel tcp --mode sampled   two nodes, and the decoder samples every token
-    python -m pdx.bench.reference.engine --device cuda --shapes llama-3.1-8b --prompt-tokens 8192 --graphs
-    python -m pdx.bench.reference.engine --help                         all options
-
-The last line is a JSON summary: moments, what each engine computed and loaded, and whether one engine alone gives the
-same tokens.
 """
 
 from __future__ import annotations
@@ -81,7 +73,6 @@ class Request:
 
     @property
     def output(self) -> list[int]:
-        """The generated tokens."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
     def extend_hashes(self, block_tokens: int) -> None:
@@ -215,7 +206,6 @@ class ReferenceEngine:
         return bool(self.waiting or self.loading or self.running or unsent)
 
     def run(self) -> None:
-        """Step until all requests are finished."""
         while self.has_work:
             self.step()
 
@@ -348,9 +338,3 @@ class ReferenceEngine:
         for half in (self.scheduler, self.worker):
             if half is not None:
                 half.close()
-
-
-if __name__ == "__main__":
-    from pdx.bench.reference.pair import main
-
-    main()

@@ -57,6 +57,7 @@ NUMBERS = listed(_above_0)
 @option("--rates", default="", type=NUMBERS, help="Requests per second, Poisson, in place of --loads; inf: a burst.")
 @option("--targets", default="2,4", type=NUMBERS, help="TTFT, in times of computing alone.")
 @option("--repeats", metavar="N", default=2, type=click.IntRange(1, 1000), help="How often all is measured.")
+@option("--disk", default="", metavar="FOLDER", help="On the disk that pdx-both-disk is measured with.")
 @option("--gbit", default=15.0, type=click.FloatRange(0, min_open=True), help="Gb/s to the store for all hosts.")
 @option("--seed", default=0, help="Of arrivals, pauses and which document is when.")
 @option("--max-engines", type=click.IntRange(1, 64), help="Engines at a time. [default: as memory allows]")
@@ -70,6 +71,7 @@ def reuse(
     model: Path | None,
     systems: str,
     targets: tuple[float, ...],
+    disk: str,
     gbit: float,
     max_engines: int | None,
     quick: bool,
@@ -106,7 +108,7 @@ def reuse(
     if KV_SPACE in os.environ:
         raise ConfigError(f"{KV_SPACE} is set, and this bench chooses the size of each engine's KV cache: unset it")
     out.mkdir(parents=True, exist_ok=True)
-    bed, sizes = prepare(model, out, flags, settings, gbit)
+    bed, sizes = prepare(model, out, flags, settings, gbit, disk)
     chosen, not_run = choose_systems(systems, contenders(sizes))
     plan = Plan(
         settings=settings,
@@ -122,7 +124,7 @@ def reuse(
 
 
 def prepare(
-    model: Path | None, out: Path, flags: tuple[str, ...], settings: Settings, gbit: float
+    model: Path | None, out: Path, flags: tuple[str, ...], settings: Settings, gbit: float, disk: str
 ) -> tuple[Bed, Sizes]:
     """How engines are started, with a KV cache of a few requests, and how much memory keeps KV beside them.
 
@@ -142,7 +144,7 @@ def prepare(
     small = TOGETHER * longest * kv_bytes
     everything = int(ROOM * working_set * kv_bytes) + small
     bed = replace(bed, flags=(*bed.flags, KV_FLAG, str(small)), arena=f"{-(-everything // MIB)}MiB")
-    return bed, Sizes(own=everything, arena_of_many=small, gbit=gbit)
+    return bed, Sizes(own=everything, arena_of_many=small, gbit=gbit, disk=disk)
 
 
 def _is_default(context: click.Context, name: str) -> bool:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdx.bench.harness.report import Figure, at_least, plain
-from pdx.bench.reuse.records import BURST, FIRST, Point, Result
+from pdx.bench.reuse.records import ALONE, BURST, FIRST, KNOWN, Point, Result
 from pdx.bench.reuse.systems import SOURCES, Source
 from pdx.bench.reuse.workload import titled
 
 ORACLE = "recompute"  # the system whose answers are right, and with which all are compared, if it is asked
-OURS = ("pdx-both", "pdx-both-128", "pdx-central", "pdx-central-128")
+OURS = ("pdx-both", "pdx-both-128", "pdx-both-disk", "pdx-central", "pdx-central-128")
 BEST_OWN = "own-cache"
 PERCENTILES = (50, 90)
 BOTH_HELD = "of the highest loads: both held the target"
@@ -61,12 +61,10 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 
 def ttft(point: Point, share: float) -> float:
-    """Milliseconds."""
     return percentile((each.ttft_ms for each in point.asked), share)
 
 
 def itl(point: Point, share: float) -> float:
-    """Milliseconds."""
     return percentile((gap for each in point.asked for gap in each.itl_ms), share)
 
 
@@ -75,7 +73,7 @@ def curve(result: Result, system: str, workload: str, repeat: int, share: float)
     points = [
         point
         for point in result.points
-        if (point.system, point.workload, point.repeat) == (system, workload, repeat) and point.load != FIRST
+        if (point.system, point.workload, point.repeat) == (system, workload, repeat) and point.load not in ALONE
     ]
     points.sort(key=lambda point: math.inf if point.rate is None else point.rate)
     return [(point.requests_per_s, ttft(point, share)) for point in points]
@@ -98,7 +96,6 @@ def reference(points: Sequence[Point]) -> str:
 
 
 def figures(result: Result) -> list[Figure]:
-    """All of them."""
     found: list[Figure] = []
     for workload in result.settings["workloads"]:
         found += [*_at_targets(result, workload), *_times(result, workload), *_costs(result, workload)]
@@ -180,11 +177,13 @@ def _times(result: Result, workload: str) -> Iterator[Figure]:
                     _by_repeat(result, each, workload, BURST, lambda p: p.requests_per_s) for each in (ours, other)
                 ]
                 yield from _ratio(f"{workload}, all at once: answered per second, {ours} / {other}", *ratios)
+                times = [_by_repeat(result, each, workload, KNOWN, lambda p: ttft(p, 50)) for each in (other, ours)]
+                yield from _ratio(f"{workload}, {titled(KNOWN)}: TTFT p50, {other} / {ours}", *times)
 
 
 def _costs(result: Result, workload: str) -> Iterator[Figure]:
     for system in systems_of(result):
-        points = [p for p in result.points if (p.system, p.workload) == (system, workload) and p.load != FIRST]
+        points = [p for p in result.points if (p.system, p.workload) == (system, workload) and p.load not in ALONE]
         if not points:
             continue
         requests = sum(len(point.asked) for point in points)
@@ -209,7 +208,6 @@ SHARES = {"local": "in its own cache", "external": "by what keeps KV", "computed
 
 
 def _checks(result: Result) -> Iterator[Figure]:
-    """What must hold."""
     same = [each.is_same for point in result.points for each in point.asked if each.is_same is not None]
     if same:
         yield at_least(

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
-from pdx.bench.breakdown.records import Found, SystemFacts
 from pdx.bench.harness.report import replace_file
+from pdx.bench.systems.engine_metrics import Found
+from pdx.bench.systems.plan import SystemFacts
 
 KIND = "pdx-bench-reuse"
-FIRST, BURST = "first", "burst"  # loads: one request at a time; all at once
+FIRST, KNOWN, BURST = "first", "known", "burst"  # loads: one request at a time, and the same once more; all at once
+ALONE = (FIRST, KNOWN)
 DOCUMENTS, SESSIONS = "documents", "sessions"
 
 

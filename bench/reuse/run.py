@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
-from pdx.bench.breakdown.records import Found
 from pdx.bench.harness import interrupts
-from pdx.bench.harness.ask import AskFailed, session
+from pdx.bench.harness.ask import AskFailed, ask, completion, session
 from pdx.bench.harness.interrupts import undisturbed, whole
 from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import Prompts
 from pdx.bench.harness.report import machine
 from pdx.bench.reuse import records, report
 from pdx.bench.reuse.figures import reference
-from pdx.bench.reuse.player import Player
-from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, Asked, Point, Result
+from pdx.bench.reuse.records import ALONE, BURST, DOCUMENTS, FIRST, Asked, Point, Result
 from pdx.bench.reuse.systems import SOURCES, CentralRunning, Source
 from pdx.bench.reuse.workload import Message, Passage, Session, Turn, order, sessions_of
 from pdx.bench.systems import engine_metrics
@@ -35,7 +33,6 @@ from pdx.testing.waiting import came_true
 SAVED_S = 1.5  # for what a connector still saves when the answer is there
 STORED_S = 60.0  # until a store beyond this host has everything
 LOOK_S = 0.5
-COUNTED_S = 10.0  # until an engine's metrics have the last request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +131,11 @@ class Reuse:
             sessions = sessions_of(self._settings, turn, burst_per_s)
             # What a store for all hosts has was computed by another engine than the one that is asked later.
             url = running.prefill_url if is_first and turn.workload == DOCUMENTS else running.url
-            before, cpu_s, line = engine_metrics.read(url), running.cpu_s(), running.line_bytes()
-            asked = await self._player.play(client, url, sessions, is_alone=is_first)
-            found = await asyncio.to_thread(_found_since, url, before, len(asked))
+            watch, cpu_s, line = engine_metrics.Watch(url), running.cpu_s(), running.line_bytes()
+            asked = await self._player.play(client, url, sessions, is_alone=turn.load in ALONE)
+            sums = await asyncio.to_thread(watch.end, len(asked))
+            if sums is None:
+                raise AskFailed(f"{url} was sent {len(asked)} requests and has counted another number: other clients?")
             used = {name: round(value - cpu_s.get(name, 0.0), 2) for name, value in running.cpu_s().items()}
             came = running.line_bytes()
             await asyncio.to_thread(_wait_until_stored, running)
@@ -146,8 +145,8 @@ class Reuse:
             workload=turn.workload,
             repeat=turn.repeat,
             load=turn.load,
-            rate=None if turn.load in (FIRST, BURST) else rate,
-            found=found,
+            rate=None if turn.load in (*ALONE, BURST) else rate,
+            found=sums[0].found,
             cpu_s=used,
             line_bytes=None if came is None or line is None else came - line,
             asked=asked,
@@ -163,6 +162,91 @@ class Reuse:
             await asyncio.to_thread(_wait_until_stored, running)
             with contextlib.suppress(engine_metrics.CacheNotReset):
                 await asyncio.to_thread(engine_metrics.reset, running.url)
+
+
+class Player:
+    """Of one run. What was said in a session before, answers included, is the beginning of its next prompt, as tokens.
+
+    State: how many requests were sent. To be used on one event loop.
+    """
+
+    def __init__(self, prompts: Prompts, model: str, output_tokens: int) -> None:
+        self._prompts = prompts
+        self._model = model
+        self._output_tokens = output_tokens
+        self._num_sent = 0
+
+    async def play(
+        self,
+        client: aiohttp.ClientSession,
+        url: str,
+        sessions: Sequence[Session],
+        *,
+        is_alone: bool,
+    ) -> list[Asked]:
+        """Everything, in the order of sessions and turns. `is_alone`: one request after the other, without pauses.
+
+        :raises AskFailed: a request was not answered as asked; those under way are then given up.
+        """
+        start_s = time.monotonic()
+        if is_alone:
+            each = [
+                await self._converse(client, url, session, time.monotonic() - start_s, start_s) for session in sessions
+            ]
+            return sum(each, [])
+        tasks = [
+            asyncio.ensure_future(self._converse(client, url, session, session.start_s, start_s))
+            for session in sessions
+        ]
+        try:
+            return sum(await asyncio.gather(*tasks), [])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _converse(
+        self,
+        client: aiohttp.ClientSession,
+        url: str,
+        session: Session,
+        due_s: float,
+        start_s: float,
+    ) -> list[Asked]:
+        said = self._ids(session.document) if session.document else []
+        asked: list[Asked] = []
+        for number, turn in enumerate(session.messages):
+            if number:
+                due_s = time.monotonic() - start_s + turn.think_s
+            said += self._ids(turn.passage)
+            await asyncio.sleep(start_s + due_s - time.monotonic())
+            self._num_sent += 1
+            body = completion(self._model, said, self._output_tokens, wants_ids=True)
+            answer = await ask(client, url, body, f"pdx-bench-reuse-{self._num_sent}")
+            if (answer.prompt_tokens, len(answer.token_ids)) != (len(said), self._output_tokens):
+                raise AskFailed(
+                    f"asked for {len(said)} tokens of prompt and {self._output_tokens} of answer, got "
+                    f"{answer.prompt_tokens} and {len(answer.token_ids)}"
+                )
+            asked.append(
+                Asked(
+                    session=session.index,
+                    turn=number,
+                    due_s=due_s,
+                    end_s=time.monotonic() - start_s,
+                    ttft_ms=answer.ttft_ms + (answer.sent_ns / 1e9 - start_s - due_s) * 1e3,  # from when it was due
+                    itl_ms=answer.itl_ms,
+                    prompt_tokens=len(said),
+                    token_ids=answer.token_ids,
+                )
+            )
+            said += answer.token_ids
+        return asked
+
+    def _ids(self, passage: Passage) -> list[int]:
+        made = self._prompts.make(passage.tokens, passage.name)
+        assert isinstance(made, list)
+        return list(made)
 
 
 def compare(points: list[Point]) -> None:
@@ -191,23 +275,6 @@ def _burst_per_s(points: Iterable[Point], turn: Turn) -> float | None:
     wanted = (turn.system, turn.workload, turn.repeat, BURST)
     found = [p.requests_per_s for p in points if (p.system, p.workload, p.repeat, p.load) == wanted]
     return found[0] if found else None
-
-
-def _found_since(url: str, before: engine_metrics.Sums, requests: int) -> Found:
-    """Where the engine found the tokens of so many requests; it counts a moment after it answers.
-
-    :raises AskFailed: it has counted another number of requests.
-    """
-    added: list[engine_metrics.Sums] = []
-
-    def have_counted() -> bool:
-        added[:] = [engine_metrics.read(url).since(before)]
-        return added[0].finished >= requests
-
-    came_true(have_counted, COUNTED_S, pause_s=0.1)
-    if added[0].finished != requests:
-        raise AskFailed(f"{url} was sent {requests} requests and has counted {added[0].finished:g}: other clients?")
-    return added[0].found
 
 
 def _wait_until_stored(running: Running) -> None:

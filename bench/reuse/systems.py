@@ -43,6 +43,7 @@ class Sizes:
     own: int  # an engine's KV cache that holds everything at once
     arena_of_many: int  # beside an engine whose chunks are in a store for all hosts
     gbit: float  # 10⁹ bits a second of the line to that store
+    disk: str = ""  # a folder on the disk below the node of one engine
 
 
 class Recompute(Plain):
@@ -164,6 +165,20 @@ class PdxCentral(WithRedis, PdxWith):
         return "--remote", f"redis://127.0.0.1:{ports.line}"
 
 
+class PdxDisk(PdxWith):
+    """One engine, and a node that has little memory and a disk below it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__("disk", "little memory and a disk", {}, ("--disk", sizes.disk))
+        self._sizes = sizes
+
+    def why_not(self) -> str:
+        return super().why_not() or ("" if self._sizes.disk else "it needs --disk FOLDER, on the disk in question")
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        return super().store_command(replace(bed, arena=_mib(self._sizes.arena_of_many)), ports)
+
+
 class LMCacheCentral(WithRedis, LMCache):
     """Two engines, each with an LMCache server that has little memory, and one Redis by LMCache's own adapter."""
 
@@ -185,6 +200,7 @@ def contenders(sizes: Sizes) -> dict[str, System]:
         OwnCache(sizes.own),
         PdxAlone(),
         SYSTEMS["pdx-both-128"],
+        PdxDisk(sizes),
         PdxCentral(sizes),
         PdxCentral(
             sizes, "central-128", "two engines and nodes, chunks of 128 tokens, one Redis", {"chunk_tokens": 128}

@@ -12,14 +12,13 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
-from pdx.bench.harness.lists import rotated
-from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS
+from pdx.bench.harness.lists import in_turns
+from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, KNOWN, SESSIONS
 from pdx.errors import ConfigError
 
 TOGETHER = 3  # requests that an engine's small KV cache holds at once
-ALONE = 3  # sessions that are asked one at a time
+FEW = 3  # sessions that are asked one at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,33 +109,24 @@ class Turn:
 
 
 def titled(load: str) -> str:
-    """A load in words."""
-    words = {FIRST: "one at a time", BURST: "all at once"}
+    words = {FIRST: "one at a time", KNOWN: "one at a time, known", BURST: "all at once"}
     return words.get(load) or f"load {load}"
 
 
-def loads_of(settings: Settings) -> list[tuple[str, float | None, float | None]]:
+def loads_of(settings: Settings, workload: str) -> list[tuple[str, float | None, float | None]]:
     """Name, share and rate of each, in the order in which they are asked."""
+    alone = [(FIRST, None, None), *([(KNOWN, None, None)] if workload == DOCUMENTS else [])]
     if settings.rates:
         rates = [(BURST if math.isinf(rate) else f"{rate:g}/s", None, rate) for rate in sorted(settings.rates)]
-        return [(FIRST, None, None), *rates]
+        return [*alone, *rates]
     shares: list[tuple[str, float | None, float | None]] = [(f"{share:g}", share, None) for share in settings.loads]
-    return [(FIRST, None, None), (BURST, None, math.inf), *sorted(shares)]
+    return [*alone, (BURST, None, math.inf), *sorted(shares)]
 
 
 def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> list[Turn]:
-    """All of them. If all systems run at the same time they take turns at each load, each beginning as often;
-    otherwise each system has its turn in each repeat, so that none is started more often than repeats need."""
-    loads = list(product(settings.workloads, loads_of(settings)))
-    turns = []
-    for repeat in range(settings.repeats):
-        if all_at_once:
-            for index, (workload, load) in enumerate(loads):
-                turns += [Turn(repeat, name, workload, *load) for name in rotated(systems, repeat + index)]
-        else:
-            for name in rotated(systems, repeat):
-                turns += [Turn(repeat, name, workload, *load) for workload, load in loads]
-    return turns
+    loads = [(workload, load) for workload in settings.workloads for load in loads_of(settings, workload)]
+    turns = in_turns(settings.repeats, loads, systems, all_at_once=all_at_once)
+    return [Turn(repeat, name, workload, *load) for repeat, (workload, load), name in turns]
 
 
 def sessions_of(settings: Settings, turn: Turn, burst_per_s: float | None) -> list[Session]:
@@ -164,7 +154,7 @@ def sessions_of(settings: Settings, turn: Turn, burst_per_s: float | None) -> li
             )
             for index, (start_s, document) in enumerate(zip(_arrivals(count, rate, seed), documents, strict=True))
         ]
-    count = min(ALONE, settings.sessions) if rate is None else settings.sessions
+    count = min(FEW, settings.sessions) if rate is None else settings.sessions
     # A session pauses as long as each of the others needs for one request, so that about so many requests come later,
     # too, and the others' KV comes between two of its own.
     think_s = 0.0 if rate is None else settings.sessions / rate
@@ -175,7 +165,6 @@ def sessions_of(settings: Settings, turn: Turn, burst_per_s: float | None) -> li
 
 
 def _messages(settings: Settings, name: str, think_s: float, draw: random.Random) -> tuple[Message, ...]:
-    """Of one session."""
     first = Message(Passage(f"{name} round 0", settings.first_tokens))
     later = (
         Message(

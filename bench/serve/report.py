@@ -262,7 +262,6 @@ def ratio(key: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> floa
 
 
 def file_name(label: str) -> str:
-    """Of the result with that label."""
     return f"serve-{re.sub(r'[^0-9A-Za-z._-]+', '-', label)}.json"
 
 

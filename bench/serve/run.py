@@ -23,9 +23,8 @@ from typing import Any
 
 import aiohttp
 
-from pdx.bench.breakdown.records import Found
 from pdx.bench.systems import engine_metrics
-from pdx.bench.systems.engine_metrics import CacheNotReset, Sums
+from pdx.bench.systems.engine_metrics import CacheNotReset, Found, Sums
 from pdx.errors import ConfigError
 
 API_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -219,7 +218,6 @@ def empty_caches(engines: Sequence[str]) -> None:
 
 
 def total(found: Collection[Found]) -> Found:
-    """All of them together."""
     return Found(*(sum(getattr(each, name) for each in found) for name in ("computed", "local", "external")))
 
 

@@ -18,8 +18,8 @@ from pdx.cli.options import option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pdx.bench.sim.replay import Point
     from pdx.bench.sim.requests import Trace
-    from pdx.bench.sim.sweep import Point
 
 _SHARE = click.FloatRange(0.01, 1.0)
 _PRICE = click.FloatRange(0)
@@ -78,14 +78,12 @@ _PRICE = click.FloatRange(0)
     help="Hit rate by capacity, host=16GB,64GB, or in shares of an hour's demand, host=0.1x; or by how long chunks are "
     "kept, by age or unused: age=60s,10m,1h or idle=60s,10m,1h.",
 )
-@option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="A picture of a sweep (PNG).")
 @option("--json", "as_json", is_flag=True, help="One JSON array instead of tables.")
 def sim(
     *,
     traces: tuple[Path, ...],
     apart: str,
     sweep: str,
-    plot: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -97,22 +95,16 @@ def sim(
     \b
     pdx sim trace.jsonl.gz --host 128GB --disk 10TB --engines 4
     pdx sim --sessions 9000 --model llama-13b --gpu a100 --tp 2 --queue-depth 64
-    pdx sim --sessions 9000 --sweep host=0.05x,0.1x,0.25x,0.5x --plot capacity.png
+    pdx sim --sessions 9000 --sweep host=0.05x,0.1x,0.25x,0.5x
     """
     from pdx.bench.sim.options import traces_of
 
     if apart and sweep:
         raise ConfigError("--apart and --sweep are two different questions; ask one")
-    if plot is not None:
-        if not sweep:
-            raise ConfigError("--plot draws what --sweep gives")
-        from pdx.bench.harness.plot_style import require_matplotlib
-
-        require_matplotlib()
     asked = SimpleNamespace(**options)
     found = traces_of(traces, asked)
     if sweep:
-        _sweep(found, asked, sweep, plot, as_json)
+        _sweep(found, asked, sweep, as_json)
     elif apart:
         _apart(found, asked, apart, as_json)
     else:
@@ -159,11 +151,10 @@ def _apart(traces: Sequence[Trace], options: SimpleNamespace, way: str, as_json:
     _console().print(table("memory alone", ("trace", "policy", ">blocks", ">hits"), lines))
 
 
-def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, plot: Path | None, as_json: bool) -> None:
+def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, as_json: bool) -> None:
     from pdx.bench.harness.progress import Shown
     from pdx.bench.sim.options import case_of, policy_of, seconds_of
-    from pdx.bench.sim.plots import draw
-    from pdx.bench.sim.sweep import by_room, by_time, demand_bytes
+    from pdx.bench.sim.replay import by_room, by_time, demand_bytes
     from pdx.bench.sim.tables import of_points
 
     policies = options.policy.split(",")
@@ -189,11 +180,6 @@ def _sweep(traces: Sequence[Trace], options: SimpleNamespace, sweep: str, plot: 
         click.echo(msgspec.json.encode(points))
     else:
         _console().print(of_points(points))
-    if plot is not None:
-        try:
-            click.echo(f"wrote {draw(points, plot)}", err=True)
-        except OSError as error:
-            raise ConfigError(f"--plot {plot} cannot be written: {error}") from error
 
 
 def _sizes(values: str) -> list[tuple[float, bool]]:

@@ -57,12 +57,10 @@ class Served(msgspec.Struct, eq=False):
 
     @property
     def hits(self) -> int:
-        """Blocks that were found."""
         return self.answer.hits if self.answer is not None else 0
 
     @property
     def name(self) -> str:
-        """To the node."""
         return f"request-{self.number}"
 
 
@@ -110,7 +108,6 @@ class SimulatedEngine:
         return len(self._waiting)
 
     def arrive(self, served: Served) -> None:
-        """A request is in the queue."""
         served.in_memory = self._node.in_memory(served.request.keys)
         self._waiting.append(served)
         if len(self._waiting) <= self._settings.early:

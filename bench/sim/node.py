@@ -164,10 +164,7 @@ class SimulatedNode:
         return self.service.admissions.due_in(self._clock.now)
 
     def close(self) -> None:
-        """Detach, and forget all.
-
-        :raises PdxError: the node has contained an error of its own meanwhile.
-        """
+        """Detach, and forget all. :raises PdxError: the node has contained an error of its own meanwhile."""
         errors = self.service.counters["internal_errors"]
         self.service.tiers.close()
         self.service.sessions.close()

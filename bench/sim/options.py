@@ -23,10 +23,7 @@ from pdx.store.policies import by_name
 
 
 def traces_of(paths: Sequence[Path], options: Any) -> list[Trace]:
-    """Those that are named, or generated.
-
-    :raises ConfigError: there are none, or both; or a file is no trace.
-    """
+    """Those that are named, or generated. :raises ConfigError: there are none, or both; or a file is no trace."""
     if bool(paths) == bool(options.sessions):
         raise ConfigError("give the files of traces, or --sessions with how many to generate")
     found = [read(path) for path in paths]
@@ -99,20 +96,14 @@ def case_of(options: Any) -> Case:
 
 
 def policy_of(options: Any) -> str:
-    """The eviction policy of memory.
-
-    :raises ConfigError: there is none of this name.
-    """
+    """The eviction policy of memory. :raises ConfigError: there is none of this name."""
     if options.policy != BELADY:
         by_name.find(options.policy)
     return str(options.policy)
 
 
 def seconds_of(text: str) -> float:
-    """A time that may also be in minutes or hours: 90s, 30m, 1h.
-
-    :raises ConfigError: it is none.
-    """
+    """A time that may also be in minutes or hours: 90s, 30m, 1h. :raises ConfigError: it is none."""
     for unit, seconds in (("h", 3600.0), ("m", 60.0)):
         if text.endswith(unit) and text[:-1].replace(".", "", 1).isdigit():
             return float(text[:-1]) * seconds

@@ -48,7 +48,6 @@ class Belady(Ranked):
         self._numbers = 0
 
     def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
-        """See `EvictionPolicy.insert`."""
         self._numbers += 1
         chunk.rank = -self._future.next(chunk.key), -self._future.place(chunk.key), self._numbers
         self._ranks.add(chunk)

@@ -38,7 +38,6 @@ class Trace(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
         return sum(request.tokens for request in self.requests)
 
     @property

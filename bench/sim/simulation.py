@@ -183,7 +183,6 @@ class _Run:
             node.computes(case.model.prefill_s(trace.block_tokens * 16) / 16)
 
     def go(self) -> None:
-        """Until all requests are over."""
         self._come()
         while True:
             self._go_on()
@@ -279,7 +278,6 @@ class _Run:
         return found
 
     def result(self) -> Result:
-        """Of the requests that count."""
         case, trace = self._case, self._trace
         served = self._served[case.warm_up :]
         names = [HOST, *(tier.name for tier in self._node.tiers)]

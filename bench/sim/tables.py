@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from pdx.bench.plan.units import show_bytes, show_time
+from pdx.bench.sim.replay import Point
 from pdx.bench.sim.simulation import Result, Spread
-from pdx.bench.sim.sweep import Point
 from pdx.cli.tables import table
 
 
@@ -52,7 +52,6 @@ def _spread(spread: Spread) -> str:
 
 
 def of_points(points: Sequence[Point]) -> Table:
-    """A sweep."""
     is_time = any(point.kept_s for point in points)
     rows = [
         (

@@ -89,11 +89,9 @@ class ModelledTier(Tier):
         return key in self._held
 
     def status(self) -> TierStatus:
-        """See `Tier.status`."""
         return TierStatus(self.name, "", len(self._held), self._nbytes, self._room_bytes, "modelled")
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
-        """See `Tier.find`."""
         found: list[Held] = []
         for key in keys:
             held = self._held.get(key)
@@ -103,21 +101,17 @@ class ModelledTier(Tier):
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """See `Tier.use`."""
         for key in reversed(keys):  # the end of the prompt becomes the older one
             self._held.move_to_end(key)
 
     def admit(self, copy: Copy) -> Grant:
-        """See `Tier.admit`."""
         fits = copy.chunks[0].slot.nbytes <= self._room_bytes
         return Grant([index for index, key in enumerate(copy.keys) if fits and key not in self._held])
 
     def store(self, job: Job) -> None:
-        """See `Tier.store`."""
         self._carry(job, self.stores, self._stored)
 
     def load(self, job: Job) -> None:
-        """See `Tier.load`."""
         self._carry(job, self.loads, lambda job: None)
 
     def _carry(self, job: Job, pipe: Pipe, then: Callable[[Job], None]) -> None:
@@ -162,7 +156,6 @@ class ModelledTier(Tier):
         return held is not None
 
     def cancel(self, copy: Copy) -> None:
-        """See `Tier.cancel`."""
         self._cancelled.add(copy.number)
 
     def over(self, copy: Copy) -> None:
@@ -172,7 +165,6 @@ class ModelledTier(Tier):
             self.use([key for key in copy.keys if key in self._held])
 
     def evict(self, keys: Iterable[bytes], shards: int = 0) -> int:
-        """See `Tier.evict`."""
         return sum([self._remove(key) for key in keys])
 
     def close(self) -> None:

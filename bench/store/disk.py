@@ -70,7 +70,6 @@ class Bed(TierHost):
             self._calls.get()()
 
     def done(self, tier: Tier, job: Job, error: Exception | None) -> None:
-        """See `TierHost.done`."""
         if error is not None:
             raise error
         self._over += 1

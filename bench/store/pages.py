@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -123,34 +124,28 @@ CALM_S = 1.5  # engines poll for a second after their last step, and would share
 
 
 class Memcpy:
-    """Copies from shared to anonymous memory, all of it touched before, on one core and while the engines sleep.
+    """Copies from shared to anonymous memory, all of it touched before, on one core and while the engines sleep."""
 
-    `targets`: that many of them take turns, so that each lies idle meanwhile.
-    """
-
-    def __init__(self, nbytes: int, core: int, *, targets: int = 1) -> None:
+    def __init__(self, nbytes: int, core: int) -> None:
         self._source = shared_memory(nbytes).fill_(1).numpy()
-        self._targets = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(targets)]
-        for target in self._targets:
-            populate_in_background(target.data_ptr(), nbytes, target).join()
-            target.fill_(2)
+        target = torch.empty(nbytes, dtype=torch.uint8)
+        populate_in_background(target.data_ptr(), nbytes, target).join()
+        self._target = target.fill_(2).numpy()
         self._core = core
 
-    def times_ms(self, nbytes: int | None = None) -> tuple[float, list[float]]:
-        """A copy to the target that has lain idle longest, then more to the same one; `nbytes`: of only so many."""
-        self._targets.append(self._targets.pop(0))
+    def median_ms(self, nbytes: int) -> float:
+        """Of so many bytes, after a copy that is dropped because the target has lain idle."""
         time.sleep(CALM_S)
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {self._core})
         try:
-            return self._once_ms(nbytes), [self._once_ms(nbytes) for _ in range(COPIES)]
+            return statistics.median([self._once_ms(nbytes) for _ in range(1 + COPIES)][1:])
         finally:
             os.sched_setaffinity(0, cores)
 
-    def _once_ms(self, nbytes: int | None) -> float:
-        target, source = self._targets[-1].numpy()[:nbytes], self._source[:nbytes]
+    def _once_ms(self, nbytes: int) -> float:
         start_at = time.perf_counter()
-        numpy.copyto(target, source)
+        numpy.copyto(self._target[:nbytes], self._source[:nbytes])
         return (time.perf_counter() - start_at) * 1e3
 
 

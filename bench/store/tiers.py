@@ -7,7 +7,8 @@ it runs on one thread, beside one memcpy of as many bytes in the same rounds. By
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import ctypes
+import mmap
 import os
 import random
 import statistics
@@ -17,34 +18,116 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import truediv
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
+from pdx.bench.harness.commands import Step
 from pdx.bench.harness.interrupts import whole
-from pdx.bench.harness.nodes import TO, Asking, asking, node_pair, one_node
-from pdx.bench.harness.report import significant
+from pdx.bench.harness.nodes import TO, node_pair, one_node
+from pdx.bench.harness.report import Figure, plain, significant
 from pdx.bench.harness.timing import Spread, spread
-from pdx.bench.store.engine_memory import EngineMemory, Load
 from pdx.cli.tables import size
-from pdx.client.api import Node, connect
-from pdx.cuda.gpu import why_no_gpu
+from pdx.client.api import Node, ReadableChunk, WritableChunk, connect
 from pdx.errors import ConfigError
+from pdx.kernels.page_rows import page_rows
+from pdx.kernels.pages import PageCopy, gather, scatter
 from pdx.testing.waiting import wait_until
 from pdx.transports.registry import FOR_GPUS, find, schemes
-from pdx.wire.messages import Admit, Ping, Release
 
-OWN, GPU = "host", "gpu"
-ELSEWHERE = {  # what needs a folder on a disk, or a store
+if TYPE_CHECKING:
+    from pdx.bench.harness.commands import Run
+
+MIB = 1 << 20
+PAGE_BYTES = 64 << 10  # of a chunk that is a multiple of it
+SMALLEST = 4 << 10
+PART_BYTES = 1 * MIB  # a chunk is sent in parts of so much, as nodes group an engine's layers
+OWN = "host"
+ELSEWHERE = {  # what needs a folder on a disk, a store, or a GPU
     "disk": "measured by python -m pdx.bench.store.disk FOLDER",
-    "remote": "measured by python -m pdx.bench.store.paying",
+    "remote": "measured by pdx bench reuse --systems recompute,pdx-central",
+    FOR_GPUS: "measured by python -m pdx.bench.gpu",
 }
-FIRST_GPU = "0"
 HERE = "a"  # the name of the engine's own node, where there is another one
 ARRIVE_S = 60.0
 ATTACH_S = 20.0
 IDLE_S = 60.0  # a node whose bench was killed ends after this
 SHM = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is moved in a round."""
+
+    chunk_bytes: int
+    chunks: int
+    rounds: int
+
+    def __post_init__(self) -> None:
+        """:raises ConfigError: a chunk that is not made of pages."""
+        if self.chunk_bytes < SMALLEST or self.chunk_bytes % SMALLEST:
+            raise ConfigError(f"chunks of {self.chunk_bytes} bytes cannot be measured; take a multiple of 4 KiB")
+
+    @property
+    def page_bytes(self) -> int:
+        return PAGE_BYTES if self.chunk_bytes % PAGE_BYTES == 0 else SMALLEST
+
+    @property
+    def parts(self) -> int:
+        """In which a chunk is sent while it is filled."""
+        units, most = self.chunk_bytes // self.page_bytes, max(1, self.chunk_bytes // PART_BYTES)
+        return next(parts for parts in range(min(most, units), 0, -1) if units % parts == 0)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.chunk_bytes * self.chunks
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of a node: a round's chunks, those on their way to or from a peer, and some room."""
+        return 3 * self.total_bytes + 16 * MIB
+
+
+class EngineMemory:
+    """An engine's KV cache: what is stored, in random order, and as many pages to read into, in another order."""
+
+    def __init__(self, load: Load) -> None:
+        self._page_bytes = load.page_bytes
+        nbytes, per_chunk = load.total_bytes, load.chunk_bytes // load.page_bytes
+        self._bytes = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for _ in range(2)]
+        self._rows = [page_rows(each.view(-1, load.page_bytes)) for each in self._bytes]
+        self._ids = []
+        for seed in (1, 2):
+            ids = list(range(nbytes // load.page_bytes))
+            random.Random(seed).shuffle(ids)
+            self._ids.append(torch.tensor(ids).view(-1, per_chunk))
+        self._copy = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
+
+    def _rows_of(self, chunk: WritableChunk | ReadableChunk) -> Tensor:
+        return page_rows(chunk.tensor(torch.uint8, (-1, self._page_bytes)))
+
+    def save(self, index: int, chunk: WritableChunk, *, part: int = 0, parts: int = 1) -> None:
+        """Gather the pages of a part of chunk `index`."""
+        rows = self._rows_of(chunk)
+        first, last = (len(rows) * each // parts for each in (part, part + 1))
+        gather([PageCopy(rows[first:last], self._ids[0][index][first:last], self._rows[0])])
+
+    def load(self, index: int, chunk: ReadableChunk) -> None:
+        """Scatter them again, to the other pages."""
+        scatter([PageCopy(self._rows_of(chunk), self._ids[1][index], self._rows[1])])
+
+    def check(self, what: str) -> None:
+        """:raises RuntimeError: what was read is not what was stored."""
+        for mine, read in zip(*self._ids, strict=True):
+            if not torch.equal(self._rows[0][mine].view(torch.uint8), self._rows[1][read].view(torch.uint8)):
+                raise RuntimeError(f"{what} gave back other bytes than it was given")
+
+    def memcpy(self) -> float:
+        """The seconds that a plain copy of a round's bytes takes."""
+        started_at = time.perf_counter()
+        ctypes.memmove(self._copy.data_ptr(), self._bytes[0].data_ptr(), self._copy.numel())
+        return time.perf_counter() - started_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +138,7 @@ class Row:
     chunk_bytes: int
     chunks: int
     rounds: int
-    memcpy_gb_s: float  # one thread; on a GPU a copy within its memory
+    memcpy_gb_s: float  # one thread
     write_gb_s: float  # until others find the chunks there
     write_ratio: float  # to memcpy, in the same round
     read_gb_s: float  # from the question whether they are there until the bytes may be used
@@ -98,7 +181,7 @@ class Tier(ABC):
 
 
 class OwnArena(Tier):
-    """The arena of the engine's own node, in host memory or on a GPU."""
+    """The arena of the engine's own node."""
 
     STORE = ("reserve", "gather", "seal")
     HIT = ("lookup and lease",)
@@ -120,17 +203,23 @@ class OwnArena(Tier):
         return time.perf_counter() - started_at
 
     def read(self, names: Sequence[str], watch: Stopwatch) -> float:
-        started_at = time.perf_counter()
-        for index, name in enumerate(names):
-            with watch("lookup and lease"):
-                chunk = self._node.get(name)
-            with watch("scatter"):
-                self._memory.load(index, chunk)
-            with watch("release"):
-                chunk.release()
-        taken_s = time.perf_counter() - started_at
+        taken_s = _read(self._node, self._memory, names, watch, self.HIT[0])
         self._node.delete(*names)
         return taken_s
+
+
+def _read(
+    node: Node, memory: EngineMemory, names: Sequence[str], watch: Stopwatch, phase: str, source: str = ""
+) -> float:
+    started_at = time.perf_counter()
+    for index, name in enumerate(names):
+        with watch(phase):
+            chunk = node.get(name, source=source)
+        with watch("scatter"):
+            memory.load(index, chunk)
+        with watch("release"):
+            chunk.release()
+    return time.perf_counter() - started_at
 
 
 class OtherNode(Tier):
@@ -178,48 +267,25 @@ class OtherNode(Tier):
 
     def read(self, names: Sequence[str], watch: Stopwatch) -> float:
         self._there.delete(*names)
-        started_at = time.perf_counter()
-        for index, name in enumerate(names):
-            with watch("fetch"):
-                chunk = self._there.get(name, source=HERE)
-            with watch("scatter"):
-                self._memory.load(index, chunk)
-            with watch("release"):
-                chunk.release()
-        taken_s = time.perf_counter() - started_at
+        taken_s = _read(self._there, self._memory, names, watch, self.HIT[0], HERE)
         self._forget(names)
         return taken_s
 
 
 def why_missing(name: str) -> str:
-    """Why the tier of that name (`OWN`, `GPU`, `ELSEWHERE`, or a channel) is not measured here; empty if it can.
+    """Why the tier of that name is not measured here; empty if it can be.
 
     :raises ConfigError: there is none of that name.
     """
-    if name in ELSEWHERE:
-        return ELSEWHERE[name]
-    if name == OWN:
-        return ""
-    if name in (GPU, FOR_GPUS):
-        if why := why_no_gpu():
-            return why
-        if not torch.cuda.is_available():
-            return f"torch {torch.__version__} sees no GPU; install PyTorch for CUDA"
-    if name == GPU:
-        return ""
+    if name in ELSEWHERE or name == OWN:
+        return ELSEWHERE.get(name, "")
     found = find(name).availability()
-    return "" if found.is_ok else "; ".join(part for part in (found.why, found.fix) if part)
-
-
-def all_tiers() -> list[str]:
-    """The names of all, whether they work here or not."""
-    return [OWN, GPU, *schemes(), *ELSEWHERE]
+    return "" if found.is_ok else "; ".join(filter(None, (found.why, found.fix)))
 
 
 def title(name: str) -> str:
     """What the tier of that name is."""
-    titles = {OWN: "own node", GPU: "own node on the GPU", "disk": "disk", "remote": "remote storage"}
-    return titles.get(name, f"other node over {name}")
+    return {OWN: "own node"}.get(name, f"other node over {name}")
 
 
 def measure_tier(name: str, load: Load) -> Row:
@@ -228,10 +294,9 @@ def measure_tier(name: str, load: Load) -> Row:
     :raises PdxError: it does not work here after all. :raises RuntimeError: it gave back other bytes.
     """
     torch.set_num_threads(1)
-    on_gpu = name in (GPU, FOR_GPUS)
-    load = dataclasses.replace(load, gpu=FIRST_GPU if on_gpu else "")
-    if not load.gpu:
-        check_room(load.arena_bytes * (1 if name == OWN else 2))
+    needed, stats = load.arena_bytes * (1 if name == OWN else 2), os.statvfs(SHM)
+    if needed > (room := stats.f_bavail * stats.f_frsize):
+        raise ConfigError(f"{size(needed)} of {SHM} are needed, {size(room)} are free; measure fewer or smaller chunks")
     memory = EngineMemory(load)
     with whole(_tier(name, load, memory)) as tier:
         return _measure(name, tier, load, memory)
@@ -239,12 +304,11 @@ def measure_tier(name: str, load: Load) -> Row:
 
 @contextlib.contextmanager
 def _tier(name: str, load: Load, memory: EngineMemory) -> Iterator[Tier]:
-    settings: dict[str, Any] = {"gpu": load.gpu, "exit_when_idle_s": IDLE_S}
-    if name not in (OWN, GPU):
-        with node_pair(name, load.arena_bytes, **settings) as (here, there):
+    if name != OWN:
+        with node_pair(name, load.arena_bytes, exit_when_idle_s=IDLE_S) as (here, there):
             yield OtherNode(here, there, memory, load)
         return
-    with one_node(load.arena_bytes, **settings) as address, connect(address, ATTACH_S) as node:
+    with one_node(load.arena_bytes, exit_when_idle_s=IDLE_S) as address, connect(address, ATTACH_S) as node:
         yield OwnArena(node, memory, load)
 
 
@@ -283,81 +347,32 @@ def _measure(name: str, tier: Tier, load: Load, memory: EngineMemory) -> Row:
     )
 
 
-def check_room(nbytes: int) -> None:
-    """:raises ConfigError: shared memory has no room for so much."""
-    stats = os.statvfs(SHM)
-    room = stats.f_bavail * stats.f_frsize
-    if nbytes > room:
-        raise ConfigError(f"{size(nbytes)} of {SHM} are needed, {size(room)} are free; measure fewer or smaller chunks")
+def steps_of(run: Run, *, tiers: Sequence[str], sizes: Sequence[int], chunks: int, rounds: int) -> list[Step]:
+    """Of the tiers that there are here; `run.missing` has the others. No tiers: all.
 
-
-CHUNK_BYTES = 4 << 10
-ROOM_BYTES = 16 << 20
-KEY_BYTES = 16
-PROMPT_KEYS = 512  # 128k tokens at 256 per chunk
-LEASE_S = 30.0
-PROMPTS = 10  # one in so many questions is about a whole prompt
-
-
-@dataclass(frozen=True, slots=True)
-class IndexRow:
-    """One size of the index."""
-
-    chunks: int
-    lookups_per_s: float  # of one chunk that is there, with its lease, one after the other
-    keys_per_s: float  # where a prompt of `PROMPT_KEYS` chunks is asked for at once
-    ping: Spread  # the way to the node and back, to compare with
-    hit: Spread
-    miss: Spread
-    release: Spread  # of the lease
-    prompt: Spread
-
-
-def measure_index(chunks: int, questions: int) -> IndexRow:
-    """Put so many chunks into a node, and ask so many times for each kind of answer.
-
-    :raises NodeUnavailable: the node does not answer. :raises ConfigError: no room in shared memory.
+    :raises ConfigError: there is no such tier, or a chunk is not made of pages.
     """
-    arena_bytes = chunks * CHUNK_BYTES + ROOM_BYTES
-    check_room(arena_bytes)
-    with whole(one_node(arena_bytes, exit_when_idle_s=IDLE_S)) as address, asking(address) as client:
-        keys = [os.urandom(KEY_BYTES) for _ in range(chunks)]
-        for first in range(0, chunks, PROMPT_KEYS):
-            client.seal(keys[first : first + PROMPT_KEYS], CHUNK_BYTES)
-        _ask(client, keys, max(1, questions // 10))
-        client.times.clear()
-        _ask(client, keys, questions)
-    times = client.times
-    return IndexRow(
-        chunks=chunks,
-        lookups_per_s=round(len(times["hit"]) / sum(times["hit"]), 1),
-        keys_per_s=round(min(PROMPT_KEYS, chunks) * len(times["prompt"]) / sum(times["prompt"]), 1),
-        ping=spread(times["ping"]),
-        hit=spread(times["hit"]),
-        miss=spread(times["miss"]),
-        release=spread(times["release"]),
-        prompt=spread(times["prompt"]),
-    )
+    loads = [Load(nbytes, chunks, rounds) for nbytes in sizes]
+    known = [OWN, *(name for name in schemes() if name not in ELSEWHERE), *ELSEWHERE]
+    for name in tiers:
+        if name not in known:
+            raise ConfigError(f"no tier is named {name!r}; there are {', '.join(known)}")
+    run.missing.update({name: why for name in tiers or known if (why := why_missing(name))})
 
+    def measured(name: str, load: Load) -> list[Figure]:
+        row = measure_tier(name, load)
+        run.details["rows"].append(row)
+        head = f"{title(name)}, chunks of {size(load.chunk_bytes)}"
+        return [
+            plain(f"{head}: write", row.write_gb_s, "GB/s", f"{row.write_ratio:.3f} of memcpy, {row.memcpy_gb_s:.2f}"),
+            plain(f"{head}: read", row.read_gb_s, "GB/s", f"{row.read_ratio:.3f} of memcpy"),
+            plain(f"{head}: store one, p50", row.store.p50_ms, "ms", f"p99 {row.store.p99_ms:.3f}"),
+            plain(f"{head}: find one, p50", row.hit.p50_ms, "ms", f"p99 {row.hit.p99_ms:.3f}"),
+        ]
 
-def _ask(client: Asking, keys: Sequence[bytes], rounds: int) -> None:
-    """Every question in each round; that for a prompt in some of them."""
-    draw = random.Random(0)
-    prompt = min(PROMPT_KEYS, len(keys))
-
-    def hit(name: str, wanted: Sequence[bytes], release: str) -> None:
-        found = client.admit(name, Admit(list(wanted), lease_s=LEASE_S))
-        if found.hits != len(wanted):
-            raise RuntimeError(f"not all of {len(wanted)} chunks are there any more: {found}")
-        if release:
-            client.timed(release, Release(found.lease))
-        else:
-            client.call(Release(found.lease))
-
-    for turn in range(rounds):
-        client.timed("ping", Ping())
-        hit("hit", [draw.choice(keys)], "release")
-        client.timed("miss", Admit([os.urandom(KEY_BYTES)], lease_s=LEASE_S))
-        if turn % PROMPTS == 0:
-            first = draw.randrange(len(keys) - prompt + 1)
-            hit("prompt", keys[first : first + prompt], "")
+    return [
+        Step(f"{title(name)}, chunks of {size(load.chunk_bytes)}", partial(measured, name, load), name)
+        for name in tiers or known
+        if name not in run.missing
+        for load in loads
+    ]

@@ -1,10 +1,9 @@
 """The small proxy that the connectors of vLLM need in front of engines: `python -m pdx.bench.systems.baseline_proxy`.
 
 vLLM's examples are in its repository and not in its wheel; this one says the same things to the engines, and is meant
-to cost no more than PDX's own: connections are kept, the decode engine's bytes are passed on as they come. `pull`,
-`push`: the decode leg follows the prefill leg and gets what that one returned (`push`: but for its blocks). `mooncake`:
-both legs at once, joined by a transfer id. As with vLLM's examples, the decode engine samples the first token that a
-client sees.
+to cost no more than PDX's own: connections are kept, the decode engine's bytes are passed on as they come. The decode
+leg follows the prefill leg and gets what that one returned (`push`: but for its blocks). As with vLLM's examples, the
+decode engine samples the first token that a client sees.
 """
 
 from __future__ import annotations
@@ -39,15 +38,6 @@ class Mode(StrEnum):
 
     PULL = "pull"
     PUSH = "push"
-    MOONCAKE = "mooncake"
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The prefill engine as Mooncake's decode engine knows it. `address`: its bootstrap server's URL."""
-
-    engine_id: str
-    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +50,6 @@ class Exchange:
     moments: dict[str, float] = field(default_factory=dict)
 
     def mark(self, moment: str) -> None:
-        """It happens now."""
         self.moments[moment] = time.monotonic_ns() / 1e6
 
 
@@ -76,11 +65,9 @@ class LegFailed(Exception):
 class Proxy:
     """One prefill and one decode engine as one server. All of it runs on one event loop."""
 
-    def __init__(self, mode: Mode, prefill: str, decode: str, peer: Peer | None = None) -> None:
-        """`peer`: the prefill engine, for `mooncake`."""
+    def __init__(self, mode: Mode, prefill: str, decode: str) -> None:
         self._mode = mode
         self._urls = {"prefill": prefill, "decode": decode}
-        self._peer = peer
         self._kept: dict[str, dict[str, float]] = {}
         self._session: Any = None
 
@@ -112,13 +99,12 @@ class Proxy:
         self._kept[exchange.id] = exchange.moments
         if len(self._kept) > KEPT:
             del self._kept[next(iter(self._kept))]
-        both = self._both_at_once if self._mode is Mode.MOONCAKE else self._one_after_the_other
         try:
-            return await both(exchange)
+            return await self._serve(exchange)
         except LegFailed as failed:
             return web.Response(status=failed.status, text=failed.text)
 
-    async def _one_after_the_other(self, exchange: Exchange) -> web.StreamResponse:
+    async def _serve(self, exchange: Exchange) -> web.StreamResponse:
         raw = await self._prefill(exchange, {"do_remote_decode": True, "do_remote_prefill": False})
         try:
             returned = msgspec.json.decode(raw, type=_PrefillAnswer).kv_transfer_params
@@ -129,24 +115,6 @@ class Proxy:
         if self._mode is Mode.PUSH:
             returned.pop("remote_block_ids", None)  # the prefill engine is told the decode engine's instead
         return await self._decode(exchange, returned)
-
-    async def _both_at_once(self, exchange: Exchange) -> web.StreamResponse:
-        assert self._peer is not None
-        transfer = {"transfer_id": f"xfer-{exchange.id}"}
-        to_prefill = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
-        to_decode = {"do_remote_decode": False, "do_remote_prefill": True, **transfer}
-        to_decode |= {"remote_engine_id": self._peer.engine_id, "remote_bootstrap_addr": self._peer.address}
-        failures: list[LegFailed] = []
-        try:
-            async with asyncio.TaskGroup() as legs:
-                legs.create_task(self._prefill(exchange, to_prefill))
-                decode = legs.create_task(self._decode(exchange, to_decode))
-        except* LegFailed as group:
-            # The leg that failed has cancelled the other one, which would wait for it for minutes.
-            failures += (error for error in group.exceptions if isinstance(error, LegFailed))
-        if failures:
-            raise failures[0]
-        return decode.result()
 
     async def _prefill(self, exchange: Exchange, params: Body) -> bytes:
         """The whole answer of the prefill leg. :raises LegFailed: there is none."""
@@ -217,50 +185,19 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: Body | None = None
 
 
-class _Rank(msgspec.Struct):
-    engine_id: str
-
-
-async def bootstrap_peer(address: str) -> Peer:
-    """The prefill engine that has registered with Mooncake's bootstrap server at `address`.
-
-    :raises ValueError: it knows none, or several; this proxy serves one.
-    """
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CONNECT_S)) as session,
-        session.get(f"{address}/query") as answer,
-    ):
-        answer.raise_for_status()
-        ranks = msgspec.json.decode(await answer.read(), type=dict[str, _Rank])
-    if len(ranks) != 1:
-        raise ValueError(f"{address} knows {len(ranks)} data-parallel ranks, and this proxy serves one")
-    return Peer(next(iter(ranks.values())).engine_id, address)
-
-
-async def serve(options: argparse.Namespace) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    mode = Mode(options.mode)
-    peer = await bootstrap_peer(options.bootstrap) if mode is Mode.MOONCAKE else None
-    proxy = Proxy(mode, options.prefill, options.decode, peer)
-    await serve_until_stopped(proxy.app(), "127.0.0.1", options.port, shutdown_s=SHUTDOWN_S)
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", required=True, choices=[*Mode])
     parser.add_argument("--prefill", required=True, metavar="URL")
     parser.add_argument("--decode", required=True, metavar="URL")
     parser.add_argument("--port", required=True, type=int)
-    parser.add_argument("--bootstrap", default="", metavar="URL", help="mooncake: the prefill engine's server")
-    options = parser.parse_args(argv)
-    if options.mode == Mode.MOONCAKE and not options.bootstrap:
-        parser.error("--mode mooncake needs --bootstrap")
-    return options
+    options = parser.parse_args()
+    proxy = Proxy(Mode(options.mode), options.prefill, options.decode)
+    try:
+        asyncio.run(serve_until_stopped(proxy.app(), "127.0.0.1", options.port, shutdown_s=SHUTDOWN_S))
+    except OSError as error:
+        sys.exit(f"baseline proxy: {error}")
 
 
 if __name__ == "__main__":
-    try:
-        asyncio.run(serve(arguments()))
-    except (ValueError, OSError, aiohttp.ClientError) as error:
-        sys.exit(f"baseline proxy: {error}")
+    main()

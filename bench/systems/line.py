@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import queue
 import signal
 import socket
 import threading
@@ -21,16 +20,12 @@ UNLIMITED = 1e12  # bytes per second
 class Relay:
     """Passes TCP connections on to a server of this host; what it passes takes its time. Threads of its own.
 
-    `rate`: bytes per second of what comes back; with `both_ways`, of what goes there, too, each way by itself.
-    `delay_s`: by so much later comes what comes back. Both may be changed at any time. `passed_bytes`: those that have
-    come back.
+    `rate`: bytes per second of what comes back; with `both_ways`, of what goes there, too, each way by itself. It may
+    be changed at any time. `passed_bytes`: those that have come back.
     """
 
-    def __init__(
-        self, to: int, *, rate: float = UNLIMITED, delay_s: float = 0.0, port: int = 0, both_ways: bool = False
-    ) -> None:
+    def __init__(self, to: int, *, rate: float = UNLIMITED, port: int = 0, both_ways: bool = False) -> None:
         self.rate = rate
-        self.delay_s = delay_s
         self.passed_bytes = 0
         self._to = to
         self._both_ways = both_ways
@@ -60,7 +55,6 @@ class Relay:
                 self._start(self._carry, client, server)
 
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
-        """One connection, to its end."""
         with client, server:
             there = threading.Thread(target=self._pass, args=(client, server, False), daemon=True)
             there.start()
@@ -69,11 +63,6 @@ class Relay:
 
     def _pass(self, source: socket.socket, to: socket.socket, is_back: bool) -> None:
         buffer = memoryview(bytearray(PIECE_BYTES))
-        later: queue.SimpleQueue[tuple[float, bytes] | None] = queue.SimpleQueue()
-        sends = threading.Thread(target=self._send_later, args=(later, to), daemon=True)
-        is_late = False  # since when it must not overtake what is on its way
-        if is_back:
-            sends.start()
         with contextlib.suppress(OSError):
             while count := source.recv_into(buffer):
                 if is_back or self._both_ways:
@@ -83,24 +72,9 @@ class Relay:
                         wait_s = self._free_at[is_back] - time.monotonic()
                     if wait_s > 0.0005:
                         time.sleep(wait_s)
-                is_late = is_late or (is_back and self.delay_s > 0)
-                if is_late:
-                    later.put((time.monotonic() + self.delay_s, bytes(buffer[:count])))
-                else:
-                    to.sendall(buffer[:count])
-        if is_back:
-            later.put(None)
-            sends.join()
+                to.sendall(buffer[:count])
         for each in (source, to):
             _shut(each)
-
-    @staticmethod
-    def _send_later(later: queue.SimpleQueue[tuple[float, bytes] | None], to: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while (each := later.get()) is not None:
-                due, data = each
-                time.sleep(max(0.0, due - time.monotonic()))
-                to.sendall(data)
 
     def close(self) -> None:
         """End all connections and threads. What is still on the line is waited for."""
@@ -125,7 +99,6 @@ def bytes_per_s(gbit: float) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Relay until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m pdx.bench.systems.line", description="A slow line.")
     parser.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
     parser.add_argument("--to", type=int, required=True, help="the server's port on 127.0.0.1")

@@ -124,7 +124,6 @@ class PdxSystem(System):
 class PdxAlone(Plain):
     """One engine and its node, as `pdx serve both` has them: the node keeps what the engine computed."""
 
-    keeps = True
     packages = ("pdx-transport", *VLLM)
 
     def __init__(self) -> None:
@@ -193,10 +192,7 @@ class PdxRunning(Running):
         self._is_one_node = is_one_node
 
     def find_engines(self) -> None:
-        """Wait until the nodes know where the engines are.
-
-        :raises CannotRun: they do not in time.
-        """
+        """Wait until the nodes know where the engines are. :raises CannotRun: they do not in time."""
         self.prefill_url, self.decode_url = (
             self._until(lambda role=role: self._engine(role), f"the {role} engine's address")  # type: ignore[misc]
             for role in ("prefill", "decode")

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdx.bench.breakdown.records import SystemFacts
+import msgspec
+
 from pdx.bench.harness.interrupts import Interrupts, undisturbed
 from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import model_facts
@@ -16,6 +17,14 @@ from pdx.bench.harness.report import machine
 from pdx.bench.systems.system import Bed, System, is_cpu_build
 
 INTERRUPTED = 130
+
+
+class SystemFacts(msgspec.Struct, frozen=True):
+    """What ran."""
+
+    title: str
+    versions: dict[str, str]
+    commands: list[str]  # as one would type them, without paths of this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

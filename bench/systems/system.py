@@ -127,9 +127,7 @@ class System(ABC):
     name: str
     title: str
     engines: ClassVar[int] = 2
-    is_pair: ClassVar[bool] = True
     is_pdx: ClassVar[bool] = False  # engines behind PDX's proxy, which tells timelines
-    keeps: ClassVar[bool] = False  # one engine with more than its own prefix cache
     polls_idle: ClassVar[bool] = False  # takes processor time from others when nobody asks it anything
     packages: tuple[str, ...] = VLLM  # distributions whose versions matter
 
@@ -149,7 +147,6 @@ class System(ABC):
         """
 
     def versions(self) -> dict[str, str]:
-        """Of the packages that are installed."""
         found = {name: installed(name) for name in self.packages}
         return {name: version for name, version in found.items() if version}
 
@@ -171,7 +168,6 @@ class Command:
     leaves: tuple[Path, ...] = ()  # files that stay behind if it is killed
 
     def line(self) -> str:
-        """As one would type it."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         return " ".join([*variables, self.typed, shlex.join(self.options)])
 
@@ -242,6 +238,10 @@ class Servers:
         """Whose log says that its engine failed: one of these processes, or an engine of theirs; empty: nobody's."""
         return next((log.stem for log in sorted(self._logs.glob("*.log")) if _ENGINE_FAILED in log.read_bytes()), "")
 
+    def pid(self, name: str) -> int:
+        """Of the server itself."""
+        return next(process.pid for process in self._processes if process.name == name)
+
     def pids(self, *names: str) -> list[int]:
         """The servers of these names and whatever they started."""
         groups = {process.pid for process in self._processes if process.name in names}
@@ -257,7 +257,6 @@ class Servers:
         return {process.name: sum(map(_used_s, self.pids(process.name))) for process in self._processes}
 
     def signal(self, number: signal.Signals) -> None:
-        """To all of them."""
         for pid in self.pids(*(process.name for process in self._processes)):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -25,7 +25,7 @@ def test_breakdown_of_real_requests(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-P", "-m", "pdx.cli.main", "bench", "breakdown", "--model", str(model)]
     command += ["--tokens", str(TOKENS), "--concurrency", f"1,{TOGETHER}", "--output-tokens", str(OUTPUT)]
-    command += ["--systems", "pdx,plain", "--max-engines", "2", "--rounds", "1", "--warmups", "1", "--no-overhead"]
+    command += ["--systems", "pdx,plain", "--max-engines", "2", "--rounds", "1", "--warmups", "1"]
     command += ["--out", str(out), "--", "--dtype", "float32"]
     status, said = status_of(command, LIMIT_S, END_S)
     assert status == 0, said

@@ -33,7 +33,7 @@ def test_documents_come_back_from_the_node(tmp_path, monkeypatch):
     result = records.load(out / "result.json")
     assert (result.is_complete, result.not_run) == (True, {})
     points = {point.load: point for point in result.points}
-    assert points.keys() == {FIRST, BURST}
+    assert points.keys() == {FIRST, records.KNOWN, BURST}
     assert (points[FIRST].found.local, points[FIRST].found.external) == (0, 0)  # nobody has seen them
     found = points[BURST].found
     assert (found.local + found.external, found.prompt) == (DOCUMENTS * KNOWN, DOCUMENTS * (TOKENS + 8))

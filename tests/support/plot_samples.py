@@ -1,15 +1,13 @@
-"""Results as `pdx bench breakdown` and `pdx bench transfer` would write them, made up."""
+"""Results as `pdx bench breakdown` would write them, made up."""
 
 from __future__ import annotations
 
 import random
 
 from pdx.bench.breakdown import records
-from pdx.bench.channels.measure import Row
 
 KV_BYTES = 64 << 10
 LAYERS = 8
-SIZES = tuple((4 << 10) << (2 * step) for step in range(7))
 MACHINE = {
     "date": "2026-11-21",
     "cpu": "Intel(R) Xeon(R) Processor @ 2.80GHz",
@@ -34,7 +32,6 @@ WIRE = {
     "pdx-ucx": (40.0, 0.9),
     "nixl": (50.0, 0.0),
     "nixl-push": (62.0, 0.1),
-    "mooncake": (80.0, 0.0),
 }
 ALONE = ("offloading", "simple-offload", "lmcache", "plain")  # one engine: no parts
 
@@ -152,16 +149,3 @@ def result(
         traces=[trace(system, tokens) for system in systems if system.startswith("pdx") for tokens in lengths],
         is_complete=True,
     )
-
-
-def bandwidth(*, has_raw: bool = True) -> list[Row]:
-    """Four channels and memcpy."""
-    best = {"shm": 8.0, "tcp": 2.9, "nixl": 4.1, "ucx": 1.7}
-    rows = [
-        Row(scheme, nbytes, depth, rate * 1.1 if has_raw else None, rate, 1 / 1.1 if has_raw else None)
-        for scheme, top in best.items()
-        for depth in (1, 8)
-        for nbytes in SIZES
-        for rate in [top * nbytes / (nbytes + (600_000 / depth**0.5))]
-    ]
-    return rows + [Row("memcpy", nbytes, 1, None, 7.6 * nbytes / (nbytes + 3000), None) for nbytes in SIZES]

@@ -1,6 +1,6 @@
 """Results of `pdx bench breakdown` made by hand: numbers chosen by the test, everything else as it usually is."""
 
-from pdx.bench.breakdown.records import Copy, Engines, Overhead, Part, Parts, Request, Result, SystemFacts, Trace
+from pdx.bench.breakdown.records import Copy, Engines, Part, Parts, Request, Result, SystemFacts, Trace
 
 KV_BYTES = 64 << 10
 PREFILL_MS, QUEUE_MS, FIRST_MS = 1000.0, 4.0, 30.0
@@ -53,25 +53,9 @@ def result(requests, **changed):
         "requests": list(requests),
         "copies": [Copy(0, 4000 * KV_BYTES, 20.0)],
         "traces": [trace()],
-        "overhead": overhead(),
         "is_complete": True,
     }
     return Result(**fields | changed)
-
-
-def overhead(**changed):
-    """Of a benchmark that costs little."""
-    fields = {
-        "e2e_ratio": 1.001,
-        "e2e_ratio_low": 0.99,
-        "e2e_ratio_high": 1.01,
-        "pairs": 20,
-        "spans_per_request": 100,
-        "span_us": 1.0,
-        "span_share": 0.0001,
-        "bench_core_share": 0.01,
-    }
-    return Overhead(**fields | changed)
 
 
 def everything():

@@ -4,7 +4,6 @@ import pytest
 from fake_systems import FakeFleet, FakeSystem
 
 from pdx.bench.breakdown import observer, records
-from pdx.bench.breakdown import turns as breakdown
 from pdx.bench.breakdown.records import Result
 from pdx.bench.breakdown.turns import Breakdown, Settings, order
 from pdx.bench.harness.prompts import Bodies, Prompts
@@ -16,7 +15,6 @@ SETTINGS = {
     "output_tokens": 4,
     "rounds": 2,
     "warmups": 1,
-    "overhead_pairs": 0,
 }
 POINTS = 4
 
@@ -186,81 +184,3 @@ def test_spans_that_never_come_are_said_to_be_missing(folder, monkeypatch):
     run = Run(folder, ("pdx",), rounds=1)
     assert all(request.parts.gather.total_ms == 0 for request in run.run().requests)
     assert sum("it lacks some spans" in line for line in run.watcher.lines) == POINTS
-
-
-def test_overhead_of_the_benchmark(folder):
-    run = Run(folder, tokens=(20,), concurrency=(1,), rounds=1, overhead_pairs=4)
-    found = run.run().overhead
-    assert found.pairs == 4
-    assert found.spans_per_request == 1
-    assert 0 < found.e2e_ratio_low <= found.e2e_ratio <= found.e2e_ratio_high
-    assert 0 < found.span_us < 1000
-    assert 0 < found.span_share < 1
-    assert 0 < found.bench_core_share <= 1.5
-    spans = trace.read(folder / "pdx")
-    assert len(spans) == 1 + 1 + 4  # a warm-up, a request, and every other one afterwards
-    assert run.systems["nixl"].num_asked == 1 + 1
-
-
-@pytest.fixture
-def asked_at_once(monkeypatch):
-    """Nobody waits for what a connector still saves."""
-    monkeypatch.setattr(breakdown, "SAVED_S", 0.0)
-
-
-REUSE = ("pdx-both", "lmcache", "plain")
-
-
-def test_engines_that_keep_something_are_asked_again_about_what_they_know(folder, asked_at_once):
-    run = Run(folder, REUSE, rounds=1, concurrency=(1,), warmups=0)
-    result = run.run()
-    assert result.is_complete
-    assert [(each.system, each.prompt_tokens, each.kind) for each in result.again] == [
-        *((name, 20, kind) for name in REUSE for kind in ("cold", "own", "lost" if name == "plain" else "hit")),
-        *((name, 50, kind) for name in (*REUSE[1:], *REUSE[:1]) for kind in ("cold", "own", last_of(name))),
-    ]
-    assert all(each.is_as_meant for each in result.again)
-    found = {(each.system, each.kind): each.found for each in result.again if each.prompt_tokens == 50}
-    assert found["lmcache", "cold"] == records.Found(computed=50, local=0, external=0)
-    assert found["lmcache", "own"] == records.Found(computed=1, local=49, external=0)
-    assert found["lmcache", "hit"] == records.Found(computed=16, local=0, external=34)
-    assert found["plain", "lost"] == records.Found(computed=50, local=0, external=0)
-    assert {each.is_same for each in result.again if each.kind in ("own", "hit")} == {True}
-    assert records.load(run.path) == result
-    for name in REUSE:
-        prompts = [prompt for system, prompt in run.journal if system == name]
-        for cold, own, other in (prompts[:3], prompts[3:]):
-            assert cold == own
-            assert (other[:-16], other[-16:] == cold[-16:]) == (cold[:-16], False)
-
-
-def last_of(name):
-    return "lost" if name == "plain" else "hit"
-
-
-def test_a_hit_that_was_computed_again_is_none(folder, asked_at_once):
-    run = Run(folder, REUSE, rounds=1, concurrency=(1,), tokens=(50,))
-    run.systems["lmcache"].forgets = True
-    hits = {each.system: each for each in run.run().again if each.kind == "hit"}
-    assert {name: each.is_as_meant for name, each in hits.items()} == {"pdx-both": True, "lmcache": False}
-
-
-def test_a_wrong_answer_from_a_hit_is_noticed(folder, asked_at_once):
-    run = Run(folder, REUSE, rounds=1, concurrency=(1,), tokens=(50,))
-    run.systems["lmcache"].is_wrong = True
-    again = run.run().again
-    assert {(each.system, each.is_same) for each in again if each.kind == "hit"} == {
-        ("pdx-both", True),
-        ("lmcache", False),
-    }
-
-
-def test_an_engine_whose_cache_cannot_be_emptied_is_measured_without_it(folder, asked_at_once):
-    run = Run(folder, REUSE, rounds=2, concurrency=(1,), tokens=(50,))
-    run.systems["lmcache"].is_closed = True
-    result = run.run()
-    assert {each.system for each in result.again} == {"pdx-both", "plain"}
-    assert sum(request.system == "lmcache" for request in result.requests) == 2
-    told = [line for line in run.watcher.lines if "VLLM_SERVER_DEV_MODE=1" in line]
-    assert len(told) == 1
-    assert told[0].startswith("lmcache: prompts that were seen before are left out: http://")

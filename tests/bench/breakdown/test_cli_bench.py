@@ -2,25 +2,20 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 from fake_systems import FakeSystem
-from plot_samples import bandwidth
 
 from pdx.bench.breakdown import records
-from pdx.bench.breakdown import report as breakdown_report
 from pdx.bench.breakdown import run as breakdown_run
 from pdx.bench.breakdown.command import room_for_engines
 from pdx.bench.breakdown.run import Plan
 from pdx.bench.breakdown.turns import Settings
-from pdx.bench.harness.report import machine
 from pdx.bench.store import pages as memcpy
 from pdx.bench.systems.system import Bed
 from pdx.cli.main import BENCHES, main
@@ -96,10 +91,7 @@ def test_engines_at_a_time_are_as_many_as_memory_holds(kv_bytes, engines, monkey
 @pytest.mark.timeout(200)
 def test_a_whole_run_writes_everything(model, tmp_path):
     out = tmp_path / "out"
-    (tmp_path / "transfer").mkdir()
-    beside = {"machine": machine(), "details": {"rows": bandwidth()}}
-    (tmp_path / "transfer" / "transfer.json").write_bytes(msgspec.json.encode(beside))
-    with started(0, model, out, "--systems", "all", "--max-engines", "7", "--overhead-pairs", "2") as process:
+    with started(0, model, out, "--systems", "all", "--max-engines", "7") as process:
         told, progress = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, progress
     result = records.load(out / "result.json")
@@ -109,7 +101,6 @@ def test_a_whole_run_writes_everything(model, tmp_path):
     assert result.model["kv_bytes_per_token"] == KV_BYTES
     assert result.settings["rounds"] == 2
     assert result.systems["nixl"].commands == ["serve nixl"]
-    assert result.overhead.pairs == 2
     figures = json.loads((out / "breakdown.json").read_text())
     assert figures["details"]["not_run"] == result.not_run
     assert figures["details"]["systems"]["nixl"]["commands"] == ["serve nixl"]
@@ -118,14 +109,7 @@ def test_a_whole_run_writes_everything(model, tmp_path):
     assert last["bench"] == "breakdown"
     assert last["answers equal to plain vLLM's"] == 1.0
     assert last.keys() == {"bench", *(figure["name"] for figure in figures["figures"])}
-    for name in (
-        "breakdown.png",
-        "ttft-cdf.png",
-        "itl-cdf.png",
-        "concurrency.png",
-        "bandwidth.png",
-        "timeline-pdx-50.png",
-    ):
+    for name in ("breakdown.png", "ttft-cdf.png", "itl-cdf.png", "concurrency.png", "timeline-pdx-50.png"):
         assert (out / name).read_bytes().startswith(PNG)
     assert "nixl, 2 × 50 tokens, round 2: first token after" in progress
     assert "warming up plain, 1 of 1" in progress
@@ -136,7 +120,7 @@ def test_a_whole_run_writes_everything(model, tmp_path):
 def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     out = tmp_path / "out"
     hangs = 2 + 1 + 2 + 1  # two warm-ups, a batch of one, one of two, and then
-    with started(hangs, model, out, "--systems", "pdx,nixl", "--max-engines", "4", "--no-overhead") as process:
+    with started(hangs, model, out, "--systems", "pdx,nixl", "--max-engines", "4") as process:
         for line in process.stderr:
             if line.rstrip().endswith("ms between tokens") and "pdx, 1 × 50 tokens" in line:
                 break  # next is the batch that hangs; before or in it
@@ -152,7 +136,7 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
 
 
 def plan(model, out, *systems, not_run=()):
-    settings = Settings(tokens=(20,), concurrency=(1,), output_tokens=4, rounds=1, warmups=0, overhead_pairs=0)
+    settings = Settings(tokens=(20,), concurrency=(1,), output_tokens=4, rounds=1, warmups=0)
     return Plan(
         settings=settings,
         systems={system.name: system for system in systems},
@@ -167,7 +151,7 @@ def plan(model, out, *systems, not_run=()):
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     monkeypatch.setattr(memcpy, "CALM_S", 0.0)
-    monkeypatch.setattr(breakdown_report, "draw_all", lambda result, folder, bandwidth: [])
+    monkeypatch.setattr(breakdown_run, "draw_all", lambda result, folder: [])
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 
@@ -176,25 +160,6 @@ def test_a_wrong_answer_is_a_failure(model, out):
     wrong = FakeSystem("nixl", [], is_wrong=True)
     assert breakdown_run.run(plan(model, out, wrong, FakeSystem("plain", []))) == 1
     assert records.load(out / "result.json").is_complete
-
-
-@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["in front", "in the background"])
-def sigint(request):
-    """What a process that a shell starts there does on SIGINT."""
-    before = signal.signal(signal.SIGINT, request.param)
-    yield request.param
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_sigterm_is_as_good_as_ctrl_c(model, out, sigint, number):
-    """It comes while a request is under way; the handlers before are in place again afterwards."""
-    before = signal.getsignal(signal.SIGTERM)
-    ended = FakeSystem("nixl", [], hangs=lambda asked: os.kill(os.getpid(), number) is None)
-    assert breakdown_run.run(plan(model, out, FakeSystem("plain", []), ended)) == 130
-    assert [request.system for request in records.load(out / "result.json").requests] == ["plain"]
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == [sigint, before]
 
 
 def test_nothing_measured_is_a_failure(model, out, capsys):

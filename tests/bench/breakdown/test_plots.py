@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 import pytest
-from plot_samples import bandwidth, result, trace
+from plot_samples import result, trace
 
 from pdx.bench.breakdown import plots, records
-from pdx.bench.channels.measure import Row
-from pdx.bench.channels.plots import draw as draw_bandwidth
 from pdx.bench.harness.plot_style import FAMILIES, PARTS, Sheet, looks
-from pdx.bench.harness.report import RESULTS
 from pdx.bench.systems.names import SYSTEMS
 
 pytestmark = [
     pytest.mark.usefixtures("fonts"),
     pytest.mark.timeout(180),
 ]  # all of it is computing, which busy machines do slowly
-ALWAYS = {"ttft-cdf.png", "itl-cdf.png", "concurrency.png"}
 NOTHING = records.Result(machine={}, model={}, settings={}, systems={}, not_run={})
 
 
@@ -44,11 +38,12 @@ def words(monkeypatch):
 def test_everything_of_an_interrupted_result_is_drawn_and_says_so(tmp_path, words):
     some = result(systems=("pdx", "nixl"), lengths=(4000,), rounds=1)
     some = msgspec.structs.replace(some, traces=[trace("pdx", 4000)], is_complete=False)
-    drawn = plots.draw_all(some, tmp_path, bandwidth())
-    assert {path.name for path in drawn} == {*ALWAYS, "breakdown.png", "bandwidth.png", "timeline-pdx-4000.png"}
+    drawn = plots.draw_all(some, tmp_path)
+    names = {"ttft-cdf.png", "itl-cdf.png", "concurrency.png", "breakdown.png", "timeline-pdx-4000.png"}
+    assert {path.name for path in drawn} == names
     assert "4,000 tokens (262 MB of KV)" in words["breakdown.png"]
     assert "2 × Intel(R) Xeon(R)" in words["breakdown.png"]
-    assert all("INTERRUPTED" in text for name, text in words.items() if name != "bandwidth.png")
+    assert all("INTERRUPTED" in text for text in words.values())
 
 
 def test_what_nobody_measured_is_not_drawn(tmp_path, words):
@@ -57,13 +52,6 @@ def test_what_nobody_measured_is_not_drawn(tmp_path, words):
     one = [msgspec.structs.replace(one[0], itl_ms=[])]
     drawn = plots.draw_all(msgspec.structs.replace(NOTHING, requests=one), tmp_path)
     assert {path.name for path in drawn} == {"ttft-cdf.png", "concurrency.png"}
-
-
-@pytest.mark.long
-def test_the_result_that_is_kept_in_the_repository_can_be_drawn(tmp_path, words):
-    kept = json.loads((RESULTS / "channels.json").read_text())
-    draw_bandwidth([Row(**row) for row in kept["details"]["rows"]], tmp_path / "channels.png", kept["machine"])
-    assert "8 messages in flight" in words["channels.png"]
 
 
 @pytest.mark.long

@@ -132,6 +132,8 @@ def test_interrupted_midway_it_keeps_what_it_has(tmp_path, number):
 def test_nothing_is_left_of_it_when_it_is_killed(tmp_path):
     process = start(tmp_path, "--channel", "tcp", "--no-raw", "--sizes", "4KiB,64KiB", "--in-flight", "1,2,4,8,16")
     read_until(process, "[2/")
+    while not commands(f"pdx-bench-{process.pid}-"):  # its folder is there, and nobody yet who would remove it
+        time.sleep(0.01)
     process.kill()
     process.communicate()
     check_nothing_is_left(process.pid)

@@ -1,16 +1,9 @@
 """The demo's last line: what its figures mean, and that none is missing or impossible."""
 
 import json
-from types import SimpleNamespace
 
-import pytest
-
-from pdx.bench.demo import __main__ as demo
 from pdx.bench.demo.outcome import Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import completion
-from pdx.cli.doctor import Finding
-from pdx.cli.loopback import Rate, Trial
-from pdx.errors import PdxError
 from pdx.telemetry.timeline import Breakdown as Parts
 from pdx.telemetry.timeline import Event, Moment, breakdown
 
@@ -75,39 +68,3 @@ def test_a_prompt_of_which_nothing_was_pushed_is_told():
     unpushed.timeline["breakdown"]["pushed_bytes"] = 0
     (found,) = complaints([unpushed], [1], "tcp", wire(tcp=1.25))
     assert "nothing of it was pushed" in found
-
-
-def test_a_channel_that_was_named_has_the_rate_of_its_trial(monkeypatch):
-    tried = []
-
-    def examine_channel(scheme, nbytes, timeout_s):
-        tried.append(scheme)
-        return Finding(scheme, Trial("ok", provider="x", rate=Rate(best_gb_s=2.0, median_gb_s=1.5)))
-
-    monkeypatch.setattr(demo, "examine_channel", examine_channel)
-    assert demo.check_pair("tcp") == {"tcp": 1.5}
-    assert demo.check_pair("auto") == {}  # the nodes measure all of them, and say so
-    assert tried == ["tcp"]
-
-
-def test_a_channel_that_does_not_work_is_told(monkeypatch):
-    trial = Trial("unavailable", "no link", "plug it in")
-    monkeypatch.setattr(demo, "examine_channel", lambda *_: Finding("tcp", trial))
-    with pytest.raises(PdxError, match="tcp does not work here: no link\nplug it in"):
-        demo.check_pair("tcp")
-
-
-@pytest.mark.parametrize(("own", "told"), [({}, {"tcp": 1.5}), ({"tcp": 0.7, "shm": 3.0}, {"tcp": 0.7, "shm": 3.0})])
-def test_what_the_nodes_measured_comes_before_the_trial(own, told):
-    class Peer:
-        channel, sent_bytes, landed_bytes, rates = "tcp", 5, 6, own
-
-        def __init__(self, name):
-            self.name = name
-
-    class Running:
-        @staticmethod
-        def status(node):
-            return SimpleNamespace(peers=[Peer("prefill"), Peer("decode")])
-
-    assert demo.wire_of(Running, {"tcp": 1.5}).rates == told

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_server import Script, serving
 
-from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
+from pdx.bench.harness.ask import AskFailed, ask, completion, session
 
 
 def event(fields):
@@ -82,26 +82,6 @@ def test_bytes_may_be_cut_anywhere(cuts):
 def test_what_is_no_answer(script, says):
     with pytest.raises(AskFailed, match=says):
         asked(script)
-
-
-def test_nobody_there():
-    async def run():
-        async with session() as client:
-            await ask(client, "http://127.0.0.1:9", completion("tiny", "prompt", 3), "r1")
-
-    with pytest.raises(AskFailed, match="broke off"):
-        asyncio.run(run())
-
-
-def test_a_prompt_may_be_token_ids():
-    script = Script([STREAM])
-
-    async def run():
-        async with serving(script) as url, session() as client:
-            return await ask(client, url, completion("tiny", [1, 2, 3], 3), "r1")
-
-    assert isinstance(asyncio.run(run()), Answer)
-    assert script.bodies[0]["prompt"] == [1, 2, 3]
 
 
 def test_token_ids_of_an_answer_are_kept_where_they_are_asked_for():

@@ -6,7 +6,6 @@ import pytest
 
 from pdx.bench.harness.prompts import Prompts, model_facts
 from pdx.bench.harness.tiny_llama import make_model
-from pdx.cli.serve import flag
 from pdx.errors import ConfigError
 
 LLAMA = {
@@ -88,10 +87,3 @@ def test_models_that_are_not_known(tmp_path, config, flags, says):
         write(tmp_path, config)
     with pytest.raises(ConfigError, match=says):
         model_facts(tmp_path, "x", flags, is_on_gpu=False)
-
-
-def test_the_last_flag_counts():
-    assert flag(["--dtype", "a", "--dtype=b"], "--dtype") == "b"
-    assert flag(["--block_size", "64"], "--block-size") == "64"
-    assert flag(["--dtype"], "--dtype") == ""
-    assert flag([], "--dtype") is None

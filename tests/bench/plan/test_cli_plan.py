@@ -11,8 +11,6 @@ from click.testing import CliRunner
 
 from pdx.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("fonts")
-
 
 def plan(*arguments):
     return CliRunner().invoke(main, ["plan", *map(str, arguments)])
@@ -27,9 +25,6 @@ def test_it_says_how_many_and_whether(tmp_path):
     assert "32 Gbps" in result.output
     said = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert said["verdict"]["helps"] == "yes"
-    assert len(said["curve"]) > 3
-    for name in ("plan", "crossover"):
-        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json(tmp_path):
@@ -41,11 +36,10 @@ def test_json(tmp_path):
 
 
 @pytest.mark.long
-def test_what_nothing_keeps_is_drawn_too(tmp_path):
-    result = plan("--ttft", "10ms", "--out", tmp_path)
+def test_what_nothing_keeps():
+    result = plan("--ttft", "10ms")
     assert result.exit_code == 0, result.output
     assert "Nothing keeps this SLO on this hardware" in result.output
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -74,16 +68,13 @@ def test_what_is_wrong_is_said(arguments, words):
     assert words in " ".join(result.output.split())
 
 
-def test_neither_matplotlib_nor_numpy_is_needed_for_tables():
+def test_neither_matplotlib_nor_numpy_is_needed():
     code = """
 import sys
 sys.modules["matplotlib"] = sys.modules["numpy"] = sys.modules["torch"] = None
 from click.testing import CliRunner
 from pdx.cli.main import main
-fine = CliRunner().invoke(main, ["plan"])
-refused = CliRunner().invoke(main, ["plan", "--out", "/nonexistent"])
-print(fine.exit_code, refused.exit_code, refused.output[-200:])
+print(CliRunner().invoke(main, ["plan"]).exit_code)
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("0 1"), done.stdout + done.stderr
-    assert "pip install 'matplotlib" in done.stdout
+    assert done.stdout == "0\n", done.stdout + done.stderr

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import engine
 
-from pdx.bench.plan.transfer import crossover, layered_load_s, load_s, perfect_buffer_bytes
+from pdx.bench.plan.transfer import crossover, load_s
 
 GBPS = 1e9 / 8
 
@@ -48,10 +48,3 @@ def test_cached_attentions_example():
     chosen = engine("llama-65b", "a100", 4)
     assert chosen.prefill_s(2048) == pytest.approx(0.36, rel=0.5)
     assert load_s(2048, chosen.shapes.kv_token_bytes, 26e9) == pytest.approx(0.192, rel=0.15)
-
-
-def test_loading_layer_by_layer():
-    assert layered_load_s(load=8.0, prefill=16.0, layers=8) == pytest.approx(17.0)  # the first load is waited for
-    assert layered_load_s(load=16.0, prefill=8.0, layers=8) == pytest.approx(17.0)  # the last prefill comes behind
-    assert perfect_buffer_bytes(16.0, 8.0, 1e9) == 8e9
-    assert perfect_buffer_bytes(8.0, 16.0, 1e9) == 0

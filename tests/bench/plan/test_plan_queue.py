@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.bench.plan.queue import Line, erlang_c, poisson_high, spread, steady
+from pdx.bench.plan.queue import Line, erlang_c, spread, steady
 
 ARRIVALS = 120_000
 
@@ -76,14 +76,3 @@ def test_where_a_system_settles(start, slope):
     expected = start / (1 - slope)
     assert steady(lambda x: start + slope * x, 1e6) == pytest.approx(expected, rel=1e-6)
     assert steady(lambda x: start + slope * x, expected * 0.99) is None
-
-
-def test_poisson():
-    draw = random.Random(3)
-    counts = []
-    for _ in range(4000):
-        left, count = 1.0, 0
-        while (left := left - draw.expovariate(20)) > 0:
-            count += 1
-        counts.append(count)
-    assert poisson_high(20, 0.95) == pytest.approx(statistics.quantiles(counts, n=20)[-1], rel=0.06)

@@ -10,8 +10,7 @@ import torch
 from node_harness import NodeProcess
 from reference_prompts import CHUNK, prompt_of
 
-from pdx.bench.reference.engine import DecodeGraphs, ReferenceEngine, Request
-from pdx.bench.reference.model import Batch, Model, PagedKv
+from pdx.bench.reference.engine import ReferenceEngine, Request
 from pdx.testing.waiting import wait_until
 
 MakeEngine = Callable[..., ReferenceEngine]
@@ -52,49 +51,14 @@ def test_requests_together_give_the_same_tokens_as_each_alone(make_engine: MakeE
     assert sorted(engine.free) == list(range(1, 12)), "all blocks are given back"
 
 
-class Recording:
-    """Stands for a captured graph: a replay computes, from the same tensors to the same tensor, and calls no hook."""
-
-    def __init__(self, model: Model, static: Batch, kv: PagedKv) -> None:
-        self._forward = lambda: model.forward([static], kv)
-        self.logits = self._forward()
-
-    def replay(self) -> None:
-        with torch.inference_mode():
-            self.logits.copy_(self._forward())
-
-
-class RecordedGraphs(DecodeGraphs):
-    """DecodeGraphs with Recordings in the place of CUDA graphs."""
-
-    def _capture(self, size: int, width: int, device: torch.device) -> Any:
-        static = Batch.of([([0], 0, [0] * width)] * size, device)
-        recording = Recording(self._model, static, self._kv)
-        return static, recording, recording.logits
-
-
-def test_graphs_of_padded_tables_give_the_same_tokens(make_engine: MakeEngine) -> None:
-    """Requests of different lengths that come and go: other sizes, stale ends of tables, one scratch block."""
-    prompts = [prompt_of(seed, count) for seed, count in enumerate((70, 3, 20))]
-    engine = make_engine()
-    engine.graphs = RecordedGraphs(engine.model, engine.kv)
-    expected = [outputs(make_engine(), prompt, max_tokens=20)[0] for prompt in prompts]
-    late = engine.add("late", prompts[0], 20)
-    while len(late.output) < 5:
-        engine.step()
-    assert outputs(engine, *prompts[1:], max_tokens=20) == expected[1:]
-    assert late.output == expected[0]
-
-
 @pytest.mark.parametrize(("order", "has_hooks"), [("LBHNC", False), ("BLNHC", True)])
 def test_a_second_request_loads_what_the_first_has_saved(
     make_engine: MakeEngine, node: NodeProcess, order: str, has_hooks: bool
 ) -> None:
-    """With layer hooks, or without any and decoding by graphs: bit for bit what was computed."""
+    """With layer hooks, or without any as where graphs decode: bit for bit what was computed."""
     engine = make_engine(node, order=order)
     if not has_hooks:
         engine._save_layer = lambda layer: None  # type: ignore[method-assign]
-        engine.graphs = RecordedGraphs(engine.model, engine.kv)
     prompt = prompt_of(3, 2 * CHUNK)
     first = engine.add("first", prompt, 3 * CHUNK)
 

@@ -1,10 +1,9 @@
 """Systems for the reuse bench without engines: HTTP servers on threads, which cache prefixes and count like vLLM."""
 
-import json
-import threading
 import zlib
 from collections import OrderedDict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from standin_server import StandInServer
 
 from pdx.bench.systems.system import CannotRun
 
@@ -38,40 +37,41 @@ class Cache:
             self.blocks.popitem(last=False)
 
 
-class Server(ThreadingHTTPServer):
+class Server(StandInServer):
     """One engine of a system that runs."""
 
     daemon_threads = True
-    request_queue_size = 64  # a burst's connections come at once
 
     def __init__(self, system, kept):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.system, self.kept = system, kept
-        self.own = Cache(system.room)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.found = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
-        self.num_done = self.num_asked = self.num_resets = 0
-        self.lock = threading.Lock()
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
-        self._thread.start()
+        self.system, self.kept, self.own = system, kept, Cache(system.room)
+        self.num_asked = 0
+        super().__init__()
 
-    def take(self, prompt, ids):
-        """Count where its tokens were, and keep it."""
+    def reset(self):
+        self.own.blocks.clear()
+        return super().reset()
+
+    def complete(self, body, request_id):
+        system, prompt = self.system, body["prompt"]
         with self.lock:
-            local = self.own.find(prompt) if self.system.room else 0
+            self.num_asked += 1
+            number = self.num_asked
+        system.journal.append((system.name, self.url, prompt))
+        if system.fails(number):
+            return 500, b"out of order"
+        ids = answer(prompt, body["max_tokens"])
+        if system.is_wrong:
+            ids = [token + 1 for token in ids]
+        with self.lock:
+            local = self.own.find(prompt) if system.room else 0
             external = self.kept.find(prompt, local) if self.kept else 0
             self.found["local_cache_hit"] += local
             self.found["external_kv_transfer"] += external
             self.found["local_compute"] += len(prompt) - local - external
-            self.own.add(prompt + ids)
-            if self.kept:
-                self.kept.add(prompt + ids)
+            for cache in filter(None, (self.own, self.kept)):
+                cache.add(prompt + ids)
             self.num_done += 1
-
-    def end(self):
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
+        return [{"text": "x", "token_ids": [token]} for token in ids], len(ids), {}
 
 
 class Running:
@@ -93,55 +93,7 @@ class Running:
 
     def close(self):
         for engine in self.engines:
-            engine.end()
-
-
-class Handler(BaseHTTPRequestHandler):
-    timeout = 10.0
-
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        done = self.server.num_done
-        lines = [
-            f'vllm:request_prefill_time_seconds_count{{engine="0"}} {done}',
-            *(
-                f'vllm:prompt_tokens_by_source_total{{engine="0",source="{source}"}} {count}'
-                for source, count in self.server.found.items()
-            ),
-        ]
-        self._send("\n".join(lines).encode())
-
-    def do_POST(self):
-        if self.path == "/reset_prefix_cache":
-            self.server.num_resets += 1
-            self.server.own.blocks.clear()
-            self._send(b'{"success":true}')
-            return
-        system = self.server.system
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.num_asked += 1
-            number = self.server.num_asked
-        system.journal.append((system.name, self.server.url, body["prompt"]))
-        if system.fails(number):
-            self.send_error(500, "out of order")
-            return
-        ids = answer(body["prompt"], body["max_tokens"])
-        if system.is_wrong:
-            ids = [token + 1 for token in ids]
-        self.server.take(body["prompt"], ids)
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
-        events = [{"choices": [{"text": "x", "token_ids": [token]}]} for token in ids]
-        events.append({"choices": [], "usage": usage})
-        self._send(b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n")
-
-    def _send(self, body):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+            engine.close()
 
 
 class StandIn:
@@ -149,7 +101,6 @@ class StandIn:
 
     polls_idle = False
     is_pdx = False
-    is_pair = False
 
     def __init__(self, name, *, room=0, keeps=False, engines=1, cannot="", is_wrong=False, fails=lambda _: False):
         self.name, self.title = name, f"{name}, which is not there"

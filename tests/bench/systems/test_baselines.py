@@ -8,11 +8,10 @@ from installed import config_of, packages
 from pdx.bench.systems import baselines
 from pdx.bench.systems.names import SYSTEMS, CannotRun
 
-PAIRS = ["nixl", "nixl-yield", "nixl-push", "mooncake"]
+PAIRS = ["nixl", "nixl-yield", "nixl-push"]
 
 
-def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch, tmp_path):
-    monkeypatch.setattr(baselines, "RDMA", tmp_path / "none")
+def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
     packages(monkeypatch, vllm="0.32.0")
     both = {"kv_role": "kv_both"}
     gib = {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
@@ -24,10 +23,6 @@ def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch, tm
     prefill, decode, proxy = SYSTEMS["nixl-push"].commands(bed)
     assert config_of(prefill) == config_of(decode) == pull | {"kv_connector": "NixlPushConnector"}
     assert "--mode push --prefill http://127.0.0.1:8100" in proxy
-    prefill, decode, proxy = SYSTEMS["mooncake"].commands(bed)
-    assert [config_of(line)["kv_role"] for line in (prefill, decode)] == ["kv_producer", "kv_consumer"]
-    assert config_of(prefill)["kv_connector_extra_config"] == {"mooncake_protocol": "tcp"}
-    assert ("BOOTSTRAP_PORT=5600" in prefill, "--bootstrap http://127.0.0.1:5600" in proxy) == (True, True)
     (line,) = SYSTEMS["offloading"].commands(bed)
     assert config_of(line) == {"kv_connector": "OffloadingConnector", **both, **gib}
     store, line = SYSTEMS["lmcache"].commands(bed)
@@ -40,16 +35,6 @@ def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch, tm
     assert config_of(SYSTEMS["nixl"].commands(bed)[0])["kv_buffer_device"] == "cpu"
     copying = "--supported-transfer-mode auto --shm-name pdx-bench-5600"
     assert SYSTEMS["lmcache"].commands(bed)[0].endswith(f"--eviction-policy LRU {copying}")
-
-
-def test_mooncake_keeps_its_default_where_there_is_rdma(bed, two_cores, monkeypatch, tmp_path):
-    monkeypatch.setattr(baselines, "RDMA", tmp_path / "none")
-    tcp = {"mooncake_protocol": "tcp"}
-    assert config_of(SYSTEMS["mooncake"].commands(bed)[0])["kv_connector_extra_config"] == tcp
-    monkeypatch.setattr(baselines, "RDMA", tmp_path)
-    assert config_of(SYSTEMS["mooncake"].commands(bed)[0])["kv_connector_extra_config"] == tcp  # no device in it
-    (tmp_path / "mlx5_0").mkdir()
-    assert config_of(SYSTEMS["mooncake"].commands(bed)[0]).keys() == {"kv_connector", "kv_role"}
 
 
 def test_lmcache_shares_memory_under_a_name_of_its_own_in_each_run(bed, two_cores, monkeypatch):
@@ -89,7 +74,7 @@ def test_on_a_cpu_the_server_is_typed_by_module_and_what_was_put_right_is_told(b
     for name in ("nixl", "nixl-yield", "nixl-push", "plain"):
         assert not any("vllm serve" in line for line in SYSTEMS[name].commands(bed))
         assert "python -m vllm.entrypoints.openai.api_server --model MODEL " in SYSTEMS[name].commands(bed)[0]
-    remarks = {name: SYSTEMS[name].commands(bed)[3:] for name in PAIRS[:3]}
+    remarks = {name: SYSTEMS[name].commands(bed)[3:] for name in PAIRS}
     assert [len(lines) for lines in remarks.values()] == [1, 2, 1]
     assert "taskset -p" in remarks["nixl"][0]
     assert "chrt --idle" in remarks["nixl-yield"][1]

