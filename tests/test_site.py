@@ -7,9 +7,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -30,25 +29,6 @@ def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=170, check=False)
 
 
-class Page(HTMLParser):
-    """Where a built page leads, what it loads, and its anchors."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called by the parser."""
-        found = dict(attrs)
-        self.anchors.update(value for name in ("id", "name") if (value := found.get(name)))
-        if tag == "a" and found.get("href"):
-            self.links.append(found["href"] or "")
-        self.loads += [value for name in ("src", "href") if tag != "a" and (value := found.get(name))]
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """The site, built."""
@@ -58,40 +38,18 @@ def site(tmp_path_factory) -> Path:
     return out / "site"
 
 
-@pytest.fixture(scope="module")
-def pages(site) -> dict[Path, Page]:
-    """All built pages."""
-    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
-
-
 def test_every_page_is_there(site):
     built = {path.relative_to(site).with_suffix(".md") for path in site.rglob("*.html")}
     assert {path.relative_to(ROOT) for path in PAGES} <= built
 
 
-def test_links_of_the_built_site_lead_somewhere(pages):
-    """Also those that the generator makes, and anchors; it stands on its own against the generator's own check."""
-    count = 0
-    for path, page in pages.items():
-        for link in page.links:
-            url = urlsplit(link)
-            if url.scheme:
-                continue
-            target = (path.parent / unquote(url.path)).resolve() if url.path else path
-            assert target.exists(), f"{path.name}: {link}"
-            if url.fragment and target in pages:
-                assert url.fragment in pages[target].anchors, f"{path.name}: {link}"
-                count += 1
-    assert count > 20
+def test_the_site_needs_no_other_host(site):
+    loads = re.compile(r"<(?!a\b)\w+\b[^>]*\b(?:src|href)=[\"'](?:https?:)?//[^>]*>")
+    assert [found for path in site.rglob("*.html") for found in loads.findall(path.read_text())] == []
 
 
-def test_the_site_needs_no_other_host(pages):
-    loaded = [(path.name, target) for path, page in pages.items() for target in page.loads if urlsplit(target).netloc]
-    assert loaded == []
-
-
-def test_the_first_page_is_found_without_knowing_its_name(site, pages):
-    assert "docs/index.html" in pages[site / "index.html"].links
+def test_the_first_page_is_found_without_knowing_its_name(site):
+    assert 'href="docs/index.html"' in (site / "index.html").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import logging
 import socket
 from unittest import mock
 
 import aiohttp
 import pytest
-from proxy_harness import BODY, COMPLETIONS, cluster, run, until, within
+from proxy_harness import BODY, COMPLETIONS, cluster, until, within
 
 from pdx.proxy import server as listener
 
@@ -30,25 +29,21 @@ async def event(made, name):
     return await made.metric("pdx_proxy_events_total", event=name)
 
 
-def test_without_room_an_idle_connection_makes_room(caplog, room):
-    async def main():
-        async with cluster() as made, aiohttp.ClientSession() as newcomer:
-            assert (await made.get("/health"))[0] == 200  # its connection is older, but was served
-            oldest, writer = await dial(made)
-            _, younger = await dial(made)
-            assert (await made.post(COMPLETIONS, BODY))[0] == 200
-            room(False)
-            async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
-                assert response.status == 200
-            assert await within(oldest.read()) == b"", "the one that has been silent for longest"
-            assert await event(made, "connections_displaced") == 1
-            room(True)
-            writer.close()
-            younger.close()
-            assert (await made.get("/health"))[0] == 200
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
+async def test_without_room_an_idle_connection_makes_room(made, caplog, room):
+    async with aiohttp.ClientSession() as newcomer:
+        assert (await made.get("/health"))[0] == 200  # its connection is older, but was served
+        oldest, writer = await dial(made)
+        _, younger = await dial(made)
+        assert (await made.post(COMPLETIONS, BODY))[0] == 200
+        room(False)
+        async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
+            assert response.status == 200
+        assert await within(oldest.read()) == b"", "the one that has been silent for longest"
+        assert await event(made, "connections_displaced") == 1
+        room(True)
+        writer.close()
+        younger.close()
+        assert (await made.get("/health"))[0] == 200
     assert [record.message for record in caplog.records if "idle connections are closed" in record.message]
 
 
@@ -170,21 +165,17 @@ class Failing:
         return getattr(self.inner, name)
 
 
-def test_an_accept_that_fails_is_tried_again_later(caplog):
+async def test_an_accept_that_fails_is_tried_again_later(caplog):
     """asyncio logs a traceback for each, a hundred at a time."""
     real = listener._tcp_sockets
 
     async def failing(host, port):
         return [Failing(each) for each in await real(host, port)]
 
-    async def main():
-        with mock.patch.object(listener, "_tcp_sockets", failing), mock.patch.object(listener, "_REST_S", 0.01):
-            async with cluster() as made:
-                assert (await made.post(COMPLETIONS, BODY))[0] == 200
-                assert await event(made, "accepts_failed") == 6  # of two listeners
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
+    with mock.patch.object(listener, "_tcp_sockets", failing), mock.patch.object(listener, "_REST_S", 0.01):
+        async with cluster() as made:
+            assert (await made.post(COMPLETIONS, BODY))[0] == 200
+            assert await event(made, "accepts_failed") == 6  # of two listeners
     assert len([record for record in caplog.records if "no connection can be taken now" in record.message]) == 1
     assert len(caplog.text) < 4000
 

@@ -59,43 +59,32 @@ def test_spans_of_all_files_come_in_order_of_their_start(tracer, folder):
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
-def test_it_is_off_until_it_is_switched_on_and_follows_the_switch(tracer, folder):
+def test_it_follows_the_switch_of_a_process_or_a_shell(tracer, folder):
     assert not tracer.is_on
     for on in (True, False, True):
         switch(folder, on)
         assert tracer.is_on is on
+    with Tracer(folder, "late") as late:
+        assert late.is_on, "a switch that was set before the process started counts"
+    for text, on in (("1\n", True), ("", False), ("1", True), ("0\n", False), ("garbage", False)):
+        (folder / "on").write_text(text)  # truncates first, as `echo 1 > on` does
+        assert tracer.is_on is on
+    (folder / "on").write_text("1")
     tracer.close()
     assert not tracer.is_on
 
 
-def test_a_switch_set_before_the_process_started_counts(folder):
-    switch(folder, True)
-    with Tracer(folder, "late") as tracer:
-        assert tracer.is_on
-
-
-def test_a_shell_may_switch_and_even_truncate(tracer, folder):
-    for text, on in (("1\n", True), ("", False), ("1", True), ("0\n", False), ("garbage", False)):
-        (folder / "on").write_text(text)  # truncates first, as `echo 1 > on` does
-        assert tracer.is_on is on
-
-
-def test_whether_it_is_on_is_one_byte_read(tracer, monkeypatch):
+def test_whether_it_is_on_is_one_byte_read_and_off_where_it_cannot_be(tracer, monkeypatch):
     reads = []
-    monkeypatch.setattr(trace.os, "pread", lambda *args: reads.append(args[1:]) or b"1")
-    assert tracer.is_on
-    assert reads == [(1, 0)]
 
+    def pread(_file, *args):
+        reads.append(args)
+        if len(reads) > 1:
+            raise OSError(116, "Stale file handle")
+        return b"1"
 
-def test_a_switch_that_cannot_be_read_is_off(tracer, folder, monkeypatch):
-    def stale(*args):
-        raise OSError(116, "Stale file handle")
-
-    switch(folder, True)
-    with monkeypatch.context() as patch:
-        patch.setattr(trace.os, "pread", stale)
-        assert not tracer.is_on
-    assert tracer.is_on
+    monkeypatch.setattr(trace.os, "pread", pread)
+    assert (tracer.is_on, tracer.is_on, reads) == (True, False, [(1, 0)] * 2)
 
 
 def test_threads_record_and_flush_at_the_same_time(tracer, folder):
