@@ -138,10 +138,7 @@ class Probes:
     # ---- which models they have -------------------------------------------------------------
 
     async def answer(self, headers: Mapping[str, str]) -> web.Response:
-        """For a client that sent these headers.
-
-        :raises Exhausted: this process lacks what a connection needs.
-        """
+        """For a client that sent these headers. :raises Exhausted: this process lacks what a connection needs."""
         kept = self._kept_for(headers)
         async with kept.lock:
             if kept.until <= self._health.clock():

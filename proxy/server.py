@@ -364,10 +364,7 @@ def endpoint(host: str, port: int) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of `HOST:PORT`, where an IPv6 address is in brackets.
-
-    :raises ConfigError: it is not that.
-    """
+    """The two parts of `HOST:PORT`, where an IPv6 address is in brackets. :raises ConfigError: it is not that."""
     host, _, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not bare or not port.isascii() or not port.isdigit() or int(port) > 65_535 or (":" in host and bare == host):

@@ -106,10 +106,7 @@ def prompt(
     codec: str = "",
     **_: Any,
 ) -> Prompt:
-    """The prompt that the options name.
-
-    :raises SelectionError: none, or several, or a file that names none.
-    """
+    """The prompt that the options name. :raises SelectionError: none, or several, or a file that names none."""
     ways = {"--ids": ids, "--text": text, "--file": file, "--request": request}
     given = [name for name, said in ways.items() if said not in (None, "")]
     if len(given) != 1:

@@ -101,10 +101,7 @@ def _check_model(model: str) -> None:
 
 
 def _url(flags: Sequence[str]) -> str:
-    """Where vLLM serves with these flags.
-
-    :raises ConfigError: they do not say it, or say nonsense.
-    """
+    """Where vLLM serves with these flags. :raises ConfigError: they do not say it, or say nonsense."""
     for name in _ELSEWHERE:
         if flag(flags, name) is not None:
             raise ConfigError(f"with {name} it is not known where vLLM serves; name it: --url http://HOST:PORT")

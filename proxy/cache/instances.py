@@ -57,10 +57,7 @@ class Instances:
         self._seen = {name: each for name, each in self._seen.items() if each.seen_at >= oldest}
 
     def named(self, names: Collection[str]) -> dict[str, Instance]:
-        """Those of these names; of none: all.
-
-        :raises SelectionError: one is not known.
-        """
+        """Those of these names; of none: all. :raises SelectionError: one is not known."""
         known = self.all()
         for name in names:
             if name not in known:

@@ -74,10 +74,7 @@ class CacheControl:
         metrics: Metrics,
         chunks: Following | None,
     ) -> None:
-        """`chunks`: see `Verbs`.
-
-        :raises ConfigError: the token's file is wrong.
-        """
+        """`chunks`: see `Verbs`. :raises ConfigError: the token's file is wrong."""
         self.instances = Instances(control, env, silent_s=config.heartbeat_timeout_s)
         self.orders = Orders(control, env)
         self.verbs = Verbs(self.instances, self.orders, engines, chunks)
