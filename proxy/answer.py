@@ -228,9 +228,18 @@ class AsItIs:
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine went away before the end."""
         if answer.is_stream:
-            await _relay_stream(exchange, answer, self)
+            return await _relay_stream(exchange, answer, self)
+        raw = await answer.read()
+        exchange.mark(Event.DECODE_FIRST, answer.engine)
+        if answer.status >= 400:
+            exchange.outcome = Outcome.CLIENT_ERROR
+        elif _HAS_CHOICES.search(raw) is None:
+            raise failed(Reason.MALFORMED, answer.engine, f"{len(raw)} bytes are no answer")
         else:
-            await _relay_whole(exchange, answer, self)
+            exchange.first_token(answer.engine, streams=False)
+        exchange.reply.pass_on(answer.headers)
+        exchange.reply.whole(answer.status, await self.whole(raw), content_type=answer.content_type)
+        return None
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
         """Of the client's stream. An event that waits for the prefill engine keeps none before it waiting."""
@@ -271,17 +280,17 @@ class Continuation:
         if answer.is_stream != exchange.streams:
             raise failed(Reason.MALFORMED, answer.engine, f"unexpected {answer.content_type!r}")
         if answer.is_stream:
-            await _relay_stream(exchange, answer, self)
-        else:
-            raw = await answer.read()
-            exchange.mark(Event.DECODE_FIRST, answer.engine)
-            try:
-                merged = merged_answer(self._prefill, raw)
-            except ProtocolError as error:
-                raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
-            exchange.first_token(answer.engine, streams=False)
-            exchange.reply.pass_on(answer.headers)
-            exchange.reply.whole(200, merged)
+            return await _relay_stream(exchange, answer, self)
+        raw = await answer.read()
+        exchange.mark(Event.DECODE_FIRST, answer.engine)
+        try:
+            merged = merged_answer(self._prefill, raw)
+        except ProtocolError as error:
+            raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
+        exchange.first_token(answer.engine, streams=False)
+        exchange.reply.pass_on(answer.headers)
+        exchange.reply.whole(200, merged)
+        return None
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
         yield b"".join(map(self.event, events))
@@ -312,19 +321,6 @@ class Continuation:
         with contextlib.suppress(ValueError):
             if choices and head.startswith(_DATA) and json.loads(head[len(_DATA) :] + b"}").keys() == _HEAD:
                 self._their_head = head
-
-
-async def _relay_whole(exchange: Exchange, answer: Answer, shape: AsItIs) -> None:
-    raw = await answer.read()
-    exchange.mark(Event.DECODE_FIRST, answer.engine)
-    if answer.status >= 400:
-        exchange.outcome = Outcome.CLIENT_ERROR
-    elif _HAS_CHOICES.search(raw) is None:
-        raise failed(Reason.MALFORMED, answer.engine, f"{len(raw)} bytes are no answer")
-    else:
-        exchange.first_token(answer.engine, streams=False)
-    exchange.reply.pass_on(answer.headers)
-    exchange.reply.whole(answer.status, await shape.whole(raw), content_type=answer.content_type)
 
 
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Continuation) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.progress import TextColumn, TimeRemainingColumn
 
-from pdx.cli.cache_options import choosing, controller, detach, dry_run, prompt, reaching
+from pdx.cli.cache_options import choosing, controller, dry_run, prompt, reaching, starting
 from pdx.cli.options import option
 from pdx.cli.tables import duration, progress, size, table, to_json
 from pdx.client.results import ALL, Job, Place
@@ -132,10 +132,7 @@ def ls(node: str, session: str, model: str, as_json: bool, **options: Any) -> No
 @click.argument("source")
 @click.argument("target")
 @option("--keep", is_flag=True, help="Copy: leave them at the source as well.")
-@choosing
-@dry_run
-@detach
-@reaching
+@starting
 def move(
     source: str, target: str, keep: bool, dry_run: bool, detach: bool, as_json: bool, model: str, **options: Any
 ) -> None:
@@ -149,10 +146,7 @@ def move(
 @cache.command()
 @click.argument("place")
 @option("--everything", is_flag=True, help="All chunks there, of whatever prompt.")
-@choosing
-@dry_run
-@detach
-@reaching
+@starting
 def clear(place: str, everything: bool, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
     """Forget the prompt's chunks in PLACE, pinned or not."""
     named = any(options[name] not in (None, "") for name in ("ids", "text", "file", "request"))
@@ -190,33 +184,24 @@ _pinning("pin", "pinned", "Keep the prompt's chunks in PLACE until they are unpi
 _pinning("unpin", "unpinned", "Take one pin off each of the prompt's chunks in PLACE.")
 
 
-@cache.command()
-@click.argument("place")
-@click.argument("method")
-@choosing
-@dry_run
-@detach
-@reaching
-def compress(place: str, method: str, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
-    """Store the prompt's chunks in PLACE by the codec METHOD. Ctrl-C cancels it."""
-    whose, at = prompt(**options), Place.of(place, needs_tier=True)
-    with controller(**options) as made:
-        start = partial(made.compress, whose, at.node, at.tier, method, dry_run=dry_run)
-        _finish(made, start, detach=detach, as_json=as_json)
+def _recoding(name: str, text: str, *words: str) -> None:
+    """`words`: arguments behind PLACE."""
+
+    def command(place: str, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
+        whose, at = prompt(**options), Place.of(place, needs_tier=True)
+        how = [options[word] for word in words]
+        with controller(**options) as made:
+            start = partial(getattr(made, name), whose, at.node, at.tier, *how, dry_run=dry_run)
+            _finish(made, start, detach=detach, as_json=as_json)
+
+    made = starting(command)
+    for word in reversed(("place", *words)):
+        made = click.argument(word)(made)
+    cache.command(name, help=text)(made)
 
 
-@cache.command()
-@click.argument("place")
-@choosing
-@dry_run
-@detach
-@reaching
-def decompress(place: str, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
-    """Store the prompt's chunks in PLACE as they are in memory. Ctrl-C cancels it."""
-    whose, at = prompt(**options), Place.of(place, needs_tier=True)
-    with controller(**options) as made:
-        start = partial(made.decompress, whose, at.node, at.tier, dry_run=dry_run)
-        _finish(made, start, detach=detach, as_json=as_json)
+_recoding("compress", "Store the prompt's chunks in PLACE by the codec METHOD. Ctrl-C cancels it.", "method")
+_recoding("decompress", "Store the prompt's chunks in PLACE as they are in memory. Ctrl-C cancels it.")
 
 
 @cache.command()

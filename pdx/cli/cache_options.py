@@ -60,7 +60,7 @@ _WHOSE = (
     ),
 )
 dry_run = option("--dry-run", is_flag=True, help="Do nothing; say what would be done.")
-detach = option("--detach", is_flag=True, help="Do not wait: print the job's name.")
+_DETACH = option("--detach", is_flag=True, help="Do not wait: print the job's name.")
 
 
 def reaching(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +71,11 @@ def reaching(command: Callable[..., Any]) -> Callable[..., Any]:
 def choosing(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that name a prompt; they are the arguments of `prompt`."""
     return _with(_WHOSE, command)
+
+
+def starting(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a command that starts a job on a prompt's chunks."""
+    return _with((*_WHOSE, dry_run, _DETACH, *_REACH), command)
 
 
 def _with(options: tuple[Callable[..., Any], ...], command: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,13 +6,13 @@ import asyncio
 import io
 import json
 import secrets
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
-from proxy_harness import cluster, until, within
+from proxy_harness import Node, cluster, until, within
 
 from pdx.wire import messages
 from pdx.wire.messages import Refused
-from pdx.wire.proxy import EngineReport, NodeReport, Order, Reply, decode_from_proxy
+from pdx.wire.proxy import EngineReport, NodeReport, Order, Reply
 from pdx.wire.verbs import Found
 
 TOKEN = secrets.token_hex(16)
@@ -30,45 +30,35 @@ SHAPE = {
 KEY = "ab" * 16
 
 
-class Ruled:
+class Ruled(Node):
     """A stand-in node that carries out verbs: `answers` makes an outcome, or nothing, of each verb."""
 
-    def __init__(self, node):
-        self.node = node
+    def __init__(self, address, name):
+        super().__init__(address, name)
         self.orders = []
         self.answers = lambda _verb: Found(1, 1, {"memory": 1})
-        self._task = asyncio.create_task(self._serve())
-
-    @property
-    def name(self):
-        return self.node.name
+        self.task = asyncio.create_task(self._serve())
 
     @property
     def verbs(self):
         return [order.verb for order in self.orders]
 
-    async def report(self, *engines, layout=LAYOUT, shape=SHAPE, listen="", epoch=None):
+    async def report(self, *engines, layout=LAYOUT, shape=SHAPE, listen="", epoch=None, facts=()):
         """`engines` by name and URL."""
-        self.node.epoch = epoch or self.node.epoch
+        self.epoch = epoch or self.epoch
         told = [EngineReport(name, "both", url, 0, layout=layout, shape=shape) for name, url in engines]
-        report = NodeReport(messages.VERSION, self.name, self.node.epoch, 1, 1, told, [], listen=listen)
-        await self.node.socket.send(messages.encode(report))
+        report = NodeReport(messages.VERSION, self.name, self.epoch, 1, 1, told, [], listen=listen)
+        await self.socket.send(messages.encode(report))
 
     async def reply(self, number, outcome):
-        await self.node.socket.send(messages.encode(Reply(number, outcome)))
+        await self.socket.send(messages.encode(Reply(number, outcome)))
 
     async def _serve(self):
         while True:
-            message = decode_from_proxy(await self.node.socket.recv())
-            if isinstance(message, Order):
-                self.orders.append(message)
-                if (outcome := self.answers(message.verb)) is not None:
-                    await self.reply(message.number, outcome)
-
-    async def close(self):
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+            order = await self._next(Order, seconds=None)
+            self.orders.append(order)
+            if (outcome := self.answers(order.verb)) is not None:
+                await self.reply(order.number, outcome)
 
 
 class Stage:
@@ -134,8 +124,8 @@ async def stage(folder, *names, **settings):
         token.chmod(0o600)
         settings["cache_token_file"] = str(token)
     settings.setdefault("heartbeat_timeout_s", 600.0)
-    async with cluster(named=False, node=names[0], **settings) as made:
-        nodes = {name: Ruled(made.other_node(name) if name != names[0] else made.node) for name in names}
+    async with cluster(named=False, node=names[0], kind=Ruled, **settings) as made:
+        nodes = {names[0]: made.node} | {name: made.other_node(name, Ruled) for name in names[1:]}
         built = Stage(made, nodes)
         try:
             for node in nodes.values():
@@ -145,7 +135,8 @@ async def stage(folder, *names, **settings):
             yield built
         finally:
             for node in nodes.values():
-                await node.close()
+                node.task.cancel()
+            await asyncio.gather(*(node.task for node in nodes.values()), return_exceptions=True)
 
 
 def refused(error, text="why"):

@@ -82,9 +82,9 @@ class Node:
         """The names and addresses in the next PeerList."""
         return {peer.name: peer.address for peer in (await self._next(PeerList)).peers}
 
-    async def _next(self, kind):
+    async def _next(self, kind, seconds=DEADLINE_S):
         while True:
-            message = decode_from_proxy(await within(self.socket.recv()))
+            message = decode_from_proxy(await within(self.socket.recv(), seconds))
             if isinstance(message, kind):
                 return message
 
@@ -101,9 +101,9 @@ class Cluster:
         self.url, self.admin, self.client, self.node, self._others = url, admin, client, node, []
         self.prefills, self.decodes = prefills, decodes
 
-    def other_node(self, name=""):
+    def other_node(self, name="", kind=Node):
         """A second node of the same proxy."""
-        self._others.append(Node(self.node.address, name or f"other{len(self._others)}"))
+        self._others.append(kind(self.node.address, name or f"other{len(self._others)}"))
         return self._others[-1]
 
     def close(self):
@@ -186,6 +186,7 @@ async def cluster(
     connect_s=DEADLINE_S,
     served=(),
     node="node",
+    kind=Node,
     models=None,
     servers=None,
     key="",
@@ -194,7 +195,7 @@ async def cluster(
     """A proxy; unless `named`, its engines are known only once a node reports them. What is healthy has time.
 
     Named engines are `known`: a node has reported them, too, and its word is good for the whole test.
-    `node`: the name of that node. `models` and `servers`: by an engine's name. `key`: what they want to see.
+    `node`: the name of that node, of this `kind`. `models` and `servers`: by an engine's name. `key`: theirs.
     Engines are probed once at the start, then every `probe_s`, and when they are suspect.
     """
     folder = Path(tempfile.mkdtemp(prefix="pdxp"))
@@ -221,7 +222,7 @@ async def cluster(
     admin = HttpServer(proxy.admin_app(), proxy.env)
     for each in (http, admin):
         await each.start("127.0.0.1:0")
-    node = Node(address, node)
+    node = kind(address, node)
     client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
     counted = counter_series(proxy)
     made = Cluster(proxy, http.url, admin.url, client, node, prefill, decode)
