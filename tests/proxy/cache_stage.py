@@ -106,9 +106,11 @@ class Stage:
 
     async def known(self, *names):
         """Wait for these nodes to have reported."""
-        async with asyncio.timeout(10):
-            while not set(names) <= set((await self.listed())[1]["nodes"]):
-                await asyncio.sleep(0.005)
+
+        async def are_there():
+            return set(names) <= set((await self.listed())[1]["nodes"])
+
+        await until(are_there)
 
     async def told(self, count=1):
         """Wait until so many engines have told how they name chunks."""

@@ -1,6 +1,7 @@
 """A proxy with stand-in engines and a stand-in node around it, and a check that nothing of it stays behind."""
 
 import asyncio
+import inspect
 import json
 import shutil
 import tempfile
@@ -31,9 +32,9 @@ async def within(awaitable, seconds=DEADLINE_S):
 
 
 async def until(condition, seconds=DEADLINE_S):
-    """Poll for something that has no event of its own."""
+    """Poll for something that has no event of its own, which may have to be awaited."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not (await found if inspect.isawaitable(found := condition()) else found):
             await asyncio.sleep(0.005)
 
 
@@ -154,9 +155,11 @@ class Cluster:
 
     async def metric_reaches(self, value, name, **labels):
         """Wait for a series to be at least `value`."""
-        async with asyncio.timeout(DEADLINE_S):
-            while await self.metric(name, **labels) < value:
-                await asyncio.sleep(0.005)
+
+        async def is_reached():
+            return await self.metric(name, **labels) >= value
+
+        await until(is_reached)
 
 
 def settle_with(control, engines):

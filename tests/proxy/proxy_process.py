@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 from engine_standin import StandIn
-from proxy_harness import DEADLINE_S, within
+from proxy_harness import DEADLINE_S, until, within
 
 from pdx.cli.ports import free_ports
 
@@ -70,10 +70,8 @@ async def proxy_process(folder, *options, limit=0, control=None):
     client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=6 * DEADLINE_S))
     made = ProxyProcess(process, folder, port, control, client, engine)
     try:
-        async with asyncio.timeout(6 * DEADLINE_S):
-            while "listening on" not in made.log:
-                assert process.returncode is None, made.log
-                await asyncio.sleep(0.02)
+        await until(lambda: "listening on" in made.log or process.returncode is not None, 6 * DEADLINE_S)
+        assert process.returncode is None, made.log
         assert await made.ask() == 200
         yield made
     finally:

@@ -5,7 +5,7 @@ import json
 import signal
 
 import pytest
-from proxy_harness import BODY, COMPLETIONS, within
+from proxy_harness import BODY, COMPLETIONS, until, within
 from proxy_process import proxy_process
 
 
@@ -72,9 +72,7 @@ async def test_a_body_that_is_still_coming_is_ended_too(made):
     reader, writer = await asyncio.open_connection(host, int(port))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     writer.write(head + b"Content-Length: 1000\r\n\r\n{")
-    async with asyncio.timeout(10):
-        while not len(made.proxy.drain):
-            await asyncio.sleep(0.005)
+    await until(lambda: len(made.proxy.drain))
     made.proxy.drain.end()
     assert b" 503 " in await within(reader.readline())
     writer.close()
@@ -88,9 +86,7 @@ async def test_a_signal_lets_requests_finish(tmp_path):
         before = asyncio.create_task(made.ask())
         await within(made.engine.arrived.wait())
         made.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
-            while "stopping" not in made.log:
-                await asyncio.sleep(0.01)
+        await until(lambda: "stopping" in made.log, 60)
         assert made.process.returncode is None
         made.engine.released.set()
         assert await within(before) == 200
@@ -107,9 +103,7 @@ async def test_streams_end_with_an_error(drain, signals, tmp_path):
         await within(begun.wait())
         made.process.send_signal(signal.SIGTERM)
         if signals == 2:
-            async with asyncio.timeout(60):
-                while "stopping" not in made.log:
-                    await asyncio.sleep(0.01)
+            await until(lambda: "stopping" in made.log, 60)
             made.process.send_signal(signal.SIGINT)
         assert json.loads((await within(streaming))[-1])["error"]["code"] == 503
         assert await within(made.process.wait(), 60) == 0

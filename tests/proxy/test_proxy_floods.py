@@ -1,13 +1,12 @@
 """A proxy that may open few files, under floods of strangers: it lives, and honest clients and nodes are served."""
 
-import asyncio
 import contextlib
 import resource
 import socket
 
 import aiohttp
 import pytest
-from proxy_harness import Node
+from proxy_harness import Node, until
 from proxy_process import proxy_process
 
 from pdx.cli.ports import free_ports
@@ -126,20 +125,14 @@ async def test_the_soft_limit_of_files_is_raised(tmp_path):
 
 async def healthy(made):
     """Wait until engines are probed with success."""
-    async with asyncio.timeout(60):
-        while True:
-            async with made.client.get(made.url + "/health") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.02)
+    await until(lambda: health(made, lambda response, _: response.status == 200), 60)
 
 
 async def known(made, count):
     """Wait until so many nodes have reported."""
+    await until(lambda: health(made, lambda _, told: told["nodes"] >= count), 60)
 
-    async with asyncio.timeout(60):
-        while True:
-            async with made.client.get(made.url + "/health") as response:
-                if (await response.json())["nodes"] >= count:
-                    return
-            await asyncio.sleep(0.02)
+
+async def health(made, condition):
+    async with made.client.get(made.url + "/health") as response:
+        return condition(response, await response.json())

@@ -111,24 +111,18 @@ async def test_health_is_readiness():
     async with cluster(probe_s=0.2) as made:
         made.decode.health = 503
 
-        async def health():
+        async def health(*wanted):
             status, raw = await made.get("/health")
-            return status, json.loads(raw)["decoders"], json.loads(raw)["prefillers"]
+            return (status, json.loads(raw)["decoders"], json.loads(raw)["prefillers"]) == wanted
 
-        async with asyncio.timeout(10):
-            while await health() != (503, 0, 1):
-                await asyncio.sleep(0.01)
+        await until(lambda: health(503, 0, 1))
         assert (await made.post(COMPLETIONS, BODY))[0] == 200  # the prefill engine serves alone meanwhile
         assert made.decode.seen == []
         made.decode.health = 200
-        async with asyncio.timeout(10):
-            while await health() != (200, 1, 1):
-                await asyncio.sleep(0.01)
+        await until(lambda: health(200, 1, 1))
         await made.prefill.stop()
         await made.decode.stop()
-        async with asyncio.timeout(10):
-            while await health() != (503, 0, 0):
-                await asyncio.sleep(0.01)
+        await until(lambda: health(503, 0, 0))
 
 
 async def test_models_are_those_of_all_engines_that_are_well():
