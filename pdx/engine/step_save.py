@@ -47,8 +47,8 @@ class StepSave:
         self._layout = layout
         self._arena = arena
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
-        self._whole = [each.slots[shard] for each in pages if each.completes]  # when all layers are gathered
-        self._by_layer = [each.slots[shard] for each in pages if each.completes and each.by_layer]
+        self._whole = [each.slot_of(shard) for each in pages if each.completes]  # when all layers are gathered
+        self._by_layer = [each.slot_of(shard) for each in pages if each.completes and each.by_layer]
         self._layer_bytes = sum(len(each.block_ids) for each in pages) * layout.page_bytes
         self._done: set[int] = set()
         self._copies: list[Callable[[], bool]] = []  # of a step that ends a transfer: whether each layer is gathered

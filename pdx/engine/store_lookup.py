@@ -20,6 +20,7 @@ from pdx.engine.request import Asked, Awaited, Hits, SlotGrant, Step, TrackedReq
 from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
+from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
 from pdx.wire.base import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS
 from pdx.wire.messages import Admit, Admitted, Cancel, Expect, Mark, Release
@@ -385,10 +386,13 @@ class StoreLookup:
         tokens = whole * self._layout.chunk_tokens + part_blocks * self._layout.block_tokens
         if has_tail and tracked.is_decode:
             tokens = tracked.transfer_tokens
-        shards = self._layout.num_shards
-        starts = range(0, (whole + (part_blocks > 0)) * shards, shards)
-        slots = [answer.slots[start : start + shards] for start in starts]
+        slots = self._by_chunk(answer.slots, whole + (part_blocks > 0))
         return Hits(slots, whole, tokens, answer.lease, answer.lease_s)
+
+    def _by_chunk(self, slots: list[Slot], num_chunks: int) -> list[list[Slot]]:
+        """The slots of an answer: for each chunk one per shard."""
+        shards = self._layout.num_shards
+        return [slots[start : start + shards] for start in range(0, num_chunks * shards, shards)]
 
     def _is_covered(self, tracked: TrackedRequest) -> bool:
         """Whether all chunks of the prompt are hits or have room. If not, what was there may be gone."""
@@ -407,10 +411,8 @@ class StoreLookup:
 
     def _take_grants(self, tracked: TrackedRequest, answer: Admitted, first_chunk: int) -> None:
         """Keep the slots of the chunks `first_chunk` + granted index; the last one may be a tail."""
-        shards, per_chunk = self._layout.num_shards, self._layout.blocks_per_chunk
-        for number, index in enumerate(answer.granted):
-            slots = answer.granted_slots[number * shards : (number + 1) * shards]
-            first = (first_chunk + index) * per_chunk
+        for index, slots in zip(answer.granted, self._by_chunk(answer.granted_slots, len(answer.granted)), strict=True):
+            first = (first_chunk + index) * self._layout.blocks_per_chunk
             end = first + self._layout.blocks_in(slots[0].nbytes)
             tracked.node.grants.append(SlotGrant(slots, first, end, by_layer=answer.by_layer))
             tracked.saved_blocks = min(tracked.saved_blocks, first)

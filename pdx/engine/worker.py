@@ -167,7 +167,7 @@ class WorkerHalf:
 
     def _open(self, saves: list[SavePlan], copier: PageCopier, connection: Connection, arena: Arena) -> StepSave:
         wanted = [pages for save in saves for pages in save.pages]
-        whole = [pages for pages in wanted if pages.slots[self._shard] not in self._spoiled]
+        whole = [pages for pages in wanted if pages.slot_of(self._shard) not in self._spoiled]
         taken = copier.begin(arena, whole)
         if len(taken) < len(wanted):
             kept = {id(pages) for pages in taken}
@@ -193,7 +193,7 @@ class WorkerHalf:
         """These are not saved, so what they belong to will never be whole: its slots."""
         if not lost:
             return []
-        slots = [pages.slots[self._shard] for pages in lost]
+        slots = [pages.slot_of(self._shard) for pages in lost]
         for slot, pages in zip(slots, lost, strict=True):
             if pages.completes:  # nothing more comes for it
                 self._spoiled.discard(slot)
