@@ -35,7 +35,7 @@ from pdx.store.deadlines import Deadlines
 from pdx.store.history import Cause
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
-from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.store.tier import Grant, Hit, Job, Tier
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.telemetry.trace import Tracer
@@ -127,7 +127,7 @@ class Copies:
 
     def load(
         self,
-        found: Sequence[tuple[bytes, Tier, Held]],
+        found: Sequence[Hit],
         wanted: Wanted,
         *,
         priority: Priority,

@@ -291,3 +291,6 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all jobs and threads. Idempotent."""
+
+
+Hit = tuple[bytes, Tier, Held]  # a key that a tier has

@@ -29,7 +29,7 @@ from pdx.store.paying import UNKNOWN, Computing
 from pdx.store.siblings import Siblings
 from pdx.store.store import Store
 from pdx.store.storing import Storing
-from pdx.store.tier import Held, Job, Tier, TierHost
+from pdx.store.tier import Hit, Job, Tier, TierHost
 from pdx.telemetry.env import Env
 from pdx.wire.status import TierStatus
 
@@ -206,11 +206,11 @@ class Tiers(TierHost):
                     return math.inf
         return patience_s
 
-    def _found(self, wanted: Wanted, hits: int, computing: Computing) -> tuple[list[tuple[bytes, Tier, Held]], float]:
+    def _found(self, wanted: Wanted, hits: int, computing: Computing) -> tuple[list[Hit], float]:
         """The leading ones of what is missing that tiers below have; and for how long to wait for a tier that is being
         asked."""
         keys, shards = wanted.keys[hits:], wanted.shards
-        found: list[tuple[bytes, Tier, Held]] = []
+        found: list[Hit] = []
         patience_s = 0.0
         while len(found) < len(keys):
             at = len(found)
@@ -233,7 +233,7 @@ class Tiers(TierHost):
 
         A tier that must be asked is asked; `answered` is called when it has answered.
         """
-        found: list[tuple[bytes, Tier, Held]] = []
+        found: list[Hit] = []
         for each in self._found(wanted, hits, UNKNOWN)[0]:
             room_bytes -= each[2].nbytes * wanted.shards
             if room_bytes < 0:
@@ -258,7 +258,7 @@ class Tiers(TierHost):
         most_s = ANSWER_SHARE * computing_s
         return max(0.0, most_s - tier.asked_s(key)) if tier.answer_s <= most_s else 0.0
 
-    def _in_time(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int) -> int:
+    def _in_time(self, found: Sequence[Hit], shards: int) -> int:
         """How many leading ones of these the tiers bring within `load_s`, at the rates at which they do.
 
         A load of more would be given up with chunks half loaded, and would keep those behind it waiting for nothing.
@@ -275,7 +275,7 @@ class Tiers(TierHost):
                 return at
         return len(found)
 
-    def _paying(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, computing: Computing) -> int:
+    def _paying(self, found: Sequence[Hit], shards: int, computing: Computing) -> int:
         """How many leading ones of these are loaded sooner than computed, by what was measured of the tiers."""
         self._chunk_bytes = found[0][2].nbytes * shards if found else self._chunk_bytes
         if not computing.is_known:
@@ -294,7 +294,7 @@ class Tiers(TierHost):
         """Seconds until so many bytes more would be loaded; 0: not known."""
         return paying.takes_s(tier.load_rate, nbytes + self._copies.queue(tier).bytes_before(nbytes))
 
-    def _probe(self, found: tuple[bytes, Tier, Held], wanted: Wanted, hits: int) -> None:
+    def _probe(self, found: Hit, wanted: Wanted, hits: int) -> None:
         """Load one chunk for which nobody waits, now and then: else nobody would learn that the tier is faster now."""
         if self._is_due(self._probed_at, found[1]):
             wanted = replace(wanted, who="a look how fast the tier is")

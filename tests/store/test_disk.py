@@ -374,10 +374,11 @@ def test_what_memory_hits_counts_as_used(make):
 
 def test_where_memory_hits_all_of_it_the_oldest_makes_room(make):
     bed = make(limit_bytes=4 * CHARGE)
-    bed.is_used, removed = lambda one: True, bed.gone
+    bed.is_used, removed, bed.tier.changed = lambda one: True, bed.gone, {}
     for number in range(8):
         assert bed.store(number)
     assert removed == [key(number) for number in range(4)]
+    assert [each for each in bed.tier.changed if not bed.tier.holds(each)] == removed
     assert len(bed.files) == 4
 
 
@@ -641,14 +642,18 @@ def test_the_index_is_read_while_the_node_serves(bed, gate):
     bed.open(wait=False)
     assert salvage.arrived.acquire(timeout=60)
     assert not bed.has(1)
+    assert bed.tier.why_not(key(1)) == "has not counted its files yet"
     assert bed.start_store(9) is None  # until it is known how much is there
     assert bed.counters["disk_not_counted"] == 1
     bed.tier.evict([key(2)])
+    bed.tier.changed = {}
     salvage.open()
     while not bed.is_counted:
         bed.turn()
+    assert set(bed.tier.changed) == {key(number) for number in range(3)}
     bed.settle()
     assert bed.load(1) is None
+    assert bed.tier.why_not(key(2)) == ""
     assert not bed.has(2)
     assert not bed.file(2).exists()
     assert bed.store(9)

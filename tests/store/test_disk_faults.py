@@ -668,23 +668,6 @@ def test_a_file_that_was_to_be_written_anew_and_cannot_be_opened_counts_or_is_re
         bed.close()
 
 
-@pytest.mark.parametrize("fake", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_node_without_descriptors_keeps_its_files(bed, monkeypatch, fake):
-    assert bed.store(1)
-
-    def failing(*args):
-        raise OSError(fake, os.strerror(fake))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", failing)
-        assert bed.load(1).kind == "exhausted"
-    assert bed.counters["disk_exhausted"] == 1
-    assert not bed.has(1), "nobody asks for it again and again"
-    bed.now += PAUSE_S
-    assert bed.load(1) is None
-    assert bed.has(1)
-
-
 def test_the_older_of_two_files_of_a_chunk_is_removed_when_a_node_starts(bed, monkeypatch):
     """It was forgotten, and could not be removed then; a client has stored other bytes under the name since."""
     with monkeypatch.context() as patch:
@@ -699,20 +682,6 @@ def test_the_older_of_two_files_of_a_chunk_is_removed_when_a_node_starts(bed, mo
     assert bed.load(1) is None
     assert bed.files == [bed.file(1)]
     assert (bed.tier.num_chunks, bed.tier.used_bytes) == (1, bed.charge)
-
-
-def test_a_load_that_meets_a_bug_is_not_asked_for_again_and_again(bed, monkeypatch):
-    assert bed.store(1)
-
-    def failing(*args):
-        raise RuntimeError("a defect")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(chunk_file, "read", failing)
-        assert bed.load(1).kind == "failed"
-    assert not bed.has(1)
-    bed.now += PAUSE_S
-    assert bed.has(1)
 
 
 def test_folders_that_no_tier_made_are_not_looked_into(bed, monkeypatch):
@@ -889,6 +858,9 @@ def test_after_some_write_errors_there_is_a_pause(bed, monkeypatch, caplog):
         assert not any(bed.store(number) for number in range(1, 10))
         assert len(calls) == bed.counters["disk_write_failed"] == MAX_ERRORS
         assert bed.counters["disk_paused"] == 9 - MAX_ERRORS
+        assert bed.tier.history.why(key(2)).text.endswith("cannot be written: Input/output error")
+        why = "not stored: reads or writes failed, and none are tried for some seconds, 0.0 s ago"
+        assert bed.tier.history.why(key(9)).told(bed.now) == why
         assert bed.load(0) is None
         bed.now += PAUSE_S
         assert not any(bed.store(number) for number in range(1, 10))
@@ -900,7 +872,7 @@ def test_after_some_write_errors_there_is_a_pause(bed, monkeypatch, caplog):
 
 
 def test_an_error_nobody_expected_ends_the_job_and_nothing_else(bed, monkeypatch):
-    def failing(*args):
+    def failing(*args, **_):
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patch:
@@ -908,6 +880,11 @@ def test_an_error_nobody_expected_ends_the_job_and_nothing_else(bed, monkeypatch
         assert not bed.store(1)
     assert bed.counters["disk_failed"] == 1
     assert bed.store(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file, "read", failing)
+        assert bed.load(1).kind == "failed"
+    assert not bed.has(1), "it is not asked for again and again"
+    bed.now += PAUSE_S
     assert bed.load(1) is None
 
 
@@ -926,3 +903,5 @@ def test_a_folder_that_cannot_be_listed_by_a_fake_error_is_not_written_to(bed, m
             bed.turn()
     assert not bed.store(2)
     assert not bed.has(1)
+    assert bed.tier.why_not(key(1)) == "could not be listed"
+    assert not bed.tier.status().is_up

@@ -3,15 +3,12 @@
 import contextlib
 import errno
 import os
-import threading
 
 import disk_bed
 import pytest
 import remote_bed
 from disk_bed import key
 
-from pdx.errors import TierError
-from pdx.store.disk import chunk_file, listing
 from pdx.store.health import PAUSE_S
 from pdx.store.remote import catalog
 from pdx.store.remote.catalog import NOT_THERE_S
@@ -33,37 +30,6 @@ def disk(tmp_path):
     bed.close()
 
 
-def test_a_disk_that_has_not_counted_its_files_says_so_and_one_that_has_lacks_what_it_does_not_find(disk, monkeypatch):
-    assert disk.store(1)
-    assert said(disk, 2) == ("", None)
-    disk.close_tier()
-    go_on, real = threading.Event(), listing.salvage
-    monkeypatch.setattr(listing, "salvage", lambda *args: go_on.wait(60) and real(*args))
-    disk.open(wait=False)
-    try:
-        assert said(disk, 1) == ("has not counted its files yet", None)
-    finally:
-        go_on.set()
-    while not disk.is_counted:
-        disk.turn()
-    assert disk.has(1)
-    assert said(disk, 2) == ("", None)
-
-
-def test_a_folder_that_cannot_be_listed_says_so(disk, monkeypatch):
-    disk.close_tier()
-    monkeypatch.setattr(listing, "listed", _denied)
-    disk.open(wait=False)
-    while not disk.tier.is_scanned:
-        disk.turn()
-    assert said(disk, 1) == ("could not be listed", None)
-    assert not disk.tier.status().is_up
-
-
-def _denied(*_):
-    raise PermissionError(errno.EACCES, "Permission denied")
-
-
 def test_what_made_room_for_others_was_removed_then(disk):
     disk.limit_bytes = 2 * disk.charge
     disk.restart()
@@ -76,36 +42,27 @@ def test_what_made_room_for_others_was_removed_then(disk):
     assert said(disk, 2) == ("", "deleted, or broken, 0.0 s ago")
 
 
-def test_a_disk_that_a_load_has_failed_on_is_not_read_for_a_while(disk, monkeypatch):
+@pytest.mark.parametrize("fake", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_disk_that_a_load_has_failed_on_is_not_read_for_a_while(disk, monkeypatch, fake):
     assert disk.store(1)
     real = os.open
 
     def failing(path, *args, **settings):
         if os.fspath(path).endswith(".chunk"):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise OSError(fake, os.strerror(fake))
         return real(path, *args, **settings)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", failing)
         assert disk.load(1).kind == "exhausted"
+    assert not disk.has(1), "nobody asks for it again and again"
     assert said(disk, 1)[0] == "is not read for some seconds, because a load failed"
     assert said(disk, 2)[0] == ""
     assert not disk.tier.status().is_up
     disk.now += PAUSE_S
     assert said(disk, 1)[0] == ""
     assert disk.tier.status().is_up
-
-
-def test_what_could_not_be_written_says_how_and_what_came_in_the_pause_says_that(disk, monkeypatch):
-    def failing(*_, **__):
-        raise TierError("the disk is broken", "write_failed")
-
-    monkeypatch.setattr(chunk_file, "write", failing)
-    for number in range(3):
-        assert not disk.store(number)
-    assert not disk.store(9)
-    assert said(disk, 2) == ("", "not stored: the disk is broken, 0.0 s ago")
-    assert said(disk, 9) == ("", "not stored: reads or writes failed, and none are tried for some seconds, 0.0 s ago")
+    assert disk.load(1) is None
 
 
 def test_a_chunk_that_is_larger_than_the_cap_is_not_stored_for_that(tmp_path):

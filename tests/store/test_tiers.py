@@ -224,9 +224,12 @@ def test_what_is_sealed_is_stored_below_and_comes_back(stage):
 
 
 def test_all_shards_are_stored_and_loaded(stage):
+    stage.tier.changed = {}
     stage.save([0, 1], shards=2)
+    assert stage.tier.changed == {}
     stage.end_all()
     assert set(stage.tier.chunks) == {(key(n), shard) for n in (0, 1) for shard in (0, 1)}
+    assert stage.tier.changed == {key(0): 2, key(1): 2}
     stage.forget([0, 1])
     assert stage.may_come([0, 1], shards=2)
     stage.end()

@@ -49,7 +49,10 @@ def file_of(part: Part, block_bytes: int) -> ChunkFile:
 
 
 class Folder:
-    """How files are read and written there. Its methods are for threads."""
+    """How files are read and written there. Its methods are for threads.
+
+    :raises TierError: it could not be done, or `is_over`, or the folder is gone.
+    """
 
     def __init__(self, root: Path, host: TierHost, reserve_bytes: int) -> None:
         """`reserve_bytes` of the file system are left to others.
@@ -74,7 +77,7 @@ class Folder:
         return info.st_dev, info.st_ino
 
     def check(self) -> None:
-        """:raises TierError: the folder was removed, or its disk unmounted, and something else may be there now."""
+        """Whether the folder was removed, or its disk unmounted, and something else may be there now."""
         try:
             is_there = self._found_place() == self._place
         except FileNotFoundError:
@@ -85,20 +88,14 @@ class Folder:
             raise TierError(f"{self.root} is not there any more", "gone")
 
     def probe(self, file: ChunkFile | None, work: Work) -> None:
-        """Whether the folder is there, and this file of it can be read.
-
-        :raises TierError: it is not, or cannot.
-        """
+        """Whether the folder is there, and this file of it can be read."""
         self.check()
         if file is not None:
             with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
                 chunk_file.verify(self.path(file), is_direct=self.is_direct)
 
     def tell(self, untold: Untold, work: Work) -> None:
-        """Have files say that they were used, and what is pinned.
-
-        :raises TierError: the folder is gone, or what is pinned cannot be written.
-        """
+        """Have files say that they were used, and what is pinned."""
         self.check()
         for file in untold.used:
             work.seen_at = self._clock()
@@ -108,10 +105,7 @@ class Folder:
             pins.write(self.root, untold.pins, untold.num_pinned)
 
     def clear(self, task: Task) -> None:
-        """Remove the victims of a task.
-
-        :raises TierError: one cannot be removed, which keeps no other, or the folder is gone.
-        """
+        """Remove the victims of a task; one that cannot be removed keeps no other."""
         self.check()
         for file in task.victims:
             task.seen_at = self._clock()
@@ -127,10 +121,7 @@ class Folder:
             raise task.error
 
     def load(self, task: Task, job: Job, is_over: Callable[[], bool]) -> None:
-        """Read the file of a job into the arena.
-
-        :raises TierError: it could not be done, or `is_over`, or the folder is gone.
-        """
+        """Read the file of a job into the arena."""
         self.check()
         file = task.file or file_of(task.part, self.block_bytes)
         path, is_over = self.path(file), partial(self._is_over, task, is_over)
@@ -141,10 +132,7 @@ class Folder:
         chunk_format.load(job, self._arenas[task.part.slot.arena], path, read, is_over, file.coded)
 
     def store(self, task: Task, job: Job, codec: str, is_over: Callable[[], bool]) -> None:
-        """Write the file of a job, in place of its victims: from the arena by a codec, or another file anew.
-
-        :raises TierError: it could not be done, or `is_over`, or the folder is gone.
-        """
+        """Write the file of a job, in place of its victims: from the arena by a codec, or another file anew."""
         self.clear(task)
         part, is_over = task.part, partial(self._is_over, task, is_over)
         source: Arena | chunk_file.Contents = self._arenas[part.slot.arena]

@@ -47,8 +47,8 @@ log = logging.getLogger("pdx.node")
 MIB = 1 << 20
 COUNTED, NOT_READABLE = "counted", "not readable"  # see `_scan`
 JOIN_S = 10.0
-_BATCH = 256  # files that the control loop is told of at once
 SILENT_JOIN_S = 1.0  # … where the disk does not answer
+_BATCH = 256  # files that the control loop is told of at once
 
 
 class DiskTier(DiskFiles):
