@@ -7,7 +7,7 @@ finds out whether it works again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pdx.telemetry.env import Env
 
 MAX_ERRORS = 3  # calls that may fail one after the other before there is a pause
 PAUSE_S = 10.0
@@ -17,8 +17,8 @@ SILENT, FAILING, GONE = "does not answer", "paused: reads failed", "not there"
 class Health:
     """Owned by the control loop."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, env: Env) -> None:
+        self._clock = env.clock
         self.doubt = ""  # in words, for whoever asks for the status
         self.probes = 0  # that were made since the doubt began
         self._is_probing = False

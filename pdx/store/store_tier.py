@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,16 +20,19 @@ from typing import Any
 import msgspec
 
 from pdx.errors import TierError
+from pdx.store.codecs.codec import LOSSLESS, NONE, codec_of
 from pdx.store.copy import Copy
 from pdx.store.health import Health
 from pdx.store.history import Cause
-from pdx.store.recoding import OnChunk, Pair, Recoding, check
 from pdx.store.tier import Job, Part, Tier, TierHost
 
 log = logging.getLogger("pdx.node")
 
 MAX_FORGOTTEN = 1 << 16  # keys; of what was admitted before those, any may have been deleted
+RECODED_AT_ONCE = 4  # chunks: what is stored and loaded meanwhile has threads, too
 OF_STORES = ("full", "read_only", "denied")  # errors of what is to be stored, where what is there can be loaded
+Pair = tuple[bytes, bytes]  # the key of a chunk, and the one that it has afterwards
+OnChunk = Callable[[bytes, TierError | None], None]
 
 
 class Work(msgspec.Struct, eq=False):
@@ -197,6 +200,78 @@ class Forgotten:
         return max(self._keys.get(key, 0), self._before) > moment
 
 
+def check_recoding(pairs: Sequence[Pair], codec: str) -> None:
+    """Whether these may be stored so: what loses something has other keys, and what loses nothing has the same.
+
+    :raises CodecError: there is no such codec.
+    :raises TierError: the keys are not right for it.
+    """
+    if codec != NONE:
+        codec_of(codec)
+    is_lossy = codec not in (NONE, LOSSLESS)
+    if any((old == new) is is_lossy for old, new in pairs):
+        what = "another key than the exact one" if is_lossy else "the key that it has"
+        raise TierError(f"a chunk that is stored by {codec} has {what}", "not_encoded")
+
+
+class Recoding:
+    """Owned by the control loop. `done` and `failed` of `total` chunks are over; `is_over`: all that will be. Threads
+    look at `is_cancelled`: they are to end soon, and leave a chunk as it was before, or as it was to be."""
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        codec: str,
+        shards: int,
+        tier: StoreTier,
+        on_chunk: OnChunk,
+    ) -> None:
+        """`on_chunk` is told of each that is over, by the key that it had."""
+        self.codec = codec
+        self.shards = shards
+        self.total = len(pairs)
+        self.done = 0
+        self.failed: Counter[str] = Counter()  # by kind of error
+        self.is_cancelled = False
+        self._left = deque(pairs)
+        self._tier = tier
+        self._on_chunk = on_chunk
+        self._under_way = 0
+        self._is_filling = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is under way, nor will be."""
+        return not self._left and not self._under_way
+
+    def go_on(self) -> None:
+        """Begin what may be begun now."""
+        if self._is_filling:
+            return
+        self._is_filling = True
+        while self._left and self._under_way < RECODED_AT_ONCE:
+            self._under_way += 1
+            self._tier.recode_one(self._left.popleft(), self)
+        self._is_filling = False
+
+    def ended(self, key: bytes, error: TierError | None) -> None:
+        """The chunk that had this key is stored as was asked, or as before."""
+        self._under_way -= 1
+        self.done += error is None
+        if error is not None:
+            self.failed[error.kind] += 1
+        self._on_chunk(key, error)
+        self.go_on()
+
+    def cancel(self) -> None:
+        """Begin no more, and end those that were begun soon."""
+        self.is_cancelled = True
+        left, self._left = self._left, deque()
+        for key, _ in left:
+            self.failed["cancelled"] += 1
+            self._on_chunk(key, TierError("cancelled", "cancelled"))
+
+
 class StoreTier(Tier):
     """See `Tier`. Methods are for the control loop, and none of them waits but `close`; `perform` is for threads."""
 
@@ -210,7 +285,7 @@ class StoreTier(Tier):
         self.env = host.env
         self._host = host
         self._codec = codec
-        self._health = Health(host.env.clock)
+        self._health = Health(host.env)
         self._forgotten = Forgotten()
         self._admitted: dict[int, int] = {}  # copies, and at which moment
         self._works: dict[int, dict[Work, None]] = {}  # under way, by copy; 0: the tier's own
@@ -283,14 +358,14 @@ class StoreTier(Tier):
         """What became of a job."""
 
     def recode(self, pairs: Sequence[Pair], codec: str, shards: int, on_chunk: OnChunk) -> Recoding:
-        check(pairs, codec)
-        recoding = Recoding(pairs, codec, shards, self._recode, on_chunk)
+        check_recoding(pairs, codec)
+        recoding = Recoding(pairs, codec, shards, self, on_chunk)
         recoding.go_on()
         return recoding
 
     @abstractmethod
-    def _recode(self, pair: Pair, recoding: Recoding) -> None:
-        """Begin one chunk; `recoding.ended` is to be called when that is over."""
+    def recode_one(self, pair: Pair, recoding: Recoding) -> None:
+        """Begin one chunk; `recoding.ended` is to be called when that is over, or at once."""
 
     def _end(self, job: Job, error: TierError | None = None) -> None:
         """A job that no thread was given is over, soon."""

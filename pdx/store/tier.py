@@ -24,7 +24,7 @@ from pdx.telemetry.rate import Rate
 if TYPE_CHECKING:
     from pdx.memory.arena import Arena
     from pdx.store.copy import Copy
-    from pdx.store.recoding import OnChunk, Pair, Recoding
+    from pdx.store.store_tier import OnChunk, Pair, Recoding
     from pdx.telemetry.env import Env
     from pdx.wire.status import TierStatus
 

@@ -36,8 +36,6 @@ _used = itertools.count(1)
 
 
 class TierConformance:
-    """See the module."""
-
     @pytest.fixture
     def store(self) -> TierStore:
         """Of one test or of many, which use other chunks each."""
@@ -114,7 +112,6 @@ class TierConformance:
         assert third.load(numbers[1]) is None
 
     def test_a_chunk_of_a_request_that_allows_a_loss_says_its_form(self, make: Make, numbers: list[int]) -> None:
-        """Whatever the tier's own codec is."""
         stage = make("lossless", alike, slot_bytes=KV_BYTES)
         assert stage.end(stage.start_store(numbers[0], form=str(FORM))) is None
         assert stage.count(numbers[:1]) == 1
@@ -286,7 +283,6 @@ class TierConformance:
     def test_whatever_is_under_way_at_once_no_wrong_byte_is_loaded(
         self, make: Make, numbers: list[int], seed: int
     ) -> None:
-        """Each job ends once, too, and nothing is left of it."""
         stage, random_ = make(("none", "lossless")[seed], alike), random.Random(seed)
         for _ in range(20):
             copies: list[Any] = []
@@ -449,7 +445,6 @@ class TierConformance:
         assert sizes[0] == sizes[3] == 0 < sizes[1] == sizes[2] < stage.slot_bytes
 
     def test_with_a_loss_a_chunk_has_another_key_and_the_old_one_goes(self, make: Make, numbers: list[int]) -> None:
-        """All of its shards, or none."""
         stage = make("none", alike, slot_bytes=KV_BYTES)
         assert [stage.store(number, shard, shards=2) for number in numbers[:2] for shard in (0, 1)] == [True] * 4
         stage.tier.changed = {}
@@ -464,7 +459,6 @@ class TierConformance:
     def test_of_a_chunk_that_is_damaged_no_shard_gets_another_form(
         self, make: Make, store: TierStore, numbers: list[int]
     ) -> None:
-        """What was written of it is removed."""
         stage = make("none", alike, slot_bytes=KV_BYTES)
         assert [stage.store(numbers[0], shard, shards=2) for shard in (1, 0)] == [True, True]
         self._alter(store, numbers[0], DAMAGE["last bit"])
@@ -478,7 +472,6 @@ class TierConformance:
     def test_what_loses_nothing_keeps_its_key_and_what_does_changes_it(
         self, stage: TierStage, numbers: list[int], to: int, codec: str, error: type[Exception]
     ) -> None:
-        """So that a key is content."""
         if not stage.tier.can_recode:
             pytest.skip("it stores chunks in one form")
         with pytest.raises(error):

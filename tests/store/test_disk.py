@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdx.errors import ConfigError
 from pdx.memory.keys import named_key
 from pdx.store import store_tier
-from pdx.store.disk import chunk_file, files, folder, listing, pins
+from pdx.store.disk import chunk_file, files, folder, pins
 from pdx.store.disk.files import SILENT_S, THREADS
 from pdx.store.disk.index import MAX_SPARED
 from pdx.store.health import SILENT
@@ -155,7 +155,7 @@ def test_of_two_disks_with_a_named_chunk_the_newer_one_wins(tmp_path, monkeypatc
 def test_a_disk_whose_files_are_not_told_hides_no_named_chunks_of_others_for_long(tmp_path, monkeypatch):
     """It may have newer ones; that it had them is known when it answers again."""
     monkeypatch.setattr(tier_stage, "key", lambda number: named_key(str(number)))
-    real, arrived, opened = listing.listed, threading.Event(), threading.Event()
+    real, arrived, opened = folder.listed, threading.Event(), threading.Event()
 
     def listed(root, is_over, *settings):
         if root == new.root:
@@ -173,7 +173,7 @@ def test_a_disk_whose_files_are_not_told_hides_no_named_chunks_of_others_for_lon
         for bed in (old, new):
             bed.close_tier()
         os.utime(old.file(1), (1, 1))
-        monkeypatch.setattr(listing, "listed", listed)
+        monkeypatch.setattr(folder, "listed", listed)
         new.open(wait=False)
         assert arrived.wait(60)
         old.open(wait=False)
@@ -449,13 +449,13 @@ def test_the_index_is_bounded(bed, monkeypatch, caplog):
 
 
 def test_many_more_files_than_the_index_takes_are_not_all_kept_until_they_are_sorted(bed, monkeypatch):
-    most = listing.most_of_folder(5)
+    most = folder.most_of_folder(5)
     for number in range(most + 6):
         bed.file(number).parent.mkdir(mode=0o700, exist_ok=True)
         bed.file(number).write_bytes(bytes(36_864))
         os.utime(bed.file(number), ns=(0, number * 1000))
     monkeypatch.setattr(files, "MAX_FILES", 5)
-    kept, useless = listing._listed(str(bed.root / "00"), lambda: False, 5, 4096)
+    kept, useless = folder._listed(str(bed.root / "00"), lambda: False, 5, 4096)
     assert (len(kept), len(useless)) == (most, 6)
     assert len(bed.files) == most
     bed.limit_bytes = 100 * MIB
@@ -638,7 +638,7 @@ def test_the_index_is_read_while_the_node_serves(bed, gate):
     for number in range(3):
         assert bed.store(number)
     bed.close_tier()
-    salvage = gate("salvage", listing)
+    salvage = gate("salvage", folder)
     bed.open(wait=False)
     assert salvage.arrived.acquire(timeout=60)
     assert not bed.has(1)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pdx.errors import ConfigError, TierError
 from pdx.store import chunk_format
-from pdx.store.disk import chunk_file, listing
+from pdx.store.disk import chunk_file, folder
 from pdx.store.disk.files import SILENT_S, THREADS
 from pdx.store.disk.index import FULL_S
 from pdx.store.disk.tier import JOIN_S
@@ -737,7 +737,7 @@ def test_a_bug_while_files_are_counted_costs_stores_and_nothing_else(bed, monkey
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr(listing, "salvage", failing)
+        patch.setattr(folder, "salvage", failing)
         bed.open(wait=False)
         while not bed.counters["disk_failed"]:
             bed.turn()

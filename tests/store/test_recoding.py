@@ -13,7 +13,7 @@ from remote_bed import Bed as RemoteBed
 
 from pdx.errors import TierError
 from pdx.memory.form import Form
-from pdx.store import chunk_format, recoding
+from pdx.store import chunk_format, store_tier
 from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.disk import chunk_file, folder
 
@@ -243,7 +243,7 @@ def test_few_are_under_way_at_once(bed, gate):
         assert bed.store(number)
     gate("contents")
     handle = bed.tier.recode([(key(number), key(number)) for number in range(10)], LOSSLESS, 1, print)
-    assert len(bed.tier._recoded) == recoding.AT_ONCE
+    assert len(bed.tier._recoded) == store_tier.RECODED_AT_ONCE
     gate.opened.set()
     assert until_over(bed, handle).done == 10
 

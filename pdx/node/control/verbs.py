@@ -15,7 +15,7 @@ from pdx.node.control.moves import Errand, Mover
 from pdx.node.control.places import Place, Places
 from pdx.store.chunk import Chunk
 from pdx.store.history import Cause
-from pdx.store.recoding import check
+from pdx.store.store_tier import check_recoding
 from pdx.telemetry.faults import printable
 from pdx.wire.base import check_slots
 from pdx.wire.messages import Outcome
@@ -352,7 +352,7 @@ class Controls:
             raise ProtocolError("a new key is that of two chunks, or of one that it would replace")
         pairs = list(zip(keys, new_keys, strict=True))
         try:
-            check(pairs, ask.codec)
+            check_recoding(pairs, ask.codec)
         except PdxError as error:
             raise NodeError(f"codec {ask.codec!r}: {error}") from error
         if is_renamed:

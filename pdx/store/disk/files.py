@@ -22,8 +22,7 @@ from pdx.store.disk.folder import Folder, Task, file_of
 from pdx.store.disk.index import FileIndex, Untold
 from pdx.store.health import GONE, SILENT
 from pdx.store.history import Cause
-from pdx.store.recoding import Pair, Recoding
-from pdx.store.store_tier import Lane, StoreTier, Work
+from pdx.store.store_tier import Lane, Pair, Recoding, StoreTier, Work
 from pdx.store.tier import Job, Part, TierHost
 
 log = logging.getLogger("pdx.node")
@@ -183,7 +182,7 @@ class DiskFiles(StoreTier):
 
     # ---- another form -----------------------------------------------------------------------
 
-    def _recode(self, pair: Pair, recoding: Recoding) -> None:
+    def recode_one(self, pair: Pair, recoding: Recoding) -> None:
         """See `StoreTier`. Files are written beside the old ones, which go when the new ones are there: of a chunk that
         keeps its key each by itself, of one that gets another, because something is lost, all when all are there. A
         process that is killed in between leaves whole files; of two under one key the next node keeps one."""

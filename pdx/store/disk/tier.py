@@ -31,12 +31,11 @@ from pdx.memory.keys import is_named
 from pdx.security.socket_lock import owned
 from pdx.store.codecs.codec import NONE
 from pdx.store.copy import Copy
-from pdx.store.disk import chunk_file, listing, pins
+from pdx.store.disk import chunk_file, folder, pins
 from pdx.store.disk import files as disk_files
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.files import DiskFiles
-from pdx.store.disk.folder import Folder
-from pdx.store.disk.listing import Useless
+from pdx.store.disk.folder import Folder, Useless
 from pdx.store.health import SILENT
 from pdx.store.store_tier import Work
 from pdx.store.tier import Grant, Held, TierHost
@@ -81,8 +80,8 @@ class DiskTier(DiskFiles):
         self.named_at: dict[bytes, int] = {}
         self._lock = contextlib.ExitStack()
         lock = self._lock.enter_context(owned(root / "tier", partial(self._taken, root), may_be_read_only=True))
-        folder = Folder(root, host, reserve_bytes)
-        super().__init__(host, folder, listing.attainable(root, limit_bytes, reserve_bytes, env.counters), codec)
+        limit_bytes = folder.attainable(root, limit_bytes, reserve_bytes, env.counters)
+        super().__init__(host, Folder(root, host, reserve_bytes), limit_bytes, codec)
         if not lock.is_written:
             self._health.begins_read_only(is_ours=lock.is_held)
             self._warn(TierError(f"{root} is read-only: chunks are loaded from there, and none stored", "read_only"))
@@ -90,7 +89,7 @@ class DiskTier(DiskFiles):
             self._index.pins.update(pins.read(root))
         except TierError as error:
             self._warn(error)
-        if not folder.is_direct:
+        if not self._folder.is_direct:
             self._count("not_direct")
             log.warning("%s is read and written through the page cache: no direct I/O there", root)
         self._scanner = threading.Thread(target=self._list, name="pdx-disk-scan", daemon=True)
@@ -168,7 +167,7 @@ class DiskTier(DiskFiles):
         root, post = self._folder.root, self.env.mailbox.post
         why: TierError | None = None
         try:
-            files = listing.listed(root, self._is_scan_over, disk_files.MAX_FILES, self._folder.block_bytes)
+            files = folder.listed(root, self._is_scan_over, disk_files.MAX_FILES, self._folder.block_bytes)
             while not self._is_scan_over() and (batch := list(itertools.islice(files, _BATCH))):
                 post(partial(self._found, batch))
         except OSError as error:

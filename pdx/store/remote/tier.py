@@ -43,10 +43,9 @@ from pdx.store.chunk_format import (
 from pdx.store.codecs.codec import NONE
 from pdx.store.copy import Copy
 from pdx.store.health import PAUSE_S
-from pdx.store.recoding import Pair, Recoding
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.remote.catalog import Asked, Catalog, name_of
-from pdx.store.store_tier import OF_STORES, Lane, StoreTier, Work
+from pdx.store.store_tier import OF_STORES, Lane, Pair, Recoding, StoreTier, Work
 from pdx.store.tier import Grant, Held, Job, Part, TierHost
 from pdx.wire.base import MAX_LAYERS
 from pdx.wire.status import TierStatus
@@ -235,7 +234,7 @@ class RemoteTier(StoreTier):
         self._remove_some()
         return 0 if self._health.doubt else count
 
-    def _recode(self, pair: Pair, recoding: Recoding) -> None:
+    def recode_one(self, pair: Pair, recoding: Recoding) -> None:
         """See `StoreTier`. Other nodes may load them meanwhile."""
         for key in set(pair):
             self._catalog.writes(key, 1)
