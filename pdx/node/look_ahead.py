@@ -64,6 +64,7 @@ class LookAhead:
         self._counters = service.counters
         self._expected: dict[tuple[int, Name], Expected] = {}
         self._by_number: dict[int, Expected] = {}
+        self._of_session: dict[int, dict[Name, None]] = {}
         self._numbers = 0
         self._keys = 0
         self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
@@ -174,6 +175,7 @@ class LookAhead:
         self._numbers += 1
         expected = self._expected[name] = Expected(request, self._numbers, wanted, until)
         self._by_number[self._numbers] = expected
+        self._of_session.setdefault(session, {})[request] = None
         self._keys += len(wanted.keys)
         self._store.want(wanted.keys, expected.number)
         heapq.heappush(self._due, expected.number)
@@ -184,15 +186,18 @@ class LookAhead:
         self._end(session.number, request, is_over=False)
 
     def end_session(self, session: Session) -> None:
-        for number, request in list(self._expected):  # of all queues: sessions seldom end
-            if number == session.number:
-                self._end(number, request, is_over=True)
+        for request in list(self._of_session.get(session.number, ())):
+            self._end(session.number, request, is_over=True)
 
     def _end(self, session: int, request: Name, *, is_over: bool) -> bool:
         expected = self._expected.pop((session, request), None)
         if expected is None:
             return False
         del self._by_number[expected.number]
+        of_session = self._of_session[session]
+        del of_session[request]
+        if not of_session:
+            del self._of_session[session]
         self._arrivals.discard(request, expected.until)
         self._keys -= len(expected.wanted.keys)
         self._store.want_no_more(expected.wanted.keys, expected.number)
