@@ -92,16 +92,6 @@ def test_a_client_that_is_killed_leaves_nothing(node, puppet):
     wait_until(lambda: len(os.listdir(f"/proc/{node.pid}/fd")) <= descriptors)
 
 
-def test_a_client_that_ends_has_given_everything_back(node, puppet):
-    client = puppet()
-    client.do("map")
-    client.do("put", "x", 5000, 1)
-    client.do("read", "x")
-    assert client.do("mapped") == 1
-    client.do("close")
-    assert (client.do("mapped"), client.do("leftovers")) == (0, {})
-
-
 def test_memory_of_a_killed_node_is_readable_and_its_slots_current(node, puppet, start, address):
     """So a copy that is under way ends well; the process is known dead, and nothing new begins."""
     client = puppet()

@@ -159,14 +159,6 @@ def test_it_is_not_loaded_where_computing_its_blocks_is_faster(engine):
     assert engine.look("efxy") == (0, 2, [content(key("efgh"))])
 
 
-def test_the_better_one_comes_though_memory_has_another(engine):
-    engine.keep("abcd")
-    engine.forget()
-    engine.keep("axyz")
-    assert engine.look("abcx") == (0, 3, [content(key("abcd"))])
-    assert engine.look("axcx") == (0, 2, [content(key("axyz"))])
-
-
 def test_another_one_comes_where_the_best_is_gone(start_here, attach, tmp_path):
     """A store that nodes share must be asked what it still has."""
     redis = made("redis", tmp_path / "redis").start()
