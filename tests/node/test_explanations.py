@@ -106,34 +106,52 @@ def test_what_may_have_been_here_and_is_forgotten_is_not_said_to_be_new(service,
     ]
 
 
-def test_what_a_client_deleted_or_a_writer_gave_up_is_told_apart(service, session, clock):
-    keep(service, session, [1], "a")
+def delete(service, session, clock):
+    keep(service, session, [1], "before")
     service.handle(session, Delete(keys([1])))
-    answer = service.handle(session, Admit(keys([2]), GRANULE_BYTES, 1))
+
+
+def give_up(service, session, clock):
+    answer = service.handle(session, Admit(keys([1]), GRANULE_BYTES, 1))
     service.handle(session, Abort(answer.granted_slots, unused=True))
-    clock.now += 1.0
-    keep(service, session, [1], "b")
-    keep(service, session, [2], "c")
-    assert told(service, session, "b") == [(0, 1, False, "deleted, 1.0 s ago")]
-    assert told(service, session, "c") == [(0, 1, False, "never whole: its writer gave it up, 1.0 s ago")]
 
 
-def test_a_process_that_ended_left_its_chunks_unfinished(service, session, clock):
+def end(service, session, clock):
     other = attach(service, "two")
     service.handle(other, Admit(keys([1]), GRANULE_BYTES, 1))
     service.handle(worker(service, other), Bye())
     service.handle(other, Bye())
-    keep(service, session, [1], "a")
-    assert told(service, session, "a") == [(0, 1, False, "never whole: its process ended, 0.0 s ago")]
 
 
-def test_what_nobody_filled_in_time_says_so(service, session, clock):
+def let_time_pass(service, session, clock):
+    """Its writer never lets go, so the key is granted anew elsewhere."""
     service.handle(session, Admit(keys([1]), GRANULE_BYTES, 1))
     clock.now += 601.0
     service.store.expire()
+
+
+def let_it_expire(service, session, clock):
+    keep(service, session, [1], "before")
+    clock.now += 61.0
+    service.store.expire()
+
+
+@pytest.mark.parametrize(
+    ("service", "happens", "text"),
+    [
+        ({}, delete, "deleted"),
+        ({}, give_up, "never whole: its writer gave it up"),
+        ({}, end, "never whole: its process ended"),
+        ({}, let_time_pass, "not filled in time"),
+        ({"policy": "age:60"}, let_it_expire, "expired (--policy)"),
+    ],
+    indirect=["service"],
+)
+def test_what_became_of_a_chunk_is_told_apart_with_its_time(service, session, clock, happens, text):
+    happens(service, session, clock)
+    clock.now += 1.0
     keep(service, session, [1], "a")
-    # Its writer never let go, so the key is granted anew elsewhere.
-    assert told(service, session, "a") == [(0, 1, False, "not filled in time, 0.0 s ago")]
+    assert told(service, session, "a") == [(0, 1, False, f"{text}, 1.0 s ago")]
 
 
 def test_what_another_request_fills_and_what_lies_behind_a_gap_is_no_hit_yet(service, session):
@@ -463,15 +481,6 @@ def test_a_load_may_fail_because_its_lease_has_ended_or_of_a_request_that_nobody
         with pytest.raises(ChunkMissing):
             service.handle(session, Release(lease, request=request, failed_chunk=1))
     assert why(service, session, "b").hits == 1
-
-
-@pytest.mark.parametrize("service", [{"policy": "age:60"}], indirect=True)
-def test_what_has_expired_says_so(service, session, clock):
-    keep(service, session, [1], "a")
-    clock.now += 61.0
-    service.store.expire()
-    keep(service, session, [1], "b")
-    assert told(service, session, "b") == [(0, 1, False, "expired (--policy), 0.0 s ago")]
 
 
 def test_a_part_of_a_chunk_is_told_with_its_blocks(service, session):

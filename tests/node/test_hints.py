@@ -102,6 +102,30 @@ def bed(beds):
     return beds()
 
 
+OF_FIELDS = [
+    ({"policy": "age:30"}, {"reuse_s": 60.0}, {"reuse_s": "refused"}, "goes by age alone (--policy)"),
+    ({"policy": "age:30"}, {"priority": 3}, {"priority": "accepted"}, ""),
+    ({}, {"lease_s": 3600.0}, {"lease_s": "clipped"}, "600 longer is above --lease-max-s"),
+    ({"tenant_lease_share": 0.0}, {"lease_s": 60.0}, {"lease_s": "refused"}, "--tenant-lease-share"),
+    ({"has_tier": False}, {"demote": [""]}, {"demote": "refused"}, "--disk"),
+    ({}, {"lease_s": 10.0, "demote": [""]}, {"lease_s": "accepted", "demote": "refused"}, "keeps the same chunks"),
+    ({}, {"codec": "fp8"}, {"codec": "refused"}, "pdx cache compress"),
+    ({}, {"codec": "none"}, {"codec": "accepted"}, ""),
+    ({}, {"salt": A}, {}, ""),
+    ({}, {}, {}, ""),
+]
+
+
+@pytest.mark.parametrize(("config", "hints", "expected", "says"), OF_FIELDS)
+def test_each_field_of_a_request_has_its_answer(beds, config, hints, expected, says):
+    bed = beds(**config)
+    verdicts = bed.request(range(4), Hints("", **hints))
+    assert outcomes(verdicts) == expected
+    assert says in " ".join(f"{value} {text}" for _, value, text in verdicts.values())
+    bed.settle()
+    assert bed.there(range(4)) == [0, 1, 2, 3]
+
+
 # ---- priority and expected reuse ------------------------------------------------------------------
 
 
@@ -157,12 +181,6 @@ def test_of_several_expectations_the_soonest_that_is_to_come_counts(bed):
     bed.wait(11)
     bed.request(range(4), Hints("", reuse_s=3600.0))
     assert chunk.keep.expected_at == bed.now + 3600
-
-
-def test_a_policy_by_age_weighs_no_expectation_and_says_so(beds):
-    bed = beds(policy="age:30")
-    assert outcomes(bed.request(range(4), Hints("", reuse_s=60.0))) == {"reuse_s": "refused"}
-    assert outcomes(bed.request(range(4), Hints("", priority=3))) == {"priority": "accepted"}
 
 
 # ---- time to live --------------------------------------------------------------------------------
@@ -273,12 +291,6 @@ def test_what_is_leased_is_not_evicted_until_its_time_is_over(bed):
     assert (bed.service.store.index.kept_bytes, bed.service.store.tenant_leases.total_bytes()) == (0, 0)
 
 
-def test_a_lease_longer_than_the_most_is_clipped(bed):
-    outcome, value, text = bed.request(range(8), Hints("", lease_s=3600.0))["lease_s"]
-    assert (outcome, value) == ("clipped", "600")
-    assert "--lease-max-s" in text
-
-
 def test_a_lease_does_not_outlast_a_time_to_live(bed):
     assert bed.request(range(8), Hints("", lease_s=60.0, ttl_s=10.0))["lease_s"][:2] == ("clipped", "10")
     bed.wait(11)
@@ -321,11 +333,6 @@ def test_what_nobody_reads_is_leased_by_advice(bed):
     assert bed.service.store.available_bytes == (CHUNKS - 4) * GRANULE_BYTES
     bed.flood(count=2 * CHUNKS)
     assert bed.there(range(4)) == [0, 1, 2, 3]
-
-
-def test_a_share_of_nothing_leases_nothing(beds):
-    bed = beds(tenant_lease_share=0.0)
-    assert outcomes(bed.request(range(4), Hints("", lease_s=60.0))) == {"lease_s": "refused"}
 
 
 class Leases(RuleBasedStateMachine):
@@ -488,14 +495,6 @@ def test_what_another_request_uses_meanwhile_stays(bed):
     assert bed.there(range(4)) == [0, 1]
 
 
-def test_without_a_tier_below_nothing_is_demoted(beds):
-    bed = beds(has_tier=False)
-    outcome, _, text = bed.request(range(4), Hints("", demote=[""]))["demote"]
-    assert (outcome, "--disk" in text) == ("refused", True)
-    bed.settle()
-    assert bed.there(range(4)) == [0, 1, 2, 3]
-
-
 def test_what_the_tier_below_does_not_take_stays(bed):
     bed.below.admit = lambda copy: Grant([])
     bed.request(range(4), Hints("", demote=[""]))
@@ -513,11 +512,6 @@ def test_what_other_sessions_use_too_stays(bed):
     assert (outcome, text) == ("clipped", "the first 2 of 4 chunks stay: other sessions use them, too")
     bed.settle()
     assert bed.there(range(4)) == [0, 1]
-
-
-def test_a_lease_and_a_demotion_exclude_each_other(bed):
-    verdicts = bed.request(range(4), Hints("", lease_s=10.0, demote=[""]))
-    assert outcomes(verdicts) == {"lease_s": "accepted", "demote": "refused"}
 
 
 # ---- sessions ------------------------------------------------------------------------------------
@@ -601,21 +595,11 @@ def test_a_prefetch_without_a_tier_below_says_so(beds):
 # ---- what there is not ---------------------------------------------------------------------------
 
 
-def test_a_codec_that_is_not_known_is_refused(bed):
-    assert outcomes(bed.request(range(4), Hints("", codec="fp8"))) == {"codec": "refused"}
-    assert outcomes(bed.request(range(4), Hints("", codec="none"))) == {"codec": "accepted"}
-
-
 def test_advice_about_nothing_is_refused(bed):
     assert outcomes(bed.advise(Hints("", lease_s=1.0, prefetch=[""]))) == {"lease_s": "refused", "prefetch": "refused"}
     assert bed.advise(Hints("")) == {}
     with pytest.raises(ProtocolError, match="are more than"):
         bed.ask(Advise(Hints(""), keys(range(100)), MAX_SLOTS // 100 + 1))
-
-
-def test_a_request_without_hints_gets_no_answer_to_them(bed):
-    assert bed.request(range(4)) == {}
-    assert bed.request(range(4), Hints("", salt=A)) == {}
 
 
 def test_hints_that_fail_cost_the_request_nothing(bed, monkeypatch):
