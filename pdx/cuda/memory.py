@@ -6,10 +6,12 @@ Legacy handles ("ipc"): the memory goes with the process that made it, and mappi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -42,34 +44,30 @@ class Handle(msgspec.Struct, array_like=True, frozen=True):
     data: Annotated[bytes, Meta(max_length=_IPC_HANDLE_BYTES)]  # kind "ipc": the driver's own handle
 
 
-class _Held:
-    """What the driver has given us for one memory. As a context manager: given back if the block fails."""
+_Steps = list[tuple[Any, ...]]  # calls that give back what the driver has given us for one memory
 
-    def __init__(self) -> None:
-        self._steps: list[tuple[str, tuple[Any, ...]]] = []
 
-    def add(self, name: str, *args: Any) -> None:
-        """This call gives back what was just taken."""
-        self._steps.append((name, args))
+def _give_back(steps: _Steps) -> bool:
+    """Make these calls, last first; whether the driver took them all. What it refuses is logged, and stops nothing."""
+    is_clean = True
+    while steps:
+        try:
+            call(*steps.pop())
+        except GpuError as error:
+            is_clean = False
+            _log.warning("GPU memory was not released cleanly: %s", error)
+    return is_clean
 
-    def give_back(self) -> bool:
-        """Everything, last first; whether the driver took it all. What it refuses is logged, and does not stop us."""
-        is_clean = True
-        while self._steps:
-            name, args = self._steps.pop()
-            try:
-                call(name, *args)
-            except GpuError as error:
-                is_clean = False
-                _log.warning("GPU memory was not released cleanly: %s", error)
-        return is_clean
 
-    def __enter__(self) -> _Held:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.give_back()
+@contextlib.contextmanager
+def _holding() -> Iterator[_Steps]:
+    """What the block takes is given back if it fails."""
+    steps: _Steps = []
+    try:
+        yield steps
+    except BaseException:
+        _give_back(steps)
+        raise
 
 
 class DeviceMemory:
@@ -78,13 +76,13 @@ class DeviceMemory:
     Whoever closes it makes sure that no kernel and no copy on it is under way. Any thread may call.
     """
 
-    def __init__(self, address: int, nbytes: int, gpu: str, kind: Kind, *, on: Gpu, held: _Held) -> None:
+    def __init__(self, address: int, nbytes: int, gpu: str, kind: Kind, *, on: Gpu, held: _Steps) -> None:
         self.address = address
         self.nbytes = nbytes  # whole granules of the driver
         self.gpu = gpu  # whose memory it is
         self.kind: Kind = kind
         self._on = on  # whose context uses it here
-        self._held: _Held | None = held
+        self._held: _Steps | None = held
         self._is_made = False  # by this object, so that it can be exported
         self._generic: Any = None  # the driver's handle of it then; kind "vmm"
         with _mapped_lock:
@@ -174,7 +172,7 @@ class DeviceMemory:
             self._on.use()
         except GpuError as error:
             _log.warning("GPU memory may not be released cleanly: %s", error)
-        if held.give_back():
+        if _give_back(held):
             with _mapped_lock:
                 _mapped.discard(self)
 
@@ -205,9 +203,9 @@ class DeviceMemory:
     def _create_vmm_as(cls, properties: Any, gpu: Gpu, nbytes: int) -> DeviceMemory:
         granularity = _granularity(properties)
         nbytes = -(-nbytes // granularity) * granularity
-        with _Held() as held:
+        with _holding() as held:
             generic = call("cuMemCreate", nbytes, properties, 0)
-            held.add("cuMemRelease", generic)
+            held.append(("cuMemRelease", generic))
             made = cls._map(generic, nbytes, gpu.uuid, on=gpu, held=held)
             made._generic, made._is_made = generic, True
             return made
@@ -220,30 +218,30 @@ class DeviceMemory:
         if handle.nbytes % granularity:
             raise GpuUnavailable(f"{handle.nbytes} bytes are not whole granules of {granularity} of GPU {on.uuid}")
         kinds = api().CUmemAllocationHandleType
-        with _Held() as held:
+        with _holding() as held:
             try:
                 generic = call("cuMemImportFromShareableHandle", fd, kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
             except GpuError as error:
                 raise _cannot_open(error, handle) from error
-            held.add("cuMemRelease", generic)
+            held.append(("cuMemRelease", generic))
             return cls._map(generic, handle.nbytes, handle.gpu, on=on, held=held)
 
     @classmethod
-    def _map(cls, generic: Any, nbytes: int, gpu: str, *, on: Gpu, held: _Held) -> DeviceMemory:
+    def _map(cls, generic: Any, nbytes: int, gpu: str, *, on: Gpu, held: _Steps) -> DeviceMemory:
         """Map the allocation for `on`; `held` has what was taken before."""
         address = int(call("cuMemAddressReserve", nbytes, 0, 0, 0))
-        held.add("cuMemAddressFree", address, nbytes)
+        held.append(("cuMemAddressFree", address, nbytes))
         call("cuMemMap", address, nbytes, 0, generic, 0)  # also refuses more than the allocation has
-        held.add("cuMemUnmap", address, nbytes)
+        held.append(("cuMemUnmap", address, nbytes))
         _give_access(address, nbytes, on)
         return cls(address, nbytes, gpu, "vmm", on=on, held=held)
 
     @classmethod
     def _create_ipc(cls, gpu: Gpu, nbytes: int) -> DeviceMemory:
         nbytes = -(-nbytes // _IPC_GRANULARITY) * _IPC_GRANULARITY
-        with _Held() as held:
+        with _holding() as held:
             address = int(call("cuMemAlloc", nbytes))
-            held.add("cuMemFree", address)
+            held.append(("cuMemFree", address))
             made = cls(address, nbytes, gpu.uuid, "ipc", on=gpu, held=held)
             made._is_made = True
             return made
@@ -254,13 +252,13 @@ class DeviceMemory:
             raise GpuUnavailable("a legacy IPC handle cannot be opened by the process that made it")
         raw = api().CUipcMemHandle()
         ctypes.memmove(raw.getPtr(), handle.data, _IPC_HANDLE_BYTES)
-        with _Held() as held:
+        with _holding() as held:
             flags = int(api().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
             try:
                 address = int(call("cuIpcOpenMemHandle", raw, flags))
             except GpuError as error:
                 raise _cannot_open(error, handle) from error
-            held.add("cuIpcCloseMemHandle", address)
+            held.append(("cuIpcCloseMemHandle", address))
             _, nbytes = call("cuMemGetAddressRange", address)
             if nbytes < handle.nbytes:
                 raise GpuUnavailable(f"the handle promises {handle.nbytes} bytes, its memory has {nbytes}")

@@ -27,14 +27,6 @@ class Staged(NamedTuple):
     layer_bytes: int
 
 
-class _Taken(NamedTuple):
-    """A part of the ring that the copy engine reads until the event has passed."""
-
-    start: int
-    end: int
-    emptied: StreamEvent
-
-
 class Staging:
     """A ring of the GPU's memory: a kernel fills one part while the copy engine empties those before it.
 
@@ -49,7 +41,8 @@ class Staging:
         self._memory = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=pages.device)
         self.stream: Stream = streams.new_stream()  # the copy engine's
         self._gathered: StreamEvent = streams.event()
-        self._taken: deque[_Taken] = deque()  # the oldest first
+        # Parts of the ring, the oldest first: start, end, and the event until which the copy engine reads there.
+        self._taken: deque[tuple[int, int, StreamEvent]] = deque()
         self._at = 0  # behind what was taken last
 
     def stage(self, runs: Sequence[Run]) -> list[Staged]:
@@ -105,17 +98,17 @@ class Staging:
         self._streams.copy(self.stream, copies)
         emptied = self._streams.event()
         emptied.record(self.stream)
-        self._taken.append(_Taken(start, start + nbytes, emptied))
+        self._taken.append((start, start + nbytes, emptied))
 
     def _room(self, nbytes: int, gathering: Stream) -> int:
         """The next part of the ring; what is queued on `gathering` from now on starts when the part is empty."""
         start = self._at if self._at + nbytes <= 2 * self._half_bytes else 0
         end, passed = start + nbytes, len(self._taken) - _MAX_UNDER_WAY + 1
-        for number, part in enumerate(self._taken, 1):
-            if part.start < end and start < part.end:
+        for number, (taken, taken_end, _) in enumerate(self._taken, 1):
+            if taken < end and start < taken_end:
                 passed = max(passed, number)
         if passed > 0:  # the copy engine works in order: who waits for one part waits for all before it
-            self._taken[passed - 1].emptied.wait(gathering)
+            self._taken[passed - 1][2].wait(gathering)
             for _ in range(passed):
                 self._taken.popleft()
         self._at = end

@@ -11,6 +11,7 @@ differs between vLLM's releases.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -41,7 +42,6 @@ from pdx.vllm.identity import (
     layout_of,
     model_identity,
     naming_of,
-    own_life,
     why_unnamed,
 )
 from pdx.vllm.releases import check_nested, check_release, reports_blocks
@@ -154,7 +154,8 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         load_format = config.load_config.load_format
         model = model_identity(config.model_config, load_format)
         self._unnamed = why_unnamed(config.model_config, load_format, config.cache_config)
-        return own_life(model) if self._unnamed else model
+        # Chunks without a name are this engine's alone, until it ends.
+        return f"{model}-{secrets.token_hex(8)}" if self._unnamed else model
 
     def _start_scheduler(self, backend: str, order: str) -> None:
         layout = msgspec.structs.replace(self._layout, backend=backend, order=order)

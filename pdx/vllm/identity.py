@@ -144,11 +144,6 @@ def why_unnamed(model: Any, load_format: Any, cache: Any) -> str:
     return ""
 
 
-def own_life(model: str) -> str:
-    """The identity of a model whose chunks are this engine's alone, until it ends."""
-    return f"{model}-{secrets.token_hex(8)}"
-
-
 def _weights(model: Any, load_format: str) -> str:
     if load_format == "dummy":
         return f"dummy weights from seed {model.seed}"

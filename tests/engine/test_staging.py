@@ -61,7 +61,7 @@ def test_no_part_is_taken_that_nobody_waited_for(sizes: list[int], most: int) ->
             assert not [part for part in busy.values() if part[0] < start + nbytes and start < part[1]]
             busy[number] = start, start + nbytes
             assert len(busy) <= most
-            ring._taken.append(staging._Taken(start, start + nbytes, Emptied(number)))
+            ring._taken.append((start, start + nbytes, Emptied(number)))
 
 
 def test_a_part_is_filled_again_only_when_it_is_emptied(
