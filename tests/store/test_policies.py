@@ -183,23 +183,16 @@ def test_hits_are_those_of_the_plain_model(tmp_path_factory, policy, accesses, h
     path.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("at_once", [1, ROOM])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_end_of_a_prompt_goes_before_its_beginning(arena, policy):
-    store = Store(arena, Env(), policy=by_name.find(policy))
-    put(store, range(ROOM))
-    put(store, [100, 101, 102])
-    assert there(store, range(ROOM)) == list(range(ROOM - 3))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_that_is_sealed_chunk_by_chunk_goes_from_its_end(arena, policy):
+def test_a_prompt_goes_from_its_end_whether_it_was_sealed_at_once_or_chunk_by_chunk(arena, policy, at_once):
     store = Store(arena, Env(), policy=by_name.find(policy))
     claim = Claim(
         keys=[name(number) for number in range(ROOM)], nbytes=GRANULE_BYTES, layers=1, owner=SESSION, writers=[SESSION]
     )
     _, slots, _ = store.reserve(claim)
-    for slot in slots:
-        store.seal(store.fill([slot], 0, 1, SESSION))
+    for first in range(0, ROOM, at_once):
+        store.seal(store.fill(slots[first : first + at_once], 0, 1, SESSION))
     put(store, [100, 101, 102])
     assert there(store, range(ROOM)) == list(range(ROOM - 3))
 

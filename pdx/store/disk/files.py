@@ -93,18 +93,17 @@ class DiskFiles(StoreTier):
             return self._refuse(job, "paused")
         admitted = self._admitted.get(job.number, 0)
         is_forgotten = self._forgotten.last > admitted and self._forgotten.since(part.key, admitted)
-        if is_forgotten or self._index.has(part.key, part.shard):
+        if is_forgotten or self._index.file(part.key, part.shard) is not None:
             return self._end(job)
         if part.key in self._busy and self._is_busy(part.key, part.shard):
             return self._later.setdefault((part.key, part.shard), []).append(job)
-        slot, block_bytes = part.slot, self._folder.block_bytes
-        task = Task(job, charge=chunk_file.disk_bytes(slot.nbytes, part.layers, block_bytes=block_bytes))
-        return None if self._begin(task) else self._refuse(job, "busy")
+        return None if self._begin(Task(job)) else self._refuse(job, "busy")
 
     def _begin(self, task: Task) -> bool:
         """Have a file written, if there is room, or can be made."""
         assert task.job is not None
-        part, charge, source = task.job.parts[0], task.charge, task.source
+        part, source = task.job.parts[0], task.source
+        charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers, block_bytes=self._folder.block_bytes)
         is_used = self._host.is_used if source is None else lambda key: key == source.key or self._host.is_used(key)
         lack = self._index.lack(charge)
         surplus = self._index.num_files + self._index.coming + 1 - MAX_FILES
@@ -174,11 +173,7 @@ class DiskFiles(StoreTier):
             return self._refuse(job, "paused")
         part = job.parts[0]
         self._reading[part.key, part.shard] += 1
-        file = self._file(part.key, part.shard)
-        return self._give(Task(job, is_load=True, file=file), self._loads)
-
-    def _file(self, key: bytes, shard: int) -> ChunkFile | None:
-        return next((file for file in self._index.of(key) if file.shard == shard), None)
+        return self._give(Task(job, is_load=True, file=self._index.file(part.key, part.shard)), self._loads)
 
     # ---- another form -----------------------------------------------------------------------
 
@@ -202,7 +197,7 @@ class DiskFiles(StoreTier):
         for file in files:
             part = Part(new, file.shard, file.layers, 0, file.layers, Slot(0, file.nbytes, 0))
             job = Job(next(self._numbers), [part], file.nbytes)
-            task = Task(job, charge=msgspec.structs.replace(file, coded=0).charge, source=file, recoding=recoding)
+            task = Task(job, source=file, recoding=recoding)
             if self._health.doubt or not self.takes_stores:
                 why = f"{self.folder} is not written to: {_LEFT_OUT['paused']}"
             else:
@@ -329,7 +324,7 @@ class DiskFiles(StoreTier):
     def _over(self, task: Task, job: Job) -> None:
         part = job.parts[0]
         if task.is_load:
-            kind, file = task.error.kind if task.error is not None else "", self._file(part.key, part.shard)
+            kind, file = task.error.kind if task.error is not None else "", self._index.file(part.key, part.shard)
             if kind == "missing" and file is not None and file != task.file:
                 task.file, task.error = file, None  # it was written anew meanwhile
                 self._give(task, self._loads)
@@ -386,8 +381,10 @@ class DiskFiles(StoreTier):
             if self._index.stuck:
                 self._index.unstick(file, file_of(part, self._folder.block_bytes))
             is_gone = part.key in task.forgotten
-            if source is not None and source in self._index.of(part.key):
-                self._replaced(source, file)
+            if source is not None and source in self._index.of(part.key):  # it keeps its key
+                if file != source:
+                    self._index.replace(source, file)
+                    self._remove_unfound(source)
             else:
                 self._insert(file)
                 self._index.touch([part.key])
@@ -405,16 +402,10 @@ class DiskFiles(StoreTier):
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
                 self._index.full()
 
-    def _replaced(self, source: ChunkFile, file: ChunkFile) -> None:
-        """The chunk keeps its key and has another file, or the same one anew."""
-        if file != source:
-            self._index.replace(source, file)
-            self._remove_unfound(source)
-
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.of(part.key)
         if error is None:
-            if (file := self._file(part.key, part.shard)) is not None:
+            if (file := self._index.file(part.key, part.shard)) is not None:
                 self._index.note(file)
                 self._note()
             self._health.read(part.key, part.shard)
@@ -422,7 +413,7 @@ class DiskFiles(StoreTier):
         elif error.kind == "paused":
             self._count("paused")
         elif error.kind not in ("cancelled", "stale"):
-            if self._index.has(part.key, part.shard) or error.kind != "missing":
+            if self._index.file(part.key, part.shard) is not None or error.kind != "missing":
                 self._warn(error)
             if error.kind in _NOT_OF_THE_DISK:
                 self._health.pause_reads()  # whoever waits would have it loaded at once again

@@ -50,7 +50,6 @@ class Task(Work):
     removed: set[ChunkFile] = msgspec.field(default_factory=set)  # of these
     reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
-    charge: int = 0  # of these, what its file takes if it is not encoded
     file: ChunkFile | None = None  # of a job: what is read; or what was written, which the thread sets
     source: ChunkFile | None = None  # what is written anew in another form, instead of what is in the arena …
     recoding: Recoding | None = None  # … for this

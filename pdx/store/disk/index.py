@@ -59,12 +59,12 @@ class FileIndex:
         """The files of a chunk, one for each shard that is there."""
         return self._files.get(key) or self._pinned.get(key, ())
 
-    def has(self, key: bytes, shard: int) -> bool:
-        """Whether there is a file of this shard."""
-        for file in self._files.get(key) or self._pinned.get(key, ()):  # noqa: SIM110 - asked for each chunk
+    def file(self, key: bytes, shard: int) -> ChunkFile | None:
+        """That of this shard."""
+        for file in self._files.get(key) or self._pinned.get(key, ()):
             if file.shard == shard:
-                return True
-        return False
+                return file
+        return None
 
     def held(self, key: bytes, shards: int) -> Held | None:
         """What there is of a chunk, if all shards are there and alike."""

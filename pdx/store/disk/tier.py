@@ -285,7 +285,7 @@ class DiskTier(DiskFiles):
                     self._warn(file.why)
                 continue
             is_old = is_named(file.key) and not self._is_newest(file.key, time_ns)
-            if is_old or self._index.has(file.key, file.shard):
+            if is_old or self._index.file(file.key, file.shard) is not None:
                 self._remove_unfound(file)
             else:
                 self._insert(file)
