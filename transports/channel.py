@@ -158,6 +158,10 @@ class Transfer(ABC):
     error: ChannelError | None = None
     _is_over = False
 
+    def __init__(self, wake: threading.Event) -> None:
+        """`wake` is set when it is over."""
+        self._wake = wake
+
     def poll(self) -> bool:
         """Whether it is over. Never blocks."""
         return self._is_over
@@ -171,6 +175,7 @@ class Transfer(ABC):
         if not self._is_over:
             self.error = error
             self._is_over = True
+            self._wake.set()
 
 
 class Channel(ABC):

@@ -21,6 +21,7 @@ class InprocTransfer(Transfer):
     guards what changes."""
 
     def __init__(self, channel: InprocChannel, pieces: Sequence[Piece], notify: bytes) -> None:
+        super().__init__(channel.wake)
         self.channel = channel
         self.pieces = pieces
         self.notify = notify
@@ -53,7 +54,6 @@ class InprocChannel(Channel):
                 self.target.receive(transfer)
                 return transfer
         transfer.finish(ChannelBroken("the channel is closed"))
-        self.wake.set()
         return transfer
 
     def close(self) -> None:
@@ -103,35 +103,29 @@ class InprocListener(SessionListener):
         session = transfer.channel.session
         with self._copying:
             self._waiting.setdefault(session, deque()).append(transfer)
-            over = self._advance(session)
-        _tell(over)
+            self._advance(session)
 
     def give_up(self, chosen: Callable[[InprocTransfer], bool], error: ChannelError) -> None:
         """Those that wait and are chosen will not be made."""
-        over = []
         with self._copying:
             for session, queue in list(self._waiting.items()):
-                over += [each for each in queue if chosen(each)]
                 self._waiting[session] = deque(each for each in queue if not chosen(each))
-            for transfer in over:
-                transfer.finish(error)
-        _tell(over)
+                for transfer in filter(chosen, queue):
+                    transfer.finish(error)
 
     def _go_on(self) -> None:
         with self._copying:
-            over = [transfer for session in list(self._waiting) for transfer in self._advance(session)]
-        _tell(over)
+            for session in list(self._waiting):
+                self._advance(session)
 
-    def _advance(self, session: WriteSession) -> list[InprocTransfer]:
-        """Make the copies of this session that may be made now; those that are over."""
-        over, queue = [], self._waiting[session]
+    def _advance(self, session: WriteSession) -> None:
+        """Make the copies of this session that may be made now."""
+        queue = self._waiting[session]
         while queue and session.has_room:
             transfer = queue.popleft()
             transfer.finish(self._copy(transfer))
-            over.append(transfer)
         if not queue:
             del self._waiting[session]
-        return over
 
     def _copy(self, transfer: InprocTransfer) -> ChannelError | None:
         """Copy the pieces, or say why not."""
@@ -146,12 +140,6 @@ class InprocListener(SessionListener):
             target[piece.remote : piece.remote + piece.nbytes] = source[piece.local : piece.local + piece.nbytes]
         is_heard = self.land(session, entered, transfer.notify)
         return None if is_heard else ChannelBroken("the session is over")
-
-
-def _tell(over: Sequence[InprocTransfer]) -> None:
-    """Without a lock."""
-    for transfer in over:
-        transfer.channel.wake.set()
 
 
 _LISTENERS_LOCK = threading.Lock()

@@ -52,6 +52,7 @@ class NixlTransfer(Transfer):
     """A request to NIXL. It holds the handle until NIXL is done with it, also when nobody waits for it any more."""
 
     def __init__(self, channel: NixlChannel, handle: int | None, message: bytes) -> None:
+        super().__init__(channel.wake)
         self._channel = channel
         self._message = message
         self._lock = threading.Lock()  # guards all below, and each use of the handle
@@ -105,12 +106,6 @@ class NixlTransfer(Transfer):
             if self._handle is not None:
                 self._channel.agent.release(self._handle)
                 self._handle = None
-
-    def finish(self, error: ChannelError | None) -> None:
-        """See `Transfer.finish`. Under the lock."""
-        if not self._is_over:
-            super().finish(error)
-            self._channel.wake.set()
 
 
 class NixlChannel(Channel):

@@ -28,6 +28,7 @@ class StreamTransfer(Transfer):
     """One write of a `StreamChannel`, under whose lock it changes."""
 
     def __init__(self, channel: StreamChannel, pieces: Sequence[Piece], packed: bytes) -> None:
+        super().__init__(channel.wake)
         self.pieces = pieces
         self.packed = packed
         self.nbytes = sum(piece.nbytes for piece in pieces)
@@ -68,7 +69,7 @@ class StreamChannel(Channel):
         self._sends_bytes = region.sends_bytes
         self._remote = remote
         self._is_coding = region.codec != "none" and region.sends_bytes and region._decodes(remote)
-        self._wake = wake
+        self.wake = wake
         self._lock = threading.Lock()  # guards all below, and the transfers
         self._streams: list[_Stream] = []  # without those that have ended
         self._threads: list[threading.Thread] = []
@@ -116,7 +117,6 @@ class StreamChannel(Channel):
                 self._put(transfer)
                 return transfer
             transfer.finish(self._broken)
-        self._wake.set()
         return transfer
 
     def _put(self, transfer: StreamTransfer) -> None:
@@ -147,7 +147,6 @@ class StreamChannel(Channel):
             stream.queue.remove(transfer)
             stream.nbytes -= transfer.nbytes
             transfer.finish(TransferAborted("aborted before it began"))
-        self._wake.set()
 
     def close(self) -> None:
         with self._lock:
@@ -202,7 +201,6 @@ class StreamChannel(Channel):
                     for transfer in {*stream.begun, *stream.queue}:
                         transfer.finish(self._broken)
                 self.is_closed = not self._streams
-            self._wake.set()
 
     def _serve(self, streams: list[_Stream], wake_fd: int) -> None:
         """Send and receive acknowledgements until a stream ends."""
@@ -255,7 +253,6 @@ class StreamChannel(Channel):
                 stream.begun.popleft()
                 stream.nbytes -= transfer.nbytes
                 transfer.finish(None if status == frames.OK else WriteRefused("not inside granted spans"))
-        self._wake.set()
         return bool(got)
 
 

@@ -28,6 +28,7 @@ class UcxTransfer(Transfer):
     """A write. The engine's thread moves it; others only look."""
 
     def __init__(self, channel: UcxChannel, pieces: Sequence[Piece], notify: bytes) -> None:
+        super().__init__(channel.wake)
         self.pieces = pieces
         self.notify = notify
         self.answer: ChannelError | None = None  # of the reader, once it has answered
@@ -51,7 +52,7 @@ class UcxChannel(Channel):
         self.lane = -1
         self._ended = threading.Event()
         self._region = region
-        self._wake = wake
+        self.wake = wake
         self._remote = remote
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()  # guards _is_open: nothing is queued behind `close`
@@ -117,9 +118,9 @@ class UcxChannel(Channel):
         while self._waiting and len(self._under_way) < messages.WINDOW:
             transfer = self._waiting.popleft()
             if transfer.is_aborted:
-                self._over(transfer, TransferAborted("it was aborted before it began"))
+                transfer.finish(TransferAborted("it was aborted before it began"))
             elif self._endpoint is None:
-                self._over(transfer, ChannelBroken("the channel is closed"))
+                transfer.finish(ChannelBroken("the channel is closed"))
             else:
                 self._send(self._endpoint, transfer)
 
@@ -149,18 +150,14 @@ class UcxChannel(Channel):
 
     def _finish(self, number: int, transfer: UcxTransfer) -> None:
         if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None) is not None:
-            self._over(transfer, transfer.answer)
+            transfer.finish(transfer.answer)
             self._begin()
             self._look_ended()
-
-    def _over(self, transfer: UcxTransfer, error: ChannelError | None) -> None:
-        transfer.finish(error)
-        self._wake.set()
 
     def _drop(self, transfer: UcxTransfer) -> None:
         if transfer in self._waiting:
             self._waiting.remove(transfer)
-            self._over(transfer, TransferAborted("it was aborted before it began"))
+            transfer.finish(TransferAborted("it was aborted before it began"))
 
     def _say(self, message: messages.Message) -> None:
         if self._endpoint is not None:

@@ -93,7 +93,8 @@ def shut(stream: socket.socket) -> None:
 class CarrierTransfer(Transfer):
     """One write."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, wake: threading.Event) -> None:
+        super().__init__(wake)
         self.head = head
         self.is_aborted = False
 
@@ -118,7 +119,7 @@ class CarrierChannel(Channel):
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
         """See `Channel.write`."""
         check_write(pieces, notify, self._memory.nbytes, self._remote_nbytes)
-        transfer = CarrierTransfer(Head(list(pieces), notify))
+        transfer = CarrierTransfer(Head(list(pieces), notify), self._wake)
         with self._lock:
             if self.is_closed:
                 transfer.finish(ChannelBroken("the channel is closed"))
@@ -139,7 +140,6 @@ class CarrierChannel(Channel):
     def _run(self) -> None:
         while (transfer := self._writes.get()) is not None:
             transfer.finish(self._carry(transfer))
-            self._wake.set()
 
     def _carry(self, transfer: CarrierTransfer) -> ChannelError | None:
         if transfer.is_aborted:
