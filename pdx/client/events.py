@@ -109,7 +109,6 @@ class Tracker:
         return self._is_complete and self.asking is None
 
     def leading(self, blocks: Sequence[kv_events.Hash]) -> dict[str, int]:
-        """See `BlockIndex.leading`."""
         return self.index.leading(blocks)
 
     def ask(self) -> None:

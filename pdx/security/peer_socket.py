@@ -121,7 +121,6 @@ class PeerSocket:
         return self._queue.fd if self._queue is not None else -1
 
     def heed(self) -> bool:
-        """See `AcceptQueue.heed`."""
         return self._queue is not None and self._queue.heed()
 
     def answer_zap(self, socket: object) -> bool:

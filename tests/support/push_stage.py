@@ -14,7 +14,6 @@ from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.node.peers.peer_tiers import admit
-from pdx.node.peers.receive_thread import Verdict
 from pdx.node.peers.send_thread import piece, slices, spans
 from pdx.store.chunk import Chunk, Claim
 from pdx.store.copies import Copies
@@ -389,7 +388,7 @@ class ReceivingStage(StoreStage):
         slots = slots if slots is not None else granted.slots
         good = [Slices(slot.offset, slot.generation, *layers) for slot in slots]
         nbytes = sum(slot.nbytes for slot in slots)
-        self.inbound.landed(scheme, Verdict(session.token, push, good, [], nbytes))
+        self.inbound.landed(scheme, session.token, push, good, [], nbytes)
 
     def let_go(self, session: FakeSession, push: int, *, complete: bool = True) -> None:
         """The sender is done."""

@@ -60,7 +60,7 @@ class NixlTransfer(Transfer):
         self._is_aborted = False
 
     def poll(self) -> bool:
-        """See `Transfer.poll`. The region looks, too, if nobody polls."""
+        """The region looks, too, if nobody polls."""
         if not self._is_over:
             self.advance()
         return self._is_over
@@ -144,7 +144,7 @@ class NixlChannel(Channel):
             raise greeting.error
 
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
-        """See `Channel.write`. Between processes of one host the copying is done here, at the speed of memory."""
+        """Between processes of one host the copying is done here, at the speed of memory."""
         source, target = self.region.memory, self.peer.address
         check_write(pieces, notify, source.nbytes, self._remote.nbytes)
         local = [(source.address + piece.local, piece.nbytes) for piece in pieces]
@@ -153,7 +153,7 @@ class NixlChannel(Channel):
         return self._begin(begin, self._message(WRITE, notify))
 
     def close(self) -> None:
-        """See `Channel.close`. What NIXL is writing it goes on to write, in silence: nobody is notified of it."""
+        """What NIXL is writing it goes on to write, in silence: nobody is notified of it."""
         with self._lock:
             self._is_open = False
             self.is_closed = True

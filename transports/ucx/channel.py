@@ -76,7 +76,6 @@ class UcxChannel(Channel):
         self.answered.set()
 
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
-        """See `Channel.write`."""
         check_write(pieces, notify, self._region.memory.nbytes, self._remote.nbytes)
         transfer = UcxTransfer(self, pieces, notify)
         with self._lock:

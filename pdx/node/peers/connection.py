@@ -76,6 +76,7 @@ class PeerConnection:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.state = ConnectionState.NEW if route else ConnectionState.DIALING
         self.why = "" if route else "dialled"
+        self.why_before = ""  # that of the connection before it
         self.epoch = self.pid = 0
         self.host = ""
         self.key = ""  # that the peer has proved to have; empty without CURVE

@@ -93,7 +93,6 @@ class Connections:
         self._by_route: dict[bytes, PeerConnection] = {}  # of peers that dialled
         self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
         self._rivals: dict[str, _Rival] = {}
-        self._said: dict[str, str] = {}  # by name: why it did not come about the last time
         self._epochs = Epochs()
         self._peer_socket: PeerSocket | None = None
         if context is not None:
@@ -357,7 +356,9 @@ class Connections:
         self._node.greeted(peer, schemes)
 
     def _new(self, name: str, socket: zmq.Socket[bytes], route: bytes = b"", said: int = 0) -> PeerConnection:
+        before = self._last.get(name)
         peer = PeerConnection(next(self._numbers), name, socket, route, said=said, now=self._now)
+        peer.why_before = before.why if before is not None else ""
         self._last[name] = peer
         return peer
 
@@ -442,9 +443,7 @@ class Connections:
         was_ready = peer.state is ConnectionState.READY
         self._close(peer, step, why)
         # A peer that is not there is dialled again and again: said once.
-        is_news = was_ready or why != self._said.get(peer.name)
-        if peer.is_dialled:
-            self._said[peer.name] = why
+        is_news = was_ready or why != peer.why_before
         level = logging.INFO if step is Ending.BYE else logging.WARNING if is_news else logging.DEBUG
         text = "is lost" if was_ready else "did not come about"
         log.log(level, "the connection to peer %r %s: %s", peer.name, text, why)
@@ -477,7 +476,6 @@ class Connections:
     def _forget_strangers(self) -> None:
         """Names that the roster has no longer, and that are not connected, are not kept: hosts may come and go."""
         names = set(self.roster.names)
-        self._said = {name: why for name, why in self._said.items() if name in names}
         for name in self._last.keys() - names:
             if self._last[name].state is ConnectionState.CLOSED:
                 del self._last[name]

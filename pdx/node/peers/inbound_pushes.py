@@ -20,7 +20,7 @@ from pdx.memory.arena import round_up
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import PeerConnection, refusal
 from pdx.node.peers.inbound_push import PUSH, Account, InboundPush, PushState, PushStep, Writer, check
-from pdx.node.peers.receive_thread import ReceiveThread, Verdict
+from pdx.node.peers.receive_thread import ReceiveThread
 from pdx.node.peers.regions import Regions
 from pdx.store.chunk import Chunk, Claim, from_node
 from pdx.store.deadlines import Deadlines
@@ -284,20 +284,22 @@ class InboundPushes:
         about = "dropped a notification by %s: %s"
         counted(log, self.env.counters, "notifications_dropped", about, scheme, printable(text))
 
-    def landed(self, scheme: str, verdict: Verdict) -> None:
-        """A receive thread has seen slices of a push."""
-        writer, now = self._writers.get(verdict.token), self.env.clock()
-        push = writer.pushes.get(verdict.admit) if writer is not None and writer.scheme == scheme else None
+    def landed(
+        self, scheme: str, token: bytes, number: int, good: Sequence[Slices], bad: Sequence[Slices], nbytes: int
+    ) -> None:
+        """A receive thread has seen slices of a push: the `good` ones, of `nbytes`, are what was sent."""
+        writer, now = self._writers.get(token), self.env.clock()
+        push = writer.pushes.get(number) if writer is not None and writer.scheme == scheme else None
         if push is None or push.state is not PushState.LANDING:
             return  # given up meanwhile
-        if verdict.bad:
-            self.env.counters["digest_mismatches"] += len(verdict.bad)
-            log.warning("%d slices from %s are not what was sent: dropped", len(verdict.bad), push.session.name)
+        if bad:
+            self.env.counters["digest_mismatches"] += len(bad)
+            log.warning("%d slices from %s are not what was sent: dropped", len(bad), push.session.name)
             self._stop(push, "a digest does not match", now)
             return
-        push.landed_bytes += verdict.nbytes
-        self.env.counters["landed_bytes"] += verdict.nbytes
-        filled = self._fill(push, verdict.good)
+        push.landed_bytes += nbytes
+        self.env.counters["landed_bytes"] += nbytes
+        filled = self._fill(push, good)
         sealed = [chunk for chunk in filled if chunk.is_complete]
         if not self._is_quiet(push, sealed) and self.regions.regions[scheme].checks_writes:
             self.env.counters["written_twice"] += 1

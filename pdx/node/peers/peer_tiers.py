@@ -73,12 +73,10 @@ class PeerTier(Tier):
         self.send(admit(copy, self._tiers.config.grant_s), copy.number)
 
     def store(self, job: Job) -> None:
-        """Write; only while it is ready."""
         assert self.sender is not None
         self.sender.submit(job)
 
     def cancel(self, copy: Copy) -> None:
-        """End the writes of a copy soon."""
         if self.sender is not None:
             self.sender.abort(copy.number)
 

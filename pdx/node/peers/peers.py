@@ -345,7 +345,6 @@ class Peers:
                 self._warm_up()
 
     def _room_since(self, name: str, number: int) -> float:
-        """See `Fetches.tick`."""
         peer = self.connections.of(name)
         pushes = self.inbound.of(peer) if peer is not None else []
         push = next((each for each in pushes if each.offer.want == number), None)

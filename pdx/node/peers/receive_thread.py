@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pdx.errors import GpuError, ProtocolError
 from pdx.memory.digest import digests
 from pdx.memory.layout import slice_span
@@ -26,16 +24,6 @@ log = logging.getLogger("pdx.node")
 POLL_S = 0.0002  # between looks at listeners that cannot wake us, while something is expected
 IDLE_S = 0.05
 MAX_UNHEARD = 1024  # notifications that the control loop was told of and has not heard yet
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """Slices that landed whole, and those whose bytes are not what was sent."""
-
-    token: bytes
-    admit: int
-    good: list[Slices]
-    bad: list[Slices]
-    nbytes: int
 
 
 class ReceiveThread:
@@ -113,10 +101,11 @@ class ReceiveThread:
             self._tell(lambda: self._pushes.malformed(self._region.scheme, text))
             return
         if landed.admit:
-            verdict = self._check(token, landed)
-            self._tell(lambda: self._pushes.landed(self._region.scheme, verdict))
+            good, bad, nbytes = self._check(token, landed)
+            self._tell(lambda: self._pushes.landed(self._region.scheme, token, landed.admit, good, bad, nbytes))
 
-    def _check(self, token: bytes, landed: Landed) -> Verdict:
+    def _check(self, token: bytes, landed: Landed) -> tuple[list[Slices], list[Slices], int]:
+        """Slices that landed whole, those whose bytes are not what was sent, and the bytes of the former."""
         good: list[Slices] = []
         bad: list[Slices] = []
         nbytes = 0
@@ -130,7 +119,7 @@ class ReceiveThread:
                 good.append(slices)
             else:
                 bad.append(slices)
-        return Verdict(token, landed.admit, good, bad, nbytes)
+        return good, bad, nbytes
 
     def _is_whole(self, slices: Slices, chunk: Chunk) -> bool:
         if not slices.digests and not self._needs_digests:

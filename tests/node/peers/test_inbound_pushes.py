@@ -8,7 +8,6 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
 from pdx.node.peers import inbound_pushes as module
 from pdx.node.peers.inbound_pushes import InboundPushes
-from pdx.node.peers.receive_thread import Verdict
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
 from pdx.wire.base import MAX_SLOTS
@@ -580,6 +579,6 @@ def happen(stage, session, push, event, scheme):
             stage.inbound.session_over(session, is_dead=event == "session dead")
         case "bad":
             bad = [Slices(slot.offset, slot.generation, 0, 1) for slot in (granted.slots if granted else [])]
-            stage.inbound.landed(scheme, Verdict(session.token, push, [], bad, 0))
+            stage.inbound.landed(scheme, session.token, push, [], bad, 0)
         case "landed" if granted:
             stage.land(session, push, scheme=scheme)

@@ -7,7 +7,6 @@ from push_stage import FakeSession, ReceivingStage, key
 
 from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES, round_up
-from pdx.node.peers.receive_thread import Verdict
 from pdx.wire.messages import Slices
 
 LAYERS = 2
@@ -90,8 +89,8 @@ class Storm:
         if slot is not None:
             self.listener(session).landing.discard((session.token, slot.offset))  # what is notified has landed
             slices = [Slices(slot.offset, slot.generation, layer, 1) for layer in range(LAYERS)][: 1 + three % 2]
-            verdict = Verdict(session.token, push, [] if bad else slices, slices if bad else [], 10)
-            self.stage.inbound.landed(self.schemes[session.number], verdict)
+            good, wrong = ([], slices) if bad else (slices, [])
+            self.stage.inbound.landed(self.schemes[session.number], session.token, push, good, wrong, 10)
 
     def bad(self, session, two, three):
         self.land(session, two, three, bad=True)

@@ -57,8 +57,8 @@ class Stage:
         region = SimpleNamespace(scheme="test", wake=self.wake, is_polled=is_polled, crosses_wire=needs_digests)
         self.thread = ReceiveThread(self, region, self.listener, digests="wire")
 
-    def landed(self, scheme, verdict):
-        self.verdicts.append(verdict)
+    def landed(self, scheme, token, admit, good, bad, nbytes):
+        self.verdicts.append(SimpleNamespace(token=token, admit=admit, good=good, bad=bad, nbytes=nbytes))
 
     def malformed(self, scheme, text):
         self.dropped.append((scheme, text))
