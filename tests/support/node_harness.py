@@ -307,6 +307,10 @@ class NodeThread(Served):
         if self._error is not None:
             raise self._error
 
+    def wait_ready(self) -> NodeThread:
+        """It has been since it was made."""
+        return self
+
     def _run(self) -> None:
         try:
             with Daemon(self.config) as self._daemon:

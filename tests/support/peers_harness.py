@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from node_harness import MIB, NodeProcess
+from node_harness import MIB, NodeProcess, NodeThread
 
 import pdx
 from pdx.config import NodeConfig
 from pdx.errors import PdxError
-from pdx.node.daemon import Daemon
 from pdx.testing.waiting import wait_until
 from pdx.transports.registry import find
 from pdx.wire.status import COUNTING
@@ -104,32 +102,6 @@ class Cluster:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class NodeThread:
-    """A node on a thread of this process."""
-
-    def __init__(self, config: NodeConfig) -> None:
-        self.address = config.address
-        self._ready, self._stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(config,))
-        self._thread.start()
-
-    def _serve(self, config: NodeConfig) -> None:
-        with Daemon(config) as node:
-            self._ready.set()
-            while not self._stop.is_set():
-                node.turn(0.05)
-
-    def wait_ready(self) -> NodeThread:
-        """It serves."""
-        assert self._ready.wait(20)
-        return self
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._stop.set()
-        self._thread.join()
 
 
 class LocalCluster(Cluster):
