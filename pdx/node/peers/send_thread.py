@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
-from pdx.memory.arena import Arena
 from pdx.memory.digest import digests
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
@@ -62,6 +61,8 @@ class SendThread:
         self._event = threading.Event()
         self._closing = False
         self._aborted: set[int] = set()  # copies, by number
+        self._digesting: ThreadPoolExecutor | None = None
+        self._begun: tuple[Job, Future[bytes]] | None = None  # the next job, and its notification
         self._thread = threading.Thread(target=self._run, name=f"pdx-push-{tier.name}"[:15], daemon=True)
         self._thread.start()
 
@@ -128,29 +129,52 @@ class SendThread:
 
     def _serve(self, scheme: str, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
         region = self._tiers.regions.regions[scheme]
-        is_digested = are_digests_due(self._tiers.config.digests, region)
-        with Notifications(self._tiers.regions.arena, digested=is_digested) as announcer:
+        if are_digests_due(self._tiers.config.digests, region):
+            self._digesting = ThreadPoolExecutor(1, thread_name_prefix="pdx-digest")
+        try:
             while True:
                 self._event.clear()
                 if self._closing:
                     return
-                self._write_all(channel, announcer, under_way)
+                self._write_all(channel, under_way)
                 self._collect(under_way)
                 self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
+        finally:
+            if self._digesting is not None:
+                self._digesting.shutdown(cancel_futures=True)
 
-    def _write_all(self, channel: Channel, announcer: Notifications, under_way: list[tuple[Job, Transfer]]) -> None:
+    def _write_all(self, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
         while self._jobs and not self._closing:
             job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
             if job.number in self._aborted:
                 self._done(self._jobs.popleft(), TransferAborted("the copy was given up"))
                 continue
-            notify = announcer.take(job)
+            notify = self._notification(job)
             if len(self._jobs) > 1:
-                announcer.begin(self._jobs[1])  # a channel may copy within `write`
+                self._digest(self._jobs[1])  # a channel may copy within `write`
             job.start_ns = time.monotonic_ns()
             under_way.append((job, channel.write([piece(part) for part in job.parts], notify)))
             self._jobs.popleft()
             self._collect(under_way)
+
+    def _notification(self, job: Job) -> bytes:
+        """What is said with this write: which slices it carries, with their digests where they are due."""
+        if self._digesting is None:
+            return encode(Landed(job.number, [slices(part) for part in job.parts]))
+        self._digest(job)
+        assert self._begun is not None
+        future = self._begun[1]
+        self._begun = None
+        return future.result()
+
+    def _digest(self, job: Job) -> None:
+        """This job is next: its digests are made on a thread of their own, while another job is written."""
+        if self._digesting is not None and (self._begun is None or self._begun[0] is not job):
+            self._begun = (job, self._digesting.submit(self._digested, job))
+
+    def _digested(self, job: Job) -> bytes:
+        memory = self._tiers.regions.arena
+        return encode(Landed(job.number, [slices(part, digests(memory, spans(part))) for part in job.parts]))
 
     def _collect(self, under_way: list[tuple[Job, Transfer]]) -> None:
         left = []
@@ -249,43 +273,6 @@ class SendThread:
             if transfer.error is not None:
                 raise transfer.error
         return PROBE_WRITES * nbytes / (time.perf_counter() - start) / 1e9
-
-
-class Notifications:
-    """Makes notifications, digests on a thread of its own: those of the next write while one is written.
-
-    For one thread, which takes what it began, or does not.
-    """
-
-    def __init__(self, memory: Arena, *, digested: bool) -> None:
-        self._memory = memory
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pdx-digest") if digested else None
-        self._begun: tuple[Job, Future[bytes]] | None = None
-
-    def begin(self, job: Job) -> None:
-        """This job is next."""
-        if self._pool is not None and (self._begun is None or self._begun[0] is not job):
-            self._begun = (job, self._pool.submit(self._digested, job))
-
-    def take(self, job: Job) -> bytes:
-        """The notification of this job; waits for its digests."""
-        if self._pool is None:
-            return encode(Landed(job.number, [slices(part) for part in job.parts]))
-        self.begin(job)
-        assert self._begun is not None
-        future = self._begun[1]
-        self._begun = None
-        return future.result()
-
-    def _digested(self, job: Job) -> bytes:
-        return encode(Landed(job.number, [slices(part, digests(self._memory, spans(part))) for part in job.parts]))
-
-    def __enter__(self) -> Notifications:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
 
 
 def slices(part: Part, its_digests: bytes = b"") -> Slices:
