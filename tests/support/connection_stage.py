@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
 from pdx.config import NodeConfig
 from pdx.node.peers.connection import welcome
 from pdx.node.peers.connections import Connections
-from pdx.security.curve_keys import KeyPair
+from pdx.security.curve_keys import KeyPair, secure_client
 from pdx.telemetry.env import Env
 from pdx.transports.channel import RemoteRegion
 from pdx.wire.messages import VERSION, Hello, PeerFrame, Ping, decode_peer, encode
@@ -155,8 +155,39 @@ class Stage:
         self.undo.close()
 
 
-class Raw:
-    """A peer that says anything at all: it dials `node` and believes nothing."""
+class _Raw:
+    """A socket that says anything at all, and believes nothing."""
+
+    def __init__(self, kind: int) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 1)
+        self.route: list[bytes] = []
+
+    def hear(self) -> Any:
+        """The next message that is no ping, None if none is there."""
+        while self.socket.poll(0):
+            *self.route, frame = self.socket.recv_multipart()
+            body = decode_peer(frame).body
+            if not isinstance(body, Ping):
+                return body
+        return None
+
+    def close(self) -> None:
+        if not self.socket.closed:
+            self.socket.close()
+            self.context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Raw(_Raw):
+    """It dials `node`."""
 
     def __init__(
         self,
@@ -167,16 +198,11 @@ class Raw:
         server_key: str = "",
         routing_id: bytes = b"",
     ) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 1)
+        super().__init__(zmq.DEALER)
         if routing_id:
             self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
         if own is not None:
-            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
-            self.socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
-            self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+            secure_client(self.socket, own=own, server_key=server_key)
         self.socket.connect(node.connections.address)
         self.seq = 0
 
@@ -189,68 +215,28 @@ class Raw:
         known = {"version": VERSION, "host": "h", "pid": 7, "schemes": ["tcp"], **fields}
         self.send(Hello(kind="peer", name=name, epoch=epoch, **known))
 
-    def hear(self) -> Any:
-        """The next message that is no ping, None if none is there."""
-        while self.socket.poll(0):
-            body = decode_peer(self.socket.recv()).body
-            if not isinstance(body, Ping):
-                return body
-        return None
+
+class RawHost(_Raw):
+    """It is dialled, and answers whom it heard last."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        super().__init__(zmq.ROUTER)
+        self.path = stage.place / f"{name}.sock"
+        self.entry = PeerEntry(name, f"ipc://{self.path}")
+        self.socket.bind(self.entry.address)
+
+    def send(self, body: Any, about: int = 0, *, seq: int) -> None:
+        self.socket.send_multipart([*self.route, encode(PeerFrame(seq, about, body))])
 
     def close(self) -> None:
-        if not self.socket.closed:
-            self.socket.close()
-            self.context.term()
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        super().close()
+        self.path.unlink()
 
 
 def welcomed(stage: Stage, peer: Raw, **hello: Any) -> Any:
     """Let a raw peer say hello, and wait for the answer."""
     peer.hello(**hello)
     return stage.until(peer.hear)
-
-
-class RawHost:
-    """A node that is dialled and says anything at all."""
-
-    def __init__(self, stage: Stage, name: str) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 1)
-        self.path = stage.place / f"{name}.sock"
-        address = f"ipc://{self.path}"
-        self.socket.bind(address)
-        self.entry = PeerEntry(name, address)
-        self.route = b""
-
-    def hear(self) -> Any:
-        """The next message that is no ping, None if none is there."""
-        while self.socket.poll(0):
-            self.route, frame = self.socket.recv_multipart()
-            body = decode_peer(frame).body
-            if not isinstance(body, Ping):
-                return body
-        return None
-
-    def send(self, body: Any, about: int = 0, *, seq: int) -> None:
-        self.socket.send_multipart([self.route, encode(PeerFrame(seq, about, body))])
-
-    def close(self) -> None:
-        self.socket.close()
-        self.context.term()
-        self.path.unlink()
-
-    def __enter__(self) -> RawHost:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def key_files(place: Path, *names: str) -> dict[str, str]:
