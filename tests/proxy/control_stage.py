@@ -5,7 +5,7 @@ import contextlib
 from proxy_harness import Node
 
 from pdx.proxy.control import Control
-from pdx.security.curve_keys import secure_client
+from pdx.security.curve_keys import KeyPair, secure_client
 from pdx.telemetry.env import Env
 from pdx.wire.proxy import NodeReport
 
@@ -49,3 +49,20 @@ def control_stage(address="tcp://127.0.0.1:0", kind=ControlStage, **files):
         for node in made.nodes:
             node.close()
         made.control.close()
+
+
+class Members:
+    """Key pairs of two nodes, the proxy and a stranger, and the settings of a proxy whose roster has the nodes."""
+
+    def __init__(self, folder):
+        self.pairs = {name: KeyPair.make() for name in ("one", "two", "proxy", "stranger")}
+        secret, _ = self.pairs["proxy"].save(folder / "keys", "proxy")
+        self.roster = folder / "roster.toml"
+        self.files = {"keys": str(secret), "roster": str(self.roster)}
+        self.write("one", "two")
+
+    def write(self, *names, address="tcp://10.0.0.1:1", more=""):
+        where = f'address = "{address}"\n{more}'
+        entries = (f'[nodes.{name}]\n{where}\nkey = "{self.pairs[name].public}"\n' for name in names)
+        self.roster.write_text("".join(entries))
+        self.roster.chmod(0o600)

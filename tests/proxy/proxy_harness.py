@@ -38,6 +38,21 @@ async def until(condition, seconds=DEADLINE_S):
             await asyncio.sleep(0.005)
 
 
+async def dial(url):
+    """A connection of bytes: a reader and a writer."""
+    host, port = url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def begin(url, length, *, path="/v1/completions", more=""):
+    """A connection that has announced a body of so many bytes (None: chunked), and sent nothing of it."""
+    reader, writer = await dial(url)
+    framing = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}{framing}\r\n\r\n"
+    writer.write(head.encode())
+    return reader, writer
+
+
 class Node:
     """A stand-in for `pdx node` as the proxy sees it."""
 
@@ -66,6 +81,11 @@ class Node:
             **fields,
         )
         await self.socket.send(messages.encode(report))
+
+    async def keep_reporting(self, *engines, **fields):
+        while True:
+            await self.report(*engines, **fields)
+            await asyncio.sleep(0.1)
 
     async def cancelled(self):
         """The transfer named by the next Cancel."""

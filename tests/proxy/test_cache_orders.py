@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 from cache_stage import KEY
-from control_stage import ControlStage, control_stage
+from control_stage import ControlStage, Members, control_stage
 from proxy_harness import until, within
 
 from pdx.errors import NodeUnavailable
 from pdx.proxy import control as control_module
 from pdx.proxy.cache.orders import Orders
-from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import Arrival
 from pdx.telemetry.env import Env
 from pdx.wire import messages
@@ -57,17 +56,9 @@ async def answering(node, outcome):
 
 async def test_an_answer_with_another_key_than_the_nodes_is_none(tmp_path):
     """Whoever takes the route of a node that has left is not that node."""
-    pairs = {name: KeyPair.make() for name in ("one", "two", "proxy")}
-    secret, _ = pairs["proxy"].save(tmp_path / "keys", "proxy")
-    roster = tmp_path / "roster.toml"
-    roster.write_text(
-        "".join(
-            f'[nodes.{name}]\naddress = "tcp://10.0.0.1:{at}"\nkey = "{pairs[name].public}"\n'
-            for at, name in enumerate(("one", "two"), 1)
-        )
-    )
-    roster.chmod(0o644)
-    with control_stage(kind=Stage, keys=str(secret), roster=str(roster)) as made:
+    members = Members(tmp_path)
+    pairs = members.pairs
+    with control_stage(kind=Stage, **members.files) as made:
         await made.reporting("one", pairs["one"], pairs["proxy"].public)
         (route,) = made.control._peers
         asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))

@@ -16,7 +16,7 @@ from aiohttp.base_protocol import BaseProtocol
 from engine_standin import Server
 from hypothesis import example, given
 from hypothesis import strategies as st
-from proxy_harness import CHAT, COMPLETIONS, FORWARDED, cluster, run, until, within
+from proxy_harness import CHAT, COMPLETIONS, FORWARDED, begin, cluster, run, until, within
 from read_at_once import classify, parse, single_prompt
 
 from pdx.errors import RequestRefused
@@ -69,7 +69,12 @@ def same(one, other):
 @example(pairs=[('"a"', '"\ud800"')], encoding="utf-8")
 @example(pairs=[('"a"', "1" * 5000)], encoding="utf-8")
 @example(pairs=[('"a"', "1" * 5000), ('"a"', "0")], encoding="utf-8")
-def test_an_engine_reads_what_the_client_wrote(pairs, encoding):
+def test_an_engine_reads_what_the_client_wrote_and_no_transfer_parameter(pairs, encoding):
+    inner = ('"vllm_xargs"', as_object(pairs))
+    with suppress(RequestRefused):
+        clean, _ = strip_control(parse(as_object([*pairs, inner]).encode(encoding, "surrogatepass")))
+        sent = read(bytes(encode(clean))) or {}
+        assert "kv_transfer_params" not in {*sent, *(sent.get("vllm_xargs") or ())}
     raw = as_object(pairs).encode(encoding, "surrogatepass")
     wanted = read(raw)
     try:
@@ -218,20 +223,6 @@ def test_one_prompt_is_told_from_its_bytes(prompt, indent):
     assert found == (None if wanted is None else (len(bytes(raw)), ids))
 
 
-@given(pairs=st.lists(st.tuples(st.sampled_from(NAMES), VALUES), max_size=5))
-def test_no_transfer_parameter_passes(pairs):
-    inner = as_object(pairs)
-    raw = as_object([*pairs, ('"vllm_xargs"', inner)]).encode("utf-8", "surrogatepass")
-    try:
-        clean, _ = strip_control(parse(raw))
-    except RequestRefused:
-        return
-    sent = read(bytes(encode(clean)))
-    if sent is not None:
-        assert "kv_transfer_params" not in sent
-        assert "kv_transfer_params" not in (sent["vllm_xargs"] or {})
-
-
 def test_what_only_a_lenient_reader_takes_may_not_be_large():
     padding = "x" * LENIENT_BYTES
     assert read(encode(parse(b'{"a":NaN}'))) is not None
@@ -311,16 +302,6 @@ def test_prompts_so_long_that_their_ids_are_costly_are_sampled():
     size = plan.FORWARD_BYTES
     for prompt, mode in (("x" * (size - 2), Mode.FORWARD), ("x" * size, Mode.SAMPLED), ([7] * size, Mode.SAMPLED)):
         assert classify(Route.COMPLETIONS, parse(json.dumps({"prompt": prompt}).encode())).mode is mode
-
-
-async def begin(url, length, *, path=COMPLETIONS, more=""):
-    """A connection that has announced a body of so many bytes (None: chunked), and sent nothing of it."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    framing = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}{framing}\r\n\r\n"
-    writer.write(head.encode())
-    return reader, writer
 
 
 async def answered(reader):

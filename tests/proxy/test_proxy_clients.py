@@ -10,7 +10,7 @@ from unittest import mock
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, cluster, events, until, within
+from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, begin, cluster, events, until, within
 
 from pdx.errors import ConfigError
 from pdx.proxy.server import Server
@@ -63,11 +63,8 @@ async def test_client_leaves_while_one_engine_serves_alone(made):
 
 
 async def test_client_leaves_while_it_sends(made):
-    host, port = made.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
-    )
+    _, writer = await begin(made.url, 1000)
+    writer.write(b"{")
     await writer.drain()
     writer.close()
     await writer.wait_closed()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from control_stage import control_stage
+from control_stage import Members, control_stage
 from proxy_harness import until, within
 
 from pdx.errors import ConfigError
 from pdx.proxy.control import Control
-from pdx.security.curve_keys import KeyPair
 from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
 from pdx.wire.messages import Cancel
@@ -21,18 +20,9 @@ PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
 
 @pytest.fixture
 def members(tmp_path):
-    """Key pairs of two nodes, the proxy and a stranger, and the settings of a proxy that knows the nodes."""
-    pairs = {name: KeyPair.make() for name in ("one", "two", "proxy", "stranger")}
-    secret, _ = pairs["proxy"].save(tmp_path / "keys", "proxy")
-    roster = tmp_path / "roster.toml"
-
-    def write(*names, address="tcp://10.0.0.1:1", more=""):
-        where = f'address = "{address}"\n{more}'
-        roster.write_text("".join(f'[nodes.{name}]\n{where}\nkey = "{pairs[name].public}"\n' for name in names))
-        roster.chmod(0o644)
-
-    write("one", "two")
-    return pairs, {"keys": str(secret), "roster": str(roster)}, write
+    """See `Members`."""
+    made = Members(tmp_path)
+    return made.pairs, made.files, made.write
 
 
 async def peers_of(node):

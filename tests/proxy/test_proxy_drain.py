@@ -5,7 +5,7 @@ import json
 import signal
 
 import pytest
-from proxy_harness import BODY, COMPLETIONS, until, within
+from proxy_harness import BODY, COMPLETIONS, begin, until, within
 from proxy_process import proxy_process
 
 
@@ -68,10 +68,8 @@ async def test_at_the_end_streams_get_an_error_event_and_others_an_error(made):
 
 
 async def test_a_body_that_is_still_coming_is_ended_too(made):
-    host, port = made.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    writer.write(head + b"Content-Length: 1000\r\n\r\n{")
+    reader, writer = await begin(made.url, 1000)
+    writer.write(b"{")
     await until(lambda: len(made.proxy.drain))
     made.proxy.drain.end()
     assert b" 503 " in await within(reader.readline())

@@ -458,12 +458,6 @@ async def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone(made):
 # ---- nodes --------------------------------------------------------------------------------------
 
 
-async def keep_reporting(node, *engines):
-    while True:
-        await node.report(*engines)
-        await asyncio.sleep(0.1)
-
-
 @pytest.mark.parametrize(
     ("leg", "how", "stream"),
     [
@@ -484,7 +478,7 @@ async def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
         engines = {each: (each[0], each, getattr(made, each).url) for each in ("prefill", "decode")}
         goes, stays = engines.pop(leg), *engines.values()
         beats = [(made.node, goes, stays)] if how == "vanishes" else [(made.node, goes), (made.other_node(), stays)]
-        beats = [asyncio.create_task(keep_reporting(*each)) for each in beats]
+        beats = [asyncio.create_task(each[0].keep_reporting(*each[1:])) for each in beats]
         await made.metric_reaches(1, "pdx_proxy_engines", role="prefill")
         await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
         held = getattr(made, leg)
@@ -494,7 +488,7 @@ async def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
         await within(held.arrived.wait())
         beats[0].cancel()
         if how == "vanishes":
-            beats[0] = asyncio.create_task(keep_reporting(made.node, stays))
+            beats[0] = asyncio.create_task(made.node.keep_reporting(stays))
         await until(lambda: is_detached(held))
         held.released.set()
         status, headers, raw = await within(task)

@@ -6,29 +6,26 @@ import socket
 
 import aiohttp
 import pytest
+from control_stage import Members
 from proxy_harness import Node, until
 from proxy_process import proxy_process
 
 from pdx.cli.ports import free_ports
-from pdx.security.curve_keys import KeyPair, secure_client
+from pdx.security.curve_keys import secure_client
 
 LIMIT = 256
 
 
 def curve(folder):
     """The options of a proxy with keys, and what puts the keys of a node that it knows on a socket."""
-    proxy, node = KeyPair.make(), KeyPair.make()
-    secret, _ = proxy.save(folder / "keys", "proxy")
-    roster = folder / "roster.toml"
-    roster.write_text(f'[nodes.n]\naddress = "tcp://127.0.0.1:1"\nkey = "{node.public}"\n')
-    roster.chmod(0o600)
-    return ["--keys", str(secret), "--roster", str(roster)], lambda socket: secure_client(
-        socket, own=node, server_key=proxy.public
-    )
+    members = Members(folder)
+    node, proxy = members.pairs["one"], members.pairs["proxy"]
+    options = [word for name, file in members.files.items() for word in (f"--{name}", file)]
+    return options, lambda socket: secure_client(socket, own=node, server_key=proxy.public)
 
 
 def node_of(made, secure):
-    node = Node("inproc://nowhere-yet", "n")
+    node = Node("inproc://nowhere-yet", "one")
     node.socket.disconnect("inproc://nowhere-yet")
     secure(node.socket)
     node.socket.connect(made.control)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import aiohttp
 import pytest
-from proxy_harness import BODY, COMPLETIONS, cluster, until, within
+from proxy_harness import BODY, COMPLETIONS, begin, cluster, dial, until, within
 
 from pdx.proxy import server as listener
 
@@ -20,11 +20,6 @@ def room(monkeypatch):
     return lambda is_there: monkeypatch.setattr(listener, "MOST", 1 << 14 if is_there else 0)
 
 
-async def dial(made):
-    host, port = made.url.removeprefix("http://").split(":")
-    return await asyncio.open_connection(host, int(port))
-
-
 async def event(made, name):
     return await made.metric("pdx_proxy_events_total", event=name)
 
@@ -32,8 +27,8 @@ async def event(made, name):
 async def test_without_room_an_idle_connection_makes_room(made, caplog, room):
     async with aiohttp.ClientSession() as newcomer:
         assert (await made.get("/health"))[0] == 200  # its connection is older, but was served
-        oldest, writer = await dial(made)
-        _, younger = await dial(made)
+        oldest, writer = await dial(made.url)
+        _, younger = await dial(made.url)
         assert (await made.post(COMPLETIONS, BODY))[0] == 200
         room(False)
         async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
@@ -51,13 +46,13 @@ async def test_those_who_have_just_come_do_not_make_room_for_each_other(made, ro
     """Strangers who ask once and keep their connection would leave newcomers no time to send a head."""
     served = []
     for _ in range(5):
-        reader, writer = await dial(made)
+        reader, writer = await dial(made.url)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"}" in await within(reader.readuntil(b"}"))
         served.append((reader, writer))
-    young, writer = await dial(made)
+    young, writer = await dial(made.url)
     room(False)
-    _, other = await dial(made)
+    _, other = await dial(made.url)
     assert await within(served[0][0].read()) == b""
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert b" 200 OK" in await within(young.read())
@@ -70,8 +65,8 @@ async def test_a_connection_whose_body_does_not_come_makes_room(room):
     """It costs a stranger nothing to begin a request on each connection that there may be."""
     async with cluster() as made, aiohttp.ClientSession() as newcomer:
         assert (await made.get("/health"))[0] == 200  # its connection is older and idle, but was served
-        slow, writer = await dial(made)
-        writer.write(HEAD + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{")
+        slow, writer = await begin(made.url, 1000)
+        writer.write(b"{")
         await until(lambda: len(made.proxy.drain) == 1)
         room(False)
         async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
@@ -91,7 +86,7 @@ async def test_where_all_are_busy_a_newcomer_is_told_to_come_again(made, room):
     await within(made.prefill.arrived.wait())
     room(False)
     for _ in range(3):
-        reader, writer = await dial(made)
+        reader, writer = await dial(made.url)
         head, _, body = (await within(reader.read())).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: 1\r\n" in head
@@ -109,7 +104,7 @@ async def test_where_all_are_busy_a_newcomer_is_told_to_come_again(made, room):
 async def test_a_head_that_does_not_come_ends_its_connection(begins):
     """aiohttp waits 3,630 s for it."""
     async with cluster(served={"head_s": 0.2}) as made:
-        reader, writer = await dial(made)
+        reader, writer = await dial(made.url)
         writer.write(begins)
         assert await within(reader.read()) == b""
         writer.close()
@@ -118,7 +113,7 @@ async def test_a_head_that_does_not_come_ends_its_connection(begins):
 
 async def test_a_connection_that_was_served_may_rest_but_not_dawdle():
     async with cluster(served={"head_s": 0.2}) as made:
-        reader, writer = await dial(made)
+        reader, writer = await dial(made.url)
         for _ in range(2):
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b" 200 OK" in await within(reader.readuntil(b"\r\n"))
@@ -127,7 +122,7 @@ async def test_a_connection_that_was_served_may_rest_but_not_dawdle():
                 if line.lower().startswith(b"content-length"):
                     length = int(line.split(b":")[1])
             await within(reader.readexactly(length))
-            silent, other = await dial(made)  # it is closed for its head, and the one that rests is not
+            silent, other = await dial(made.url)  # it is closed for its head, and the one that rests is not
             assert await within(silent.read()) == b""
             other.close()
         writer.write(b"GET /hea")
@@ -140,7 +135,7 @@ async def test_a_request_under_way_outlasts_the_time_for_a_head():
         made.prefill.fault = made.decode.fault = "hold"
         busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
         await within(made.prefill.arrived.wait())
-        silent, writer = await dial(made)
+        silent, writer = await dial(made.url)
         assert await within(silent.read()) == b""
         writer.close()
         made.prefill.released.set()
@@ -208,7 +203,7 @@ async def test_what_is_no_request_is_logged_once_in_a_while(malformed, caplog):
     """aiohttp logs a traceback for each: anybody could fill the disk."""
     async with cluster() as made:
         for _ in range(20):
-            reader, writer = await dial(made)
+            reader, writer = await dial(made.url)
             writer.write(malformed)
             assert b" 400 Bad Request" in await within(reader.read())  # to the end of the connection
             writer.close()

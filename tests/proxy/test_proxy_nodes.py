@@ -30,12 +30,6 @@ async def place(made, prefill, *decodes):
     await made.metric_reaches(1 + len(names), "pdx_proxy_reports_total")
 
 
-async def keep_reporting(node, **fields):
-    while True:
-        await node.report(**fields)
-        await asyncio.sleep(0.1)
-
-
 def nodes_named(engine):
     """What the engine's last request was told of nodes."""
     params = engine.bodies[-1]["kv_transfer_params"]
@@ -195,16 +189,16 @@ async def test_nodes_hear_of_each_other():
 
     async with cluster(heartbeat_timeout_s=0.6) as made:
         one, two, three = (made.other_node(name) for name in ("one", "two", "three"))
-        beat = asyncio.create_task(keep_reporting(two, listen="ipc:///2", public_key="k" * 40))
+        beat = asyncio.create_task(two.keep_reporting(listen="ipc:///2", public_key="k" * 40))
         await hears_of(two, two="ipc:///2")
-        life = asyncio.create_task(keep_reporting(one, listen="ipc:///1"))
+        life = asyncio.create_task(one.keep_reporting(listen="ipc:///1"))
         await hears_of(one, one="ipc:///1", two="ipc:///2")
         await hears_of(two, one="ipc:///1", two="ipc:///2")
         await three.report()  # it does not listen, but may want to reach the others
         await hears_of(three, one="ipc:///1", two="ipc:///2")
         life.cancel()
         one.epoch += 1  # restarted, at another address
-        life = asyncio.create_task(keep_reporting(one, listen="ipc:///3"))
+        life = asyncio.create_task(one.keep_reporting(listen="ipc:///3"))
         await hears_of(two, one="ipc:///3", two="ipc:///2")
         life.cancel()
         await hears_of(two, two="ipc:///2")  # one has fallen silent

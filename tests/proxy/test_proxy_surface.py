@@ -1,12 +1,10 @@
 """What a client of plain vLLM is used to, at the proxy: sizes, headers, paths, methods, forms of numbers, errors."""
 
-import asyncio
 import io
 import json
-from urllib.parse import urlsplit
 
 import pytest
-from proxy_harness import BODY, CHAT, COMPLETIONS, cluster, within
+from proxy_harness import BODY, CHAT, COMPLETIONS, begin, cluster, dial, within
 
 from pdx.proxy.body import as_engines_read
 from pdx.proxy.plan import SWITCHES, WHOLE
@@ -34,12 +32,9 @@ async def test_a_picture_in_a_chat_is_no_large_body():
 
 async def test_the_rest_of_a_body_that_was_answered_early_is_no_head():
     """Clients that send all before they read must get the answer, too."""
-    head = "POST {} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     size = 16 << 20
     async with cluster(max_body_bytes=2 << 20) as made:
-        parts = urlsplit(made.url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        writer.write(head.format(COMPLETIONS, size).encode())
+        reader, writer = await begin(made.url, size)
         for _ in range(size >> 16):
             writer.write(b"a" * (1 << 16))
             await writer.drain()
@@ -58,8 +53,7 @@ async def test_a_long_token_is_passed_on(made):
 
 async def talk(url, said):
     """The head and the beginning of the body that come back for these bytes."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await dial(url)
     try:
         writer.write(said)
         return await within(reader.read(4096))
