@@ -83,13 +83,6 @@ def test_code_on_a_page_is_a_piece_of_a_program_that_runs(page):
         json.loads(code)
 
 
-def test_a_piece_that_was_changed_is_noticed():
-    program = EXAMPLES / "smallest_engine.py"
-    assert is_piece("self.worker.end_forward()\nreturn self.worker.finished_loads()\n", program)
-    assert not is_piece("self.worker.end_forward()\nreturn self.worker.finished_load()\n", program)
-    assert not is_piece("return self.worker.finished_loads()\nself.worker.end_forward()\n", program)
-
-
 # ---- two instances (engines are started by tests/end_to_end and by the demo) -----------------------
 
 

@@ -32,6 +32,7 @@ _CALM_ROUNDS = 100
 _SHAPES: dict[str, list[int]] = {
     "one byte": [1],
     "one": [MIB],
+    "few large": [64 * MIB, 64 * MIB],
     "many small": [4 * _KIB] * 2000,
     "as many as possible": [517] * MAX_PIECES,
     "odd sizes": [1, 4095, 4096, 4097, 65_537, 300_001, 3, 1_048_577],
@@ -87,13 +88,6 @@ class Writes:
         assert reader.take()[0].token == token
         assert bytes(reader.view) == landed(before, source, pieces)
         assert bytes(writer.view) == source
-
-    def test_few_large_pieces(self, stage: Stage) -> None:
-        pieces = [Piece(0, 70 * MIB, 64 * MIB), Piece(70 * MIB, 5, 64 * MIB)]
-        writer, reader = stage.side(134 * MIB), stage.side(134 * MIB)
-        expected = landed(bytes(reader.view), writer.view, pieces)
-        assert stage.written(connected(writer, reader, (0, 134 * MIB)), pieces) == ""
-        assert bytes(reader.view) == expected
 
     def test_the_same_local_bytes_may_go_to_several_places(self, stage: Stage) -> None:
         writer, reader = stage.side(), stage.side()
@@ -341,27 +335,27 @@ class Grants:
         assert stage.notified(reader, 1) == [b"good"]
         assert reader.view[4 * MIB : 5 * MIB] == writer.view[:MIB]
 
-    def test_a_piece_lies_in_one_span(self, stage: Stage, checks: None) -> None:
-        """Two spans side by side may belong to two chunks; a piece across both is a mistake."""
-        writer, reader = stage.side(), stage.side()
-        _, remote = reader.session((0, MIB), (MIB, MIB))
-        self._refused(stage, writer.connect(remote), reader, [Piece(0, MIB - 1, 2)])
-
     def test_a_piece_may_lie_anywhere_inside_its_span(self, stage: Stage) -> None:
         writer, reader = stage.side(), stage.side()
         _, remote = reader.session((0, MIB), (MIB, 2 * MIB))
         channel = writer.connect(remote)
         assert stage.written(channel, [Piece(0, MIB + 5, 7), Piece(0, 3 * MIB - 9, 9), Piece(0, MIB - 1, 1)]) == ""
 
-    def test_a_session_without_grants_may_write_nothing(self, stage: Stage, checks: None) -> None:
+    @pytest.mark.parametrize(
+        ("others", "own", "piece"),
+        [
+            ((), (), Piece(0, 0, 1)),
+            ((), ((0, MIB), (MIB, MIB)), Piece(0, MIB - 1, 2)),
+            (((0, MIB),), (), Piece(0, 0, 9)),
+        ],
+        ids=["none", "two, which may be of two chunks", "another session's"],
+    )
+    def test_a_piece_lies_in_one_span_of_its_own_session(
+        self, stage: Stage, checks: None, others: list[tuple[int, int]], own: list[tuple[int, int]], piece: Piece
+    ) -> None:
         writer, reader = stage.side(), stage.side()
-        self._refused(stage, writer.connect(reader.session()[1]), reader, [Piece(0, 0, 1)])
-
-    def test_grants_are_of_one_session(self, stage: Stage, checks: None) -> None:
-        writer, reader = stage.side(), stage.side()
-        reader.session((0, MIB))
-        _, remote = reader.session((MIB, MIB))
-        self._refused(stage, writer.connect(remote), reader, [Piece(0, 0, 4096)])
+        reader.session(*others)
+        self._refused(stage, writer.connect(reader.session(*own)[1]), reader, [piece])
 
     def test_grants_come_and_go_while_connected(self, stage: Stage, checks: None) -> None:
         """A span that was taken back is refused; one that is given later is not."""
