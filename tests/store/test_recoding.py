@@ -275,11 +275,11 @@ def test_whenever_the_node_is_killed_the_next_one_has_the_old_or_the_new(bed, mo
         from pdx.memory.slot import Slot
         from pdx.store.tier import Part
 
-        found = chunk_file.contents(path, source, lambda: False, is_direct=False)
+        found, used_ns = chunk_file.contents(path, source, lambda: False, is_direct=False)
         new = key(1 if to is None else 101)
         part = Part(new, 0, 4, 0, 4, Slot(0, KV_BYTES, 0))
         target = chunk_file.path_of(bed.root, chunk_file.ChunkFile(new, 0, 4, KV_BYTES))
-        chunk_file.write(target, part, found, lambda: False, codec=codec, used_ns=found.used_ns)
+        chunk_file.write(target, part, found, lambda: False, codec=codec, used_ns=used_ns)
         chunk_file.remove(path)
         os._exit(0)
     os.waitpid(pid, 0)

@@ -26,13 +26,11 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from pdx.errors import StaleSlot, TierError
 from pdx.memory.arena import Arena, round_up
-from pdx.memory.slot import Slot
 from pdx.security.socket_lock import is_lock
 from pdx.store.chunk_format import (
     HEADER_BYTES,
@@ -139,22 +137,9 @@ def touch(path: Path) -> None:
         os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
 
 
-class Contents(NamedTuple):
-    """What was in a file, as an arena has it: in a slot at 0, of whole granules."""
-
-    data: memoryview
-    used_ns: int  # when the chunk was used last, as the file says it
-    gpu: str = ""
-
-    def read(self, offset: int, nbytes: int) -> memoryview:
-        return self.data[offset : offset + nbytes]
-
-    def check(self, slot: Slot) -> None:
-        """It is nobody else's."""
-
-
-def contents(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> Contents:
-    """The bytes of a chunk, checked and decoded, for who writes them anew.
+def contents(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> tuple[memoryview, int]:
+    """The bytes of a chunk, checked and decoded, in whole granules, for who writes them anew; and when it was used last
+    (ns since the epoch).
 
     :raises TierError: it could not be read, or is not what was written, or `is_over`.
     """
@@ -163,13 +148,13 @@ def contents(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> 
     info = read(path, [head, data], is_over, is_direct=is_direct)
     header = parsed(head, info.st_size, path)
     _check_header(header, file, path)
-    return Contents(unpacked(header, data, path, is_over), info.st_mtime_ns)
+    return unpacked(header, data, path, is_over), info.st_mtime_ns
 
 
 def write(
     path: Path,
     part: Part,
-    arena: Arena | Contents,
+    source: Arena | memoryview,
     is_over: Over,
     *,
     is_direct: bool = False,
@@ -177,16 +162,16 @@ def write(
     codec: str = NONE,
     used_ns: int | None = None,
 ) -> int:
-    """Copy a whole chunk from an arena to its file; `is_direct`: without a copy in the page cache. A new file leaves
-    `reserve_bytes` of its file system to others. By a `codec` it is encoded where it then takes less, and its file has
-    the name that says so instead of `path`. `used_ns`: when it was used last, as another file says it; then its name is
-    on the disk, too, when this returns.
+    """Write a whole chunk to its file, from an arena or what `contents` has; `is_direct`: without a copy in the page
+    cache. A new file leaves `reserve_bytes` of its file system to others. By a `codec` it is encoded where it then
+    takes less, and its file has the name that says so instead of `path`. `used_ns`: when it was used last, as another
+    file says it; then its name is on the disk, too, when this returns.
 
     :returns: `ChunkFile.coded`.
     :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
     """
     partial, is_left = path.with_suffix(PARTIAL), False
-    is_direct = is_direct and not arena.gpu
+    is_direct = is_direct and not (isinstance(source, Arena) and source.gpu)
     try:
         _make_folder(path.parent)
         try:
@@ -194,7 +179,7 @@ def write(
             try:
                 if not os.fstat(fd).st_blocks:
                     _leave(reserve_bytes + part.slot.nbytes, fd)
-                coded = _write(fd, part, arena, is_over, is_direct, codec)
+                coded = _write(fd, part, source, is_over, is_direct, codec)
                 time_ns = time.time_ns() if used_ns is None else used_ns
                 os.utime(fd, ns=(time_ns, time_ns))
                 os.fdatasync(fd)
@@ -280,18 +265,22 @@ def is_gone(path: Path) -> bool:
     return True
 
 
-def _write(fd: int, part: Part, arena: Arena | Contents, is_over: Over, is_direct: bool, codec: str) -> int:
+def _write(fd: int, part: Part, source: Arena | memoryview, is_over: Over, is_direct: bool, codec: str) -> int:
     slot, start = part.slot, header_bytes(part.layers)
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
-    arena.check(slot)
-    # A disk itself knows whole blocks only.
-    kept = packed(part, arena.read(slot.offset, round_up(slot.nbytes) if is_direct else slot.nbytes), codec, is_over)
+    if isinstance(source, Arena):
+        source.check(slot)
+        data = source.read(slot.offset, round_up(slot.nbytes) if is_direct else slot.nbytes)  # a disk knows blocks only
+    else:
+        data = source
+    kept = packed(part, data, codec, is_over)
     body = kept.body if is_direct else kept.data
     for buffers, offset in _calls(kept.head, body, is_over):
         write_all(fd, buffers, offset)
     if kept.is_encoded or len(body) > kept.nbytes:
         os.ftruncate(fd, len(kept.head) + kept.nbytes)
-    arena.check(slot)
+    if isinstance(source, Arena):
+        source.check(slot)
     return kept.coded
 
 

@@ -149,17 +149,17 @@ class Folder:
         """Write the file of a job, in place of its victims: from the arena by a codec, or another file anew."""
         self.clear(task)
         part, is_over = task.part, partial(self._is_over, task, is_over)
-        source: Arena | chunk_file.Contents = self._arenas[part.slot.arena]
+        source: Arena | memoryview = self._arenas[part.slot.arena]
         used_ns = None
         job.start_ns = time.monotonic_ns()
         if task.source is not None and task.recoding is not None:
             codec = task.recoding.codec
             try:
-                source = chunk_file.contents(self.path(task.source), task.source, is_over, is_direct=self.is_direct)
+                read = partial(chunk_file.contents, self.path(task.source), task.source, is_over)
+                source, used_ns = read(is_direct=self.is_direct)
             except TierError:
                 task.is_unread = True
                 raise
-            used_ns = source.used_ns
         file = file_of(part, self.block_bytes)
         job.coded_bytes = chunk_file.write(
             self.path(file),
