@@ -27,7 +27,6 @@ NEEDED = frozenset(
         Event.DECODE_FIRST,
     }
 )
-NOTHING = Part(0.0, 0.0)
 
 
 class Clock:
@@ -113,33 +112,15 @@ def of_moments(moments: Sequence[Mapping[str, float]], engines: Engines) -> Part
     queue = budget.take(engines.prefill_queue_ms)
     first_decode = budget.take(engines.decode_first_ms)
     wire = budget.take(min(engines.decode_queue_ms, between_ms))
-    return Parts(
-        queue=queue,
-        prefill=prefill,
-        gather=NOTHING,
-        wire=wire,
-        scatter=NOTHING,
-        first_decode=first_decode,
-        rest=budget.take(total_ms),
-        is_mean=len(moments) > 1,
-    )
+    rest, is_mean = budget.take(total_ms), len(moments) > 1
+    return Parts(queue=queue, prefill=prefill, wire=wire, first_decode=first_decode, rest=rest, is_mean=is_mean)
 
 
 def of_one_engine(ttft_ms: Sequence[float], engines: Engines) -> Parts:
     """The mean of requests that ran together on one engine, to its first token."""
     budget = _Budget(fmean(ttft_ms))
     prefill, queue = budget.take(engines.prefill_ms), budget.take(engines.prefill_queue_ms)
-    rest = budget.take(fmean(ttft_ms))
-    return Parts(
-        queue=queue,
-        prefill=prefill,
-        gather=NOTHING,
-        wire=NOTHING,
-        scatter=NOTHING,
-        first_decode=NOTHING,
-        rest=rest,
-        is_mean=len(ttft_ms) > 1,
-    )
+    return Parts(queue=queue, prefill=prefill, rest=budget.take(fmean(ttft_ms)), is_mean=len(ttft_ms) > 1)
 
 
 def trace_of(system: str, prompt_tokens: int, clock: Clock, spans: Sequence[TraceSpan]) -> Trace:

@@ -1,21 +1,13 @@
 """What `pdx bench breakdown` writes: one file of plain values from which tables, plots and checks are made.
 
-Times are milliseconds unless a name says otherwise. Written anew after every turn, so that an interrupted run keeps
-what it measured.
+Times are milliseconds unless a name says otherwise.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import msgspec
 
-from pdx.bench.harness.report import replace_file
-from pdx.bench.systems.plan import SystemFacts
-
-KIND = "pdx-bench-breakdown"
-VERSION = 1
+from pdx.bench.systems import plan
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -30,6 +22,9 @@ class Part(msgspec.Struct, frozen=True):
         return max(0.0, self.total_ms - self.exposed_ms)
 
 
+NOTHING = Part(0.0, 0.0)
+
+
 class Parts(msgspec.Struct, frozen=True):
     """From the request's arrival at the proxy to the decode engine's first token; the exposed parts add up to that.
 
@@ -39,11 +34,11 @@ class Parts(msgspec.Struct, frozen=True):
 
     queue: Part  # waiting for a turn, on either engine
     prefill: Part
-    gather: Part  # pages to chunks
-    wire: Part  # chunks from node to node; 0 with one node
-    scatter: Part  # chunks to pages
-    first_decode: Part  # the decode engine's first step
     rest: Part  # HTTP, tokenizer, lookups, scheduling
+    gather: Part = NOTHING  # pages to chunks
+    wire: Part = NOTHING  # chunks from node to node; 0 with one node
+    scatter: Part = NOTHING  # chunks to pages
+    first_decode: Part = NOTHING  # the decode engine's first step
     is_mean: bool = False
 
 
@@ -111,27 +106,9 @@ class Copy(msgspec.Struct, frozen=True):
     copy_ms: float
 
 
-class Result(msgspec.Struct, kw_only=True):
-    """A whole run."""
-
-    kind: str = KIND
-    version: int = VERSION
-    machine: dict[str, Any]
-    model: dict[str, Any]  # name, kv_bytes_per_token, layers, dtype, block_tokens
-    settings: dict[str, Any]  # the command's options
-    systems: dict[str, SystemFacts]
-    not_run: dict[str, str]  # system -> why
+class Result(plan.Result, kw_only=True):
+    kind: str = "pdx-bench-breakdown"
+    version: int = 1
     requests: list[Request] = []
     copies: list[Copy] = []
     traces: list[Trace] = []
-    is_complete: bool = False
-
-
-def save(result: Result, path: Path) -> None:
-    """Write it whole or not at all."""
-    replace_file(path, msgspec.json.format(msgspec.json.encode(result), indent=1))
-
-
-def load(path: Path) -> Result:
-    """:raises msgspec.DecodeError: the file is not such a result."""
-    return msgspec.json.decode(path.read_bytes(), type=Result)

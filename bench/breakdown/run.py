@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from pdx.bench.breakdown import records
 from pdx.bench.breakdown.figures import figures
 from pdx.bench.breakdown.plots import draw_all
 from pdx.bench.breakdown.records import Parts, Request, Result
@@ -90,7 +89,7 @@ def _measure(plan: Plan, result: Result, folder: Path, progress: Shown) -> None:
 
 def write(result: Result, folder: Path) -> list[Path]:
     """Show the tables, and put everything in `folder`: the result, its figures and its pictures, which are returned."""
-    records.save(result, folder / RESULT)
+    result.save(folder / RESULT)
     for name, why in result.not_run.items():
         console.print(f"{name} {'was left out later' if _has(result, name) else 'did not run'}: {why}", markup=False)
     if not result.requests:
@@ -144,16 +143,17 @@ def parts_table(result: Result) -> Table:
     """Exposed milliseconds of each part, medians over requests; behind +, what ran beside something else."""
     title = "where the time went, from arrival to the decode engine's first token (exposed ms, + hidden ms)"
     table = Table(title=title, title_justify="left")
-    _heads(table)
+    for name in ("tokens", "at once", "system", "requests"):
+        table.add_column(name, justify="left" if name == "system" else "right")
     for name in PARTS:
         table.add_column(name.replace("_", "\n"), justify="right")
     table.add_column("in all", justify="right")
-    for key, requests in _grouped(result):
+    for (tokens, concurrency, system), requests in _grouped(result):
         known = [request.parts for request in requests if request.parts is not None]
         if known:
             cells = [_part(known, name) for name in PARTS]
             whole = statistics.median(sum(getattr(parts, name).exposed_ms for name in PARTS) for parts in known)
-            table.add_row(*_row_head(key, len(known)), *cells, _number(whole))
+            table.add_row(f"{tokens:,}", str(concurrency), system, str(len(known)), *cells, _number(whole))
     return table
 
 
@@ -161,18 +161,6 @@ def _part(known: Sequence[Parts], name: str) -> str:
     exposed = statistics.median(getattr(parts, name).exposed_ms for parts in known)
     hidden = statistics.median(getattr(parts, name).hidden_ms for parts in known)
     return _number(exposed) + (f" + {_number(hidden)}" if hidden >= HIDES else "")
-
-
-def _heads(table: Table) -> None:
-    table.add_column("tokens", justify="right")
-    table.add_column("at once", justify="right")
-    table.add_column("system")
-    table.add_column("requests", justify="right")
-
-
-def _row_head(key: Key, count: int) -> tuple[str, str, str, str]:
-    tokens, concurrency, system = key
-    return f"{tokens:,}", str(concurrency), system, str(count)
 
 
 def _grouped(result: Result) -> Iterable[tuple[Key, list[Request]]]:

@@ -1,8 +1,4 @@
-"""Runs the latency breakdown: the same prompts to every system in turns, and where the time of each request went.
-
-What was measured is in `Breakdown.result` at any time, and in a file after every batch. Nothing here shows anything;
-a `Shown` is told.
-"""
+"""Runs the latency breakdown: the same prompts to every system in turns, and where the time of each request went."""
 
 from __future__ import annotations
 
@@ -15,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.bench.breakdown import parts, records
+from pdx.bench.breakdown import parts
 from pdx.bench.breakdown.observer import Observer, Seen
 from pdx.bench.breakdown.records import Copy, Request, Result
 from pdx.bench.harness.ask import AskFailed
 from pdx.bench.harness.lists import in_turns
 from pdx.bench.harness.prompts import Bodies
-from pdx.errors import PdxError
+from pdx.bench.systems.plan import Measuring
 
 if TYPE_CHECKING:
     from pdx.bench.harness.progress import Shown
@@ -62,11 +58,11 @@ def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> l
     return [Turn(round_, tokens, concurrency, name) for round_, (tokens, concurrency), name in turns]
 
 
-class Breakdown:
-    """One run. State: the result, the texts to compare, who has failed, and the observers of what runs. One thread.
+class Breakdown(Measuring[Result, Turn]):
+    """State: the texts to compare, and the observers of what runs.
 
     `traces`: a private folder in which each PDX system has its spans, by name. `copy_ms`: waits until engines sleep and
-    times one memcpy of so many bytes; None: neither.
+    times one memcpy of so many bytes.
     """
 
     def __init__(
@@ -80,68 +76,42 @@ class Breakdown:
         bodies: Bodies,
         traces: Path,
         watcher: Shown,
-        copy_ms: Callable[[int], float] | None,
+        copy_ms: Callable[[int], float],
         is_gather_beside: bool,
     ) -> None:
-        self.result = result
-        self._path = path
+        super().__init__(result, path, fleet, watcher)
         self._settings = settings
         self._systems = systems
-        self._fleet = fleet
         self._bodies = bodies
         self._traces = traces
-        self._watcher = watcher
         self._copy_ms = copy_ms
         self._is_gather_beside = is_gather_beside
         self._observers: dict[str, tuple[Running, Observer]] = {}
         self._texts: dict[tuple[str, int, int, int, int], str] = {}
 
     def run(self) -> None:
-        """Measure everything; after an interruption `result` has what was measured until then.
-
-        Systems that cannot be started or stop answering are named in `result.not_run`, and the others go on.
-        """
-        turns = order(self._settings, list(self._systems), all_at_once=self._fleet.holds_all)
-        self._watcher.begin(sum(map(self._amount, turns)))
-        for turn in turns:
-            self._watcher.now(str(turn))
-            self._watcher.done(self._amount(turn), f"{turn}: {self._take(turn)}")
-        self.result.is_complete = True
-        records.save(self.result, self._path)
+        self._carry_out(order(self._settings, list(self._systems), all_at_once=self._fleet.holds_all))
 
     def _amount(self, turn: Turn) -> float:
         return turn.concurrency * (turn.tokens + TOKEN_WEIGHT * self._settings.output_tokens)
 
-    def _take(self, turn: Turn) -> str:
-        """One batch of a system that has not failed; what is to be said of it."""
-        if turn.system in self.result.not_run:
-            return "left out"
-        try:
-            observer = self._observer(turn.system)
-            names = [f"{turn.round} {turn.tokens} {turn.concurrency} {index}" for index in range(turn.concurrency)]
-            seen = observer.observe(self._bodies.make(turn.system, turn.tokens, names))
-            self._check(seen, turn)
-        except (AskFailed, PdxError, OSError) as error:
-            self._give_up(turn, error)
-            return "failed"
+    def _has(self, system: str) -> bool:
+        return any(request.system == system for request in self.result.requests)
+
+    def _measure(self, turn: Turn, running: Running) -> str:
+        observer = self._observer(turn.system, running)
+        names = [f"{turn.round} {turn.tokens} {turn.concurrency} {index}" for index in range(turn.concurrency)]
+        seen = observer.observe(self._bodies.make(turn.system, turn.tokens, names))
+        self._check(seen, turn)
         self._keep(turn, seen)
-        self._take_copy(turn)
+        self._fleet.rest()  # no engine takes processor time while the reference is timed
+        nbytes = turn.tokens * int(self.result.model["kv_bytes_per_token"])
+        self.result.copies.append(Copy(turn.round, nbytes, self._copy_ms(nbytes)))
         self._compare()
-        records.save(self.result, self._path)
         return _line(self.result.requests[-turn.concurrency :], seen)
 
-    def _take_copy(self, turn: Turn) -> None:
-        """Time the reference, while no engine takes processor time."""
-        if self._copy_ms is not None:
-            self._fleet.rest()
-            nbytes = turn.tokens * int(self.result.model["kv_bytes_per_token"])
-            self.result.copies.append(Copy(turn.round, nbytes, self._copy_ms(nbytes)))
-
-    def _observer(self, name: str) -> Observer:
+    def _observer(self, name: str, running: Running) -> Observer:
         """Of the system as it runs now; one that was just started has been warmed up."""
-        if name not in self._fleet.running:
-            self._watcher.now(f"starting {name}")
-        running = self._fleet.get(name)
         known = self._observers.get(name)
         if known is not None and known[0] is running:
             return known[1]
@@ -161,13 +131,6 @@ class Breakdown:
             if counts != (turn.tokens, self._settings.output_tokens):
                 asked = f"{turn.tokens} prompt tokens and {self._settings.output_tokens} of answer"
                 raise AskFailed(f"asked for {asked}, got {counts[0]} and {counts[1]}")
-
-    def _give_up(self, turn: Turn, error: Exception) -> None:
-        has_measured = any(request.system == turn.system for request in self.result.requests)
-        where = f"stopped answering ({turn}): " if has_measured else ""
-        self.result.not_run[turn.system] = f"{where}{error}"
-        self._watcher.note(f"{turn.system} is left out from here on: {where}{error}")
-        records.save(self.result, self._path)
 
     def _keep(self, turn: Turn, seen: Sequence[Seen]) -> None:
         for index, each in enumerate(seen):

@@ -1,20 +1,12 @@
-"""What `pdx bench reuse` writes: every request of every point, from which figures and pictures are made.
-
-Written anew after every point, so that an interrupted run keeps what it measured.
-"""
+"""What `pdx bench reuse` writes: every request of every point, from which figures and pictures are made."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import msgspec
 
-from pdx.bench.harness.report import replace_file
+from pdx.bench.systems import plan
 from pdx.bench.systems.engine_metrics import Found
-from pdx.bench.systems.plan import SystemFacts
 
-KIND = "pdx-bench-reuse"
 FIRST, KNOWN, BURST = "first", "known", "burst"  # loads: one request at a time, and the same once more; all at once
 ALONE = (FIRST, KNOWN)
 DOCUMENTS, SESSIONS = "documents", "sessions"
@@ -58,24 +50,6 @@ class Point(msgspec.Struct, frozen=True):
         return len(self.asked) / self.duration_s
 
 
-class Result(msgspec.Struct, kw_only=True):
-    """A whole run."""
-
-    kind: str = KIND
-    machine: dict[str, Any]
-    model: dict[str, Any]
-    settings: dict[str, Any]
-    systems: dict[str, SystemFacts]
-    not_run: dict[str, str]  # system -> why
+class Result(plan.Result, kw_only=True):
+    kind: str = "pdx-bench-reuse"
     points: list[Point] = []
-    is_complete: bool = False
-
-
-def save(result: Result, path: Path) -> None:
-    """Write it whole or not at all."""
-    replace_file(path, msgspec.json.encode(result))
-
-
-def load(path: Path) -> Result:
-    """:raises msgspec.DecodeError: the file is not such a result."""
-    return msgspec.json.decode(path.read_bytes(), type=Result)

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from pdx.bench.harness.plot_style import Sheet, looks, on_machine
 from pdx.bench.harness.report import as_text, console
-from pdx.bench.reuse import records
 from pdx.bench.reuse.figures import (
     PERCENTILES,
     SHARES,
@@ -42,7 +41,7 @@ def line(point: Point) -> str:
 
 def write(result: Result, folder: Path) -> list[Path]:
     """Show the tables, and put everything in `folder`: the result, its figures and its pictures, which are returned."""
-    records.save(result, folder / RESULT)
+    result.save(folder / RESULT)
     for name, why in result.not_run.items():
         console.print(f"{name}: {why}", markup=False, soft_wrap=True)
     if not result.points:

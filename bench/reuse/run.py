@@ -18,7 +18,7 @@ from pdx.bench.harness.interrupts import undisturbed, whole
 from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import Prompts
 from pdx.bench.harness.report import machine
-from pdx.bench.reuse import records, report
+from pdx.bench.reuse import report
 from pdx.bench.reuse.figures import reference
 from pdx.bench.reuse.records import ALONE, BURST, DOCUMENTS, FIRST, Asked, Point, Result
 from pdx.bench.reuse.systems import SOURCES, CentralRunning, Source
@@ -27,7 +27,6 @@ from pdx.bench.systems import engine_metrics
 from pdx.bench.systems import plan as systems_plan
 from pdx.bench.systems.fleet import Fleet
 from pdx.bench.systems.system import Running
-from pdx.errors import PdxError
 from pdx.testing.waiting import came_true
 
 SAVED_S = 1.5  # for what a connector still saves when the answer is there
@@ -68,58 +67,33 @@ def run(plan: Plan) -> int:
     return status or int(not result.points or is_wrong)
 
 
-class Reuse:
-    """One run under way. State: the result, and which systems run and are warm. One thread."""
+class Reuse(systems_plan.Measuring[Result, Turn]):
+    """State: which systems run and are warm."""
 
     def __init__(self, result: Result, path: Path, plan: Plan, fleet: Fleet, watcher: Shown) -> None:
-        self.result = result
-        self._path = path
+        super().__init__(result, path, fleet, watcher)
         self._plan = plan
         self._settings = plan.settings
-        self._fleet = fleet
-        self._watcher = watcher
         prompts = Prompts.of(plan.bed.model, is_tiny=False)
         self._player = Player(prompts, plan.bed.served_name, plan.settings.output_tokens)
         self._warm: dict[str, Running] = {}
 
     def run(self) -> None:
-        """Measure everything; after an interruption `result` has what was measured until then.
+        with whole(asyncio.Runner()) as self._runner:
+            self._carry_out(order(self._settings, list(self._plan.systems), all_at_once=self._fleet.holds_all))
 
-        Systems that cannot be started or stop answering are named in `result.not_run`, and the others go on.
-        """
-        turns = order(self._settings, list(self._plan.systems), all_at_once=self._fleet.holds_all)
-        self._watcher.begin(len(turns))
-        with whole(asyncio.Runner()) as runner:
-            for turn in turns:
-                self._watcher.now(str(turn))
-                self._watcher.done(1, f"{turn}: {self._take(turn, runner)}")
-        self.result.is_complete = True
-        records.save(self.result, self._path)
+    def _amount(self, turn: Turn) -> float:
+        return 1.0
 
-    def _take(self, turn: Turn, runner: asyncio.Runner) -> str:
-        """One load of a system that has not failed; what is to be said of it."""
-        if turn.system in self.result.not_run:
-            return "left out"
-        try:
-            if turn.system not in self._fleet.running:
-                self._watcher.now(f"starting {turn.system}")
-            running = self._fleet.get(turn.system)
-            point = interrupts.run(self._measure(turn, running), by=runner.run)
-        except (AskFailed, PdxError, OSError, aiohttp.ClientError) as error:
-            return self._give_up(turn, error)
-        self.result.points.append(point)
+    def _has(self, system: str) -> bool:
+        return any(point.system == system for point in self.result.points)
+
+    def _measure(self, turn: Turn, running: Running) -> str:
+        self.result.points.append(interrupts.run(self._point(turn, running), by=self._runner.run))
         compare(self.result.points)
-        records.save(self.result, self._path)
         return report.line(self.result.points[-1])
 
-    def _give_up(self, turn: Turn, error: Exception) -> str:
-        has_measured = any(point.system == turn.system for point in self.result.points)
-        why = f"stopped answering ({turn}): {error}" if has_measured else f"does not run here: {error}"
-        self.result.not_run[turn.system] = why
-        records.save(self.result, self._path)
-        return why
-
-    async def _measure(self, turn: Turn, running: Running) -> Point:
+    async def _point(self, turn: Turn, running: Running) -> Point:
         async with session() as client:
             if self._warm.get(turn.system) is not running:
                 await self._warm_up(client, running)

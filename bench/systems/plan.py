@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
+import aiohttp
 import msgspec
 
+from pdx.bench.harness.ask import AskFailed
 from pdx.bench.harness.interrupts import Interrupts, undisturbed
 from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import model_facts
-from pdx.bench.harness.report import machine
-from pdx.bench.systems.system import Bed, System, is_cpu_build
+from pdx.bench.harness.report import machine, replace_file
+from pdx.bench.systems.fleet import Fleet
+from pdx.bench.systems.system import Bed, Running, System, is_cpu_build
+from pdx.errors import PdxError
 
 INTERRUPTED = 130
 
@@ -25,6 +30,87 @@ class SystemFacts(msgspec.Struct, frozen=True):
     title: str
     versions: dict[str, str]
     commands: list[str]  # as one would type them, without paths of this machine
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """A whole run: plain values, from which tables, figures and pictures are made. Written anew after every turn, so
+    that an interrupted run keeps what it measured."""
+
+    kind: str
+    machine: dict[str, Any]
+    model: dict[str, Any]  # as `model_facts` has them
+    settings: dict[str, Any]  # the command's options
+    systems: dict[str, SystemFacts]
+    not_run: dict[str, str]  # system -> why
+    is_complete: bool = False
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        replace_file(path, msgspec.json.encode(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """:raises msgspec.DecodeError: the file is not such a result."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)
+
+
+class Turn(Protocol):
+    """What is measured of one system without another one in between; its text is for people."""
+
+    @property
+    def system(self) -> str: ...
+
+
+_Result = TypeVar("_Result", bound=Result)
+_Turn = TypeVar("_Turn", bound=Turn)
+
+
+class Measuring(ABC, Generic[_Result, _Turn]):
+    """A run under way: what was measured is in `result` at any time, and in a file after every turn. One thread."""
+
+    def __init__(self, result: _Result, path: Path, fleet: Fleet, watcher: Shown) -> None:
+        self.result = result
+        self._path = path
+        self._fleet = fleet
+        self._watcher = watcher
+
+    @abstractmethod
+    def _amount(self, turn: _Turn) -> float:
+        """Of work, for the progress bar."""
+
+    @abstractmethod
+    def _measure(self, turn: _Turn, running: Running) -> str:
+        """Put more into the result; what is to be said of it."""
+
+    @abstractmethod
+    def _has(self, system: str) -> bool:
+        """Whether the result has something of it."""
+
+    def _carry_out(self, turns: Sequence[_Turn]) -> None:
+        """Measure everything; after an interruption `result` has what was measured until then.
+
+        Systems that cannot be started or stop answering are named in `result.not_run`, and the others go on.
+        """
+        self._watcher.begin(sum(map(self._amount, turns)))
+        for turn in turns:
+            self._watcher.now(str(turn))
+            said = "left out" if turn.system in self.result.not_run else self._take(turn)
+            self._watcher.done(self._amount(turn), f"{turn}: {said}")
+        self.result.is_complete = True
+        self.result.save(self._path)
+
+    def _take(self, turn: _Turn) -> str:
+        try:
+            if turn.system not in self._fleet.running:
+                self._watcher.now(f"starting {turn.system}")
+            said = self._measure(turn, self._fleet.get(turn.system))
+        except (AskFailed, PdxError, OSError, aiohttp.ClientError) as error:
+            why = f"stopped answering ({turn}): {error}" if self._has(turn.system) else str(error)
+            self.result.not_run[turn.system] = why
+            self._watcher.note(f"{turn.system} is left out from here on: {why}")
+            said = "failed"
+        self.result.save(self._path)
+        return said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def test_breakdown_of_real_requests(tmp_path):
     command += ["--out", str(out), "--", "--dtype", "float32"]
     status, said = status_of(command, LIMIT_S, END_S)
     assert status == 0, said
-    result = records.load(out / "result.json")
+    result = records.Result.load(out / "result.json")
     assert result.is_complete
     assert result.not_run == {}
     assert (result.model["kv_bytes_per_token"], result.model["layers"]) == (KV_BYTES, LAYERS)

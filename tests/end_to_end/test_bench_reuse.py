@@ -30,7 +30,7 @@ def test_documents_come_back_from_the_node(tmp_path, monkeypatch):
     command += ["--rates", "inf", "--max-engines", "1", "--", "--dtype", "float32"]
     status, said = status_of(command, LIMIT_S, END_S)
     assert status == 0, said
-    result = records.load(out / "result.json")
+    result = records.Result.load(out / "result.json")
     assert (result.is_complete, result.not_run) == (True, {})
     points = {point.load: point for point in result.points}
     assert points.keys() == {FIRST, records.KNOWN, BURST}

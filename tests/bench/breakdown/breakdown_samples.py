@@ -1,6 +1,7 @@
 """Results of `pdx bench breakdown` made by hand: numbers chosen by the test, everything else as it usually is."""
 
-from pdx.bench.breakdown.records import Copy, Engines, Part, Parts, Request, Result, SystemFacts, Trace
+from pdx.bench.breakdown.records import Copy, Engines, Part, Parts, Request, Result, Trace
+from pdx.bench.systems.plan import SystemFacts
 
 KV_BYTES = 64 << 10
 PREFILL_MS, QUEUE_MS, FIRST_MS = 1000.0, 4.0, 30.0
@@ -35,10 +36,10 @@ def request(system, round_=0, *, tokens=4000, concurrency=1, index=0, to_client=
     return Request(**fields | changed)
 
 
-def trace(system="pdx", tokens=4000, handoff_ms=35.0):
+def trace(system="pdx", tokens=4000, handoff_ms=35.0, spans=()):
     """One request's moments."""
     marks = {"received": 0.0, "prefill_end": 1000.0, "runnable": 1000.0 + handoff_ms}
-    return Trace(system=system, prompt_tokens=tokens, spans=[], marks=marks)
+    return Trace(system=system, prompt_tokens=tokens, spans=list(spans), marks=marks)
 
 
 def result(requests, **changed):

@@ -99,7 +99,7 @@ def test_a_whole_run(folder):
     assert result.is_complete
     assert result.not_run == {}
     assert len(result.requests) == 2 * 3 * 2 * (1 + 3)
-    assert records.load(run.path) == result
+    assert records.Result.load(run.path) == result
     assert {request.is_same for request in result.requests if request.system != "plain"} == {True}
     assert {request.is_same for request in result.requests if request.system == "plain"} == {None}
     assert [copy.nbytes for copy in result.copies] == ([20 * 8] * 6 + [50 * 8] * 6) * 2

