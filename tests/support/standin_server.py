@@ -1,8 +1,11 @@
-"""A stand-in for vLLM's server on a thread: one stream for each completion, counters, a cache to be emptied."""
+"""Stand-ins for vLLM's server, on a thread: one stream for each completion, counters, a cache to be emptied; and for
+the systems that benches compare."""
 
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from pdx.bench.systems.system import CannotRun
 
 
 class StandInServer(ThreadingHTTPServer):
@@ -104,3 +107,33 @@ class _Handler(BaseHTTPRequestHandler):
 def asked_text(body):
     """All that a request says; one character, or one id, is one token."""
     return body["prompt"] if "prompt" in body else "".join(message["content"] for message in body["messages"])
+
+
+class StandInSystem:
+    """A system by name, as `pdx.bench.systems.names` has them. `fails`: which requests, by number, are refused."""
+
+    polls_idle = is_pdx = False
+
+    def __init__(self, name, *, engines=1, cannot="", is_wrong=False, fails=lambda _: False):
+        self.name, self.title, self.engines = name, f"{name}, which is not there", engines
+        self.cannot, self.is_wrong, self.fails = cannot, is_wrong, fails
+        self.journal, self.started = [], []
+
+    def run(self, trace):
+        """What runs of it."""
+        raise NotImplementedError
+
+    def why_not(self):
+        return ""
+
+    def versions(self):
+        return {"stand-in": "1"}
+
+    def commands(self, bed):
+        return [f"serve {self.name}"]
+
+    def start(self, bed, *, trace=None):
+        if self.cannot:
+            raise CannotRun(self.cannot)
+        self.started.append(self.run(trace))
+        return self.started[-1]

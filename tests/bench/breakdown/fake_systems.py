@@ -3,9 +3,8 @@
 import time
 import zlib
 
-from standin_server import StandInServer
+from standin_server import StandInServer, StandInSystem
 
-from pdx.bench.systems.system import CannotRun
 from pdx.telemetry.timeline import Event, Moment
 from pdx.telemetry.trace import Lane, Tracer
 
@@ -36,11 +35,6 @@ STEPS = {
 def answer(prompt, tokens):
     """What every right system says."""
     return "".join(LETTERS[(zlib.crc32(str(prompt).encode()) >> shift) % len(LETTERS)] for shift in range(tokens))
-
-
-def never(number):
-    """Of no request."""
-    return False
 
 
 class Server(StandInServer):
@@ -92,61 +86,14 @@ class Server(StandInServer):
             self._tracer.close()
 
 
-class FakeSystem:
-    """A system by name, as `pdx.bench.systems.names` has them. `journal` may be shared by several.
+class FakeSystem(StandInSystem):
+    """`journal` may be shared by several. `hangs` says which requests, by their number, are never answered."""
 
-    `fails` and `hangs` say which requests, by their number, are refused and which ones are never answered.
-    """
-
-    def __init__(self, name, journal, *, fails=never, hangs=never, cannot="", is_wrong=False):
-        self.name, self.title = name, f"{name}, which is not there"
-        self.is_pair = name != "plain"
-        self.is_pdx = self.is_pair and name.startswith("pdx")
-        self.engines = 2 if self.is_pair else 1
-        self.journal, self.fails, self.hangs, self.cannot, self.is_wrong = journal, fails, hangs, cannot, is_wrong
+    def __init__(self, name, journal, *, hangs=lambda _: False, **how):
+        super().__init__(name, engines=1 if name == "plain" else 2, **how)
+        self.is_pdx = name.startswith("pdx")
+        self.journal, self.hangs = journal, hangs
         self.num_asked = 0
-        self.num_started = 0
-        self.polls_idle = False
 
-    def why_not(self):
-        return ""
-
-    def versions(self):
-        return {"fake": "1"}
-
-    def commands(self, bed):
-        return [f"serve {self.name}"]
-
-    def start(self, bed, *, trace=None):
-        if self.cannot:
-            raise CannotRun(self.cannot)
-        self.num_started += 1
+    def run(self, trace):
         return Server(self, trace)
-
-
-class FakeFleet:
-    """Keeps all systems, or (`holds_all` False) one at a time."""
-
-    def __init__(self, systems, traces, *, holds_all=True):
-        self.holds_all = holds_all
-        self.num_rests = 0
-        self._systems, self._traces, self._running = systems, traces, {}
-
-    @property
-    def running(self):
-        return list(self._running)
-
-    def get(self, name):
-        if name not in self._running:
-            if not self.holds_all:
-                self.close()
-            trace = self._traces / name if self._systems[name].is_pdx else None
-            self._running[name] = self._systems[name].start(None, trace=trace)
-        return self._running[name]
-
-    def rest(self):
-        self.num_rests += 1
-
-    def close(self):
-        while self._running:
-            self._running.popitem()[1].close()

@@ -1,12 +1,13 @@
 """The runner of the breakdown with systems that are not there: fair turns, failures, what is kept of a run."""
 
 import pytest
-from fake_systems import FakeFleet, FakeSystem
+from fake_systems import FakeSystem
 
 from pdx.bench.breakdown import observer, records
 from pdx.bench.breakdown.records import Result
 from pdx.bench.breakdown.turns import Breakdown, Settings, order
 from pdx.bench.harness.prompts import Bodies, Prompts
+from pdx.bench.systems.fleet import Fleet
 from pdx.telemetry import trace
 
 SETTINGS = {
@@ -39,6 +40,16 @@ class Watcher:
         self.lines.append(line)
 
 
+class Resting(Fleet):
+    """Counts how often nobody was to take processor time."""
+
+    num_rests = 0
+
+    def rest(self, but=""):
+        self.num_rests += not but
+        super().rest(but)
+
+
 class Run:
     """One breakdown of fake systems; `run()` returns its result."""
 
@@ -56,7 +67,8 @@ class Run:
         for name in self.systems:
             (self._folder / name).mkdir(mode=0o700)
             trace.switch(self._folder / name, True)
-        fleet = self.fleet = FakeFleet(self.systems, self._folder, holds_all=self._holds_all)
+        engines = 5 if self._holds_all else 2
+        fleet = self.fleet = Resting(None, list(self.systems.values()), engines, traces=self._folder)
         result = Result(machine={}, model={"kv_bytes_per_token": 8}, settings={}, systems={}, not_run={})
         try:
             Breakdown(
@@ -136,7 +148,7 @@ def test_what_is_known_of_a_request(folder):
 def test_every_start_is_followed_by_warm_ups_that_do_not_count(folder):
     run = Run(folder, holds_all=False, warmups=2)
     result = run.run()
-    assert {system.num_started for system in run.systems.values()} == {2}
+    assert {len(system.started) for system in run.systems.values()} == {2}
     assert run.watcher.lines.count("starting nixl") == 2
     asked = sum(system == "pdx" for system, _ in run.journal)
     assert asked == 2 * 2 * (1 + 3) + 2 * 2 * 3  # batches of the largest kind

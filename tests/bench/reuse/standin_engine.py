@@ -3,9 +3,7 @@
 import zlib
 from collections import OrderedDict
 
-from standin_server import StandInServer
-
-from pdx.bench.systems.system import CannotRun
+from standin_server import StandInServer, StandInSystem
 
 BLOCK = 16
 
@@ -96,30 +94,12 @@ class Running:
             engine.close()
 
 
-class StandIn:
-    """A system by name. `room`: blocks of its engine's own cache. `fails`: which requests, by number, are refused."""
+class StandIn(StandInSystem):
+    """`room`: blocks of its engine's own cache. `keeps`: whether something beside it keeps all blocks."""
 
-    polls_idle = False
-    is_pdx = False
+    def __init__(self, name, *, room=0, keeps=False, **how):
+        super().__init__(name, **how)
+        self.room, self.keeps = room, keeps
 
-    def __init__(self, name, *, room=0, keeps=False, engines=1, cannot="", is_wrong=False, fails=lambda _: False):
-        self.name, self.title = name, f"{name}, which is not there"
-        self.room, self.keeps, self.engines = room, keeps, engines
-        self.cannot, self.is_wrong, self.fails = cannot, is_wrong, fails
-        self.journal = []
-        self.started = []
-
-    def why_not(self):
-        return ""
-
-    def versions(self):
-        return {"stand-in": "1"}
-
-    def commands(self, bed):
-        return [f"serve {self.name}"]
-
-    def start(self, bed, *, trace=None):
-        if self.cannot:
-            raise CannotRun(self.cannot)
-        self.started.append(Running(self))
-        return self.started[-1]
+    def run(self, trace):
+        return Running(self)
