@@ -346,7 +346,7 @@ class Grants:
         [
             ((), (), Piece(0, 0, 1)),
             ((), ((0, MIB), (MIB, MIB)), Piece(0, MIB - 1, 2)),
-            (((0, MIB),), (), Piece(0, 0, 9)),
+            (((0, MIB),), ((MIB, MIB),), Piece(0, 0, 4096)),
         ],
         ids=["none", "two, which may be of two chunks", "another session's"],
     )
