@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 
 import pytest
 from cache_bed import CHUNK, bed, prompt
@@ -11,8 +13,10 @@ from cli_process import CliProcess
 from click.testing import CliRunner
 from raw_engine import CHUNK_BYTES
 
+from pdx.cli.cache_options import _of_file
 from pdx.cli.main import main
 from pdx.client.controller import Controller
+from pdx.errors import SelectionError
 from pdx.testing.waiting import wait_until
 
 SALT = "PDX_CACHE_SALT"
@@ -229,3 +233,30 @@ def test_what_is_wrong_is_said_in_one_line(pdx, tmp_path, monkeypatch, arguments
 def test_who_does_not_answer_is_named(tmp_path, where, words):
     done = CliRunner().invoke(main, ["cache", "jobs", *(word.replace("PLACE", str(tmp_path)) for word in where)])
     assert words.replace("PLACE", str(tmp_path)) in done.stderr
+
+
+# ---- --file, whatever is there -------------------------------------------------------------------
+
+
+def test_brackets_without_end_are_a_text(tmp_path):
+    file = tmp_path / "prompt"
+    file.write_text("[" * 200_000)
+    assert _of_file(file, "", "").text == "[" * 200_000
+
+
+def test_a_fifo_that_nobody_writes_to_is_empty(tmp_path):
+    file = tmp_path / "fifo"
+    os.mkfifo(file)
+    with pytest.raises(SelectionError, match="is empty"):
+        _of_file(file, "", "")
+
+
+def test_what_is_written_to_a_pipe_is_read_to_its_end():
+    reads, writes = os.pipe()
+    writer = threading.Thread(target=lambda: (os.write(writes, b"[1, 2"), os.write(writes, b", 3]"), os.close(writes)))
+    writer.start()
+    try:
+        assert list(_of_file(f"/dev/fd/{reads}", "", "").tokens) == [1, 2, 3]
+    finally:
+        writer.join()
+        os.close(reads)

@@ -10,20 +10,21 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 from click.testing import CliRunner
-from node_harness import arenas_of
+from node_harness import MIB, arenas_of
 from rich.console import Console
 
 from pdx.cli.main import COMMANDS, main
-from pdx.cli.node import end_node
+from pdx.cli.node import end_node, follow
 from pdx.cli.options import said
 from pdx.cli.tables import duration, size, to_json, view
 from pdx.client.api import connect
 from pdx.config import node_settings
 from pdx.errors import NodeError, NodeUnavailable
 from pdx.transports.channel import Availability
-from pdx.wire.status import AttachedStatus, NodeStatus, PeerStatus, TierStatus
+from pdx.wire.status import COUNTING, AttachedStatus, NodeStatus, PeerStatus, TierStatus
 
 
 def pdx(*arguments: str):
@@ -206,3 +207,22 @@ def test_attached_engines_have_one_line_each_on_a_terminal_of_80():
     shown = shown_of(NodeStatus("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [engine], {}), width=80)
     (row,) = [line for line in shown.splitlines() if "1234567" in line]
     assert row.split() == ["e" * 8, "scheduler", "0", "prefill", "http://127.0.0.1:8100", "1234567", "12", "0.1", "s"]
+
+
+def test_each_disk_has_a_line_until_its_files_are_counted(start_node):
+    status = start_node(arena_bytes=MIB).status()
+
+    def with_tiers(*tiers):
+        return msgspec.structs.replace(status, tiers=[TierStatus(*each) for each in tiers])
+
+    told = [
+        with_tiers(("disk a", "/a", 10, 0, 0, COUNTING), ("disk b", "/b", 3, 0, 0, COUNTING), ("remote", "r")),
+        with_tiers(("disk a", "/a", 1200, 0, 0, COUNTING), ("disk b", "/b", 5, 0, 0, "ok"), ("remote", "r")),
+        with_tiers(("disk a", "/a", 1300, 0, 0, "ok"), ("disk b", "/b", 5, 0, 0, "ok"), ("remote", "r")),
+    ]
+    reads = iter(told)
+    screen = io.StringIO()
+    follow(lambda: next(reads), Console(file=screen, force_terminal=True, width=100), pause_s=0.15)
+    assert "counting the files of /a" in screen.getvalue()
+    assert "1200/?" in screen.getvalue()
+    assert next(reads, None) is None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pdx.cli import guard
 from pdx.cli import processes as processes_module
-from pdx.cli.processes import Process, Processes, ProcessState
+from pdx.cli.processes import Process, Processes, ProcessState, answers
 from pdx.errors import ConfigError
 from pdx.testing.waiting import wait_until as wait_for
 
@@ -249,3 +253,46 @@ def _descendants(pid: int) -> list[int]:
 
 def _argv(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+# ---- whatever listens there: it is asked again, or is ready ---------------------------------------
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The URL of a server that gives one connection this answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as client:
+                client.recv(4096)
+                client.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.join()
+
+
+def ok(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", b"HTTP/1.1 503 No\r\n\r\n"]
+)
+def test_what_is_no_whole_answer_is_not_ready(answer: bytes) -> None:
+    with answering(answer) as url:
+        assert not answers(url)
+
+
+@pytest.mark.parametrize("body", [b"", b"<p>", b"{}", b'{"nodes": "many"}', b'{"nodes": 1}'])
+def test_what_does_not_know_the_nodes_is_not_ready(body: bytes) -> None:
+    """The port may be that of another server: one of vLLM's says nothing in its answer."""
+    with answering(ok(body)) as url:
+        assert not answers(url, 2)
+
+
+def test_a_proxy_that_knows_the_nodes_is_ready() -> None:
+    with answering(ok(b'{"nodes": 2}')) as url:
+        assert answers(url, 2)
