@@ -30,9 +30,8 @@ from pdx.errors import (
 )
 from pdx.proxy.body import Intake
 from pdx.proxy.cache.access import Access
-from pdx.proxy.cache.instances import Instances
 from pdx.proxy.cache.orders import Orders
-from pdx.proxy.cache.verbs import Verbs
+from pdx.proxy.cache.verbs import Instances, Verbs
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines

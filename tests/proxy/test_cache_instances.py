@@ -8,8 +8,8 @@ import pytest
 from cache_stage import LAYOUT, SHAPE
 
 from pdx.errors import NodeUnavailable, SelectionError
-from pdx.proxy.cache import instances as instances_module
-from pdx.proxy.cache.instances import FORGET_S, Instances
+from pdx.proxy.cache import verbs
+from pdx.proxy.cache.verbs import FORGET_S, Instances
 from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Mark
 from pdx.wire.proxy import EngineReport, NodeReport
@@ -62,7 +62,7 @@ def test_the_roster_says_which_nodes_there_are():
 
 
 def test_how_many_are_known_is_bounded_and_their_marks_are_not_kept(monkeypatch):
-    monkeypatch.setattr(instances_module, "MAX_NODES", 2)
+    monkeypatch.setattr(verbs, "MAX_NODES", 2)
     bed = Bed()
     mark = Mark("t" * 16, "sealed", 1, 0, 0, "")
     bed.instances.report(NodeReport(VERSION, "a", 1, 1, 1, [], [mark]))
