@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
@@ -107,25 +107,16 @@ class _Status(Collector):
                     if state is not State.FREE:  # there are no such chunks
                         states.add_metric([state], value.get(state, 0))
                 yield states
-        yield from (_by_peer(status.peers, name, text) for name, text in _PEER_HELP.items())
-        yield from (_by_tier(status.tiers, name, text) for name, text in _TIER_HELP.items())
+        for label, told, helps in ("peer", status.peers, _PEER_HELP), ("tier", status.tiers, _TIER_HELP):
+            yield from (_by_name(label, told, name, text) for name, text in helps.items())
 
 
-def _by_tier(tiers: list[TierStatus], name: str, text: str) -> Metric:
-    family = CounterMetricFamily if name in Tally.__struct_fields__ else GaugeMetricFamily
-    found = family(f"pdx_node_tier_{name}", text, labels=["tier"])
-    for tier in tiers:
-        found.add_metric([tier.name], float(getattr(tier, "is_up" if name == "up" else name)))
-    return found
-
-
-def _by_peer(peers: list[PeerStatus], name: str, text: str) -> Metric:
-    family = CounterMetricFamily if name.endswith("_bytes") else GaugeMetricFamily
-    found = family(f"pdx_node_peer_{name}", text, labels=["peer"])
-    for peer in peers:
-        found.add_metric(
-            [peer.name], float(peer.state == ConnectionState.READY if name == "up" else getattr(peer, name))
-        )
+def _by_name(label: str, told: Sequence[PeerStatus | TierStatus], name: str, text: str) -> Metric:
+    is_counter = name in Tally.__struct_fields__ or label == "peer" and name.endswith("_bytes")
+    found = (CounterMetricFamily if is_counter else GaugeMetricFamily)(f"pdx_node_{label}_{name}", text, labels=[label])
+    for each in told:
+        is_up = each.is_up if isinstance(each, TierStatus) else each.state == ConnectionState.READY
+        found.add_metric([each.name], float(is_up if name == "up" else getattr(each, name)))
     return found
 
 
@@ -155,26 +146,6 @@ class _Handler(WSGIRequestHandler):
         pass
 
 
-class _Server(WSGIServer):
-    timeout = _LOOK_S
-
-    def get_request(self) -> Any:
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(_PAUSE_S)
-            raise
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("metrics were not told to %s", client_address, exc_info=True)
-
-    def server_bind(self) -> None:
-        """Without the base class's look-up of the host's name."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = "", self.server_address[1]
-        self.setup_environ()
-
-
 def _at_its_path(tell: WSGIApplication) -> WSGIApplication:
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ.get("PATH_INFO") == PATH:
@@ -185,17 +156,12 @@ def _at_its_path(tell: WSGIApplication) -> WSGIApplication:
     return app
 
 
-class MetricsServer:
+class MetricsServer(WSGIServer):
     """Listens at `HOST:PORT` of this host until `close`."""
 
-    def __init__(
-        self,
-        address: str,
-        env: Env,
-        *,
-        status: Callable[[], NodeStatus],
-        has_keys: bool = False,
-    ) -> None:
+    timeout = _LOOK_S
+
+    def __init__(self, address: str, env: Env, *, status: Callable[[], NodeStatus], has_keys: bool = False) -> None:
         """`status` is for the control loop's thread. `has_keys`: the node
         has keys and a roster, so that it may be seen from other hosts; whoever gets there is told the metrics.
 
@@ -212,13 +178,13 @@ class MetricsServer:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Status(ask))
         try:
-            self._server = _Server((url.hostname or "", url.port or 0), _Handler)
+            super().__init__((url.hostname or "", url.port or 0), _Handler)
         except OSError as error:
             raise ConfigError(f"--metrics {address}: {error.strerror or error}") from error
-        self._server.set_app(_at_its_path(make_wsgi_app(registry)))
+        self.set_app(_at_its_path(make_wsgi_app(registry)))
         self._closing = threading.Event()
         threading.Thread(target=self._run, name="pdx-metrics", daemon=True).start()
-        log.info("metrics at http://%s:%d/metrics, for everybody who gets there", *self._server.server_address[:2])
+        log.info("metrics at http://%s:%d/metrics, for everybody who gets there", *self.server_address[:2])
 
     def close(self) -> None:
         """Answer nobody who comes from now on. Does not wait for a connection that is being answered."""
@@ -226,5 +192,23 @@ class MetricsServer:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._server.handle_request()
-        self._server.server_close()
+            self.handle_request()
+        self.server_close()
+
+    # ---- as a WSGI server -------------------------------------------------------------------
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_PAUSE_S)
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("metrics were not told to %s", client_address, exc_info=True)
+
+    def server_bind(self) -> None:
+        """Without the base class's look-up of the host's name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", self.server_address[1]
+        self.setup_environ()
