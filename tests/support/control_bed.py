@@ -94,9 +94,9 @@ class ControlBed:
         for session, number, answer in self.service.admissions.late_answers():
             self.late[session, number] = answer
 
-    def until(self, is_so: Callable[[], object], what: str) -> None:
-        """Turn it until that is so."""
-        wait_until(lambda: self.turn() or is_so(), what=what)
+    def until(self, is_so: Callable[[], Any], what: str) -> Any:
+        """Turn it until that is so; what it then returned."""
+        return wait_until(lambda: self.turn() or is_so(), what=what)
 
     def put(self, first: int, count: int, nbytes: int = CHUNK_BYTES, **claim: Any) -> list[bytes]:
         """Sealed chunks that the node itself has filled; their keys."""
@@ -113,14 +113,8 @@ class ControlBed:
     def over(self, status: Any) -> JobStatus:
         """The job's end."""
         assert isinstance(status, JobStatus), status
-        states = [status]
-
-        def is_over() -> bool:
-            states.append(self.wire.ask(CheckFinish(status.job)))
-            return states[-1].is_over
-
-        self.until(is_over, "the job is over")
-        return states[-1]
+        ask = CheckFinish(status.job)
+        return self.until(lambda: (last := self.wire.ask(ask)).is_over and last, "the job is over")
 
     def run(self, verb: Any) -> JobStatus:
         """A job, to its end."""

@@ -38,7 +38,7 @@ from pdx.wire.messages import (
     encode,
 )
 from pdx.wire.status import NodeStatus
-from pdx.wire.verbs import Status
+from pdx.wire.verbs import CheckFinish, JobStatus, Status
 
 MIB = 1 << 20
 _PUPPET = Path(__file__).with_name("node_puppet.py")
@@ -156,6 +156,18 @@ def attached(address: str, **settings: Any) -> Wire:
         wire.close()
         raise AssertionError(answer)  # noqa: TRY004
     return wire
+
+
+def over(wire: Wire, status: Any) -> JobStatus:
+    """The job's end."""
+    assert isinstance(status, JobStatus), status
+    ask = CheckFinish(status.job)
+    return wait_until(lambda: (last := wire.ask(ask)).is_over and last, timeout_s=60, what="the job is over")
+
+
+def run(wire: Wire, verb: Any) -> JobStatus:
+    """A job, to its end."""
+    return over(wire, wire.ask(verb))
 
 
 def _start(config: NodeConfig) -> Any:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import redis
-from node_harness import MIB, attached
+from node_harness import MIB, attached, over, run
 from peers_harness import disk_pair
 from peers_harness import put as put_named
 from raw_engine import CHUNK_BYTES, Engine, key
@@ -16,7 +16,7 @@ from remote_bed import made
 from pdx.memory.keys import named_key
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Refused, Settle
-from pdx.wire.verbs import CheckFinish, Clear, EndJob, Find, Found, Jobs, JobStatus, Move, PinIn, Selection
+from pdx.wire.verbs import Clear, EndJob, Find, Found, Jobs, Move, PinIn, Selection
 
 NUM = 12
 
@@ -46,28 +46,8 @@ def pair(tmp_path_factory):
 
 def found(wire, keys):
     """Of each tier how many of the keys it has, asked until all tiers have said."""
-    answers = []
-
-    def is_known():
-        answers.append(wire.ask(Find(Selection(list(keys)))))
-        return not answers[-1].asking
-
-    wait_until(is_known, what="all tiers have answered")
-    return answers[-1].tiers
-
-
-def run(wire, ask):
-    """A job, until it is over."""
-    status = wire.ask(ask)
-    assert isinstance(status, JobStatus), status
-    states = [status]
-
-    def is_over():
-        states.append(wire.ask(CheckFinish(states[-1].job)))
-        return states[-1].is_over
-
-    wait_until(is_over, what="the job is over")
-    return states[-1]
+    ask = Find(Selection(list(keys)))
+    return wait_until(lambda: not (last := wire.ask(ask)).asking and last.tiers, what="all tiers have answered")
 
 
 def put(pair, place, contents):
@@ -222,16 +202,10 @@ def test_a_node_that_dies_meanwhile_loses_nothing(place, dies):
         wait_until(lambda: cluster.counter("b", "disk_stored") >= 3, what="some have come")
         cluster.nodes[dies].kill()
         if dies == "b":
-            states = []
-
-            def is_over():
-                states.append(wire.ask(CheckFinish(started.job)))
-                return states[-1].is_over
-
-            wait_until(is_over, timeout_s=60, what="the job notices")
-            assert states[-1].state in ("failed", "done")
-            if states[-1].state == "failed":
-                assert "others are where they were" in states[-1].why or "'b'" in states[-1].why
+            status = over(wire, started)
+            assert status.state in ("failed", "done")
+            if status.state == "failed":
+                assert "others are where they were" in status.why or "'b'" in status.why
         engine.close()
         wire.close()
         cluster.start(dies)

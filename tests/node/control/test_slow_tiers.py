@@ -22,7 +22,7 @@ from pdx.store.remote.backend import Backend, Found, fill
 from pdx.store.remote.tier import RemoteTier
 from pdx.telemetry.env import Env
 from pdx.wire import verbs
-from pdx.wire.verbs import CheckFinish, Clear, Find, Move, PinIn, Recode, Selection
+from pdx.wire.verbs import Clear, Find, Move, PinIn, Recode, Selection
 
 
 class Shelf(Backend):
@@ -75,12 +75,8 @@ class Bed(ControlBed):
         self.service.tiers.below.append([self.remote])
         self.until(lambda: self.remote.status().is_up, "it answers")
 
-    def over(self, status):
-        self.until(lambda: self.service.control(CheckFinish(status.job)).is_over, "the job is over")
-        return self.service.control(CheckFinish(status.job))
-
     def move(self, keys, source, target):
-        return self.over(self.service.control(Move(Selection(keys), source, target)))
+        return self.run(Move(Selection(keys), source, target))
 
     def put_away(self, first, count, nbytes=CHUNK_BYTES):
         """Chunks that the shelf alone has, and nobody knows of that."""
@@ -171,14 +167,9 @@ def test_a_peer_that_takes_nothing_is_said_to_take_nothing(bed, monkeypatch):
     monkeypatch.setattr(peers, "ask", lambda node, question: 1)
     monkeypatch.setattr(peers, "answer", lambda number: verbs.Found(len(keys), 0, {}))
     monkeypatch.setattr(peers, "push", lambda *_: [])
-    job = bed.service.control(Move(Selection(keys), "disk", "disk", "b")).job
-
-    def is_over():
-        bed.now += 0.05
-        return bed.service.control(CheckFinish(job)).is_over
-
-    bed.until(is_over, "the job is over")
-    status = bed.service.control(CheckFinish(job))
+    job = bed.service.control(Move(Selection(keys), "disk", "disk", "b"))
+    monkeypatch.setattr(bed, "turn", lambda turn=bed.turn: turn() or setattr(bed, "now", bed.now + 0.05))
+    status = bed.over(job)
     assert status.state == "failed"
     assert "b/disk did not take 4 chunks" in status.why
     assert bed.found(keys)["disk"] == [1] * 4
@@ -294,7 +285,7 @@ def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):
         return recode(tier, pairs, *args)
 
     monkeypatch.setattr(DiskTier, "recode", counted)
-    status = bed.over(bed.service.control(Recode(Selection(keys), "disk", "lossless")))
+    status = bed.run(Recode(Selection(keys), "disk", "lossless"))
     assert (status.state, status.chunks_done) == ("done", len(keys))
     assert begun == [STEP_KEYS, STEP_KEYS // 2]
 
@@ -302,7 +293,7 @@ def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):
 @pytest.mark.parametrize("tier", ["remote", ""])
 def test_what_is_cleared_leaves_a_store_without_a_look_first(bed, tier):
     keys = bed.put(1, 8)
-    assert bed.over(bed.service.control(Move(Selection(keys), "host", "remote", keeps=True))).state == "done"
+    assert bed.run(Move(Selection(keys), "host", "remote", keeps=True)).state == "done"
     bed.now += 60.0  # and nobody has looked since
     done = bed.service.control(Clear(Selection(keys), tier))
     assert {kept.name: kept.chunks for kept in done.tiers}["remote"] == 8
@@ -322,7 +313,7 @@ def test_what_another_node_has_put_in_a_store_is_cleared_there(bed):
 )
 def test_a_store_that_does_not_answer_has_forgotten_nothing_and_does_later(bed, tier, others):
     keys = bed.put(1, 4)
-    assert bed.over(bed.service.control(Move(Selection(keys), "host", "remote", keeps=True))).state == "done"
+    assert bed.run(Move(Selection(keys), "host", "remote", keeps=True)).state == "done"
     bed.remote._pause(TierError("no route", "unreachable"))
     with pytest.raises(NodeError, match=f"^{others}remote does not answer: unreachable.* is removed when it answers"):
         bed.service.control(Clear(Selection(keys), tier))

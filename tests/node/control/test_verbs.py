@@ -8,11 +8,10 @@ import signal
 import pytest
 from control_bed import BedEngine, Said, contents_of, control_bed
 from gpu_harness import GpuNode
-from node_harness import MIB, attached
+from node_harness import MIB, attached, run
 from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 
 from pdx.config import NodeConfig
-from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Fill, Hints, Ping, Release
 from pdx.wire.verbs import (
     CheckFinish,
@@ -266,19 +265,14 @@ def test_chunks_move_to_a_gpu_are_pinned_there_and_come_back(place):
         what = Selection(list(contents))
         engine.save(contents)
 
-        def run(verb):
-            states = [wire.ask(verb)]
-            wait_until(lambda: states.append(wire.ask(CheckFinish(states[0].job))) or states[-1].is_over, what="over")
-            return states[-1]
-
-        status = run(Move(what, "host", "gpu"))
+        status = run(wire, Move(what, "host", "gpu"))
         assert (status.state, status.chunks_done, status.why) == ("done", 8, "")
         assert wire.ask(Find(what)).tiers == {"gpu": 8, "host": 0}
         assert wire.ask(PinIn(what, "gpu")).chunks == 8
         assert wire.ask(Find(what)).pinned == {"gpu": 8}
         assert "pinned in gpu" in wire.ask(Move(what, "gpu", "host")).text
         assert wire.ask(PinIn(what, "gpu", pinned=False)).chunks == 8
-        assert run(Move(what, "gpu", "host")).state == "done"
+        assert run(wire, Move(what, "gpu", "host")).state == "done"
         assert wire.ask(Find(what)).tiers == {"gpu": 0, "host": 8}
         assert engine.look(list(contents)) == list(contents.values())
         engine.close()
