@@ -248,13 +248,6 @@ def test_close_is_idempotent_and_leaves_nothing(address):
     assert not os.path.exists(address.removeprefix("ipc://"))
 
 
-def test_bye_ends_the_session_and_is_answered(daemon, wire):
-    hello(daemon, wire)
-    wire.tell(Bye(), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Done)
-    assert len(daemon.service.sessions) == 0
-
-
 # ---- exceptions that nobody expected ------------------------------------------------------------
 
 
@@ -424,32 +417,33 @@ def test_an_exception_in_a_part_of_a_tick_ends_that_part_only(daemon, other, par
     assert is_served(daemon, other)
 
 
-def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(address, place, monkeypatch):
+@pytest.fixture
+def proxied(address, place):
+    """A daemon and the socket of its proxy, which has its first report."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
         proxy.linger = 0
         proxy.bind(f"ipc://{place}/proxy.sock")
         with Daemon(NodeConfig(address=address, arena_bytes=MIB, proxy=f"ipc://{place}/proxy.sock")) as daemon:
             wait_until(lambda: daemon.turn(0.01) or proxy.poll(0))
-            route, _ = proxy.recv_multipart()
-            monkeypatch.setattr(daemon.service, "cancel", fail)
-            proxy.send_multipart([route, encode(Cancel("t" * 16))])
-            wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
-            proxy.send_multipart([route, b"\xc1"])
-            wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["messages_dropped"])
+            yield daemon, proxy
     (place / "proxy.sock").unlink()
 
 
-def test_reports_that_a_proxy_leaves_unread_are_counted(address, place, monkeypatch):
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
-        proxy.linger = 0
-        proxy.bind(f"ipc://{place}/proxy.sock")
-        with Daemon(NodeConfig(address=address, arena_bytes=MIB, proxy=f"ipc://{place}/proxy.sock")) as daemon:
-            wait_until(lambda: daemon.turn(0.01) or proxy.poll(0))
-            monkeypatch.setattr(daemon._proxy, "send", lambda report: False)
-            daemon.service.has_news = True
-            daemon.turn(0.0)
-            assert daemon.service.counters["reports_dropped"] == 1
-    (place / "proxy.sock").unlink()
+def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(proxied, monkeypatch):
+    daemon, proxy = proxied
+    route, _ = proxy.recv_multipart()
+    monkeypatch.setattr(daemon.service, "cancel", fail)
+    for frame, counter in (encode(Cancel("t" * 16)), "internal_errors"), (b"\xc1", "messages_dropped"):
+        proxy.send_multipart([route, frame])
+        wait_until(lambda counter=counter: daemon.turn(0.01) or daemon.service.counters[counter])
+
+
+def test_reports_that_a_proxy_leaves_unread_are_counted(proxied, monkeypatch):
+    daemon, _ = proxied
+    monkeypatch.setattr(daemon._proxy, "send", lambda report: False)
+    daemon.service.has_news = True
+    daemon.turn(0.0)
+    assert daemon.service.counters["reports_dropped"] == 1
 
 
 # ---- bounds of a turn ---------------------------------------------------------------------------

@@ -83,8 +83,9 @@ class ControlBed:
         config = NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=nbytes, **common)
         self.service = Service(config, [arena], 1, env or Env())
         self.service.open_tiers()
-        [[self.disk]] = self.service.tiers.below
-        self.until(lambda: self.disk.is_counted, "the disk is counted")
+        [disks] = self.service.tiers.below
+        self.disk = disks[0]
+        self.until(lambda: all(disk.is_counted for disk in disks), "they are counted")
         self.wire = Said(self, kind="controller")
 
     def turn(self) -> None:

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import redis
+from control_bed import BedEngine, control_bed
 from node_harness import MIB, attached, over, run
 from peers_harness import disk_pair
 from peers_harness import put as put_named
@@ -143,49 +144,38 @@ def test_a_pinned_chunk_is_not_moved_away(pair):
     assert run(wires["a"], Move(what, "host", "disk")).state == "done"
 
 
-def test_what_is_larger_than_the_arena_passes_through_it(start_node, place):
+def test_what_is_larger_than_the_arena_passes_through_it(place):
     """64 chunks of a disk to another disk, through an arena that holds eight, with another chunk in it that stays."""
     disks = [str(place / "one"), str(place / "two")]
-    node = start_node(arena_bytes=2 * MIB, disks=disks, store="write-back", store_window=1e-9)
-    engine, wire = Engine(node.address), attached(node.address, kind="controller")
-    wait_until(lambda: all(tier.state != "counting the files" for tier in node.status().tiers), what="it is counted")
-    contents = contents_of(1, 64, 256 << 10)
     names = [f"disk {disk}" for disk in disks]
-    try:
+    contents = contents_of(1, 64, 256 << 10)
+    with control_bed(place, nbytes=2 * MIB, disks=disks) as node:
+        engine = BedEngine(node)
         for one, data in contents.items():
             engine.save({one: data})
-            assert run(wire, Move(Selection([one]), "host", names[0])).state == "done"
+            assert node.run(Move(Selection([one]), "host", names[0])).state == "done"
         assert node.status().chunks == {}
-        status = run(wire, Move(Selection(list(contents)), names[0], names[1]))
+        status = node.run(Move(Selection(list(contents)), names[0], names[1]))
         assert (status.state, status.chunks_done, status.bytes_done) == ("done", 64, 64 * (256 << 10))
-        assert found(wire, contents) == {"host": 0, names[0]: 0, names[1]: 64}
+        assert found(node.wire, contents) == {"host": 0, names[0]: 0, names[1]: 64}
         assert node.status().chunks == {}
         for one, data in list(contents.items())[::9]:
             assert engine.look([one]) == [data]
-    finally:
-        engine.close()
-        wire.close()
 
 
-def test_a_job_that_is_cancelled_leaves_every_chunk_somewhere(start_node, place):
-    node = start_node(arena_bytes=32 * MIB, disks=[str(place / "disk")], store="write-back", store_window=1e-9)
-    engine, wire = Engine(node.address), attached(node.address, kind="controller")
-    wait_until(lambda: node.status().tiers[0].state != "counting the files", what="it is counted")
+def test_a_job_that_is_cancelled_leaves_every_chunk_somewhere(place):
     contents = contents_of(1, 100, 256 << 10)
-    try:
+    with control_bed(place, nbytes=32 * MIB) as node:
+        engine, wire = BedEngine(node), node.wire
         engine.save(contents)
         started = wire.ask(Move(Selection(list(contents)), "host", "disk"))
-        ended = wire.ask(EndJob(started.job))
-        assert ended.state == "cancelled"
+        assert wire.ask(EndJob(started.job)).state == "cancelled"
         assert wire.ask(EndJob(started.job)).state == "cancelled", "again it is the same"
-        wait_until(lambda: not any(tier.copies for tier in node.status().tiers), what="no copy is under way")
+        node.until(lambda: not any(tier.copies for tier in node.status().tiers), what="no copy is under way")
         places = [wire.ask(Find(Selection([one]))).tiers for one in contents]
         assert all(each["host"] + each["disk"] >= 1 for each in places)
         assert node.status().leases == 0
         assert engine.look(list(contents)[:16]) == list(contents.values())[:16]
-    finally:
-        engine.close()
-        wire.close()
 
 
 @pytest.mark.parametrize("dies", ["a", "b"])
