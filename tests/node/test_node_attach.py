@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -49,26 +51,39 @@ def test_welcome_says_what_to_map(node, wire):
     assert os.stat(welcome.arena_path).st_size == welcome.arena_bytes + welcome.arena_bytes // GRANULE_BYTES * (8 + 2)
 
 
-@pytest.mark.parametrize("version", [0, VERSION + 1, 1 << 32])
-def test_another_version_is_refused_by_name(wire, version):
-    refused = wire.hello(version=version)
-    assert isinstance(refused, Refused)
-    assert refused.error == "ProtocolError"
-    assert f"version {VERSION}" in refused.text
-    assert str(version) in refused.text
+@contextlib.contextmanager
+def another(command="sleep", **settings):
+    """Another process: what the hello says that names it."""
+    with subprocess.Popen([command, "60"], **settings) as process:
+        if command == "true":
+            process.wait()
+        yield {"pid": process.pid}
+        process.kill()
 
 
-def free_pid():
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
+REFUSED = {
+    **{
+        f"version {each}": (partial(nullcontext, {"version": each}), f"version {VERSION}, the process {each}")
+        for each in (0, VERSION + 1)
+    },
+    "no such process": (partial(nullcontext, {"pid": (1 << 31) - 1}), "no process"),
+    "it has ended": (partial(another, "true"), "no process"),
+    # CVE-2026-115912: a handle to our memory is given to this user's processes only
+    "another user": (partial(another, user=65_534), "another user"),
+    # it was believed: when the process that was named died, memory that the real one still wrote was freed
+    "another process": (another, "did not send this hello; the sender is process {} here"),
+}
 
 
-@pytest.mark.parametrize("pid", [lambda: (1 << 31) - 1, free_pid])
-def test_a_process_that_does_not_exist_is_refused(wire, pid):
-    refused = wire.hello(pid=pid())
-    assert isinstance(refused, Refused)
-    assert "no process" in refused.text
+@pytest.mark.parametrize("who", REFUSED)
+def test_who_is_refused_is_told_why(wire, who):
+    if who == "another user" and os.getuid():
+        pytest.skip("needs root to run a process as another user")
+    made, text = REFUSED[who]
+    with made() as said:
+        refused = wire.hello(**said)
+    assert (type(refused), refused.error) == (Refused, "ProtocolError")
+    assert text.format(os.getpid()) in refused.text
 
 
 def test_a_process_id_no_system_can_have_is_dropped_and_kills_nothing(node, wire):
@@ -76,28 +91,6 @@ def test_a_process_id_no_system_can_have_is_dropped_and_kills_nothing(node, wire
     wire.tell(Hello(VERSION, 1 << 31, "client"), reply=True)
     assert isinstance(wire.hello(), Welcome)
     assert wire.status().counters["messages_dropped"] >= 1
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root to run a process as another user")
-def test_a_process_of_another_user_is_refused(wire):
-    """CVE-2026-115912: a handle to our memory is given to this user's processes only."""
-    process = subprocess.Popen(["sleep", "60"], user=65_534)
-    try:
-        refused = wire.hello(pid=process.pid)
-    finally:
-        process.kill()
-        process.wait()
-    assert isinstance(refused, Refused)
-    assert "another user" in refused.text
-
-
-def test_a_process_that_names_another_one_is_refused(wire):
-    """Once it was believed: when the process that was named died, memory that the real one still wrote was freed."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        refused = wire.hello(pid=process.pid)
-        process.kill()
-    assert isinstance(refused, Refused)
-    assert f"process {process.pid} did not send this hello; the sender is process {os.getpid()} here" in refused.text
 
 
 def test_a_process_can_attach_so_many_times_and_no_more(node):

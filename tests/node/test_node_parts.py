@@ -60,12 +60,6 @@ def test_the_leading_blocks_of_the_chunk_that_begins_alike_are_a_hit(engine):
     assert engine.status().counters["part_hit_blocks"] >= 4
 
 
-def test_of_two_that_begin_alike_the_better_one_is_hit(engine):
-    keep(engine, [KEYS[0]], "abcd")
-    better = keep(engine, [KEYS[1]], "abxy")
-    assert look(engine, [KEYS[2]], "abxz") == (0, 3, better.granted_slots)
-
-
 def test_the_end_of_a_prompt_is_kept_and_found_by_its_blocks(engine):
     kept = keep(engine, KEYS[:2], "abcdef")
     assert [slot.nbytes for slot in kept.granted_slots] == [NBYTES, 2 * GRANULE_BYTES]
