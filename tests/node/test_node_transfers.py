@@ -136,15 +136,6 @@ def test_a_transfer_given_up_stays_given_up(prefill, decode, transfer):
     assert decode.status().counters["transfers_given_up"] >= 1
 
 
-def test_abort_ends_the_waiting(prefill, decode, transfer):
-    slots = reserve(prefill, transfer)
-    seal(prefill, slots[:1])
-    assert prefill.ask(Abort(slots)).count == 2, "what is sealed is passed over"
-    found = look(decode, transfer)
-    assert (found.hits, found.waiting) == (1, False)
-    decode.ask(Release(found.lease))
-
-
 def test_the_death_of_the_writer_ends_the_waiting(start_here, puppets, attach, address):
     """The writer here is a worker that did not reserve: another process did, for it."""
     own = start_here()
