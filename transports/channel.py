@@ -272,9 +272,6 @@ class Region(ABC):
         self._channels: list[Channel] = []  # without those that have ended, at the time of the last `connect`
         self._is_open = True
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.memory} {self._listener} {len(self._channels)} channels>"
-
     @classmethod
     def availability(cls) -> Availability:
         """Whether this scheme can work here. Imports what it needs, opens nothing, raises nothing."""

@@ -10,7 +10,7 @@ from pdx.cli.options import option
 from pdx.cli.tables import duration, table, to_json
 from pdx.config import default_node
 from pdx.errors import PdxError
-from pdx.wire.explained import Explained, Explanation
+from pdx.wire.status import Explained, Explanation
 
 
 @click.command()

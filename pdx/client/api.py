@@ -20,9 +20,8 @@ from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, ProtocolError, Stal
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
 from pdx.wire import messages
-from pdx.wire.explained import Explained
 from pdx.wire.hints import parse
-from pdx.wire.status import NodeStatus
+from pdx.wire.status import Explained, NodeStatus
 from pdx.wire.verbs import Advise, Advised, Status, Why
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pdx.store.lifecycle import State
 from pdx.telemetry.faults import printable
 from pdx.telemetry.recent import remember
 from pdx.wire.base import MAX_NAME, MAX_REASONS
-from pdx.wire.explained import Explained, Explanation, Reason
 from pdx.wire.messages import Admit, Admitted, Hello
+from pdx.wire.status import Explained, Explanation, Reason
 
 if TYPE_CHECKING:
     from pdx.node.service import Service

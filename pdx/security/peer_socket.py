@@ -96,9 +96,6 @@ class PeerSocket:
             self.address = self._filter.address if self._filter is not None else listen
             self._undo = undo.pop_all()
 
-    def __repr__(self) -> str:
-        return f"<PeerSocket at {self.address}{', behind keys' if self._gate else ''}>"
-
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Those to be polled, while it is open."""

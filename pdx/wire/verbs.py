@@ -16,9 +16,8 @@ from msgspec import Meta
 from pdx.errors import JobUnknown
 from pdx.memory.slot import Bytes
 from pdx.wire.base import Count, FieldName, Keys, Kind, Layout, Message, Name, ShardCount, Verdicts
-from pdx.wire.explained import Explained
 from pdx.wire.hints import FormText, Hints
-from pdx.wire.status import NodeStatus
+from pdx.wire.status import Explained, NodeStatus
 
 # NODE:EPOCH-NUMBER: the node, its epoch, and a number.
 JobName = Annotated[str, Meta(max_length=320, pattern=r"^([^\n]{1,256}:[0-9a-f]+-[0-9]+)?\Z")]

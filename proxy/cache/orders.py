@@ -12,10 +12,10 @@ from pdx.proxy.control import Control
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 from pdx.wire.base import MAX_NAME
-from pdx.wire.explained import Explained
 from pdx.wire.hints import Verdict
 from pdx.wire.messages import Outcome, Refused
 from pdx.wire.proxy import Order, Reply
+from pdx.wire.status import Explained
 from pdx.wire.verbs import AnyVerb, Why
 
 AT_A_TIME = 32  # of one node; it can leave 64 answers unread by the proxy, reports included

@@ -27,15 +27,10 @@ TRANSFER = "t" * 16
 @pytest.fixture
 def connect():
     """Opens connections to an address; closes them after the test."""
-    made = []
-
-    def open_one(address, kind="client"):
-        made.append(Connection(address, messages.Hello(messages.VERSION, os.getpid(), kind)))
-        return made[-1]
-
-    yield open_one
-    for connection in made:
-        connection.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda address: stack.enter_context(
+            Connection(address, messages.Hello(messages.VERSION, os.getpid(), "client"))
+        )
 
 
 @pytest.fixture

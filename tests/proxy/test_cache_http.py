@@ -11,9 +11,8 @@ from cache_stage import KEY, LAYOUT, SHAPE, refused, stage
 from proxy_harness import until
 
 from pdx.proxy.hints import digest
-from pdx.wire.explained import Explained
 from pdx.wire.hints import Hints, Verdict, tenant
-from pdx.wire.status import NodeStatus
+from pdx.wire.status import Explained, NodeStatus
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import (
     VERBS,

@@ -16,8 +16,8 @@ from pdx.proxy.cache.orders import Orders
 from pdx.security.peer_socket import Arrival
 from pdx.telemetry.env import Env
 from pdx.wire import messages
-from pdx.wire.explained import Explained
 from pdx.wire.proxy import Order, Reply, decode_from_proxy
+from pdx.wire.status import Explained
 from pdx.wire.verbs import Effect, Find, Found, Selection
 
 FIND = Find(Selection([bytes.fromhex(KEY)]))

@@ -13,9 +13,9 @@ from pdx.proxy.cache import orders
 from pdx.proxy.hints import digest
 from pdx.telemetry.env import Env
 from pdx.wire import messages
-from pdx.wire.explained import Explained, Explanation
 from pdx.wire.hints import Hints, Verdict, tenant
 from pdx.wire.proxy import Arriving, Order, Reply
+from pdx.wire.status import Explained, Explanation
 from pdx.wire.verbs import Found, Why
 
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 4}

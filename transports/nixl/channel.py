@@ -123,9 +123,6 @@ class NixlChannel(Channel):
         self._is_open = True
         self._has_ended = False
 
-    def __repr__(self) -> str:
-        return f"<NixlChannel to {self.peer.name} {len(self._transfers)} transfers>"
-
     @property
     def has_transfers(self) -> bool:
         """Whether NIXL is still at some."""

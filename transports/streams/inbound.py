@@ -50,9 +50,6 @@ class StreamListener(SessionListener):
         self._acceptor = threading.Thread(target=self._accept, name=f"pdx-{self.scheme}-accept", daemon=True)
         self._acceptor.start()
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {len(self._streams)} streams, {len(self._joined)} sessions>"
-
     @abstractmethod
     def _meet(self, stream: socket.socket, address: Any) -> object:
         """Look at a stream that was just accepted from `address`, and set its options. Who is answerable for it, as a

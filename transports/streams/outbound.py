@@ -75,9 +75,6 @@ class StreamChannel(Channel):
         self._threads: list[threading.Thread] = []
         self._broken: ChannelError | None = None
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {len(self._streams)} streams, {self._broken or 'open'}>"
-
     def start(self, socks: Sequence[socket.socket]) -> None:
         """Take over these streams, whose greetings were answered.
 

@@ -61,9 +61,6 @@ class UcxChannel(Channel):
         self._under_way: dict[int, UcxTransfer] = {}
         self._number = 0
 
-    def __repr__(self) -> str:
-        return f"<UcxChannel {self.id.hex()[:8]} {len(self._under_way)} under way {len(self._waiting)} waiting>"
-
     def greet(self, address: bytes) -> None:
         """Connect and show the token."""
         self._endpoint = self._region.engine.connect(address, lambda: self.lose("the peer is gone"))

@@ -1,5 +1,7 @@
 """Pushes to this node: who gets room when, what becomes a chunk, and when room is given back."""
 
+from contextlib import ExitStack, closing
+
 import pytest
 from push_stage import FakeSession, Granted, ReceivingStage, Stop, key
 
@@ -18,15 +20,8 @@ TRANSFER = "transfer-0123456789"
 
 @pytest.fixture
 def stage_with(tmp_path):
-    stages = []
-
-    def make(**settings):
-        stages.append(ReceivingStage(tmp_path, **settings))
-        return stages[-1]
-
-    yield make
-    for stage in stages:
-        stage.close()
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(closing(ReceivingStage(tmp_path, **settings)))
 
 
 @pytest.fixture

@@ -24,16 +24,13 @@ TRANSFER = "transfer-0123456789"
 
 @pytest.fixture
 def cluster_of(place):
-    clusters = []
-
     def start(names, up=None, kind=LocalCluster, **settings):
-        clusters.append(kind(place, names, **{"channels": ["tcp"], **settings}))
-        clusters[-1].start(*(names if up is None else up))
-        return clusters[-1]
+        cluster = stack.enter_context(kind(place, names, **{"channels": ["tcp"], **settings}))
+        cluster.start(*(names if up is None else up))
+        return cluster
 
-    yield start
-    for cluster in clusters:
-        cluster.close()
+    with contextlib.ExitStack() as stack:
+        yield start
 
 
 @pytest.mark.parametrize(

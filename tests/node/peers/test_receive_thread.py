@@ -1,6 +1,7 @@
 """Notifications become verdicts: which slices are what was sent, and which nobody waits for."""
 
 import threading
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import msgspec
@@ -86,15 +87,8 @@ class Stage:
 
 @pytest.fixture
 def stage_with():
-    stages = []
-
-    def make(**settings):
-        stages.append(Stage(**settings))
-        return stages[-1]
-
-    yield make
-    for stage in stages:
-        stage.close()
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(closing(Stage(**settings)))
 
 
 @pytest.fixture

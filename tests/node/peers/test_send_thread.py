@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import pytest
@@ -146,16 +147,12 @@ class Stage:
 
 @pytest.fixture
 def stage_with():
-    stages = []
-
     def make(*regions, **settings):
         named = {f"s{number}": region for number, region in enumerate(regions or [FakeRegion()])}
-        stages.append(Stage(named, **settings))
-        return stages[-1]
+        return stack.enter_context(closing(Stage(named, **settings)))
 
-    yield make
-    for stage in stages:
-        stage.close()
+    with ExitStack() as stack:
+        yield make
 
 
 def test_writes_go_in_their_order_and_are_answered_when_they_are_over(stage_with):
@@ -328,15 +325,8 @@ class TiersStage(SendingStage):
 
 @pytest.fixture
 def tiers_with(tmp_path):
-    stages = []
-
-    def make(region):
-        stages.append(TiersStage(tmp_path, region))
-        return stages[-1]
-
-    yield make
-    for stage in stages:
-        stage.close()
+    with ExitStack() as stack:
+        yield lambda region: stack.enter_context(closing(TiersStage(tmp_path, region)))
 
 
 def push(stage):
