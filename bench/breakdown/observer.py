@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from pdx.bench.breakdown import parts
 from pdx.bench.breakdown.parts import Clock
 from pdx.bench.breakdown.records import Engines, Parts
 from pdx.bench.harness import interrupts
-from pdx.bench.harness.ask import Answer, ask, session
+from pdx.bench.harness.ask import Answer, ask, at_once, session
 from pdx.bench.systems import engine_metrics
 from pdx.bench.systems.engine_metrics import Watch
 from pdx.telemetry import trace
@@ -34,13 +33,7 @@ async def together(url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> li
     :raises AskFailed: one of them was not answered; the others are then given up.
     """
     async with session() as client:
-        tasks = [asyncio.ensure_future(ask(client, url, body, name)) for name, body in bodies]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await at_once(ask(client, url, body, name) for name, body in bodies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from pdx.bench.demo import workload
 from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import Request
 from pdx.bench.harness import tiny_llama, web
-from pdx.bench.harness.ask import Answer, AskFailed, ask, session
+from pdx.bench.harness.ask import Answer, AskFailed, ask, at_once, session
 from pdx.bench.harness.report import SCRATCH, console, replace_file
 from pdx.bench.systems.baselines import Plain
 from pdx.bench.systems.pdx import PdxRunning, PdxSystem
@@ -91,7 +91,7 @@ def ask_at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
     async def together() -> list[Answer]:
         async with session() as http:
             asked = (ask(http, url, each.body, secrets.token_hex(8), path=each.path) for each in requests)
-            return list(await asyncio.gather(*asked))
+            return await at_once(asked)
 
     return asyncio.run(together())
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from pdx.errors import ProtocolError
 from pdx.proxy.sse import EventSplitter, data
 
+_T = TypeVar("_T")
 ANSWER_S = 600.0
 CONNECT_S = 20.0
 MAX_WORDS = 500  # of a refusal that are kept
@@ -86,6 +88,17 @@ async def ask(
     except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
         raise AskFailed(f"{url} broke off: {type(error).__name__} {error}") from error
     return stream.answer(sent_ns, transfer, request_id)
+
+
+async def at_once(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """What all of them return; if one fails, the others are given up."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Stream:

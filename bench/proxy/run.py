@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import random
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from pdx.bench.harness import interrupts
-from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
+from pdx.bench.harness.ask import Answer, AskFailed, ask, at_once, completion, session
 from pdx.bench.harness.commands import Step
 from pdx.bench.harness.report import Figure, plain, significant
 from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds, spread_ms
@@ -137,13 +136,7 @@ class _Load:
         url = self._stage.decode_url if front is None else front.url
         left = iter(range(count))
         clients = min(self._case.concurrency, count)
-        tasks = [asyncio.create_task(self._client(http, url, left)) for _ in range(clients)]
-        try:
-            return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return sum(await at_once(self._client(http, url, left) for _ in range(clients)), [])
 
     async def _client(self, http: aiohttp.ClientSession, url: str, left: Iterator[int]) -> list[Answer]:
         """One request after the other, as long as there are any `left`."""

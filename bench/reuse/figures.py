@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy
+
 from pdx.bench.harness.report import Figure, at_least, plain
 from pdx.bench.reuse.records import ALONE, BURST, FIRST, KNOWN, Point, Result
 from pdx.bench.reuse.systems import SOURCES, Source
@@ -52,12 +54,7 @@ def reached(curve: Sequence[tuple[float, float]], target_ms: float) -> Reached |
 
 def percentile(values: Iterable[float], share: float) -> float:
     """The value that so many percent do not exceed, between two neighbours by their distance; 0 of nothing."""
-    known = sorted(values)
-    if not known:
-        return 0.0
-    place = (len(known) - 1) * share / 100
-    low = math.floor(place)
-    return known[low] + (known[min(low + 1, len(known) - 1)] - known[low]) * (place - low)
+    return float(numpy.percentile(list(values) or [0.0], share))
 
 
 def ttft(point: Point, share: float) -> float:

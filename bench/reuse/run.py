@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from pdx.bench.harness import interrupts
-from pdx.bench.harness.ask import AskFailed, ask, completion, session
+from pdx.bench.harness.ask import AskFailed, ask, at_once, completion, session
 from pdx.bench.harness.interrupts import undisturbed, whole
 from pdx.bench.harness.progress import Shown
 from pdx.bench.harness.prompts import Prompts
@@ -167,17 +167,9 @@ class Player:
             each = [
                 await self._converse(client, url, session, time.monotonic() - start_s, start_s) for session in sessions
             ]
-            return sum(each, [])
-        tasks = [
-            asyncio.ensure_future(self._converse(client, url, session, session.start_s, start_s))
-            for session in sessions
-        ]
-        try:
-            return sum(await asyncio.gather(*tasks), [])
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        else:
+            each = await at_once(self._converse(client, url, each, each.start_s, start_s) for each in sessions)
+        return sum(each, [])
 
     async def _converse(
         self,

@@ -225,45 +225,9 @@ class LMCache(Plain):
         return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-class Pair(Baseline):
-    """A prefill and a decode engine joined by a connector of vLLM's, behind our proxy for it."""
-
-    mode: Mode
-
-    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        roles = zip(("prefill", "decode"), (ports.prefill, ports.decode), bed.homes(), strict=True)
-        return [
-            engine_command(
-                bed,
-                role,
-                port,
-                env={**home, **self.variables(role, ports)},
-                options=_transfer(self.connector(role)),
-            )
-            for role, port, home in roles
-        ]
-
-    @abstractmethod
-    def connector(self, role: str) -> dict[str, Any]:
-        """vLLM's --kv-transfer-config of the engine of this role."""
-
-    @abstractmethod
-    def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
-        """What the connector is told in the environment."""
-
-    def proxy_command(self, ports: Ports) -> Command:
-        engines = ("--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}")
-        return Command(
-            name="proxy",
-            program=PROXY,
-            typed="python -m pdx.bench.systems.baseline_proxy",
-            options=("--mode", self.mode, *engines, "--port", str(ports.proxy)),
-            url=f"http://127.0.0.1:{ports.proxy}",
-        )
-
-
-class Nixl(Pair):
-    """vLLM's NixlConnector, with which the decode engine reads the blocks when prefill has ended.
+class Nixl(Baseline):
+    """A prefill and a decode engine behind our proxy for them. By vLLM's NixlConnector the decode engine reads the
+    blocks when prefill has ended.
 
     `push`: NixlPushConnector, with which the prefill engine writes them. `yields`: its progress thread gets only the
     time that nobody else wants: what is not owed to its polling. Nobody's documentation advises this; it tells the
@@ -277,17 +241,30 @@ class Nixl(Pair):
     def __init__(self, name: str, title: str, *, push: bool = False, yields: bool = False) -> None:
         self.name = name
         self.title = title
-        self.mode = Mode.PUSH if push else Mode.PULL
+        self._mode = Mode.PUSH if push else Mode.PULL
         self._connector = "NixlPushConnector" if push else "NixlConnector"
         self._yields = yields
 
-    def connector(self, role: str) -> dict[str, Any]:
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
         config = {"kv_connector": self._connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
-        return {**config, "kv_buffer_device": "cpu"} if is_cpu_build() else config
+        if is_cpu_build():
+            config["kv_buffer_device"] = "cpu"
+        found = []
+        engines = ("prefill", ports.prefill, ports.prefill_side), ("decode", ports.decode, ports.decode_side)
+        for (role, port, side), home in zip(engines, bed.homes(), strict=True):
+            env = {**home, "UCX_NET_DEVICES": "all", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
+            found.append(engine_command(bed, role, port, env=env, options=_transfer(config)))
+        return found
 
-    def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
-        side = ports.prefill_side if role == "prefill" else ports.decode_side
-        return {"UCX_NET_DEVICES": "all", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
+    def proxy_command(self, ports: Ports) -> Command:
+        engines = ("--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}")
+        return Command(
+            name="proxy",
+            program=PROXY,
+            typed="python -m pdx.bench.systems.baseline_proxy",
+            options=("--mode", self._mode, *engines, "--port", str(ports.proxy)),
+            url=f"http://127.0.0.1:{ports.proxy}",
+        )
 
     def commands(self, bed: Bed) -> list[str]:
         """With what `settle` does as remarks."""

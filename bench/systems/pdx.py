@@ -128,11 +128,9 @@ class PdxAlone(Plain):
 
     def __init__(self) -> None:
         super().__init__("pdx-both", "PDX, one engine and its node")
-        self.node = ""  # the address of the one that was started last
 
     def store_command(self, bed: Bed, ports: Ports) -> Command:
         socket = _socket(ports)
-        self.node = f"ipc://{socket}"
         return Command(
             name="node",
             program=(*PDX, "node", "--address", f"ipc://{socket}", "--proxy", ""),
