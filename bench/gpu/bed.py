@@ -12,13 +12,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pdx.bench.harness.report import Figure
+from pdx.bench.harness.report import Figure, installed
 from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 
@@ -44,7 +43,7 @@ def gpu_facts(gpu: Gpu, bed: str) -> dict[str, Any]:
         "cuda_driver": driver.call("cuDriverGetVersion"),
         "kernel_driver": _kernel_driver(),
         "torch_cuda": torch.version.cuda or "",
-        "gpu_versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "gpu_versions": {name: found for name in PACKAGES if (found := installed(name))},
     }
 
 
@@ -53,13 +52,6 @@ def _kernel_driver() -> str:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
             return file.readline().strip()
     except OSError:
-        return ""
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
         return ""
 
 

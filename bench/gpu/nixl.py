@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pdx.bench.channels.raw import NIXL_DELAY_US
+from pdx.bench.channels.raw import nixl_agent
 from pdx.bench.gpu.bed import REAL, Bed
 from pdx.transports.registry import find
 
@@ -70,18 +69,10 @@ class VramNixl:
     """One end: an agent with the UCX backend. The other end only lends its memory."""
 
     def __init__(self, memory: Tensor, ordinal: int) -> None:
-        # A process can load one wheel only: the one that our channel has chosen.
-        self._bindings = next(sys.modules[name] for name in sys.modules if re.fullmatch(r"nixl_\w+\._bindings", name))
         self.address = memory.data_ptr()
         self.ordinal = ordinal
-        config = self._bindings.nixlAgentConfig()
-        config.useProgThread = True
-        config.pthrDelay = NIXL_DELAY_US
-        self._agent = self._bindings.nixlAgent(f"gpu-{os.getpid()}", config)
-        self._backends = [self._agent.createBackend("UCX", {})]
-        span = (self.address, memory.numel() * memory.element_size(), ordinal, "")
-        self._registered = self._bindings.nixlRegDList(self._bindings.VRAM_SEG, [span])
-        self._agent.registerMem(self._registered, self._backends)
+        span = (self.address, memory.numel() * memory.element_size(), ordinal)
+        self._bindings, self._agent, self._backends, self._registered = nixl_agent("VRAM_SEG", span)
         self._peer = ""
         self._peer_address = 0
         self._peer_ordinal = 0

@@ -113,13 +113,14 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load_at_end": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: found for name in PACKAGES if (found := installed(name))},
     }
 
 
-def _version(name: str) -> str:
+def installed(package: str) -> str:
+    """The version of an installed distribution; empty if there is none."""
     try:
-        return version(name)
+        return version(package)
     except PackageNotFoundError:
         return ""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pdx.bench.harness.report import installed
 from pdx.bench.systems.baseline_proxy import Mode
 from pdx.bench.systems.system import (
     VLLM,
@@ -26,7 +27,6 @@ from pdx.bench.systems.system import (
     Servers,
     System,
     engine_command,
-    installed,
     is_cpu_build,
     vllm_missing,
 )

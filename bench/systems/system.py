@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,6 +25,7 @@ import msgspec
 
 from pdx.bench.harness import web
 from pdx.bench.harness.interrupts import undisturbed
+from pdx.bench.harness.report import installed
 from pdx.cli import guard, placement
 from pdx.cli.processes import Process, Processes, ProcessState, answers
 from pdx.errors import PdxError
@@ -321,14 +321,6 @@ def decisive(logs: Path) -> str:
                 raised = line
             last = line or last
     return raised or last or "nothing was logged"
-
-
-def installed(package: str) -> str:
-    """The version of an installed distribution; empty if there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def vllm_missing() -> str:
