@@ -138,7 +138,10 @@ class Mover:
                 yield from self._until_known(target, keys, shards)
                 confirmed = self._places.having(target, keys, shards)
             else:
-                confirmed = yield from self._settled(errand, target, wanted, copies)
+                try:
+                    confirmed = yield from self._settled(errand, target, wanted, copies)
+                except (PeerError, ConfigError) as error:
+                    raise NodeError(f"node {errand.node!r:.80} cannot be reached: {error}") from error
             self._leave(errand, source, confirmed)
             if len(confirmed) < len(keys):
                 self._fail(errand, source, [key for key in keys if key not in set(confirmed)])
@@ -227,7 +230,7 @@ class Mover:
     ) -> Generator[None, None, Sequence[bytes]]:
         """Push these to a peer, and have it store them; returns the leading ones, which it says to have.
 
-        :raises NodeError: the peer cannot be reached, or will not.
+        :raises PeerError, ConfigError: the peer cannot be reached. :raises NodeError: it will not.
         """
         job, node, question = errand.job, errand.node, Settle(list(keys), errand.shards, tier)
         count = yield from self._asked(node, question)
@@ -236,7 +239,7 @@ class Mover:
         while count < len(keys) and self._clock() < until:
             if count > pushed or self._clock() >= again_at:  # it has not had room for all, or has evicted some
                 pushed = count
-                copies += self._push(node, keys[count:], errand.shards)
+                copies += self._peers.push(node, keys[count:], errand.shards, None, b"")
                 yield from self._until_over(job, copies)
                 again_at = self._clock() + PUSH_AGAIN_S
             before, asked_at = count, self._clock()
@@ -247,29 +250,18 @@ class Mover:
                 yield
         return keys[:count]
 
-    def _push(self, node: str, keys: Sequence[bytes], shards: int) -> list[Copy]:
-        try:
-            return self._peers.push(node, keys, shards, None, b"")
-        except (PeerError, ConfigError) as error:
-            raise NodeError(f"node {node!r:.80} cannot be reached: {error}") from error
-
     def _asked(self, node: str, question: Settle) -> Generator[None, None, int]:
         """How many leading ones of these chunks the tier of a peer has now.
 
-        :raises NodeError: it will not, or does not answer.
+        :raises PeerError, ConfigError: it cannot be reached. :raises NodeError: it will not, or does not answer.
         """
         until = self._clock() + ANSWER_S
-        number = 0
-        try:
-            while True:
-                number = number or self._peers.ask(node, question)
-                if number and (answer := self._peers.answer(number)) is not None:
-                    break
-                if self._clock() >= until:
-                    raise NodeError(f"node {node!r:.80} has not answered within {ANSWER_S:g} s")
-                yield
-        except (PeerError, ConfigError) as error:
-            raise NodeError(f"node {node!r:.80} cannot be reached: {error}") from error
+        number = self._peers.ask(node, question)
+        while not number or (answer := self._peers.answer(number)) is None:
+            if self._clock() >= until:
+                raise NodeError(f"node {node!r:.80} has not answered within {ANSWER_S:g} s")
+            yield
+            number = number or self._peers.ask(node, question)
         if isinstance(answer, Refused):
             raise NodeError(f"node {node!r:.80} says: {printable(answer.text)}")
         return answer.hits
