@@ -173,7 +173,10 @@ def continues(facts: EngineFacts | None, *, prompt_tokens: int, limit: int) -> b
 
 def token_limit(route: Route, body: Body) -> int | None:
     """The most tokens the client wants; None: as many as fit. Only for a body that may be split."""
-    return next((limit for name in route.limits if (limit := body.get(name)) is not None), route.default_limit)
+    for name in route.limits:
+        if (limit := body.get(name)) is not None:
+            return limit  # type: ignore[no-any-return]
+    return route.default_limit
 
 
 def single_prompt(prompt: Any) -> Steps[Prompt | None]:

@@ -30,6 +30,21 @@ def engines(clock, prefill=(), decode=(), health=None):
     return Engines(Env(clock), health, prefill=prefill, decode=decode, heartbeat_timeout_s=3.0)
 
 
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def health(clock):
+    return health_of(clock)
+
+
+@pytest.fixture
+def found(clock):
+    return engines(clock)
+
+
 def report(*engines, node="n", epoch=1):
     listed = [EngineReport(engine=name, role=role, url=url, running=2) for name, role, url in engines]
     return NodeReport(version=VERSION, node=node, epoch=epoch, arena_bytes=0, free_bytes=0, engines=listed, marks=[])
@@ -46,9 +61,7 @@ def nodes_of(found):
     return {engine.url: engine.node for engine in found.all()}
 
 
-def test_an_engine_that_is_not_reported_any_more_serves_alone():
-    clock = Clock()
-    found = engines(clock)
+def test_an_engine_that_is_not_reported_any_more_serves_alone(clock, found):
     assert found.report(report(A, B)) == frozenset()
     assert nodes_of(found) == {"http://a:1": "n", "http://b:1": "n"}
     assert [(each.prefills, each.decodes, each.detached) for each in found.all()] == [
@@ -118,9 +131,7 @@ def test_requests_and_reports_cost_the_same_with_more_nodes():
 
 
 @pytest.mark.parametrize("change", ["name", "role", "facts", "url", "node"])
-def test_news_of_an_engine_is_known_at_once(change):
-    clock = Clock()
-    found = engines(clock)
+def test_news_of_an_engine_is_known_at_once(clock, found, change):
     found.report(report(A))
     assert [each.name for each in found.all()] == ["a"]
     facts = EngineFacts(512, 0, False)
@@ -149,9 +160,7 @@ def test_news_of_an_engine_is_known_at_once(change):
     assert {each.node for each in found.all()} >= {"other" if change == "node" else "n"}
 
 
-def test_an_engine_that_nobody_reports_and_that_does_not_answer_is_forgotten():
-    clock = Clock()
-    health = health_of(clock)
+def test_an_engine_that_nobody_reports_and_that_does_not_answer_is_forgotten(clock, health):
     found = engines(clock, decode=["http://c:1"], health=health)
     found.report(report(A, B))
     clock.now += FORGET_S
@@ -166,8 +175,7 @@ def test_an_engine_that_nobody_reports_and_that_does_not_answer_is_forgotten():
     assert urls(found) == ["http://a:1", "http://b:1", "http://c:1"]
 
 
-def test_engines_are_bounded():
-    found = engines(Clock())
+def test_engines_are_bounded(found):
     several = [("x", "decode", f"http://x{number}:1") for number in range(MAX_ENGINES + 10)]
     for first in range(0, len(several), 50):
         believed, dropped = found.screen(report(*several[first : first + 50], node=f"n{first}"))
@@ -177,9 +185,8 @@ def test_engines_are_bounded():
     assert found.screen(report(several[0], node="n0"))[1] == []
 
 
-def test_one_node_does_not_take_all_places():
+def test_one_node_does_not_take_all_places(found):
     """Nor does it by naming others each time: those it named before are still asked whether they are well."""
-    found = engines(Clock())
     refused = []
     for turn in range(3):
         own = [("x", "decode", f"http://x:{port}") for port in range(1000 * turn + 1, 1000 * turn + 41)]
@@ -204,9 +211,7 @@ def test_who_leaves_the_roster_file_gets_nothing_more():
     assert found.nodes() == 1
 
 
-def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again():
-    clock = Clock()
-    found = engines(clock)
+def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again(clock, found):
     found.report(report(A, epoch=1))
     assert found.report(report(epoch=2)) == frozenset()
     clock.now += 2
@@ -242,9 +247,7 @@ def refused_once(health, url=URL):
     return health.of(url)
 
 
-def test_a_failure_makes_an_engine_suspect_until_a_probe_finds_it_well():
-    clock = Clock()
-    health = health_of(clock)
+def test_a_failure_makes_an_engine_suspect_until_a_probe_finds_it_well(clock, health):
     assert health.due(URL)
     health.probed(health.of(URL), "")
     record = refused_once(health)
@@ -281,9 +284,7 @@ def test_the_time_until_the_next_probe_doubles_up_to_a_limit(chance):
     assert record.probe_at - clock.now <= FIRST_S
 
 
-def test_many_legs_that_fail_together_are_one_failure():
-    clock = Clock()
-    health = health_of(clock)
+def test_many_legs_that_fail_together_are_one_failure(health):
     uses = [health.begin(URL) for _ in range(8)]
     for use in uses:
         health.failed(use, Reason.RESET)
@@ -292,15 +293,12 @@ def test_many_legs_that_fail_together_are_one_failure():
 
 
 @pytest.mark.parametrize("reason", list(Reason))
-def test_every_failure_of_an_engine_makes_it_suspect(reason):
-    health = health_of(Clock())
+def test_every_failure_of_an_engine_makes_it_suspect(health, reason):
     health.failed(health.begin(URL), reason)
     assert health.of(URL).avoided == (reason not in (Reason.STATUS_4XX, Reason.STATUS_429))
 
 
-def test_an_engine_that_may_not_generate_gets_one_request_at_a_time():
-    clock = Clock()
-    health = health_of(clock)
+def test_an_engine_that_may_not_generate_gets_one_request_at_a_time(health):
     with health.begin(URL) as use:
         health.failed(use, Reason.STATUS_5XX)
     record = health.of(URL)
@@ -323,25 +321,21 @@ def test_an_engine_that_may_not_generate_gets_one_request_at_a_time():
         assert (record.avoided, record.failures) == (False, 0)
 
 
-def test_an_engine_that_generated_for_a_probe_is_well():
-    health = health_of(Clock())
+def test_an_engine_that_generated_for_a_probe_is_well(health):
     with health.begin(URL) as use:
         health.failed(use, Reason.TIMEOUT)
     health.probed(health.of(URL), "", generates=True)
     assert health.of(URL).state is EngineState.WELL
 
 
-def test_what_began_before_the_engine_failed_does_not_make_it_well():
-    health = health_of(Clock())
+def test_what_began_before_the_engine_failed_does_not_make_it_well(health):
     before = health.begin(URL)
     refused_once(health)
     health.succeeded(before)
     assert health.of(URL).avoided
 
 
-def test_an_engine_that_speaks_to_others_does_not_hang():
-    clock = Clock()
-    health = health_of(clock)
+def test_an_engine_that_speaks_to_others_does_not_hang(clock, health):
     use = health.begin(URL)
     health.of(URL).heard_at = clock.now - 59
     health.failed(use, Reason.TIMEOUT)
@@ -351,9 +345,7 @@ def test_an_engine_that_speaks_to_others_does_not_hang():
     assert health.of(URL).avoided
 
 
-def test_a_request_that_fails_everywhere_is_to_blame_itself():
-    clock = Clock()
-    health = health_of(clock)
+def test_a_request_that_fails_everywhere_is_to_blame_itself(health):
     names = {"http://a:1", "http://b:1", "http://c:1"}
     for url in names - {"http://c:1"}:
         health.succeeded(health.begin(url))
@@ -365,9 +357,7 @@ def test_a_request_that_fails_everywhere_is_to_blame_itself():
     assert [health.of(url).avoided for url in sorted(names)] == [False, False, True], "c has served nobody"
 
 
-def test_a_client_whose_requests_fail_does_not_fill_the_log(caplog):
-    clock = Clock()
-    health = health_of(clock)
+def test_a_client_whose_requests_fail_does_not_fill_the_log(clock, health, caplog):
     names = {"http://a:1", "http://b:1"}
     for _ in range(100):
         for url in names:
@@ -385,8 +375,7 @@ def test_a_client_whose_requests_fail_does_not_fill_the_log(caplog):
     assert len(caplog.records) == 4  # of each engine, that it is suspect, and that it is well
 
 
-def test_requests_of_others_are_load():
-    health = health_of(Clock())
+def test_requests_of_others_are_load(health):
     with health.begin(URL), health.begin(URL):
         health.running(URL, 5)
         assert health.of(URL).others == 3
@@ -417,10 +406,8 @@ def test_odd_urls():
     assert "secret" not in str(dropped)
 
 
-def test_a_name_has_two_lives_at_most():
+def test_a_name_has_two_lives_at_most(clock, found):
     """A node that was started again has a new one; more at a time would be somebody who fills the memory."""
-    clock = Clock()
-    found = engines(clock)
     for epoch in (1, 2):
         assert found.screen(report(A, epoch=epoch))[1] == []
         found.report(report(A, epoch=epoch))
@@ -434,30 +421,25 @@ def test_a_name_has_two_lives_at_most():
     assert found.nodes() == 1
 
 
-def test_the_next_life_of_a_node_has_its_engines():
-    found = engines(Clock())
+def test_the_next_life_of_a_node_has_its_engines(found):
     found.report(report(A, epoch=1))
     assert found.screen(report(A, epoch=2)) == (report(A, epoch=2), [])
     assert [reason for reason, _ in found.screen(report(A, B, node="other"))[1]] == ["owned"]
     assert found.screen(report(A, B, node="other"))[0] == report(B, node="other")
 
 
-def test_an_owner_that_is_silent_owns_nothing():
-    clock = Clock()
-    found = engines(clock)
+def test_an_owner_that_is_silent_owns_nothing(clock, found):
     found.report(report(A))
     clock.now += 3.1
     assert found.screen(report(A, node="other")) == (report(A, node="other"), [])
 
 
-def test_spelling_makes_no_other_engine():
-    found = engines(Clock())
+def test_spelling_makes_no_other_engine(found):
     found.report(report(("a", "prefill", "http://a:80/")))
     assert [reason for reason, _ in found.screen(report(("a", "prefill", "HTTP://A"), node="other"))[1]] == ["owned"]
 
 
-def test_nodes_are_bounded_and_one_too_many_is_said_to_be_so():
-    found = engines(Clock())
+def test_nodes_are_bounded_and_one_too_many_is_said_to_be_so(found):
     for number in range(MAX_NODES):
         found.report(report(node=str(number)))
     believed, dropped = found.screen(report(node="one more"))
@@ -465,9 +447,7 @@ def test_nodes_are_bounded_and_one_too_many_is_said_to_be_so():
     assert found.screen(report(node="7", epoch=2))[0] is not None
 
 
-def test_peers_are_the_nodes_that_listen_each_with_its_latest_life():
-    clock = Clock()
-    found = engines(clock)
+def test_peers_are_the_nodes_that_listen_each_with_its_latest_life(clock, found):
     found.report(report(A))
     assert found.peers() == {}
     listening = msgspec.structs.replace(report(A, node="a", epoch=1), listen="tcp://10.0.0.1:1", public_key="k" * 40)
