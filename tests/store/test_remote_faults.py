@@ -11,7 +11,6 @@ import pytest
 from remote_bed import Relay, connections, free_port, key, made, opened, running
 
 from pdx.errors import TierError
-from pdx.store.health import MAX_ERRORS as MAX_FAILURES
 from pdx.store.health import PAUSE_S
 from pdx.store.remote.catalog import NOT_THERE_S
 from pdx.store.remote.tier import HEAD_BYTES, THREADS
@@ -203,33 +202,6 @@ def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path, serve):
     assert bed.sought([299]) == 1
     assert bed.load(299) is None
     assert bed.counters["remote_paused"] == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["redis", "cluster", "s3"])
-def test_a_store_that_hangs_costs_its_deadline_and_no_more(beds, tmp_path, serve, kind):
-    server = serve(made(kind, tmp_path / "server"))
-    bed = beds(server.url, timeout_s=1.0, lookup_s=0.3).opened()
-    assert bed.store(1) is None
-    assert bed.sought([1]) == 1
-    server.stop()
-    bed.now += 100.0
-    started_at = time.monotonic()
-    assert bed.sought([1, 2, 3]) == 0
-    copies = [bed.start("load", 1, at=at) for at in range(3)]
-    kinds = [bed.end(copy).kind for copy in copies]
-    assert set(kinds) <= {"timeout", "unreachable", "failed"}
-    assert time.monotonic() - started_at < 15.0, "a few deadlines, where a core is taken away as well"
-    while bed.counters["remote_paused"] == 0:
-        bed.end(bed.start("load", 1))
-    assert bed.tier._health._errors >= MAX_FAILURES
-    assert bed.longest_s < LOOP_S
-    server.go_on()
-    bed.now += PAUSE_S
-    bed.tier.seeks([key(1)], 1)
-    bed.until(lambda: bed.tier.status().is_up)
-    assert bed.sought([1]) == 1
-    assert bed.load(1) is None
 
 
 @pytest.fixture(params=["redis", "s3"])

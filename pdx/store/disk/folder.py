@@ -91,7 +91,7 @@ class Folder:
         return info.st_dev, info.st_ino
 
     def check(self) -> None:
-        """Whether the folder was removed, or its disk unmounted, and something else may be there now."""
+        """See that the folder was not removed, nor its disk unmounted: something else may be there now."""
         try:
             is_there = self._found_place() == self._place
         except FileNotFoundError:
