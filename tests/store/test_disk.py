@@ -18,7 +18,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdx.errors import ConfigError
 from pdx.memory.keys import named_key
 from pdx.store import store_tier
 from pdx.store.disk import chunk_file, files, folder, pins
@@ -669,16 +668,6 @@ def test_files_that_no_tier_wrote_stay(bed):
     assert bed.has(1)
     assert all(path.read_text() == "mine" for path in mine)
     assert bed.counters["disk_foreign"] == 2
-
-
-def test_the_folder_is_this_users_alone(bed, tmp_path):
-    assert bed.root.stat().st_mode & 0o777 == 0o700
-    bed.close_tier()
-    bed.root.chmod(0o755)
-    with pytest.raises(ConfigError, match="mode 0700"):
-        bed.open()
-    bed.root.chmod(0o700)
-    bed.open()
 
 
 # ---- the model ------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from collections import Counter
 
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.index import FileIndex
@@ -23,18 +24,24 @@ def filled(count):
 def test_a_search_for_room_looks_at_no_pinned_file():
     """Its cost is the same with a hundred times as many."""
 
-    def seconds(count):
-        index = filled(count)
+    def lines(count):
+        index, counted = filled(count), Counter()
         for key in index.keys():  # noqa: SIM118 - no dict
             index.pin(key, 1)
-        taken = []
-        for _ in range(10):
-            begun = time.perf_counter()
-            assert index.oldest(1, 1, never) == ([], [])
-            taken.append(time.perf_counter() - begun)
-        return min(taken)
 
-    assert seconds(50_000) < 20 * seconds(500)
+        def trace(frame, event, arg):
+            counted[event] += 1
+            return trace
+
+        sys.settrace(trace)
+        try:
+            found = index.oldest(1, 1, never)
+        finally:
+            sys.settrace(None)
+        assert found == ([], [])
+        return counted["line"]
+
+    assert lines(1000) == lines(10)
 
 
 def test_pins_change_what_goes_first_and_not_what_is_found():
