@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from pdx.bench.harness import ask
+
 MODEL = "tiny"
 ANSWER_TOKENS = 48
 CHANGED_AT = 5  # of prompts that differ in one early token
@@ -24,14 +26,16 @@ class Request:
 
 def completion(name: str, prompt: str) -> Request:
     """Continue `prompt` greedily: one character is one token."""
-    return Request(name, "/v1/completions", {"prompt": prompt, **_sampling()})
+    return Request(name, "/v1/completions", ask.completion(MODEL, prompt, ANSWER_TOKENS))
 
 
 def chat(name: str, *turns: str) -> Request:
     """Answer the last of `turns`, which alternate between user and assistant."""
     roles = ("user", "assistant")
-    messages = [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(turns)]
-    return Request(name, "/v1/chat/completions", {"messages": messages, **_sampling()})
+    body = ask.completion(MODEL, "", ANSWER_TOKENS)
+    del body["prompt"]
+    body["messages"] = [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(turns)]
+    return Request(name, "/v1/chat/completions", body)
 
 
 def cold() -> list[Request]:
@@ -68,8 +72,3 @@ def text(length: int, seed: int) -> str:
     known = TEXT.split()
     words = " ".join(draw.choice(known) for _ in range(length))
     return words[:length]
-
-
-def _sampling() -> dict[str, Any]:
-    greedy = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
-    return greedy | {"stream": True, "stream_options": {"include_usage": True}}

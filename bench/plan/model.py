@@ -73,21 +73,6 @@ def best_mixed(case: Case, engines: int) -> Service | None:
     return _best((case.mixed(engines, chunk) for chunk in CHUNKS), case.slo)
 
 
-def most_rate(case: Case, split: Service) -> float:
-    """The highest rate that as many engines still serve within the SLO (requests per second); 0: none."""
-
-    def serves(rate: float) -> bool:
-        return case.at(rate).split(split.prefillers, split.decoders).is_kept
-
-    low, high = 0.0, 1e-3
-    while serves(high) and high < 1e6:
-        low, high = high, high * 2
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if serves(middle) else (low, middle)
-    return low
-
-
 def never(case: Case) -> list[str]:
     """Why no number of prefillers and decoders keeps the SLO; empty: some number does."""
     engine, work, slo = case.engine, case.work, case.slo
@@ -210,7 +195,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     mixed: Service | None
     same_split: Service | None  # the best of the same number of engines
     same_mixed: Service | None
-    split_rate: float | None  # the highest that `split` serves within the SLO
     hiding: list[Hiding]
     crossovers: list[Crossover]
     loading: list[Loading]
@@ -240,7 +224,6 @@ def make(
         mixed=mixed,
         same_split=same_split,
         same_mixed=same_mixed,
-        split_rate=most_rate(case, split) if split else None,
         hiding=[_hiding(case, tokens) for tokens in LENGTHS],
         crossovers=[crossover(case.engine.prefill_s, token_bytes, speed) for speed in links],
         loading=[

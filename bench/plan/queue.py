@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 INF = float("inf")
+POINTS = 15  # lengths that stand for all
 
 
 @functools.cache
@@ -107,12 +108,12 @@ def poisson_high(mean: float, share: float) -> float:
 
 
 @functools.cache
-def spread(mean: float, variation: float, points: int = 15) -> tuple[int, ...]:
+def spread(mean: float, variation: float) -> tuple[int, ...]:
     """Equally likely lengths of that mean and coefficient of variation, log-normal; one length where it is 0."""
     if variation <= 0:
         return (max(1, round(mean)),)
     sigma = math.sqrt(math.log(1 + variation**2))
     normal = statistics.NormalDist()
-    raw = [math.exp(sigma * normal.inv_cdf((index + 0.5) / points)) for index in range(points)]
+    raw = [math.exp(sigma * normal.inv_cdf((index + 0.5) / POINTS)) for index in range(POINTS)]
     scale = mean / statistics.fmean(raw)
     return tuple(max(1, round(scale * value)) for value in raw)

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -219,11 +219,9 @@ class _Spent:
 
     def add(self, before: _Spent, after: _Spent) -> None:
         """What was spent between the two."""
-        self.wall_s += after.wall_s - before.wall_s
-        self.client_s += after.client_s - before.client_s
-        self.proxy_s += after.proxy_s - before.proxy_s
-        self.engine_s += after.engine_s - before.engine_s
-        self.machine_s += after.machine_s - before.machine_s
+        for each in fields(self):
+            spent = getattr(after, each.name) - getattr(before, each.name)
+            setattr(self, each.name, getattr(self, each.name) + spent)
 
     def way(self, answers: Sequence[Answer], exposed: Spread | None = None) -> Way:
         """Of the requests that were answered meanwhile."""

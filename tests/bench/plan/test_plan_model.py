@@ -75,9 +75,6 @@ def test_a_given_deployment_is_judged():
     assert found.verdict.helps == "no"
     assert "2 prefill and 1 decode engines do not keep the SLO" in found.verdict.headline
     assert "prompts come faster" in found.verdict.reasons[0]
-    assert 2 < found.split_rate < 7
-    assert case(rate=found.split_rate * 0.99).split(2, 1).is_kept
-    assert not case(rate=found.split_rate * 1.01).split(2, 1).is_kept
 
 
 @pytest.mark.parametrize("rate", [10, 18, 27])
