@@ -89,18 +89,15 @@ class Regions:
                 if scheme not in self._config.channels and rival in opened:
                     why[scheme] = f"not beside {rival}, which brings a UCX of its own; --channel {scheme} asks for it"
                     continue
-                availability = kind.availability()
-                if not availability.is_ok:
-                    why[scheme] = f"{availability.why}; {availability.fix}"
-                    continue
                 region = kind.register(memory, host=self._host, wake=threading.Event())
                 if region.takes_codec:
                     region.codec = self._config.wire_codec
                 opened[scheme] = region, region.listen()
             except Exception as error:  # a third party's code, too: this scheme does not work, the others may
+                why[scheme] = str(error)
                 if not isinstance(error, PdxError):
+                    why[scheme] = f"{type(error).__name__}: {error}"
                     log.exception("channel %s failed", scheme)
-                why[scheme] = f"{type(error).__name__}: {error}"
                 if region is not None:
                     with contextlib.suppress(PdxError):
                         region.close()
