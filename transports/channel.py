@@ -7,6 +7,7 @@ lives above, in `pdx.node`. No I/O here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from abc import ABC, abstractmethod
@@ -94,7 +95,8 @@ class Memory:
     def release(self) -> None:
         """Nobody uses it any more: the mapping may end, whoever still holds this object. Idempotent."""
         self._anchor = None
-        self._view.release()
+        with contextlib.suppress(BufferError):  # somebody has a buffer of it: the mapping goes with that
+            self._view.release()
 
     @property
     def view(self) -> memoryview:
