@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 
 from pdx.errors import TierError
-from pdx.store.store_tier import Forgotten
+from pdx.store.store_tier import Forgotten, StoreTier
 from pdx.store.tier import Held
-from pdx.telemetry.env import Env
 
 THERE_S = 30.0  # what was found is taken to be there so long …
 NOT_THERE_S = 1.0  # … and what was not, not to be
@@ -54,19 +53,18 @@ Asked = Sequence[tuple[Question, Sequence[bytes]]]  # by one call: of each quest
 
 
 class Catalog:
-    """Owned by the control loop. `changed`: keys that came or went, until the tier tells of them.
+    """Owned by the control loop. Its tier notes keys that came or went, and how long questions take.
 
     Three things could bring back what was removed, and none does: a write that is under way is waited for, a copy
     that was admitted before writes it no more (`left_since`), and an answer to an earlier question does not count.
     """
 
-    def __init__(self, env: Env, forgotten: Forgotten) -> None:
+    def __init__(self, tier: StoreTier, forgotten: Forgotten) -> None:
         """`forgotten`: what was removed, and when."""
-        self.changed: list[bytes] = []
         self.waiting: deque[Question] = deque()  # that no thread has
         self.seeking = 0  # questions
-        self.answer_s = 0.0
-        self._env = env
+        self._tier = tier
+        self._env = tier.env
         self._forgotten = forgotten
         self._to_remove: OrderedDict[bytes, int] = OrderedDict()  # in so many shards
         self._removing: dict[bytes, int] = {}  # that a thread removes
@@ -116,14 +114,14 @@ class Catalog:
     def _add(self, table: OrderedDict[bytes, Any], key: bytes, value: object) -> None:
         table[key] = value
         table.move_to_end(key)
-        self.changed.append(key)
+        self._tier.note([key])
         if len(table) > MAX_KNOWN:
-            self.changed.append(table.popitem(last=False)[0])
+            self._tier.note([table.popitem(last=False)[0]])
 
     def forget(self, key: bytes, *, is_gone: bool = True) -> int:
         """In how many shards this is known to be there; nothing is known of it any more. `is_gone`: nor is it there."""
         known, bits = self._known.pop(key, None), self._put.pop(key, 0) if is_gone else 0
-        self.changed.append(key)
+        self._tier.note([key])
         return max(known.shards if known is not None and known.held is not None else 0, bits.bit_length())
 
     # ---- what is asked ----------------------------------------------------------------------
@@ -192,7 +190,7 @@ class Catalog:
     def _end(self, question: Question, error: TierError | None = None) -> Sequence[bytes]:
         now = self._env.clock()
         self.seeking -= 1
-        self.answer_s += (now - question.since - self.answer_s) / 4  # the last ones count more
+        self._tier.answer_s += (now - question.since - self._tier.answer_s) / 4  # the last ones count more
         if error is not None and error.kind not in ("paused", "cancelled"):
             first = next((key for key in question.keys if key in self._sought), None)
             if first is not None:  # who waits for it would have it asked for at once again

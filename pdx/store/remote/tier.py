@@ -73,7 +73,7 @@ class RemoteTier(StoreTier):
         super().__init__(host, codec, 3 * THREADS, lanes)
         self._health.doubt = "no answer yet"
         self._remove_from = 0.0  # nothing is removed before that
-        self._catalog = Catalog(self.env, self._forgotten)
+        self._catalog = Catalog(self, self._forgotten)
         self._answers()
 
     @property
@@ -176,7 +176,6 @@ class RemoteTier(StoreTier):
         elif error is not None and error.kind != "cancelled":
             self._warn(error, "what was asked for counts as missing")
         told = self._catalog.answered(asked, iter(work.result or ()), error)
-        self.answer_s = self._catalog.answer_s
         self._host.answered(told)
 
     def _sizes(self, names: Sequence[str]) -> list[Held | None]:
@@ -230,7 +229,6 @@ class RemoteTier(StoreTier):
             known = self._catalog.forget(key)
             count += known > 0
             self._catalog.remove(key, max(shards, known, 1))
-        self._tell()
         self._remove_some()
         return 0 if self._health.doubt else count
 
@@ -254,7 +252,6 @@ class RemoteTier(StoreTier):
             self._catalog.forget(key, is_gone=error is None and key == old)
         if error is None:
             self._catalog.put(new, (1 << recoding.shards) - 1)
-        self._tell()
         recoding.ended(old, error)
 
     def _remove_some(self) -> None:
@@ -281,7 +278,6 @@ class RemoteTier(StoreTier):
         super()._ended(work)
         if work.job is None:
             self._ask()  # of whatever kind it was: it may have had a thread that questions wait for
-        self._tell()
 
     def _over(self, work: Work, job: Job) -> None:
         error, key, is_load = work.error, work.part.key, work.is_load
@@ -306,12 +302,7 @@ class RemoteTier(StoreTier):
             self._remove_some()  # which has waited for it
         elif not is_load and error is None:
             self._catalog.put(key, 1 << work.part.shard)
-        self._tell()
         self._host.done(self, job, error)
-
-    def _tell(self) -> None:
-        changed, self._catalog.changed = self._catalog.changed, []
-        self.note(changed)
 
     def close(self) -> None:
         for of_copy in self._works.values():
