@@ -53,6 +53,7 @@ def account_is_true(bed):
     for name in ("_admitted", "_busy", "_later", "_works"):
         assert not getattr(bed.tier, name), name
     assert not bed.tier._recoded
+    assert not bed.tier._reading
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
@@ -216,6 +217,28 @@ def test_a_file_that_is_being_removed_is_not_written_at_the_same_time(bed, gate)
     gate.opened.set()
     bed.settle()
     assert bed.load(1) is None
+    account_is_true(bed)
+
+
+def test_a_file_is_not_overwritten_while_it_is_read_for_another_form(make, monkeypatch):
+    """It makes room for another chunk meanwhile, and would be written anew for that."""
+    bed = make(limit_bytes=2 * CHARGE)
+    assert bed.store(1)
+    arrived, goes_on, real = threading.Semaphore(0), threading.Event(), os.preadv
+
+    def late(*args):
+        arrived.release()
+        assert goes_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", late)
+    handle = bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print)
+    assert arrived.acquire(timeout=60)
+    assert bed.end(bed.start_store(2, at=2)) is None
+    goes_on.set()
+    until_over(bed, handle)
+    assert (handle.failed, bed.counters["disk_corrupt"]) == ({}, 0)
+    assert [bed.has(1), bed.has(2)] == [False, True]
     account_is_true(bed)
 
 

@@ -127,6 +127,8 @@ class DiskFiles(StoreTier):
         self._index.used_bytes += task.hold - freed
         self._index.coming += 1
         self._busy.setdefault(part.key, []).append((part.shard, task))
+        if source is not None:
+            self._reading[source.key, source.shard] += 1
         self._give(task, self._writes)
         return True
 
@@ -329,11 +331,11 @@ class DiskFiles(StoreTier):
                 task.file, task.error = file, None  # it was written anew meanwhile
                 self._give(task, self._loads)
                 return
-            self._reading[part.key, part.shard] -= 1
-            if not self._reading[part.key, part.shard]:
-                del self._reading[part.key, part.shard]
+            self._read_over(part.key, part.shard)
             self._loaded(part, task.error)
         else:
+            if task.source is not None:
+                self._read_over(task.source.key, task.source.shard)
             self._settle(task)
             self._stored(task, part)
         for file in task.victims:
@@ -343,6 +345,11 @@ class DiskFiles(StoreTier):
             self._rewritten(task, task.error)
         else:
             self._host.done(self, job, task.error)
+
+    def _read_over(self, key: bytes, shard: int) -> None:
+        self._reading[key, shard] -= 1
+        if not self._reading[key, shard]:
+            del self._reading[key, shard]
 
     def _free(self, task: Task, key: bytes, shard: int) -> None:
         """A task is done with this file: what is to be stored there may be begun."""
