@@ -120,7 +120,8 @@ class Packed(NamedTuple):
 
     @property
     def data(self) -> memoryview:
-        return self.body[: self.nbytes]
+        # A view of it would keep an arena mapped that it lies in, for as long as an error remembers who has it.
+        return self.body if len(self.body) == self.nbytes else self.body[: self.nbytes]
 
     @property
     def coded(self) -> int:
