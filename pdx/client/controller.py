@@ -23,8 +23,8 @@ from pdx.wire.prompt import Prompt
 
 Tokens = Prompt | Sequence[int] | str
 _PlaceLike = Place | tuple[str, str] | str
-_NOTHING = verbs.Selection()  # until `LocalNodes.ask` or the proxy puts a prompt's in
-_LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job, or at tiers that have not answered
+_NOTHING = verbs.Selection()  # until `LocalNodes` or the proxy puts a prompt's in
+_LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job
 
 
 class Controller:
@@ -74,19 +74,7 @@ class Controller:
 
     def find(self, tokens: Tokens, instances: Sequence[str] = (), *, wait_s: float = 5.0) -> Lookup:
         """The same with all that nodes say of it. Tiers that have to ask a store elsewhere have `wait_s` for it."""
-        prompt, names = prompt_of(tokens), list(instances)
-        until, pause_s = time.monotonic() + wait_s, _LOOK_S
-        outcomes = self._reach.ask(verbs.Find(_NOTHING), names, prompt)
-        while asking := [name for name, each in outcomes.items() if isinstance(each, verbs.Found) and each.asking]:
-            if time.monotonic() + pause_s >= until:
-                break
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _SELDOM_S)
-            try:
-                again = self._reach.ask(verbs.Find(_NOTHING), asking, prompt)
-            except (NodeError, ProtocolError):
-                break  # what they have said before counts
-            outcomes.update({name: each for name, each in again.items() if isinstance(each, verbs.Found)})
+        outcomes = self._reach.find(prompt_of(tokens), list(instances), wait_s)
         return Lookup.of(
             {name: each for name, each in outcomes.items() if isinstance(each, verbs.Found)},
             {name: each.text for name, each in outcomes.items() if isinstance(each, Refused)},

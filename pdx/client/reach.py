@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -20,9 +21,11 @@ from pdx.wire.messages import Outcome, Refused
 from pdx.wire.objects import Failure, decode_answers
 from pdx.wire.prompt import Prompt, about
 from pdx.wire.status import NodeStatus
-from pdx.wire.verbs import AnyVerb, Model, ModelList, Models, Status
+from pdx.wire.verbs import AnyVerb, Find, Found, Model, ModelList, Models, Selection, Status, Verb
 
+_V = TypeVar("_V", bound=Verb)
 _TOKENIZE_S = 30.0
+_AGAIN_S, _SELDOM_S = 0.02, 0.25  # between two looks at tiers that have not answered
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 60.0
 
 
@@ -60,17 +63,32 @@ class LocalNodes:
         """Where this node is reached from here; empty: through a proxy."""
         return self._nodes[name].address
 
+    def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> dict[str, Outcome]:
+        """What `Find` finds of a prompt, once all tiers have answered, or what is known after `wait_s`."""
+        self._check(instances)
+        verb, until, pause_s = self._about(Find(Selection()), prompt), time.monotonic() + wait_s, _AGAIN_S
+        found = self.ask(verb, instances)
+        while asking := [name for name, each in found.items() if isinstance(each, Found) and each.asking]:
+            if time.monotonic() + pause_s >= until:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _SELDOM_S)
+            try:
+                again = self.ask(verb, asking)
+            except (NodeError, ProtocolError):
+                break  # what they have said before counts
+            found.update({name: each for name, each in again.items() if isinstance(each, Found)})
+        return found
+
     def ask(self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
         """What came of a verb at each of these nodes, of none: at all; its chunks, if it has any, are the prompt's.
 
         Each answer is one that the verb has. A node that refuses, or does not answer, has a `Refused`; where it is the
         only one, that is raised.
         """
-        if unknown := [name for name in instances if name not in self._nodes]:
-            raise SelectionError(f"no node {unknown[0]!r:.80} is known here; there are {', '.join(self._nodes)}")
+        self._check(instances)
         if prompt is not None:
-            models = prompt.engines(self._models())
-            verb = about(verb, _in_tokens(prompt, models), models)
+            verb = self._about(verb, prompt)
         names = list(dict.fromkeys(instances or self._nodes))
         found: dict[str, Outcome] = {}
         for name in names:
@@ -81,6 +99,14 @@ class LocalNodes:
                     raise
                 found[name] = Refused.of(error)
         return found
+
+    def _check(self, names: Sequence[str]) -> None:
+        if unknown := [name for name in names if name not in self._nodes]:
+            raise SelectionError(f"no node {unknown[0]!r:.80} is known here; there are {', '.join(self._nodes)}")
+
+    def _about(self, verb: _V, prompt: Prompt) -> _V:
+        models = prompt.engines(self._models())
+        return about(verb, _in_tokens(prompt, models), models)
 
     def _models(self) -> list[Model]:
         """Of the nodes that answer: the others' own verbs say what is the matter with them."""
@@ -99,7 +125,6 @@ class ThroughProxy:
         self._url = url
         self._token = token
         self._timeout_s = timeout_s
-        self._wait_s = min(max(timeout_s, _LEAST_WAIT_S), _MOST_WAIT_S)  # that nodes have, as the proxy allows
 
     def __repr__(self) -> str:
         return f"<ThroughProxy {self._url}>"
@@ -116,13 +141,20 @@ class ThroughProxy:
     def address(self, name: str) -> str:
         return ""
 
-    def ask(self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None) -> dict[str, Outcome]:
+    def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> dict[str, Outcome]:
+        return self.ask(Find(Selection()), instances, prompt, wait_s)
+
+    def ask(
+        self, verb: AnyVerb, instances: Sequence[str], prompt: Prompt | None = None, wait_s: float | None = None
+    ) -> dict[str, Outcome]:
+        """`wait_s`: that nodes have, in place of this controller's; not less than the proxy allows, nor more."""
+        wait_s = min(max(self._timeout_s if wait_s is None else wait_s, _LEAST_WAIT_S), _MOST_WAIT_S)
         body: dict[str, Any] = {name: getattr(verb, name) for name in verb.__struct_fields__}
         if "what" in body:
             body["what"] = prompt
-        query = urlencode({"node": list(instances) or ["*"], "wait_s": self._wait_s}, doseq=True)
+        query = urlencode({"node": list(instances) or ["*"], "wait_s": wait_s}, doseq=True)
         try:
-            nodes, failures = decode_answers(self._call(f"/cache/{verb.name}?{query}", body))
+            nodes, failures = decode_answers(self._call(f"/cache/{verb.name}?{query}", body, wait_s))
         except ProtocolError as error:
             raise ProtocolError(f"the proxy at {self._url} does not answer /cache/{verb.name} so: {error}") from error
         for each in nodes.values():
@@ -131,10 +163,10 @@ class ThroughProxy:
         refused = {name: Refused(each.type[:64], each.message[:1024]) for name, each in failures.items()}
         return {**nodes, **refused}
 
-    def _call(self, path: str, body: Any = None) -> bytes:
+    def _call(self, path: str, body: Any = None, wait_s: float = 0.0) -> bytes:
         """:raises ProxyError: nobody answers. Or what the proxy or a node says is the matter."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        timeout_s = self._wait_s + self._timeout_s
+        timeout_s = wait_s + self._timeout_s
         try:
             status, answer = call(self._url, path, body, timeout_s=timeout_s, headers=headers)
         except (OSError, http.client.HTTPException) as error:

@@ -44,6 +44,7 @@ FORGET_S = 3600.0  # a node without a roster that was silent for so long is forg
 _NAMED = 16  # names in an error's text
 ALL = "*"
 _TOKENIZE_S = 30.0
+_AGAIN_S, _SELDOM_S = 0.02, 0.5  # between two questions to a node whose tiers have not answered, doubling
 
 
 class _Tokens(msgspec.Struct):
@@ -223,8 +224,20 @@ class Verbs:
         return found
 
     async def _ask(self, node: Instance, verb: AnyVerb, wait_s: float) -> Outcome:
+        """Of a lookup what is there once all tiers have answered, or what is known of it after `wait_s`."""
         self._instances.check_heard(node)
+        until, pause_s = asyncio.get_running_loop().time() + wait_s, _AGAIN_S
         outcome = await self._orders.ask(node.name, verb, wait_s)
+        while isinstance(outcome, Found) and outcome.asking:
+            left_s = until - asyncio.get_running_loop().time()
+            if left_s <= pause_s:
+                break
+            await asyncio.sleep(pause_s)
+            try:
+                outcome = await self._orders.ask(node.name, verb, left_s - pause_s)
+            except NodeUnavailable:
+                break
+            pause_s = min(2 * pause_s, _SELDOM_S)
         if isinstance(outcome, Refused):
             raise VerbRefused(outcome.error, outcome.text)
         return outcome

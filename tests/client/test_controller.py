@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from cache_bed import CHUNK, LAYOUT, MODEL, NODES, SHAPE, prompt
 from click.testing import CliRunner
@@ -17,6 +18,7 @@ from proxied_bed import TOKEN, proxied_bed, proxy
 from raw_engine import CHUNK_BYTES, Engine
 
 from pdx.cli.main import main
+from pdx.client.connection import Connection
 from pdx.client.controller import Controller
 from pdx.client.results import Job, Place
 from pdx.errors import (
@@ -36,7 +38,7 @@ from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints
 from pdx.wire.prompt import Prompt
 from pdx.wire.tokens import chunk_keys
-from pdx.wire.verbs import MAX_EVICTED, Effect, Kept
+from pdx.wire.verbs import MAX_EVICTED, Effect, Find, Kept
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +310,25 @@ def test_a_text_is_made_tokens_of_by_the_engine_itself(node, served):
             served.socket.close()
             with pytest.raises(SelectionError, match="makes no tokens of a text: .*refused"):
                 cache.lookup(text)
+    finally:
+        engine.close()
+
+
+def test_a_text_is_made_tokens_of_once_however_often_tiers_are_asked(node, served, monkeypatch):
+    engine = Engine(node.address, layout=LAYOUT, shape=SHAPE, url=served.url)
+    call_for, asked = Connection.call_for, []
+
+    def late(self, body, *rest):
+        asked.extend([body] if isinstance(body, Find) else [])
+        found = call_for(self, body, *rest)
+        is_late = isinstance(body, Find) and len(asked) < 3
+        return msgspec.structs.replace(found, asking=["remote"]) if is_late else found
+
+    monkeypatch.setattr(Connection, "call_for", late)
+    try:
+        with Controller(node.address) as cache:
+            assert not cache.find("the quick brown fox jumps over the lazy dog").asking
+            assert (len(asked), served.asked) == (3, ["/tokenize"])
     finally:
         engine.close()
 

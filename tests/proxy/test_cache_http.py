@@ -50,7 +50,7 @@ ENVELOPE = {"version": 1, "session": "mine", "prefetch": True, "lease_s": 5, "ca
 ADVICE = {"hints": ENVELOPE, "keys": [base64.b64encode(bytes.fromhex(KEY)).decode()], "shards": 2}
 # What is said, of which nodes (a and b, b is never asked), the verb that a is told, and an answer of its.
 CASES = [
-    ("lookup", SAID, Find(KEYS), Found(3, 2, {"memory": 1, "disk": 2}, {"memory": 1}, ["remote"], 9, 32)),
+    ("lookup", SAID, Find(KEYS), Found(3, 2, {"memory": 1, "disk": 2}, {"memory": 1}, [], 9, 32)),
     (
         "move",
         {**SAID, "source": "memory", "target": "disk x", "target_node": "b", "keeps": True},
@@ -99,7 +99,7 @@ async def test_each_verb_goes_to_the_node_that_is_named(two, verb, body, order, 
         assert (entry["job"], entry["state"], entry["chunks"]) == ("a:3f-7", "running", 4)
     if isinstance(answer, Found):
         counts = {"chunks": 3, "hits": 2, "tiers": {"memory": 1, "disk": 2}, "pinned": {"memory": 1}}
-        more = {"asking": ["remote"], "nbytes": 9, "chunk_tokens": 32, "by_index": False}
+        more = {"asking": [], "nbytes": 9, "chunk_tokens": 32, "by_index": False}
         assert entry == {"type": "Found", **counts, **more}
     if verb == "advise":
         told = [(each["field"], each["outcome"]) for each in entry["verdicts"]]
@@ -135,6 +135,16 @@ async def test_a_lookup_by_tokens_names_the_keys_that_the_engine_makes(one):
     await one.ok("lookup", what={"tokens": tokens, "salt": "s"})
     keys = chunk_keys(Model("engine", "", LAYOUT, SHAPE), tokens, "s")
     assert (len(keys), one.nodes["a"].verbs) == (3, [Find(Selection(keys, 2, chunk_tokens=32))])
+
+
+async def test_tiers_that_have_not_answered_are_asked_again(one):
+    node = one.nodes["a"]
+    node.answers = lambda _: Found(1, 0, {}, asking=["remote"] if len(node.orders) < 3 else [])
+    told = await one.answers("lookup", **SAID)
+    assert (len(node.orders), told["a"]["asking"]) == (3, [])
+    node.answers = lambda _: Found(1, 0, {}, asking=["remote"])
+    told = await one.answers("lookup", **SAID, wait_s=0.2)
+    assert told["a"]["asking"] == ["remote"]
 
 
 async def test_a_node_that_is_silent_has_an_error_and_the_others_are_answered(two):
