@@ -365,8 +365,8 @@ def from_words(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in said.items():
         if name not in known:
             raise ConfigError(f"{name!r} is no option of {kind.__name__}; there are {', '.join(known)}")
-        if known[name].is_size and value == "":
-            continue  # as if it were not said
+        if name == "arena" and value == "":
+            continue  # what it is by default depends on GPUs, so it can be said that it is not said
         settings[known[name].field.name] = _value(known[name], value)
     return settings
 
@@ -396,7 +396,9 @@ def _value(option: Option, said: Any) -> Any:
     """:raises ConfigError: it has a wrong type, or is out of range."""
     value = parse_bytes(said) if option.is_size else said
     if isinstance(option.kind, msgspec.inspect.ListType) and isinstance(said, str):
-        value = [said] if said else []
+        value = ([word.strip() for word in said.split(",")] if option.metavar == "WHICH" else [said]) if said else []
+    if option.metavar == "FOLDER" and isinstance(value, list):
+        value = [each for each in value if each != ""]  # of a variable that is not set
     try:
         value = msgspec.convert(value, option.field.type)
     except msgspec.ValidationError as error:

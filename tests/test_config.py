@@ -194,6 +194,13 @@ def test_what_is_no_size_is_said_whether_it_is_used_or_not(size, field):
         node_settings({field: size})
 
 
+@pytest.mark.parametrize("name", ["gpu_arena", "disk_limit", "disk_reserve"])
+def test_a_size_that_is_empty_is_none(name):
+    """As a variable has it that is not set: the default would be a surprise."""
+    with pytest.raises(ConfigError, match="'' is not a size"):
+        connector_config({name: ""})
+
+
 @pytest.mark.parametrize("seconds", [1e-320, 0.0, -1.0, float("nan"), float("inf"), 1e300])
 def test_a_time_limit_is_one(seconds):
     for field in ("grant_s", "remote_s", "lease_max_s"):
@@ -211,7 +218,10 @@ def test_a_time_limit_is_one(seconds):
         ({"disk": ["/a", "/b"]}, {"disks": ["/a", "/b"]}),
         ({"disk": ""}, {"disks": []}),
         ({"disk": []}, {"disks": []}),
-        ({"arena": "", "disk_limit": ""}, {}),  # as if they were not said
+        ({"disk": ["", "/a", ""]}, {"disks": ["/a"]}),
+        ({"gpus": "0, 1"}, {"arena_bytes": 4 << 30, "gpu": "0", "more_gpus": ["1"]}),
+        ({"gpus": ""}, {"more_gpus": []}),
+        ({"arena": ""}, {}),  # as if it were not said
     ],
 )
 def test_the_connector_takes_one_folder_or_several_and_empty_words(said, settings):
