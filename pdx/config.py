@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -455,15 +455,15 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.node or default_node()
 
 
-def parse(kind: type[_T], settings: dict[str, Any]) -> _T:
-    """`settings` as a `kind`.
+def parse(kind: type[_T], settings: dict[str, Any], names: Iterable[str] = ()) -> _T:
+    """`settings` as a `kind`. `names`: those that somebody may say, where they are not all of its fields.
 
     :raises ConfigError: an unknown name, a wrong type, or a value out of range; the message names it.
     """
     try:
         return msgspec.convert(settings, kind)
     except msgspec.ValidationError as error:
-        known = ", ".join(field.name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
+        known = ", ".join(names or [field.name for field in msgspec.structs.fields(kind)])  # type: ignore[arg-type]
         raise ConfigError(f"{error} (settings of {kind.__name__}: {known})") from error
 
 
@@ -474,7 +474,8 @@ def connector_config(settings: Mapping[str, Any]) -> ConnectorConfig:
     """
     if "of_node" in settings:
         raise ConfigError("'of_node' is no setting of the connector; say what is in it by itself")
-    of_nodes = {name for name, option in options_of(NodeConfig).items() if option.for_engines}
+    of_nodes = [name for name, option in options_of(NodeConfig).items() if option.for_engines]
     of_node = node_settings({name: value for name, value in settings.items() if name in of_nodes})
     own = {name: value for name, value in settings.items() if name not in of_nodes}
-    return parse(ConnectorConfig, {**own, "of_node": of_node})
+    names = [each.field.name for each in options_of(ConnectorConfig).values()]
+    return parse(ConnectorConfig, {**own, "of_node": of_node}, [*names, *of_nodes])

@@ -49,8 +49,9 @@ def test_an_unknown_setting_names_itself_and_the_known_ones():
     with pytest.raises(ConfigError) as refused:
         connector_config({"chunk_token": 256})
     assert "chunk_token`" in str(refused.value)
-    for name in ("chunk_tokens", "lookup_s", "node"):
-        assert name in str(refused.value)
+    known = str(refused.value).partition("settings of ConnectorConfig: ")[2].removesuffix(")").split(", ")
+    assert {"chunk_tokens", "lookup_s", "node", "arena", "disk", "gpus", "store"} <= set(known)
+    assert "of_node" not in known, "those of a node that it starts are said by themselves"
 
 
 @pytest.mark.parametrize(
