@@ -209,6 +209,17 @@ def test_chunks_of_a_prefill_leg_that_went_while_it_waited_are_saved_again(engin
     engines.node.wait_at_rest()
 
 
+def test_a_request_that_ends_during_its_load_holds_its_chunks_until_that_is_over(engines: Engines) -> None:
+    engine, prompt = engines(), tokens(49, 2 * CHUNK + 1)
+    run(engine, engines, prompt)
+    request = Request("over", prompt)
+    engine.allocate(request, engine.match(request))
+    engine.scheduler_guard.finished(request)
+    assert engines.node.status().leases == 1
+    assert engine.finish_load(request) == set()
+    engines.node.wait_at_rest()
+
+
 def test_a_preempted_decoder_does_not_wait_for_what_it_was_to_fill_itself(engines: Engines) -> None:
     """Its second chunk is still reserved for it, and nobody else fills that."""
     engine = engines()
