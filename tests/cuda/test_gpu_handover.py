@@ -128,6 +128,21 @@ def test_anything_else_is_closed_and_counted(stage, said, settings, why, caplog)
     assert TICKET.decode() not in caplog.text
 
 
+def test_a_process_that_is_refused_again_and_again_cannot_fill_the_log(stage, monkeypatch, caplog):
+    def refused(pid, times):
+        monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(pid, os.geteuid()))
+        for _ in range(times):
+            stage.connect()
+            stage.serve_all()
+        return sum(f"process {pid}:" in message for message in caplog.messages)
+
+    assert [refused(1000, 5), refused(1001, 2)] == [1, 1], "each process has its line"
+    stage.now += handover.QUIET_S
+    stage.server.tick()
+    assert refused(1000, 2) == 2
+    assert stage.counters == {"handover_refused": 9}
+
+
 def test_descriptors_that_come_with_a_ticket_are_not_taken(stage):
     read, write = os.pipe()
     client = stage.connect()
