@@ -153,8 +153,9 @@ class ThroughProxy:
         if "what" in body:
             body["what"] = prompt
         query = urlencode({"node": list(instances) or ["*"], "wait_s": wait_s}, doseq=True)
+        answer = self._call(f"/cache/{verb.name}?{query}", body, wait_s)
         try:
-            nodes, failures = decode_answers(self._call(f"/cache/{verb.name}?{query}", body, wait_s))
+            nodes, failures = decode_answers(answer)
         except ProtocolError as error:
             raise ProtocolError(f"the proxy at {self._url} does not answer /cache/{verb.name} so: {error}") from error
         for each in nodes.values():

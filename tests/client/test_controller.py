@@ -221,6 +221,7 @@ def test_what_is_wrong_is_named(two, cache):
         (lambda: cache.check_finish("alpha:1-1"), JobUnknown, "of another life of this node"),
         (lambda: cache.check_finish("yesterday"), JobUnknown, "is no job's name, which is NODE:EPOCH-NUMBER"),
         (lambda: cache.compress(tokens, "alpha", "host", "lossless"), NodeError, "as engines read them"),
+        (lambda: cache.move("alpha/host", "alpha/host", tokens), ProtocolError, r"\Ahost is moved to itself"),
     ):
         with pytest.raises(error, match=words):
             ask()
@@ -229,6 +230,11 @@ def test_what_is_wrong_is_named(two, cache):
         assert done.status.state == "failed"
         assert "gamma" in done.status.why
     assert cache.lookup(tokens)["alpha"]["host"] == 64, "nothing came of any of that"
+
+
+def test_two_nodes_of_one_name_are_refused(two):
+    with pytest.raises(SelectionError, match="are both 'alpha'"):
+        Controller(two.addresses[0], two.addresses[0])
 
 
 def test_engines_that_make_other_keys_have_to_be_told_apart(two, local):
