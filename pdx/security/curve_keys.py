@@ -16,7 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from pdx.errors import ConfigError
-from pdx.security.secret_file import read
+from pdx.security.secret_file import check_private, read
 
 KEY_CHARS = 40  # 32 bytes in Z85
 _MAX_FILE_BYTES = 64 << 10
@@ -49,9 +49,11 @@ class KeyPair(msgspec.Struct, frozen=True):
 
         :raises ConfigError: it cannot be read, others may read it, or there is no key in it.
         """
-        match = _SECRET.search(read(path, "secret key file", "`pdx keygen`", _MAX_FILE_BYTES))
+        text, info = read(path, "secret key file", "`pdx keygen`", _MAX_FILE_BYTES)
+        match = _SECRET.search(text)
         if match is None:
             raise ConfigError(f"{path} holds no secret key; name the file NAME.key_secret that `pdx keygen` made")
+        check_private(info, "secret key file", path)
         check_key(match[1], str(path))
         return cls(zmq.curve_public(match[1].encode()).decode("ascii"), match[1])
 

@@ -15,10 +15,9 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows in the heade
 _OTHERS, _GROUP_CHANGES = 0o007, 0o030
 
 
-def read(path: str | Path, what: str, hint: str, most_bytes: int) -> str:
-    """The text of a file that nobody else reads, or its first bytes. `what` it is called, and `hint` how one is made.
-
-    :raises ConfigError: it cannot be read, or others may read it.
+def read(path: str | Path, what: str, hint: str, most_bytes: int) -> tuple[str, os.stat_result]:
+    """The text of a file, or its first bytes, and what `check_private` asks for. `what` it is called, `hint` how one is
+    made. :raises ConfigError: it cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -26,14 +25,15 @@ def read(path: str | Path, what: str, hint: str, most_bytes: int) -> str:
             text = file.read(most_bytes).decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}; {hint} makes one") from error
-    check_private(info, what, path)
-    return text
+    return text, info
 
 
 def load_token(path: str | Path) -> str:
     """The token in a file. :raises ConfigError: it cannot be read, others may read it, or there is no token in it."""
     make = f"(umask 077; openssl rand -hex 32 > {path})"
-    text = read(path, "token file", make, _MAX_TOKEN_CHARS + 2).strip()
+    text, info = read(path, "token file", make, _MAX_TOKEN_CHARS + 2)
+    check_private(info, "token file", path)
+    text = text.strip()
     if not MIN_TOKEN_CHARS <= len(text) <= _MAX_TOKEN_CHARS or _TOKEN.fullmatch(text) is None:
         raise ConfigError(
             f"token file {path} holds no token, which has {MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} letters, digits and "

@@ -30,6 +30,8 @@ def test_a_pair_is_written_for_its_owner_and_read_back(folder):
     assert (secret.name, public.name) == ("alpha.key_secret", "alpha.key")
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, secret, public)] == [0o700, 0o600, 0o644]
     assert sorted(path.name for path in folder.iterdir()) == ["alpha.key", "alpha.key_secret"]
+    with pytest.raises(ConfigError, match="name the file NAME.key_secret"):
+        KeyPair.load(public)
     assert KeyPair.load(secret) == keys
     assert keys.secret not in public.read_text()
 

@@ -46,6 +46,8 @@ class Regions:
         self._env = env
         self._host = data_host(listen_address(config))
         self._memory: Memory | None = None
+        self._found: dict[str, tuple[Region, Listener]] = {}  # what the thread has opened
+        self._missing: dict[str, str] = {}  # what it could not, and why
         self._thread: threading.Thread | None = None
         self._waiting: list[Callable[[], None]] = []
         self._closing = threading.Event()
@@ -71,8 +73,7 @@ class Regions:
             self._thread.start()
 
     def _open(self) -> None:
-        opened: dict[str, tuple[Region, Listener]] = {}
-        why: dict[str, str] = {}
+        opened, why = self._found, self._missing
         memory = self._memory = self._memory_of(self.arena)
         for scheme in self.candidates:
             if self._closing.is_set():
@@ -101,7 +102,7 @@ class Regions:
                 if region is not None:
                     with contextlib.suppress(PdxError):
                         region.close()
-        self._env.mailbox.post(lambda: self._opened(opened, why))
+        self._env.mailbox.post(self._opened)
 
     @staticmethod
     def _memory_of(arena: Arena) -> Memory:
@@ -109,11 +110,14 @@ class Regions:
             return GpuMemory(arena.device, arena.nbytes)
         return Memory(arena.data, arena.path)
 
-    def _opened(self, opened: dict[str, tuple[Region, Listener]], why: dict[str, str]) -> None:
-        self.why = why
-        for scheme, (region, listener) in opened.items():
+    def _opened(self) -> None:
+        """The thread is through. Once, also where `close` was first."""
+        if self.is_open:
+            return
+        self.why = self._missing
+        for scheme, (region, listener) in self._found.items():
             self.regions[scheme], self.listeners[scheme] = region, listener
-        for scheme, text in why.items():
+        for scheme, text in self.why.items():
             # Asked for by name, its absence is worth a warning; otherwise `pdx doctor` tells.
             is_missed = scheme in self._config.channels
             self._env.counters["channels_unavailable"] += is_missed
@@ -130,8 +134,7 @@ class Regions:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            if not self.is_open:
-                self._env.mailbox.deliver()
+            self._opened()
         for region in self.regions.values():
             region.close()
         self.regions.clear()
