@@ -73,7 +73,8 @@ class EventLog:
         ring_keys: int = RING_KEYS,
         born_at: float | None = None,
     ) -> None:
-        """`arenas`: of each the GPU that it is on, or nothing. `born_at`: seconds since 1970; None: now."""
+        """`arenas`: of each the GPU that it is on, or nothing. `born_at`: seconds since 1970, from which the clock of
+        `env` counts on; None: what the time is, the host says, whenever it is set."""
         self._store = store
         self._index = store.index
         self._tiers = tiers
@@ -81,12 +82,16 @@ class EventLog:
         self.env = env
         self._counters = env.counters
         self._ring_keys = ring_keys
-        self._clock_began_at = (time.time() if born_at is None else born_at) - env.clock()  # seconds since 1970
+        self._clock_began_at = None if born_at is None else born_at - env.clock()
         self._is_on = False
         self._followers: dict[object, bool] = {}  # whether it wants to know of names
         self._ring: deque[Batch] = deque()
         self._kept = 0  # keys in the ring
-        self.seq = int((self._clock_began_at + env.clock()) * 1000) << FIRST_SHIFT
+        self.seq = int(self._time() * 1000) << FIRST_SHIFT
+
+    def _time(self) -> float:
+        """Seconds since 1970."""
+        return time.time() if self._clock_began_at is None else self._clock_began_at + self.env.clock()
 
     # ---- who follows ------------------------------------------------------------------------
 
@@ -143,7 +148,7 @@ class EventLog:
 
     def _add(self, changes: Sequence[Change]) -> Batch:
         self.seq += 1
-        batch = Batch(self.seq, self._clock_began_at + self.env.clock(), changes)
+        batch = Batch(self.seq, self._time(), changes)
         kept = [Change(each.tier, each.is_stored, each.keys) for each in changes]  # records are not kept from going
         self._ring.append(Batch(self.seq, batch.ts, kept))
         count = batch.count

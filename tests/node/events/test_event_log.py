@@ -142,6 +142,16 @@ def test_numbers_of_a_node_that_starts_again_are_higher(bed):
     assert second.seq > first.log.seq
 
 
+def test_events_have_the_time_of_the_host_also_after_it_was_set(bed, monkeypatch):
+    first, at = bed(), 1e9
+    monkeypatch.setattr(log.time, "time", lambda: at)
+    own = log.EventLog(first.store, first.tiers, [""], first.env)
+    own.follow("me")
+    at = 2e9
+    first.disk.put(key(1))
+    assert own.turn().ts == 2e9
+
+
 @pytest.mark.parametrize("gpus", [(), ("GPU-a",)])
 @given(seed=st.integers(0, 1 << 30))
 def test_who_comes_at_any_time_and_hears_all_has_what_is_there(tmp_path_factory, seed, gpus):
