@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import examples  # noqa: F401 - before any property
 import forked
 import pytest
 import zmq
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 pytest.register_assert_rewrite("pdx.testing")  # the suite's own modules, whichever test imports one of them first
 
@@ -33,10 +34,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_support, os.environ.ge
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started us in the background; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Cores are shared and stall for seconds: how long an example took says nothing.
-settings.register_profile("pdx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("pdx")
-
 LEAK_ROUNDS = 250  # of 0.02 s and more; not a time, in which the machine may have stood still
 _HARMLESS_FDS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/nvidia", "/memfd:/.nvidia", "/proc/driver/nvidia")
 # CUDA, NVML and UCX open one or the other of these when they first need it, and keep it.
@@ -50,10 +47,17 @@ PARTS = {"beside": "", "engines": "engine", "long": "long"}  # and the mark of t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--part`: `make test` runs most tests side by side (`-n`), then those of real engines, which use all cores;
-    `make test-long` those that take long, or whose outcome rests on how fast the machine is."""
+    `make test-long` those that take long, or whose outcome rests on how fast the machine is, and all properties again,
+    with more examples."""
     parser.addoption("--part", choices=PARTS, help="the tests that may run beside others, or one of the other parts")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("part") == "long":
+        settings.load_profile("all")
+
+
+@pytest.hookimpl(trylast=True)  # properties have their mark by then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the part that is asked for; a test that has several marks is of the last part."""
     wanted = config.getoption("part")
@@ -62,7 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
         parts = [part for part, mark in PARTS.items() if mark and item.get_closest_marker(mark)]
-        kept[(parts or ["beside"])[-1] == wanted].append(item)
+        is_property = item.get_closest_marker("hypothesis") is not None
+        kept[(parts or ["beside"])[-1] == wanted or (wanted == "long" and is_property)].append(item)
     config.hook.pytest_deselected(items=kept[False])
     items[:] = kept[True]
 

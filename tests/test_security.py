@@ -30,15 +30,17 @@ ATTRIBUTES = {"recv_pyobj", "send_pyobj", "load_pyobj", "__reduce__", "__reduce_
 
 @functools.cache
 def all_nodes():
+    found = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            found.setdefault(type(node), []).append((path, node))
+    return found
+
+
+def nodes(*kinds):
     return [
-        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node)
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        (f"{path.relative_to(ROOT)}:{node.lineno}", node) for kind in kinds for path, node in all_nodes().get(kind, ())
     ]
-
-
-def nodes(kind):
-    return [(where, node) for where, node in all_nodes() if isinstance(node, kind)]
 
 
 def test_no_pickle_anywhere():
@@ -46,11 +48,11 @@ def test_no_pickle_anywhere():
     -26220, -115912, CVE-2025-69872: on the wire, in shared memory, on disk, behind a deny list."""
     assert {"pdx", "proxy", "kernels", "transports"} == {path.relative_to(ROOT).parts[0] for path in SOURCES}
     found = []
-    for where, node in nodes((ast.Import, ast.ImportFrom)):
+    for where, node in nodes(ast.Import, ast.ImportFrom):
         names = [alias.name for alias in node.names]
         modules = names if isinstance(node, ast.Import) else [node.module or "", *(f"{node.module}.{n}" for n in names)]
         found += [(where, name) for name in modules if name in CODE_FROM_BYTES or name.split(".")[0] in CODE_FROM_BYTES]
-    for where, node in nodes((ast.Attribute, ast.FunctionDef)):
+    for where, node in nodes(ast.Attribute, ast.FunctionDef):
         name = node.attr if isinstance(node, ast.Attribute) else node.name
         found += [(where, name)] if name in ATTRIBUTES else []
     assert not found

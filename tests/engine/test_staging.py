@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_bed import Bed
@@ -38,7 +39,7 @@ def test_whatever_fits_into_a_half_the_bytes_arrive(
 
 
 @given(st.lists(st.integers(1, 50), max_size=300), st.integers(1, 100))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_part_is_taken_that_nobody_waited_for(sizes: list[int], most: int) -> None:
     """Where the copy engine does nothing by itself, each part is waited for before its bytes are written again."""
     busy: dict[int, tuple[int, int]] = {}

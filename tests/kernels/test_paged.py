@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from paged_cases import LAYOUTS, PLACES, SCATTERED, layer_views, paged, problems, random_bytes
 
@@ -20,7 +21,7 @@ GIB = 1 << 30
 MAP_NORESERVE = 0x4000  # Linux's; the module has no name for it
 on_all_places = pytest.mark.parametrize("place", PLACES)
 in_both_directions = pytest.mark.parametrize("name", ["gather", "scatter"])
-some = settings(max_examples=60)
+some = settings(max_examples=examples(60))
 
 
 def synchronize(place):

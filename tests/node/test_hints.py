@@ -4,6 +4,7 @@ import contextlib
 from functools import partial
 
 import pytest
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -435,7 +436,9 @@ class Leases(RuleBasedStateMachine):
 
 def test_leases_never_keep_more_than_their_shares_and_all_is_given_back(place):
     Leases.place = place
-    run_state_machine_as_test(Leases, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        Leases, settings=settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
+    )
 
 
 # ---- demoting ------------------------------------------------------------------------------------

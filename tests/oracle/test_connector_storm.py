@@ -1,5 +1,4 @@
-"""Storms, whose events Hypothesis chooses and makes fewer where one fails: the same few each time, and by `make
-test-long` others. `PDX_STORM_EXAMPLES=1000` runs longer."""
+"""Storms, whose events Hypothesis chooses and makes fewer where one fails. `PDX_STORM_EXAMPLES=1000` runs longer."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from connector_storm import COUNTS, NODE_TROUBLE, REQUESTS, SHAPES, TROUBLE, Event, Storm, StormNode, storm_bed
 from exact_engine import Engine
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,20 +38,9 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[
         yield bed
 
 
-@settings(max_examples=5, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(EXAMPLES), suppress_health_check=list(HealthCheck))
 @given(played=st.lists(events, min_size=1, max_size=20))
 def test_every_token_is_right_and_nothing_is_left(made: tuple[list[Engine], StormNode], played: list[Event]) -> None:
-    play(made, played)
-
-
-@pytest.mark.long
-@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
-@given(played=st.lists(events, min_size=1, max_size=20))
-def test_in_longer_storms_too(made: tuple[list[Engine], StormNode], played: list[Event]) -> None:
-    play(made, played)
-
-
-def play(made: tuple[list[Engine], StormNode], played: list[Event]) -> None:
     storm = Storm(f"storm-{next(_names)}", *made)
     storm.play(played)
     storm.settle()

@@ -1,6 +1,7 @@
 """The allocator against a model that keeps one entry per 4 KB granule."""
 
 import pytest
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -120,7 +121,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=60, stateful_step_count=40)
+TestAllocator.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("total", [0, -ALIGNMENT, ALIGNMENT + 1])

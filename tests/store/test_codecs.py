@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 # ---- lossless -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.binary(max_size=4096), st.integers(1, 40))
 @example(b"", 1)
 @example(b"\x00" * 4095, 1)
@@ -96,7 +97,7 @@ def test_no_room_is_no_error():
     assert len(encoded(LOSSLESS, data, room=1001)) == 1001
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data())
 def test_damaged_bytes_are_an_error_or_other_bytes_and_no_crash(data):
     name = data.draw(st.sampled_from([LOSSLESS, *map(str, FORMS)]))
@@ -109,7 +110,7 @@ def test_damaged_bytes_are_an_error_or_other_bytes_and_no_crash(data):
         assert len(decoded(name, bytes(small[:end]), len(plain))) == len(plain)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.binary(max_size=200), st.integers(1, 300))
 def test_hostile_bytes_are_an_error_or_fill_the_buffer(data, nbytes):
     with contextlib.suppress(CodecError):
@@ -169,7 +170,7 @@ def test_lossy_comes_back_nearly_and_then_exactly(form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_lossy_takes_any_bits(form, data):
     elements = 128

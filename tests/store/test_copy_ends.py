@@ -1,5 +1,6 @@
 """Whatever happens to a push in whatever state, it ends once, in order, and leaves nothing behind."""
 
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from push_stage import FakePeerTier, SendingStage
@@ -39,7 +40,7 @@ EVENT = st.one_of(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(EVENT, min_size=20, max_size=60), group=st.integers(1, 4))
 def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events, group):
     stage = SendingStage(tmp_path_factory.mktemp("stage"), granules=64, group_bytes=group * 4096, window_bytes=3 * 4096)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from disk_bed import MIB, Bed, closing_all, disk_image, is_root, key, small_disk
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -744,4 +745,4 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 TestDiskMachine = DiskMachine.TestCase
-TestDiskMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestDiskMachine.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)

@@ -13,6 +13,7 @@ import time
 
 import pytest
 from disk_bed import MIB, Bed, is_root, key, small_disk
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -86,7 +87,7 @@ def test_a_truncated_file_is_removed_when_a_node_starts(bed, nbytes):
     assert bed.tier.used_bytes == bed.charge
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_any_flipped_bit_is_found_and_costs_a_miss_or_nothing(bed, data):
     assert bed.has(1) or bed.store(1)

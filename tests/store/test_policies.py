@@ -5,6 +5,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -172,7 +173,7 @@ numbers = st.lists(st.integers(0, 30) | st.integers(0, 12), max_size=200)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(accesses=numbers, how=st.sampled_from(["touch", "lease"]))
 @example(accesses=[*range(12), *range(12), *range(3), *range(20), *range(12)], how="lease")
 def test_hits_are_those_of_the_plain_model(tmp_path_factory, policy, accesses, how):

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policies import name, put, there, use
@@ -79,7 +80,7 @@ def test_who_asks_is_told_why_it_is_gone(arena):
     accesses=st.lists(st.tuples(st.sampled_from([A, B, NOBODY]), st.integers(0, 9)), max_size=120),
     how=st.sampled_from(["touch", "lease"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_as_a_plain_model_has_it(tmp_path_factory, accesses, how):
     """Least recently used: first of what is over the quota, then of everything."""
     cache, over = OrderedDict(), OrderedDict()  # (salt, number), the oldest use first

@@ -1,5 +1,6 @@
 """Chunks by what leads up to them, against a search through all of them."""
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ chunks = st.lists(st.tuples(st.sampled_from(PARENTS), letters), max_size=30)
 
 
 @given(chunks, st.sampled_from(PARENTS), letters, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_best_one_is_found_as_by_looking_at_all(chunks, parent, prompt, data):
     siblings = Siblings()
     for number, (of, names) in enumerate(chunks):
@@ -44,7 +45,7 @@ def test_the_best_one_is_found_as_by_looking_at_all(chunks, parent, prompt, data
 
 
 @given(chunks, st.sampled_from(PARENTS), letters)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_what_a_chunk_makes_useless_begins_as_it_does(chunks, parent, names):
     siblings = Siblings()
     for number, (of, each) in enumerate(chunks):

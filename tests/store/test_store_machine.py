@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -589,5 +590,5 @@ def writing(store):
     return {chunk.slot.offset for group in store.index.writers._groups.values() for chunk in group}
 
 
-StoreMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
+StoreMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50)
 TestStore = StoreMachine.TestCase

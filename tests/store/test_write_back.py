@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_policies import MODELS, ROOM
@@ -197,7 +198,7 @@ def test_a_tier_smaller_than_the_window_is_not_written_to_all_the_time(tmp_path,
 @pytest.mark.parametrize("window", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("name", MODELS)
 @given(accesses=st.lists(st.integers(0, 25), max_size=80))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_storing_ahead_changes_nothing_of_what_goes(tmp_path, name, window, accesses):
     with contextlib.closing(
         Stage(tempfile.mkdtemp(dir=tmp_path), granules=ROOM, policy=find(name), choice="write-back", window=window)

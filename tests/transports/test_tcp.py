@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -156,7 +157,7 @@ def test_a_wrong_token(target):
     target.is_unharmed("token")
 
 
-@settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(min_size=1, max_size=600), is_greeted=st.booleans())
 def test_random_bytes(target, data, is_greeted):
     """Before and behind a greeting."""

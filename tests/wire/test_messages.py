@@ -9,6 +9,7 @@ import msgpack
 import msgspec
 import pytest
 from damage import flipped
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
@@ -58,7 +59,7 @@ any_message = st.one_of(*FRAMES.values())
 
 
 @given(any_message)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_every_message_comes_back_as_it_was(message):
     assert DECODERS[type(message)](messages.encode(message)) == message
 
@@ -278,7 +279,7 @@ def test_a_length_that_lies_allocates_nothing(head):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_random_bytes_raise_nothing_but_protocol_error(frame):
     for decode in DECODERS.values():
         with contextlib.suppress(ProtocolError):
@@ -286,7 +287,7 @@ def test_random_bytes_raise_nothing_but_protocol_error(frame):
 
 
 @given(any_message, st.data())
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_flipped_bytes_raise_nothing_but_protocol_error(message, data):
     frame = flipped(messages.encode(message), data)
     for decode in DECODERS.values():

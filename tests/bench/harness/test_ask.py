@@ -5,6 +5,7 @@ import json
 import time
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_server import Script, serving
@@ -59,7 +60,7 @@ def test_what_is_asked():
     assert body["stream_options"] == {"include_usage": True}
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.integers(1, len(STREAM) - 1), max_size=12, unique=True).map(sorted))
 def test_bytes_may_be_cut_anywhere(cuts):
     ends = [*cuts, len(STREAM)]

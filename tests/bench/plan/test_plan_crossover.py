@@ -1,6 +1,7 @@
 """Load or compute: crossovers solve the equation, move the right way, and lie where others found them."""
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import engine
@@ -10,7 +11,7 @@ from pdx.bench.plan.transfer import crossover, load_s
 GBPS = 1e9 / 8
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.floats(1e-6, 1e-4), st.floats(1e-11, 1e-8), st.floats(1e8, 1e11))
 def test_a_crossover_solves_the_equation(linear, quadratic, speed):
     def prefill_s(tokens):
@@ -25,7 +26,7 @@ def test_a_crossover_solves_the_equation(linear, quadratic, speed):
         assert found.turns[-1:] in ([], [found.load_from])
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.floats(1e8, 1e11), st.floats(1, 10))
 def test_more_bandwidth_never_moves_it_up(speed, times):
     chosen = engine()

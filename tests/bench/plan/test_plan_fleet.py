@@ -5,6 +5,7 @@ import statistics
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import case, engine
@@ -76,7 +77,7 @@ def test_a_decode_engine_does_what_a_simulated_one_does(rate):
     assert batch.step_high_s == pytest.approx(statistics.quantiles(found.gaps, n=20)[-1], rel=0.12)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(RATES, st.integers(100, 20_000), st.sampled_from([0.0, 0.6]))
 def test_the_parts_of_a_request_add_up(rate, tokens, variation):
     service = case(rate=rate, tokens=tokens, input_variation=variation).split(8, 8)
@@ -90,7 +91,7 @@ def test_the_parts_of_a_request_add_up(rate, tokens, variation):
     assert service.itl_high_s >= service.itl_s
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(RATES, st.integers(1, 6), st.integers(1, 6), st.floats(1.05, 4))
 def test_more_is_never_worse(rate, prefillers, decoders, times):
     chosen = case(rate=rate)

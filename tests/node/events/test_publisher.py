@@ -14,6 +14,7 @@ import plain_chunk
 import pytest
 import zmq
 from events_bed import EventsBed, key, names
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,7 +159,7 @@ class Lossy(Subscriber):
         return found
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 1 << 30), loss=st.sampled_from([0.01, 0.3]))
 def test_a_subscriber_that_loses_events_ends_with_the_right_index(tmp_path_factory, seed, loss):
     rng = random.Random(seed)

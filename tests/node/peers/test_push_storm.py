@@ -1,6 +1,7 @@
 """Random storms against the receiving side: whatever comes in whatever order, room is never given away while somebody
 may write to it, every push ends, and nothing is left."""
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from push_stage import FakeSession, ReceivingStage, key
@@ -176,7 +177,7 @@ class Storm:
         self.stage.free_what_is_sealed()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(events=st.lists(st.tuples(st.sampled_from(VERBS), numbers, numbers, numbers), min_size=30, max_size=80))
 def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events):
     storm = Storm(tmp_path_factory.mktemp("storm"))
