@@ -35,7 +35,7 @@ test: check  ## what a change needs: lint, types, and the tests that say the sam
 	$(call pytest,--part=beside -n 2 --dist loadscope)
 	$(call pytest,--part=engines tests/end_to_end)
 
-test-long: $(READY)  ## all other tests: engines in other settings, storms, kills, benches, UCX; an issue ends with them
+test-long: $(READY)  ## all other tests: engines in other settings, storms, kills, benches, UCX, more examples; an issue ends with them
 	$(call pytest,--part=long)
 	$(BIN)/pytest tests/transports/test_ucx*.py  # in a process without NIXL's UCX, see docs/adr/0018
 
