@@ -77,3 +77,24 @@ def test_a_decoder_does_not_wait_for_a_prefill_that_is_left_out(engines: Engines
     assert run(prefiller, "prefill", prefill_of(transfer)) == 0
     assert decoder.match(reading, deadline_s=20.0) == 0
     assert engines.node.counter("transfers_given_up") == 1
+
+
+def test_a_decoder_does_not_wait_for_a_prefill_that_ends_while_it_waits_for_room(engines: Engines) -> None:
+    """Nothing was reserved for it whose end the node would tell."""
+    transfer = "u" * 20
+    prefiller, decoder = engines(reserve_wait_s=60.0), engines(transfer_wait_s=60.0)
+    prefill, reading = (
+        Request("p", PROMPT, prefill_of(transfer)),
+        Request("d", PROMPT, decode_of(transfer, is_early=True)),
+    )
+    with engines.node.filled():
+        decoder.scheduler_guard.arrived(reading)
+        wait_until(
+            lambda: (
+                prefiller.scheduler_guard.matched_tokens(prefill, 0) is None and engines.node.counter("reserve_full")
+            ),
+            what="there is no room",
+        )
+        prefiller.finish(prefill)
+        assert decoder.match(reading, deadline_s=20.0) == 0
+    decoder.finish(reading)
