@@ -50,7 +50,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def check(self) -> None:
         """:raises SelectionError: the chunks are not named by exactly one of the five."""
-        said = [name for name in _FIVE if getattr(self, name) not in (None, "")]
+        said = [name for name in _FIVE if getattr(self, name) is not None and (name != "request" or self.request)]
         if len(said) != 1:
             told = " and ".join(said) or "nothing"
             raise SelectionError(f"say which chunks by one of tokens, text, messages, keys and request, not by {told}")

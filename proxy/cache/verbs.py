@@ -155,7 +155,7 @@ class Verbs:
             self._instances.check_heard(self._instances.get(verb.target_node))
         if isinstance(verb, Find) and (found := self._by_index(verb, nodes)) is not None:
             return found
-        if len(nodes) == 1 and (names or kind.is_of_one_node()) and ALL not in names:
+        if kind.is_of_one_node() or (len(nodes) == 1 and names and ALL not in names):
             found = {name: await self._ask(node, verb, wait_s) for name, node in nodes.items()}
         else:
             outcomes = await asyncio.gather(*(self._settled(node, verb, wait_s) for node in nodes.values()))

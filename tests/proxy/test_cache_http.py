@@ -137,6 +137,18 @@ async def test_a_lookup_by_tokens_names_the_keys_that_the_engine_makes(one):
     assert (len(keys), one.nodes["a"].verbs) == (3, [Find(Selection(keys, 2, chunk_tokens=32))])
 
 
+async def test_a_job_is_of_its_node_whatever_the_query_says(two):
+    two.nodes["a"].answers = lambda _: refused("JobUnknown", "no such job")
+    for nodes in ((), "a", "b", "*"):
+        for verb in ("cancel", "check_finish"):
+            assert await two.error(verb, node=nodes, job="a:1-1") == (404, "JobUnknown", "no such job")
+
+
+async def test_a_text_that_is_empty_is_a_text(one):
+    said = {"tokens": [1] * 64, "text": ""}
+    assert (await one.error("lookup", what=said))[2].endswith("not by tokens and text")
+
+
 async def test_tiers_that_have_not_answered_are_asked_again(one):
     node = one.nodes["a"]
     node.answers = lambda _: Found(1, 0, {}, asking=["remote"] if len(node.orders) < 3 else [])
