@@ -11,6 +11,7 @@ over a `pdx.store.remote.backend.Backend` of its own. Its conformance suite is `
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
@@ -38,32 +39,35 @@ def open_below(config: NodeConfig, host: TierHost) -> list[list[Tier]]:
                 f"{option} {value} keeps chunks of host memory, and this node has none for them; give it "
                 f"--arena 8GiB beside --gpu"
             )
-    disks = [
-        DiskTier(
-            host,
-            Path(folder),
-            config.disk_limit_bytes,
-            reserve_bytes=config.disk_reserve_bytes,
-            codec=config.disk_codec,
-            name=name,
-        )
-        for folder, name in zip(config.disks, disk_names(config), strict=True)
-    ]
-    for disk in disks:
-        disk.siblings = [each for each in disks if each is not disk]
-    if disks:
-        levels.append(list(disks))
-    if config.remote:
-        settings = RemoteSettings(
-            url=config.remote,
-            timeout_s=config.remote_s,
-            lookup_s=config.remote_lookup_s,
-            ttl_s=config.remote_ttl_s,
-            ca=config.remote_ca,
-            credentials=config.remote_credentials,
-            codec=config.remote_codec,
-        )
-        levels.append([open_remote(host, settings)])
+    with ExitStack() as undo:  # where one cannot be opened, no folder stays this node's
+        disks: list[DiskTier] = []
+        for folder, name in zip(config.disks, disk_names(config), strict=True):
+            disk = DiskTier(
+                host,
+                Path(folder),
+                config.disk_limit_bytes,
+                reserve_bytes=config.disk_reserve_bytes,
+                codec=config.disk_codec,
+                name=name,
+            )
+            disks.append(disk)
+            undo.callback(disk.close)
+        for disk in disks:
+            disk.siblings = [each for each in disks if each is not disk]
+        if disks:
+            levels.append(list(disks))
+        if config.remote:
+            settings = RemoteSettings(
+                url=config.remote,
+                timeout_s=config.remote_s,
+                lookup_s=config.remote_lookup_s,
+                ttl_s=config.remote_ttl_s,
+                ca=config.remote_ca,
+                credentials=config.remote_credentials,
+                codec=config.remote_codec,
+            )
+            levels.append([open_remote(host, settings)])
+        undo.pop_all()
     return levels
 
 

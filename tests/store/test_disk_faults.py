@@ -17,6 +17,7 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdx.config import NodeConfig
 from pdx.errors import ConfigError, TierError
 from pdx.store import chunk_format
 from pdx.store.disk import chunk_file, folder
@@ -25,6 +26,7 @@ from pdx.store.disk.index import FULL_S
 from pdx.store.disk.tier import JOIN_S
 from pdx.store.health import MAX_ERRORS, PAUSE_S
 from pdx.store.tier import Job, Part
+from pdx.store.tier_setup import open_below
 
 _GET_FLAGS, _SET_FLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10
 
@@ -782,6 +784,19 @@ def test_a_disk_that_is_read_only_when_a_node_starts_is_read(tmp_path, caplog, h
                     bed.open()
         bed.now += PAUSE_S
         assert bed.store(2) == has_lock, "a folder that is not this node's alone is never written to"
+
+
+@pytest.mark.parametrize("fails", ["another disk", "remote"])
+def test_where_one_tier_cannot_be_opened_the_others_are_closed_again(tmp_path, fails):
+    with contextlib.closing(Bed(tmp_path)) as bed:
+        assert bed.store(1)
+        bed.close_tier()
+        disks = [str(bed.root)] * (2 if fails == "another disk" else 1)
+        remote = "s3://user:secret@host/bucket" if fails == "remote" else ""
+        with pytest.raises(ConfigError, match="another node|user or password"):
+            open_below(NodeConfig(address="ipc:///none", disks=disks, remote=remote), bed)
+        bed.open()
+        assert bed.load(1) is None
 
 
 @is_root
