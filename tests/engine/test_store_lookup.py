@@ -259,6 +259,29 @@ def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
     assert (len(asking.node.asked), asking.state.hits.tokens, len(asking.state.grants)) == (1, CHUNK, 1)
 
 
+@pytest.mark.parametrize(("params", "is_taken_back"), [(None, True), (DECODE, False), (PREFILL, False)])
+def test_room_of_a_request_whose_turn_does_not_come_is_given_back(params: Any, is_taken_back: bool) -> None:
+    """Others may fill it sooner. A leg keeps what it waits for: its transfer would be given up."""
+    asking = Asking(2 * CHUNK, params, answers(1))
+    asking.begin()
+    for seconds, is_over in ((0.9, False), (0.2, is_taken_back)):
+        asking.now += seconds
+        asking.lookup.take_back(asking.node)
+        assert [asking.state.asked is None, asking.node.asked[0] is None] == [is_over, is_over], "and so is its answer"
+    assert asking.advance()
+    assert len(asking.node.asked) == 1 + is_taken_back
+
+
+def test_all_that_a_request_has_asked_for_is_forgotten_with_it() -> None:
+    """What is granted after its end, also late, would be nobody's to give back."""
+    asking = Asking(2 * CHUNK, None, silent)
+    asking.begin()
+    asking.lookup.reserve_again(asking.tracked, asking.node)
+    assert len(asking.node.asked) == 2
+    asking.lookup.forget_asked(asking.tracked, asking.node)
+    assert (asking.node.asked, asking.state.asked, asking.state.late) == ([None, None], None, None)
+
+
 @pytest.mark.parametrize("params", [DECODE, TO_TWO, PREFILL, None])
 def test_what_may_still_come_is_waited_for_by_the_node_which_is_asked_once(params: Any) -> None:
     asking = Asking(2 * CHUNK, params, silent)
