@@ -131,7 +131,7 @@ def socket_path(address: str) -> Path:
 def parse_bytes(text: str | int) -> int:
     """Bytes in `text`: a number with an optional unit K, M, G, T (binary; "GiB" and "GB" mean the same)."""
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE | re.ASCII)
-    if match is None:
+    if match is None or ("." in match[1] and not match[2]):
         raise ConfigError(f"{str(text)!r:.80} is not a size; write for example 4GiB, 512M or 1073741824")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
@@ -472,6 +472,8 @@ def connector_config(settings: Mapping[str, Any]) -> ConnectorConfig:
 
     :raises ConfigError: see `parse` and `node_settings`.
     """
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"kv_connector_extra_config is a table of settings, and not {settings!r:.80}")
     if "of_node" in settings:
         raise ConfigError("'of_node' is no setting of the connector; say what is in it by itself")
     of_nodes = [name for name, option in options_of(NodeConfig).items() if option.for_engines]

@@ -188,7 +188,9 @@ def test_several_disks_have_paths_that_are_names():
             disk_names(NodeConfig(address="ipc:///x", disks=["/a", disk]))
 
 
-@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "G", "0." + "9" * 400, "nan", "inf", "1e3", "-1", "\u0664"])
+@pytest.mark.parametrize(
+    "size", ["9" * 400, "9" * 400 + "G", "0." + "9" * 400, "nan", "inf", "1e3", "-1", "\u0664", 2.5, "2.5"]
+)
 @pytest.mark.parametrize("field", ["arena", "gpu_arena", "disk_limit"])
 def test_what_is_no_size_is_said_whether_it_is_used_or_not(size, field):
     with pytest.raises(ConfigError, match="is not a size"):
@@ -227,6 +229,12 @@ def test_a_time_limit_is_one(seconds):
 )
 def test_the_connector_takes_one_folder_or_several_and_empty_words(said, settings):
     assert connector_config(said).of_node == settings
+
+
+@pytest.mark.parametrize("said", [None, [], "disk"])
+def test_what_is_no_table_of_settings_is_said(said):
+    with pytest.raises(ConfigError, match="kv_connector_extra_config is a table of settings, and not"):
+        connector_config(said)
 
 
 def test_the_connector_has_no_setting_of_the_name_of_a_field_that_is_made():
