@@ -25,6 +25,7 @@ from pdx.store.copy import Copy
 from pdx.store.health import Health
 from pdx.store.history import Cause
 from pdx.store.tier import Job, Part, Tier, TierHost
+from pdx.telemetry.faults import Faults
 
 log = logging.getLogger("pdx.node")
 
@@ -286,6 +287,7 @@ class StoreTier(Tier):
         self._host = host
         self._codec = codec
         self._health = Health(host.env)
+        self._faults = Faults(host.env.counters, host.env.clock, log=log)  # its own: another tier's keep none quiet
         self._forgotten = Forgotten()
         self._admitted: dict[int, int] = {}  # copies, and at which moment
         self._works: dict[int, dict[Work, None]] = {}  # under way, by copy; 0: the tier's own
@@ -381,7 +383,7 @@ class StoreTier(Tier):
         self._count(error.kind)
         self.tally.errors += 1
         text = f"the {self.kind} tier: {error}{then and '; '}{then}"
-        self.env.faults.warn(f"{self.kind} {error.kind}", f"{text}; further ones count as {self.kind}_{error.kind}")
+        self._faults.warn(f"{self.kind} {error.kind}", f"{text}; further ones count as {self.kind}_{error.kind}")
 
     def _not_stored(self, keys: Sequence[bytes], why: str) -> None:
         self.history.note(keys, Cause.NOT_STORED, self.env.clock(), detail=why)

@@ -85,7 +85,7 @@ class DiskFiles(StoreTier):
         self._count(why, len(keys))
         self.tally.dropped += len(keys)
         self._not_stored(keys, _LEFT_OUT[why])
-        self.env.faults.warn(f"disk {why}", f"the disk tier {self.folder} leaves out chunks: {_LEFT_OUT[why]}")
+        self._faults.warn(f"disk {why}", f"the disk tier {self.folder} leaves out chunks: {_LEFT_OUT[why]}")
 
     def store(self, job: Job) -> None:
         part = job.parts[0]
