@@ -56,9 +56,7 @@ def test_a_copy_is_cut_where_pieces_of_page_locked_memory_meet(fake, stream, mem
     """The driver refuses a copy over two registrations; the fake does, too."""
     host = mmap.mmap(-1, 2 * PIECE_BYTES)
     anchor = (ctypes.c_char * len(host)).from_buffer(host)
-    border = -(-ctypes.addressof(anchor) // PIECE_BYTES) * PIECE_BYTES
-    if border == ctypes.addressof(anchor):
-        border += PIECE_BYTES
+    border = -(-(ctypes.addressof(anchor) + MIB) // PIECE_BYTES) * PIECE_BYTES  # with a MiB before it
     for piece in (border - MIB, border):
         call("cuMemHostRegister", piece, MIB, 0)
     ctypes.memset(fake.memory.look(memory.address, 200), 0, 200)
