@@ -32,7 +32,7 @@ pytest = $(BIN)/pytest --durations=40 $(ARGS) --ignore-glob='tests/transports/te
 # Tests start hundreds of interpreters. Each would compile all it imports if the environment forbade to keep bytecode.
 test test-long: export PYTHONDONTWRITEBYTECODE :=
 test: check  ## what a change needs: lint, types, and the tests that say the same on any machine; one pair of engines
-	$(call pytest,--part=beside -n 3 --dist loadscope)
+	$(call pytest,--part=beside -n 2 --dist loadscope)
 	$(call pytest,--part=engines tests/end_to_end)
 
 test-long: $(READY)  ## all other tests: engines in other settings, storms, kills, benches, UCX, more examples; an issue ends with them

@@ -145,6 +145,11 @@ class SlowPageLock(PageLock):
         return not self.is_slow and super().covers(offset, nbytes)
 
 
+def wait_page_locked(engine: ToyEngine) -> None:
+    """It is in the background, and until then nothing is copied."""
+    wait_until(lambda: engine.workers[0]._copier._mapped._page_lock.covers(0, MIB), what="page-locked")  # noqa: SLF001
+
+
 def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(killed_bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk whose first pages were skipped is never sealed, also if the others could be saved."""
     monkeypatch.setattr("pdx.engine.gpu_copier.PageLock", SlowPageLock)
@@ -155,7 +160,7 @@ def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(killed_bed: Bed, monk
     killed_bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
     engine.step((request, CHUNK // 2))
     monkeypatch.setattr(SlowPageLock, "is_slow", False)
-    wait_until(lambda: engine.workers[0]._copier._mapped._page_lock.covers(0, MIB), what="page-locked")  # noqa: SLF001
+    wait_page_locked(engine)
     engine.step((request, CHUNK - CHUNK // 2))
     killed_bed.node.signal(signal.SIGCONT)
     engine.finish(request)
@@ -165,7 +170,9 @@ def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(killed_bed: Bed, monk
     assert killed_bed.node.status().chunks == {}
     engine.finish(engine.save(prompt))
     killed_bed.node.wait_sealed(1)
-    assert killed_bed.engine().load(prompt) == CHUNK
+    other = killed_bed.engine()
+    wait_page_locked(other)
+    assert other.load(prompt) == CHUNK
 
 
 def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
