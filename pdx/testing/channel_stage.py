@@ -253,7 +253,10 @@ class Peer:
         self._process.stdin.flush()
 
     def result(self) -> Any:
-        """What became of the oldest `send`: a value, or {"error": the class's name, "text": …}."""
+        """What became of the oldest `send`: a value, which is no dict, or {"error": the class's name, "text": …}.
+
+        :raises ChannelBroken: its process is dead.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -261,8 +264,12 @@ class Peer:
         return json.loads(line)
 
     def do(self, verb: str, *arguments: Any) -> Any:
+        """Tell it and wait for the value. :raises ChannelBroken: it is dead, or answers with an error."""
         self.send(verb, *arguments)
-        return self.result()
+        result = self.result()
+        if isinstance(result, dict):
+            raise ChannelBroken(f"the peer process cannot {verb}: {result['error']}: {result['text']}")
+        return result
 
     def session(self, *spans: tuple[int, int]) -> tuple[bytes, RemoteRegion]:
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -272,8 +279,9 @@ class Peer:
         return token, msgspec.msgpack.decode(bytes.fromhex(detail), type=RemoteRegion)
 
     def connect(self, remote: RemoteRegion, timeout_s: float = DEADLINE_S) -> Any:
-        """Connect to this region: the channel's number, or the error."""
-        return self.do("connect", msgspec.msgpack.encode(remote).hex(), timeout_s)
+        """Connect to this region: the channel's number, or the error, as `result` has it."""
+        self.send("connect", msgspec.msgpack.encode(remote).hex(), timeout_s)
+        return self.result()
 
     def write(self, channel: int, pieces: Iterable[Piece], notify: bytes = b"") -> Any:
         """Start a write: the transfer's number."""

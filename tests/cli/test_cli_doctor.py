@@ -82,7 +82,7 @@ def test_our_own_channels_work_and_all_that_is_not_well_has_a_name():
 
 @pytest.mark.usefixtures("strange")
 def test_a_broken_channel_of_another_package_harms_no_other_one():
-    status, report = examine("crashing", "unloadable", "lying", "copying")
+    status, report = examine("crashing", "unloadable", "lying", "deaf", "copying")
     assert status == 1
     assert (trial(report, "copying").state, trial(report, "copying").provider) == ("ok", "strange_channels:Copying")
     crashed = trial(report, "crashing")
@@ -90,10 +90,12 @@ def test_a_broken_channel_of_another_package_harms_no_other_one():
     assert "pigeon down" in crashed.why or "the peer process ended" in crashed.why
     assert "strange_channels:Nothing" in trial(report, "unloadable").why
     assert "other bytes arrived" in trial(report, "lying").why
+    assert "the pigeon is deaf" in trial(report, "deaf").why
     assert named(report) == {
         "crashing": FindingName.CHANNEL_BROKEN,  # the receiving process, not the one that tries
         "unloadable": FindingName.CHANNEL_UNLOADABLE,
         "lying": FindingName.CHANNEL_BROKEN,
+        "deaf": FindingName.CHANNEL_BROKEN,
         "copying": None,
     }
 
