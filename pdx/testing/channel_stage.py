@@ -122,7 +122,7 @@ class HostFile(SideMemory):
         self.path = Path(os.environ.get(FOLDER, "/dev/shm")) / f"pdx-side-{os.getpid()}-{secrets.token_hex(4)}"
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)  # a sparse file in a full /dev/shm ends whoever writes to it, by SIGBUS
             view = memoryview(mmap.mmap(fd, nbytes))
         except BaseException:
             self.path.unlink()

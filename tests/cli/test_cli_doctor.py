@@ -29,6 +29,7 @@ from pdx.cli.machine import (
     ucx_transports,
 )
 from pdx.cli.main import main
+from pdx.testing.channel_stage import HostFile
 
 PLUGIN = Path(__file__).parent / "plugin"
 
@@ -98,6 +99,15 @@ def test_a_broken_channel_of_another_package_harms_no_other_one():
         "deaf": FindingName.CHANNEL_BROKEN,
         "copying": None,
     }
+
+
+def test_a_side_has_its_memory_before_it_is_written_to():
+    """Where /dev/shm is full this says so, and no write ends the process."""
+    side = HostFile(64 << 10)
+    try:
+        assert side.path.stat().st_blocks * 512 == 64 << 10
+    finally:
+        side.close()
 
 
 @pytest.mark.usefixtures("strange")
