@@ -373,6 +373,7 @@ class Proxy:
             return error_response(503, "the proxy has too many connections; come back later", retry_after_s=1)
 
     async def _tell_health(self, _request: web.Request) -> web.Response:
+        """Readiness: 200 as long as somebody can decode, else 503."""
         ready = [each for each in self.engines.all() if self._health.of(each.url).is_ready]
         decoders = sum(engine.decodes for engine in ready)
         state = {

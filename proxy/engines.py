@@ -167,6 +167,7 @@ class Engines:
         return self._detached(gone)
 
     def all(self) -> list[Engine]:
+        """All engines that may serve; among them are detached ones, and such as `Health` avoids."""
         return self._viewed().engines.copy()
 
     def _pop(self, key: tuple[str, int]) -> _Node:

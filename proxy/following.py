@@ -51,6 +51,7 @@ class Following:
         return self.index.is_complete and all(stream.is_whole for stream in self._streams.values())
 
     def lookup(self, keys: Sequence[bytes]) -> tuple[dict[str, dict[str, int]], bool]:
+        """See `ChunkIndex.lookup`; and whether that is everything (`is_complete`)."""
         return self.index.lookup(keys), self.is_complete
 
     def heard(self, node: str, epoch: int) -> None:

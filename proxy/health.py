@@ -143,6 +143,7 @@ class Health:
         return found
 
     def keep(self, urls: Collection[str]) -> None:
+        """Forget all other engines."""
         self._records = {url: record for url, record in self._records.items() if url in urls}
 
     def begin(self, url: str) -> Use:
@@ -226,6 +227,7 @@ class Health:
             record.well_at = self.clock()
 
     def not_probed(self, record: Record) -> None:
+        """A probe told nothing: the engine is busy with others, or the fault is ours. The next one comes soon."""
         record.is_probing = False
         record.probe_at = self.clock() + FIRST_S
 

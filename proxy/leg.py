@@ -82,6 +82,7 @@ class Answer:
         self._content: aiohttp.StreamReader | None = None
 
     def arrived(self, response: aiohttp.ClientResponse) -> None:
+        """Its head is here; the body is still to be read."""
         self.status = response.status
         self.content_type = response.content_type
         self.headers = response.headers

@@ -57,14 +57,17 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qk_dim(self) -> int:
+        """Of a query or key of one head, in prefill."""
         return self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def v_dim(self) -> int:
+        """Of a value of one head, in prefill."""
         return self.latent.v_dim if self.latent else self.head_dim
 
     @property
     def attention_params(self) -> int:
+        """The projections of one layer."""
         if (mla := self.latent) is None:
             return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         query = self.heads * self.qk_dim
@@ -111,6 +114,7 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_token_bytes(self) -> float:
+        """One token, all layers."""
         return self.layers * self.kv_layer_bytes
 
     def rank_share(self, tp: int) -> float:

@@ -37,6 +37,7 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 def group_of(layer_token_bytes: float, layers: int) -> int:
+    """How many layers go in one message."""
     return min(layers, max(1, math.ceil(GROUP_BYTES / (layer_token_bytes * CHUNK_TOKENS))))
 
 

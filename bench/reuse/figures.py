@@ -58,10 +58,12 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 
 def ttft(point: Point, share: float) -> float:
+    """Milliseconds, which so many percent of the requests do not exceed."""
     return percentile((each.ttft_ms for each in point.asked), share)
 
 
 def itl(point: Point, share: float) -> float:
+    """Milliseconds between two tokens of a request, likewise of all of them."""
     return percentile((gap for each in point.asked for gap in each.itl_ms), share)
 
 

@@ -210,10 +210,12 @@ class Side:
         return self.region.connect(remote, timeout_s=DEADLINE_S)
 
     def take(self) -> list[Notification]:
+        """All notifications since the side was made, oldest first; `Listener.take` gives each once."""
         self.seen += self.region.listen().take()
         return self.seen
 
     def payloads(self) -> list[bytes]:
+        """Of all of them."""
         return [each.payload for each in self.take()]
 
     def close(self) -> None:

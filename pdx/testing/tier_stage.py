@@ -134,6 +134,7 @@ class TierStage(TierHost):
             self.turn()
 
     def reopen(self) -> None:
+        """As a restart of the node does: what the tier keeps stays, and all else is gone."""
         self.close_tier()
         self.open()
         self.opened()
@@ -250,6 +251,7 @@ class TierStage(TierHost):
     def start_load(
         self, number: int, shard: int = 0, *, at: int = 1, nbytes: int | None = None, layers: int = 4
     ) -> Any:
+        """Begin to load chunk `number` into slot `at`, which is zeroed before: the copy."""
         slot = self.slot(at, nbytes)
         self.put(slot, bytes(slot.nbytes))
         return self.give("load", self.copy([key(number)], 1, nbytes, layers), number, shard, slot, layers=layers)
@@ -261,6 +263,7 @@ class TierStage(TierHost):
         return self.over[copy.number]
 
     def store(self, number: int, shard: int = 0, **settings: Any) -> Any:
+        """Store it and wait: whether it is stored."""
         copy = self.start_store(number, shard, **settings)
         is_stored = copy is not None and self.end(copy) is None
         self.settle()
@@ -293,4 +296,5 @@ class TierStage(TierHost):
         return status
 
     def has(self, number: int, shards: int = 1) -> bool:
+        """Whether it can be loaded in all of so many shards."""
         return bool(self.count([number], shards))
