@@ -228,7 +228,8 @@ class AsItIs:
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine went away before the end."""
         if answer.is_stream:
-            return await _relay_stream(exchange, answer, self)
+            await _relay_stream(exchange, answer, self)
+            return
         raw = await answer.read()
         exchange.mark(Event.DECODE_FIRST, answer.engine)
         if answer.status >= 400:
@@ -239,7 +240,6 @@ class AsItIs:
             exchange.first_token(answer.engine, streams=False)
         exchange.reply.pass_on(answer.headers)
         exchange.reply.whole(answer.status, await self.whole(raw), content_type=answer.content_type)
-        return None
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
         """Of the client's stream. An event that waits for the prefill engine keeps none before it waiting."""
@@ -280,7 +280,8 @@ class Continuation:
         if answer.is_stream != exchange.streams:
             raise failed(Reason.MALFORMED, answer.engine, f"unexpected {answer.content_type!r}")
         if answer.is_stream:
-            return await _relay_stream(exchange, answer, self)
+            await _relay_stream(exchange, answer, self)
+            return
         raw = await answer.read()
         exchange.mark(Event.DECODE_FIRST, answer.engine)
         try:
@@ -290,7 +291,6 @@ class Continuation:
         exchange.first_token(answer.engine, streams=False)
         exchange.reply.pass_on(answer.headers)
         exchange.reply.whole(200, merged)
-        return None
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
         yield b"".join(map(self.event, events))

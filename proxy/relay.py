@@ -346,8 +346,12 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
     def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
         usage = prefill.usage
-        told = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
-        return body.arriving(exchange.body, transfer=exchange.transfer, **told)
+        return body.arriving(
+            exchange.body,
+            transfer=exchange.transfer,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
 
     async def _alone(self, exchange: Exchange) -> None:
         await self._decode(exchange, lambda: exchange.body, answer.AsItIs())
