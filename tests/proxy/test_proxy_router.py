@@ -27,6 +27,7 @@ def chosen(*candidates):
 
 
 NAMED = engine("both", prefills=True, decodes=True, named=True)
+IDLE = [Candidate(P1, last_used=1), Candidate(D1, last_used=9), Candidate(D2, last_used=2)]
 
 
 @pytest.mark.parametrize(
@@ -45,11 +46,13 @@ NAMED = engine("both", prefills=True, decodes=True, named=True)
         ([Candidate(NAMED)], ("both", "both")),
         ([Candidate(BOTH), Candidate(P, 9)], ("p", "both")),  # the only decoder is left alone
         ([Candidate(BOTH), Candidate(D, 9)], ("both", "d")),
-        ([Candidate(P1, last_used=1), Candidate(D1, last_used=9), Candidate(D2, last_used=2)], ("p1", "d1")),
-        ([Candidate(P1, last_used=8), Candidate(D1), Candidate(D2), Candidate(P2)], ("p2", "d2")),  # whose turn it is
+        (IDLE, ("p1", "d1")),
+        ([*IDLE, Candidate(P2, last_used=3)], ("p1", "d1")),  # of two such pairs, the one whose turn it is
+        ([Candidate(P1, last_used=8), Candidate(D1), Candidate(D2), Candidate(P2)], ("p2", "d2")),
         ([Candidate(P1), Candidate(P2, last_used=5), Candidate(D2)], ("p2", "d2")),
         ([Candidate(P1), Candidate(D1, 1), Candidate(D2)], ("p1", "d2")),  # load goes before the wire
         ([Candidate(P1, 1), Candidate(D1), Candidate(P2)], ("p2", "d1")),
+        ([Candidate(P1), Candidate(D1, suspect=True), Candidate(D2, 5)], ("p1", "d2")),
         ([Candidate(P), Candidate(P1, last_used=5), Candidate(D), Candidate(D1, last_used=5)], ("p1", "d1")),
         ([Candidate(P), Candidate(D, last_used=2), Candidate(D1)], ("p", "d1")),  # unknown nodes are not one node
     ],
@@ -67,6 +70,7 @@ def test_an_engine_that_prefills_makes_an_only_token():
 
 def test_decoders_of_last_resort():
     assert decoder([Candidate(D, 2), Candidate(E, 1), Candidate(P)]) == E
+    assert decoder([Candidate(D), Candidate(engine("f", decodes=True), 1)]) == D
     assert decoder([Candidate(D), Candidate(P)], tried=["d"]) == P
     assert decoder([Candidate(D, suspect=True), Candidate(P)]) == P
     assert decoder([Candidate(D, suspect=True), Candidate(P, suspect=True)]) == D
