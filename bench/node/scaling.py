@@ -2,7 +2,7 @@
 
 Each message at 10,000, 100,000 and 500,000 chunks, by processor time of the node's control loop, so that other
 processes do not count. In every round each size is asked in turn. Then requests that each evict 16 chunks and have a
-partial chunk. `tests/bench/node/test_message_cost.py` counts the steps of the same messages. The last line is JSON.
+partial chunk. `tests/node/test_message_cost.py` counts the steps of the same messages. The last line is JSON.
 """
 
 from __future__ import annotations
