@@ -76,6 +76,19 @@ def lost(bed, number, kind):
 # ---- reading --------------------------------------------------------------------------------
 
 
+def test_whatever_keeps_a_file_from_being_verified_is_said_as_of_the_disk(bed):
+    """A probe that meets it has the disk stay in doubt, and warns."""
+    assert bed.store(1)
+    path = bed.file(1)
+    shutil.rmtree(path.parent)
+    with pytest.raises(FileNotFoundError):
+        chunk_file.verify(path, is_direct=False)
+    path.parent.write_bytes(b"")
+    with pytest.raises(TierError, match="cannot be read: Not a directory") as raised:
+        chunk_file.verify(path, is_direct=False)
+    assert raised.value.kind == "read_failed"
+
+
 @pytest.mark.parametrize("nbytes", [0, 100, 36_863])
 def test_a_truncated_file_is_removed_when_a_node_starts(bed, nbytes):
     assert bed.store(1)

@@ -338,7 +338,7 @@ def verify(path: Path, *, is_direct: bool) -> int:
     match = NAME.fullmatch(path.name)
     if match is None or path.parent.name != path.name[:2]:
         raise TierError(f"{path} is no tier's", "foreign")
-    file, inode = named(match), os.stat(path, follow_symlinks=False).st_ino
+    file, inode = named(match), _inode(path)
     stored = file.coded or file.nbytes
     head, data = aligned(file.size - stored), aligned(round_up(stored))
     try:
@@ -350,7 +350,7 @@ def verify(path: Path, *, is_direct: bool) -> int:
         compare(header, data, path, lambda: False)
         return size
     except TierError as error:
-        if error.kind == "missing" or os.stat(path, follow_symlinks=False).st_ino != inode:
+        if error.kind == "missing" or _inode(path) != inode:
             raise FileNotFoundError(path) from error
         raise
 
@@ -392,14 +392,30 @@ def remove(path: Path) -> None:
         raise TierError(f"{path} cannot be removed: {error.strerror}", kind) from error
 
 
+def _inode(path: Path) -> int:
+    """Which file is there; 0: none."""
+    with _reading(path):
+        try:
+            return os.stat(path, follow_symlinks=False).st_ino
+        except FileNotFoundError:
+            return 0
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    try:
+    with _reading(path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             yield fd
         finally:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """:raises TierError: a system call has failed meanwhile."""
+    try:
+        yield
     except OSError as error:
         kind = _READ_KINDS.get(error.errno or 0, "read_failed")
         raise TierError(f"{path} cannot be read: {error.strerror}", kind) from error
