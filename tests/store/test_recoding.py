@@ -139,6 +139,18 @@ def test_the_cap_holds_meanwhile(make):
     account_is_true(bed)
 
 
+def test_what_cannot_be_read_leaves_no_file_where_another_was_to_make_room(make):
+    bed = make(limit_bytes=4 * CHARGE)
+    for number in range(4):
+        assert bed.store(number)
+    with open(bed.path(3), "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+    assert recode(bed, [3], LOSSLESS).failed == {"corrupt": 1}
+    assert [bed.has(number) for number in range(4)] == [False, True, True, False]
+    account_is_true(bed)
+
+
 def test_a_chunk_makes_no_room_for_itself(make):
     bed = make(limit_bytes=CHARGE)
     assert bed.store(1)

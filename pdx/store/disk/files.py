@@ -1,5 +1,5 @@
-"""The files of a disk tier: how they are written, read and removed, in the account and in the index, and what became of
-that. Which chunks are to be stored or loaded is in `pdx.store.disk.tier`."""
+"""The files of a disk tier: how they are written, read and removed, within the cap and in the index, and what became
+of that. Which chunks are to be stored or loaded is in `pdx.store.disk.tier`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ class DiskFiles(StoreTier):
             task.hold = max(charge, freed)
             self._index_is_full(surplus)
             task.victims = victims
-            self._reuse(task)
+            if source is None:  # else it would stay where the source cannot be read, and nothing is written
+                self._reuse(task)
             self._take_out(victims, task)
         self._index.used_bytes += task.hold - freed
         self._index.coming += 1
