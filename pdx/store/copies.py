@@ -42,6 +42,8 @@ from pdx.telemetry.trace import Tracer
 
 log = logging.getLogger("pdx.node")
 
+_NOTHING = CopyQueue()  # of each tier without copies; nobody adds to it
+
 
 class Copies:
     """All copies of a node. Owned by the control loop."""
@@ -76,7 +78,7 @@ class Copies:
 
     def queue(self, tier: Tier) -> CopyQueue:
         """What a tier is to do, to look at."""
-        return self._queues[tier] if tier in self._queues else CopyQueue()
+        return self._queues.get(tier, _NOTHING)
 
     # ---- starting ---------------------------------------------------------------------------
 
