@@ -60,10 +60,12 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
     @property
     def stored(self) -> int:
+        """Bytes behind the header."""
         return self.nbytes
 
     @property
     def start(self) -> int:
+        """Bytes of the header."""
         return header_bytes(self.layers)
 
     def spans(self) -> Iterator[tuple[int, int]]:

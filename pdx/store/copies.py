@@ -322,6 +322,7 @@ class Copies:
             self._end(copy)
 
     def copied_bytes(self, transfer: str, kind: str) -> int:
+        """What tiers of this kind have of the copies of a transfer that are under way."""
         copies = self._of_transfer.get(transfer, ())
         return sum(copy.copied_bytes for copy in copies if copy.tier.kind == kind)
 

@@ -19,6 +19,7 @@ _Entry = tuple[bytes, bytes, bytes]  # what leads up to it, names of its blocks,
 
 
 def common(one: bytes, other: bytes) -> int:
+    """How many leading blocks are the same, by their names."""
     most = min(len(one), len(other)) // KEY_BYTES
     if one[: most * KEY_BYTES] == other[: most * KEY_BYTES]:
         return most
@@ -44,6 +45,7 @@ class Siblings:
         return next(iter(self._known))
 
     def names(self, key: bytes) -> tuple[bytes, bytes]:
+        """The key that leads up to this one, and the names of its blocks."""
         parent, blocks, _ = self._known[key][0]
         return parent, blocks
 

@@ -269,6 +269,7 @@ class Clearing:
         window.slots += (end - start) // self._size
 
     def _gain(self, window: Window) -> int:
+        """How many slots more would fit than without this window."""
         return (window.end - window.start) // self._size - window.slots
 
     def _grow(self, window: Window) -> bool:
