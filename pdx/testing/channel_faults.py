@@ -285,6 +285,7 @@ class Malformed:
 
         return connect_from_peer
 
+    @pytest.mark.hypothesis
     def test_made_up_details_are_refused(self, stage: Stage) -> None:
         """Any bytes at all: an error of ours, never a crash."""
         connect = self._connect(stage)

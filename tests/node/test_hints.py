@@ -434,6 +434,7 @@ class Leases(RuleBasedStateMachine):
         self.stack.close()
 
 
+@pytest.mark.hypothesis
 def test_leases_never_keep_more_than_their_shares_and_all_is_given_back(place):
     Leases.place = place
     run_state_machine_as_test(

@@ -1,4 +1,5 @@
-"""Storms, whose events Hypothesis chooses and makes fewer where one fails. `PDX_STORM_EXAMPLES=1000` runs longer."""
+"""Storms, whose events Hypothesis chooses and makes fewer where one fails. `PDX_STORM_EXAMPLES=1000` runs longer, and with
+`--part=long` others each time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-EXAMPLES = int(os.environ.get("PDX_STORM_EXAMPLES", "20"))  # of each mode
+EXAMPLES = int(os.environ.get("PDX_STORM_EXAMPLES", examples(20)))  # of each mode
 
 events = st.builds(
     Event,
@@ -38,7 +39,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[
         yield bed
 
 
-@settings(max_examples=examples(EXAMPLES), suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(played=st.lists(events, min_size=1, max_size=20))
 def test_every_token_is_right_and_nothing_is_left(made: tuple[list[Engine], StormNode], played: list[Event]) -> None:
     storm = Storm(f"storm-{next(_names)}", *made)
