@@ -108,8 +108,9 @@ class Storing:
 
     def _next(self, chunk: Chunk) -> Sequence[Tier]:
         """Where a sealed chunk is stored."""
-        is_again = self._choice == "twice-seen" and not any(chunk.reservation.arenas)
-        return self.below(chunk) if not is_again or self._store.history.is_missed(chunk.key) else []
+        if self._choice == "twice-seen" and not any(chunk.reservation.arenas):  # that choice is for tiers below
+            return self.below(chunk) if self._store.history.is_missed(chunk.key) else []
+        return self.below(chunk)
 
     def below(self, chunk: Chunk) -> list[Tier]:
         """The tiers that this chunk may leave its arena for."""
