@@ -25,6 +25,20 @@ def fill_the_rest(client):
     client.ask(Fill(reserved.granted_slots, layers=1, seal=True))
 
 
+def test_a_pin_holds_every_shard_of_a_chunk(node, attach):
+    scheduler = attach(node, kind="scheduler", engine="e")
+    workers = [attach(node, kind="worker", engine="e", shard=shard) for shard in range(2)]
+    slots = scheduler.ask(Admit([KEY], GRANULE_BYTES, shards=2)).granted_slots
+    for worker, slot in zip(workers, slots, strict=True):
+        worker.ask(Fill([slot], layers=1, seal=True))
+    assert scheduler.ask(Pin([KEY], shards=2)).count == 1
+    assert scheduler.status().pins == 2
+    fill_the_rest(attach(node))
+    assert scheduler.ask(Admit([KEY], shards=2)).slots == slots
+    scheduler.ask(Pin([KEY], pinned=False, shards=2))
+    assert scheduler.status().pins == 0
+
+
 def test_a_pin_outlives_its_process_and_is_shown_with_its_bytes(node, attach):
     client = attach(node)
     with attached(node.address, name="pins") as other:
