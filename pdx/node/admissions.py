@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from pdx.node.explanations import Explanations
 from pdx.node.sessions import Session
 from pdx.store.chunk import Chunk, Claim, Origin, Wanted
 from pdx.store.deadlines import Deadlines
+from pdx.store.groups import Groups
 from pdx.store.lifecycle import State
 from pdx.store.paying import UNKNOWN, Computing
 from pdx.telemetry.faults import counted
@@ -71,8 +71,8 @@ class Waiting:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._waiters: dict[int, Waiter] = {}
-        self._by_topic: defaultdict[Hashable, set[int]] = defaultdict(set)
-        self._of_session: defaultdict[int, set[int]] = defaultdict(set)
+        self._by_topic: Groups[Hashable, int] = Groups()
+        self._of_session: Groups[int, int] = Groups()
         self._deadlines: Deadlines[int] = Deadlines()
         self._touched: dict[int, None] = {}
 
@@ -81,24 +81,24 @@ class Waiting:
 
     def has_room(self, session: Session) -> bool:
         """Whether one more question of this session may wait."""
-        return len(self._of_session.get(session.number, ())) < MAX_OF_SESSION
+        return self._of_session.count(session.number) < MAX_OF_SESSION
 
     def add(self, waiter: Waiter) -> None:
         number = next(self._numbers)
         self._waiters[number] = waiter
-        self._of_session[waiter.session.number].add(number)
+        self._of_session.add(waiter.session.number, [number])
         for topic in waiter.topics:
-            self._by_topic[topic].add(number)
+            self._by_topic.add(topic, [number])
         self._deadlines.add([number], waiter.deadline)
 
     def changed(self, topics: Iterable[Hashable]) -> None:
         """Whoever waits for one of these may have an answer now."""
         for topic in topics:
-            self._touched.update(dict.fromkeys(self._by_topic.get(topic, ())))
+            self._touched.update(dict.fromkeys(self._by_topic.of(topic)))
 
     def filled(self, name: str, left_s: Callable[[str], float]) -> None:
         """Slices of this transfer were filled; `left_s` says how long the others take."""
-        numbers = [number for number in self._by_topic.get(name, ()) if self._waiters[number].load_s]
+        numbers = [number for number in self._by_topic.of(name) if self._waiters[number].load_s]
         if numbers:
             left = left_s(name)
             self._touched.update((number, None) for number in numbers if left <= self._waiters[number].load_s)
@@ -115,23 +115,16 @@ class Waiting:
 
     def end_session(self, session: Session) -> None:
         """Nobody is there to hear what this session asked."""
-        for number in list(self._of_session.get(session.number, ())):
+        for number in self._of_session.of(session.number):
             self._remove(number)
 
     def _remove(self, number: int) -> Waiter:
         waiter = self._waiters.pop(number)
         self._deadlines.discard(number, waiter.deadline)
         for topic in waiter.topics:
-            self._discard(self._by_topic, topic, number)
-        self._discard(self._of_session, waiter.session.number, number)
+            self._by_topic.discard(topic, number)
+        self._of_session.discard(waiter.session.number, number)
         return waiter
-
-    @staticmethod
-    def _discard(sets: dict, name: Hashable, number: int) -> None:  # type: ignore[type-arg]
-        numbers = sets[name]
-        numbers.discard(number)
-        if not numbers:
-            del sets[name]
 
 
 class Admissions:

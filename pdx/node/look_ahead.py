@@ -23,6 +23,7 @@ from pdx.node.sessions import Session
 from pdx.store.chunk import NODE, Wanted
 from pdx.store.copy import Copy
 from pdx.store.deadlines import Deadlines
+from pdx.store.groups import Groups
 from pdx.wire.messages import Admit, Expect
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class LookAhead:
         self._counters = service.counters
         self._expected: dict[tuple[int, Name], Expected] = {}
         self._by_number: dict[int, Expected] = {}
-        self._of_session: dict[int, dict[Name, None]] = {}
+        self._of_session: Groups[int, Name] = Groups()
         self._numbers = 0
         self._keys = 0
         self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
@@ -175,7 +176,7 @@ class LookAhead:
         self._numbers += 1
         expected = self._expected[name] = Expected(request, self._numbers, wanted, until)
         self._by_number[self._numbers] = expected
-        self._of_session.setdefault(session, {})[request] = None
+        self._of_session.add(session, [request])
         self._keys += len(wanted.keys)
         self._store.want(wanted.keys, expected.number)
         heapq.heappush(self._due, expected.number)
@@ -186,7 +187,7 @@ class LookAhead:
         self._end(session.number, request, is_over=False)
 
     def end_session(self, session: Session) -> None:
-        for request in list(self._of_session.get(session.number, ())):
+        for request in self._of_session.of(session.number):
             self._end(session.number, request, is_over=True)
 
     def _end(self, session: int, request: Name, *, is_over: bool) -> bool:
@@ -194,10 +195,7 @@ class LookAhead:
         if expected is None:
             return False
         del self._by_number[expected.number]
-        of_session = self._of_session[session]
-        del of_session[request]
-        if not of_session:
-            del self._of_session[session]
+        self._of_session.discard(session, request)
         self._arrivals.discard(request, expected.until)
         self._keys -= len(expected.wanted.keys)
         self._store.want_no_more(expected.wanted.keys, expected.number)

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
+from pdx.store.groups import Groups
 from pdx.store.lifecycle import FINDABLE, TRANSITIONS, WRITABLE, State, Step
 from pdx.store.siblings import Siblings
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-class Groups(Generic[Key]):
-    """Chunks that have something in common. Each call costs what it changes or returns."""
-
-    def __init__(self) -> None:
-        self._groups: dict[Key, dict[Chunk, None]] = {}
-
-    def add(self, key: Key, chunks: Iterable[Chunk]) -> None:
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = {}
-        group.update(dict.fromkeys(chunks))
-
-    def discard(self, key: Key, chunk: Chunk) -> None:
-        """Idempotent."""
-        group = self._groups.get(key)
-        if group is not None:
-            group.pop(chunk, None)
-            if not group:
-                del self._groups[key]
-
-    def of(self, key: Key) -> list[Chunk]:
-        return list(self._groups.get(key, ()))
-
-    def count(self, key: Key) -> int:
-        return len(self._groups.get(key, ()))
-
-    def sizes(self) -> Iterator[tuple[Key, Chunk, int]]:
-        """Of each group its first chunk, and how many it has."""
-        for key, group in self._groups.items():
-            yield key, next(iter(group)), len(group)
 
 
 class Index:
@@ -61,9 +27,9 @@ class Index:
         # … and of the other keys: FILLING or SEALED chunks, by shard; with several arenas one per shard and arena.
         self.partial: dict[bytes, tuple[Chunk, ...]] = {}
         self.slots: list[dict[int, Chunk]] = [{} for _ in range(arenas)]  # offset -> chunk in any state but FREE
-        self.writers: Groups[int] = Groups()  # session -> FILLING or QUARANTINED chunks that it writes
-        self.owners: Groups[int] = Groups()  # session -> FILLING chunks that it answers for
-        self.transfers: Groups[str] = Groups()  # transfer -> its FILLING chunks, and its SEALED tails
+        self.writers: Groups[int, Chunk] = Groups()  # session -> FILLING or QUARANTINED chunks that it writes
+        self.owners: Groups[int, Chunk] = Groups()  # session -> FILLING chunks that it answers for
+        self.transfers: Groups[str, Chunk] = Groups()  # transfer -> its FILLING chunks, and its SEALED tails
         self.deadlines: Deadlines[Chunk] = Deadlines()  # of FILLING chunks
         self.siblings = Siblings()  # SEALED chunks whose blocks have names
         self.chunks = dict.fromkeys(State, 0)  # how many, by state

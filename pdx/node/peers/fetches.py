@@ -9,7 +9,6 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
-from typing import TypeVar
 
 import msgspec
 
@@ -17,12 +16,12 @@ from pdx.node.peers.connection import ConnectionState, PeerConnection
 from pdx.node.peers.connections import Connections
 from pdx.store import paying
 from pdx.store.deadlines import Deadlines
+from pdx.store.groups import Groups
 from pdx.store.paying import UNKNOWN, Computing
 from pdx.telemetry.env import Env
 from pdx.telemetry.rate import Rate
 from pdx.wire.messages import Admit, Push
 
-_K = TypeVar("_K")
 KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
 
 
@@ -51,16 +50,17 @@ class Fetches:
         self._news = env.news
         self._numbers = itertools.count(1)
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
-        # Those that are not over, by number: of each peer, and of each peer's transfers.
-        self._asked: defaultdict[str, dict[int, Fetch]] = defaultdict(dict)
-        self._by_transfer: defaultdict[tuple[str, str], dict[int, Fetch]] = defaultdict(dict)
+        # Those that are not over: by number, of each peer, and of each peer's transfers.
+        self._asked: dict[int, Fetch] = {}
+        self._of_peer: Groups[str, Fetch] = Groups()
+        self._of_transfer: Groups[tuple[str, str], Fetch] = Groups()
         self._deadlines: Deadlines[Fetch] = Deadlines()
         self._rates: defaultdict[str, Rate] = defaultdict(Rate)  # by peer
         self._chunk_bytes: Counter[str] = Counter()  # of all shards of the chunk that came last, by peer
         self._probed_at: dict[str, float] = {}  # by peer
 
     def __len__(self) -> int:
-        return sum(map(len, self._asked.values()))
+        return len(self._asked)
 
     def is_waiting(self, ask: Admit, hits: int, now: float, computing: Computing = UNKNOWN) -> bool:
         """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time.
@@ -86,7 +86,7 @@ class Fetches:
 
     def takes_s(self, name: str, count: int) -> float:
         """Seconds until so many chunks of a peer are here, behind those that were asked for; 0: not known."""
-        coming = sum(len(fetch.push.keys) for fetch in self._asked.get(name, {}).values() if not fetch.push.transfer)
+        coming = sum(len(fetch.push.keys) for fetch in self._of_peer.of(name) if not fetch.push.transfer)
         rate = self._rates.get(name, Rate())
         return paying.takes_s(rate, (coming + count) * self._chunk_bytes[name])
 
@@ -101,16 +101,17 @@ class Fetches:
     def _begin(self, name: bytes, ask: Admit, push: Push, now: float, deadline: float) -> Fetch:
         peer, number = self._connections.dial(ask.source), next(self._numbers)
         fetch = Fetch(number, ask.source, name, push, now, deadline)
-        self._fetches[ask.source, name] = self._asked[ask.source][number] = fetch
+        self._fetches[ask.source, name] = self._asked[number] = fetch
+        self._of_peer.add(ask.source, [fetch])
         self._deadlines.add([fetch], deadline)
         if push.transfer is not None:
-            self._by_transfer[ask.source, push.transfer][number] = fetch
+            self._of_transfer.add((ask.source, push.transfer), [fetch])
         self._send(fetch, peer)
         return fetch
 
     def ready(self, peer: PeerConnection) -> None:
         """Ask what waited for the connection."""
-        for fetch in list(self._asked.get(peer.name, {}).values()):
+        for fetch in self._of_peer.of(peer.name):
             self._send(fetch, peer)
 
     def _send(self, fetch: Fetch, peer: PeerConnection) -> None:
@@ -120,16 +121,17 @@ class Fetches:
 
     def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:
         """So many chunks come from the peer, it says; it may take a promise back."""
-        fetch = self._asked.get(peer.name, {}).get(number)
-        if fetch is not None and not count:
+        fetch = self._asked.get(number)
+        if fetch is not None and fetch.source == peer.name and not count:
             self._end(fetch, now)
 
     def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
         """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's."""
-        ended = dict(self._by_transfer.get((name, transfer), {})) if transfer is not None else {}
-        if (asked := self._asked.get(name, {}).get(number)) is not None:
-            ended[number] = asked
-        for fetch in ended.values():
+        ended = self._of_transfer.of((name, transfer)) if transfer is not None else []
+        asked = self._asked.get(number)
+        if asked is not None and asked.source == name and asked not in ended:
+            ended.append(asked)
+        for fetch in ended:
             self._end(fetch, now)
 
     def landed(self, name: str, chunk_bytes: int, nbytes: int, since: float, now: float) -> None:
@@ -143,13 +145,13 @@ class Fetches:
 
     def forget(self, known: Container[str]) -> None:
         """Peers of other names than these are not there any more."""
-        for name in [name for name in self._rates if name not in known and name not in self._asked]:
+        for name in [name for name in self._rates if name not in known and not self._of_peer.count(name)]:
             del self._rates[name], self._chunk_bytes[name]
             self._probed_at.pop(name, None)
 
     def lost(self, name: str, now: float) -> None:
         """The peer is gone."""
-        for fetch in list(self._asked.get(name, {}).values()):
+        for fetch in self._of_peer.of(name):
             self._end(fetch, now)
 
     def tick(self, now: float, room_since: Callable[[str, int], float] = lambda name, number: 0.0) -> int:
@@ -176,13 +178,8 @@ class Fetches:
         self._deadlines.discard(fetch, fetch.deadline)
         fetch.deadline = now + KEPT_S
         self._deadlines.add([fetch], fetch.deadline)
-        self._drop(self._asked, fetch.source, fetch.number)
+        del self._asked[fetch.number]
+        self._of_peer.discard(fetch.source, fetch)
         if (transfer := fetch.push.transfer) is not None:
-            self._drop(self._by_transfer, (fetch.source, transfer), fetch.number)
+            self._of_transfer.discard((fetch.source, transfer), fetch)
         self._news.append(("fetch", fetch.push.keys[-1]))
-
-    @staticmethod
-    def _drop(table: dict[_K, dict[int, Fetch]], key: _K, number: int) -> None:
-        del table[key][number]
-        if not table[key]:
-            del table[key]

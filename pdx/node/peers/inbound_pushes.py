@@ -24,6 +24,7 @@ from pdx.node.peers.receive_thread import ReceiveThread
 from pdx.node.peers.regions import Regions
 from pdx.store.chunk import Chunk, Claim, from_node
 from pdx.store.deadlines import Deadlines
+from pdx.store.groups import Groups
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.transfers import Transfers
@@ -57,7 +58,7 @@ class InboundPushes:
         self._threads: dict[str, ReceiveThread] = {}
         self._writers: dict[bytes, Writer] = {}  # by token; one whose session is over stays as long as it has pushes
         self._accounts: defaultdict[str, Account] = defaultdict(Account)  # by peer
-        self._of_transfer: defaultdict[str, dict[InboundPush, None]] = defaultdict(dict)
+        self._of_transfer: Groups[str, InboundPush] = Groups()
         self._closing: dict[InboundPush, None] = {}
         self._deadlines: Deadlines[InboundPush] = Deadlines()
         self._queue: dict[InboundPush, None] = {}  # those in state QUEUED, in the order of their offers
@@ -143,7 +144,7 @@ class InboundPushes:
         account.keys += len(offer.keys)
         self.env.counters["offers"] += 1
         if offer.transfer is not None:
-            self._of_transfer[offer.transfer][push] = None
+            self._of_transfer.add(offer.transfer, [push])
             if self._transfers.is_given_up(offer.transfer):
                 self._stop(push, "the transfer was given up", now)
                 return
@@ -353,7 +354,7 @@ class InboundPushes:
     def cancel(self, transfer: str) -> None:
         """The transfer was given up: nobody here wants its chunks any more."""
         now = self.env.clock()
-        for push in list(self._of_transfer.get(transfer, ())):
+        for push in self._of_transfer.of(transfer):
             if push.state is not PushState.CLOSING:
                 self._stop(push, "", now)
 
@@ -444,9 +445,7 @@ class InboundPushes:
                 self._transfers.give_up(transfer, now, push.session.source)
             else:
                 self._transfers.arrived(transfer, now)
-            del self._of_transfer[transfer][push]
-            if not self._of_transfer[transfer]:
-                del self._of_transfer[transfer]
+            self._of_transfer.discard(transfer, push)
         self._release(push, left)
         self._store.let_go(left)
         del push.writer.pushes[push.number]

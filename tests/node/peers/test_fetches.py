@@ -201,7 +201,8 @@ def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
     for now in (FETCH_S, FETCH_S + KEPT_S):
         fetches.tick(now)
     assert not fetches._fetches
-    assert not fetches._by_transfer
+    assert not fetches._of_transfer
+    assert not fetches._of_peer
 
 
 def test_what_is_asked_of_one_peer_costs_nothing_where_time_passes_or_another_peer_goes(fetches, link):
