@@ -197,6 +197,7 @@ class Admissions:
                 yield waiter.session, waiter.seq, answer
 
     def due_in(self, now: float) -> float:
+        """Seconds until there is a late answer, whatever else happens."""
         return self._waiting.due_in(now)
 
     def changed(self, chunks: Iterable[Chunk], transfers: Iterable[str] = ()) -> None:

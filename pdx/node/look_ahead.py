@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -207,9 +207,9 @@ class LookAhead:
         return True
 
     def answered(self, news: Iterable[Hashable]) -> None:
-        """A remote store has said whether it has the keys in these."""
-        wanted: Mapping[Hashable, Mapping[int, int]] = self._store.wanted  # type: ignore[assignment]
-        for number in {number for each in news for number in wanted.get(each, ())}:
+        """`news`: see `Env`. Of the keys in it a remote store has said whether it has them."""
+        keys = [each for each in news if isinstance(each, bytes)]
+        for number in {number for key in keys for number in self._store.wanted.get(key, ())}:
             heapq.heappush(self._due, number)
 
     def turn(self) -> None:

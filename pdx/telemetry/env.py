@@ -27,7 +27,9 @@ class Env:
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock, log=log)
         self.mailbox = Mailbox(self.faults)
-        # In a node: keys, transfers and fetches of which more is known than before; who waits is told after the turn.
+        # In a node: that of which more is known than before. A key: a tier has said whether it has it; a name: of a
+        # transfer; `("fetch", key)`: a peer was asked for what ends with this key, and that is over. Whoever waits for
+        # one of them is told after the turn (`Admissions.late_answers`), which empties it.
         self.news: list[Hashable] = []
 
 
