@@ -84,16 +84,18 @@ class WriteSession:
 
 
 class SessionListener(Listener):
-    """A listener over a region of `nbytes`, as far as it concerns no connection. `wake` is set without the lock."""
+    """The half of a listener that is the same whatever carries the bytes: sessions, what is granted to them, and
+    notifications. A subclass receives: each write of a session goes through `enter`, and then `land` or `leave`, on any
+    thread. `wake` is set without the lock."""
 
     def __init__(self, scheme: str, nbytes: int, wake: threading.Event, detail: bytes) -> None:
-        """`detail`: what a peer needs to connect."""
+        """For a region of `nbytes` bytes. `detail`: what a peer needs to connect."""
         self.scheme = scheme
         self._nbytes = nbytes
         self._wake = wake
         self._detail = detail
-        # Guards all below, everything in the sessions, and what subclasses say. An expelled session stays until its
-        # last write has left. Waited for: room for notifications.
+        # Guards all below, everything in the sessions, and what subclasses say; a thread that has it may take it again.
+        # An expelled session stays until its last write has left. Waited for: room for notifications.
         self._lock = threading.Condition()
         self._sessions: dict[bytes, WriteSession] = {}
         self._untaken: list[Notification] = []

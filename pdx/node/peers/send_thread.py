@@ -46,8 +46,8 @@ class SendThread:
         measure: bool,
         preferred: str = "",
     ) -> None:
-        """`welcome`: where the peer may be written; `order`: schemes, in which to try or to `measure` them: then the
-        fastest is used instead of the first, but `preferred` without measuring, if it connects."""
+        """`welcome` says where the peer may be written. `order`: the schemes to try; the first that connects is used.
+        To `measure` is to connect all and use the fastest; once `preferred` has connected, no other is tried."""
         self.tier = tier
         self.peer = peer
         self.missing: dict[str, str] = {}  # why a scheme does not lead there; whole when the channel is chosen
