@@ -1,5 +1,5 @@
-"""Storms, whose events Hypothesis chooses and makes fewer where one fails. `PDX_STORM_EXAMPLES=1000` runs longer, and with
-`--part=long` others each time."""
+"""Storms, whose events Hypothesis chooses and makes fewer where one fails. `PDX_STORM_EXAMPLES=1000` runs longer;
+`--part=long` plays others each time."""
 
 from __future__ import annotations
 
