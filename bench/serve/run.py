@@ -258,6 +258,11 @@ class Generator:
         found: list[Any] = dataset.sample(
             self._tokenizer, num_requests=count, output_len=self._settings.output_len, **sizes
         )
+        for request in found:
+            if request.prompt.endswith(
+                "\ufffd"
+            ):  # behind half a character vLLM begins its answer with the whole prompt
+                request.prompt = request.prompt[:-1] + "."
         for request in found if self._settings.api == "chat" else ():
             request.chat_messages = [{"role": "user", "content": request.prompt}]
         return found

@@ -77,6 +77,13 @@ def test_random_prompts_are_all_new(bench, tokenizer):
     assert result["pdx"]["is_complete"]
 
 
+def test_no_prompt_ends_in_half_a_character(bench, tokenizer):
+    with StandIn(tokenizer) as server:
+        assert bench("--url", server.url, "--label", "a", "--requests", 40, *SMALL).status == 0
+    assert any("\ufffd" in prompt for prompt in sent(server))
+    assert not any(prompt.endswith("\ufffd") for prompt in sent(server))
+
+
 def test_the_same_salt_and_seed_send_the_same(bench, tokenizer):
     with StandIn(tokenizer) as server:
         for _ in range(2):
