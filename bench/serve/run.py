@@ -259,9 +259,8 @@ class Generator:
             self._tokenizer, num_requests=count, output_len=self._settings.output_len, **sizes
         )
         for request in found:
-            if request.prompt.endswith(
-                "\ufffd"
-            ):  # behind half a character vLLM begins its answer with the whole prompt
+            # Behind half a character vLLM begins its answer with the whole prompt.
+            if request.prompt.endswith("\ufffd"):
                 request.prompt = request.prompt[:-1] + "."
         for request in found if self._settings.api == "chat" else ():
             request.chat_messages = [{"role": "user", "content": request.prompt}]

@@ -20,7 +20,7 @@ from pdx.node.explanations import Explanations
 from pdx.node.sessions import Session
 from pdx.store.chunk import Chunk, Claim, Origin, Wanted
 from pdx.store.deadlines import Deadlines
-from pdx.store.groups import Groups
+from pdx.store.index import Groups
 from pdx.store.lifecycle import State
 from pdx.store.paying import UNKNOWN, Computing
 from pdx.telemetry.faults import counted

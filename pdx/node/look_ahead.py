@@ -23,7 +23,7 @@ from pdx.node.sessions import Session
 from pdx.store.chunk import NODE, Wanted
 from pdx.store.copy import Copy
 from pdx.store.deadlines import Deadlines
-from pdx.store.groups import Groups
+from pdx.store.index import Groups
 from pdx.wire.messages import Admit, Expect
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pdx.node.peers.connection import ConnectionState, PeerConnection
 from pdx.node.peers.connections import Connections
 from pdx.store import paying
 from pdx.store.deadlines import Deadlines
-from pdx.store.groups import Groups
+from pdx.store.index import Groups
 from pdx.store.paying import UNKNOWN, Computing
 from pdx.telemetry.env import Env
 from pdx.telemetry.rate import Rate

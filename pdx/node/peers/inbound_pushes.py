@@ -24,7 +24,7 @@ from pdx.node.peers.receive_thread import ReceiveThread
 from pdx.node.peers.regions import Regions
 from pdx.store.chunk import Chunk, Claim, from_node
 from pdx.store.deadlines import Deadlines
-from pdx.store.groups import Groups
+from pdx.store.index import Groups
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.transfers import Transfers
