@@ -1,4 +1,5 @@
-"""The shape of one engine shard's KV cache, and the fingerprint that tells whether two caches mean the same bytes.
+"""The shape of one engine shard's KV cache, by cache group, and the fingerprint that tells whether two caches mean the
+same bytes.
 
 Pure arithmetic: no torch tensor, no file, no clock. Words as in docs/glossary.md.
 """
@@ -6,12 +7,16 @@ Pure arithmetic: no torch tensor, no file, no clock. Words as in docs/glossary.m
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from pdx.errors import LayoutError
+from pdx.memory.rules import Rule
 
 PAGE_ALIGNMENT = 16
 
@@ -25,11 +30,12 @@ def slice_span(nbytes: int, total: int, first: int, count: int) -> tuple[int, in
     return start, nbytes * (first + count) // total - start
 
 
-class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard's KV: `num_layers` layers of pages of `page_bytes`, each page `block_tokens` tokens.
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One cache group of one shard: `num_layers` layers of pages of `page_bytes`, each page `block_tokens` tokens.
 
-    Everything that decides what the bytes of a page mean is a field, so it is in the fingerprint: two engines
-    with equal fingerprints can read each other's chunks, byte for byte.
+    A page of a state is what the layer keeps of all tokens up to the end of its block. Everything that decides what the
+    bytes of a page mean is a field, so it is in the fingerprint: two engines with equal fingerprints can read each
+    other's chunks, byte for byte.
     """
 
     model: str  # identity of the weights, not their name alone
@@ -46,6 +52,12 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_shards: Annotated[int, Meta(ge=1, le=1024)]
     hashing: str  # how the engine hashes its blocks
     release: str = ""  # of the engine, which may pack pages otherwise in the next one
+    # What a token of these layers attends to: all before it, the last `window` of them (itself counted), those since
+    # the last multiple of `window`; or the layers keep a state.
+    kind: Literal["full", "window", "local", "state"] = "full"
+    window: Annotated[int, Meta(ge=0)] = 0
+    layers: tuple[int, ...] = ()  # their numbers in the model; empty: all it has
+    hash_tokens: Annotated[int, Meta(ge=0)] = 0  # that the engine hashes at once; 0: those of a block
 
     def __post_init__(self) -> None:
         if self.chunk_tokens % self.block_tokens:
@@ -56,15 +68,50 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         if self.page_bytes % PAGE_ALIGNMENT:
             raise LayoutError(f"pages of {self.page_bytes} bytes are not divisible by {PAGE_ALIGNMENT}")
 
+        if self.chunk_tokens % self.tokens_per_hash:
+            raise LayoutError(f"chunk_tokens {self.chunk_tokens} is not a multiple of {self.hash_tokens} hashed tokens")
+
     @property
     def blocks_per_chunk(self) -> int:
-        """Blocks in a full chunk."""
-        return self.chunk_tokens // self.block_tokens
+        """Blocks in a full chunk: of a window those at its end that can be needed, of a state its one page."""
+        first, end = self.blocks_of(0, self.chunk_tokens)
+        return end - first
+
+    def blocks_of(self, chunk: int, num_tokens: int) -> tuple[int, int]:
+        """Which blocks of a prompt of `num_tokens` tokens, [first, end), its chunk number `chunk` has. What a window
+        looks back to is one token more than its attention, for engines that compute a prompt's last token again."""
+        tokens = min((chunk + 1) * self.chunk_tokens, num_tokens)
+        first, end = chunk * self.chunk_tokens // self.block_tokens, self.num_blocks(tokens)
+        if self.kind == "state":
+            first = end - 1
+        elif self.kind == "window":
+            first = max(first, (tokens - self.window) // self.block_tokens)
+        return first, end
+
+    def secret(self, fingerprint: bytes) -> bytes:
+        """What keys of this group's chunks are made with, where `fingerprint` stands for all groups of an engine."""
+        return hashlib.blake2b(self.fingerprint(), key=fingerprint, digest_size=16, person=b"pdx-group-1").digest()
+
+    def rule(self, tail_tokens: int = 0) -> Rule:
+        """Which chunks a prompt needs whose tail has so many tokens."""
+        if self.kind == "full":
+            return Rule()
+        if self.kind == "state":
+            return Rule(reach=1, tail_reach=0)
+        if self.kind == "local" and self.window % self.chunk_tokens == 0:
+            return Rule(period=self.window // self.chunk_tokens)
+        before_tail = max(0, self.window - tail_tokens)
+        return Rule(reach=-(-self.window // self.chunk_tokens), tail_reach=-(-before_tail // self.chunk_tokens))
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a full chunk of one shard, all layers."""
-        return self.num_blocks_bytes(self.blocks_per_chunk)
+        return self.nbytes_of(self.chunk_tokens)
+
+    def nbytes_of(self, tokens: int) -> int:
+        """Bytes of a chunk of so many tokens of one shard, all layers."""
+        first, end = self.blocks_of(0, tokens)
+        return self.num_blocks_bytes(end - first)
 
     def num_blocks_bytes(self, num_blocks: int) -> int:
         """Bytes of a chunk of `num_blocks` blocks of one shard, all layers."""
@@ -80,10 +127,80 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def described(self) -> dict[str, str]:
         """Its fields as text, for who tells two engines what keeps them apart."""
-        return {name: str(getattr(self, name))[:256] for name in self.__struct_fields__}
+        return {name: str(value)[:256] for name, value in msgspec.to_builtins(self).items()}
+
+    @property
+    def tokens_per_hash(self) -> int:
+        return self.hash_tokens or self.block_tokens
 
     def fingerprint(self) -> bytes:
         """16 bytes that are equal exactly where every field is; the key of every chunk key."""
         return hashlib.blake2b(
             msgspec.json.encode(self, order="sorted"), digest_size=16, person=b"pdx-layout-1"
         ).digest()
+
+
+@dataclass(frozen=True)
+class CacheGroups(Sequence[KvLayout]):
+    """All cache groups of one engine shard, in the engine's order. Most models have one."""
+
+    layouts: tuple[KvLayout, ...]
+
+    @classmethod
+    def of(cls, layout: KvLayout | Sequence[KvLayout]) -> CacheGroups:
+        """A LayoutError of groups that are not of one model, cut into chunks alike."""
+        layouts = (layout,) if isinstance(layout, KvLayout) else tuple(layout)
+        common = {(each.model, each.chunk_tokens, each.num_shards, each.tokens_per_hash) for each in layouts}
+        if len(common) != 1:
+            raise LayoutError(f"cache groups of several (model, chunk tokens, shards, hashed tokens): {sorted(common)}")
+        return cls(layouts)
+
+    def __getitem__(self, index: int) -> KvLayout:  # type: ignore[override]
+        return self.layouts[index]
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.layouts[0].chunk_tokens
+
+    @property
+    def num_shards(self) -> int:
+        return self.layouts[0].num_shards
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether there is one group, of full attention: each leading chunk can be restored, and parts of chunks."""
+        return len(self.layouts) == 1 and self.layouts[0].kind == "full"
+
+    @cached_property
+    def has_state(self) -> bool:
+        return any(each.kind == "state" for each in self.layouts)
+
+    def whole_chunks(self, num_tokens: int) -> int:
+        """How many whole chunks a prompt of so many tokens has; what is behind them is its tail. An engine computes a
+        prompt's last token again: a state behind that is of no use to it, and before it local attention may look back
+        to other tokens, so a chunk of which it is the last token is a tail of such models."""
+        return (num_tokens - any(each.kind in ("state", "local") for each in self.layouts)) // self.chunk_tokens
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Bytes of a full chunk of every group together, of one shard."""
+        return sum(each.chunk_bytes for each in self.layouts)
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that are equal exactly where those of every group are; of one group, its own."""
+        found = [each.fingerprint() for each in self.layouts]
+        if len(found) == 1:
+            return found[0]
+        return hashlib.blake2b(b"".join(found), digest_size=16, person=b"pdx-groups-1").digest()
+
+    def described(self) -> dict[str, str]:
+        """As those of its one layout; of several, what they have in common, and each in a few words."""
+        if len(self.layouts) == 1:
+            return self.layouts[0].described()
+        told = [each.described() for each in self.layouts]
+        common = {name: text for name, text in told[0].items() if all(each.get(name) == text for each in told)}
+        kinds = [f"{each.kind}{f' of {each.window}' if each.window else ''} in {each.num_layers}" for each in self]
+        return common | {"groups": ", ".join(kinds)[:256]}

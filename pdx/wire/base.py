@@ -16,6 +16,7 @@ from pdx.wire.hints import MAX_VERDICTS, Verdict
 MAX_BLOCKS = 1 << 16  # of a prompt whose blocks are told
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
 MAX_SHARDS = 1_024
+MAX_GROUPS = 64  # of a model's layers
 MAX_NAME = 256  # characters
 MAX_REASONS = 64  # for the chunks of one request
 MAX_LAYERS = 4_096
@@ -53,6 +54,12 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
+
+
+def check_groups(keys: int, groups: int) -> None:
+    """:raises ProtocolError: so many keys are not as many of each cache group."""
+    if groups and keys % groups:
+        raise ProtocolError(f"{keys} keys of {groups} cache groups")
 
 
 def check_slots(keys: int, shards: int) -> None:

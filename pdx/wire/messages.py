@@ -17,16 +17,16 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ProtocolError
-from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Bytes, Slot
 from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
+from pdx.wire.admit import Admit as Admit
+from pdx.wire.admit import Admitted as Admitted
+from pdx.wire.admit import Group as Group
+from pdx.wire.admit import Groups
 from pdx.wire.base import (
     DIGEST_BYTES,
-    MAX_BLOCKS,
-    MAX_KEYS,
     MAX_LAYERS,
     MAX_SCHEMES,
-    BlockNames,
     Count,
     FieldName,
     GpuId,
@@ -45,14 +45,13 @@ from pdx.wire.base import (
     Slots,
     Stamp,
     TransferId,
-    Verdicts,
 )
-from pdx.wire.hints import Hints, Seconds
+from pdx.wire.hints import Seconds
 from pdx.wire.verbs import VERBS, AnyAnswer, AnyVerb, Found
 
 _T = TypeVar("_T")
 
-VERSION = 8
+VERSION = 9
 MAX_FRAME_BYTES = 4 << 20
 
 
@@ -105,90 +104,11 @@ class Ping(Message, frozen=True):
     keyed: Layout = b""
 
 
-class Admit(Message, frozen=True):
-    """One request's question: what is there of `keys`, room for what is not, and where all of it is to go.
-
-    The leading run that is there is leased for `lease_s` (0: no lease). Behind it room is granted for the chunks that
-    are missing, of `nbytes` each (0: no room is asked for); the workers of the asking engine, or the client itself,
-    write them.
-    `partial`: grant the leading ones that fit instead of all or nothing; where nothing is granted for lack of room,
-    nothing is leased either.
-    `tail_nbytes`: the last key is the tail of a prompt, of so many bytes. Room for it is granted to the part that
-    writes, and to the part that keeps, which is in no transfer. It is found again by its blocks, or goes with its one
-    reader.
-    `blocks`: a name of 16 bytes for each full block of the prompt, from the first key's first block on, `chunk_blocks`
-    of them to a chunk; `parent`: the key before the first one, or what stands for it. Behind the leading run, the chunk
-    that begins with the most of the prompt's next blocks is leased, too.
-    `transfer`: the handoff that the request has a `part` in. One that writes opens the transfer, and what is granted
-    belongs to it. For one that reads, what is missing may still come; one that expects
-    also waits for a transfer that the node has not heard of yet.
-    `early`: of one that reads, it can copy slices while others are being filled, so that the answer need not wait for
-    the last ones: it comes when those take no longer than copying the rest (`Ping.load_s`).
-    `push_to`: a peer that gets all of `keys`, those that are here already and those that are granted, as they fill.
-    `source`: a peer that is asked for what is missing here.
-    `wait_s`: while what is missing may still come, the answer is kept back for so long; then it is `waiting`, and
-    nothing is leased or granted.
-    `request`: what the engine calls the request; the node can explain its answer to it afterwards (`Why`).
-
-    From a peer: room for what it has, or is filling. `layout`: of these chunks; a process has said its own when it
-    attached. `wait_s`: how long it may wait for room for all of it. `want`: the number of the `Push` that this answers.
-    """
-
-    keys: Keys
-    nbytes: Bytes = 0
-    layers: LayerCount = 1
-    shards: ShardCount = 1
-    lease_s: Seconds = 0.0
-    tail_nbytes: Bytes = 0
-    partial: bool = False
-    transfer: TransferId | None = None
-    part: Literal["reads", "writes", "expects", "keeps"] = "reads"
-    push_to: Name = ""
-    source: Name = ""
-    wait_s: Seconds = 0.0
-    hints: Hints = Hints("")
-    layout: Layout = b""
-    want: Number = 0
-    blocks: BlockNames = b""
-    chunk_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
-    parent: Annotated[bytes, Meta(max_length=16)] = b""
-    request: Name = ""
-    early: bool = False
-
-    @property
-    def writes_tail(self) -> bool:
-        """Whether the last key is a tail that this request itself writes."""
-        return self.tail_nbytes > 0 and self.part in ("writes", "keeps")
-
-    @property
-    def sought(self) -> int:
-        """How many leading keys may come from elsewhere: not the tail that this request itself writes."""
-        return len(self.keys) - self.writes_tail
-
-    @property
-    def writes(self) -> TransferId | None:
-        """The transfer that what is granted belongs to."""
-        return self.transfer if self.part == "writes" else None
-
-    def names(self, index: int) -> bytes:
-        """Of the full blocks behind the first `index` keys, as many as a chunk has; empty: not told."""
-        width = self.chunk_blocks * KEY_BYTES
-        return self.blocks[index * width : (index + 1) * width]
-
-    def before(self, index: int) -> bytes:
-        """The key that leads up to `keys[index]`, or to what is behind the last one."""
-        return self.keys[index - 1] if index else self.parent
-
-    @property
-    def awaits(self) -> TransferId | None:
-        """The transfer that may bring what is missing."""
-        return self.transfer if self.part != "writes" else None
-
-
 class Expect(Message, frozen=True):
     """The engine's `request` waits for its turn and will ask for these `keys`, in each of so many shards: what of them
     is in a tier below is loaded ahead, and what is here is evicted last. Over when it asks (`Admit.request`); without
-    keys: it is over before that, and what is being loaded for it alone is given up.
+    keys: it is over before that, and what is being loaded for it alone is given up. `groups`: of the keys of several
+    cache groups, as in `Admit`; loaded is what the longest part of the prompt needs that memory and tiers have.
 
     `Done.count` is 1 if it is heeded.
     """
@@ -196,19 +116,22 @@ class Expect(Message, frozen=True):
     request: Name
     keys: Keys = []
     shards: ShardCount = 1
+    groups: Groups = []
 
 
 class Push(Message, frozen=True):
     """Copy chunks to a peer; fields as in `Admit`. `Done.count` says how many of them go, or are on their way.
 
     From a process: sealed chunks, to `peer`. From a peer: to itself, the leading run of these keys and, of a
-    `transfer`, also what is still being filled; a `Done` of 0 may take it back later.
+    `transfer`, also what is still being filled; a `Done` of 0 may take it back later. `groups`: from a peer, of the
+    keys of several cache groups, as in `Admit`, what the longest part of the prompt needs that is there.
     """
 
     keys: Keys
     peer: Name = ""
     shards: ShardCount = 1
     transfer: TransferId | None = None
+    groups: Groups = []
 
 
 class Fill(Message, frozen=True):
@@ -233,7 +156,7 @@ class Release(Message, frozen=True):
     """End a lease. From a peer: of what this `Admit` of it was granted it writes nothing more, now and ever.
 
     `complete`: all that was granted was written.
-    `request`: it could not load what was leased for it, from chunk `failed_chunk` of its keys on, and computes that.
+    `request`: it could not load what was leased for it, from chunk `failed_chunk` of its prompt on, and computes that.
     """
 
     lease: Number
@@ -326,33 +249,6 @@ class Welcome(Message, frozen=True):
     regions: Annotated[list[RemoteRegion], Meta(max_length=MAX_SCHEMES)] = []
     probe: Slot | None = None
     layouts: Layouts = []
-
-
-class Admitted(Message, frozen=True):
-    """`slots` holds hits x shards slots, chunk-major, under `lease`, which ends after `lease_s`: no more than was
-    asked for.
-
-    `granted` holds indices into `keys`; `granted_slots` holds len(granted) x shards slots, chunk-major. A key behind
-    the hits that is not `granted` is there or being filled, or (if `full`) found no room.
-    `waiting`: what is missing may still come; `full` without `granted`: there was no room for all. Either way nothing
-    is held, and the slots of the hits are left out.
-    `part_blocks`: behind the hits, `slots` has a further chunk, of which this many leading blocks are the prompt's.
-    `by_layer`: slices are copied on as they are filled, so the node wants to hear of layers before all are. Otherwise
-    one `Fill` that seals is enough.
-    `verdicts`: what became of `Admit.hints`, for each field that says something.
-    """
-
-    hits: Count = 0
-    slots: Slots = []
-    lease: Number = 0
-    waiting: bool = False
-    granted: Annotated[list[Count], Meta(max_length=MAX_KEYS)] = []
-    granted_slots: Slots = []
-    full: bool = False
-    by_layer: bool = False
-    part_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
-    verdicts: Verdicts = []
-    lease_s: Seconds = 0.0
 
 
 class Done(Message, frozen=True):

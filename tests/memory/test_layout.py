@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import LayoutError
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout
 
 LAYOUT = KvLayout(
     model="llama@1",
@@ -26,10 +26,13 @@ LAYOUT = KvLayout(
 FIELDS = [field.name for field in msgspec.structs.fields(KvLayout)]
 
 
+OTHERS = {"window": 512, "layers": (1, 2), "hash_tokens": 8}  # of what is empty there
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_is_in_the_fingerprint(field):
     value = getattr(LAYOUT, field)
-    other = value + "x" if isinstance(value, str) else value * 2
+    other = OTHERS.get(field) or (value + "x" if isinstance(value, str) else value * 2)
     assert msgspec.structs.replace(LAYOUT, **{field: other}).fingerprint() != LAYOUT.fingerprint()
 
 
@@ -44,6 +47,46 @@ def test_text_does_not_run_from_one_field_into_the_next(model, dtype):
     one = msgspec.structs.replace(LAYOUT, model=model, dtype=dtype).fingerprint()
     moved = msgspec.structs.replace(LAYOUT, model=model + dtype[:1], dtype=dtype[1:]).fingerprint()
     assert (one == moved) == (dtype == "")
+
+
+@given(st.integers(1, 700), st.sampled_from([16, 32, 64]), st.integers(1, 1500))
+def test_the_chunks_of_a_window_have_all_that_is_looked_back_to_and_a_block_more_at_most(window, block, tokens):
+    """By tokens: a prompt of so many, of which an engine computes the last one again."""
+    layout = msgspec.structs.replace(LAYOUT, kind="window", window=window, block_tokens=block)
+    whole, tail = divmod(tokens, layout.chunk_tokens)
+    end = whole + (tail > 0)
+    first = layout.rule(tail).first(end, has_tail=tail > 0)
+    spans = [layout.blocks_of(chunk, tokens) for chunk in range(first, end)]
+    covered = {at for start, stop in spans for at in range(start, stop)}
+    assert covered >= {at // block for at in range(max(0, tokens - window), tokens)}
+    sizes = [layout.chunk_bytes] * whole + [layout.nbytes_of(tail)] * (tail > 0)
+    assert [layout.blocks_in(size) for size in sizes[first:]] == [stop - start for start, stop in spans]
+    assert all(stop - start <= window // block + 2 for start, stop in spans)
+
+
+def test_a_state_has_one_page_of_each_chunk_that_of_its_last_token():
+    layout = msgspec.structs.replace(LAYOUT, kind="state", block_tokens=64)
+    assert (layout.blocks_of(0, 256), layout.blocks_of(2, 700), layout.blocks_of(2, 768)) == (
+        (3, 4),
+        (10, 11),
+        (11, 12),
+    )
+    assert layout.chunk_bytes == layout.nbytes_of(7) == layout.num_blocks_bytes(1)
+
+
+def test_a_chunk_of_which_a_state_has_the_last_token_is_a_tail():
+    groups = CacheGroups.of([LAYOUT, msgspec.structs.replace(LAYOUT, kind="state")])
+    assert [groups.whole_chunks(tokens) for tokens in (256, 257, 512, 513)] == [0, 1, 1, 2]
+    assert [CacheGroups.of(LAYOUT).whole_chunks(tokens) for tokens in (255, 256)] == [0, 1]
+
+
+def test_groups_have_keys_of_their_own_and_one_group_has_those_it_had():
+    full, window = LAYOUT, msgspec.structs.replace(LAYOUT, kind="window", window=512)
+    both = CacheGroups.of([full, window])
+    assert CacheGroups.of(full).fingerprint() == full.fingerprint() != both.fingerprint()
+    assert full.secret(both.fingerprint()) != window.secret(both.fingerprint())
+    with pytest.raises(LayoutError, match="cache groups of several"):
+        CacheGroups.of([full, msgspec.structs.replace(window, chunk_tokens=512)])
 
 
 def test_sizes_of_llama_8b():

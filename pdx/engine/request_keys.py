@@ -1,0 +1,110 @@
+"""The keys of a request's chunks, and what an `Admit` says of their sizes. Several cache groups have their keys in one
+list, group behind group, each with as many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdx.engine.step import BlockHasher, EngineRequest
+from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
+from pdx.memory.layout import CacheGroups, KvLayout
+from pdx.wire.messages import Group
+
+
+class RequestKeys:
+    """The keys of one request's chunks."""
+
+    def __init__(self, request: EngineRequest, groups: CacheGroups, fingerprint: bytes) -> None:
+        """`fingerprint`: what they are made with; that of the groups, until the engine's cache was reset."""
+        self._request = request
+        self._groups = groups
+        self._fingerprint = fingerprint
+        self._secrets = [fingerprint] if len(groups) == 1 else [each.secret(fingerprint) for each in groups]
+        self._hashes_per_chunk = groups.chunk_tokens // groups[0].tokens_per_hash
+        self._keys: list[list[bytes]] = [[] for _ in groups]
+        self._hashes: list[bytes] = []  # the block hash that each chunk's keys were made of
+        self._tail: list[bytes] | None = None
+        self._tail_tokens = -1  # how many tokens led up to it
+
+    def leading(self, num_chunks: int, first: int = 0) -> list[bytes]:
+        """Of the full chunks [first, num_chunks); their blocks must be full of known tokens.
+
+        They are kept, but a session whose input goes on loses its last token: chunks that had it have another key then.
+        """
+        hashes = self._request.block_hashes
+        while self._hashes and not self._is_last_hash_valid(hashes):
+            self._hashes.pop()
+            for of_group in self._keys:
+                of_group.pop()
+        for index in range(len(self._hashes), num_chunks):
+            self._hashes.append(bytes(hashes[(index + 1) * self._hashes_per_chunk - 1]))
+            for of_group, secret in zip(self._keys, self._secrets, strict=True):
+                of_group.append(chunk_key(secret, self._hashes[-1]))
+        return [key for of_group in self._keys for key in of_group[first:num_chunks]]
+
+    def _is_last_hash_valid(self, hashes: Sequence[bytes]) -> bool:
+        """Hashes are chained: if the last one is what it was, so are all before it."""
+        last = len(self._hashes) * self._hashes_per_chunk - 1
+        return last < len(hashes) and bytes(hashes[last]) == self._hashes[-1]
+
+    def block_names(self, first: int, end: int) -> bytes:
+        """What the node calls blocks [first, end), as far as they are full of known tokens: the end of the engine's
+        hashes, by which others who hear of blocks know them (`pdx.wire.kv_events`)."""
+        hashes = self._request.block_hashes[first:end]
+        return b"".join([bytes(one)[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for one in hashes])
+
+    def parent(self, chunk: int) -> bytes:
+        """What leads up to the chunk of this number."""
+        return self.leading(chunk)[-1] if chunk else root_key(self._fingerprint)
+
+    def end(self, num_tokens: int) -> tuple[bytes, int] | None:
+        """Key and number of the full blocks behind the last whole chunk, up to `num_tokens`; None: there are none."""
+        end = num_tokens // self._groups[0].block_tokens
+        count = end % self._groups[0].blocks_per_chunk
+        return (short_key(self._fingerprint, bytes(self._request.block_hashes[end - 1])), count) if count else None
+
+    def tail(self, hasher: BlockHasher, tokens: int, transfer: str) -> list[bytes] | None:
+        """Of the tail of a transfer of so many tokens; None where it ends with a full chunk."""
+        if tokens != self._tail_tokens:
+            self._tail, self._tail_tokens = self._make_tail(hasher, tokens, transfer), tokens
+        return self._tail
+
+    def _make_tail(self, hasher: BlockHasher, tokens: int, transfer: str) -> list[bytes] | None:
+        first = self._groups.whole_chunks(tokens) * self._groups.chunk_tokens
+        if tokens == first:
+            return None
+        parent = self._request.block_hashes[first // self._groups[0].tokens_per_hash - 1] if first else None
+        hashed = hasher(self._request, parent, first, tokens)
+        return [tail_key(secret, hashed, transfer) for secret in self._secrets]
+
+
+def with_tail(keys: Sequence[bytes], tail: Sequence[bytes]) -> list[bytes]:
+    """The keys of each group, and then its tail's."""
+    width = len(keys) // len(tail)
+    return [key for at, last in enumerate(tail) for key in (*keys[at * width : (at + 1) * width], last)]
+
+
+def without_tail(keys: Sequence[bytes], num_groups: int) -> list[bytes]:
+    """Without the last key of each group."""
+    width = len(keys) // num_groups
+    return [key for at, key in enumerate(keys, 1) if at % width]
+
+
+def sizes(groups: CacheGroups, tail_tokens: int, *, has_room: bool) -> dict[str, Any]:
+    """What an `Admit` says of its chunks, the last of which may be a tail; `has_room`: it asks for room."""
+    if not groups.is_single:
+        return {"groups": [_group(each, tail_tokens, has_room=has_room) for each in groups]}
+    [layout] = groups
+    nbytes = layout.chunk_bytes if has_room else 0
+    return {"nbytes": nbytes, "layers": layout.num_layers, "tail_nbytes": layout.nbytes_of(tail_tokens)}
+
+
+def _group(layout: KvLayout, tail_tokens: int, *, has_room: bool) -> Group:
+    rule = layout.rule(tail_tokens)
+    return Group(
+        *(rule.reach, rule.tail_reach, rule.period),
+        nbytes=layout.chunk_bytes if has_room else 0,
+        layers=layout.num_layers,
+        tail_nbytes=layout.nbytes_of(tail_tokens) if tail_tokens else 0,
+    )
