@@ -5,10 +5,11 @@ No sockets here.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,113 +19,23 @@ from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.node.explanations import Explanations
 from pdx.node.sessions import Session
+from pdx.node.waiting import Patience, Waiter, Waiting
+from pdx.store.cache_groups import Goal, goals, reserve, restorable
 from pdx.store.chunk import Chunk, Claim, Origin, Wanted
-from pdx.store.deadlines import Deadlines
-from pdx.store.index import Groups
 from pdx.store.lifecycle import State
 from pdx.store.paying import UNKNOWN, Computing
 from pdx.telemetry.faults import counted
-from pdx.wire.base import check_slots
+from pdx.wire.base import check_groups, check_slots
 from pdx.wire.hints import Verdict
-from pdx.wire.messages import Admit, Admitted, Answer, Refused
+from pdx.wire.messages import Admit, Admitted, Answer, Group, Refused
 
 if TYPE_CHECKING:
     from pdx.node.service import Service
 
 log = logging.getLogger("pdx.node")
 
-MAX_OF_SESSION = 1024  # questions of one process that wait
 MAX_TRANSFER_S = 600.0
 BACKLOG_LEFT = 0.5  # of an engine's unfilled chunks so much is to be computed: some of it may be over already
-
-
-class Waiter(msgspec.Struct, frozen=True):
-    """One question: the message `seq` of a session; `hits` keys of it were found when somebody looked last, and `key`
-    may come next."""
-
-    session: Session
-    seq: int
-    ask: Admit
-    hits: int
-    key: bytes
-    since: float
-    deadline: float
-    load_s: float = 0.0  # it is answered so long before the last slice is filled
-
-    @property
-    def topics(self) -> tuple[Hashable, ...]:
-        """What may change the answer: the next chunk, the transfer, and the fetch from a peer."""
-        return self.key, self.ask.transfer, ("fetch", self.ask.keys[self.ask.sought - 1])
-
-
-class Patience(msgspec.Struct, frozen=True):
-    """There may be more than these hits: `key` comes next, which is worth so many seconds of waiting."""
-
-    hits: int
-    key: bytes
-    seconds: float
-
-
-class Waiting:
-    """All questions that wait. Owned by the control loop; a change costs what waits for it, and nothing else."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._waiters: dict[int, Waiter] = {}
-        self._by_topic: Groups[Hashable, int] = Groups()
-        self._of_session: Groups[int, int] = Groups()
-        self._deadlines: Deadlines[int] = Deadlines()
-        self._touched: dict[int, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiters)
-
-    def has_room(self, session: Session) -> bool:
-        """Whether one more question of this session may wait."""
-        return self._of_session.count(session.number) < MAX_OF_SESSION
-
-    def add(self, waiter: Waiter) -> None:
-        number = next(self._numbers)
-        self._waiters[number] = waiter
-        self._of_session.add(waiter.session.number, [number])
-        for topic in waiter.topics:
-            self._by_topic.add(topic, [number])
-        self._deadlines.add([number], waiter.deadline)
-
-    def changed(self, topics: Iterable[Hashable]) -> None:
-        """Whoever waits for one of these may have an answer now."""
-        for topic in topics:
-            self._touched.update(dict.fromkeys(self._by_topic.of(topic)))
-
-    def filled(self, name: str, left_s: Callable[[str], float]) -> None:
-        """Slices of this transfer were filled; `left_s` says how long the others take."""
-        numbers = [number for number in self._by_topic.of(name) if self._waiters[number].load_s]
-        if numbers:
-            left = left_s(name)
-            self._touched.update((number, None) for number in numbers if left <= self._waiters[number].load_s)
-
-    def take(self, now: float) -> list[Waiter]:
-        """Those that something has changed for, or whose time is over: they wait no more."""
-        numbers, self._touched = self._touched, {}
-        numbers.update(dict.fromkeys(self._deadlines.take(now)))
-        return [self._remove(number) for number in numbers if number in self._waiters]
-
-    def due_in(self, now: float) -> float:
-        """Seconds until the time of one of them is over."""
-        return max(0.0, self._deadlines.first - now)
-
-    def end_session(self, session: Session) -> None:
-        """Nobody is there to hear what this session asked."""
-        for number in self._of_session.of(session.number):
-            self._remove(number)
-
-    def _remove(self, number: int) -> Waiter:
-        waiter = self._waiters.pop(number)
-        self._deadlines.discard(number, waiter.deadline)
-        for topic in waiter.topics:
-            self._by_topic.discard(topic, number)
-        self._of_session.discard(waiter.session.number, number)
-        return waiter
 
 
 class Admissions:
@@ -153,9 +64,14 @@ class Admissions:
         :raises NodeError, ProtocolError: refused; nothing is held.
         """
         check_slots(len(ask.keys), ask.shards)
-        least = min(ask.nbytes, ask.tail_nbytes or ask.nbytes)
-        if ask.nbytes and ask.layers > least:
-            raise ProtocolError(f"{ask.layers} slices do not fit into {least} bytes")
+        if ask.groups:
+            check_groups(len(ask.keys), len(ask.groups))
+            self._check_groups(ask)
+        sizes: Sequence[Admit | Group] = ask.groups or [ask]
+        for size in sizes:
+            least = min(size.nbytes, size.tail_nbytes or size.nbytes)
+            if size.nbytes and size.layers > least:
+                raise ProtocolError(f"{size.layers} slices do not fit into {least} bytes")
         if ask.blocks:
             self._check_blocks(ask)
         answer = self._look(session, ask, 0.0)
@@ -166,8 +82,16 @@ class Admissions:
         now = self._clock()
         deadline = now + min(ask.wait_s, answer.seconds)
         load_s = self._load_s(session, ask)
-        self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, answer.key, now, deadline, load_s))
+        self._waiting.add(Waiter(session, session.last_seq, ask, answer.goal, answer.key, now, deadline, load_s))
         return None
+
+    @staticmethod
+    def _check_groups(ask: Admit) -> None:
+        if ask.blocks:
+            raise ProtocolError(f"{len(ask.blocks)} bytes of block names, and {len(ask.groups)} cache groups")
+        tails = [group.tail_nbytes for group in ask.groups]
+        if any(tails) and not (all(tails) and ask.keys):
+            raise ProtocolError(f"tails of {tails} bytes and {len(ask.keys)} keys: all groups have one, or none")
 
     @staticmethod
     def _check_blocks(ask: Admit) -> None:
@@ -213,32 +137,42 @@ class Admissions:
         """The answer; None: it waits on."""
         ask = waiter.ask
         arenas = self._sessions.arenas(waiter.session, ask.shards)
-        hits = waiter.hits + len(self._store.find(itertools.islice(ask.keys, waiter.hits, None), ask.shards, arenas))
-        more = self._more(waiter.session, ask, hits, arenas) if now < waiter.deadline else None
-        if more is not None and not self._early(waiter.session, ask, arenas):
-            deadline = min(waiter.deadline, now + more.seconds)
-            self._waiting.add(msgspec.structs.replace(waiter, hits=hits, key=more.key, deadline=deadline))
-            return None
-        answer = self._look(waiter.session, ask, now - waiter.since)
-        return Admitted(answer.hits, waiting=True) if isinstance(answer, Patience) else answer
+        goal, until = waiter.goal, waiter.deadline
+        left = itertools.islice(goal.keys, goal.hits, None)
+        goal = msgspec.structs.replace(goal, hits=goal.hits + len(self._store.find(left, ask.shards, arenas)))
+        more = self._more_of(waiter.session, ask, goal, arenas, goal.hits) if now < until else None
+        if more is None or self._early(waiter.session, ask, arenas):
+            answer = self._look(waiter.session, ask, now - waiter.since)
+            if isinstance(answer, Admitted):
+                return answer
+            until = waiter.since + ask.wait_s
+            if not ask.groups or now >= until:
+                return Admitted(answer.hits, waiting=True)
+            more = answer  # what was waited for does not come, and a shorter length of the prompt may
+        deadline = min(until, now + more.seconds)
+        self._waiting.add(msgspec.structs.replace(waiter, goal=more.goal, key=more.key, deadline=deadline))
+        return None
 
     def _look(self, session: Session, ask: Admit, waited_s: float) -> Admitted | Patience:
         arenas = self._sessions.arenas(session, ask.shards)
-        hits = self._store.find(ask.keys, ask.shards, arenas)
-        chunks = [chunk for shards in hits for chunk in shards]
+        hits, found = self._find(session, ask, arenas)
+        chunks = [chunk for shards in found for chunk in shards]
         early: list[tuple[Chunk, ...]] = []
-        if (more := self._more(session, ask, len(hits), arenas)) is not None:
+        if (more := self._more(session, ask, hits, arenas)) is not None:
             early = self._early(session, ask, arenas)
             if not early:
                 self._store.refresh(chunks)
+                if ask.groups:  # these are no hits until the others have come
+                    here = self._store.find(more.goal.keys[: more.goal.hits], ask.shards, arenas)
+                    self._store.refresh([chunk for shards in here for chunk in shards])
                 return more
-            hits, chunks = early, [chunk for shards in early for chunk in shards]
+            hits, found, chunks = ask.chunks, early, [chunk for shards in early for chunk in shards]
             self._counters["early_answers"] += 1
         if ask.blocks:
-            self._tell_names(ask, hits, session.block_tokens)
-        part, part_blocks = self._part(ask, len(hits), arenas)
+            self._tell_names(ask, found, session.block_tokens)
+        part, part_blocks = self._part(ask, hits, arenas)
         now = self._clock()
-        reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
+        reasons = self.explanations.reasons(session, ask, hits, found, (part, part_blocks), now)
         chunks += part
         if ask.hints.salt or ask.hints.form:
             for chunk in chunks:
@@ -253,29 +187,47 @@ class Admissions:
         else:
             self._store.touch(chunks)
         try:
-            granted, room, full = self._reserve(session, ask, len(hits), part_blocks, arenas)
+            granted, room, full = self._reserve(session, ask, hits, part_blocks, arenas)
         except (NodeError, ProtocolError):
             self._end_lease(lease, session)
             raise
         if full and not ask.partial:
             self._end_lease(lease, session)
-            answer = Admitted(len(hits), full=True)
+            answer = Admitted(hits, full=True)
             self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
             return answer
-        if ask.lease_s or not ask.nbytes:
+        if ask.lease_s or not ask.asks_room:
             self._counters["lookups"] += 1
             self._counters["looked_up_chunks"] += ask.sought
-            self._counters["hit_chunks"] += min(len(hits), ask.sought)
+            self._counters["hit_chunks"] += min(hits, ask.sought)
             self._counters["part_hit_blocks"] += part_blocks
-            if len(hits) < ask.sought and self._tiers.below:
+            if hits < ask.sought and self._tiers.below:
                 is_named = session.hello.kind == "client"
-                self._tiers.missed(ask.keys[len(hits)], self._tiers.below, is_named=is_named)
+                self._tiers.missed(self._first_missing(ask, hits, arenas), self._tiers.below, is_named=is_named)
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
         verdicts = self._carry_out_hints(session, ask, granted, arenas)
-        answer = Admitted(len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, verdicts, lease_s)
+        answer = Admitted(hits, slots, lease, False, granted, room, full, by_layer, part_blocks, verdicts, lease_s)
         self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
         return answer
+
+    def _find(self, session: Session, ask: Admit, arenas: Sequence[int]) -> tuple[int, list[tuple[Chunk, ...]]]:
+        """How many leading chunks of the prompt are here, and of each shard the chunks that hold them."""
+        if ask.groups:
+            return restorable(self._store, self._wanted(session, ask, arenas))
+        found = self._store.find(ask.keys, ask.shards, arenas)
+        return len(found), found
+
+    def _wanted(self, session: Session, ask: Admit, arenas: Sequence[int]) -> Wanted:
+        is_named, who = session.hello.kind == "client", _who(session, ask)
+        return Wanted(ask.keys, ask.shards, arenas, is_named, who, ask.groups, ask.has_tail)
+
+    def _first_missing(self, ask: Admit, hits: int, arenas: Sequence[int]) -> bytes:
+        """Of what is sought."""
+        if not ask.groups:
+            return ask.keys[hits]
+        keys = ask.needed_keys(ask.sought)
+        return next((key for key in keys if not self._store.index.is_whole(key, ask.shards, arenas)), ask.last_sought)
 
     def _carry_out_hints(
         self, session: Session, ask: Admit, granted: Sequence[int], arenas: Sequence[int]
@@ -290,7 +242,9 @@ class Admissions:
         """How long this request copies all that it asks for; 0: not known, or it copies only what is whole."""
         if not ask.early or ask.awaits is None or not ask.lease_s:
             return 0.0
-        return len(ask.keys) * self._sessions.load_s(session, ask.shards)
+        end, has_tail = ask.chunks, ask.has_tail
+        count = sum([end - rule.first(end, has_tail=has_tail) for rule in ask.groups]) if ask.groups else end
+        return count * self._sessions.load_s(session, ask.shards)
 
     def _early(self, session: Session, ask: Admit, arenas: Sequence[int]) -> list[tuple[Chunk, ...]]:
         """All that is asked for, sealed or being filled by its transfer, if that takes no longer than copying the rest;
@@ -299,7 +253,7 @@ class Admissions:
         if ask.awaits is None or not load_s or self._transfers.left_s(ask.awaits) > load_s:
             return []
         found: list[tuple[Chunk, ...]] = []
-        for key in reversed(ask.keys):  # where there was no room for all, the last ones are missing
+        for key in reversed(ask.needed_keys(ask.chunks)):  # where there was no room for all, the last ones are missing
             chunks = self._store.index.known(key, ask.shards, arenas)
             if chunks is None or not _is_of(ask.awaits, chunks):
                 return []
@@ -338,40 +292,70 @@ class Admissions:
         slots: list[Slot] = []
         full = False
         # A tail is written by one part alone; what is to be kept, if it is not there.
-        end = len(ask.keys) - (ask.tail_nbytes > 0 and not ask.writes_tail)
+        end = ask.chunks - (ask.has_tail and not ask.writes_tail)
         width = ask.chunk_blocks * KEY_BYTES
-        if ask.part == "keeps" and hits == end - 1 and part_blocks * KEY_BYTES == len(ask.blocks) - hits * width:
+        if (
+            ask.blocks
+            and ask.part == "keeps"
+            and hits == end - 1
+            and part_blocks * KEY_BYTES == len(ask.blocks) - hits * width
+        ):
             end = hits  # another chunk has all of the tail
-        now = self._clock()
-        if ask.nbytes and hits < end:
-            claim = Claim(
-                keys=ask.keys[hits:end],
-                nbytes=ask.nbytes,
-                layers=ask.layers,
-                owner=session.number,
-                writers=[writer.number for writer in self._writers(session, ask.shards)],
-                arenas=arenas,
-                tail_nbytes=ask.tail_nbytes if end == len(ask.keys) else 0,
-                blocks=ask.blocks[hits * width :],
-                chunk_blocks=ask.chunk_blocks,
-                parent=ask.before(hits),
-                block_tokens=session.block_tokens,
-                partial=ask.partial,
-                is_named=session.hello.kind == "client",
-                transfer=ask.writes,
-                deadline=now + self._config.reserve_s,
-                hints=ask.hints,
-                origin=Origin(session.title),
-                layout=session.hello.layout,
-                who=_who(session, ask),
-            )
-            found, slots, full = self._store.reserve(claim)
-            granted = [hits + index for index in found]
-            if session.hello.kind == "client":  # its names say nothing of the bytes, and those below are older
-                self._tiers.forget([claim.keys[index] for index in found], is_named=True)
-        if ask.writes is not None and ask.nbytes and (ask.partial or not full):
-            self._transfers.open(ask.writes, slots, now + MAX_TRANSFER_S, session.source)
+        if ask.groups and not ask.lease_s:
+            hits = 0  # it reads nothing: it has all of them
+        if ask.asks_room and hits < end:
+            claims = [*self._claims(session, ask, hits, end, arenas)]
+            if ask.groups:
+                found, room, full = reserve(self._store, [claim for _, claim in claims])
+                slots = [slot for of_claim in room for slot in of_claim]
+            else:
+                of_one, slots, full = self._store.reserve(claims[0][1])
+                found = [of_one]
+            for (first, claim), indices in zip(claims, found, strict=True):
+                granted += [first + index for index in indices]
+                if claim.is_named:  # its names say nothing of the bytes, and those below are older
+                    self._tiers.forget([claim.keys[index] for index in indices], is_named=True)
+        if ask.writes is not None and ask.asks_room and (ask.partial or not full):
+            deadline = self._clock() + MAX_TRANSFER_S
+            self._transfers.open(ask.writes, slots, deadline, session.source)
         return granted, slots, full
+
+    def _claims(
+        self, session: Session, ask: Admit, hits: int, end: int, arenas: Sequence[int]
+    ) -> Iterator[tuple[int, Claim]]:
+        """What room is asked for of chunks [hits, end), for each cache group, and the index of its first key."""
+        width = ask.chunk_blocks * KEY_BYTES
+        writers = [writer.number for writer in self._writers(session, ask.shards)]
+        deadline, origin, who = self._clock() + self._config.reserve_s, Origin(session.title), _who(session, ask)
+        sizes: Sequence[Admit | Group] = ask.groups or [ask]
+        for at, size in enumerate(sizes):
+            if not size.nbytes:
+                continue
+            first = at * ask.chunks + hits
+            yield (
+                first,
+                Claim(
+                    keys=ask.keys[first : first - hits + end],
+                    nbytes=size.nbytes,
+                    layers=size.layers,
+                    owner=session.number,
+                    writers=writers,
+                    arenas=arenas,
+                    tail_nbytes=size.tail_nbytes if end == ask.chunks else 0,
+                    blocks=ask.blocks[hits * width :],
+                    chunk_blocks=ask.chunk_blocks,
+                    parent=b"" if ask.groups else ask.before(hits),
+                    block_tokens=session.block_tokens,
+                    partial=ask.partial,
+                    is_named=session.hello.kind == "client",
+                    transfer=ask.writes,
+                    deadline=deadline,
+                    hints=ask.hints,
+                    origin=origin,
+                    layout=session.hello.layout,
+                    who=who,
+                ),
+            )
 
     def _writers(self, session: Session, shards: int) -> Sequence[Session]:
         if session.hello.kind == "client":
@@ -389,19 +373,41 @@ class Admissions:
             return False
         if ask.push_to == self._name:
             return False
-        self._tiers.storing.bring(ask.keys, ask.shards, arenas, ask.writes)
+        keys: Sequence[bytes] = ask.keys
+        if ask.groups:  # where there was no room for all, it is as long a part of the prompt as there was room for
+            found = restorable(self._store, self._wanted(session, ask, arenas), also_filling=True)[1]
+            keys = [chunks[0].key for chunks in found]
+        self._tiers.storing.bring(keys, ask.shards, arenas, ask.writes)
         try:
-            self._peers.push(ask.push_to, ask.keys, ask.shards, ask.writes, session.hello.layout)
+            self._peers.push(ask.push_to, keys, ask.shards, ask.writes, session.hello.layout)
         except (PeerError, ConfigError) as error:
             counted(log, self._counters, "push_impossible", "%s", error)  # a wrong name comes with every request
             return False
         return True
 
     def _more(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> Patience | None:
-        """What may still come behind these hits: whole chunks first."""
-        if hits < ask.sought and (seconds := self._may_come(session, ask, hits, arenas)):
-            return Patience(hits, ask.keys[hits], seconds)
-        return self._part_may_come(session, ask, hits, arenas)
+        """What may still come behind these hits."""
+        if not ask.groups:
+            return self._more_of(session, ask, Goal(ask.keys, hits), arenas, hits)
+        if hits >= ask.sought:
+            return None
+        wanted = self._wanted(session, ask, arenas)
+        if ask.writes_tail:
+            wanted = msgspec.structs.replace(wanted, keys=ask.sought_keys, has_tail=False)
+        every = goals(self._store, wanted, hits, functools.partial(self._tiers.is_near, wanted))
+        found = (self._more_of(session, ask, goal, arenas, hits) for goal in every)
+        return next((more for more in found if more is not None), None)
+
+    def _more_of(self, session: Session, ask: Admit, goal: Goal, arenas: Sequence[int], hits: int) -> Patience | None:
+        """What of this may still come, behind these hits of the request: whole chunks first."""
+        end = len(goal.keys) if ask.groups else ask.sought
+        if goal.hits < end and (seconds := self._may_come(session, ask, goal, arenas)):
+            key = goal.keys[goal.hits]
+            if ask.groups and not self._store.index.of(key):  # no load has begun: a tier is being asked for the others
+                near = functools.partial(self._tiers.is_near, self._wanted(session, ask, arenas))
+                key = next(itertools.filterfalse(near, goal.keys[goal.hits :]), key)
+            return Patience(hits, goal, key, seconds)
+        return self._part_may_come(session, ask, goal.hits, arenas)
 
     def _part_may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> Patience | None:
         """A chunk that begins with more of the prompt's next blocks than one that is here, and is in a tier."""
@@ -410,7 +416,7 @@ class Admissions:
             return None
         if not self._tiers.below:
             return None
-        computing = self._computing(session, ask.shards)
+        computing = self._computing(session, ask)
         for key, count in self._tiers.parts(ask.before(hits), names, ask.shards):
             more = count - self._part(ask, hits, arenas)[1]
             if more <= 0 or key in ask.keys[hits : hits + 1]:  # that one is not worth its load as a whole, or gone
@@ -419,43 +425,45 @@ class Admissions:
             wanted = Wanted([*ask.keys[:hits], key], ask.shards, arenas, who=_who(session, ask))
             seconds = self._tiers.may_come(wanted, hits, computing=part)
             if seconds:
-                return Patience(hits, key, seconds)
+                return Patience(hits, Goal(ask.keys, hits), key, seconds)
         return None
 
-    def _may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> float:
+    def _may_come(self, session: Session, ask: Admit, goal: Goal, arenas: Sequence[int]) -> float:
         """For how many seconds to wait for what is missing; 0: nothing comes."""
-        if ask.nbytes and not ask.lease_s:
+        if ask.asks_room and not ask.lease_s:
             return 0.0  # it writes what is missing, and reads nothing
-        is_named, awaited = session.hello.kind == "client", ask.awaits
-        wanted = Wanted(ask.keys, ask.shards, arenas, is_named, _who(session, ask))
+        awaited, hits, missing = ask.awaits, goal.hits, goal.keys[goal.hits]
+        is_named = session.hello.kind == "client"
+        wanted = Wanted(goal.keys, ask.shards, arenas, is_named, _who(session, ask), is_whole=bool(ask.groups))
         if awaited is not None:
             if self._transfers.is_given_up(awaited):
                 return 0.0
             if arenas and self._tiers.may_come(wanted, hits, transfer=awaited):
                 return math.inf
-            if self._transfers.is_under_way(awaited) or self._store.index.is_filling(ask.keys[hits], ask.shards):
+            if self._transfers.is_under_way(awaited) or self._store.index.is_filling(missing, ask.shards):
                 return math.inf
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
                 return math.inf
-        computing = self._computing(session, ask.shards)
-        has_more = self._tiers.below or arenas or ask.keys[hits] in self._store.index.partial
+        computing = self._computing(session, ask)
+        computing = computing._replace(chunk_s=computing.chunk_s * goal.worth)
+        has_more = self._tiers.below or arenas or missing in self._store.index.partial
         if has_more and (patience_s := self._tiers.may_come(wanted, hits, computing=computing)):
             return patience_s
         if ask.source in ("", self._name):
             return 0.0
         try:
-            return math.inf if self._peers.may_come(ask, hits, computing) else 0.0
+            return math.inf if self._peers.may_come(ask, goal, computing) else 0.0
         except (PeerError, ConfigError) as error:
             counted(log, self._counters, "fetch_impossible", "%s", error)
             return 0.0
 
-    def _computing(self, session: Session, shards: int) -> Computing:
+    def _computing(self, session: Session, ask: Admit) -> Computing:
         """What computing takes the engine of a session, behind what it has room for and has not filled yet."""
-        chunk_s = self._sessions.chunk_s(session, shards)
+        chunk_s = self._sessions.chunk_s(session, ask.shards)
         if chunk_s == math.inf:
             return UNKNOWN
-        workers = self._sessions.workers(session.hello.engine, shards)
-        unfilled = self._store.index.writers.count(workers[0].number) if workers else 0
+        workers = self._sessions.workers(session.hello.engine, ask.shards)
+        unfilled = self._store.index.writers.count(workers[0].number) / (len(ask.groups) or 1) if workers else 0
         return Computing(chunk_s, BACKLOG_LEFT * unfilled * chunk_s)
 
 

@@ -55,22 +55,26 @@ class Explanations:
         self,
         session: Session,
         ask: Admit,
-        hits: Sequence[tuple[Chunk, ...]],
+        hits: int,
+        found: Sequence[tuple[Chunk, ...]],
         part: tuple[Sequence[Chunk], int],
         now: float,
     ) -> list[Reason]:
-        """Why each chunk of a request is a hit, or is not. `part`: what is found behind the hits, and so many blocks.
+        """Why each chunk of a request is a hit, or is not. `found`: what its hits need; `part`: what is found behind
+        them, and so many blocks.
 
         To be asked before room is made for what is missing: that changes the reasons.
         """
         if not ask.request:
             return []
+        if ask.groups:
+            return [*self._of_groups(session, ask, hits, found, now)]
         chunks, blocks = part
-        found = [*self._of_hits(hits, now)]
+        reasons = [*self._of_hits(found, now)]
         if chunks:
             text = f"the leading {blocks} blocks, {_came_from(chunks[0].reservation.origin, now)}"
-            found.append(Reason(len(hits), 1, True, _kind(chunks[0].reservation.origin), text))
-        return [*found, *self._of_misses(session, ask, len(hits) + bool(chunks), now)]
+            reasons.append(Reason(hits, 1, True, _kind(chunks[0].reservation.origin), text))
+        return [*reasons, *self._of_misses(session, ask, hits + bool(chunks), now, MAX_EXPLAINED)]
 
     def note(
         self, session: Session, ask: Admit, reasons: list[Reason], answer: Admitted, *, waited_s: float, now: float
@@ -80,12 +84,12 @@ class Explanations:
             return
         notes = []
         if answer.full:
-            lack = len(ask.keys) - answer.hits - len(answer.granted)
+            lack = self._lack(ask, answer)
             pool = self._store.pools[session.home]
             taken = f"{pool.total_bytes - pool.available_bytes} of {pool.total_bytes} bytes"
             held = f"{lack} chunks found no room: {taken} are leased, pinned or being filled"
             notes.append(printable("; ".join([held, *self._holders()])))
-        elif not ask.nbytes:
+        elif not ask.asks_room:
             notes.append("it asked for no room: nothing of it is stored by this request")
         if reasons and not reasons[0].is_hit:
             differs = session.unshared or session.unshared_before
@@ -103,6 +107,13 @@ class Explanations:
         chunks = max(ask.sought, answer.hits)  # the tail that it would write itself may have been there
         told = Explanation(*shown, 0.0, waited_s, chunks, answer.hits, shown_reasons, notes, answer.verdicts)
         remember(self._of_request, (whose, ask.request), (now, told), MAX_REQUESTS)
+
+    def _lack(self, ask: Admit, answer: Admitted) -> int:
+        """How many chunks behind the hits are not here, nor granted."""
+        if not ask.groups:
+            return len(ask.keys) - answer.hits - len(answer.granted)
+        count = ask.chunks
+        return sum(not self._index.of(key) for at, key in enumerate(ask.keys) if at % count >= answer.hits)
 
     def _differs(self, hello: Hello, ask: Admit) -> str:
         """In what a prompt of which nothing is known differs from those before it; empty: that cannot be told."""
@@ -131,13 +142,15 @@ class Explanations:
         self._num_keys -= len(known[0]) if known is not None else 0
         if not ask.keys:
             return
-        self._keys[name] = ask.keys, ask.shards
-        self._num_keys += len(ask.keys)
+        keys = ask.needed_keys(ask.chunks)
+        self._keys[name] = keys, ask.shards
+        self._num_keys += len(keys)
         while self._num_keys > MAX_KEYS:
             self._num_keys -= len(self._keys.popitem(last=False)[1][0])
 
     def keys_of(self, request: str) -> tuple[Sequence[bytes], int] | None:
-        """What the last request has asked for whose name contains this, and in how many shards; None: none is known."""
+        """What the last request has asked for whose name contains this, and in how many shards; None: none is known.
+        Of several cache groups what the whole prompt needs, group behind group."""
         return next((self._keys[name] for name in reversed(self._keys) if request in name[1]), None)
 
     def amend(self, session: Session, request: str, first: int) -> None:
@@ -179,8 +192,24 @@ class Explanations:
             yield Reason(first, len(chunks), True, _kind(origin), _came_from(origin, now))
             first += len(chunks)
 
-    def _of_misses(self, session: Session, ask: Admit, first: int, now: float) -> Iterator[Reason]:
-        end = min(ask.sought, first + MAX_EXPLAINED)
+    def _of_groups(
+        self, session: Session, ask: Admit, hits: int, found: Sequence[tuple[Chunk, ...]], now: float
+    ) -> Iterator[Reason]:
+        """Of each cache group the chunks that the hits need, and those that the whole prompt would need behind them."""
+        left, most = iter(found), max(1, MAX_EXPLAINED // len(ask.groups))
+        for number, group in enumerate(ask.groups):
+            needs = group.first(hits, has_tail=ask.has_tail and hits == ask.chunks)
+            lacks = group.first(ask.sought, has_tail=ask.has_tail and not ask.writes_tail)
+            keys = ask.keys[number * ask.chunks : (number + 1) * ask.chunks]
+            of_hits = self._of_hits([*itertools.islice(left, hits - needs)], now)
+            for each in of_hits:
+                yield replace(each, first=needs + each.first, text=f"cache group {number}: {each.text}")
+            own = replace(ask, keys=keys, groups=[group])
+            for each in self._of_misses(session, own, max(hits, lacks), now, most):
+                yield replace(each, text=f"cache group {number}: {each.text}")
+
+    def _of_misses(self, session: Session, ask: Admit, first: int, now: float, most: int) -> Iterator[Reason]:
+        end = min(ask.sought, first + most)
         chunk_s = self._sessions.chunk_s(session, ask.shards)
         slow = self._peers.why_not(ask, ask.sought - first, chunk_s) if ask.source else ""
         why = [self._why(session, ask, index, now, chunk_s, slow) for index in range(first, end)]
@@ -199,7 +228,8 @@ class Explanations:
                 by = chunks[0].reservation.origin.name or "another request"
                 return "filling", f"being filled by {by} at that time"
             if len(shards) >= ask.shards:
-                return "gap", "here, but behind one that is missing"
+                whose = "one that is needed with it" if ask.groups else "behind one that"
+                return "gap", f"here, but {whose} is missing"
             if shards:
                 return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
         is_named = session.hello.kind == "client"

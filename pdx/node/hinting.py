@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.store.chunk import Chunk, Wanted
+from pdx.store.cache_groups import whole
+from pdx.store.chunk import NO_HINTS, Chunk, Wanted
 from pdx.store.hints import Demotions, Ends
 from pdx.store.history import Cause
 from pdx.store.lifecycle import State
@@ -56,13 +57,13 @@ class Hinting:
 
     def request(self, ask: Admit, granted: Sequence[int], arenas: Sequence[int], *, is_named: bool) -> list[Verdict]:
         """A request was answered; `granted` are indices into its keys. What became of each field of its hints."""
-        if not (ask.lease_s or ask.nbytes):
+        if not (ask.lease_s or ask.asks_room):
             return []  # it looks, and uses nothing
         if self.demotions.keys:
-            self.demotions.use(ask.keys)
+            self.demotions.use(ask.needed_keys(ask.chunks))
         if self.ends.until and not ask.hints.ttl_s:
-            self.ends.use(ask.keys)
-        if not ask.hints.asks:
+            self.ends.use(ask.needed_keys(ask.chunks))
+        if ask.hints == NO_HINTS or not ask.hints.asks:
             return []
         new = {ask.keys[index] for index in granted if not self._tiers.has(ask.keys[index], ask.shards)}
         if ask.transfer is not None:  # the other leg of the same request has written these
@@ -71,7 +72,7 @@ class Hinting:
                 for key in ask.keys
                 if any(one.reservation.transfer == ask.transfer for one in self._store.index.of(key))
             }
-        wanted = Wanted(ask.keys, ask.shards, arenas, is_named)
+        wanted = Wanted(ask.keys, ask.shards, arenas, is_named, rules=ask.groups, has_tail=ask.has_tail)
         return self._carry_out(ask.hints, Target(wanted, frozenset(new), is_request=True))
 
     def advise(self, ask: Advise, arenas: Sequence[int], *, is_named: bool) -> Advised:
@@ -116,12 +117,15 @@ class Hinting:
         return found
 
     def _runs(self, hints: Hints, wanted: Wanted) -> Iterator[list[Chunk]]:
-        """The leading keys of which memory has every shard, filled or still being filled: of this tenant alone."""
+        """The leading keys of which memory has every shard, filled or still being filled: of this tenant alone. Of
+        several cache groups those of what the whole prompt needs."""
+        wanted = whole(wanted)
         for key in wanted.keys:
             chunks = self._store.index.known(key, wanted.shards, wanted.arenas)
-            if chunks is None or any(chunk.hints.salt not in (b"", hints.salt) for chunk in chunks):
+            if chunks is not None and all(chunk.hints.salt in (b"", hints.salt) for chunk in chunks):
+                yield chunks
+            elif not wanted.is_whole:  # else nothing leads up to the next one
                 return
-            yield chunks
 
     def _all(self, hints: Hints, wanted: Wanted) -> list[Chunk]:
         return [chunk for chunks in self._runs(hints, wanted) for chunk in chunks]
@@ -162,7 +166,7 @@ class Hinting:
         return "clipped" if ended else "refused", f"{stay} of {ended + stay} chunks stay: {'; '.join(whys)}", ""
 
     def _lease(self, hints: Hints, target: Target) -> Outcome:
-        leases, wanted = self._store.tenant_leases, target.wanted
+        leases, wanted = self._store.tenant_leases, whole(target.wanted)
         if not hints.lease_s:
             count = leases.end(hints.salt, self._all(hints, wanted))
             return "accepted", "" if count else "there was none", ""
@@ -213,7 +217,7 @@ class Hinting:
 
     def _prefetch(self, hints: Hints, name: str, wanted: Wanted) -> Outcome:
         in_host = msgspec.structs.replace(wanted, arenas=())
-        if not self._tiers.below and len([*self._runs(hints, in_host)]) < len(wanted.keys):
+        if not self._tiers.below and len([*self._runs(hints, in_host)]) < len(whole(wanted).keys):
             return "refused", "this node has no tier below memory to load from (--disk, --remote)", ""
         if not self._look_ahead.prefetch((hints.salt, name), in_host):
             return "refused", "too many requests are looked ahead for", ""
@@ -228,8 +232,9 @@ class Hinting:
         if not any(self._tiers.storing.below(chunk) for chunks in runs for chunk in chunks[:1]):
             return "refused", "there is no tier below that its chunks could leave memory for (--disk, --remote)", ""
         keys = [chunks[0].key for chunks in runs if not chunks[0].tail]
-        shared = self._look_ahead.shared(keys, (hints.salt, name))
-        count = self.demotions.add(keys[shared:], wanted.shards, wanted.arenas)
+        unshared = self._look_ahead.unshared(keys, (hints.salt, name))
+        shared = len(keys) - len(unshared)
+        count = self.demotions.add(unshared, wanted.shards, wanted.arenas)
         if count == len(keys):
             return "accepted", "", ""
         text = f"the first {shared} of {len(keys)} chunks stay: other sessions use them, too" if shared else ""

@@ -10,16 +10,17 @@ section 3.3: of the queue as many requests are looked at as there is room for.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from pdx.node.sessions import Session
+from pdx.store.cache_groups import goals, restorable
 from pdx.store.chunk import NODE, Wanted
 from pdx.store.copy import Copy
 from pdx.store.deadlines import Deadlines
@@ -105,12 +106,13 @@ class LookAhead:
         """What the last request of a session asked for; None: none is remembered."""
         return self._last.get(session)
 
-    def shared(self, keys: Sequence[bytes], session: Of) -> int:
-        """How many leading ones of these the last request of another session of the same tenant used, too."""
+    def unshared(self, keys: Sequence[bytes], session: Of) -> list[bytes]:
+        """Those of these that the last request of no other session of the same tenant used: all behind its leading
+        ones, of each cache group."""
         last = self._last.get(session)
         own = Counter(last.keys) if last is not None else Counter[bytes]()
         users = self._users.get(session[0], own)
-        return sum(1 for _ in itertools.takewhile(lambda key: users[key] > own[key], keys))
+        return [key for key in keys if users[key] <= own[key]]
 
     def arriving(self, session: Of) -> None:
         """A request of this session is on its way, as the proxy says."""
@@ -227,13 +229,24 @@ class LookAhead:
         return int(self._store.pools[0].total_bytes * SHARE)
 
     def _look_up(self, expected: Expected, room_bytes: int) -> None:
-        wanted = expected.wanted
-        hits = self._store.find(wanted.keys, wanted.shards, wanted.arenas)
-        expected.nbytes = sum(chunk.room_bytes for chunks in hits for chunk in chunks)
-        if any(wanted.arenas) or len(hits) == len(wanted.keys):
+        wanted = replace(expected.wanted, who=_who(expected.request))
+        if wanted.rules:
+            hits, found = restorable(self._store, wanted)
+        else:
+            found = self._store.find(wanted.keys, wanted.shards, wanted.arenas)
+        expected.nbytes = sum(chunk.room_bytes for chunks in found for chunk in chunks)
+        if any(wanted.arenas) or len(found) == len(wanted.keys):
             return
-        wanted = replace(wanted, who=_who(expected.request))
-        copies = self._tiers.prefetch(wanted, len(hits), room_bytes - expected.nbytes)
+        ways = [(wanted, len(found))]
+        if wanted.rules:  # the longest part of the prompt that can be loaded
+            every = goals(self._store, wanted, hits, partial(self._tiers.is_near, wanted))
+            ways = [(replace(wanted, keys=goal.keys, rules=(), is_whole=True), goal.hits) for goal in every]
+        for flat, count in ways:
+            copies = self._tiers.prefetch(flat, count, room_bytes - expected.nbytes)
+            if copies:
+                break
+        else:
+            return
         expected.copies += copies
         expected.nbytes += sum(copy.held_bytes for copy in copies)
         self._counters["prefetched_chunks"] += sum(len(copy.keys) for copy in copies)
@@ -244,4 +257,5 @@ def _who(name: Name) -> str:
 
 
 def _wanted(session: Session, ask: Admit | Expect, arenas: Sequence[int]) -> Wanted:
-    return Wanted(ask.keys, ask.shards, arenas, session.hello.kind == "client")
+    has_tail = isinstance(ask, Admit) and bool(ask.groups) and ask.has_tail
+    return Wanted(ask.keys, ask.shards, arenas, session.hello.kind == "client", rules=ask.groups, has_tail=has_tail)

@@ -38,7 +38,7 @@ from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
-from pdx.wire.base import check_slots
+from pdx.wire.base import check_groups, check_slots
 from pdx.wire.messages import (
     RIGHTS,
     VERSION,
@@ -300,6 +300,7 @@ class Service:
 
     def _expect(self, session: Session, ask: Expect) -> Answer:
         check_slots(len(ask.keys), ask.shards)
+        check_groups(len(ask.keys), len(ask.groups))
         return Done(int(self.look_ahead.expect(session, ask, self.sessions.arenas(session, ask.shards))))
 
     def _push(self, session: Session, ask: Push) -> Answer:

@@ -9,6 +9,7 @@ import msgspec
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.keys import KEY_BYTES, is_named
 from pdx.memory.layout import slice_span
+from pdx.memory.rules import Rule
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
 from pdx.wire.hints import Hints
@@ -209,10 +210,17 @@ class Claim(Reservation, kw_only=True, eq=False):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a request asks for, or will, and by whom explanations name it; `is_named`: the keys are a client's names."""
+    """What a request asks for, or will, and by whom explanations name it; `is_named`: the keys are a client's names.
+
+    `rules`: of several cache groups, the keys of which follow each other, each as many; `has_tail`: their last ones are
+    the prompt's tail. `is_whole`: of several cache groups, what one length of a prompt needs: all of them or none.
+    """
 
     keys: Sequence[bytes]
     shards: int
     arenas: Sequence[int] = ()
     is_named: bool = False
     who: str = ""
+    rules: Sequence[Rule] = ()
+    has_tail: bool = False
+    is_whole: bool = False

@@ -40,8 +40,7 @@ class Lease(msgspec.Struct):
 
     @property
     def room_bytes(self) -> int:
-        """About: a tail at the end counts as a whole chunk."""
-        return len(self.chunks) * self.chunks[0].room_bytes if self.chunks else 0
+        return sum([chunk.room_bytes for chunk in self.chunks])
 
 
 class Store:
@@ -232,18 +231,30 @@ class Store:
         :raises ArenaTooSmall: it (one chunk of it, with `partial`) would not even fit into an empty arena.
         :raises ProtocolError: a key stands twice in the claim.
         """
+        wanted = self.missing(claim)
+        slots = self.room(claim, claim.sizes(wanted))
+        granted = wanted[: len(slots) // len(claim.writers)]
+        self.index.add(claim.chunks(granted, slots))
+        return granted, slots, len(granted) < len(wanted)
+
+    def missing(self, claim: Claim) -> list[int]:
+        """Which of its keys are not there, by index. :raises ProtocolError: a key stands twice in the claim."""
         if len(set(claim.keys)) != len(claim.keys):
             raise ProtocolError("a key stands twice in one reservation")
         shards = len(claim.writers)
         known = self.index.whole, self.index.partial
-        wanted = [
+        return [
             index
             for index, key in enumerate(claim.keys)
             if (key not in known[0] and key not in known[1]) or self._is_absent(key, shards, claim.arenas)
         ]
+
+    def room(self, claim: Claim, sizes: Sequence[int]) -> list[Slot]:
+        """Slots for chunks of these sizes, chunk-major, or for as many leading ones as there is room for; see
+        `reserve`. Who asks makes chunks of them, or gives them back."""
+        shards = len(claim.writers)
         homes = claim.arenas or (0,) * shards
         of_pool: dict[int, int] = Counter(homes)  # arena -> shards that go there
-        sizes = claim.sizes(wanted)
         room_sizes = [-(-nbytes // GRANULE_BYTES) * GRANULE_BYTES for nbytes in sizes]
         for arena, count in of_pool.items():
             pool, total = self.pools[arena], sum(room_sizes) * count
@@ -252,24 +263,19 @@ class Store:
                 raise ArenaTooSmall(f"{least} bytes do not fit into an arena of {pool.total_bytes} bytes")
             if total > pool.available_bytes and not claim.partial:
                 self.counters["reserve_full"] += 1
-                return [], [], True
-        granted, slots_of = wanted, {}
+                return []
+        granted, slots_of, who = len(sizes), {}, claim.who or "others"
         for arena, count in of_pool.items():
-            slots_of[arena] = self.pools[arena].grant(
-                sizes[: len(granted)], count, partial=claim.partial, who=claim.who or "others"
-            )
-            granted = granted[: len(slots_of[arena]) // count]
+            slots_of[arena] = self.pools[arena].grant(sizes[:granted], count, partial=claim.partial, who=who)
+            granted = len(slots_of[arena]) // count
         slots = slots_of[homes[0]]
         if len(of_pool) > 1:  # what one arena has no room for is no use in another
             for arena, count in of_pool.items():
-                self.pools[arena].give_back(slots_of[arena][len(granted) * count :])
+                self.pools[arena].give_back(slots_of[arena][granted * count :])
             left = {arena: iter(got) for arena, got in slots_of.items()}
-            slots = [next(left[arena]) for _ in granted for arena in homes]
-        chunks = claim.chunks(granted, slots)
-        self.index.add(chunks)
-        full = len(granted) < len(wanted)
-        self.counters["reserve_full"] += full
-        return granted, slots, full
+            slots = [next(left[arena]) for _ in range(granted) for arena in homes]
+        self.counters["reserve_full"] += granted < len(sizes)
+        return slots
 
     def _is_absent(self, key: bytes, shards: int, arenas: Sequence[int]) -> bool:
         """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""

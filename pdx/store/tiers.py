@@ -19,7 +19,7 @@ from msgspec.structs import asdict, replace
 
 from pdx.config import StoreChoice
 from pdx.errors import PdxError
-from pdx.memory.arena import Arena
+from pdx.memory.arena import Arena, round_up
 from pdx.store import paying
 from pdx.store.chunk import Chunk, Wanted
 from pdx.store.copies import Copies
@@ -118,12 +118,24 @@ class Tiers(TierHost):
         if not self.below and not any(arenas):
             return 0.0  # there is nowhere else
         if any(arenas) and self.arenas is not None:
+            is_of_use = transfer is not None or not wanted.is_whole or self._are_near(wanted, hits)
             with self._holding(wanted, hits):
-                if self._from_another_arena(self.arenas, wanted, hits, transfer):
+                if is_of_use and self._from_another_arena(self.arenas, wanted, hits, transfer):
                     return math.inf
             if self._copies.is_filled_here(missing, shards):
                 return math.inf  # on its way to the first arena, and then on
         return self._from_below(wanted, hits, computing)
+
+    def is_near(self, wanted: Wanted, key: bytes) -> bool:
+        """Whether another arena has this key, or a tier below that it may be loaded from, by what is known now."""
+        shards, arenas = wanted.shards, wanted.arenas
+        if any(arenas) and self._store.index.anywhere(key, shards, arenas) is not None:
+            return True
+        may_load = (tier for tier in self._all() if not (self._is_late(tier) or (wanted.is_named and tier.is_shared)))
+        return any(tier.find([key], shards) for tier in may_load)
+
+    def _are_near(self, wanted: Wanted, hits: int) -> bool:
+        return all(self.is_near(wanted, key) for key in wanted.keys[hits:])
 
     def name(self, chunk: Chunk) -> None:
         """A tier has this chunk, or gets it: that it begins as a prompt does is known also when memory has it no
@@ -192,6 +204,8 @@ class Tiers(TierHost):
         shards = wanted.shards
         found, patience_s = self._found(wanted, hits, computing)
         in_time = self._in_time(found, shards)
+        if wanted.is_whole and len(found) < len(wanted.keys) - hits:
+            return patience_s
         if in_time < len(found):
             self._counters["loads_cut"] += len(found) - in_time
         count = self._paying(found[:in_time], shards, computing)
@@ -200,11 +214,19 @@ class Tiers(TierHost):
         if found and (count < in_time or not in_time):
             self._probe(found[in_time - 1], wanted, hits)
         deadline = self._clock() + paying.patience_s(computing.seconds(count), self._load_s)
-        if count:
+        if count and not (wanted.is_whole and count < len(found)):
             with self._holding(wanted, hits):
+                if wanted.is_whole and not self._has_room(found, shards):
+                    return 0.0
                 if self._copies.load(found[:count], wanted, priority=Priority.AWAITED, deadline=deadline):
                     return math.inf
         return patience_s
+
+    def _has_room(self, found: Sequence[Hit], shards: int) -> bool:
+        """Whether all of these fit into the first arena, by their bytes."""
+        has_room = sum(round_up(held.nbytes) for _, _, held in found) * shards <= self._store.pools[0].available_bytes
+        self._counters["loads_without_room"] += not has_room
+        return has_room
 
     def _found(self, wanted: Wanted, hits: int, computing: Computing) -> tuple[list[Hit], float]:
         """The leading ones of what is missing that tiers below have; and for how long to wait for a tier that is being
@@ -239,6 +261,8 @@ class Tiers(TierHost):
             if room_bytes < 0:
                 break
             found.append(each)
+        if wanted.is_whole and len(found) < len(wanted.keys) - hits:
+            return []
         deadline = self._clock() + self._store_s
         return self._copies.load(found, wanted, priority=Priority.PREFETCH, deadline=deadline)
 

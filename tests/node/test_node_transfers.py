@@ -7,8 +7,8 @@ import pytest
 from node_harness import MIB, Wire, arenas_of
 
 from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena
-from pdx.node.admissions import MAX_OF_SESSION
 from pdx.node.service import PROBE_BYTES
+from pdx.node.waiting import MAX_OF_SESSION
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Admit, Cancel, Delete, Fill, Ping, Release
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
@@ -62,18 +62,22 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def is_waiting(self, ask: Admit, hits: int, now: float, computing: Computing = UNKNOWN) -> bool:
-        """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time.
+    def is_waiting(
+        self, ask: Admit, hits: int, now: float, computing: Computing = UNKNOWN, keys: Sequence[bytes] = ()
+    ) -> bool:
+        """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time. `keys`:
+        of several cache groups, the ones that are meant; without a transfer the peer is asked for the longest part of
+        the prompt that it has.
 
         What would come later than `computing` it takes is not asked for, unless a transfer brings it: it is computed
         there.
 
         :raises PeerUnknown, ConfigError: it cannot be asked.
         """
-        name = ask.keys[ask.sought - 1]
+        name = ask.last_sought
         fetch = self._fetches.get((ask.source, name))
         if fetch is None:
-            keys, deadline = ask.keys[hits : ask.sought], now + self._fetch_s
+            keys, deadline = (keys or ask.keys[: ask.sought])[hits:], now + self._fetch_s
             if ask.awaits is None:
                 computing_s = computing.seconds(len(keys))
                 deadline = now + paying.patience_s(computing_s, self._fetch_s)
@@ -81,7 +85,10 @@ class Fetches:
                     self._counters["fetches_not_worth"] += len(keys)
                     self._probe(ask, now)
                     return False
-            fetch = self._begin(name, ask, Push(list(keys), "", ask.shards, ask.awaits), now, deadline)
+            push = Push(list(keys), "", ask.shards, ask.awaits)
+            if ask.groups and ask.awaits is None:
+                push = Push(ask.sought_keys, "", ask.shards, groups=ask.groups)
+            fetch = self._begin(name, ask, push, now, deadline)
         return not fetch.is_over and now < fetch.deadline
 
     def takes_s(self, name: str, count: int) -> float:
@@ -95,7 +102,7 @@ class Fetches:
         is_due = now - self._probed_at.get(ask.source, -math.inf) >= paying.PROBE_S
         if is_due and (ask.source, b"") not in self._fetches:
             self._probed_at[ask.source] = now
-            push = Push([ask.keys[ask.sought - 1]], "", ask.shards)
+            push = Push([ask.last_sought], "", ask.shards)
             self._begin(b"", ask, push, now, now + self._fetch_s)
 
     def _begin(self, name: bytes, ask: Admit, push: Push, now: float, deadline: float) -> Fetch:
@@ -182,4 +189,4 @@ class Fetches:
         self._of_peer.discard(fetch.source, fetch)
         if (transfer := fetch.push.transfer) is not None:
             self._of_transfer.discard((fetch.source, transfer), fetch)
-        self._news.append(("fetch", fetch.push.keys[-1]))
+        self._news.append(("fetch", fetch.name or fetch.push.keys[-1]))

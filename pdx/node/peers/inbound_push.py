@@ -15,6 +15,7 @@ that nothing lands any more, or the sender is known dead.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 
 import msgspec
@@ -65,7 +66,8 @@ class Writer:
     def __init__(self, session: PeerConnection, scheme: str) -> None:
         self.session = session
         self.scheme = scheme
-        self.pushes: dict[int, InboundPush] = {}  # that are not over, by number
+        self.pushes: dict[int, InboundPush] = {}  # that are not over, by number …
+        self.wants: Counter[int] = Counter()  # … and how many of them answer a question of this node, by its number
         self.is_over = False  # the session is; what was being written may still land
 
 

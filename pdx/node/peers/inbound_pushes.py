@@ -140,6 +140,7 @@ class InboundPushes:
             session.send(refusal(f"{len(self._queue)} offers wait for room, {under_way}"), number)
             return
         push = writer.pushes[number] = InboundPush(writer, number, offer, now)
+        writer.wants[offer.want] += 1
         account.pushes += 1
         account.keys += len(offer.keys)
         self.env.counters["offers"] += 1
@@ -449,6 +450,9 @@ class InboundPushes:
         self._release(push, left)
         self._store.let_go(left)
         del push.writer.pushes[push.number]
+        push.writer.wants[push.offer.want] -= 1
+        if not push.writer.wants[push.offer.want]:
+            del push.writer.wants[push.offer.want]
         self._forget_writer(push.writer)
         account = self._accounts[push.session.name]
         account.pushes -= 1

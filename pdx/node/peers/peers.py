@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import zmq
+from msgspec.structs import replace
 
 from pdx.config import NodeConfig, node_name
 from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
@@ -25,7 +26,8 @@ from pdx.node.peers.inbound_push import InboundPush
 from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.node.peers.peer_tiers import PeerTiers
 from pdx.node.peers.regions import Regions
-from pdx.store.chunk import Chunk
+from pdx.store.cache_groups import Goal, restorable
+from pdx.store.chunk import Chunk, Wanted
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy
 from pdx.store.lifecycle import State
@@ -39,6 +41,7 @@ from pdx.telemetry.host import host_id
 from pdx.telemetry.recent import remember
 from pdx.telemetry.timeline import Event
 from pdx.wire import messages
+from pdx.wire.base import check_groups
 from pdx.wire.proxy import PeerEntry
 from pdx.wire.status import PeerStatus
 from pdx.wire.verbs import Found
@@ -153,14 +156,15 @@ class Peers:
             return
         self._asked[about] = answer
 
-    def may_come(self, ask: messages.Admit, hits: int, computing: Computing) -> bool:
+    def may_come(self, ask: messages.Admit, goal: Goal, computing: Computing) -> bool:
         """Whether what is missing here may still come from the peer that a question names, sooner than it is computed.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
         if ask.source in ("", self._name):
             return False
-        return self.fetches.is_waiting(ask, hits, self._env.clock(), computing)
+        keys = goal.keys if ask.groups else ()
+        return self.fetches.is_waiting(ask, goal.hits, self._env.clock(), computing, keys)
 
     def why_not(self, ask: messages.Admit, count: int, chunk_s: float) -> str:
         """Why the peer that a question names was not asked for what is missing, `count` chunks; empty: it may have
@@ -272,19 +276,27 @@ class Peers:
     def _push_to(self, peer: PeerConnection, ask: messages.Push, number: int) -> None:
         """The peer asks for chunks: what is here is pushed to it; of a transfer also what is still being filled.
 
-        :raises ProtocolError: it asks for a push to somebody else.
+        :raises ProtocolError: it asks for a push to somebody else, or its cache groups do not have as many keys each.
         """
         if ask.peer:
             raise ProtocolError(f"{peer.name} asks for a push to {ask.peer[:80]!r}")
+        check_groups(len(ask.keys), len(ask.groups))
         if ask.transfer is not None and self.tiers.is_pushing(ask.transfer, peer.name):
             peer.send(messages.Done(len(ask.keys)), number)
             return
-        hits = self._leading(peer.name, ask)
+        keys = self._restorable(ask) if ask.groups else ask.keys
+        hits = self._leading(peer.name, replace(ask, keys=keys))
+        hits = 0 if ask.groups and hits < len(keys) else hits  # a part of what a length needs is of no use
         peer.send(messages.Done(hits), number)
         if not hits:
             return
-        self.tiers.push(peer.name, ask.keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
+        self.tiers.push(peer.name, keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
         self._env.counters["wants_served"] += 1
+
+    def _restorable(self, want: messages.Push) -> list[bytes]:
+        """What the longest part of a prompt of several cache groups needs that is here."""
+        wanted = Wanted(want.keys, want.shards, rules=want.groups)
+        return [chunks[0].key for chunks in restorable(self._store, wanted)[1]]
 
     def _leading(self, name: str, want: messages.Push) -> int:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
@@ -309,7 +321,8 @@ class Peers:
         offer, name, now = push.offer, push.session.name, self._env.clock()
         if offer.want and offer.transfer is None and push.landed_bytes:
             self.fetches.landed(name, offer.nbytes * offer.shards, push.landed_bytes, push.opened_at, now)
-        self.fetches.over(name, offer.want, offer.transfer, now)
+        if not (offer.want and push.writer.wants[offer.want]):  # else another one brings chunks of another size
+            self.fetches.over(name, offer.want, offer.transfer, now)
         if offer.transfer is not None and push.landed_bytes:
             self._marks.append(messages.Mark(offer.transfer, Event.LANDED, time.monotonic_ns(), push.landed_bytes))
 

@@ -1,0 +1,736 @@
+"""Requests of engines with several cache groups: what is found, leased, granted, loaded and waited for."""
+
+import itertools
+import math
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from groups_stage import FULL, LOCAL, STATE, WINDOW, GroupsStage, SizedBelow, prompt_of, without_tail
+from service_stage import CHUNKS, Clock, attach
+
+from pdx.errors import ArenaTooSmall, ProtocolError
+from pdx.memory.arena import GRANULE_BYTES as G
+from pdx.node.service import Service
+from pdx.store.lifecycle import State
+from pdx.telemetry.rate import Rate
+from pdx.wire.messages import Admit, Cancel, Expect, Group, Hints, Ping, Release
+from pdx.wire.verbs import Why
+
+HYBRID = [FULL, WINDOW, STATE]
+TRANSFER = "transfer-0123456789"
+PDX = str(Path(sys.modules[Service.__module__].__file__).parents[1])
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def prompt(place, clock):
+    """Six chunks of a model with full attention, a window of two chunks, and a state."""
+    with prompt_of(place, clock, HYBRID, 6) as made:
+        yield made
+
+
+@pytest.fixture
+def tailed(place, clock):
+    """The same, the last one a tail."""
+    with prompt_of(place, clock, HYBRID, 6, has_tail=True) as made:
+        yield made
+
+
+# ---- what is found -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gone", "hits"),
+    [
+        ([], 6),
+        ([(0, 5)], 5),
+        ([(0, 0)], 0),
+        ([(0, 3)], 3),
+        ([(1, 5)], 5),
+        ([(1, 4)], 4),
+        ([(1, 3)], 6),
+        ([(1, chunk) for chunk in range(4)], 6),
+        ([(1, 4), (1, 2)], 2),
+        ([(1, 0), (1, 1), (1, 3), (1, 5)], 0),
+        ([(2, 5)], 5),
+        ([(2, 4)], 6),
+        ([(2, 5), (2, 4), (2, 2)], 4),
+        ([(2, chunk) for chunk in range(6)], 0),
+        ([(0, 5), (1, 3), (2, 2)], 2),
+    ],
+)
+def test_the_hits_are_the_most_that_all_groups_have_what_they_need_for(prompt, gone, hits):
+    prompt.store()
+    prompt.drop(*gone)
+    answer = prompt.ask()
+    assert (answer.hits, answer.waiting, answer.full) == (hits, False, False)
+    assert answer.slots == prompt.slots(prompt.needs(hits))
+    assert prompt.leased() == prompt.needs(hits), "no more, and no less"
+    assert all(prompt.chunk(*place).leases == 1 for place in prompt.leased())
+    prompt.release(answer)
+
+
+@pytest.mark.parametrize(
+    ("gone", "hits"), [((), 6), ([(1, 2)], 6), ([(1, 3)], 2), ([(1, 4)], 4), ([(1, 4), (1, 1)], 4), ([(1, 5)], 5)]
+)
+def test_chunked_local_attention_needs_its_part_of_the_prompt(place, clock, gone, hits):
+    """Parts of three chunks: at their ends nothing of it is needed."""
+    with prompt_of(place, clock, [FULL, LOCAL], 6) as prompt:
+        prompt.store()
+        prompt.drop((0, 5), *gone) if hits != 6 else prompt.drop(*gone)
+        answer = prompt.ask()
+        expected = min(hits, 5) if hits != 6 else 6
+        if gone == [(1, 3)]:
+            expected = 3
+        assert answer.hits == expected
+        assert prompt.leased() == prompt.needs(expected)
+        prompt.release(answer)
+
+
+@pytest.mark.parametrize(
+    ("gone", "hits"),
+    [([], 6), ([(0, 5)], 5), ([(1, 2)], 6), ([(1, 3)], 3), ([(2, 5)], 5), ([(2, 4)], 6), ([(2, 4), (2, 5)], 4)],
+)
+def test_a_tail_needs_itself_and_what_its_window_reaches(tailed, gone, hits):
+    tailed.store()
+    tailed.drop(*gone)
+    answer = tailed.ask(part="reads")
+    assert answer.hits == hits
+    assert answer.slots == tailed.slots(tailed.needs(hits))
+    tailed.release(answer)
+
+
+def test_several_shards_come_together(place, clock):
+    with prompt_of(place, clock, [FULL, WINDOW], 3) as prompt:
+        service = prompt.service
+        attach(service, "second", "worker", engine="prompt", shard=1)
+        answer = prompt.ask_room(shards=2, lease_s=0.0)
+        assert len(answer.granted_slots) == 2 * len(answer.granted) == 12
+        for slot in answer.granted_slots:
+            chunk = service.store.at(slot)
+            service.store.fill([slot], 0, chunk.layers, chunk.writer)
+            service.store.seal([chunk])
+        found = prompt.ask(shards=2)
+        assert found.hits == 3
+        assert len(found.slots) == 2 * len(prompt.needs(3))
+        assert found.slots[:2] == [chunk.slot for chunk in service.store.index.of(prompt.key(0, 0))]
+        prompt.release(found)
+
+
+# ---- room ----------------------------------------------------------------------------------------
+
+
+def test_room_is_had_for_what_is_missing_behind_the_hits(prompt):
+    prompt.store()
+    prompt.drop((1, 0), (1, 4), (2, 3), (2, 5), (0, 5))
+    answer = prompt.ask_room()
+    assert answer.hits == 3
+    granted = [divmod(at, 6) for at in answer.granted]
+    assert granted == [(0, 5), (1, 4), (2, 3), (2, 5)], "what is there already, or will not be needed, is not granted"
+    assert answer.granted_slots == prompt.slots(granted)
+    sizes = [slot.nbytes for slot in answer.granted_slots]
+    assert sizes == [prompt.groups[group].nbytes for group, _ in granted]
+    assert [prompt.chunk(*place).layers for place in granted] == [2, 1, 1, 1]
+    prompt.fill(answer.granted_slots)
+    prompt.release(answer)
+    assert prompt.ask(lease_s=0.0).hits == 6
+
+
+def test_who_asks_for_room_alone_has_it_for_all_that_is_missing(prompt):
+    prompt.store()
+    prompt.drop((1, 0), (2, 1))
+    answer = prompt.ask_room(lease_s=0.0)
+    assert [divmod(at, 6) for at in answer.granted] == [(1, 0), (2, 1)]
+    prompt.give_back(answer.granted_slots)
+
+
+def test_a_group_of_which_nothing_is_kept_gets_no_room(prompt):
+    groups = [*prompt.groups[:2], *without_tail([STATE], nbytes=0)]
+    answer = prompt.ask(groups=groups)
+    assert {at // 6 for at in answer.granted} == {0, 1}
+    prompt.give_back(answer.granted_slots)
+
+
+def test_the_tail_of_each_group_has_a_size_of_its_own(tailed):
+    answer = tailed.ask_room(part="writes", transfer=TRANSFER)
+    assert [slot.nbytes for slot in answer.granted_slots] == [tailed.sizes[tailed.keys[at]][0] for at in answer.granted]
+    assert [tailed.chunk(group, 5).tail for group in range(3)] == [True] * 3
+    assert [tailed.chunk(group, 4).tail for group in range(3)] == [False] * 3
+    tailed.fill(answer.granted_slots)
+    reader = tailed.ask_room(transfer=TRANSFER)
+    assert (reader.hits, reader.granted) == (6, []), "who reads a tail gets no room for it"
+    tailed.release(reader)
+    assert [tailed.chunk(group, 5) for group in range(3)] == [None] * 3, "a tail is for one reader"
+
+
+def test_who_asks_for_room_again_does_not_take_the_tail_away(tailed):
+    tailed.fill(tailed.ask_room(part="writes", transfer=TRANSFER, lease_s=0.0).granted_slots)
+    tailed.drop((1, 1))
+    answer = tailed.ask_room(part="writes", transfer=TRANSFER, lease_s=0.0)
+    assert [divmod(at, 6) for at in answer.granted] == [(1, 1)]
+    assert tailed.ask(transfer=TRANSFER, lease_s=0.0).hits == 6
+    tailed.give_back(answer.granted_slots)
+    tailed.service.handle(tailed.engine, Cancel(TRANSFER))
+
+
+@contextmanager
+def filled(prompt, granules_left):
+    """Somebody holds all of the arena but so many granules."""
+    other = prompt.engine
+    nbytes = (CHUNKS - granules_left) * G
+    answer = prompt.service.handle(
+        other, Admit([b"somebody else's!"], nbytes=nbytes, layers=1, part="writes", lease_s=0.0)
+    )
+    assert answer.granted == [0]
+    yield
+    prompt.give_back(answer.granted_slots)
+
+
+ALL_GRANULES = 6 * (2 + 1 + 3)
+
+
+def test_without_room_for_all_groups_nothing_is_granted_evicted_or_leased(prompt):
+    with filled(prompt, ALL_GRANULES):
+        prompt.store()
+        prompt.drop((0, 5), (1, 5), (2, 5), (2, 4))
+        with filled_by_others(prompt, 8):
+            before = prompt.here()
+            evicted = prompt.service.counters["evicted"]
+            answer = prompt.ask_room()
+            assert (answer.hits, answer.full, answer.granted, answer.slots, answer.lease) == (4, True, [], [], 0)
+            assert prompt.here() == before
+            assert (prompt.service.counters["evicted"], prompt.service.store.num_leases) == (evicted, 0)
+    answer = prompt.ask_room()
+    assert [divmod(at, 6) for at in answer.granted] == [(0, 5), (1, 5), (2, 4), (2, 5)]
+    prompt.give_back(answer.granted_slots)
+    prompt.release(answer)
+
+
+@contextmanager
+def filled_by_others(prompt, granules):
+    """Somebody writes what takes so many granules; what the prompt has here is leased, so that it cannot go."""
+    held = [prompt.chunk(*place) for place in prompt.here()]
+    prompt.service.store.hold(held, is_use=False)
+    others = [bytes([number]) * 16 for number in range(granules)]
+    answer = prompt.service.handle(prompt.engine, Admit(others, nbytes=G, layers=1, part="writes"))
+    assert len(answer.granted) == granules
+    yield
+    prompt.service.store.unhold(held)
+    prompt.give_back(answer.granted_slots)
+
+
+@pytest.mark.parametrize("granules", range(ALL_GRANULES + 1))
+def test_with_little_room_all_groups_get_as_many_chunks(prompt, granules):
+    with filled(prompt, granules):
+        answer = prompt.ask_room(partial=True)
+        count = granules // 6
+        granted = [(group, chunk) for group in range(3) for chunk in range(count)]
+        assert [divmod(at, 6) for at in answer.granted] == granted
+        assert answer.full is (count < 6)
+        assert prompt.service.store.free_bytes == granules * G - count * 6 * G, "the rest is given back"
+        assert len(answer.granted_slots) == len(granted)
+        prompt.give_back(answer.granted_slots)
+
+
+def test_with_little_room_that_is_scattered_too(prompt):
+    """Bytes enough for all, but no three granules together for more than one state."""
+    store = prompt.service.store
+    others = [number.to_bytes(16, "big") for number in range(CHUNKS)]
+    answer = prompt.service.handle(prompt.engine, Admit(others, nbytes=G, layers=1, part="writes"))
+    slots = sorted(answer.granted_slots, key=lambda slot: slot.offset)
+    holes = {0, 1, 2, *range(4, 200, 2)}
+    prompt.give_back([slots[at] for at in holes])
+    free = store.free_bytes
+    answer = prompt.ask_room(partial=True, lease_s=0.0)
+    assert (answer.full, [divmod(at, 6) for at in answer.granted]) == (True, []), "no two granules for a full one"
+    assert store.free_bytes == free
+    prompt.give_back([slots[3]])
+    prompt.give_back([slots[5]])
+    free = store.free_bytes
+    for is_partial in (False, True):
+        answer = prompt.ask_room(partial=is_partial, lease_s=0.0)
+        assert answer.full
+        count = len(answer.granted) // 3
+        assert [divmod(at, 6) for at in answer.granted] == [(group, at) for group in range(3) for at in range(count)]
+        assert count == is_partial
+        assert store.free_bytes == free - count * 6 * G
+        prompt.give_back(answer.granted_slots)
+    prompt.give_back([slots[at] for at in range(CHUNKS) if at not in holes | {3, 5}])
+
+
+def test_what_is_there_behind_the_hits_does_not_make_room_for_the_rest(prompt):
+    """The oldest chunks are the prompt's own: others go before them."""
+    prompt.store()
+    prompt.drop((1, 5), (1, 4), (2, 5), (2, 4))
+    free = prompt.service.store.free_bytes // G
+    others = [bytes([number]) * 16 for number in range(1, free + 1)]
+    answer = prompt.service.handle(prompt.engine, Admit(others, nbytes=G, layers=1, part="writes"))
+    prompt.fill(answer.granted_slots)
+    answer = prompt.ask_room()
+    assert (answer.hits, [divmod(at, 6) for at in answer.granted]) == (4, [(1, 4), (1, 5), (2, 4), (2, 5)])
+    prompt.fill(answer.granted_slots)
+    prompt.release(answer)
+    assert set(prompt.needs(6)) <= set(prompt.here())
+    prompt.service.store.delete(others)
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_what_never_fits_is_said(prompt, is_partial):
+    groups = [*prompt.groups[:2], *without_tail([STATE], nbytes=(CHUNKS - 2) * G)]
+    with pytest.raises(ArenaTooSmall, match="bytes do not fit into an arena"):
+        prompt.ask(groups=groups, partial=is_partial)
+    assert not prompt.leased()
+
+
+# ---- what makes no sense -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"keys": [bytes([at]) * 16 for at in range(7)]}, "7 keys of 3 cache groups"),
+        ({"blocks": b"b" * 16, "chunk_blocks": 1}, "16 bytes of block names, and 3 cache groups"),
+        ({"groups": [FULL, WINDOW, *without_tail([STATE])]}, r"tails of \[4096, 4096, 0\] bytes and 18 keys"),
+        ({"groups": [FULL, WINDOW, STATE], "keys": []}, "and 0 keys"),
+        ({"groups": [*without_tail([FULL, WINDOW]), Group(nbytes=100, layers=101)]}, "101 slices .* 100 bytes"),
+        ({"groups": [FULL, WINDOW, Group(nbytes=G, layers=3, tail_nbytes=2)]}, "3 slices .* 2 bytes"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(prompt, changes, match):
+    with pytest.raises(ProtocolError, match=match):
+        prompt.ask(**changes)
+
+
+def test_a_key_of_two_groups_is_refused(prompt):
+    keys = [*prompt.keys[:12], *prompt.keys[:6]]
+    with pytest.raises(ProtocolError, match="twice"):
+        prompt.ask_room(keys=keys)
+    assert not prompt.leased()
+    with pytest.raises(ProtocolError, match="7 keys of 2 cache groups"):
+        prompt.service.handle(prompt.engine, Expect("r", prompt.keys[:7], groups=prompt.groups[:2]))
+
+
+# ---- loads from a tier below ---------------------------------------------------------------------
+
+
+def test_exactly_what_is_needed_is_loaded(prompt):
+    tier = prompt.below()
+    tier.keys |= set(prompt.keys)
+    assert prompt.ask(wait_s=10.0) is None
+    (answer,) = prompt.settle(tier)
+    assert (answer.hits, answer.waiting) == (6, False)
+    assert prompt.here() == prompt.needs(6) == prompt.leased()
+    prompt.release(answer)
+
+
+def test_only_what_memory_lacks_of_it_is_loaded(prompt):
+    tier = prompt.below()
+    prompt.store()
+    tier.keys |= set(prompt.keys)
+    gone = [(0, 2), (1, 5), (1, 1), (2, 0)]
+    prompt.drop(*gone)
+    here = prompt.here()
+    assert prompt.ask(wait_s=10.0) is None
+    (answer,) = prompt.settle(tier)
+    assert answer.hits == 6
+    assert set(prompt.here()) - set(here) == {(0, 2), (1, 5)}
+    prompt.release(answer)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "hits"), [([(2, 5)], 5), ([(0, 5), (1, 3)], 3), ([(1, 5), (2, 4), (2, 3)], 3), ([(0, 4), (2, 2)], 4)]
+)
+def test_where_the_whole_prompt_cannot_come_the_longest_part_does(prompt, lacks, hits):
+    tier = prompt.below()
+    tier.keys |= set(prompt.keys) - {prompt.key(*place) for place in lacks}
+    assert prompt.ask(wait_s=10.0) is None
+    (answer,) = prompt.settle(tier)
+    assert answer.hits == hits
+    assert prompt.here() == prompt.needs(hits), "nothing was loaded that is of no use"
+    prompt.release(answer)
+
+
+def test_what_is_of_no_use_is_not_loaded(prompt):
+    tier = prompt.below()
+    tier.keys |= {prompt.key(0, chunk) for chunk in range(6)}
+    answer = prompt.ask(wait_s=10.0)
+    assert (answer.hits, answer.waiting) == (0, False)
+    assert not tier.jobs
+    assert not prompt.here()
+
+
+def test_memory_and_the_tier_together(prompt):
+    """Memory has the full group; the tier has a window and a state that fit to it."""
+    tier = prompt.below()
+    prompt.store(but=[(group, chunk) for group in (1, 2) for chunk in range(6)])
+    tier.keys |= {prompt.key(1, 2), prompt.key(1, 3), prompt.key(2, 3), prompt.key(2, 4)}
+    assert prompt.ask_room(wait_s=10.0) is None
+    (answer,) = prompt.settle(tier)
+    assert answer.hits == 4
+    assert [divmod(at, 6) for at in answer.granted] == [(1, 4), (1, 5), (2, 4), (2, 5)]
+    prompt.give_back(answer.granted_slots)
+    prompt.release(answer)
+
+
+def test_what_waits_for_the_rest_does_not_go_meanwhile(prompt):
+    """Memory has the full group, which alone is no hit, and is older than all else."""
+    tier = Asked(prompt.service.copies, prompt.sizes)
+    prompt.service.tiers.below.append([tier])
+    prompt.store(but=[(group, chunk) for group in (1, 2) for chunk in range(6)])
+    tier.keys |= {prompt.key(1, 4), prompt.key(1, 5), prompt.key(2, 5)}
+    free = prompt.service.store.free_bytes // G
+    others = [bytes([number]) * 16 for number in range(1, free + 1)]
+    answer = prompt.service.handle(prompt.engine, Admit(others, nbytes=G, layers=1, part="writes"))
+    prompt.fill(answer.granted_slots)
+    assert prompt.ask(wait_s=10.0) is None
+    more = [bytes([number]) * 15 + b"+" for number in range(50)]
+    answer = prompt.service.handle(prompt.engine, Admit(more, nbytes=G, layers=1, part="writes"))
+    assert prompt.service.counters["evicted"] >= 40
+    prompt.give_back(answer.granted_slots)
+    prompt.service.tiers.answered(tier.answer())
+    (answer,) = prompt.settle(tier)
+    assert answer.hits == 6
+    prompt.release(answer)
+    prompt.service.store.delete(others)
+
+
+def test_what_cannot_be_held_as_a_whole_is_not_loaded(prompt):
+    tier = prompt.below()
+    tier.keys |= set(prompt.keys)
+    with filled(prompt, 20):  # the prompt needs 12 + 2 + 3, and its first chunk is not here
+        answer = prompt.ask(wait_s=10.0)
+        assert answer is None
+        (answer,) = prompt.settle(tier)
+        prompt.release(answer)
+        assert answer.hits == 6
+        prompt.service.store.delete(prompt.keys)
+    with filled(prompt, 16):
+        answer = prompt.ask(wait_s=10.0)
+        assert (answer.hits, answer.waiting) == (0, False)
+        assert not prompt.here()
+    assert prompt.service.counters["loads_without_room"] >= 1
+
+
+def test_a_load_that_fails_leaves_the_longest_part_that_is_left(prompt):
+    tier = prompt.below()
+    prompt.store()
+    tier.keys |= set(prompt.keys)
+    prompt.drop((2, 5))
+    assert prompt.ask(wait_s=10.0) is None
+    prompt.turn()
+    tier.keys.discard(prompt.key(2, 5))
+    tier.end(error=ProtocolError("it was not what it should be"))
+    (answer,) = prompt.settle(tier)
+    assert (answer.hits, answer.waiting) == (5, False)
+    prompt.release(answer)
+
+
+def test_a_tier_that_must_be_asked_is_asked_for_the_whole_and_then_for_what_is_left(prompt):
+    tier = prompt.below()
+    tier.asks_for = []
+    assert prompt.ask(wait_s=10.0) is None
+    assert prompt.named(tier.asks_for[: len(prompt.needs(6))]) == prompt.needs(6)
+    tier.asks_for = None  # it has answered
+    tier.keys |= set(prompt.keys) - {prompt.key(1, 5)}
+    prompt.service.tiers.answered(prompt.keys)
+    (answer,) = prompt.settle(tier)
+    assert answer.hits == 5
+    assert prompt.here() == prompt.needs(5)
+    prompt.release(answer)
+
+
+class Asked(SizedBelow):
+    """A tier that knows of what it was asked for, up to the first that it does not have."""
+
+    def __init__(self, copies, sizes):
+        super().__init__(copies, sizes)
+        self.questions, self.known = [], {}
+
+    def find(self, keys, shards):
+        known = [key for key in itertools.takewhile(self.known.get, keys)]
+        return super().find(known, shards)
+
+    def seeks(self, keys, shards):
+        if keys[0] in self.known:
+            return False
+        self.questions.append(list(keys))
+        return True
+
+    def answer(self):
+        """What was asked for; those of which something is known now."""
+        questions, self.questions = self.questions, []
+        for keys in questions:
+            run = len([*itertools.takewhile(self.keys.__contains__, keys)])
+            self.known.update({key: key in self.keys for key in keys[: run + 1]})
+        return [key for keys in questions for key in keys]
+
+
+def test_a_tier_is_asked_for_the_windows_of_what_it_has_of_the_full_group(prompt):
+    """Before the first answer nothing is known of them; that says how long the prompt may be."""
+    tier = Asked(prompt.service.copies, prompt.sizes)
+    prompt.service.tiers.below.append([tier])
+    tier.keys |= set(prompt.keys) - {prompt.key(0, 4)}
+    assert prompt.ask(wait_s=10.0) is None
+    answers = []
+    for _ in range(3):
+        prompt.service.tiers.answered(tier.answer())
+        answers += prompt.settle(tier)
+    (answer,) = answers
+    assert answer.hits == 4
+    assert prompt.here() == prompt.needs(4)
+    prompt.release(answer)
+
+
+def test_a_load_is_weighed_against_the_chunks_of_the_prompt_that_it_saves(place, clock):
+    """Of three groups a chunk each comes for one chunk's computing."""
+    with prompt_of(place, clock, HYBRID, 6) as prompt:
+        tier = prompt.below()
+        tier.keys |= set(prompt.keys)
+        needs = sum(prompt.sizes[prompt.key(*place)][0] for place in prompt.needs(6))
+        rate = tier.load_rate = Rate()
+        rate.moved(needs, 0, 1_000_000_000)  # all of it takes a second
+        prompt.service.handle(prompt.worker, Ping(chunk_s=0.15))
+        answer = prompt.ask(wait_s=10.0)
+        assert (answer.hits, answer.waiting) == (0, False), "six chunks are computed in 0.9 s"
+        assert prompt.service.counters["loads_not_worth"]
+        prompt.settle(tier)
+        prompt.service.store.delete(prompt.keys)
+        prompt.service.handle(prompt.worker, Ping(chunk_s=0.3))
+        assert prompt.ask(wait_s=10.0) is None
+        (answer,) = prompt.settle(tier)
+        assert answer.hits == 6
+        prompt.release(answer)
+
+
+# ---- transfers -----------------------------------------------------------------------------------
+
+
+def write(prompt, **fields):
+    """The prefill leg: room for all of it."""
+    return prompt.ask_room(part="writes", transfer=TRANSFER, lease_s=0.0, **fields)
+
+
+def decode(prompt, **fields):
+    return prompt.ask(transfer=TRANSFER, wait_s=30.0, **fields)
+
+
+def test_a_decoder_waits_for_what_the_whole_prompt_needs_and_no_more(tailed):
+    written = write(tailed)
+    places = [divmod(at, 6) for at in written.granted]
+    slot_of = dict(zip(places, written.granted_slots, strict=True))
+    assert decode(tailed) is None
+    needs = tailed.needs(6)
+    for place in needs[:-1]:
+        tailed.fill([slot_of[place]])
+        assert tailed.turn() == []
+    tailed.fill([slot_of[needs[-1]]])
+    (answer,) = tailed.turn()
+    assert (answer.hits, answer.slots) == (6, [slot_of[place] for place in needs])
+    assert set(places) - set(needs), "some never came"
+    tailed.service.handle(tailed.engine, Cancel(TRANSFER))
+    tailed.give_back(written.granted_slots)
+    tailed.release(answer)
+
+
+def test_a_decoder_is_told_how_long_a_part_it_may_have_when_the_transfer_is_given_up(tailed):
+    written = write(tailed)
+    slot_of = dict(zip((divmod(at, 6) for at in written.granted), written.granted_slots, strict=True))
+    assert decode(tailed) is None
+    tailed.fill([slot_of[place] for place in tailed.needs(3)] + [slot_of[0, 4]])
+    tailed.service.handle(tailed.engine, Cancel(TRANSFER))
+    (answer,) = tailed.turn()
+    assert (answer.hits, answer.waiting) == (3, False)
+    tailed.give_back(written.granted_slots)
+    tailed.release(answer)
+
+
+def test_a_decoder_waits_for_a_transfer_that_is_not_known_yet(tailed):
+    assert decode(tailed, part="expects") is None
+    tailed.fill(write(tailed).granted_slots)
+    (answer,) = tailed.turn()
+    assert answer.hits == 6
+    tailed.release(answer)
+
+
+def test_nobody_waits_longer_than_it_said(tailed, clock):
+    written = write(tailed)
+    assert decode(tailed) is None
+    clock.now += 31.0
+    (answer,) = tailed.turn()
+    assert (answer.hits, answer.waiting, answer.slots) == (0, True, [])
+    tailed.give_back(written.granted_slots)
+
+
+def test_an_early_answer_has_all_that_is_needed_group_behind_group(tailed, clock):
+    written = write(tailed)
+    slot_of = dict(zip((divmod(at, 6) for at in written.granted), written.granted_slots, strict=True))
+    tailed.service.handle(tailed.worker, Ping(load_s=60.0))
+    tailed.fill([slot_of[0, 0], slot_of[1, 4], slot_of[2, 1]])
+    clock.now += 1.0
+    tailed.fill([slot_of[0, 1], slot_of[1, 5]], seal=False)
+    answer = decode(tailed, early=True)
+    assert (answer.hits, answer.waiting) == (6, False)
+    assert answer.slots == [slot_of[place] for place in tailed.needs(6)]
+    tailed.give_back(written.granted_slots)
+    tailed.release(answer)
+
+
+def test_what_a_decoder_waits_for_costs_what_comes(place, clock):
+    """Each chunk that is sealed wakes it once, and none of these turns looks at the whole prompt."""
+    costs = []
+    for count in (40, 80):
+        small = Group(nbytes=G, layers=1, tail_nbytes=G)
+        with prompt_of(place, clock, [small, WINDOW], count, has_tail=True) as prompt:
+            prompt.service.handle(prompt.worker, Ping(load_s=1e-9))
+            written = write(prompt)
+            assert decode(prompt, early=True) is None
+            calls = Counter()
+            with counted(calls):
+                for slot in written.granted_slots:
+                    clock.now += 1e-3
+                    prompt.fill([slot])
+                    answers = prompt.turn()
+            (answer,) = answers
+            assert answer.hits == count
+            prompt.release(answer)
+            costs.append(calls.total())
+    assert costs[1] < 2.2 * costs[0], calls.most_common(5)
+
+
+@contextmanager
+def counted(steps):
+    """How many steps of Python are done in PDX, by function: also those of one that looks at each of many."""
+
+    def note(frame, event, _):
+        if not frame.f_code.co_filename.startswith(PDX):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps[frame.f_code.co_filename, frame.f_code.co_qualname] += event == "opcode"
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_a_question_costs_what_it_names(place, clock, has_tier):
+    costs = []
+    for count in (20, 40):
+        with prompt_of(place, clock, [Group(nbytes=G, layers=1), WINDOW, WINDOW], count) as prompt:
+            if has_tier:
+                prompt.below().keys |= set(prompt.keys[: count // 2])
+            calls = Counter()
+            with counted(calls):
+                answer = prompt.ask_room(wait_s=1.0, request="r")
+            assert len(answer.granted) == 3 * count
+            prompt.give_back(answer.granted_slots)
+            costs.append(calls.total())
+    assert costs[1] < 2.2 * costs[0]
+
+
+# ---- what else knows of requests -----------------------------------------------------------------
+
+
+def test_what_is_said_of_a_request_names_the_groups(prompt):
+    prompt.store()
+    prompt.drop((1, 4), (1, 3), (2, 5))
+    answer = prompt.ask(request="r-1")
+    assert answer.hits == 3
+    told = prompt.service.handle(prompt.engine, Why("r-1")).requests[0]
+    assert (told.chunks, told.hits) == (6, 3)
+    said = [(each.first, each.count, each.is_hit, each.kind, each.text[:13]) for each in told.reasons]
+    assert said == [
+        (0, 3, True, "memory", "cache group 0"),
+        (3, 3, False, "gap", "cache group 0"),
+        (1, 2, True, "memory", "cache group 1"),
+        (4, 1, False, "deleted", "cache group 1"),
+        (5, 1, False, "gap", "cache group 1"),
+        (2, 1, True, "memory", "cache group 2"),
+        (5, 1, False, "deleted", "cache group 2"),
+    ]
+    prompt.service.handle(prompt.engine, Release(answer.lease, request="r-1", failed_chunk=2))
+    told = prompt.service.handle(prompt.engine, Why("r-1")).requests[0]
+    assert told.hits == 2
+    assert [(each.first, each.count) for each in told.reasons if each.kind == "failed"] == [(2, 1)] * 3
+    counters = prompt.service.counters
+    assert (counters["looked_up_chunks"], counters["hit_chunks"]) == (6, 3), "chunks of the prompt, not of groups"
+
+
+def test_of_what_finds_no_room_it_is_said_how_much_that_is(prompt):
+    with filled(prompt, 12):
+        answer = prompt.ask_room(partial=True, request="r-2")
+        assert len(answer.granted) == 6
+        told = prompt.service.handle(prompt.engine, Why("r-2")).requests[0]
+        assert told.notes[0].startswith("12 chunks found no room")
+        prompt.give_back(answer.granted_slots)
+
+
+def test_what_a_request_in_a_queue_needs_is_loaded_ahead(prompt):
+    tier = prompt.below()
+    tier.keys |= set(prompt.keys) - {prompt.key(2, 5)}
+    assert prompt.service.handle(prompt.engine, Expect("r", prompt.keys, groups=prompt.groups)).count == 1
+    prompt.settle(tier)
+    assert prompt.here() == prompt.needs(5)
+    answer = prompt.ask(request="r")
+    assert answer.hits == 5
+    prompt.release(answer)
+    assert not prompt.service.store.wanted
+
+
+def test_hints_are_of_what_the_whole_prompt_needs(prompt):
+    prompt.store()
+    prompt.drop((1, 0), (1, 1))
+    hints = Hints("s", lease_s=60.0)
+    answer = prompt.ask(hints=hints)
+    kept = [place for place in prompt.here() if prompt.chunk(*place).is_kept]
+    verdict = next(each for each in answer.verdicts if each.field == "lease_s")
+    assert (verdict.outcome, kept) == ("accepted", prompt.needs(6))
+    prompt.release(answer)
+    answer = prompt.ask(hints=Hints("s", lease_s=0.0))
+    assert not [place for place in prompt.here() if prompt.chunk(*place).is_kept]
+    prompt.release(answer)
+
+
+def test_after_a_storm_of_requests_nothing_is_left(place, clock):
+    with prompt_of(place, clock, HYBRID, 6, has_tail=True) as one:
+        tier = one.below()
+        other = GroupsStage(one.service, [WINDOW, FULL], 9, name="other")
+        tier.sizes.update(other.sizes)
+        held = []
+        for turn in range(60):
+            for prompt in (one, other):
+                transfer = f"{TRANSFER}-{prompt.count}-{turn // 3}"
+                if turn % 3 == 0:
+                    written = prompt.ask_room(part="writes", transfer=transfer, lease_s=5.0, partial=turn % 2 == 0)
+                    held += [written] * (written is not None)
+                    slots = written.granted_slots if written is not None else []
+                    prompt.fill(slots[: len(slots) - turn % 4])
+                    prompt.give_back(slots)
+                else:
+                    prompt.ask(transfer=transfer, wait_s=0.5 * (turn % 5), early=turn % 4 == 0)
+                tier.keys.discard(prompt.keys[turn % len(prompt.keys)])
+            tier.end(error=ProtocolError("no") if turn % 7 == 0 else None)
+            one.service.turn()
+            list(one.service.admissions.late_answers())
+            clock.now += 0.4
+            one.service.tick()
+        clock.now += 100.0
+        one.service.tick()
+        one.settle(tier)
+        one.service.tick()
+        list(one.service.admissions.late_answers())
+        one.settle(tier)
+        one.service.store.delete(other.keys)
+        assert math.isfinite(one.service.store.free_bytes)
+        assert State.FILLING not in one.service.store.index.census()[0]
