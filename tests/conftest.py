@@ -23,6 +23,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("pdx.testing")  # the suite's own modules, whichever test imports one of them first
 
+from forge import Forge  # noqa: E402
 from node_harness import MIB, NodeProcess, NodeThread, Puppet, Wire, arenas_of, attached  # noqa: E402
 
 from pdx.config import NodeConfig  # noqa: E402
@@ -111,6 +112,13 @@ def _origin_of_processes() -> Iterator[None]:
     forked.origin()
     yield
     forked.close()
+
+
+@pytest.fixture(scope="session")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    """Where vLLM's engines of several families come from, and what they say of them."""
+    with Forge(tmp_path_factory.mktemp("forge")) as forge:
+        yield forge
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -243,7 +251,7 @@ def module_node() -> Iterator[NodeProcess]:
 def node_here() -> Iterator[NodeThread]:
     """The same in a thread of this process."""
     with _private_place() as folder, _nodes(f"ipc://{folder}/node.sock", NodeThread) as start:
-        yield start()
+        yield start(arena_bytes=64 * MIB)
 
 
 @pytest.fixture

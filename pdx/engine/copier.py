@@ -22,8 +22,8 @@ class Scatter:
     fence: Any = None  # what must have passed before the first copy
 
     def copy(self, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
-        """Copy these layers of these pages; those whose slots were not the promised ones before and after, or out of
-        reach."""
+        """Copy these layers of these pages, which are of one cache group; those whose slots were not the promised ones
+        before and after, or out of reach."""
         return self.copier.load(self, pages, layers)
 
     def close(self) -> None:
@@ -56,8 +56,8 @@ class PageCopier(ABC):
         """
 
     @abstractmethod
-    def gather(self, layers: range) -> bool:
-        """These layers are computed: copy their pages to the slots. False: nothing is copied now."""
+    def gather(self, group: int, layers: range) -> bool:
+        """These layers of a cache group are computed: copy their pages to the slots. False: nothing is copied now."""
 
     @abstractmethod
     def copied(self) -> Callable[[], bool]:

@@ -14,7 +14,7 @@ from pdx.engine.plan import PagesPlan
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter
 from pdx.memory.arena import Arena
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups
 
 log = logging.getLogger("pdx")
 
@@ -28,13 +28,15 @@ class _Target(NamedTuple):
 
 
 class CpuCopier(PageCopier):
-    """`layers` are the engine's blocks per layer, as rows [num_blocks, page_bytes / 16]."""
+    """`layers` are, by cache group, the engine's blocks per layer, as rows [num_blocks, page_bytes / 16]."""
 
     is_asynchronous = False
 
-    def __init__(self, layers: Sequence[torch.Tensor], layout: KvLayout, shard: int, link: NodeLink) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[torch.Tensor]], groups: CacheGroups, shard: int, link: NodeLink
+    ) -> None:
         self._layers = layers
-        self._layout = layout
+        self._groups = groups
         self._shard = shard
         self._link = link
         # Replaced by the link's thread. The tensor has all bytes of the arena and keeps the mapping alive, also beyond
@@ -58,8 +60,9 @@ class CpuCopier(PageCopier):
         self._targets = [] if data is None else self._targets_of(pages, arena, data)
         return [target.pages for target in self._targets]
 
-    def gather(self, layers: range) -> bool:
-        gather([self._copy(target, layer) for layer in layers for target in self._targets])
+    def gather(self, group: int, layers: range) -> bool:
+        targets = [target for target in self._targets if target.pages.group == group]
+        gather([self._copy(target, layer) for layer in layers for target in targets])
         return True
 
     def copied(self) -> Callable[[], bool]:
@@ -93,13 +96,14 @@ class CpuCopier(PageCopier):
             slot = each.slot_of(self._shard)
             if arena.is_current(slot):
                 part = data[slot.offset : slot.offset + slot.nbytes]
-                rows = page_rows(part.view(self._layout.num_layers * each.num_blocks, -1))
+                rows = page_rows(part.view(self._groups[each.group].num_layers * each.num_blocks, -1))
                 targets.append(_Target(each, rows, torch.tensor(each.block_ids, dtype=torch.int64)))
         return targets
 
     def _copy(self, target: _Target, layer: int) -> PageCopy:
+        layers = self._layers[target.pages.group]
         first = layer * target.pages.num_blocks + target.pages.first
-        return PageCopy(target.rows[first : first + len(target.block_ids)], target.block_ids, self._layers[layer])
+        return PageCopy(target.rows[first : first + len(target.block_ids)], target.block_ids, layers[layer])
 
     def load(self, source: Scatter, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
         arena, data = source.mapped

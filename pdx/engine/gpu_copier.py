@@ -268,7 +268,7 @@ class GpuCopier(PageCopier):
         self._copied.put(None, mapped.release)
         return []
 
-    def gather(self, layers: range) -> bool:
+    def gather(self, group: int, layers: range) -> bool:
         step = self._step
         if step is None or step.is_refused or self.streams.is_capturing():
             return False

@@ -151,9 +151,11 @@ class WorkerGuard(_Guard):
         """Whether this half is off and the scheduler half has not shown that it knows."""
         return self.is_off and not self._is_known
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, group_of: Mapping[str, int] | None = None
+    ) -> None:
         """A part of start-up: it raises."""
-        self._half.register(kv_caches, num_blocks)
+        self._half.register(kv_caches, num_blocks, group_of)
 
     def begin(self, plan: StepPlan) -> None:
         if plan.lost is not None:

@@ -10,13 +10,13 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pdx.client.connection import Connection
 from pdx.engine.copier import Scatter
 from pdx.engine.plan import LoadPlan, PagesPlan
 from pdx.memory.arena import NEVER, Arena
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.rate import Rate
 from pdx.telemetry.timeline import Event
@@ -46,6 +46,7 @@ class _Job:
         self._watched: tuple[Slot, int] | None = None  # the first chunk that lacks slices, and how many it had
         self._look_at = 0.0  # at all chunks, whatever the watched one says
         self.start_ns = 0  # of the first copy
+        self.loaded_bytes = 0
         self.moved_at = time.monotonic()  # something was copied then
         self.asked_at = 0.0
 
@@ -58,7 +59,7 @@ class _Job:
     def is_over(self) -> bool:
         return not self._left
 
-    def advance(self, layout: KvLayout, most_bytes: float) -> list[tuple[range, int, int, int]]:
+    def advance(self, groups: CacheGroups, most_bytes: float) -> list[tuple[range, int, int, int]]:
         """Copy what is filled and not copied, about `most_bytes` of it at most, and a chunk at least.
 
         :returns: (layers, bytes, from when, until when) of each copy.
@@ -68,18 +69,20 @@ class _Job:
             slot, filled = self._watched  # chunks are filled in their order: a look costs the same for any number
             if self.arena.is_current(slot) and self.arena.filled_slices(slot) == filled:
                 return []
-        runs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        runs: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         left_bytes = most_bytes
         for number, (pages, start) in self._left.items():
             slot = pages.slots[0]
             filled = self.arena.filled_slices(slot) if self.arena.is_current(slot) else NEVER
             if filled > start:
-                runs[start, filled].append(number)
+                layout = groups[pages.group]
+                runs[pages.group, start, filled].append(number)
                 left_bytes -= len(pages.block_ids) * (min(filled, layout.num_layers) - start) * layout.page_bytes
                 if left_bytes <= 0:
                     break
         copies = []
-        for (start, stop), numbers in runs.items():
+        for (group, start, stop), numbers in runs.items():
+            layout = groups[group]
             pages_of = {number: self._left.pop(number)[0] for number in numbers}
             if stop == NEVER:
                 self._lose(pages_of.values())
@@ -91,7 +94,9 @@ class _Job:
             self._lose(pages for pages in pages_of.values() if id(pages) in lost)
             pages_of = {number: pages for number, pages in pages_of.items() if id(pages) not in lost}
             num_pages = sum(len(pages.block_ids) for pages in pages_of.values())
-            copies.append((layers, num_pages * len(layers) * layout.page_bytes, start_ns, end_ns))
+            nbytes = num_pages * len(layers) * layout.page_bytes
+            self.loaded_bytes += nbytes
+            copies.append((layers, nbytes, start_ns, end_ns))
             if layers.stop < layout.num_layers:
                 self._left |= {number: (pages, layers.stop) for number, pages in pages_of.items()}
         self._watched = None
@@ -132,9 +137,16 @@ class Loader:
     that has begun. One whose chunks are still being filled lets others go before it meanwhile.
     """
 
-    def __init__(self, layout: KvLayout, shard: int, tracer: Tracer | None = None, *, patience_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        layout: KvLayout | Sequence[KvLayout],
+        shard: int,
+        tracer: Tracer | None = None,
+        *,
+        patience_s: float = 30.0,
+    ) -> None:
         """`patience_s`: a load that has copied nothing for so long fails."""
-        self._layout = layout
+        self._groups = CacheGroups.of(layout)
         self._shard = shard
         self._tracer = tracer
         self._patience_s = patience_s
@@ -220,7 +232,7 @@ class Loader:
         copies: list[tuple[range, int, int, int]] = []
         try:
             job.begin(self._shard)
-            copies = job.advance(self._layout, max(PIECE_BYTES, self._rate.gb_s * PIECE_S * 1e9))
+            copies = job.advance(self._groups, max(PIECE_BYTES, self._rate.gb_s * PIECE_S * 1e9))
             self._tell(job, copies)
             if not job.is_over and not copies and self._is_lost(job):
                 job.give_up()
@@ -254,7 +266,7 @@ class Loader:
                 self._rate.moved(nbytes, start_ns, end_ns)
             if transfer is not None and tracer is not None and tracer.is_on:
                 tracer.span(Lane.SCATTER, transfer, layers.start, len(layers), start_ns, end_ns, nbytes)
-        job.connection.load_s = self._rate.seconds(self._layout.chunk_bytes)
+        job.connection.load_s = self._rate.seconds(self._groups.chunk_bytes)
 
     def _end(self, job: _Job) -> None:
         load = job.load
@@ -263,8 +275,7 @@ class Loader:
             text = "request %s: %d blocks are not loaded: evicted before that, never filled, or out of the GPU's reach"
             job.connection.count("load_failed", text, load.request_id, len(job.failed))
         if load.transfer is not None and job.start_ns:
-            num_pages = len(load.block_ids) - len(job.failed)
-            nbytes = num_pages * self._layout.page_bytes * self._layout.num_layers
+            nbytes = job.loaded_bytes
             job.connection.tell(Mark(load.transfer, Event.LOAD_START, job.start_ns))
             job.connection.tell(Mark(load.transfer, Event.LOAD_END, time.monotonic_ns(), nbytes=nbytes))
         with self._lock:

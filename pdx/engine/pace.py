@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pdx.engine.plan import WorkerNews
-from pdx.memory.layout import KvLayout
 
 MIN_TOKENS = 64  # of a step: what only decodes says nothing of prompts
 HALF_TOKENS = 8192  # so many tokens later an earlier step counts half
@@ -17,8 +16,8 @@ class Pace:
     `step` is called by one thread at a time, whichever the copies of a step end on.
     """
 
-    def __init__(self, layout: KvLayout) -> None:
-        self._chunk_tokens = layout.chunk_tokens
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
         self._tokens = 0.0
         self._ns = 0.0
         self._end_ns = 0

@@ -17,7 +17,7 @@ class PagesPlan(msgspec.Struct, frozen=True):
     """Pages [first, first + len(block_ids)) of every layer of one chunk, and the engine's blocks they belong to.
 
     `slots` has one slot per shard, or only that of the shard it was made for; a layer's slice in it has `num_blocks`
-    pages.
+    pages. `group`: the cache group whose layers these are.
     """
 
     slots: list[Slot]
@@ -26,6 +26,7 @@ class PagesPlan(msgspec.Struct, frozen=True):
     block_ids: list[int]
     completes: bool = False  # with these pages the chunk is whole
     by_layer: bool = False  # the node wants to hear of layers as they are filled, not only of the whole
+    group: int = 0
 
     def slot_of(self, shard: int) -> Slot:
         return self.slots[shard] if len(self.slots) > 1 else self.slots[0]
@@ -38,7 +39,7 @@ class SavePlan(msgspec.Struct, frozen=True):
     transfer: str | None  # whose prompt is computed in this step
     pages: list[PagesPlan]
     ends_transfer: bool  # the last token of the prompt of a prefill leg is computed in this step
-    blocks_before: int  # blocks gathered for it in earlier steps
+    bytes_before: int  # of pages gathered for it in earlier steps, of one shard
     num_tokens: int  # of the prompt
 
 
@@ -47,8 +48,8 @@ class LoadPlan(msgspec.Struct, frozen=True):
 
     It goes to the workers of all shards, each of which reads its part alone: thousands of objects would be made and
     encoded for nothing, so `packed` has arrays of machine words. First the slots, for one shard after the other: all
-    offsets, all sizes, all generations. Then, in half words, three numbers for each chunk (its blocks, the first of
-    them that is loaded, how many are), and all block ids.
+    offsets, all sizes, all generations. Then, in half words, four numbers for each chunk (its cache group, its blocks,
+    the first of them that is loaded, how many are), and all block ids.
     """
 
     request_id: str
@@ -75,7 +76,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
             words.extend([slot.nbytes for slot in slots])
             words.extend([slot.generation for slot in slots])
         for each in pages:
-            halves.extend((each.num_blocks, each.first, len(each.block_ids)))
+            halves.extend((each.group, each.num_blocks, each.first, len(each.block_ids)))
         for each in pages:
             halves.extend(each.block_ids)
         packed = words.tobytes() + halves.tobytes()
@@ -87,17 +88,17 @@ class LoadPlan(msgspec.Struct, frozen=True):
         start = shard * count * _SLOT_BYTES
         words = memoryview(self.packed)[start : start + count * _SLOT_BYTES].cast("Q").tolist()
         slots = map(Slot, words[:count], words[count : 2 * count], words[2 * count :])
-        pages, end = [], 3 * count
+        pages, end = [], 4 * count
         for index, slot in enumerate(slots):
-            num_blocks, first, length = halves[3 * index : 3 * index + 3]
-            pages.append(PagesPlan([slot], num_blocks, first, halves[end : end + length]))
+            group, num_blocks, first, length = halves[4 * index : 4 * index + 4]
+            pages.append(PagesPlan([slot], num_blocks, first, halves[end : end + length], group=group))
             end += length
         return pages
 
     @property
     def block_ids(self) -> list[int]:
         """All blocks that it writes."""
-        return self._halves()[3 * self.num_chunks :]
+        return self._halves()[4 * self.num_chunks :]
 
     def _halves(self) -> list[int]:
         return memoryview(self.packed)[self.num_shards * self.num_chunks * _SLOT_BYTES :].cast("I").tolist()

@@ -22,15 +22,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan
-from pdx.engine.step import BlockHasher, EngineRequest
+from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan
+from pdx.engine.request_keys import RequestKeys
+from pdx.engine.step import EngineRequest
 from pdx.errors import LayoutError, ProtocolError
-from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
 from pdx.wire.base import TransferId
 from pdx.wire.hints import Envelope, Hints, Verdict, parse, worst
 
+NULL_BLOCK = 0  # in a table: the engine has no block there
 NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roster, never an address
 
 
@@ -127,26 +128,40 @@ class Asked(NamedTuple):
     seq: int
     at: float
     step: int
-    first_chunk: int = 0  # that it is about
+    first_chunk: int = 0  # that it is about …
+    num_chunks: int = 0  # … and how many, of each cache group
+    end_tokens: int = 0  # behind the last one
+
+
+class ChunkSlots(NamedTuple):
+    """Where a chunk of a cache group lies, which begins with this block of the request: one slot per shard."""
+
+    group: int
+    first_block: int
+    slots: list[Slot]
 
 
 class Hits(NamedTuple):
     """What of a prompt can be loaded: the only place that says which of its blocks those are."""
 
-    slots: Sequence[list[Slot]] = ()  # of its leading chunks, for each one slot per shard
-    num_whole: int = 0  # of these; the last one may be there in part
-    tokens: int = 0  # in them
+    slots: Sequence[ChunkSlots] = ()  # of the chunks that its leading tokens need
+    num_whole: int = 0  # leading chunks; the next one may be there in part
+    tokens: int = 0  # in all of it
     lease: int = 0
     lease_s: float = 0.0  # from the answer on
 
 
 @dataclass(slots=True)
 class SlotGrant:
-    """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard."""
+    """A reserved chunk of a cache group: blocks [first_block, end_block) of the request, whose last token is before
+    `end_token`, go into `slots`, one per shard."""
 
+    group: int
     slots: list[Slot]
     first_block: int
     end_block: int
+    first_token: int
+    end_token: int
     by_layer: bool = False  # the node wants to hear of layers as they are filled
 
 
@@ -170,72 +185,7 @@ class NodeState:
     fits: bool = True  # into the arena, as far as is known: a chunk of it at least
     reserved: bool = False  # what is missing has room, or will have none
     hits: Hits = Hits()  # noqa: RUF009  it is a tuple
-    grants: list[SlotGrant] = field(default_factory=list)  # in the order of their blocks: a step costs what it saves
-
-
-class RequestKeys:
-    """The keys of one request's chunks."""
-
-    def __init__(self, request: EngineRequest, layout: KvLayout, fingerprint: bytes) -> None:
-        """`fingerprint`: what they are made with; the layout's, until the engine's cache was reset."""
-        self._request = request
-        self._layout = layout
-        self._fingerprint = fingerprint
-        self._keys: list[bytes] = []
-        self._hashes: list[bytes] = []  # the block hash that each of the keys was made of
-        self._tail: tuple[bytes, int] | None = None
-        self._tail_tokens = -1  # how many tokens led up to it
-
-    def leading(self, num_chunks: int) -> list[bytes]:
-        """Of the leading full chunks; their blocks must be full of known tokens.
-
-        They are kept, but a session whose input goes on loses its last token: chunks that had it have another key then.
-        """
-        per_chunk = self._layout.blocks_per_chunk
-        hashes = self._request.block_hashes
-        while self._hashes and not self._is_last_hash_valid(hashes):
-            self._hashes.pop()
-            self._keys.pop()
-        for index in range(len(self._keys), num_chunks):
-            self._hashes.append(bytes(hashes[(index + 1) * per_chunk - 1]))
-            self._keys.append(chunk_key(self._fingerprint, self._hashes[-1]))
-        return self._keys[:num_chunks]
-
-    def _is_last_hash_valid(self, hashes: Sequence[bytes]) -> bool:
-        """Hashes are chained: if the last one is what it was, so are all before it."""
-        last = len(self._hashes) * self._layout.blocks_per_chunk - 1
-        return last < len(hashes) and bytes(hashes[last]) == self._hashes[-1]
-
-    def block_names(self, first: int, end: int) -> bytes:
-        """What the node calls blocks [first, end), as far as they are full of known tokens: the end of the engine's
-        hashes, by which others who hear of blocks know them (`pdx.wire.kv_events`)."""
-        hashes = self._request.block_hashes[first:end]
-        return b"".join([bytes(one)[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for one in hashes])
-
-    def parent(self, chunk: int) -> bytes:
-        """What leads up to the chunk of this number."""
-        return self.leading(chunk)[-1] if chunk else root_key(self._fingerprint)
-
-    def end(self, num_tokens: int) -> tuple[bytes, int] | None:
-        """Key and number of the full blocks behind the last whole chunk, up to `num_tokens`; None: there are none."""
-        end = num_tokens // self._layout.block_tokens
-        count = end % self._layout.blocks_per_chunk
-        return (short_key(self._fingerprint, bytes(self._request.block_hashes[end - 1])), count) if count else None
-
-    def tail(self, hasher: BlockHasher, tokens: int, transfer: str) -> tuple[bytes, int] | None:
-        """Key and number of blocks of the tail of a transfer of so many tokens; None where it ends with a full
-        chunk."""
-        if tokens != self._tail_tokens:
-            self._tail, self._tail_tokens = self._make_tail(hasher, tokens, transfer), tokens
-        return self._tail
-
-    def _make_tail(self, hasher: BlockHasher, tokens: int, transfer: str) -> tuple[bytes, int] | None:
-        first = tokens - tokens % self._layout.chunk_tokens
-        if tokens == first:
-            return None
-        parent = self._request.block_hashes[first // self._layout.block_tokens - 1] if first else None
-        key = tail_key(self._fingerprint, hasher(self._request, parent, first, tokens), transfer)
-        return key, self._layout.num_blocks(tokens - first)
+    grants: list[SlotGrant] = field(default_factory=list)  # in the order of their tokens: a step costs what it saves
 
 
 class TrackedRequest:
@@ -244,7 +194,7 @@ class TrackedRequest:
     def __init__(
         self,
         request: EngineRequest,
-        layout: KvLayout,
+        groups: CacheGroups,
         params: TransferParams,
         fingerprint: bytes,
         envelope: Envelope = Envelope(),  # noqa: B008 - frozen
@@ -256,8 +206,8 @@ class TrackedRequest:
         self.params = params
         self.envelope = envelope
         self.verdicts: list[Verdict] = []  # what became of its hints, as far as the node has answered
-        self._layout = layout
-        self.keys = RequestKeys(request, layout, fingerprint)
+        self._groups = groups
+        self.keys = RequestKeys(request, groups, fingerprint)
         self.state = state
         self._counts = Counter[State]() if counts is None else counts
         self._counts[state] += 1
@@ -266,9 +216,10 @@ class TrackedRequest:
         self.wait_until: float | None = None  # for what may still come; None: not waiting yet
         self.room_until: float | None = None
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
-        self.block_ids: list[int] = []
-        self.saved_blocks = 0  # blocks before this one need no more saving
-        self.gathered_blocks = 0
+        self.tables: list[list[int]] = [[] for _ in groups]  # its block ids, by cache group
+        self.saved_blocks = [0] * len(groups)  # by cache group: blocks before this one need no more saving
+        self.gathered_bytes = 0
+        self.state_ends: set[int] = set()  # numbers of tokens after which the engine has kept a state, in their block
         self.computed_end = 0
         self.decoded_end = 0  # chunks before this one were considered for saving
         self.local_tokens = 0  # that the engine's own cache had, when it asked last
@@ -280,6 +231,8 @@ class TrackedRequest:
     def step(self, step: Step) -> None:
         """Go on in its life. A step that is not in the table is a bug of ours: PDX goes off for this engine."""
         before, self.state = self.state, TRANSITIONS[self.state, step]
+        if step is Step.PREEMPT:
+            self.state_ends.clear()
         if self.state is not before:
             self._counts[before] -= 1
             self._counts[self.state] += 1
@@ -378,7 +331,7 @@ class TrackedRequest:
 
     def reset(self, fingerprint: bytes) -> None:
         """The engine's cache was reset: what the node said of it is void, its keys are other ones from now on."""
-        self.keys = RequestKeys(self.request, self._layout, fingerprint)
+        self.keys = RequestKeys(self.request, self._groups, fingerprint)
         self.step(Step.VOID)
         self.decoded_end = 0
         node = self.node
@@ -393,71 +346,101 @@ class TrackedRequest:
 
     # ---- plans for the workers --------------------------------------------------------------
 
+    @property
+    def block_ids(self) -> list[int]:
+        """Its blocks of the first cache group."""
+        return self.tables[0]
+
     def take_blocks(self, blocks: Sequence[Sequence[int]], *, are_all: bool = True) -> None:
-        """These are its blocks, for each cache group; or those that follow what it has. A LayoutError of more than one
-        group: this is the only place where several groups would become one."""
-        if len(blocks) != 1:
-            raise LayoutError(f"request {self.request.request_id}: blocks of {len(blocks)} cache groups, expected 1")
-        if are_all:
-            self.block_ids = list(blocks[0])
-        else:
-            self.block_ids += blocks[0]
+        """These are its blocks, for each cache group; or those that follow what it has."""
+        if len(blocks) != len(self.tables):
+            name, expected = self.request.request_id, len(self.tables)
+            raise LayoutError(f"request {name}: blocks of {len(blocks)} cache groups, expected {expected}")
+        for table, of_group in zip(self.tables, blocks, strict=True):
+            if are_all:
+                table[:] = of_group
+            else:
+                table += of_group
 
     def plan_load(self, num_external: int) -> LoadPlan:
         """Scatter `num_external` tokens behind the local ones into this request's blocks: an engine may take fewer than
-        were found."""
-        first_block = self.local_tokens // self._layout.block_tokens
-        end_block = self._layout.num_blocks(self.local_tokens + num_external)
+        were found, but not of a model with several groups, whose chunks are those that this length needs: that load
+        fails."""
+        end_tokens = self.local_tokens + num_external
+        hits = self.node.hits
         pages = []
-        for index, slots in enumerate(self.node.hits.slots):
-            chunk_first = index * self._layout.blocks_per_chunk
-            chunk_end = min(chunk_first + self._layout.blocks_per_chunk, end_block)
-            start = max(chunk_first, first_block)
-            if start < chunk_end:
-                block_ids = self.block_ids[start:chunk_end]
-                num_blocks = self._layout.blocks_in(slots[0].nbytes)
-                pages.append(PagesPlan(slots, num_blocks, start - chunk_first, block_ids))
-        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.node.epoch)
+        for group, first, slots in hits.slots:
+            layout = self._groups[group]
+            num_blocks = layout.blocks_in(slots[0].nbytes)
+            start = max(first, self.local_tokens // layout.block_tokens)
+            end = min(first + num_blocks, layout.num_blocks(end_tokens))
+            if start < end:
+                block_ids = self.tables[group][start:end]
+                pages.append(PagesPlan(slots, num_blocks, start - first, block_ids, group=group))
+        is_whole = self._groups.is_single or end_tokens == hits.tokens
+        epoch = self.node.epoch if is_whole else NO_EPOCH
+        return LoadPlan.of(self.request.request_id, self.transfer, pages, epoch)
 
-    def plan_save(self, computed: int, end: int) -> SavePlan | None:
-        """Gather the pages that become final in a step that computes tokens [computed, end).
+    def plan_save(self, computed: int, end: int) -> tuple[SavePlan | None, list[SlotGrant]]:
+        """Gather the pages that become final in a step that computes tokens [computed, end); and which grants will
+        never be whole: the engine has given their blocks back, or has kept no state of that token.
 
         Pages before `computed` that were not gathered yet belong to blocks that the engine had cached. The first step
         gathers them after the layer's hook, because another request may compute them in this same step.
         """
         num_prompt = int(self.request.num_prompt_tokens)
         self.computed_end = end
-        final = end // self._layout.block_tokens
-        if self.is_prefill and end >= num_prompt:
-            final = self._layout.num_blocks(num_prompt)  # the partial block, too
-        due = list(itertools.takewhile(lambda grant: grant.first_block < final, self.node.grants))
-        pages = [
-            PagesPlan(
-                grant.slots,
-                num_blocks=grant.end_block - grant.first_block,
-                first=start - grant.first_block,
-                block_ids=self.block_ids[start:stop],
-                completes=stop == grant.end_block,
-                by_layer=grant.by_layer,
+        if self._groups.has_state:  # a step goes on from a state, and leaves one where it ends
+            self.state_ends.update(
+                at for at in (computed, end) if at % self._groups.chunk_tokens == 0 or at == num_prompt
             )
-            for grant in due
-            if (start := max(grant.first_block, self.saved_blocks)) < (stop := min(grant.end_block, final))
-        ]
-        self.saved_blocks = max(self.saved_blocks, final)
-        del self.node.grants[: sum(grant.end_block <= self.saved_blocks for grant in due)]
+        grants = self.node.grants
+        due = list(itertools.takewhile(lambda grant: grant.first_token < end, grants))
+        pages: list[PagesPlan] = []
+        unfinished, lost = list[SlotGrant](), list[SlotGrant]()
+        nbytes = 0
+        is_over = self.is_prefill and end >= num_prompt  # then the partial block is final, too
+        finals = [each.num_blocks(num_prompt) if is_over else end // each.block_tokens for each in self._groups]
+        for grant in due:
+            layout, final = self._groups[grant.group], finals[grant.group]
+            start, stop = max(grant.first_block, self.saved_blocks[grant.group]), min(grant.end_block, final)
+            block_ids = self.tables[grant.group][start:stop]
+            if self._is_lost(layout, grant, block_ids, end):
+                lost.append(grant)
+                continue
+            if layout.kind == "state" and end < grant.end_token:
+                stop = start
+            if start < stop:
+                is_last = stop == grant.end_block
+                num_blocks, first = grant.end_block - grant.first_block, start - grant.first_block
+                pages.append(PagesPlan(grant.slots, num_blocks, first, block_ids, is_last, grant.by_layer, grant.group))
+                nbytes += layout.num_blocks_bytes(len(block_ids))
+            if stop < grant.end_block:
+                unfinished.append(grant)
+        grants[: len(due)] = unfinished
+        self.saved_blocks = list(map(max, self.saved_blocks, finals))
         is_prefilling = self.is_prefill and computed < num_prompt
         if not pages and not is_prefilling:
-            return None
-        before = self.gathered_blocks
-        self.gathered_blocks += sum(len(plan.block_ids) for plan in pages)
-        return SavePlan(
+            return None, lost
+        before = self.gathered_bytes
+        self.gathered_bytes += nbytes
+        save = SavePlan(
             self.request.request_id,
             self.transfer if is_prefilling else None,
             pages,
             ends_transfer=is_prefilling and num_prompt <= end,
-            blocks_before=before,
+            bytes_before=before,
             num_tokens=num_prompt,
         )
+        return save, lost
+
+    def _is_lost(self, layout: KvLayout, grant: SlotGrant, block_ids: Sequence[int], end: int) -> bool:
+        """Whether what this grant is for is gone: of a state all but those where a step has ended; of a window or a
+        part of the prompt what the engine looks back to no more."""
+        if layout.kind == "full":
+            return False
+        is_passed = layout.kind == "state" and end >= grant.end_token and grant.end_token not in self.state_ends
+        return is_passed or NULL_BLOCK in block_ids
 
     @property
     def is_prefilling(self) -> bool:

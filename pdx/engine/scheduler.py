@@ -23,6 +23,7 @@ from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.request import (
     LOADING,
     SEATED,
+    SlotGrant,
     State,
     Step,
     TrackedRequest,
@@ -37,7 +38,7 @@ from pdx.engine.turns import Turns
 from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.form import form_of, lossy_fingerprint
 from pdx.memory.keys import KEY_BYTES
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
 from pdx.wire.hints import Envelope, Hints, Verdict
@@ -52,19 +53,20 @@ class SchedulerHalf:
     def __init__(
         self,
         config: ConnectorConfig,
-        layout: KvLayout,
+        layout: KvLayout | Sequence[KvLayout],
         engine: str,
         hashing: BlockHashing,
         facts: EngineFacts | None = None,
         naming: Mapping[str, str] | None = None,
         limits: StepLimits = StepLimits(),  # noqa: B008 - frozen
     ) -> None:
-        """`naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
+        """`layout`: of one shard; of a model with several cache groups one for each, in the engine's order.
+        `naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
         `hashing` can."""
-        self._layout = layout
+        self._groups = groups = CacheGroups.of(layout)
         self._hashing = hashing
-        self._fingerprint = layout.fingerprint()  # what keys are made with
-        self._lookup = StoreLookup(config, layout, hashing.tail)
+        self._fingerprint = groups.fingerprint()  # what keys are made with
+        self._lookup = StoreLookup(config, groups, hashing.tail)
         self._requests: dict[str, TrackedRequest] = {}
         self._counts = Counter(dict.fromkeys(State, 0))  # of these
         self._turns = Turns(limits)  # of new ones
@@ -73,9 +75,9 @@ class SchedulerHalf:
         self._aborts: list[tuple[int, list[Slot]]] = []  # (epoch, slots) per chunk
         self._ending: dict[str, TrackedRequest] = {}  # over, but their loads are not
         self._step = 0
-        self._times = StepTimes(layout.chunk_tokens)
+        self._times = StepTimes(groups.chunk_tokens)
         self._loads_all = config.load == "always"
-        self._trust = Trust(layout.block_tokens)
+        self._trust = Trust(groups[0].block_tokens)
         hello = Hello(
             VERSION,
             os.getpid(),
@@ -83,8 +85,8 @@ class SchedulerHalf:
             engine=engine,
             role=config.role,
             url=config.url,
-            layout=layout.fingerprint(),
-            shape={**layout.described(), **(naming or {})},
+            layout=self._fingerprint,
+            shape={**groups.described(), **(naming or {})},
             facts=facts,
         )
         self.link = NodeLink(config, hello, starter=True)
@@ -114,7 +116,7 @@ class SchedulerHalf:
         else:
             envelope, state = Envelope(), State.LEFT_OUT
         fingerprint = self._fingerprint_of(envelope.hints)
-        tracked = TrackedRequest(request, self._layout, params, fingerprint, envelope, state, self._counts)
+        tracked = TrackedRequest(request, self._groups, params, fingerprint, envelope, state, self._counts)
         self._requests[request.request_id] = tracked
         connection = self.link.connection
         if connection is not None:
@@ -152,7 +154,9 @@ class SchedulerHalf:
         form, why = "", ""
         if codec is not None and wants:
             try:
-                form = str(form_of(self._layout, codec))
+                if not self._groups.is_single:
+                    raise LayoutError("it is for models of one cache group of full attention")
+                form = str(form_of(self._groups[0], codec))
             except LayoutError as error:
                 why = str(error)
         if not self._hashing.keep_apart(request, form if is_new else "") or (form and not is_new):
@@ -194,13 +198,22 @@ class SchedulerHalf:
         self._turns.pass_by(tracked)
         if not is_decided:
             return None
-        tokens = max(0, tracked.node.hits.tokens - local_tokens)
+        tokens = max(0, self._usable(tracked) - local_tokens)
         # What a transfer brings was computed for this engine; and where nobody else runs, there is no step to miss.
         loads_all = self._loads_all or tracked.is_decode or not self._counts[State.RUNNING] + self._counts[State.VOID]
         if tokens and not (loads_all or self._times.pays(tokens, len(self._turns))):
             self.link.count("load_not_worth")
             return 0
         return tokens
+
+    def _usable(self, tracked: TrackedRequest) -> int:
+        """How many leading tokens the engine is told of. It computes a prompt's last token again, and of several cache
+        groups it must be told so: else windows would begin a token too late."""
+        found, most = tracked.node.hits.tokens, tracked.request.num_tokens - 1
+        if self._groups.is_single or found <= most:
+            return found
+        tracked.node.hits = tracked.node.hits._replace(tokens=most)
+        return most
 
     # ---- allocated --------------------------------------------------------------------------
 
@@ -213,7 +226,7 @@ class SchedulerHalf:
         self._turns.remove(tracked)
         if num_external:
             tracked.vouched = tracked.local_tokens + num_external
-            self._trust.written(tracked.block_ids[tracked.local_tokens // self._layout.block_tokens :])
+            self._trust.written(tracked.block_ids[tracked.local_tokens // self._groups[0].block_tokens :])
             tracked.failed_block, tracked.loaded_for = None, request.num_preemptions
             self._loads.append(tracked.plan_load(num_external))
         else:
@@ -245,7 +258,7 @@ class SchedulerHalf:
         """Not all of the request's load has come, and the engine computes the whole prompt."""
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.is_loading:
-            tracked.failed_block = tracked.local_tokens // self._layout.block_tokens
+            tracked.failed_block = tracked.local_tokens // self._groups[0].block_tokens
 
     def _spoil(self, tracked: TrackedRequest) -> None:
         """It was computed from pages that nobody has loaded: nothing of it is saved."""
@@ -285,6 +298,11 @@ class SchedulerHalf:
             self._lookup.mark(tracked, connection, Event.RUNNABLE)
 
     # ---- each step --------------------------------------------------------------------------
+
+    @property
+    def num_groups(self) -> int:
+        """Cache groups."""
+        return len(self._groups)
 
     @property
     def due(self) -> Set[str]:
@@ -333,7 +351,9 @@ class SchedulerHalf:
         save = None
         if tracked.saves and not tracked.doubt:
             self._lookup.reserve_late(tracked, connection, end)
-            save = tracked.plan_save(step.computed, end)
+            save, lost = tracked.plan_save(step.computed, end)
+            if lost:
+                self._abort(connection, tracked.node.epoch, lost)
         (self._due.add if self._lookup.is_due(tracked) else self._due.discard)(step.request_id)
         return save
 
@@ -368,10 +388,14 @@ class SchedulerHalf:
         if not tracked.is_loading:
             self._lookup.release(tracked, connection)
         if node.grants:
-            connection.tell(Abort([slot for grant in node.grants for slot in grant.slots]))
-            self._aborts += [(node.epoch, grant.slots) for grant in node.grants]
+            self._abort(connection, node.epoch, node.grants)
         if tracked.is_prefill and (node.grants or not node.reserved):
             self._lookup.give_up_transfer(tracked, connection)
+
+    def _abort(self, connection: Connection, epoch: int, grants: Sequence[SlotGrant]) -> None:
+        """Nobody will finish these; the workers are told, too."""
+        connection.tell(Abort([slot for grant in grants for slot in grant.slots]))
+        self._aborts += [(epoch, grant.slots) for grant in grants]
 
     def reset(self) -> None:
         """The weights may be other ones from now on: nothing that was saved before is found again by this engine.

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from pdx.client.connection import Connection
 from pdx.engine.copier import PageCopier
 from pdx.engine.plan import PagesPlan, SavePlan
 from pdx.memory.arena import Arena
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.wire.messages import Fill, Mark
 
 GROUP_BYTES = 1 << 20  # of layers, before the node is told: it sends no less at once to a peer, either
+_Layers = tuple[int, range]  # some layers of a cache group
 FLUSH_SPANS = 4096  # written at the end of a step, if no transfer's prefill ends before
 
 
@@ -33,7 +35,7 @@ class StepSave:
         self,
         saves: Sequence[SavePlan],
         pages: Sequence[PagesPlan],
-        layout: KvLayout,
+        groups: CacheGroups,
         shard: int,
         *,
         copier: PageCopier,
@@ -44,17 +46,26 @@ class StepSave:
         self.pages = pages
         self.copier = copier
         self.connection = connection
-        self._layout = layout
+        self._groups = groups
         self._arena = arena
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
-        self._whole = [each.slot_of(shard) for each in pages if each.completes]  # when all layers are gathered
-        self._by_layer = [each.slot_of(shard) for each in pages if each.completes and each.by_layer]
-        self._layer_bytes = sum(len(each.block_ids) for each in pages) * layout.page_bytes
-        self._done: set[int] = set()
-        self._copies: list[Callable[[], bool]] = []  # of a step that ends a transfer: whether each layer is gathered
-        self._untold: list[int] = []  # gathered layers that the node is to be told of
+        # Of each cache group, the slots that are whole when all layers are gathered, and of these …
+        self._whole: list[list[Slot]] = [[] for _ in groups]
+        self._by_layer: list[list[Slot]] = [[] for _ in groups]  # … those of which the node hears by layer
+        self._page_counts = [0] * len(groups)  # of one layer
+        for each in pages:
+            self._page_counts[each.group] += len(each.block_ids)
+            if each.completes:
+                self._whole[each.group].append(each.slot_of(shard))
+                if each.by_layer:
+                    self._by_layer[each.group].append(each.slot_of(shard))
+        self._done: list[set[int]] = [set() for _ in groups]
+        # Of a step that ends a transfer: for each layer its group, and whether it is gathered.
+        self._copies: list[tuple[int, Callable[[], bool]]] = []
+        self._untold: list[list[int]] = [[] for _ in groups]  # gathered layers that the node is to be told of
         self._num_computed = 0  # layers whose hook was called
-        self._traced = _layer_bytes(saves, pages, layout) if tracer is not None and tracer.is_on else {}
+        self._num_layers = sum(layout.num_layers for layout in groups)
+        self._traced = _layer_bytes(saves, pages, groups) if tracer is not None and tracer.is_on else {}
         self._tracer = tracer if self._traced else None
         self._since_ns = 0
         self._is_over = False
@@ -63,35 +74,44 @@ class StepSave:
 
     # ---- the engine's thread ------------------------------------------------------------------
 
-    def gather(self, layer: int) -> None:
-        """The pages of this layer are final."""
-        computed = range(self._num_computed, layer + 1)
+    def gather(self, number: int, group: int, layer: int) -> None:
+        """The pages of this layer of a cache group, the model's `number`th with a KV cache, are final."""
+        computed = range(self._num_computed, number + 1)
         if self._tracer is not None and computed and self.copier.after_compute(partial(self._computed, computed)):
-            self._num_computed = layer + 1
+            self._num_computed = number + 1
         start_ns = time.monotonic_ns()
-        if not self.pages or layer in self._done or not self.copier.gather(range(layer, layer + 1)):
+        if not self._page_counts[group] or layer in self._done[group]:
             return
-        self._done.add(layer)
+        if not self.copier.gather(group, range(layer, layer + 1)):
+            return
+        self._done[group].add(layer)
         if self._ending:
-            self._copies.append(self.copier.copied())
-        if self._by_layer:
-            self._untold.append(layer)
+            self._copies.append((group, self.copier.copied()))
+        untold = self._untold[group]
+        if self._by_layer[group]:
+            untold.append(layer)
         fills: list[range] = []
-        if len(self._untold) * self._layer_bytes >= GROUP_BYTES:
-            fills, self._untold = _runs(sorted(self._untold)), []
+        if len(untold) * self._page_counts[group] * self._groups[group].page_bytes >= GROUP_BYTES:
+            fills, self._untold[group] = _runs(sorted(untold)), []
         if fills or self._tracer is not None:
-            self.copier.after_copies(partial(self._copied, [range(layer, layer + 1)], start_ns, fills))
+            done = [(group, range(layer, layer + 1))]
+            self.copier.after_copies(partial(self._copied, done, start_ns, [(group, layers) for layers in fills]))
 
     def finish(self) -> bool:
         """The forward pass is over; whether everything is gathered, or will be, and sealed."""
-        num_layers, copier = self._layout.num_layers, self.copier
-        missing = _runs([each for each in range(num_layers) if each not in self._done]) if self.pages else []
+        copier = self.copier
+        missing = [
+            (group, layers)
+            for group, count in enumerate(self._page_counts)
+            if count
+            for layers in _runs([at for at in range(self._groups[group].num_layers) if at not in self._done[group]])
+        ]
         is_computed = True
         if self._ending or self._tracer is not None:
-            layers = range(min(self._num_computed, num_layers - 1), num_layers)
+            layers = range(min(self._num_computed, self._num_layers - 1), self._num_layers)
             is_computed = copier.after_compute(partial(self._computed, layers, is_last=True))
         start_ns = time.monotonic_ns()
-        is_whole = is_computed and all(copier.gather(layers) for layers in missing)
+        is_whole = is_computed and all(copier.gather(group, layers) for group, layers in missing)
         if is_whole:
             copier.after_copies(partial(self._ended, missing, start_ns))
         copier.end()
@@ -107,30 +127,32 @@ class StepSave:
         start_ns, self._since_ns = self._since_ns, time.monotonic_ns()
         self._span(Lane.PREFILL, layers, start_ns, self._since_ns)
         if is_last:
-            self._mark(Event.PREFILL_END, sum(is_over() for is_over in self._copies))
+            self._mark(Event.PREFILL_END, Counter(group for group, is_over in self._copies if is_over()))
         if self._is_over and self._tracer is not None:  # the thread that saw the copies end was faster
             self._tracer.flush()
 
-    def _copied(self, gathered: Iterable[range], start_ns: int, fills: Iterable[range]) -> None:
+    def _copied(self, gathered: Iterable[_Layers], start_ns: int, fills: Iterable[_Layers]) -> None:
         """These layers are gathered; of `fills` the node hears."""
         if self._tracer is not None:
             end_ns = time.monotonic_ns()
             if not self.copier.is_asynchronous:
                 self._since_ns = end_ns  # the engine stood still meanwhile
-            for layers in gathered:
-                self._span(Lane.GATHER, layers, start_ns, end_ns)
-        for layers in fills:
-            self._fill(self._current(self._by_layer), layers)
+            for group, layers in gathered:
+                self._span(Lane.GATHER, layers, start_ns, end_ns, group)
+        for group, layers in fills:
+            self._fill(self._current(self._by_layer[group]), layers)
 
-    def _ended(self, gathered: Iterable[range], start_ns: int) -> None:
+    def _ended(self, gathered: Iterable[_Layers], start_ns: int) -> None:
         """The last layers of the step are gathered: the node hears of all that are whole, pushed ones included."""
         self._copied(gathered, start_ns, ())
         self._is_over = True
-        slots = self._current(self._whole)
-        for _ in range(len(self._whole) - len(slots)):
-            self.connection.count("save_lost")
-        self._fill(slots, range(self._layout.num_layers), seal=True)
-        self._mark(Event.SEALED, self._layout.num_layers if self.pages else 0)
+        for layout, whole in zip(self._groups, self._whole, strict=True):
+            slots = self._current(whole)
+            for _ in range(len(whole) - len(slots)):
+                self.connection.count("save_lost")
+            self._fill(slots, range(layout.num_layers), seal=True)
+        counts = {group: layout.num_layers for group, layout in enumerate(self._groups)} if self.pages else {}
+        self._mark(Event.SEALED, counts)
         if self._tracer is not None:
             self._tracer.flush(1 if self._ending else FLUSH_SPANS)
 
@@ -143,30 +165,35 @@ class StepSave:
             return slots
         return [slot for slot in slots if self._arena.is_current(slot)]
 
-    def _mark(self, event: Event, num_layers: int) -> None:
-        """Tell the bytes of each transfer that were gathered by now, where its prefill ends in this step."""
+    def _mark(self, event: Event, num_layers: Mapping[int, int]) -> None:
+        """Tell the bytes of each transfer that were gathered by now, of so many layers of each cache group, where its
+        prefill ends in this step."""
         for save in self._ending:
             assert save.transfer is not None
-            pages = sum(len(plan.block_ids) for plan in save.pages)
-            moved = save.blocks_before * self._layout.num_layers + pages * num_layers
-            nbytes, tokens = moved * self._layout.page_bytes, save.num_tokens
+            moved = sum(
+                len(each.block_ids) * num_layers.get(each.group, 0) * self._groups[each.group].page_bytes
+                for each in save.pages
+            )
+            nbytes, tokens = save.bytes_before + moved, save.num_tokens
             self.connection.tell(Mark(save.transfer, event, time.monotonic_ns(), nbytes=nbytes, tokens=tokens))
 
-    def _span(self, lane: Lane, layers: range, start_ns: int, end_ns: int) -> None:
+    def _span(self, lane: Lane, layers: range, start_ns: int, end_ns: int, group: int = 0) -> None:
         for transfer, nbytes in self._traced.items():
-            moved = nbytes * len(layers) if lane is Lane.GATHER else 0
+            moved = nbytes[group] * len(layers) if lane is Lane.GATHER else 0
             if self._tracer is not None and (moved or lane is Lane.PREFILL):
                 self._tracer.span(lane, transfer, layers.start, len(layers), start_ns, end_ns, moved)
 
 
-def _layer_bytes(saves: Sequence[SavePlan], taken: Sequence[PagesPlan], layout: KvLayout) -> dict[str, int]:
-    """What is gathered of one layer, for each transfer whose prompt is computed in this step."""
+def _layer_bytes(saves: Sequence[SavePlan], taken: Sequence[PagesPlan], groups: CacheGroups) -> dict[str, list[int]]:
+    """What is gathered of one layer of each cache group, for each transfer whose prompt is computed in this step."""
     kept = {id(pages) for pages in taken}
-    nbytes: dict[str, int] = {}
+    nbytes: dict[str, list[int]] = {}
     for save in saves:
         if save.transfer is not None:
-            blocks = sum(len(pages.block_ids) for pages in save.pages if id(pages) in kept)
-            nbytes[save.transfer] = nbytes.get(save.transfer, 0) + blocks * layout.page_bytes
+            of_group = nbytes.setdefault(save.transfer, [0] * len(groups))
+            for pages in save.pages:
+                if id(pages) in kept:
+                    of_group[pages.group] += len(pages.block_ids) * groups[pages.group].page_bytes
     return nbytes
 
 

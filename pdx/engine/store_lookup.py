@@ -16,10 +16,11 @@ from typing import Any
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
-from pdx.engine.request import Asked, Awaited, Hits, SlotGrant, Step, TrackedRequest
+from pdx.engine.request import Asked, Awaited, ChunkSlots, Hits, SlotGrant, Step, TrackedRequest
+from pdx.engine.request_keys import sizes, with_tail, without_tail
 from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
 from pdx.wire.base import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS
@@ -37,12 +38,13 @@ class StoreLookup:
     def __init__(
         self,
         config: ConnectorConfig,
-        layout: KvLayout,
+        groups: CacheGroups,
         hasher: BlockHasher,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._layout = layout
+        self._groups = groups
+        self._layout = groups[0]
         self._hasher = hasher
         self._clock = clock
         self._step = 0
@@ -50,7 +52,7 @@ class StoreLookup:
         self._is_busy = False
         self._ahead: deque[tuple[TrackedRequest, Asked]] = deque()  # room that was asked for ahead of a turn
         # What one message may name, and its answer hold.
-        self._max_chunks = min(MAX_KEYS - 1, MAX_SLOTS // layout.num_shards - 1)
+        self._max_chunks = min(MAX_KEYS, MAX_SLOTS // groups.num_shards) // len(groups) - 1
 
     def new_step(self, *, is_busy: bool, is_loading: bool = False, step_s: float = 0.0) -> None:
         """A new scheduling step: it may wait again, and not for long where a load may end meanwhile.
@@ -76,7 +78,9 @@ class StoreLookup:
         keys = self._keys(tracked, tracked.request.num_prompt_tokens)
         if keys:
             tracked.expected_epoch = connection.epoch
-            connection.tell(Expect(tracked.request.request_id[:MAX_NAME], keys, self._layout.num_shards))
+            groups = sizes(self._groups, 0, has_room=False).get("groups", [])
+            name = tracked.request.request_id[:MAX_NAME]
+            connection.tell(Expect(name, keys, self._groups.num_shards, groups=groups))
 
     def expect_no_more(self, tracked: TrackedRequest, connection: Connection) -> None:
         """The request ended before its turn."""
@@ -183,14 +187,15 @@ class StoreLookup:
     def reserve_late(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
         """Room for chunks that generated tokens up to `end` have filled, and what `reserve_again` has asked for.
 
-        Never waits: the answer is there in one of the next steps, and the blocks are still the request's then.
+        Never waits: the answer is there in one of the next steps, and the blocks are still the request's then; but a
+        state is gone with the step after the one that has left it.
         """
         try:
             if tracked.node.late is None:
                 self._ask_decoded(tracked, connection, end)
-            elif (answer := self._collect(connection, tracked.node.late, wait=False)) is not None:
+            elif (answer := self._collect(connection, tracked.node.late, wait=self._groups.has_state)) is not None:
                 tracked.take_verdicts(answer.verdicts)
-                self._take_grants(tracked, answer, tracked.node.late.first_chunk)
+                self._take_grants(tracked, answer, tracked.node.late)
                 tracked.node.late = None
         except (NodeError, ProtocolError) as error:
             text = "chunks of request %s are not saved: %s"
@@ -203,7 +208,7 @@ class StoreLookup:
         if not self._saves_decoded or last <= first:
             return
         tracked.decoded_end = last
-        self._ask_late(tracked, connection, tracked.keys.leading(last)[first:], first)
+        self._ask_late(tracked, connection, first, last)
 
     @property
     def _saves_decoded(self) -> bool:
@@ -216,16 +221,15 @@ class StoreLookup:
     def _num_prompt_chunks(self, tracked: TrackedRequest) -> int:
         """Of a decode leg, those of its transfer: its prompt may end with the first token that was generated."""
         num_tokens = tracked.transfer_tokens if tracked.is_decode else 0
-        return int(num_tokens or tracked.request.num_prompt_tokens) // self._layout.chunk_tokens
+        return self._groups.whole_chunks(int(num_tokens or tracked.request.num_prompt_tokens))
 
     def reserve_again(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Chunks of the request were evicted before they were loaded: they are computed again, and saved."""
         if tracked.node.late is not None or not (tracked.saves and self._config.save):
             return
         num_chunks = max(tracked.request.num_prompt_tokens // self._layout.chunk_tokens, tracked.decoded_end)
-        keys = tracked.keys.leading(min(num_chunks, self._max_chunks))
-        if keys:
-            self._ask_late(tracked, connection, keys, 0)
+        if num_chunks:
+            self._ask_late(tracked, connection, 0, min(num_chunks, self._max_chunks))
 
     def is_due(self, tracked: TrackedRequest) -> bool:
         """Whether the next step of this request may have something to save, to ask or to tell."""
@@ -233,28 +237,27 @@ class StoreLookup:
             return False
         if tracked.node.grants or tracked.node.late is not None or tracked.is_prefilling:
             return True
-        next_end = (self._first_decoded(tracked) + 1) * self._layout.blocks_per_chunk
-        return self._saves_decoded and len(tracked.block_ids) >= next_end
+        next_end = (self._first_decoded(tracked) + 1) * self._groups.chunk_tokens
+        return self._saves_decoded and len(tracked.block_ids) * self._layout.block_tokens >= next_end
 
-    def _ask_late(self, tracked: TrackedRequest, connection: Connection, keys: list[bytes], first_chunk: int) -> None:
-        """Room alone, for chunks that come late: they are not pushed."""
+    def _ask_late(self, tracked: TrackedRequest, connection: Connection, first: int, end: int) -> None:
+        """Room alone, for chunks [first, end), which come late: they are not pushed."""
         ask = Admit(
-            keys,
-            self._layout.chunk_bytes,
-            self._layout.num_layers,
-            self._layout.num_shards,
+            tracked.keys.leading(end, first),
+            **sizes(self._groups, 0, has_room=True),
+            shards=self._groups.num_shards,
             partial=tracked.takes_part,
             transfer=tracked.transfer if tracked.is_prefill else None,
             part="writes",
             hints=tracked.hints,
-            **self._names(tracked, first_chunk, (first_chunk + len(keys)) * self._layout.blocks_per_chunk),
+            **self._names(tracked, first, end * self._layout.blocks_per_chunk),
         )
-        tracked.node.late = self._ask_now(connection, ask, first_chunk)
+        tracked.node.late = self._ask_now(connection, ask, first, end * self._groups.chunk_tokens)
 
     def _names(self, tracked: TrackedRequest, first_chunk: int, end_block: int) -> dict[str, Any]:
         """What the node is told of the blocks from this chunk on, so that a chunk is found in part."""
         first_block = first_chunk * self._layout.blocks_per_chunk
-        if end_block - first_block > MAX_BLOCKS:
+        if end_block - first_block > MAX_BLOCKS or not self._groups.is_single:
             return {}
         names = tracked.keys.block_names(first_block, end_block)
         parent = tracked.keys.parent(first_chunk)
@@ -268,34 +271,35 @@ class StoreLookup:
         A prefill leg wants all or nothing as long as it may wait; everybody else takes what room there is.
         """
         wants_room = self._takes_room(tracked) and not tracked.node.reserved
-        keys, tail_blocks = self._prompt_keys(tracked)
-        if tracked.part in ("writes", "keeps") and tail_blocks and not wants_room:
-            keys, tail_blocks = keys[:-1], 0
+        keys, tail_tokens = self._prompt_keys(tracked)
+        if tracked.part in ("writes", "keeps") and tail_tokens and not wants_room:
+            keys, tail_tokens = without_tail(keys, len(self._groups)), 0
         if not keys:
             return
-        may_be_elsewhere = tracked.is_decode or len(keys) > (tail_blocks > 0)
+        num_chunks = len(keys) // len(self._groups)
+        may_be_elsewhere = tracked.is_decode or num_chunks > (tail_tokens > 0)
         ask = Admit(
             keys,
-            self._layout.chunk_bytes if wants_room else 0,
-            self._layout.num_layers,
-            self._layout.num_shards,
+            **sizes(self._groups, tail_tokens, has_room=wants_room),
+            shards=self._groups.num_shards,
             lease_s=self._config.lease_s,
-            tail_nbytes=self._layout.num_blocks_bytes(tail_blocks) if tail_blocks else 0,
             partial=tracked.takes_part,
             transfer=tracked.transfer if tracked.is_prefill or tracked.node.awaited else None,
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
             source=tracked.source if may_be_elsewhere else "",
-            **self._names(tracked, 0, self._end_block(tracked, tail_blocks)),
+            **self._names(tracked, 0, self._end_block(tracked, tail_tokens)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
             request=tracked.request.request_id[:MAX_NAME],
             hints=tracked.hints,
             early=tracked.is_decode and bool(tracked.node.awaited) and not tracked.request.num_preemptions,
         )
-        tracked.node.asked = self._ask_now(connection, ask)
+        whole = num_chunks - (tail_tokens > 0)
+        end_tokens = whole * self._groups.chunk_tokens + tail_tokens
+        tracked.node.asked = self._ask_now(connection, ask, 0, end_tokens)
         tracked.expected_epoch = 0  # the node knows by the question
         if wants_room and not tracked.is_prefill:
-            tracked.decoded_end = max(tracked.decoded_end, len(keys) - (tail_blocks > 0))
+            tracked.decoded_end = max(tracked.decoded_end, whole)
 
     def _takes_room(self, tracked: TrackedRequest) -> bool:
         return self._config.save and tracked.node.fits
@@ -329,32 +333,41 @@ class StoreLookup:
         return bool(source)
 
     def _prompt_keys(self, tracked: TrackedRequest) -> tuple[list[bytes], int]:
-        """The keys of the prompt, and the blocks of the tail that the last one is of; 0: it is a chunk's."""
-        request = tracked.request
+        """The keys of the prompt, and the tokens of the tail that the last ones are of; 0: they are whole chunks'."""
+        request, groups = tracked.request, self._groups
         if request.num_preemptions and not tracked.is_prefill:
             # What was generated may be there, too; the tail was for one reader.
             return self._keys(tracked, request.num_tokens if self._saves_decoded else request.num_prompt_tokens), 0
-        tokens = tracked.transfer_tokens
+        tokens = self._tail_end(tracked)
+        whole = groups.whole_chunks(tokens)
         # Of a prompt so long that a message cannot name all of it the tail would not follow the keys.
-        if tracked.transfer is not None and 0 < tokens < (self._max_chunks + 1) * self._layout.chunk_tokens:
+        if tracked.transfer is not None and tokens > 0 and whole <= self._max_chunks:
             tail = tracked.keys.tail(self._hasher, tokens, tracked.transfer)
             if tail is not None:
-                return [*self._keys(tracked, tokens), tail[0]], tail[1]
+                return with_tail(self._keys(tracked, tokens), tail), tokens - whole * groups.chunk_tokens
         keys = self._keys(tracked, request.num_prompt_tokens)
-        if tracked.part == "keeps" and self._takes_room(tracked) and len(keys) < self._max_chunks:
+        has_room = groups.is_single and self._takes_room(tracked) and len(keys) < self._max_chunks
+        if tracked.part == "keeps" and has_room:
             end = tracked.keys.end(request.num_prompt_tokens)
             if end is not None:
-                return [*keys, end[0]], end[1]
+                return [*keys, end[0]], end[1] * self._layout.block_tokens
         return keys, 0
 
-    def _end_block(self, tracked: TrackedRequest, tail_blocks: int) -> int:
+    def _tail_end(self, tracked: TrackedRequest) -> int:
+        """How many tokens the transfer carries, its tail included; 0: none that this request has use for. A state after
+        a prompt's last token is of none to who computes that token again."""
+        tokens = tracked.transfer_tokens
+        has_use = tracked.is_prefill or not self._groups.has_state or tokens < tracked.request.num_prompt_tokens
+        return tokens if has_use else 0
+
+    def _end_block(self, tracked: TrackedRequest, tail_tokens: int) -> int:
         """Behind the last full block that a question is about; a tail has nothing of what was generated behind it."""
         request = tracked.request
-        tokens = request.num_prompt_tokens if tail_blocks else request.num_tokens
+        tokens = request.num_prompt_tokens if tail_tokens else request.num_tokens
         return min(tokens // self._layout.block_tokens, self._max_chunks * self._layout.blocks_per_chunk)
 
     def _keys(self, tracked: TrackedRequest, num_tokens: int) -> list[bytes]:
-        return tracked.keys.leading(min(num_tokens // self._layout.chunk_tokens, self._max_chunks))
+        return tracked.keys.leading(min(self._groups.whole_chunks(num_tokens), self._max_chunks))
 
     # ---- its answer -------------------------------------------------------------------------
 
@@ -363,8 +376,8 @@ class StoreLookup:
         self.release(tracked, connection)
         tracked.take_verdicts(answer.verdicts)
         is_first, tracked.node.found = tracked.node.found is None, asked
-        tracked.node.hits = self._hits(tracked, answer)
-        self._take_grants(tracked, answer, 0)
+        tracked.node.hits = self._hits(tracked, answer, asked)
+        self._take_grants(tracked, answer, asked)
         if tracked.is_decode and is_first:
             self.mark(tracked, connection, Event.FOUND, tokens=tracked.node.hits.tokens)
         if tracked.node.reserved:
@@ -374,29 +387,42 @@ class StoreLookup:
         if tracked.is_prefill:
             self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.node.hits.tokens)
 
-    def _hits(self, tracked: TrackedRequest, answer: Admitted) -> Hits:
+    def _hits(self, tracked: TrackedRequest, answer: Admitted, asked: Asked) -> Hits:
         """What the answer says can be loaded; of a tail as much as this request may have of it."""
         if answer.waiting:  # about nothing that may come: the node holds nothing for this request
             return Hits()
-        keys, tail_blocks = self._prompt_keys(tracked)
+        keys, tail_tokens = self._prompt_keys(tracked)
         whole, part_blocks = answer.hits, answer.part_blocks
-        has_tail = tail_blocks > 0 and whole == len(keys)
-        if has_tail and not tracked.is_decode:
-            whole, part_blocks = whole - 1, tail_blocks if tracked.part == "keeps" else part_blocks
-        tokens = whole * self._layout.chunk_tokens + part_blocks * self._layout.block_tokens
+        has_tail = tail_tokens > 0 and whole == len(keys) // len(self._groups)
+        if has_tail and not tracked.is_decode:  # its own, of which it has no use but for full blocks
+            if not self._groups.is_single:
+                return Hits(lease=answer.lease, lease_s=answer.lease_s)
+            own_tail = tail_tokens // self._layout.block_tokens
+            whole, part_blocks = whole - 1, own_tail if tracked.part == "keeps" else part_blocks
+        tokens = whole * self._groups.chunk_tokens + part_blocks * self._layout.block_tokens
         if has_tail and tracked.is_decode:
             tokens = tracked.transfer_tokens
-        slots = self._by_chunk(answer.slots, whole + (part_blocks > 0))
-        return Hits(slots, whole, tokens, answer.lease, answer.lease_s)
+        end = whole + (part_blocks > 0)
+        firsts = [layout.rule(tail_tokens).first(end, has_tail=has_tail) for layout in self._groups]
+        chunks = [
+            (group, self._groups[group].blocks_of(chunk, asked.end_tokens)[0])
+            for group, first in enumerate(firsts)
+            for chunk in range(first, end)
+        ]
+        slots = self._by_chunk(answer.slots)
+        if len(slots) < len(chunks):
+            raise ProtocolError(f"the node answers with slots of {len(slots)} chunks, where {len(chunks)} are needed")
+        found = [ChunkSlots(*each, at) for each, at in zip(chunks, slots, strict=False)]
+        return Hits(found, whole, tokens, answer.lease, answer.lease_s)
 
-    def _by_chunk(self, slots: list[Slot], num_chunks: int) -> list[list[Slot]]:
+    def _by_chunk(self, slots: list[Slot]) -> list[list[Slot]]:
         """The slots of an answer: for each chunk one per shard."""
-        shards = self._layout.num_shards
-        return [slots[start : start + shards] for start in range(0, num_chunks * shards, shards)]
+        shards = self._groups.num_shards
+        return [slots[start : start + shards] for start in range(0, len(slots), shards)]
 
     def _is_covered(self, tracked: TrackedRequest) -> bool:
         """Whether all chunks of the prompt are hits or have room. If not, what was there may be gone."""
-        granted = {grant.first_block // self._layout.blocks_per_chunk for grant in tracked.node.grants}
+        granted = {grant.first_token // self._groups.chunk_tokens for grant in tracked.node.grants}
         return granted.issuperset(range(tracked.node.hits.num_whole, self._num_prompt_chunks(tracked)))
 
     def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> bool:
@@ -409,19 +435,24 @@ class StoreLookup:
         connection.count("no_room", text, tracked.request.request_id, self._config.reserve_wait_s)
         return False
 
-    def _take_grants(self, tracked: TrackedRequest, answer: Admitted, first_chunk: int) -> None:
-        """Keep the slots of the chunks `first_chunk` + granted index; the last one may be a tail."""
-        for index, slots in zip(answer.granted, self._by_chunk(answer.granted_slots, len(answer.granted)), strict=True):
-            first = (first_chunk + index) * self._layout.blocks_per_chunk
-            end = first + self._layout.blocks_in(slots[0].nbytes)
-            tracked.node.grants.append(SlotGrant(slots, first, end, by_layer=answer.by_layer))
-            tracked.saved_blocks = min(tracked.saved_blocks, first)
-        tracked.node.grants.sort(key=lambda grant: (grant.first_block, grant.end_block))
+    def _take_grants(self, tracked: TrackedRequest, answer: Admitted, asked: Asked) -> None:
+        """Keep the slots of the chunks that the question was about; the last one of each group may be a tail."""
+        for index, slots in zip(answer.granted, self._by_chunk(answer.granted_slots), strict=True):
+            group, number = divmod(index, asked.num_chunks)
+            layout, chunk = self._groups[group], asked.first_chunk + number
+            first, end = layout.blocks_of(chunk, asked.end_tokens)
+            end_token = min((chunk + 1) * layout.chunk_tokens, asked.end_tokens)
+            first_token = first * layout.block_tokens
+            grant = SlotGrant(group, slots, first, end, first_token, end_token, by_layer=answer.by_layer)
+            tracked.node.grants.append(grant)
+            tracked.saved_blocks[group] = min(tracked.saved_blocks[group], first)
+        tracked.node.grants.sort(key=lambda grant: (grant.first_token, grant.end_token))
 
     # ---- answers, leases, the end -----------------------------------------------------------
 
-    def _ask_now(self, connection: Connection, body: Admit, first_chunk: int = 0) -> Asked:
-        return Asked(connection.ask(body), self._clock(), self._step, first_chunk)
+    def _ask_now(self, connection: Connection, body: Admit, first_chunk: int, end_tokens: int) -> Asked:
+        num_chunks = len(body.keys) // len(self._groups)
+        return Asked(connection.ask(body), self._clock(), self._step, first_chunk, num_chunks, end_tokens)
 
     def _collect(self, connection: Connection, asked: Asked, *, wait: bool = True) -> Admitted | None:
         """The answer, if it is there; a NodeError if the node refused, or has been silent for too long for who
@@ -445,7 +476,7 @@ class StoreLookup:
         if lease and connection is not None and connection.epoch == node.epoch:
             told = Release(lease)
             if tracked.failed_block is not None:
-                failed_chunk = tracked.failed_block // self._layout.blocks_per_chunk
+                failed_chunk = tracked.failed_block * self._layout.block_tokens // self._groups.chunk_tokens
                 told = Release(lease, request=tracked.request.request_id[:MAX_NAME], failed_chunk=failed_chunk)
             connection.tell(told)
 

@@ -27,7 +27,7 @@ from pdx.engine.streams import Streams
 from pdx.errors import GpuError, LayoutError, NodeUnavailable
 from pdx.kernels.page_rows import page_rows
 from pdx.memory.arena import Arena, populate_in_background
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.messages import VERSION, Abort, Hello
@@ -43,25 +43,30 @@ NEWS_SHARE = 0.2  # a pace that has changed by less is not told
 class WorkerHalf:
     """One per rank. All methods are called by the engine's model runner, on its thread.
 
-    `streams`: where copies run, if not on those of the GPU that the KV cache is on.
+    `layout`: see `SchedulerHalf`. `streams`: where copies run, if not on those of the GPU that the KV cache is on.
     """
 
     def __init__(
-        self, config: ConnectorConfig, layout: KvLayout, engine: str, shard: int, streams: Streams | None = None
+        self,
+        config: ConnectorConfig,
+        layout: KvLayout | Sequence[KvLayout],
+        engine: str,
+        shard: int,
+        streams: Streams | None = None,
     ) -> None:
-        self._layout = layout
+        self._groups = CacheGroups.of(layout)
         self._shard = shard
         self._streams = streams
-        self._layers: dict[str, int] = {}
+        self._layers: dict[str, tuple[int, int, int]] = {}  # number in the model, cache group, number in the group
         self._tracer = tracer_for(config.trace, f"{engine}/{shard}")
         gpu = _gpu_of(streams)
         hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role, gpu=gpu)
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self.link = NodeLink(config, hello, starter=shard == 0)
-        self._loader = Loader(layout, shard, self._tracer, patience_s=config.transfer_wait_s)
+        self._loader = Loader(self._groups.layouts, shard, self._tracer, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # once there is a KV cache
         self._idle = True
-        self._pace = Pace(layout)
+        self._pace = Pace(self._groups.chunk_tokens)
         self._number = 0  # of this step
         self._has_news = False
         self._told_chunk_s = 0.0  # the pace that the scheduler half knows
@@ -70,25 +75,31 @@ class WorkerHalf:
         self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
         self._epoch = 0  # the node's life that these are of
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order. A LayoutError if they
-        are not what the layout says, or not all in one place; GpuUnavailable if PDX cannot call the driver of their
-        GPU."""
-        layers: list[torch.Tensor] = []
-        rows: dict[int, int] = {}  # address -> layer; layers that share KV come with one address
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, group_of: Mapping[str, int] | None = None
+    ) -> None:
+        """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order; `group_of`: the cache
+        group of each layer, the first by default. A LayoutError if they are not what the layout says, or not all in one
+        place; GpuUnavailable if PDX cannot call the driver of their GPU."""
+        layers: list[list[torch.Tensor]] = [[] for _ in self._groups]
+        rows: dict[tuple[int, int], tuple[int, int, int]] = {}
         for name, tensor in kv_caches.items():
-            self._layers[name] = rows.setdefault(tensor.data_ptr(), len(rows))
-            if len(rows) > len(layers):
-                layers.append(tensor)
-        if len(layers) != self._layout.num_layers:
-            raise LayoutError(f"{len(layers)} layers with a KV cache, expected {self._layout.num_layers}")
+            group = group_of[name] if group_of is not None else 0
+            # Layers that share KV come with one address; but so do those of several groups, whose blocks are others.
+            place = rows.setdefault((group, tensor.data_ptr()), (len(rows), group, len(layers[group])))
+            self._layers[name] = place
+            if place[2] == len(layers[group]):
+                layers[group].append(tensor)
+        for layout, of_group in zip(self._groups, layers, strict=True):
+            if len(of_group) != layout.num_layers:
+                raise LayoutError(f"{len(of_group)} layers with a KV cache, expected {layout.num_layers}")
         self._copier = self._copier_for(layers, num_blocks)
         self.link.serve(self._copier.use)
         if not self.link.wait_attached(START_UP_S):
             log.warning("not attached to a node after %s s: running without PDX until one answers", START_UP_S)
 
-    def _copier_for(self, layers: list[torch.Tensor], num_blocks: int) -> PageCopier:
-        devices = {tensor.device for tensor in layers}
+    def _copier_for(self, layers: Sequence[Sequence[torch.Tensor]], num_blocks: int) -> PageCopier:
+        devices = {tensor.device for of_group in layers for tensor in of_group}
         if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", "cuda"}:
             raise LayoutError(
                 f"KV cache on {', '.join(sorted(map(str, devices)))}: PDX moves what is all in host memory or all on "
@@ -98,26 +109,20 @@ class WorkerHalf:
         if device.type == "cpu" and self._streams is None:
             from pdx.engine.cpu_copier import CpuCopier  # needs Numba, and half a second to compile
 
-            _populate(layers)
-            blocks = [self._block_rows(tensor, num_blocks) for tensor in layers]
-            return CpuCopier(blocks, self._layout, self._shard, self.link)
+            _populate([tensor for of_group in layers for tensor in of_group])
+            blocks = [
+                [_block_rows(tensor, num_blocks, layout.page_bytes) for tensor in of_group]
+                for layout, of_group in zip(self._groups, layers, strict=True)
+            ]
+            return CpuCopier(blocks, self._groups, self._shard, self.link)
         from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
-        pages = page_map(layers, num_blocks, self._layout.page_bytes)
+        if len(layers) > 1:
+            raise LayoutError(
+                f"{len(layers)} cache groups on a GPU: PDX moves several groups of host memory only so far"
+            )
+        pages = page_map(list(layers[0]), num_blocks, self._groups[0].page_bytes)
         return GpuCopier.start(pages, self._shard, self._streams or Streams(device), self.link)
-
-    def _block_rows(self, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        ratio, rest = divmod(tensor.shape[0], num_blocks)
-        if rest or (ratio > 1 and not tensor.is_contiguous()):
-            raise LayoutError(f"KV cache: {tensor.shape[0]} pages over {num_blocks} blocks")
-        try:
-            rows = page_rows(tensor.view(num_blocks, -1) if ratio > 1 else tensor)
-        except ValueError as error:
-            raise LayoutError(f"KV cache: {error}") from error
-        page_bytes = rows.shape[1] * rows.element_size()
-        if page_bytes != self._layout.page_bytes:
-            raise LayoutError(f"KV cache: pages of {page_bytes} bytes, expected {self._layout.page_bytes}")
-        return rows
 
     # ---- each step --------------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class WorkerHalf:
         return StepSave(
             saves,
             taken,
-            self._layout,
+            self._groups,
             self._shard,
             copier=copier,
             connection=connection,
@@ -213,7 +218,7 @@ class WorkerHalf:
     def save_layer(self, name: str) -> None:
         """The pages of this layer that become final in this step are final now: gather them."""
         if self._saving is not None:
-            self._saving.gather(self._layers[name])
+            self._saving.gather(*self._layers[name])
 
     def end_forward(self) -> None:
         """The forward pass is over: gather what no hook was called for, seal what is whole.
@@ -269,6 +274,20 @@ class WorkerHalf:
         self.link.close()
         if self._tracer is not None:
             self._tracer.close()
+
+
+def _block_rows(tensor: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
+    ratio, rest = divmod(tensor.shape[0], num_blocks)
+    if rest or (ratio > 1 and not tensor.is_contiguous()):
+        raise LayoutError(f"KV cache: {tensor.shape[0]} pages over {num_blocks} blocks")
+    try:
+        rows = page_rows(tensor.view(num_blocks, -1) if ratio > 1 else tensor)
+    except ValueError as error:
+        raise LayoutError(f"KV cache: {error}") from error
+    found = rows.shape[1] * rows.element_size()
+    if found != page_bytes:
+        raise LayoutError(f"KV cache: pages of {found} bytes, expected {page_bytes}")
+    return rows
 
 
 def _populate(layers: Sequence[torch.Tensor]) -> None:

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from pdx.config import ConnectorConfig, connector_config
@@ -39,12 +40,12 @@ from pdx.vllm.identity import (
     attention_backend,
     check_no_state,
     facts_of,
-    layout_of,
+    layouts_of,
     model_identity,
     naming_of,
     why_unnamed,
 )
-from pdx.vllm.releases import check_nested, check_release, reports_blocks
+from pdx.vllm.releases import check_nested, check_release, moves_groups, reports_blocks
 from pdx.vllm.step import limits_of, step_record
 
 
@@ -81,11 +82,12 @@ class PdxWorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return PdxWorkerNews(self.news + other.news, is_off=self.is_off or other.is_off, adapters=adapters)
 
 
-class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Either half of the connector, as vLLM asks for it. After start-up no hook raises (`pdx.engine.guard`).
+# Without `SupportsHMA` vLLM keeps one group of layers where it can.
+_BASES: tuple[Any, ...] = (KVConnectorBase_V1, SupportsHMA) if moves_groups() else (KVConnectorBase_V1,)
 
-    Not `SupportsHMA`: vLLM then keeps one group of layers where it can, see `pdx.vllm.identity`.
-    """
+
+class PdxConnector(*_BASES):  # type: ignore[misc]
+    """Either half of the connector, as vLLM asks for it. After start-up no hook raises (`pdx.engine.guard`)."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -96,8 +98,10 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Only the scheduler half makes keys: the workers need not read samples of the weights.
         is_scheduler = role is KVConnectorRole.SCHEDULER
         model = self._name_model(vllm_config) if is_scheduler else ""
-        layout = layout_of(vllm_config, kv_cache_config, config.chunk_tokens, model=model)
-        self._config, self._layout, self._engine = config, layout, transfer.engine_id
+        self._groups = groups = layouts_of(vllm_config, kv_cache_config, config.chunk_tokens, model=model)
+        self._config, self._engine = config, transfer.engine_id
+        # A part of what is loaded is worth nothing to windows and states: vLLM is told of requests then, not of blocks.
+        self._reports_blocks = reports_blocks() and groups.is_single
         self._facts = facts_of(vllm_config) if is_scheduler else None
         self._content = Content(vllm_config) if is_scheduler else None
         self._num_blocks = int(kv_cache_config.num_blocks)
@@ -107,9 +111,14 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # final then, so none is passed on, and all layers are gathered at the end of the step.
         self._has_hooks = not vllm_config.parallel_config.use_ubatching
         self._is_nested = _is_nested(transfer)
+        if self._is_nested and len(groups) > 1:
+            raise ConfigError(
+                f"PdxConnector inside another connector, and a model of {len(groups)} cache groups: that is not "
+                "possible so far; use PdxConnector alone"
+            )
         self._backend = ""
         self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout
-        self._worker = None if is_scheduler else WorkerGuard(WorkerHalf(config, layout, self._engine, _rank()))
+        self._worker = None if is_scheduler else WorkerGuard(WorkerHalf(config, groups.layouts, self._engine, _rank()))
         self._loaded = LoadedAdapters()
         if not is_scheduler and getattr(vllm_config, "lora_config", None) is not None:
             watch(self._loaded)
@@ -134,7 +143,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def scheduler(self) -> SchedulerGuard:
         """The scheduler half, in the process that has it."""
         if self._scheduler is None:  # vLLM has skipped the handshake
-            self._start_scheduler(self._layout.backend, self._layout.order)
+            self._start_scheduler(self._groups[0].backend, self._groups[0].order)
         assert self._scheduler is not None
         return self._scheduler
 
@@ -158,11 +167,11 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return f"{model}-{secrets.token_hex(8)}" if self._unnamed else model
 
     def _start_scheduler(self, backend: str, order: str) -> None:
-        layout = msgspec.structs.replace(self._layout, backend=backend, order=order)
-        naming = naming_of(self._vllm_config)
+        layouts = [msgspec.structs.replace(each, backend=backend, order=order) for each in self._groups]
+        naming = naming_of(self._vllm_config) if self._groups.is_single else None
         limits = limits_of(self._vllm_config.scheduler_config)
-        half = SchedulerHalf(self._config, layout, self._engine, self._names, self._facts, naming, limits)
-        self._scheduler = SchedulerGuard(half, layout.block_tokens)
+        half = SchedulerHalf(self._config, layouts, self._engine, self._names, self._facts, naming, limits)
+        self._scheduler = SchedulerGuard(half, layouts[0].block_tokens)
         if self._unnamed:
             text = "chunks of this engine are found by no other one, nor by itself when it starts again: %s"
             self._scheduler.count("unnamed_weights", text, self._unnamed)
@@ -172,7 +181,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         told = [each for each in metadata.values() if isinstance(each, PdxHandshake)]
         backends, orders = ("+".join(sorted(names)) for names in ({t.backend for t in told}, {t.order for t in told}))
-        self._start_scheduler(backends or self._layout.backend, orders or self._layout.order)
+        self._start_scheduler(backends or self._groups[0].backend, orders or self._groups[0].order)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._blocks = gpu_block_pool
@@ -188,7 +197,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return (0,)
+        return tuple(range(len(self._groups)))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self.scheduler.plan_step(partial(step_record, scheduler_output))
@@ -223,9 +232,14 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         hints = self.scheduler.finished(request)
         if self._names.forget(request.request_id):
-            self._evict(block_ids)
+            self._evict(block for of_group in block_ids for block in of_group)
         return False, {"pdx_hints": hints} if hints else None
 
     def has_pending_push_work(self) -> bool:
@@ -238,11 +252,14 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._backend = attention_backend(self._vllm_config, self._kv_cache_config)
-        self.worker.register(kv_caches, self._num_blocks)
+        groups = enumerate(self._kv_cache_config.kv_cache_groups)
+        self.worker.register(
+            kv_caches, self._num_blocks, {name: at for at, each in groups for name in each.layer_names}
+        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # MultiConnector would give it to its other children, of which NIXL's refuses what is not its own.
-        return None if self._is_nested or self._worker is None else PdxHandshake(self._backend, self._layout.order)
+        return None if self._is_nested or self._worker is None else PdxHandshake(self._backend, self._groups[0].order)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -272,13 +289,13 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        if not reports_blocks():
+        if not self._reports_blocks:
             results.failed_recving = self.worker.failed_loads()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
-        return failed if reports_blocks() else set()
+        return failed if self._reports_blocks else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         news = self.worker.take_news()

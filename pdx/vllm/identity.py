@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import secrets
 from collections.abc import Iterator
@@ -18,13 +19,14 @@ from typing import Any
 
 from pdx.engine.weights import SUFFIXES, weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.vllm.releases import (
     cpu_isa,
     hashed_tokens,
     is_causal,
     is_diffusion,
     is_watermarked,
+    moves_groups,
     page_order,
     release_name,
     root_hash,
@@ -34,6 +36,14 @@ from pdx.wire.messages import EngineFacts
 
 log = logging.getLogger("pdx")
 
+# vLLM's specs of cache groups: `KvLayout.kind`, and the field that says its `window`.
+_KINDS = {
+    "FullAttentionSpec": ("full", ""),
+    "MLAAttentionSpec": ("full", ""),
+    "SlidingWindowSpec": ("window", "sliding_window"),
+    "ChunkedLocalAttentionSpec": ("local", "attention_chunk_size"),
+    "MambaSpec": ("state", ""),
+}
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _HASHES = ("sha256", "sha256_cbor")
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
@@ -47,43 +57,94 @@ _COUNT_GENERATED = ("presence_penalty", "frequency_penalty")
 _PLUGINS = "vllm.logits_processors"  # the entry points of which every one is loaded
 
 
-def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str) -> KvLayout:
-    """The layout of one shard of `model` (see `model_identity`; who makes no keys need not know it).
+def layouts_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str) -> CacheGroups:
+    """The layouts of one shard of `model` (see `model_identity`; who makes no keys need not know it), by cache group.
 
-    Its `backend` is what the command line asks for, empty where that leaves the choice to vLLM: `attention_backend`
-    says what became of it. A LayoutError of what PDX does not move yet; a ConfigError of block hashes that are not
-    cryptographic, or chunks that are no multiple of blocks.
+    Their `backend` is what the command line asks for, empty where that leaves the choice to vLLM: `attention_backend`
+    says what became of it. Chunks of several groups are as long as the next multiple of all their blocks. A LayoutError
+    of what PDX does not move yet; a ConfigError of block hashes that are not cryptographic, or chunks that are no
+    multiple of blocks.
     """
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) != 1:
             raise LayoutError(f"{name} {getattr(parallel, name)}: PDX moves only 1 so far")
-    group = _one_group(kv_cache_config.kv_cache_groups)
-    spec = group.kv_cache_spec
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise LayoutError("this model has no KV cache; run it without PdxConnector")
+    hashed = hashed_tokens(vllm_config, kv_cache_config)
+    if len(groups) > 1:
+        if not moves_groups():
+            raise LayoutError(
+                f"hybrid model with {len(groups)} KV cache groups ({_kinds(groups)}): PDX moves several groups of vLLM "
+                "0.32 or newer, on CPUs; run this model without PdxConnector"
+            )
+        unit = math.lcm(hashed, *(group.kv_cache_spec.block_size for group in groups))
+        chunk_tokens = -(-chunk_tokens // unit) * unit
+    elif hashed != (block_tokens := groups[0].kv_cache_spec.block_size):
+        raise LayoutError(f"block hashes of {hashed} tokens over blocks of {block_tokens} tokens")
+    cache = vllm_config.cache_config
+    common = {
+        "model": model,
+        "chunk_tokens": chunk_tokens,
+        "order": page_order(kv_cache_config),
+        "backend": getattr(vllm_config.attention_config.backend, "name", ""),
+        "num_shards": parallel.world_size,
+        "hashing": _checked_hash(cache),
+        "release": release_name(),
+    }
+    if len(groups) > 1:
+        common["hash_tokens"] = hashed
+    found = []
+    for group in groups:
+        numbers = tuple(map(_layer_number, group.layer_names)) if len(groups) > 1 else ()
+        shape = _shape(group.kv_cache_spec, cache)
+        found.append(KvLayout(num_layers=len(group.layer_names), layers=numbers, **shape, **common))
+    return CacheGroups.of(found)
+
+
+def _shape(spec: Any, cache: Any) -> dict[str, Any]:
+    """The fields of a `KvLayout` that a group's spec decides. A LayoutError of a kind that PDX does not know."""
     if not is_causal(spec):
         raise LayoutError(
             "non-causal attention layers: the KV of a prefix depends on the tokens behind it, so it cannot be used "
             "again; run this model without PdxConnector"
         )
-    cache = vllm_config.cache_config
-    if (hashed := hashed_tokens(vllm_config, kv_cache_config)) != spec.block_size:
-        raise LayoutError(f"block hashes of {hashed} tokens over blocks of {spec.block_size} tokens")
-    return KvLayout(
-        model=model,
-        dtype=f"{spec.dtype} as {cache.cache_dtype}",  # the FP8 formats are all stored as uint8
-        num_layers=len(group.layer_names),
-        num_heads=spec.num_kv_heads,
-        head_dim=spec.head_size,
-        block_tokens=spec.block_size,
-        page_bytes=spec.page_size_bytes,
-        chunk_tokens=chunk_tokens,
-        order=page_order(kv_cache_config),
-        backend=getattr(vllm_config.attention_config.backend, "name", ""),
-        isa=cpu_isa(spec, cache),
-        num_shards=parallel.world_size,
-        hashing=_checked_hash(cache),
-        release=release_name(),
-    )
+    kind, window = _KINDS.get(type(spec).__name__, ("", ""))
+    if not kind or (kind != "full" and not moves_groups()):
+        raise LayoutError(
+            f"a KV cache group of {type(spec).__name__}: PDX moves full attention, and with vLLM 0.32 or newer on CPUs "
+            "windows, chunked local attention and states; run this model without PdxConnector"
+        )
+    shape = {"kind": kind, "window": getattr(spec, window) if window else 0, "block_tokens": spec.block_size}
+    if kind != "state":
+        return shape | {
+            "dtype": f"{spec.dtype} as {cache.cache_dtype}",  # the FP8 formats are all stored as uint8
+            "num_heads": spec.num_kv_heads,
+            "head_dim": spec.head_size,
+            "page_bytes": getattr(spec, "real_page_size_bytes", spec.page_size_bytes),  # the other one may be padded
+            "isa": cpu_isa(spec, cache),
+        }
+    if (mode := str(getattr(spec, "mamba_cache_mode", ""))) != "align":
+        raise LayoutError(
+            f"states that vLLM keeps in mode {mode!r}: PDX moves those that are kept at the ends of blocks; use "
+            "--enable-prefix-caching, and --mamba-cache-mode align"
+        )
+    sizes = [math.prod(each) * dtype.itemsize for each, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    told = ", ".join(f"{dtype}{tuple(each)}" for each, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    return shape | {"dtype": told, "num_heads": 1, "head_dim": 1, "page_bytes": sum(sizes), "isa": ""}
+
+
+def _layer_number(name: str) -> int:
+    """The layer's number in the model, which is the first one in its name."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    if found is None:
+        raise LayoutError(f"the layer {name!r} has no number: PDX cannot tell it from those of other cache groups")
+    return int(found[1])
+
+
+def _kinds(groups: Any) -> str:
+    return ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
 
 
 def naming_of(vllm_config: Any) -> dict[str, str]:
@@ -96,8 +157,9 @@ def naming_of(vllm_config: Any) -> dict[str, str]:
 
 
 def check_no_state(model: Any) -> None:
-    """A LayoutError if some of the model's layers keep a state instead of the KV of tokens."""
-    if model.is_hybrid:
+    """A LayoutError if some of the model's layers keep a state instead of the KV of tokens, which PDX does not move
+    everywhere."""
+    if model.is_hybrid and not moves_groups():
         raise LayoutError(
             f"hybrid model with state-space layers ({', '.join(model.architectures)}): PDX moves models whose layers "
             "fit into one group of full attention; run this model without PdxConnector"
@@ -107,7 +169,8 @@ def check_no_state(model: Any) -> None:
 def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
     """The attention backends that vLLM has chosen for the layers with a KV cache, in a process that has the model."""
     layers = vllm_config.compilation_config.static_forward_context
-    names = {layers[name].get_attn_backend().get_name() for name in kv_cache_config.kv_cache_groups[0].layer_names}
+    groups = kv_cache_config.kv_cache_groups
+    names = {layers[name].get_attn_backend().get_name() for group in groups for name in group.layer_names}
     return "+".join(sorted(names))
 
 
@@ -164,26 +227,6 @@ def _commit(model: Any) -> str:
     if commit:
         return str(commit)
     return model.revision if _COMMIT.fullmatch(model.revision or "") else ""
-
-
-def _one_group(groups: Any) -> Any:
-    """The only group of layers, with full attention as vLLM's cache sees it: PdxConnector is no `SupportsHMA`, so that
-    vLLM gives layers that attend to a window the blocks of those that attend to everything, in one group with them."""
-    specs = [group.kv_cache_spec for group in groups]
-    kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
-    if not specs:
-        raise LayoutError("this model has no KV cache; run it without PdxConnector")
-    if len(specs) > 1:
-        raise LayoutError(
-            f"hybrid model with {len(specs)} KV cache groups ({kinds}): PDX moves models whose layers fit into one "
-            "group of full attention; run this model without PdxConnector"
-        )
-    if kinds not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise LayoutError(
-            f"one KV cache group of {kinds}: PDX moves models with full attention in one layer at least, and caches of "
-            "one shape in all layers; run this model without PdxConnector"
-        )
-    return groups[0]
 
 
 def _checked_hash(cache: Any) -> str:

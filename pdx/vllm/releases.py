@@ -57,6 +57,14 @@ def reports_blocks() -> bool:
     return any(field.name == "invalid_block_ids" for field in dataclasses.fields(KVConnectorOutput))
 
 
+def moves_groups() -> bool:
+    """Whether several cache groups can be moved: vLLM shows a request's blocks of all of them since 0.32, and on GPUs
+    PDX's kernels copy one group so far."""
+    from vllm.platforms import current_platform
+
+    return RELEASE >= (0, 32) and current_platform.is_cpu()
+
+
 def check_nested() -> None:
     """A ConfigError where nobody knows the order of a page's bytes: inside another connector no worker tells the
     scheduler half what it knows (`page_order`)."""

@@ -2,8 +2,8 @@
 
 See vllm/v1/core/sched/output.py, which is alike in all releases.
 
-Blocks are passed on for each cache group: `TrackedRequest.take_blocks` takes one group, and `layout_of` refuses models
-with several at start-up.
+Blocks are passed on for each cache group. Of several groups all of a request's blocks are, as vLLM has them now: a
+window's are given back while the request runs, and used for others.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ def step_record(output: Any, half: SchedulerHalf) -> StepRecord:
     Of those that run already and get no new blocks only the due ones are looked at: the others may be a thousand.
     """
     told: list[StepRequest] = []
+    has_groups = half.num_groups > 1
 
     def tell(request_id: str, computed: int, blocks: Sequence[Sequence[int]], *, has_all_blocks: bool) -> None:
         request = half.request_of(request_id)
         if request is not None:
             scheduled = output.num_scheduled_tokens[request_id]
             known = request.num_tokens
+            if has_groups:
+                blocks, has_all_blocks = output.kv_connector_block_state.get_block_ids(request_id) or (), True
             told.append(StepRequest(request_id, computed, scheduled, known, blocks, has_all_blocks))
 
     for new in output.scheduled_new_reqs:

@@ -26,7 +26,7 @@ from pdx.engine.request import TransferParams, parse_params
 from pdx.errors import ConfigError, LayoutError, ProtocolError
 from pdx.memory.form import apart_salt, form_of, lossy_fingerprint
 from pdx.memory.keys import chunk_key
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.wire.messages import EngineFacts
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import Model
@@ -38,17 +38,22 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorRole,
+        SupportsHMA,
+        supports_hma,
+    )
     from vllm.platforms import current_platform
     from vllm.v1 import kv_cache_interface
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-    from pdx.vllm import connector, releases
+    from pdx.vllm import connector, identity, releases
     from pdx.vllm.connector import _checked_config
     from pdx.vllm.content import tail_hash
-    from pdx.vllm.identity import facts_of, layout_of, model_identity, naming_of, why_unnamed
+    from pdx.vllm.identity import facts_of, layouts_of, model_identity, naming_of, why_unnamed
 
 # ---- the model's identity -------------------------------------------------------------------
 
@@ -137,8 +142,8 @@ def test_weights_without_a_content_are_named_for_one_life(
     told = []
 
     class Half:
-        def __init__(self, config: Any, layout: KvLayout, *_: Any) -> None:
-            layouts.append(layout)
+        def __init__(self, config: Any, own: list[KvLayout], *_: Any) -> None:
+            layouts.extend(own)
             self.link = self
 
         def count(self, reason: str, text: str, *args: str, times: int) -> None:
@@ -170,7 +175,7 @@ class FullAttentionSpec(SimpleNamespace):
     """Named like vLLM's, because the name is what is looked at."""
 
 
-class SlidingWindowSpec(SimpleNamespace):
+class CrossAttentionSpec(SimpleNamespace):
     """Named like vLLM's."""
 
 
@@ -178,7 +183,7 @@ def group(kind: type[SimpleNamespace] = FullAttentionSpec, **changes: Any) -> An
     import torch
 
     spec = kind(block_size=128, page_size_bytes=1 << 16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16, **changes)
-    return SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])
+    return SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0", "layers.1"])
 
 
 def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
@@ -208,8 +213,7 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
     ("groups", "changes", "words"),
     [
         ([group()], {"hashing": "xxhash"}, "'xxhash' can be made to collide"),
-        ([group(), group(SlidingWindowSpec)], {}, "hybrid model with 2 KV cache groups"),
-        ([group(SlidingWindowSpec)], {}, "one KV cache group of SlidingWindowSpec"),
+        ([group(), group(CrossAttentionSpec)], {}, "a KV cache group of CrossAttentionSpec"),
         ([], {}, "this model has no KV cache"),
         ([group()], {"pipeline": 2}, "pipeline_parallel_size 2"),
         ([group()], {"hash_block_size": 16}, "block hashes of 16 tokens"),
@@ -220,7 +224,7 @@ def test_layouts_that_pdx_does_not_move_are_refused(
     folder: Path, groups: list[Any], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError if "hashing" in changes else LayoutError, match=words):
-        layout_of(*configs(folder, groups, **changes), 256, model="m")
+        layouts_of(*configs(folder, groups, **changes), 256, model="m")
 
 
 # ---- the releases of vLLM --------------------------------------------------------------------
@@ -244,7 +248,7 @@ def specs(*windows: int | None) -> dict[str, Any]:
     return found
 
 
-def layout_in_vllm(folder: Path, *windows: int | None, **flags: Any) -> KvLayout:
+def layouts_in_vllm(folder: Path, *windows: int | None, **flags: Any) -> CacheGroups:
     """As an engine with layers of these windows comes to it, from its command line on."""
     transfer = KVTransferConfig(
         kv_connector="PdxConnector",
@@ -254,12 +258,14 @@ def layout_in_vllm(folder: Path, *windows: int | None, **flags: Any) -> KvLayout
     )
     config = VllmConfig(model_config=ModelConfig(model=str(folder), max_model_len=512), kv_transfer_config=transfer)
     config.cache_config.block_size = 128
+    if hasattr(config.cache_config, "get_resolved_kv_cache_layout"):
+        config.cache_config.kv_cache_layout = "LBHNC"
     for name, value in flags.items():
         setattr(config.cache_config, name, value)
     home = "kv_cache_planning" if releases.RELEASE >= (0, 33) else "kv_cache_utils"
     groups = importlib.import_module(f"vllm.v1.core.{home}").get_kv_cache_groups(config, specs(*windows))
     cache = kv_cache_interface.KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
-    return layout_of(config, cache, 256, model="m")
+    return layouts_of(config, cache, 256, model="m")
 
 
 @pytest.fixture(autouse=True)
@@ -278,17 +284,31 @@ configured = pytest.mark.skipif(on_gpu_build(), reason="this vLLM configures not
 
 @configured
 def test_the_layout_of_an_engine_is_read_from_vllms_own_configuration(folder: Path) -> None:
-    """vLLM splits layers with windows from those without only for connectors that say they can take it."""
-    layout, mixed = layout_in_vllm(folder, None, None, None), layout_in_vllm(folder, 256, None, 256, None)
+    [layout] = layouts_in_vllm(folder, None, None, None)
     assert (layout.num_layers, layout.num_heads, layout.head_dim, layout.block_tokens) == (3, 4, 64, 128)
-    assert layout.page_bytes == mixed.page_bytes == 128 * 4 * 2 * 64 * 2
+    assert layout.page_bytes == 128 * 4 * 2 * 64 * 2
     assert layout.release == ".".join(map(str, releases.RELEASE))
-    assert mixed.num_layers == 4, "one group"
-    with pytest.raises(LayoutError, match="one KV cache group of SlidingWindowSpec: PDX moves models with full"):
-        layout_in_vllm(folder, 256, 256)
 
 
-def test_a_model_with_state_space_layers_is_refused_where_vllm_asks_for_the_layout(folder: Path) -> None:
+@configured
+def test_layers_with_windows_are_groups_of_their_own_where_pdx_moves_several(folder: Path) -> None:
+    """vLLM splits them only for connectors that say they can take it."""
+    mixed = layouts_in_vllm(folder, 256, None, 256, None)
+    if not releases.moves_groups():
+        assert [each.num_layers for each in mixed] == [4]
+        with pytest.raises(LayoutError, match="a KV cache group of SlidingWindowSpec: PDX moves full attention"):
+            layouts_in_vllm(folder, 256, 256)
+        return
+    found = [(each.kind, each.window, each.num_layers, each.layers) for each in mixed]
+    assert sorted(found) == [("full", 0, 2, (1, 3)), ("window", 256, 2, (0, 2))]
+    assert len({each.fingerprint() for each in mixed}) == 2
+    [windows] = layouts_in_vllm(folder, 256, 256)
+    assert (windows.kind, windows.window, windows.num_layers) == ("window", 256, 2)
+
+
+def test_a_model_with_state_space_layers_is_refused_where_vllm_asks_for_the_layout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which it does through its own function, before it finds that it cannot make one group of them."""
     assert isinstance(ModelConfig.is_hybrid, property)
     transfer = SimpleNamespace(kv_connector="PdxConnector", kv_connector_module_path="pdx.vllm.connector")
@@ -297,6 +317,7 @@ def test_a_model_with_state_space_layers_is_refused_where_vllm_asks_for_the_layo
     chosen = KVConnectorFactory.get_connector_class(transfer)
     assert chosen.get_required_kvcache_layout(config) is None
     model.is_hybrid = True
+    monkeypatch.setattr(identity, "moves_groups", lambda: False)
     with pytest.raises(LayoutError, match=r"state-space layers \(JambaForCausalLM\)"):
         chosen.get_required_kvcache_layout(config)
 
@@ -396,14 +417,14 @@ def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -
     since = {"get_transfer_results": (0, 30), "get_loaded_kv_cache_group_ids": (0, 32), "supports_sleep_mode": (0, 33)}
     newer = {name for name, release in since.items() if release > releases.RELEASE}
     own = {name for name in vars(connector.PdxConnector) if not name.startswith("_")} - {"scheduler", "worker"}
-    assert own - set(dir(KVConnectorBase_V1)) == newer
+    assert own - {*dir(KVConnectorBase_V1), *dir(SupportsHMA)} == newer
     assert not connector.PdxConnector.__abstractmethods__
-    assert not supports_hma(connector.PdxConnector)
+    assert supports_hma(connector.PdxConnector) == releases.moves_groups()
 
 
 def test_cache_formats_that_are_stored_alike_are_different_layouts(folder: Path) -> None:
     auto, fp8 = (
-        layout_of(*configs(folder, [group()], cache_dtype=dtype), 256, model="m") for dtype in ("auto", "bfloat16")
+        layouts_of(*configs(folder, [group()], cache_dtype=dtype), 256, model="m") for dtype in ("auto", "bfloat16")
     )
     assert auto.fingerprint() != fp8.fingerprint()
 
@@ -506,7 +527,7 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
     called: list[str] = []
     worker = SimpleNamespace(save_layer=called.append, end_forward=lambda: called.append("end"))
     monkeypatch.setattr(connector, "WorkerHalf", lambda *_: worker)
-    monkeypatch.setattr(connector, "layout_of", lambda *_, **__: None)
+    monkeypatch.setattr(connector, "layouts_of", lambda *_, **__: CacheGroups.of(LAYOUT))
     monkeypatch.setattr(connector, "_rank", lambda: 0)
     config = SimpleNamespace(
         kv_transfer_config=transfer_config(engine_id="e"),
@@ -557,7 +578,7 @@ def connector_of(
 def layouts(monkeypatch: pytest.MonkeyPatch) -> list[KvLayout]:
     """Those of the scheduler halves that were made. Workers are made, too, and do nothing."""
     made: list[KvLayout] = []
-    monkeypatch.setattr(connector, "SchedulerHalf", lambda _config, layout, *_: made.append(layout))
+    monkeypatch.setattr(connector, "SchedulerHalf", lambda _config, layouts, *_: made.extend(layouts))
     monkeypatch.setattr(connector, "WorkerHalf", lambda *_: SimpleNamespace(register=lambda *_: None))
     monkeypatch.setattr(connector, "_rank", lambda: 0)
     return made

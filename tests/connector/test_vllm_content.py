@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan
-from pdx.engine.request import RequestKeys
-from pdx.memory.layout import KvLayout
+from pdx.engine.request_keys import RequestKeys
+from pdx.memory.layout import CacheGroups, KvLayout
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -102,7 +102,7 @@ def keys_of(content: Content, request: Any, codec: str = "") -> list[bytes]:
     tell(content, request.lora_request)
     assert content.name_inputs(request, True) is None
     assert content.keep_apart(request, codec)
-    keys = RequestKeys(request, LAYOUT, LAYOUT.fingerprint())
+    keys = RequestKeys(request, CacheGroups.of(LAYOUT), LAYOUT.fingerprint())
     tail = keys.tail(content.tail, len(request.all_token_ids), "t" * 20)
     assert tail is not None
     return [*keys.leading(2), tail[0]]
@@ -508,7 +508,7 @@ def test_the_encoders_adapter_is_part_of_the_name_of_media(tmp_path: Path) -> No
 
 
 def plan_of(*names: str) -> StepPlan:
-    saves = [SavePlan(name, None, [], ends_transfer=False, blocks_before=0, num_tokens=1) for name in names]
+    saves = [SavePlan(name, None, [], ends_transfer=False, bytes_before=0, num_tokens=1) for name in names]
     return StepPlan(1, saves, [LoadPlan.of(name, None, [], epoch=1) for name in names])
 
 

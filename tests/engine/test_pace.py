@@ -13,10 +13,7 @@ from pdx.testing.waiting import wait_until
 
 MS = 1_000_000
 STEP_S = 0.03
-
-
-class Layout:
-    chunk_tokens = 256
+CHUNK_TOKENS = 256
 
 
 @pytest.mark.parametrize(
@@ -31,7 +28,7 @@ class Layout:
     ],
 )
 def test_a_chunk_takes_its_tokens_share_of_the_steps(steps: Any, chunk_s: float) -> None:
-    pace = Pace(Layout)  # type: ignore[arg-type]
+    pace = Pace(CHUNK_TOKENS)
     for tokens_, start_ms, end_ms in steps:
         pace.step(tokens_, start_ms * MS, end_ms * MS)
     assert pace.chunk_s == pytest.approx(chunk_s, rel=1e-3)
@@ -39,7 +36,7 @@ def test_a_chunk_takes_its_tokens_share_of_the_steps(steps: Any, chunk_s: float)
 
 def stepped(*steps: Any) -> StepTimes:
     """Step times after (seconds until it begins, tokens, whether requests of the last one run on)."""
-    times, now = StepTimes(Layout.chunk_tokens), 1000.0
+    times, now = StepTimes(CHUNK_TOKENS), 1000.0
     for after_s, num_tokens, goes_on in steps:
         now += after_s
         times.step(now, num_tokens, goes_on=goes_on)

@@ -11,10 +11,12 @@ import pytest
 from toy_engine import Request, decode_of, layout, prefill_of
 
 from pdx.engine.plan import LoadPlan, PagesPlan
-from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, RequestKeys, State, Step, TrackedRequest, parse_params
+from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, State, Step, TrackedRequest, parse_params
+from pdx.engine.request_keys import RequestKeys
 from pdx.engine.step import StepLimits, StepRequest
 from pdx.engine.trust import NEVER, Trust
 from pdx.engine.turns import Turns
+from pdx.memory.layout import CacheGroups
 from pdx.memory.slot import Slot
 
 QUEUED = {State.WAITING, State.DECIDED}
@@ -36,7 +38,7 @@ def test_every_life_can_go_on(state: State) -> None:
 def test_a_step_that_is_not_in_the_table_is_refused_and_requests_are_counted_by_state() -> None:
     counts = Counter[State]()
     request, other = (
-        TrackedRequest(Request(name, [1]), layout(), parse_params(None), b"", counts=counts)
+        TrackedRequest(Request(name, [1]), CacheGroups.of(layout()), parse_params(None), b"", counts=counts)
         for name in ("first", "second")
     )
     for step in (Step.DECIDE, Step.LOAD, Step.VOID, Step.LOADED):
@@ -53,7 +55,7 @@ def test_a_step_that_is_not_in_the_table_is_refused_and_requests_are_counted_by_
 def test_a_blocks_name_is_the_end_of_its_hash() -> None:
     """So that others who read vLLM's events know them."""
     request = cast(Any, SimpleNamespace(block_hashes=[bytes(range(32)), b"short"]))
-    names = RequestKeys(request, layout(), b"").block_names(0, 2)
+    names = RequestKeys(request, CacheGroups.of(layout()), b"").block_names(0, 2)
     assert (names[:16], names[16:]) == (bytes(range(16, 32)), b"\0" * 11 + b"short")
     assert int.from_bytes(names[8:16], "big") == int.from_bytes(bytes(range(32)), "big") & (1 << 64) - 1
 
@@ -107,7 +109,7 @@ LIMITS = StepLimits(tokens=100, requests=8)
 
 def tracked(name: str, num_tokens: int, params: dict[str, Any] | None = None) -> TrackedRequest:
     request = Request(name, list(range(num_tokens)), params)
-    return TrackedRequest(request, layout(), parse_params(params), layout().fingerprint())
+    return TrackedRequest(request, CacheGroups.of(layout()), parse_params(params), layout().fingerprint())
 
 
 def queue(*sizes: int, params: dict[str, Any] | None = None) -> list[TrackedRequest]:

@@ -14,6 +14,7 @@ from toy_engine import CHUNK, Request, decode_of, hasher, layout, prefill_of
 from pdx.config import ConnectorConfig
 from pdx.engine.request import Step, TrackedRequest, parse_params
 from pdx.engine.store_lookup import ASK_S, IDLE_S, StoreLookup
+from pdx.memory.layout import CacheGroups
 from pdx.memory.slot import Slot
 from pdx.wire.messages import Admit, Admitted, Answer, Ask, Release
 
@@ -72,9 +73,10 @@ class Asking:
         self.now = 1000.0
         self.node: Any = ScriptedNode(script)
         self.request = Request("r", list(range(num_tokens)), params)
-        self.tracked = TrackedRequest(self.request, layout(), parse_params(params), layout().fingerprint())
+        groups = CacheGroups.of(layout())
+        self.tracked = TrackedRequest(self.request, groups, parse_params(params), groups.fingerprint())
         config = ConnectorConfig(node="ipc:///nowhere", chunk_tokens=CHUNK, **settings)
-        self.lookup = StoreLookup(config, layout(), hasher, lambda: self.now)
+        self.lookup = StoreLookup(config, groups, hasher, lambda: self.now)
 
     def begin(self) -> None:
         self.lookup.begin(self.tracked, self.node)
@@ -97,7 +99,10 @@ class Asking:
 
 def another() -> TrackedRequest:
     return TrackedRequest(
-        Request("s", list(range(7, 2 * CHUNK + 7)), None), layout(), parse_params(None), layout().fingerprint()
+        Request("s", list(range(7, 2 * CHUNK + 7)), None),
+        CacheGroups.of(layout()),
+        parse_params(None),
+        layout().fingerprint(),
     )
 
 
@@ -403,7 +408,7 @@ def test_a_step_looks_at_the_room_that_it_fills_however_long_the_prompt() -> Non
     untouched: list[Any] = [object() for _ in range(5)]
     grants[3:] = untouched
     for step in range(2):
-        save = tracked.plan_save(step * CHUNK, (step + 1) * CHUNK - (step == 1))
+        save, _ = tracked.plan_save(step * CHUNK, (step + 1) * CHUNK - (step == 1))
         assert save is not None
         assert [pages.completes for pages in save.pages] == [step == 0]
     assert grants[2:] == untouched
@@ -417,7 +422,7 @@ def test_room_that_comes_late_is_filled_in_its_turn() -> None:
     asking.lookup.reserve_again(asking.tracked, asking.node)
     asking.lookup.reserve_late(asking.tracked, asking.node, 0)
     asking.tracked.take_blocks([list(range(64))])
-    save = asking.tracked.plan_save(0, 2 * CHUNK)
+    save, _ = asking.tracked.plan_save(0, 2 * CHUNK)
     assert save is not None
     assert [pages.completes for pages in save.pages] == [True]
     assert len(asking.state.grants) == 2
