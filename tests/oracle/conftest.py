@@ -16,10 +16,8 @@ from pdx.bench.harness.tiny_llama import make_model
 if TYPE_CHECKING:
     from oracle_bed import OracleBed
 
-NEED_VLLM = ("exact_engine", "connector_storm", "plants")
-collect_ignore = (
-    [] if importlib.util.find_spec("vllm") else ["test_exact_engine.py", "test_connector_storm.py", "test_plants.py"]
-)
+NEED_VLLM = ("exact_engine", "exact_kinds", "connector_storm", "plants", "reference_connector")
+collect_ignore = [] if importlib.util.find_spec("vllm") else [f"test_{name}.py" for name in NEED_VLLM]
 
 
 @pytest.fixture(scope="session")

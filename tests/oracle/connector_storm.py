@@ -28,6 +28,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from exact_engine import FOREIGN, PDX, Engine, LoRARequest, Shape, WorkerLoRAManager, check_nothing_left, tokens
+from exact_kinds import KINDS
 from exact_model import Picture
 from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
@@ -59,6 +60,8 @@ SHAPES = {
         Shape(**SMALL, content=True, weights=1),
     ],
 }
+
+KIND_MODES = ("sync", "async", "mixed", "graphs")  # in which a model may be of any kind
 
 REQUESTS = ("plain", "plain", "twin", "forward", "forward", "together")
 TROUBLE = ("abort", "lose", "reset", "retrain")
@@ -118,6 +121,13 @@ class Adapters:
         (folder / "adapter_config.json").write_text("{}")
         (folder / WEIGHTS).write_text(str(added))
         self._requests[number % len(self._requests)] = LoRARequest(old.lora_name, added, old.lora_path)
+
+
+def of_kind(shape: Shape, kind: str) -> Shape:
+    """The same for another kind of model, with room for as many requests."""
+    groups = KINDS[kind].groups
+    blocks = shape.blocks * KINDS["full"].block // KINDS[kind].block + 20 * (len(groups) - 1)
+    return replace(shape, kind=kind, blocks=blocks)
 
 
 def read_adapter(manager: Any, lora_request: Any) -> int:
@@ -354,8 +364,8 @@ class Storm:
 
 
 @contextlib.contextmanager
-def storm_bed(mode: str, folder: Path, **node: Any) -> Iterator[tuple[list[Engine], StormNode]]:
-    """Engines of this mode on a node of their own, whose arena is full soon."""
+def storm_bed(mode: str, folder: Path, kind: str = "full", **node: Any) -> Iterator[tuple[list[Engine], StormNode]]:
+    """Engines of this mode and kind on a node of their own, whose arena is full soon."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(WorkerLoRAManager, "_load_adapter", read_adapter))
         config = NodeConfig(**{"address": f"ipc://{folder}/{mode}.sock", "arena_bytes": 6 << 20, **node})
@@ -367,7 +377,7 @@ def storm_bed(mode: str, folder: Path, **node: Any) -> Iterator[tuple[list[Engin
             if not model.exists():
                 dims = {"hidden": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "intermediate": 64}
                 make_model(model, layers=2, **dims, seed=shape.weights)
-            engines.append(Engine(f"{mode}-{number}", model, config.address, shape))
+            engines.append(Engine(f"{mode}-{number}", model, config.address, of_kind(shape, kind)))
             stack.callback(engines[-1].close)
         yield engines, served
 
@@ -378,21 +388,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="in each mode; default: %(default)s")
     parser.add_argument("--mode", action="append", choices=SHAPES, help="default: all, one after the other")
+    parser.add_argument("--kind", choices=KINDS, default="full", help="of the model; default: %(default)s")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--calm", action="store_true", help="the node is neither killed nor stopped")
     parser.add_argument("--disk", action="store_true", help="the node has a disk, too")
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pdx-storm-"))
     try:
-        for mode in chosen.mode or SHAPES:
+        for mode in chosen.mode or (SHAPES if chosen.kind == "full" else KIND_MODES):
             disk = {"disks": [str(folder / f"{mode}-disk")], "disk_limit_bytes": 200 << 20, "disk_reserve_bytes": 0}
             if chosen.disk:
                 Path(disk["disks"][0]).mkdir(mode=0o700)
             totals, rng = Counter[str](), random.Random(f"{mode} {chosen.seed}")
             while totals["finished"] < chosen.requests:  # engines whose connector was reset share with no other
-                with storm_bed(mode, folder, **(disk if chosen.disk else {})) as (engines, node):
+                with storm_bed(mode, folder, chosen.kind, **(disk if chosen.disk else {})) as (engines, node):
                     _run(mode, engines, node, rng, totals, chosen)
-                print(json.dumps({"mode": mode, "seed": chosen.seed, **totals}), flush=True)  # noqa: T201
+                print(json.dumps({"mode": mode, "kind": chosen.kind, "seed": chosen.seed, **totals}), flush=True)  # noqa: T201
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

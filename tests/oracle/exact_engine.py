@@ -6,13 +6,13 @@ the cache was wrong. Steps take a millisecond, and async scheduling, which no CP
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,18 +21,11 @@ from unittest.mock import patch
 with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     import torch
-    from exact_model import LAYERS, Beside, Picture, answer
-    from exact_runner import BLOCK, HEAD_DIM, LAYER_NAMES, Runner
-    from vllm.config import (
-        CacheConfig,
-        KVTransferConfig,
-        LoRAConfig,
-        ModelConfig,
-        SchedulerConfig,
-        SpeculativeConfig,
-        VllmConfig,
-        set_current_vllm_config,
-    )
+    from exact_config import DRAFTS, FOREIGN, MODEL_LEN, PDX, Shape, vllm_config
+    from exact_kinds import BLOCK, cache_config, known
+    from exact_model import Beside, Picture, answer
+    from exact_runner import NoWorker, Runner
+    from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.lora.request import LoRARequest
@@ -49,7 +42,6 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
@@ -60,22 +52,12 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
 from pdx.engine.copier import Scatter
 from pdx.engine.plan import PagesPlan
 
-__all__ = ["KVConnectorOutput", "LoRARequest", "WorkerLoRAManager", "connector"]  # vLLM is imported here first
+# vLLM is imported here first
+__all__ = ["BLOCK", "FOREIGN", "PDX", "KVConnectorOutput", "LoRARequest", "Shape", "WorkerLoRAManager", "connector"]
 
-MODEL_LEN = 4096
 DEPTH = 2  # steps under way with async scheduling
-DRAFTS = 3
 ATTACH_S = 30.0
 MAX_STEPS = 20_000  # until a request is called hung: an engine that waits steps a hundred times a second
-
-PDX = {"kv_connector": "PdxConnector", "kv_connector_module_path": "pdx.vllm.connector"}
-FOREIGN = {"kv_connector": "ForeignConnector", "kv_connector_module_path": "foreign_connector"}
-
-
-def known(kind: Any, base: Any = None, **settings: Any) -> Any:
-    """Make it of those settings that this release's constructor knows, which is that of `base`."""
-    names = inspect.signature(base or kind).parameters
-    return kind(**{name: value for name, value in settings.items() if name in names})
 
 
 @dataclass
@@ -117,30 +99,6 @@ class LosingScatter(Scatter):
         self._inner.close()
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How an engine is configured. `beside`: the connectors that MultiConnector has, empty: PdxConnector alone.
-
-    `threshold`: tokens of one prompt in a step, 0: no limit. `drafts`: whether tokens are proposed and checked.
-    `graphs`: steps of so many tokens at most call no hooks. `weights`: of its model. `content`: it has adapters and
-    sees pictures.
-    """
-
-    asynchronous: bool = False
-    blocks: int = 600
-    budget: int = 2048  # tokens in a step
-    seqs: int = 8
-    threshold: int = 0
-    drafts: bool = False
-    draft_layers: int = 0
-    graphs: int = 0
-    weights: int = 0
-    content: bool = False
-    prefix: bool = True
-    beside: tuple[Mapping[str, Any], ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Engine:
     """One engine, in this process. Its caller steps it."""
 
@@ -153,18 +111,26 @@ class Engine:
         self._inputs: dict[str, tuple[Any, tuple[Picture, ...]]] = {}  # adapter and pictures of those that have some
         self._queue: deque[tuple[Any, Any]] = deque()
         self.preemptions = 0
+        self.kind = shape.model_kind
+        self.mixers = self.kind.mixers[: len(self.kind.mixers) - shape.draft_layers]
         torch.set_num_threads(1)
-        config = self._config(model, node)
-        kv_cache = self._kv_cache_config()
+        config, cache = vllm_config(shape, name, model, node), cache_config(self.kind, shape.blocks)
+        whole, unit = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
+        if hasattr(cache, "hash_block_size"):  # vLLM's engine sets it when it knows
+            cache.hash_block_size = unit
+        self._hasher = _block_hasher(unit)
         with (
             patch.object(connector, "_rank", lambda: 0),
             patch.object(connector, "attention_backend", lambda *_: "TOY"),
             set_current_vllm_config(config),
         ):
-            self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache)
+            self._worker: Any = NoWorker()
+            if shape.connector is not None:
+                self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             drafter = self._draft if shape.drafts else None
             self.runner = Runner(
                 self._worker,
+                self.kind,
                 shape.blocks,
                 shape.draft_layers,
                 skips_hooks=lambda num_tokens: num_tokens <= shape.graphs,
@@ -176,10 +142,10 @@ class Engine:
                 AsyncScheduler if shape.asynchronous else Scheduler,
                 Scheduler,
                 vllm_config=config,
-                kv_cache_config=kv_cache,
+                kv_cache_config=cache,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK,
-                hash_block_size=BLOCK,
+                block_size=whole,
+                hash_block_size=unit,
                 log_stats=False,
             )
         if shape.content:  # a model of text alone has no encoder
@@ -188,10 +154,14 @@ class Engine:
         handshake = self._worker.get_handshake_metadata()
         if handshake is not None:
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-        self.pdx = self._pdx_of(self.scheduler.connector)
-        self.worker_pdx = self._pdx_of(self._worker)
-        assert self.half.link.wait_attached(ATTACH_S), "not attached"
-        self._lose_by_faults()
+        if "faults" in vars(self._worker):
+            self._worker.faults = self.faults
+        self.pdx: Any = None
+        if shape.has_pdx:
+            self.pdx = self._pdx_of(self.scheduler.connector)
+            self.worker_pdx = self._pdx_of(self._worker)
+            assert self.half.link.wait_attached(ATTACH_S), "not attached"
+            self._lose_by_faults()
 
     @staticmethod
     def _pdx_of(outer: Any) -> PdxConnector:
@@ -207,60 +177,6 @@ class Engine:
     def worker_half(self) -> Any:
         """The worker half."""
         return self.worker_pdx.worker._half
-
-    def _config(self, model: Path, node: str) -> Any:
-        shape = self.shape
-        model_config = ModelConfig(
-            model=str(model), dtype="float32", seed=0, max_model_len=MODEL_LEN, skip_tokenizer_init=True
-        )
-        cache = CacheConfig(block_size=BLOCK, cache_dtype="auto", enable_prefix_caching=shape.prefix)
-        cache.num_gpu_blocks = shape.blocks
-        # "always": a toy computes any number of tokens in no time, so that no load would be worth a step.
-        extra = {"node": node, "start_node": False, "lookup_s": 5.0, "load": "always", **shape.extra}
-        role = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-        ours = {**PDX, **role, "kv_connector_extra_config": extra}
-        if shape.beside:
-            children = [dict(each) | role if each is not PDX else ours for each in shape.beside]
-            ours = {
-                "kv_connector": "MultiConnector",
-                **role,
-                "kv_connector_extra_config": {"connectors": children},
-            }
-        drafts = None
-        if shape.drafts:
-            drafts = SpeculativeConfig(
-                method="ngram", num_speculative_tokens=DRAFTS, prompt_lookup_max=3, prompt_lookup_min=1,
-                target_model_config=model_config, target_parallel_config=VllmConfig().parallel_config,
-            )  # fmt: skip
-        config = VllmConfig(
-            model_config=model_config,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=shape.seqs,
-                max_num_batched_tokens=shape.budget,
-                max_model_len=MODEL_LEN,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-                long_prefill_token_threshold=shape.threshold,
-            ),
-            cache_config=cache,
-            kv_transfer_config=KVTransferConfig(**ours, engine_id=self.name),
-            **({"speculative_config": drafts} if drafts else {}),
-            **({"lora_config": LoRAConfig(max_loras=shape.seqs)} if shape.content else {}),
-        )
-        config.scheduler_config.async_scheduling = shape.asynchronous
-        cache.block_size = BLOCK
-        return config
-
-    def _kv_cache_config(self) -> Any:
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=HEAD_DIM, dtype=torch.float32)
-        return known(
-            KVCacheConfig,
-            num_blocks=self.shape.blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(list(LAYER_NAMES), spec)],
-            kv_cache_layout="LBHNC",
-            hash_block_size=BLOCK,
-        )
 
     def _lose_by_faults(self) -> None:
         copier, faults = self.worker_half._copier, self.faults
@@ -300,7 +216,7 @@ class Engine:
             sampling,
             None,
             cache_salt=salt,
-            block_hasher=_block_hasher(),
+            block_hasher=self._hasher,
             lora_request=lora,
             mm_features=[_feature(each) for each in pictures],
         )
@@ -380,7 +296,7 @@ class Engine:
         lora, pictures = self._inputs.get(name, (None, ()))
         adapter = self.runner.adapters[lora.lora_int_id] if lora is not None else 0
         beside = Beside(self.runner.weights, adapter, pictures)
-        return answer(self._prompts[name][0], count, LAYERS - self.shape.draft_layers, beside)
+        return answer(self._prompts[name][0], count, self.mixers, beside)
 
     def check(self, *names: str) -> None:
         """:raises AssertionError: an answer is wrong."""
@@ -398,6 +314,12 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         if (missing := self.shape.blocks - 1 - pool.get_num_free_blocks()) != 0:
             yield f"{missing} blocks are not free"
+        if self.runner.pages.torn and not self.shape.beside:  # a load that fails may leave pages as they were
+            yield f"{self.runner.pages.torn} torn reads"
+        if self.pdx is not None:
+            yield from self._leftovers_of_pdx()
+
+    def _leftovers_of_pdx(self) -> Iterator[str]:
         for name, table in vars(self.half).items():
             if isinstance(table, Counter):
                 table = +table
@@ -405,25 +327,21 @@ class Engine:
                 yield f"SchedulerHalf.{name}: {len(table)}"
         if len(self.half._turns):
             yield f"{len(self.half._turns)} requests wait for their turn"
-        if self.runner.torn and not self.shape.beside:  # a load that fails may leave pages as they were
-            yield f"{self.runner.torn} torn reads"
         if self.pdx.scheduler.is_off or self.worker_pdx.worker.is_off:
             yield "PDX is switched off"
 
     def close(self) -> None:
         """Stop its threads, and detach from the node."""
         self._worker.shutdown()
-        self.scheduler.connector.shutdown()
+        if self.shape.connector is not None:
+            self.scheduler.connector.shutdown()
 
 
-_hasher: list[Any] = []
-
-
-def _block_hasher() -> Any:
-    if not _hasher:
-        kv_cache_utils.init_none_hash(sha256)
-        _hasher.append(kv_cache_utils.get_request_block_hasher(BLOCK, sha256))
-    return _hasher[0]
+@lru_cache
+def _block_hasher(unit: int) -> Any:
+    """:param unit: tokens of a hash."""
+    kv_cache_utils.init_none_hash(sha256)
+    return kv_cache_utils.get_request_block_hasher(unit, sha256)
 
 
 def _feature(picture: Picture) -> Any:

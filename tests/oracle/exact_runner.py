@@ -1,6 +1,7 @@
 """A model runner around `exact_model`: a paged cache, and the calls of vLLM's runners to a connector's worker side.
 
-See vllm/v1/worker/kv_connector_model_runner_mixin.py and gpu_model_runner.py for the order of the hooks.
+See vllm/v1/worker/kv_connector_model_runner_mixin.py and gpu_model_runner.py for the order of the hooks, mamba_utils.py
+(`preprocess_mamba`) for states, which a step copies from slot to slot before it binds the connector's metadata.
 """
 
 from __future__ import annotations
@@ -9,16 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-from exact_model import LAYERS, MASKS, WORDS, Beside, Picture, Word, Words, attend, embed, keys_of, sample
+from exact_kinds import Kind, Pages, Tables, layer_name
+from exact_model import Beside, Picture, State, Words, advance, embed, keys_of, mixed, sample, seen, sums_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
-
-BLOCK = 16  # tokens
-HEAD_DIM = WORDS  # a page of one head in float32, key and value: 8 words for each token
-LAYER_NAMES = [f"model.layers.{layer}.attn" for layer in range(LAYERS)]
 
 # (request id, tokens, how many to propose) -> draft tokens
 Drafter = Callable[[str, list[int], int], list[int]]
@@ -29,7 +25,7 @@ class _State:
     """A request as the runner has it: its tokens, its blocks, and how many tokens are its prompt's."""
 
     tokens: list[int]
-    blocks: list[int]
+    blocks: Tables
     num_prompt: int
     features: list[Any]
     lora: Any
@@ -45,6 +41,22 @@ class _Work:
     hidden: Words
 
 
+class NoWorker:
+    """The worker side where there is no connector: nothing happens."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
+
+    def get_transfer_results(self, finished: set[str]) -> Any:
+        return KVConnectorOutput()
+
+    def get_finished(self, finished: set[str]) -> tuple[None, None]:
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
 @dataclass
 class Runner:
     """`worker`: the worker side of a connector. Nothing of it is called but by `execute` and at start-up.
@@ -55,39 +67,41 @@ class Runner:
     """
 
     worker: Any
+    kind: Kind
     num_blocks: int
     draft_layers: int = 0
     skips_hooks: Callable[[int], bool] = lambda num_tokens: False
     drafter: Drafter | None = None
     num_drafts: int = 0
-    torn: int = 0  # pages that were not written as a whole
     steps: int = 0
+    computed: int = 0  # tokens
     drafts: DraftTokenIds | None = None  # for the next step
     weights: int = 0
     adapters: dict[int, int] = field(default_factory=dict)  # that are loaded, by vLLM's number
     _encoded: dict[str, int] = field(default_factory=dict)  # pictures, by what vLLM calls them
     _states: dict[str, _State] = field(default_factory=dict)
+    _slots: dict[str, int] = field(default_factory=dict)  # in which those that run have their state
 
     def __post_init__(self) -> None:
-        shape = (LAYERS, self.num_blocks, BLOCK, 2 * HEAD_DIM)
-        cache = torch.zeros(shape, dtype=torch.float32)
-        # [num_blocks, BLOCK, WORDS] for each layer, the same memory
-        self._pages = [cache[layer].numpy().view(Word) for layer in range(LAYERS)]
-        self.worker.register_kv_caches({name: cache[layer] for layer, name in enumerate(LAYER_NAMES)})
+        self.pages = Pages(self.kind, self.num_blocks)
+        self._mixers = self.kind.mixers
+        self.worker.register_kv_caches(dict(self.pages.tensors))
 
     def execute(self, step: Any) -> ModelRunnerOutput:
         """One step of `SchedulerOutput`, to its end."""
         self.worker.handle_preemptions(step.kv_connector_metadata)
         self._update(step)
         self.steps += bool(step.total_num_scheduled_tokens)
+        self.computed += step.total_num_scheduled_tokens
         self._encode(step)
         work = self._work_of(step)  # loads adapters, as vLLM does before this:
+        self._move_states(work)
         self.worker.bind_connector_metadata(step.kv_connector_metadata)
         layers = iter(self._forward(work, has_hooks=not self.skips_hooks(step.total_num_scheduled_tokens)))
         loads_first = getattr(step, "has_sync_kv_loads", True)  # before 0.29 always
         if loads_first:
             self.worker.start_load_kv(None)
-        for _ in range(LAYERS - self.draft_layers if work else 0):
+        for _ in range(len(self._mixers) - self.draft_layers if work else 0):
             next(layers)
         if not loads_first:
             self.worker.start_load_kv(None)
@@ -114,10 +128,14 @@ class Runner:
     def _update(self, step: Any) -> None:
         for name in step.finished_req_ids:
             self._states.pop(name, None)
+        if zeroed := getattr(step, "new_block_ids_to_zero", None):
+            self.pages.zero(zeroed)
+        if copies := getattr(step, "kv_cache_block_copies", None):
+            self.pages.copy(copies)
         for new in step.scheduled_new_reqs:
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             self._states[new.req_id] = _State(
-                list(tokens), list(new.block_ids[0]), len(new.prompt_token_ids), new.mm_features, new.lora_request
+                list(tokens), _tables(new.block_ids), len(new.prompt_token_ids), new.mm_features, new.lora_request
             )
         cached = step.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
@@ -128,9 +146,12 @@ class Runner:
             del state.tokens[state.num_prompt + cached.num_output_tokens[index] :]
             blocks = cached.new_block_ids[index]
             if is_resumed:
-                state.blocks = list(blocks[0])
+                state.blocks = _tables(blocks)
             elif blocks is not None:
-                state.blocks += blocks[0]
+                for table, more in zip(state.blocks, blocks, strict=True):
+                    table += more
+        for name in (*step.finished_req_ids, *(step.preempted_req_ids or ()), *cached.resumed_req_ids):
+            self._slots.pop(name, None)
 
     def _work_of(self, step: Any) -> dict[str, _Work]:
         cached = step.scheduled_cached_reqs
@@ -144,6 +165,16 @@ class Runner:
             beside = self._beside(state, start, start + count)
             work[name] = _Work(state, start, count, embed(tokens[start : start + count], start, beside))
         return work
+
+    def _move_states(self, work: dict[str, _Work]) -> None:
+        """To the slots that these tokens end in."""
+        if (block := self.kind.state_block) == 0:
+            return
+        for name, one in work.items():
+            slot = self._slots.get(name, (one.start - 1) // block)
+            self._slots[name] = to = (one.start + one.count - 1) // block
+            if slot not in (-1, to):
+                self.pages.move_states(one.state.blocks, slot, to)
 
     def _encode(self, step: Any) -> None:
         for name in step.free_encoder_mm_hashes:
@@ -169,31 +200,31 @@ class Runner:
 
     def _forward(self, work: dict[str, _Work], *, has_hooks: bool) -> Iterator[int]:
         """Compute layer after layer, each when it is asked for."""
-        for layer, name in enumerate(LAYER_NAMES):
-            if has_hooks:
-                self.worker.wait_for_layer_load(name)
+        for layer, mixer in enumerate(self._mixers):
+            has_hooks_here = has_hooks and mixer.kind != "state"
+            if has_hooks_here:
+                self.worker.wait_for_layer_load(layer_name(layer))
             for one in work.values():
-                self._write(one, layer)
+                if mixer.kind != "state":
+                    self.pages.write(layer, one.state.blocks, one.start, keys_of(one.hidden, one.start, layer))
             for one in work.values():
-                hidden, _ = attend(one.hidden, self._read(one, layer), layer)
-                if layer < LAYERS - self.draft_layers:
+                hidden = mixed(one.hidden, self._mix(one, layer), layer)
+                if layer < len(self._mixers) - self.draft_layers:
                     one.hidden = hidden
-            if has_hooks:
-                self.worker.save_kv_layer(name, None, None)
+            if has_hooks_here:
+                self.worker.save_kv_layer(layer_name(layer), None, None)
             yield layer
 
-    def _write(self, one: _Work, layer: int) -> None:
-        positions = np.arange(one.start, one.start + one.count)
-        blocks = np.array(one.state.blocks, dtype=np.int64)
-        keys = keys_of(one.hidden, one.start, layer)
-        self._pages[layer][blocks[positions // BLOCK], positions % BLOCK] = keys[:, None] ^ MASKS
-
-    def _read(self, one: _Work, layer: int) -> Words:
-        end = one.start + one.count
-        blocks = np.array(one.state.blocks[: -(-end // BLOCK)], dtype=np.int64)
-        words = self._pages[layer][blocks].reshape(-1, WORDS)[:end] ^ MASKS
-        self.torn += bool((words != words[:, :1]).any())
-        return words[:, 0]
+    def _mix(self, one: _Work, layer: int) -> Words:
+        """What the layer's tokens have looked at."""
+        mixer, blocks, end = self._mixers[layer], one.state.blocks, one.start + one.count
+        if mixer.kind == "state":  # the slot has what the tokens before have left
+            before = self.pages.state(layer, blocks, end) if one.start else State()
+            words, behind = advance(keys_of(one.hidden, one.start, layer), before)
+            self.pages.put_state(layer, blocks, end, behind)
+            return words
+        first = mixer.first(one.start)
+        return seen(sums_of(self.pages.read(layer, blocks, first, end), first), first, mixer, one.start)
 
     def _sample(self, step: Any, name: str, one: _Work) -> list[int]:
         """The token that follows, and before it the drafts that were right."""
@@ -232,3 +263,7 @@ class Runner:
         output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         return output
+
+
+def _tables(blocks: Any) -> Tables:
+    return [list(each) for each in blocks]

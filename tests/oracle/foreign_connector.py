@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from exact_kinds import BLOCK
 from exact_model import MASKS, WORDS, Word, keys
-from exact_runner import BLOCK
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 
@@ -57,7 +57,7 @@ class ForeignConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._pages = [cache.numpy().view(Word) for cache in kv_caches.values()]
+        self._pages = [cache[:, 0].numpy().view(Word) for cache in kv_caches.values()]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for blocks, first, kept in self._get_connector_metadata().loads:

@@ -43,13 +43,17 @@ class OracleBed:
         """Wait until so many chunks were sealed since the bed was made."""
         wait_until(lambda: self.counted("sealed") >= chunks, what=f"{chunks} chunks are sealed")
 
+    def settled(self) -> None:
+        """Wait until the node holds nothing but chunks that are sealed: all that engines have computed is there."""
+        wait_until(self._holds_nothing, what="no lease is left, and no chunk that nobody fills")
+
     def close(self) -> None:
         """Let the engines step until nothing is left, and end them."""
         try:
             for engine in self.engines:
                 engine.run()
             check_nothing_left(self.engines)
-            wait_until(self._holds_nothing, what="no lease is left, and no chunk that nobody fills")
+            self.settled()
         finally:
             for engine in self.engines:
                 engine.close()

@@ -9,38 +9,64 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from connector_storm import COUNTS, NODE_TROUBLE, REQUESTS, SHAPES, TROUBLE, Event, Storm, StormNode, storm_bed
+from connector_storm import (
+    COUNTS,
+    KIND_MODES,
+    NODE_TROUBLE,
+    REQUESTS,
+    SHAPES,
+    TROUBLE,
+    Event,
+    Storm,
+    StormNode,
+    storm_bed,
+)
 from exact_engine import Engine
+from exact_kinds import EVERY_DAY, KINDS
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("PDX_STORM_EXAMPLES", examples(20)))  # of each mode
 
-events = st.builds(
-    Event,
-    kind=st.sampled_from(REQUESTS * 3 + TROUBLE * 2 + NODE_TROUBLE),
-    after=st.integers(0, 30),
-    engine=st.integers(0, 3),
-    base=st.integers(0, 12),
-    cut=st.just(0) | st.integers(0, 700),
-    tail=st.integers(0, 150),
-    tail_seed=st.integers(0, 5),
-    count=st.integers(0, len(COUNTS) - 1),
-    pick=st.integers(0, 60),
-    beside=st.integers(0, 3),
-)
+
+def requests(trouble: tuple[str, ...]) -> st.SearchStrategy[Event]:
+    """Some of each sort, and trouble among them."""
+    return st.builds(
+        Event,
+        kind=st.sampled_from(REQUESTS * 3 + trouble),
+        after=st.integers(0, 30),
+        engine=st.integers(0, 3),
+        base=st.integers(0, 12),
+        cut=st.just(0) | st.integers(0, 700),
+        tail=st.integers(0, 150),
+        tail_seed=st.integers(0, 5),
+        count=st.integers(0, len(COUNTS) - 1),
+        pick=st.integers(0, 60),
+        beside=st.integers(0, 3),
+    )
+
+
 _names = itertools.count()
 
 
-@pytest.fixture(params=SHAPES)
+PLAYED = [(mode, kind) for kind in KINDS for mode in (SHAPES if kind == "full" else KIND_MODES)]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(played, id="-".join(played), marks=[] if played[1] in EVERY_DAY else pytest.mark.long)
+        for played in PLAYED
+    ]
+)
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[Engine], StormNode]]:
-    with storm_bed(request.param, tmp_path) as bed:
+    mode, kind = request.param
+    with storm_bed(mode, tmp_path, kind) as bed:
         yield bed
 
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
-@given(played=st.lists(events, min_size=1, max_size=20))
+@given(played=st.lists(requests(TROUBLE * 2 + NODE_TROUBLE), min_size=1, max_size=20))
 def test_every_token_is_right_and_nothing_is_left(made: tuple[list[Engine], StormNode], played: list[Event]) -> None:
     storm = Storm(f"storm-{next(_names)}", *made)
     storm.play(played)

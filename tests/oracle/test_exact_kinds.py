@@ -1,0 +1,206 @@
+"""The toy is a model of vLLM, kind by kind: its tokens depend on exactly what its layers look at, and vLLM's own
+schedulers, with their prefix cache and without any connector, make it say what is right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from connector_storm import Storm, of_kind
+from exact_engine import Engine, Shape, check_nothing_left, tokens
+from exact_kinds import KINDS, Pages, cache_config
+from exact_model import FULL, Mixer, Word, answer, embed, mix, sample
+from exact_runner import NoWorker, Runner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_connector_storm import EXAMPLES, requests
+from vllm.v1 import kv_cache_interface
+
+MASK = (1 << 64) - 1
+both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+# ---- the model ----------------------------------------------------------------------------------
+
+
+def token_by_token(prompt: list[int], count: int, mixers: tuple[Mixer, ...]) -> list[int]:
+    """What `answer` says, by the definition of each layer and with integers of Python."""
+    known = list(prompt)
+    for _ in range(count):
+        hidden = [int(word) for word in embed(known)]
+        for layer, mixer in enumerate(mixers):
+            keys = [_mix(each * 3 + at * 0x9E3779B97F4A7C15 + layer + 1) for at, each in enumerate(hidden)]
+            looked_at, state = [], 0
+            for at in range(len(keys)):
+                before = [keys[at - back] if at >= back else 0 for back in range(4)]
+                state = state * 0xD6E8FEB86659FD93 + before[0] + 3 * before[1] + 5 * before[2] + 7 * before[3]
+                first = {"full": 0, "window": at - mixer.span + 1, "local": at // max(1, mixer.span) * mixer.span}
+                seen = range(max(0, first.get(mixer.kind, 0)), at + 1)
+                looked_at.append(state if mixer.kind == "state" else sum(keys[each] * (2 * each + 1) for each in seen))
+            hidden = [
+                _mix((each ^ (seen & MASK)) + layer * 7 + 5) for each, seen in zip(hidden, looked_at, strict=True)
+            ]
+        known.append(sample(Word(hidden[-1])))
+    return known[len(prompt) :]
+
+
+def _mix(word: int) -> int:
+    return int(mix(np.array([word & MASK], dtype=Word))[0])
+
+
+@pytest.mark.parametrize(
+    "mixers", [FULL, (Mixer("window", 5), Mixer(), Mixer("local", 8), Mixer("state"))], ids=["full", "others"]
+)
+@pytest.mark.parametrize("length", [1, 3, 8, 30])
+def test_the_answer_is_that_of_the_definition(mixers: tuple[Mixer, ...], length: int) -> None:
+    prompt = tokens(length, "definition")
+    assert answer(prompt, 12, mixers) == token_by_token(prompt, 12, mixers)
+
+
+# ---- the runner ---------------------------------------------------------------------------------
+
+
+@each_kind
+def test_layers_see_their_pages_as_vllms_own_do(kind: str) -> None:
+    pages, config = Pages(KINDS[kind], 10), cache_config(KINDS[kind], 10)
+    layout = kv_cache_interface.KVCacheLayout[config.kv_cache_layout]
+    for group, placed in zip(config.kv_cache_groups, config.kv_cache_tensors, strict=True):
+        raw = torch.zeros(placed.size, dtype=torch.int8)
+        views = kv_cache_interface.create_kv_cache_views(raw, group.kv_cache_spec, 10, layout, placed)
+        for layer, view in zip(placed.layers, views, strict=True):
+            found = pages.tensors[layer]
+            assert (found.shape, found.stride(), found.dtype) == (view.shape, view.stride(), view.dtype)
+            assert found.data_ptr() - pages.raw.ctypes.data == view.data_ptr() - raw.data_ptr()
+
+
+def step(start: int, prompt: list[int], blocks: list[list[int]]) -> Any:
+    """Of one request alone, `start`: 0 its prompt, else one more token."""
+    new = SimpleNamespace(
+        req_id="a", prompt_token_ids=prompt, block_ids=blocks, num_computed_tokens=0, mm_features=[], lora_request=None
+    )
+    cached = {"req_ids": ["a"], "resumed_req_ids": set(), "num_computed_tokens": [start], "new_block_ids": [None]}
+    nobody = {"req_ids": [], "resumed_req_ids": set(), "num_computed_tokens": [], "new_block_ids": []}
+    count = 1 if start else len(prompt)
+    return SimpleNamespace(
+        scheduled_new_reqs=[] if start else [new],
+        scheduled_cached_reqs=SimpleNamespace(**(cached if start else nobody), num_output_tokens=[1], all_token_ids={}),
+        num_scheduled_tokens={"a": count},
+        total_num_scheduled_tokens=count,
+        **{"finished_req_ids": set(), "preempted_req_ids": None, "scheduled_spec_decode_tokens": {}},
+        **{"free_encoder_mm_hashes": [], "scheduled_encoder_inputs": {}, "kv_connector_metadata": None},
+    )
+
+
+@each_kind
+def test_the_next_token_depends_on_each_byte_of_the_pages_that_it_needs_and_on_no_other(kind: str) -> None:
+    """Of tokens at the edges of what each layer looks at, and some others."""
+    prompt, groups = tokens(300, "bytes"), KINDS[kind].groups
+    length = len(prompt)
+    runner = Runner(NoWorker(), KINDS[kind], num_blocks=80)
+    blocks = [list(range(number * 20 + 1, number * 20 + 20)) for number in range(len(groups))]
+    first = runner.execute(step(0, prompt, blocks)).sampled_token_ids[0]
+    right = answer(prompt, 2, KINDS[kind].mixers)
+    buffer = runner.pages.raw.view(np.uint8)  # [rows, blocks, bytes]
+    before, rng = buffer.copy(), np.random.default_rng(7)
+
+    def next_token(row: int, block: int, byte: int) -> int:
+        buffer[row, block, byte] ^= 1 + rng.integers(255)
+        state = runner._states["a"]  # noqa: SLF001
+        state.tokens[:] = prompt + first
+        found = runner.execute(step(length, prompt, blocks)).sampled_token_ids[0]
+        buffer[:] = before
+        return int(found[0])
+
+    for number, group in enumerate(groups):
+        for row in range(len(group.layers)):
+            if group.is_state:
+                slots = range(len(blocks[number]))
+                needed = {slot: slot == (length - 1) // group.block for slot in slots}
+                places = [(slot, int(rng.integers(group.page_words * 8)), needed[slot]) for slot in slots]
+            else:
+                edge, size = group.mixer.first(length), group.words * 8
+                seen = {0, max(0, edge - 1), edge, length - 1, *rng.integers(length, size=12).tolist()}
+                offsets = {at: at % group.block * size + int(rng.integers(size)) for at in seen}
+                places = [(at // group.block, offsets[at], at >= edge) for at in seen]
+            for slot, byte, is_needed in places:
+                token = next_token(row, blocks[number][slot], byte)
+                assert (token != right[1]) == is_needed, (group, row, slot, byte)
+
+
+# ---- vLLM's own cache -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(model: Path) -> Iterator[Any]:
+    """Makes engines that have no connector."""
+    made = []
+
+    def engine(kind: str, **shape: Any) -> Engine:
+        made.append(Engine(f"alone {len(made)}", model, "", Shape(kind=kind, connector=None, **shape)))
+        return made[-1]
+
+    yield engine
+    check_nothing_left(made)
+
+
+@each_kind
+@pytest.mark.parametrize(("asynchronous", "threshold"), [(False, 0), (True, 48)], ids=["sync", "async in pieces"])
+def test_a_prompt_that_vllm_has_the_beginning_of_is_right(
+    alone: Any, kind: str, asynchronous: bool, threshold: int
+) -> None:
+    engine = alone(kind, asynchronous=asynchronous, budget=160, threshold=threshold)
+    history = tokens(700, kind)
+    engine.ask("first", history + tokens(50, "first"), 20)
+    for length in (700, 640, 129, 128, 127, 64, 40):
+        prompt, before = history[:length] + tokens(60, length), engine.runner.computed
+        engine.ask(f"again {length}", prompt, 20)
+        if length >= 640:
+            assert engine.runner.computed - before < len(prompt) - 512, "vLLM has found the beginning"
+
+
+# Blocks that are too few for five requests; of windows alone only small steps let so many begin.
+ROOM = {"windows": 14, "local": 90, "window": 70, "mixed": 70}
+
+
+@each_kind
+@both
+def test_requests_that_are_preempted_are_right(alone: Any, kind: str, asynchronous: bool) -> None:
+    blocks = ROOM.get(kind, 900 // KINDS[kind].block)
+    engine = alone(kind, asynchronous=asynchronous, budget=32 if kind == "windows" else 160, blocks=blocks)
+    history = tokens(500, kind)
+    for number in range(5):
+        engine.add(str(number), history[: 100 + 100 * number] + tokens(33, number), 80)
+    engine.run()
+    engine.check()
+    assert engine.preemptions
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path) -> dict[str, list[Engine]]:
+    """Of each kind one of each scheduler, with little room."""
+    shape = Shape(connector=None, blocks=160, budget=160, seqs=6)
+    shapes = [shape, replace(shape, asynchronous=True), replace(shape, threshold=48)]
+    return {
+        kind: [Engine(f"{kind} {number}", model, "", of_kind(each, kind)) for number, each in enumerate(shapes)]
+        for kind in KINDS
+    }
+
+
+_names = itertools.count()
+
+
+@each_kind
+@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+@given(played=st.lists(requests(("abort", "reset")), min_size=1, max_size=20))
+def test_every_token_of_a_storm_is_right(engines: dict[str, list[Engine]], kind: str, played: list[Any]) -> None:
+    storm = Storm(f"alone-{next(_names)}", engines[kind])
+    storm.play(played)
+    storm.settle()
