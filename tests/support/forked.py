@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,26 +28,31 @@ _MAX_MESSAGE = 1 << 18
 
 
 class Origin:
-    """The process that forks; one for each process that runs tests. Any thread may use it."""
+    """The process that forks; one for each process that runs tests. Any thread may use it.
 
-    def __init__(self) -> None:
+    `modules`: what it imports besides PDX, with these variables.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno())],
+                [sys.executable, "-P", __file__, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
                 stdin=subprocess.DEVNULL,
             )
         self.pid = self._process.pid
         self.python_path = os.environ.get("PYTHONPATH")
+        self._variables = dict(variables or {})
         self._socket = ours
         self._lock = threading.Lock()
         self._codes: dict[int, int] = {}
 
     def fork(self, arguments: list[str], fds: list[int], *, new_session: bool) -> int:
         """Have a process forked that runs `arguments` with these as standard streams; its pid."""
-        order = {"arguments": arguments, "cwd": os.getcwd(), "environ": dict(os.environ), "new_session": new_session}
+        environ = {**os.environ, **self._variables}
+        order = {"arguments": arguments, "cwd": os.getcwd(), "environ": environ, "new_session": new_session}
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
             while True:
@@ -122,10 +128,13 @@ def Popen(  # noqa: N802 - it stands for a class
 
 
 class Forked:
-    """One of them; what tests use of `subprocess.Popen`."""
+    """One of them, forked from `parent` or this process's origin; what tests use of `subprocess.Popen`."""
 
-    def __init__(self, arguments: list[str], streams: tuple[Any, Any, Any], *, new_session: bool) -> None:
+    def __init__(
+        self, arguments: list[str], streams: tuple[Any, Any, Any], *, new_session: bool, parent: Origin | None = None
+    ) -> None:
         self.args = arguments
+        self._origin = parent or origin()
         self.returncode: int | None = None
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
@@ -146,7 +155,7 @@ class Forked:
             else:
                 given.append(stream.fileno())
         try:
-            self.pid = origin().fork(arguments, given, new_session=new_session)
+            self.pid = self._origin.fork(arguments, given, new_session=new_session)
         finally:
             for fd in theirs:
                 os.close(fd)
@@ -154,13 +163,13 @@ class Forked:
     def poll(self) -> int | None:
         """See `subprocess.Popen`."""
         if self.returncode is None:
-            self.returncode = origin().code(self.pid, 0.0)
+            self.returncode = self._origin.code(self.pid, 0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """See `subprocess.Popen`."""
         if self.returncode is None:
-            self.returncode = origin().code(self.pid, timeout)
+            self.returncode = self._origin.code(self.pid, timeout)
             if self.returncode is None:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
@@ -245,12 +254,15 @@ def _become(order: dict[str, Any], fds: list[int]) -> None:
 
 if __name__ == "__main__":
     import gc
+    import importlib
 
     import pdx.client.api  # noqa: F401
     import pdx.node.daemon  # noqa: F401
     import pdx.transports.shm
     import pdx.transports.tcp  # noqa: F401
 
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -33,6 +33,7 @@ class Cluster:
 
     def __init__(self, place: Path, names: str, *, of_one: dict[str, dict[str, Any]] | None = None, **settings: Any):
         self._place = place
+        self.names = names
         self._settings = {"arena_bytes": ARENA, "report_s": 0.2, "peer_timeout_s": 20.0, **settings}
         self._of_one = of_one or {}
         self._stack = contextlib.ExitStack()

@@ -1,0 +1,178 @@
+"""Plain vLLM with each family of models: what tests of its cache with PDX rest on.
+
+Tokens are the same each time and after a hit in vLLM's own cache, and they are others when a cache group is cleared.
+So where they are the same with PDX, each group was restored.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from families import CHUNK, FAMILIES, STEP, WINDOW, Group
+from forge import Engine, Forge, StartFailed, attached_to
+from real_models import gemma3_270m, text_of, tokens_of
+
+import pdx
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+COUNT = 20  # tokens generated
+QUICK = ("llama", "gptoss", "granite")  # no hybrid, a window, a state
+
+# Lengths of prompts to hit in a cache: shorter than a block, about a block, about the window, beyond a step by one
+# token or many, whole blocks, whole blocks and one token (so that all but the last can be found), several steps.
+_LENGTHS = (20, 33, WINDOW + 1, STEP + 1, 300, 640, 641, 700, 1110)
+CASES: dict[str, tuple[int, ...]] = {
+    "llama": _LENGTHS,
+    "gptoss": _LENGTHS,
+    "gemma3": _LENGTHS,
+    "mistral": _LENGTHS,
+    "llama4": (*_LENGTHS, CHUNK, CHUNK + 1, 2 * CHUNK + 40),
+    "granite": (*_LENGTHS, 64, 65, 576),
+    "qwen3_next": (300, 544, 545, 700, 1089, 1110),  # blocks of 544
+    "deepseek_v2": _LENGTHS,
+}
+# vLLM has no prefix cache of its own for latent attention on CPUs.
+UNCACHED = ("deepseek_v2",)
+
+_random = random.Random(3)
+TEXT = [_random.randrange(256) for _ in range(1400)]
+
+
+def own_hit(family: str, length: int) -> int:
+    """What vLLM finds in its own cache of a prompt that it has computed: whole blocks, and never its last token."""
+    block = max(group.block for group in FAMILIES[family].groups)
+    return 0 if family in UNCACHED else (length - 1) // block * block
+
+
+@pytest.fixture(scope="module", params=[n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in FAMILIES])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(forge: Forge, family: str) -> Iterator[Engine]:
+    with forge.engine(family) as engine:
+        yield engine
+
+
+def test_vllm_makes_these_groups_of_it(engine: Engine, family: str) -> None:
+    assert engine.groups == list(FAMILIES[family].groups)
+
+
+def test_a_hit_in_vllms_own_cache_gives_the_same_tokens_as_a_cold_run(engine: Engine, family: str) -> None:
+    for length in CASES[family]:
+        engine.reset()
+        cold, found = engine.generate(TEXT[:length], COUNT)
+        assert found == 0
+        assert len(set(cold)) > COUNT // 2, f"the answer to {length} tokens repeats itself: {cold}"
+        assert engine.generate(TEXT[:length], COUNT) == (cold, own_hit(family, length)), length
+
+
+def test_several_requests_at_once_answer_as_one_alone(engine: Engine, family: str) -> None:
+    if not FAMILIES[family].is_exact:
+        pytest.skip("its tokens change with the batch")
+    prompts = [TEXT[:700], TEXT[100:400], TEXT[300:633]]
+    alone = []
+    for prompt in prompts:
+        engine.reset()
+        alone.append(engine.generate(prompt, COUNT)[0])
+    engine.reset()
+    assert [answer.tokens for answer in engine.generate_all(prompts, COUNT)] == alone
+
+
+def test_tokens_depend_on_what_is_far_away(engine: Engine) -> None:
+    # Out of every window, and within the reach of all layers' windows together.
+    other = TEXT[:300] + TEXT[1300:1332] + TEXT[332:700]
+    engine.reset()
+    assert engine.generate(TEXT[:700], COUNT)[0] != engine.generate(other, COUNT)[0]
+
+
+def test_tokens_depend_on_each_cache_group(engine: Engine, family: str) -> None:
+    if family in UNCACHED:
+        pytest.skip("no prefix cache whose blocks could be cleared")
+    right, _ = engine.generate(TEXT[:700], COUNT)
+    for group in range(len(engine.groups)):
+        engine.reset()
+        engine.generate(TEXT[:700], 1)
+        assert engine.clear(group)
+        tokens, found = engine.generate(TEXT[:700], COUNT)
+        assert found == own_hit(family, 700)
+        assert tokens != right, group
+
+
+# ---- the forge itself ----------------------------------------------------------------------
+
+
+def test_two_engines_run_at_once_and_one_may_be_killed(forge: Forge) -> None:
+    with forge.engine("llama") as one, forge.engine("gptoss") as other, ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda engine: engine.generate(TEXT[:300], COUNT), (one, other)))
+        assert both[0] != both[1]
+        one.kill()
+        assert not Path(f"/proc/{one.process.pid}").exists()
+        with pytest.raises(AssertionError, match="the engine is gone: -9"):
+            one.generate(TEXT[:300], COUNT)
+        assert other.generate(TEXT[:300], COUNT) == (both[1][0], 288)
+
+
+def test_a_start_that_fails_says_why(forge: Forge) -> None:
+    with (
+        pytest.raises(StartFailed, match="Block size must be a multiple|block_size"),
+        forge.engine("llama", block_size=-3),
+    ):
+        pass
+
+
+def test_no_engine_outlives_its_test(forge: Forge) -> None:
+    with pytest.raises(ZeroDivisionError), forge.engine("llama") as engine:
+        raise ZeroDivisionError
+    assert engine.process.returncode == -9
+
+
+@pytest.mark.long  # vLLM is imported once more
+def test_no_engine_outlives_its_forge(tmp_path: Path) -> None:
+    with Forge(tmp_path) as forge:
+        left = forge.start("llama").process
+    assert left.returncode == -9
+
+
+def test_an_engine_finds_in_its_node_what_another_left(forge: Forge, start_node) -> None:
+    """The control of tests with PDX: its chunks of 256 tokens are loaded, and without a node nothing is."""
+    address = start_node(arena_bytes=64 << 20).address
+    with forge.engine("llama") as plain:
+        right, _ = plain.generate(TEXT[:700], COUNT)
+    with forge.engine("llama", attached_to(address)) as first:
+        assert first.generate(TEXT[:700], COUNT) == (right, 0)
+    with forge.engine("llama", attached_to(address)) as second:
+        tokens, found = second.generate(TEXT[:700], COUNT)
+        assert tokens == right
+        assert found >= 512
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gemma3_270m(tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_model_with_real_weights_behaves_as_the_tiny_ones_do(forge: Forge, gemma: Path) -> None:
+    with forge.engine(gemma) as engine:
+        windows, full = Group("SlidingWindowSpec", 3, 32, 512), Group("FullAttentionSpec", 3, 32)
+        assert sorted(engine.groups) == [full, *[windows] * 5]
+
+        question = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
+        assert text_of(gemma, engine.generate(tokens_of(gemma, question), 2)[0]) == " Rome."
+
+        readme = tokens_of(gemma, Path(pdx.__file__).parent.parent.joinpath("README.md").read_text())[:700]
+        cold, _ = engine.generate(readme, COUNT)
+        assert engine.generate(readme, COUNT) == (cold, 672)
+        for group in range(len(engine.groups)):
+            engine.reset()
+            engine.generate(readme, 1)
+            assert engine.clear(group)
+            assert engine.generate(readme, COUNT)[0] != cold, group
