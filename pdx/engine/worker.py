@@ -84,7 +84,9 @@ class WorkerHalf:
         layers: list[list[torch.Tensor]] = [[] for _ in self._groups]
         rows: dict[tuple[int, int], tuple[int, int, int]] = {}
         for name, tensor in kv_caches.items():
-            group = group_of[name] if group_of is not None else 0
+            group = group_of.get(name) if group_of is not None else 0
+            if group is None:
+                continue  # it shares the KV of a layer before it
             # Layers that share KV come with one address; but so do those of several groups, whose blocks are others.
             place = rows.setdefault((group, tensor.data_ptr()), (len(rows), group, len(layers[group])))
             self._layers[name] = place
@@ -217,8 +219,8 @@ class WorkerHalf:
 
     def save_layer(self, name: str) -> None:
         """The pages of this layer that become final in this step are final now: gather them."""
-        if self._saving is not None:
-            self._saving.gather(*self._layers[name])
+        if self._saving is not None and (place := self._layers.get(name)) is not None:
+            self._saving.gather(*place)
 
     def end_forward(self) -> None:
         """The forward pass is over: gather what no hook was called for, seal what is whole.
