@@ -374,8 +374,11 @@ class TrackedRequest:
             num_blocks = layout.blocks_in(slots[0].nbytes)
             start = max(first, self.local_tokens // layout.block_tokens)
             end = min(first + num_blocks, layout.num_blocks(end_tokens))
+            table = self.tables[group]
+            if layout.kind != "full":  # a chunk may begin before what this length looks back to
+                start = next((at for at in range(start, end) if table[at] != NULL_BLOCK), end)
             if start < end:
-                block_ids = self.tables[group][start:end]
+                block_ids = table[start:end]
                 pages.append(PagesPlan(slots, num_blocks, start - first, block_ids, group=group))
         is_whole = self._groups.is_single or end_tokens == hits.tokens
         epoch = self.node.epoch if is_whole else NO_EPOCH

@@ -300,9 +300,9 @@ class SchedulerHalf:
     # ---- each step --------------------------------------------------------------------------
 
     @property
-    def num_groups(self) -> int:
-        """Cache groups."""
-        return len(self._groups)
+    def is_single(self) -> bool:
+        """`CacheGroups.is_single`."""
+        return self._groups.is_single
 
     @property
     def due(self) -> Set[str]:

@@ -111,10 +111,11 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # final then, so none is passed on, and all layers are gathered at the end of the step.
         self._has_hooks = not vllm_config.parallel_config.use_ubatching
         self._is_nested = _is_nested(transfer)
-        if self._is_nested and len(groups) > 1:
+        if self._is_nested and not groups.is_single:
+            kinds = ", ".join(sorted({each.kind for each in groups}))
             raise ConfigError(
-                f"PdxConnector inside another connector, and a model of {len(groups)} cache groups: that is not "
-                "possible so far; use PdxConnector alone"
+                f"PdxConnector inside another connector, and a model of {len(groups)} cache groups ({kinds}): that is "
+                "possible with one group of full attention only so far; use PdxConnector alone"
             )
         self._backend = ""
         self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout

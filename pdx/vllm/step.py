@@ -29,14 +29,14 @@ def step_record(output: Any, half: SchedulerHalf) -> StepRecord:
     Of those that run already and get no new blocks only the due ones are looked at: the others may be a thousand.
     """
     told: list[StepRequest] = []
-    has_groups = half.num_groups > 1
+    are_moving = not half.is_single
 
     def tell(request_id: str, computed: int, blocks: Sequence[Sequence[int]], *, has_all_blocks: bool) -> None:
         request = half.request_of(request_id)
         if request is not None:
             scheduled = output.num_scheduled_tokens[request_id]
             known = request.num_tokens
-            if has_groups:
+            if are_moving:  # blocks in the midst of a table come and go
                 blocks, has_all_blocks = output.kv_connector_block_state.get_block_ids(request_id) or (), True
             told.append(StepRequest(request_id, computed, scheduled, known, blocks, has_all_blocks))
 
