@@ -251,7 +251,7 @@ def module_node() -> Iterator[NodeProcess]:
 def node_here() -> Iterator[NodeThread]:
     """The same in a thread of this process."""
     with _private_place() as folder, _nodes(f"ipc://{folder}/node.sock", NodeThread) as start:
-        yield start(arena_bytes=64 * MIB)
+        yield start()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from toy_engine import CHUNK, Engines, Request, ToyEngine, tokens
 from pdx.engine.request import parse_hints
 from pdx.engine.step import StepLimits
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Hints
+from pdx.wire.hints import Hints
 
 EARLY = 8  # the turn of so many is near
 

@@ -12,7 +12,8 @@ from pdx.node import explanations
 from pdx.store import history
 from pdx.store.history import Cause
 from pdx.wire.base import MAX_NAME, MAX_REASONS
-from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, Hello, Hints, Pin, Ping, Release
+from pdx.wire.hints import Hints
+from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, Hello, Pin, Ping, Release
 from pdx.wire.status import Explained
 from pdx.wire.verbs import Why
 

@@ -16,7 +16,8 @@ from pdx.memory.arena import GRANULE_BYTES as G
 from pdx.node.service import Service
 from pdx.store.lifecycle import State
 from pdx.telemetry.rate import Rate
-from pdx.wire.messages import Admit, Cancel, Expect, Group, Hints, Ping, Release
+from pdx.wire.hints import Hints
+from pdx.wire.messages import Admit, Cancel, Expect, Group, Ping, Release
 from pdx.wire.verbs import Why
 
 HYBRID = [FULL, WINDOW, STATE]

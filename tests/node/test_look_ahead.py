@@ -11,7 +11,8 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.node import look_ahead
 from pdx.store.copy import Priority
 from pdx.wire.base import MAX_SLOTS
-from pdx.wire.messages import Admit, Bye, Expect, Fill, Hints
+from pdx.wire.hints import Hints
+from pdx.wire.messages import Admit, Bye, Expect, Fill
 
 HALF = CHUNKS // 2
 

@@ -10,6 +10,7 @@ from pdx.config import NodeConfig, node_name
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
 from pdx.testing.waiting import wait_until
+from pdx.wire.hints import Hints
 from pdx.wire.messages import (
     VERSION,
     Abort,
@@ -20,7 +21,6 @@ from pdx.wire.messages import (
     Delete,
     EngineFacts,
     Fill,
-    Hints,
     Mark,
     Ping,
     encode,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from node_harness import NodeProcess, NodeThread
+from node_harness import MIB, NodeProcess, NodeThread
 
 from pdx.bench.harness.tiny_llama import make_model
+from pdx.config import NodeConfig
 
 if TYPE_CHECKING:
     from oracle_bed import OracleBed
@@ -26,6 +28,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy") / "model"
     make_model(folder, layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, intermediate=64)
     return folder
+
+
+@pytest.fixture(scope="module")
+def node_here() -> Iterator[NodeThread]:
+    """A node in a thread of this process, with room for all that the tests of a file save: chunks of several sizes
+    do not fit in each other's place."""
+    with tempfile.TemporaryDirectory(prefix="pdx-test-") as folder:
+        node = NodeThread(NodeConfig(address=f"ipc://{folder}/node.sock", arena_bytes=64 * MIB))
+        try:
+            yield node
+        finally:
+            node.close()
 
 
 @pytest.fixture

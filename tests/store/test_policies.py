@@ -18,7 +18,7 @@ from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.ranks import Ranks
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
-from pdx.wire.messages import Hints
+from pdx.wire.hints import Hints
 
 SESSION = 1
 ROOM = 10  # chunks

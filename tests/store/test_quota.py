@@ -12,7 +12,7 @@ from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.policies.by_name import find
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
-from pdx.wire.messages import Hints
+from pdx.wire.hints import Hints
 
 ROOM, QUOTA = 12, 4  # chunks
 A, B, NOBODY = Hints("", salt=b"a"), Hints("", salt=b"b"), Hints("")

@@ -13,7 +13,7 @@ from peers_harness import Cluster
 from raw_engine import CHUNK_BYTES, Engine
 
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Hints
+from pdx.wire.hints import Hints
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import Model
 

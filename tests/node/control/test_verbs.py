@@ -12,7 +12,8 @@ from node_harness import MIB, attached, run
 from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 
 from pdx.config import NodeConfig
-from pdx.wire.messages import Admit, Fill, Hints, Ping, Release
+from pdx.wire.hints import Hints
+from pdx.wire.messages import Admit, Fill, Ping, Release
 from pdx.wire.verbs import (
     CheckFinish,
     Clear,
