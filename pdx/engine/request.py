@@ -219,7 +219,7 @@ class TrackedRequest:
         self.tables: list[list[int]] = [[] for _ in groups]  # its block ids, by cache group
         self.saved_blocks = [0] * len(groups)  # by cache group: blocks before this one need no more saving
         self.gathered_bytes = 0
-        self.state_ends: set[int] = set()  # numbers of tokens after which the engine has kept a state, in their block
+        self.state_ends: set[int] = set()  # chunks' ends at which the engine has kept a state, in their block
         self.computed_end = 0
         self.decoded_end = 0  # chunks before this one were considered for saving
         self.local_tokens = 0  # that the engine's own cache had, when it asked last
@@ -384,19 +384,22 @@ class TrackedRequest:
         epoch = self.node.epoch if is_whole else NO_EPOCH
         return LoadPlan.of(self.request.request_id, self.transfer, pages, epoch)
 
-    def plan_save(self, computed: int, end: int) -> tuple[SavePlan | None, list[SlotGrant]]:
+    def plan_save(
+        self, computed: int, end: int, step_end: int | None = None
+    ) -> tuple[SavePlan | None, list[SlotGrant]]:
         """Gather the pages that become final in a step that computes tokens [computed, end); and which grants will
-        never be whole: the engine has given their blocks back, or has kept no state of that token.
+        never be whole: the engine has given their blocks back, or has kept no state of that token. `step_end`: where
+        the step ends, drafts and tokens that are not known yet included; None: at `end`.
 
         Pages before `computed` that were not gathered yet belong to blocks that the engine had cached. The first step
         gathers them after the layer's hook, because another request may compute them in this same step.
         """
         num_prompt = int(self.request.num_prompt_tokens)
         self.computed_end = end
-        if self._groups.has_state:  # a step goes on from a state, and leaves one where it ends
-            self.state_ends.update(
-                at for at in (computed, end) if at % self._groups.chunk_tokens == 0 or at == num_prompt
-            )
+        # A step goes on from a state, and leaves one where it ends: for good at a block's end, else for this step.
+        left = end if step_end in (None, end) else 0
+        if self._groups.has_state:
+            self.state_ends.update(at for at in (computed, left) if at % self._groups.chunk_tokens == 0)
         grants = self.node.grants
         due = list(itertools.takewhile(lambda grant: grant.first_token < end, grants))
         pages: list[PagesPlan] = []
@@ -408,7 +411,7 @@ class TrackedRequest:
             layout, final = self._groups[grant.group], finals[grant.group]
             start, stop = max(grant.first_block, self.saved_blocks[grant.group]), min(grant.end_block, final)
             block_ids = self.tables[grant.group][start:stop]
-            if self._is_lost(layout, grant, block_ids, end):
+            if self._is_lost(layout, grant, block_ids, end, left):
                 lost.append(grant)
                 continue
             if layout.kind == "state" and end < grant.end_token:
@@ -437,13 +440,15 @@ class TrackedRequest:
         )
         return save, lost
 
-    def _is_lost(self, layout: KvLayout, grant: SlotGrant, block_ids: Sequence[int], end: int) -> bool:
+    def _is_lost(self, layout: KvLayout, grant: SlotGrant, block_ids: Sequence[int], end: int, left: int) -> bool:
         """Whether what this grant is for is gone: of a state all but those where a step has ended; of a window or a
-        part of the prompt what the engine looks back to no more."""
+        part of the prompt what the engine looks back to no more. `left`: behind how many tokens this step leaves a
+        state; 0: behind some that are not known yet."""
         if layout.kind == "full":
             return False
-        is_passed = layout.kind == "state" and end >= grant.end_token and grant.end_token not in self.state_ends
-        return is_passed or NULL_BLOCK in block_ids
+        at = grant.end_token
+        is_passed = layout.kind == "state" and end >= at and at not in self.state_ends
+        return (is_passed and not end == left == at) or NULL_BLOCK in block_ids
 
     @property
     def is_prefilling(self) -> bool:

@@ -347,11 +347,12 @@ class SchedulerHalf:
             self._due.discard(step.request_id)
             return None
         # Drafts of speculative decoding may be rejected: only known tokens count as final.
-        end = min(step.computed + step.scheduled, step.known)
+        step_end = step.computed + step.scheduled
+        end = min(step_end, step.known)
         save = None
         if tracked.saves and not tracked.doubt:
             self._lookup.reserve_late(tracked, connection, end)
-            save, lost = tracked.plan_save(step.computed, end)
+            save, lost = tracked.plan_save(step.computed, end, step_end)
             if lost:
                 self._abort(connection, tracked.node.epoch, lost)
         (self._due.add if self._lookup.is_due(tracked) else self._due.discard)(step.request_id)

@@ -205,7 +205,8 @@ class StoreLookup:
     def _ask_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
         first = self._first_decoded(tracked)
         last = end // self._layout.chunk_tokens
-        if not self._saves_decoded or last <= first:
+        is_tail = tracked.is_prefill and end <= tracked.request.num_prompt_tokens  # the transfer has it
+        if not self._saves_decoded or last <= first or is_tail:
             return
         tracked.decoded_end = last
         self._ask_late(tracked, connection, first, last)

@@ -130,6 +130,11 @@ def _shape(spec: Any, cache: Any) -> dict[str, Any]:
             f"states that vLLM keeps in mode {mode!r}: PDX moves those that are kept at the ends of blocks; use "
             "--enable-prefix-caching, and --mamba-cache-mode align"
         )
+    if getattr(spec, "num_speculative_blocks", 0):
+        raise LayoutError(
+            "states with speculative decoding: a state is then in one of several blocks, by how many drafts were "
+            "accepted; run this model without drafts, or without PdxConnector"
+        )
     sizes = [math.prod(each) * dtype.itemsize for each, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
     told = ", ".join(f"{dtype}{tuple(each)}" for each, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     return shape | {"dtype": told, "num_heads": 1, "head_dim": 1, "page_bytes": sum(sizes), "isa": ""}

@@ -179,6 +179,10 @@ class CrossAttentionSpec(SimpleNamespace):
     """Named like vLLM's."""
 
 
+class MambaSpec(SimpleNamespace):
+    """Named like vLLM's."""
+
+
 def group(kind: type[SimpleNamespace] = FullAttentionSpec, **changes: Any) -> Any:
     import torch
 
@@ -214,6 +218,12 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
     [
         ([group()], {"hashing": "xxhash"}, "'xxhash' can be made to collide"),
         ([group(), group(CrossAttentionSpec)], {}, "a KV cache group of CrossAttentionSpec"),
+        ([group(MambaSpec, mamba_cache_mode="none")], {}, "states that vLLM keeps in mode 'none'"),
+        (
+            [group(MambaSpec, mamba_cache_mode="align", num_speculative_blocks=2)],
+            {},
+            "states with speculative decoding",
+        ),
         ([], {}, "this model has no KV cache"),
         ([group()], {"pipeline": 2}, "pipeline_parallel_size 2"),
         ([group()], {"hash_block_size": 16}, "block hashes of 16 tokens"),
@@ -221,8 +231,9 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
     ],
 )
 def test_layouts_that_pdx_does_not_move_are_refused(
-    folder: Path, groups: list[Any], changes: dict[str, Any], words: str
+    folder: Path, groups: list[Any], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(identity, "moves_groups", lambda: True)
     with pytest.raises(ConfigError if "hashing" in changes else LayoutError, match=words):
         layouts_of(*configs(folder, groups, **changes), 256, model="m")
 

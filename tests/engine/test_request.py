@@ -7,11 +7,12 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from toy_engine import Request, decode_of, layout, prefill_of
 
-from pdx.engine.plan import LoadPlan, PagesPlan
-from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, State, Step, TrackedRequest, parse_params
+from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan
+from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, SlotGrant, State, Step, TrackedRequest, parse_params
 from pdx.engine.request_keys import RequestKeys
 from pdx.engine.step import StepLimits, StepRequest
 from pdx.engine.trust import NEVER, Trust
@@ -276,3 +277,39 @@ def test_of_a_request_that_is_over_nothing_is_heard() -> None:
     assert steps(trust, tracked, 1, computed=1, found=0) == 1
     trust.forget(tracked)  # type: ignore[arg-type]
     assert trust.heard(1) == []
+
+
+# ---- states: a block has one of them, which the next step in that block replaces -----------------
+
+
+def keeping(num_tokens: int, end_token: int, params: dict[str, Any] | None = None) -> TrackedRequest:
+    """A request of a model with states, which has room for that after `end_token` tokens."""
+    full = layout()
+    state = msgspec.structs.replace(full, kind="state", layers=(9,))
+    request = Request("r", list(range(num_tokens)), params)
+    made = TrackedRequest(request, CacheGroups.of([full, state]), parse_params(params), b"")
+    made.take_blocks([list(range(1, 90)), list(range(101, 190))])
+    block = full.num_blocks(end_token) - 1
+    made.node.grants.append(SlotGrant(1, [Slot(0, 64, 1)], block, block + 1, block * full.block_tokens, end_token))
+    return made
+
+
+def saved(step: tuple[SavePlan | None, list[SlotGrant]]) -> tuple[int, int]:
+    """Pages that are saved, and grants that are given up."""
+    save, lost = step
+    return len(save.pages) if save is not None else 0, len(lost)
+
+
+def test_a_step_with_drafts_leaves_no_state_where_the_known_tokens_end() -> None:
+    """It ran on behind them: what is in that block is from before the step."""
+    chunk = layout().chunk_tokens
+    request = keeping(chunk - 8, chunk)
+    assert saved(request.plan_save(chunk - 1, chunk, step_end=chunk + 3)) == (0, 1)
+
+
+def test_the_state_of_a_prompts_end_is_there_in_the_step_that_ends_it_alone() -> None:
+    tokens = layout().chunk_tokens + 5
+    params = prefill_of("t" * 32)
+    assert saved(keeping(tokens, tokens, params).plan_save(0, tokens, step_end=tokens)) == (1, 0)
+    assert saved(keeping(tokens, tokens, params).plan_save(tokens, tokens + 1, step_end=tokens + 1)) == (0, 1)
+    assert saved(keeping(tokens, tokens, params).plan_save(tokens, tokens, step_end=tokens + 1)) == (0, 1)

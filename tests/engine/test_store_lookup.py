@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from toy_engine import CHUNK, Request, decode_of, hasher, layout, prefill_of
 
 from pdx.config import ConnectorConfig
 from pdx.engine.request import Step, TrackedRequest, parse_params
 from pdx.engine.store_lookup import ASK_S, IDLE_S, StoreLookup
-from pdx.memory.layout import CacheGroups
+from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
 from pdx.wire.messages import Admit, Admitted, Answer, Ask, Release
 
@@ -69,11 +70,19 @@ class ScriptedNode:
 class Asking:
     """One request, the lookup of it, and the node that is asked; time goes on where a test says so."""
 
-    def __init__(self, num_tokens: int, params: dict[str, Any] | None, script: Script, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        params: dict[str, Any] | None,
+        script: Script,
+        *,
+        layouts: Sequence[KvLayout] = (layout(),),
+        **settings: Any,
+    ) -> None:
         self.now = 1000.0
         self.node: Any = ScriptedNode(script)
         self.request = Request("r", list(range(num_tokens)), params)
-        groups = CacheGroups.of(layout())
+        groups = CacheGroups.of(layouts)
         self.tracked = TrackedRequest(self.request, groups, parse_params(params), groups.fingerprint())
         config = ConnectorConfig(node="ipc:///nowhere", chunk_tokens=CHUNK, **settings)
         self.lookup = StoreLookup(config, groups, hasher, lambda: self.now)
@@ -426,3 +435,15 @@ def test_room_that_comes_late_is_filled_in_its_turn() -> None:
     assert save is not None
     assert [pages.completes for pages in save.pages] == [True]
     assert len(asking.state.grants) == 2
+
+
+def test_a_prefill_leg_asks_for_no_chunk_that_its_tail_has() -> None:
+    """Room that it would give back before it is filled, and with that the transfer."""
+    state = msgspec.structs.replace(layout(), kind="state", layers=(9,))
+    asking = Asking(2 * CHUNK, prefill_of("transfer-of-a-state"), answers(0), layouts=[layout(), state])
+    asking.advance()
+    [question] = asking.node.asked
+    assert len(question.keys) == 2 * 2, "a whole chunk and a tail of each group"
+    assert all(group.tail_nbytes for group in question.groups)
+    asking.lookup.reserve_late(asking.tracked, asking.node, 2 * CHUNK)
+    assert asking.node.asked == [question]
