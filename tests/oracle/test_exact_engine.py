@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from connector_storm import WEIGHTS, read_adapter
 from exact_engine import FOREIGN, PDX, KVConnectorOutput, LoRARequest, WorkerLoRAManager, connector
-from exact_kinds import KINDS, KINDS_WITH_PDX
+from exact_kinds import KINDS_WITH_PDX
 from exact_model import answer
 from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
@@ -106,10 +106,8 @@ def test_the_rest_is_loaded_of_a_prompt_that_vllm_has_the_beginning_of(
     assert reader.faults.loads == 2
 
 
-# Of several groups it was red once: the prefill leg gave its transfer up at its end, and why is open.
-@pytest.mark.parametrize(
-    "kind", ["full", *[pytest.param(each, marks=pytest.mark.long) for each in KINDS if each != "full"]]
-)
+# Open: of several groups, scheduled asynchronously, a prefill leg rarely gives its transfer up at its end.
+@each_kind
 @both
 @pytest.mark.parametrize("length", [40, 640, 1000])
 def test_a_decode_leg_computes_less_than_a_chunk(bed: OracleBed, asynchronous: bool, kind: str, length: int) -> None:
