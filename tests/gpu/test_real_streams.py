@@ -89,7 +89,7 @@ class Engine:
     def finish(self, missing: list[range]) -> threading.Event:
         """The end of the step; what is set when all copies have ended."""
         ended = threading.Event()
-        assert all(self.copier.gather(layers) for layers in missing)
+        assert all(self.copier.gather(0, layers) for layers in missing)
         self.copier.after_copies(ended.set)
         self.copier.end()
         return ended
@@ -125,7 +125,7 @@ def test_gathers_wait_for_the_layer_and_the_next_step_for_the_gathers(engine: En
     for layer in range(LAYERS):
         engine.compute(layer)
         engine.lag(engine.copier._gathering)
-        assert engine.copier.gather(range(layer, layer + 1))
+        assert engine.copier.gather(0, range(layer, layer + 1))
     ended = engine.finish([])
     engine.pages.zero_()  # the next step's blocks are cleared, or belong to somebody else
     assert not ended.is_set(), "nothing of this has waited for the GPU"
@@ -139,7 +139,7 @@ def test_nobody_is_told_before_the_copy_has_ended(engine: Engine) -> None:
     for layer in range(LAYERS):
         engine.pages[layer].copy_(engine.source[layer])
         engine.lag(engine.copier._gathering)
-        engine.copier.gather(range(layer, layer + 1))
+        engine.copier.gather(0, range(layer, layer + 1))
         engine.copier.after_copies(lambda: told.append(engine.slot_bytes()))
     assert engine.finish([]).wait(20)
     layer_bytes = len(IDS) * PAGE_BYTES
@@ -169,7 +169,7 @@ def test_a_graph_replay_skips_the_hooks_and_nothing_of_ours_is_in_it(engine: Eng
     engine.poison()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        forward(lambda layer: gathered.append(engine.copier.gather(range(layer, layer + 1))))
+        forward(lambda layer: gathered.append(engine.copier.gather(0, range(layer, layer + 1))))
     assert gathered == [False] * LAYERS
     graph.replay()
     torch.cuda.synchronize()
@@ -201,7 +201,7 @@ def test_a_graph_may_be_captured_while_copies_run(engine: Engine) -> None:
     engine.lag(engine.copier._gathering, 10 * LONG)
     for layer in range(LAYERS):
         engine.pages[layer].copy_(engine.source[layer])
-        engine.copier.gather(range(layer, layer + 1))
+        engine.copier.gather(0, range(layer, layer + 1))
     ended = engine.finish([])
     wait_until(engine.copier._copied._queue.empty, timeout_s=20.0, what="the waiter has taken the event")
     shared = mmap.mmap(-1, 4 * MIB)
