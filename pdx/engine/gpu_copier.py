@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -143,21 +143,22 @@ class _Step:
     """What one forward pass gathers. It holds the mapping until its last copy has ended."""
 
     mapped: MappedArena
-    batch: Batch | None  # None: by way of the staging memory
-    staged: Sequence[Staged]
+    # By cache group, of those that have pages in this step; those of an arena in host memory are staged.
+    batches: Mapping[int, Batch]
+    staged: Mapping[int, Sequence[Staged]]
     is_refused: bool = False  # CUDA did not take a launch: nothing of the step is whole
 
 
 class GpuCopier(PageCopier):
-    """`pages` are the engine's. One stream gathers, one loads; `pdx-copied` calls what comes after copies,
-    `pdx-computed` what comes after compute.
+    """`pages` are the engine's, by cache group. One stream gathers, one loads; `pdx-copied` calls what comes after
+    copies, `pdx-computed` what comes after compute.
 
     The engine's thread owns `_step` and `_fence`; `_arenas` guards which arena is mapped, and whether copies failed.
     """
 
     is_asynchronous = True
 
-    def __init__(self, pages: PageMap, shard: int, streams: Streams, link: NodeLink) -> None:
+    def __init__(self, pages: Sequence[PageMap], shard: int, streams: Streams, link: NodeLink) -> None:
         self._pages = pages
         self._shard = shard
         self.streams = streams
@@ -174,7 +175,7 @@ class GpuCopier(PageCopier):
         self._computed = EventThread("pdx-computed", self)
 
     @classmethod
-    def start(cls, pages: PageMap, shard: int, streams: Streams, link: NodeLink) -> GpuCopier:
+    def start(cls, pages: Sequence[PageMap], shard: int, streams: Streams, link: NodeLink) -> GpuCopier:
         """Compile the kernels, so that no step has to, and wait until the tables are on the GPU.
 
         Kernels that cannot be compiled or loaded here are logged and counted; the copier then copies nothing.
@@ -184,7 +185,8 @@ class GpuCopier(PageCopier):
         why = ""
         try:
             streams.gpu()
-            warm_up(pages)
+            for of_group in pages:
+                warm_up(of_group)
             ready = streams.event()
             ready.record(streams.compute())
             ready.synchronize()
@@ -256,12 +258,14 @@ class GpuCopier(PageCopier):
         found = [(each, run) for each in pages if (run := self._run_of(each, mapped)) is not None]
         try:
             if found:
-                runs = [run for _, run in found]
+                runs = _by_group(found)
                 with self.streams.on(self._gathering):
                     if mapped.place is Place.HOST and self._staging is not None:
-                        self._step = _Step(mapped, None, self._staging.stage(runs))
+                        staged = {at: self._staging.stage(self._pages[at], of_group) for at, of_group in runs.items()}
+                        self._step = _Step(mapped, {}, staged)
                     else:
-                        self._step = _Step(mapped, Batch.of(self._pages, runs), ())
+                        batches = {at: Batch.of(self._pages[at], of_group) for at, of_group in runs.items()}
+                        self._step = _Step(mapped, batches, {})
                 return [each for each, _ in found]
         except RuntimeError as error:  # no room on the GPU even for the table
             log.warning("the pages of this step are not saved: %s", str(error))
@@ -275,10 +279,10 @@ class GpuCopier(PageCopier):
         try:
             self._fence.record(self.streams.compute())
             self._fence.wait(self._gathering)
-            if step.batch is not None:
-                self._launch(self._gathering, gather, step.batch, layers, step.mapped.place)
+            if (batch := step.batches.get(group)) is not None:
+                self._launch(self._gathering, gather, batch, layers, step.mapped.place)
             elif self._staging is not None:
-                self._staging.gather(self._gathering, gather, step.staged, layers)
+                self._staging.gather(self._gathering, gather, step.staged.get(group, ()), layers)
         except (RuntimeError, ValueError, GpuError) as error:  # no memory for it, or another device is current
             step.is_refused = True
             log.warning("the pages of this step are not saved: %s", str(error))
@@ -340,8 +344,9 @@ class GpuCopier(PageCopier):
         if fence is not None:
             fence.wait(self._loading)
         with self.streams.on(self._loading):
-            batch = Batch.of(self._pages, [run for _, run in found])
-        self._launch(self._loading, scatter, batch, layers, mapped.place)
+            batches = [Batch.of(self._pages[group], runs) for group, runs in _by_group(found).items()]
+        for batch in batches:
+            self._launch(self._loading, scatter, batch, layers, mapped.place)
         ended = self._recorded(self._loading)
         try:
             ended.synchronize()
@@ -361,7 +366,7 @@ class GpuCopier(PageCopier):
 
     def _launch(self, stream: Stream, kernel: Callable[..., None], batch: Batch, layers: range, place: Place) -> None:
         for part, which in batch.parts(layers, LAUNCH_BYTES):
-            self.streams.launch(stream, kernel, self._pages, part, which.start, len(which), place=place)
+            self.streams.launch(stream, kernel, part.pages, part, which.start, len(which), place=place)
 
     def _held(self, arena: Arena) -> MappedArena | None:
         with self._arenas:
@@ -369,11 +374,12 @@ class GpuCopier(PageCopier):
             return mapped if mapped is not None and mapped.arena is arena and mapped.hold() else None
 
     def _run_of(self, pages: PagesPlan, mapped: MappedArena) -> Run | None:
-        layer_bytes = pages.num_blocks * self._pages.page_bytes
-        address = mapped.address_of(pages.slot_of(self._shard), layer_bytes * self._pages.num_layers)
+        page_bytes, num_layers = self._pages[pages.group].page_bytes, self._pages[pages.group].num_layers
+        layer_bytes = pages.num_blocks * page_bytes
+        address = mapped.address_of(pages.slot_of(self._shard), layer_bytes * num_layers)
         if address is None or not 0 <= pages.first <= pages.num_blocks - len(pages.block_ids):
             return None
-        return Run(pages.block_ids, address + pages.first * self._pages.page_bytes, layer_bytes)
+        return Run(pages.block_ids, address + pages.first * page_bytes, layer_bytes)
 
     def _recorded(self, stream: object) -> StreamEvent:
         try:
@@ -386,6 +392,13 @@ class GpuCopier(PageCopier):
     def _passed(self, event: StreamEvent, action: Action) -> None:
         self._spare.append(event)
         action()
+
+
+def _by_group(found: Iterable[tuple[PagesPlan, Run]]) -> Mapping[int, list[Run]]:
+    runs: defaultdict[int, list[Run]] = defaultdict(list)
+    for pages, run in found:
+        runs[pages.group].append(run)
+    return runs
 
 
 def page_map(layers: Sequence[torch.Tensor], num_blocks: int, page_bytes: int) -> PageMap:

@@ -7,7 +7,7 @@ are the engine's again, while whole slices cross at the speed of the link. docs/
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,22 +33,22 @@ class Staging:
     The engine's thread alone uses it. It must live until `stream` has done what is queued there.
     """
 
-    def __init__(self, pages: PageMap, streams: Streams) -> None:
-        """:raises RuntimeError: the GPU has no room for it."""
-        self._pages = pages
+    def __init__(self, pages: Sequence[PageMap], streams: Streams) -> None:
+        """For these pages, by cache group. :raises RuntimeError: the GPU has no room for it."""
         self._streams = streams
-        self._half_bytes = max(STAGING_BYTES // 2 // UNIT_BYTES * UNIT_BYTES, pages.page_bytes)
-        self._memory = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=pages.device)
+        largest = max(each.page_bytes for each in pages)
+        self._half_bytes = max(STAGING_BYTES // 2 // UNIT_BYTES * UNIT_BYTES, largest)
+        self._memory = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=pages[0].device)
         self.stream: Stream = streams.new_stream()  # the copy engine's
         self._gathered: StreamEvent = streams.event()
         # Parts of the ring, the oldest first: start, end, and the event until which the copy engine reads there.
         self._taken: deque[tuple[int, int, StreamEvent]] = deque()
         self._at = 0  # behind what was taken last
 
-    def stage(self, runs: Sequence[Run]) -> list[Staged]:
-        """What these runs, with addresses in host memory, are gathered by. On torch's current stream; errors as of
-        `Batch.of`, and a RuntimeError where the GPU has no room for the tables."""
-        most_pages = self._half_bytes // self._pages.page_bytes
+    def stage(self, pages: PageMap, runs: Iterable[Run]) -> list[Staged]:
+        """What these runs of `pages`, with addresses in host memory, are gathered by. On torch's current stream; errors
+        as of `Batch.of`, and a RuntimeError where the GPU has no room for the tables."""
+        most_pages = self._half_bytes // pages.page_bytes
         staged: list[Staged] = []
         group: list[Run] = []
         num_pages = 0
@@ -56,20 +56,20 @@ class Staging:
             first = 0
             while first < len(run.block_ids):
                 count = min(most_pages - num_pages, len(run.block_ids) - first)
-                address = run.address + first * self._pages.page_bytes
+                address = run.address + first * pages.page_bytes
                 group.append(Run(run.block_ids[first : first + count], address, run.layer_bytes))
                 first, num_pages = first + count, num_pages + count
                 if num_pages == most_pages:
-                    staged.append(self._staged(group, num_pages))
+                    staged.append(self._staged(pages, group, num_pages))
                     group, num_pages = [], 0
         if group:
-            staged.append(self._staged(group, num_pages))
+            staged.append(self._staged(pages, group, num_pages))
         return staged
 
-    def _staged(self, runs: list[Run], num_pages: int) -> Staged:
-        layer_bytes = num_pages * self._pages.page_bytes
+    def _staged(self, pages: PageMap, runs: list[Run], num_pages: int) -> Staged:
+        layer_bytes = num_pages * pages.page_bytes
         block_ids = [block_id for run in runs for block_id in run.block_ids]
-        batch = Batch.of(self._pages, [Run(block_ids, self._memory.data_ptr(), layer_bytes)])
+        batch = Batch.of(pages, [Run(block_ids, self._memory.data_ptr(), layer_bytes)])
         return Staged(batch, runs, layer_bytes)
 
     def gather(self, gathering: Stream, kernel: Callable[..., None], staged: Sequence[Staged], layers: range) -> None:
@@ -85,14 +85,14 @@ class Staging:
         start = self._room(nbytes, gathering)
         with self._streams.on(gathering):
             batch = staged.batch.shifted(start - layers.start * staged.layer_bytes)
-        self._streams.launch(gathering, kernel, self._pages, batch, layers.start, len(layers), place=Place.HERE)
+        self._streams.launch(gathering, kernel, batch.pages, batch, layers.start, len(layers), place=Place.HERE)
         self._gathered.record(gathering)
         self._gathered.wait(self.stream)
         source = self._memory.data_ptr() + start
         copies: list[tuple[int, int, int]] = []
         for layer in layers:
             for run in staged.runs:
-                size = len(run.block_ids) * self._pages.page_bytes
+                size = len(run.block_ids) * batch.pages.page_bytes
                 copies.append((run.address + layer * run.layer_bytes, source, size))
                 source += size
         self._streams.copy(self.stream, copies)

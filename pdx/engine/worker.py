@@ -119,11 +119,10 @@ class WorkerHalf:
             return CpuCopier(blocks, self._groups, self._shard, self.link)
         from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
-        if len(layers) > 1:
-            raise LayoutError(
-                f"{len(layers)} cache groups on a GPU: PDX moves several groups of host memory only so far"
-            )
-        pages = page_map(list(layers[0]), num_blocks, self._groups[0].page_bytes)
+        pages = [
+            page_map(of_group, num_blocks, layout.page_bytes)
+            for layout, of_group in zip(self._groups, layers, strict=True)
+        ]
         return GpuCopier.start(pages, self._shard, self._streams or Streams(device), self.link)
 
     # ---- each step --------------------------------------------------------------------------

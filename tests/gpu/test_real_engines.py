@@ -162,7 +162,7 @@ def test_what_was_saved_is_loaded(engine: ReferenceEngine, gpu_node: NodeProcess
     again = engine.add("again", PROMPTS[0], DECODED)
     engine.run()
     assert again.output == alone[False][0]
-    assert again.stats.loaded_tokens == 5 * CHUNK
+    assert again.stats.loaded_tokens == len(PROMPTS[0]) // 16 * 16  # all whole blocks: the last chunk is a tail
 
 
 def test_the_node_is_killed_while_pages_are_gathered(

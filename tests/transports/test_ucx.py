@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from ucx_conformance import UcxConformance, stage_of
+from ucx_conformance import LEAVES_A_WORKER, UcxConformance, stage_of
 
 from pdx.errors import ProtocolError
 from pdx.testing.channel_stage import MIB, Peer, Stage
@@ -22,20 +22,11 @@ from pdx.transports.ucx import engine as ucx_engine
 from pdx.transports.ucx.messages import CONTROL_TAG, MAX_LANE, MAX_MESSAGE_BYTES, Done, Put, decode, payload_tag
 from pdx.transports.ucx.region import UcxRegion
 
-# With a peer that is stopped, writes must be cancelled. UCXX 0.52 lets an endpoint and its cancelled requests hold each
-# other for ever, and the worker's descriptors with them; see docs/adr/0018-nixl-and-ucx.md.
-_LEAVES_A_WORKER = (
-    "stopped_peer_cannot_be_connected_to",
-    "stopped_reader_holds_up_nobody",
-    "comes_free[stop]",
-    "waits_for_a_stopped_reader",
-)
-
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(request: pytest.FixtureRequest) -> None:
     """The check of all tests, but for those few."""
-    if not any(name in request.node.name for name in _LEAVES_A_WORKER):
+    if not any(name in request.node.name for name in LEAVES_A_WORKER):
         request.getfixturevalue("nothing_leaks")
 
 
