@@ -7,12 +7,13 @@ heads (BHLNC, LHBNC). In a slot a page is always contiguous: its pieces in the o
 
 from __future__ import annotations
 
-from array import array
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,20 +139,24 @@ class Batch:
     def of(cls, pages: PageMap, runs: Sequence[Run]) -> Batch:
         """Check the runs and upload them in one copy on torch's current stream, without waiting for it. An IndexError
         names a block id outside the engine's blocks; a ValueError an address or a distance that cannot be."""
-        for run in runs:
-            _check(run, pages)
-        block_ids, places, distances = array("q"), array("q"), array("q")
-        for run in runs:
-            num_pages = len(run.block_ids)
-            block_ids.extend(run.block_ids)
-            places.extend(range(run.address, run.address + num_pages * pages.page_bytes, pages.page_bytes))
-            distances.extend([run.layer_bytes] * num_pages)
-        num_pages = len(block_ids)
+        counts = [len(run.block_ids) for run in runs]
+        num_pages = sum(counts)
         # torch keeps page-locked memory from being used again until the copies from it have ended.
         rows = torch.empty((num_pages, 3), dtype=torch.int64, pin_memory=pages.device.type == "cuda")
         if num_pages:
-            columns = torch.frombuffer(block_ids + places + distances, dtype=torch.int64)
-            rows.copy_(columns.view(3, num_pages).T)
+            flat = list(itertools.chain.from_iterable(run.block_ids for run in runs))
+            for bad in (min(flat), max(flat)):
+                if not 0 <= bad < pages.num_blocks:
+                    raise IndexError(f"block id {bad} is outside the {pages.num_blocks} blocks")
+            ids, places, layer_bytes = rows.numpy().T
+            ids[:] = flat
+            for run, count in zip(runs, counts, strict=True):
+                _check(run, count, pages)
+            # Page i of a run lies i pages behind its first one, and so as many less than all pages before the run.
+            before = np.cumsum([0, *counts[:-1]])
+            firsts = np.array([run.address for run in runs], np.int64) - before * pages.page_bytes
+            places[:] = np.repeat(firsts, counts) + np.arange(num_pages, dtype=np.int64) * pages.page_bytes
+            layer_bytes[:] = np.repeat(np.array([run.layer_bytes for run in runs], np.int64), counts)
         return cls(pages, num_pages, rows.to(pages.device, non_blocking=True))
 
     def shifted(self, nbytes: int) -> Batch:
@@ -177,16 +182,13 @@ class Batch:
                 yield part, range(layer, min(layer + most_layers, layers.stop))
 
 
-def _check(run: Run, pages: PageMap) -> None:
-    if not run.block_ids:
+def _check(run: Run, num_pages: int, pages: PageMap) -> None:
+    if not num_pages:
         return
-    for bad in (min(run.block_ids), max(run.block_ids)):
-        if not 0 <= bad < pages.num_blocks:
-            raise IndexError(f"block id {bad} is outside the {pages.num_blocks} blocks")
     end = run.address + pages.num_layers * run.layer_bytes
     if run.address <= 0 or run.address % UNIT_BYTES or end > _MAX_ADDRESS:
-        raise ValueError(f"address {run.address:#x} is not one of {len(run.block_ids)} pages aligned to {UNIT_BYTES}")
-    if run.layer_bytes % UNIT_BYTES or run.layer_bytes < len(run.block_ids) * pages.page_bytes:
+        raise ValueError(f"address {run.address:#x} is not one of {num_pages} pages aligned to {UNIT_BYTES}")
+    if run.layer_bytes % UNIT_BYTES or run.layer_bytes < num_pages * pages.page_bytes:
         raise ValueError(
-            f"slices {run.layer_bytes} bytes apart do not hold {len(run.block_ids)} pages of {pages.page_bytes} bytes"
+            f"slices {run.layer_bytes} bytes apart do not hold {num_pages} pages of {pages.page_bytes} bytes"
         )

@@ -77,7 +77,7 @@ def layouts_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mod
         if not moves_groups():
             raise LayoutError(
                 f"hybrid model with {len(groups)} KV cache groups ({_kinds(groups)}): PDX moves several groups of vLLM "
-                "0.32 or newer, on CPUs; run this model without PdxConnector"
+                "0.32 or newer; run this model without PdxConnector"
             )
         unit = math.lcm(hashed, *(group.kv_cache_spec.block_size for group in groups))
         chunk_tokens = -(-chunk_tokens // unit) * unit
@@ -113,7 +113,7 @@ def _shape(spec: Any, cache: Any) -> dict[str, Any]:
     kind, window = _KINDS.get(type(spec).__name__, ("", ""))
     if not kind or (kind != "full" and not moves_groups()):
         raise LayoutError(
-            f"a KV cache group of {type(spec).__name__}: PDX moves full attention, and with vLLM 0.32 or newer on CPUs "
+            f"a KV cache group of {type(spec).__name__}: PDX moves full attention, and with vLLM 0.32 or newer "
             "windows, chunked local attention and states; run this model without PdxConnector"
         )
     shape = {"kind": kind, "window": getattr(spec, window) if window else 0, "block_tokens": spec.block_size}

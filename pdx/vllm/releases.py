@@ -58,11 +58,8 @@ def reports_blocks() -> bool:
 
 
 def moves_groups() -> bool:
-    """Whether several cache groups can be moved: vLLM shows a request's blocks of all of them since 0.32, and on GPUs
-    PDX's kernels copy one group so far."""
-    from vllm.platforms import current_platform
-
-    return RELEASE >= (0, 32) and current_platform.is_cpu()
+    """Whether several cache groups can be moved: vLLM shows a request's blocks of all of them since 0.32."""
+    return RELEASE >= (0, 32)
 
 
 def check_nested() -> None:

@@ -8,15 +8,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from families import FAMILIES, ONLY_GROUPS, WINDOW, Group
 from forge import Forge, StartFailed
+
+from pdx.engine.gpu_copier import page_map
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
-    from vllm.v1.kv_cache_interface import MambaSpec
+    from vllm.v1.kv_cache_interface import KVCacheLayout, MambaSpec
+    from vllm.v1.worker.utils import allocate_kv_cache
 
 pytestmark = pytest.mark.long  # vLLM is imported for it
 ALL = {**FAMILIES, **ONLY_GROUPS}
@@ -43,6 +47,20 @@ def test_all_groups_share_one_buffer_block_by_block(groups_of: Any, family: str)
         name for group in config.kv_cache_groups for name in group.layer_names
     )
     assert len({group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups}) == 1
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
+@pytest.mark.parametrize("family", ALL)
+def test_the_pages_of_each_group_are_such_as_the_kernels_of_a_gpu_copy(
+    groups_of: Any, family: str, layout: str
+) -> None:
+    """vLLM lays them out alike on all devices, block by block where groups share it."""
+    config = groups_of(family)
+    tensors = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout])
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        nbytes = getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
+        assert page_map([tensors[name] for name in group.layer_names], config.num_blocks, nbytes).page_bytes == nbytes
 
 
 def test_blocks_of_groups_may_differ_and_hashes_are_of_the_shorter(groups_of: Any) -> None:
