@@ -15,29 +15,37 @@ from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter
 from pdx.memory.arena import Arena
 from pdx.memory.layout import CacheGroups
+from pdx.memory.share import Share
 
 log = logging.getLogger("pdx")
 
 
 class _Target(NamedTuple):
-    """Pages of a chunk, the rows of its slot, and the engine's blocks they belong to (int64 [pages])."""
+    """Pages of one shard of a chunk, the rows of its slot, and the engine's blocks they belong to (int64 [pages]).
+    `part`: which of the rank's shards it is."""
 
     pages: PagesPlan
+    part: int
     rows: torch.Tensor
     block_ids: torch.Tensor
 
 
 class CpuCopier(PageCopier):
-    """`layers` are, by cache group, the engine's blocks per layer, as rows [num_blocks, page_bytes / 16]."""
+    """`layers` are, by cache group and shard of the rank, the engine's blocks per layer, as rows [num_blocks,
+    page_bytes / 16]."""
 
     is_asynchronous = False
 
     def __init__(
-        self, layers: Sequence[Sequence[torch.Tensor]], groups: CacheGroups, shard: int, link: NodeLink
+        self,
+        layers: Sequence[Sequence[Sequence[torch.Tensor]]],
+        groups: CacheGroups,
+        share: Share,
+        link: NodeLink,
     ) -> None:
         self._layers = layers
         self._groups = groups
-        self._shard = shard
+        self._share = share
         self._link = link
         # Replaced by the link's thread. The tensor has all bytes of the arena and keeps the mapping alive, also beyond
         # the node's life.
@@ -58,7 +66,7 @@ class CpuCopier(PageCopier):
     def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
         data = self._bytes_of(arena)
         self._targets = [] if data is None else self._targets_of(pages, arena, data)
-        return [target.pages for target in self._targets]
+        return [target.pages for target in self._targets if not target.part]
 
     def gather(self, group: int, layers: range) -> bool:
         targets = [target for target in self._targets if target.pages.group == group]
@@ -93,15 +101,18 @@ class CpuCopier(PageCopier):
         """Of those pages whose slots are still the promised ones, which also says that they lie within the arena."""
         targets = []
         for each in pages:
-            slot = each.slot_of(self._shard)
-            if arena.is_current(slot):
-                part = data[slot.offset : slot.offset + slot.nbytes]
-                rows = page_rows(part.view(self._groups[each.group].num_layers * each.num_blocks, -1))
-                targets.append(_Target(each, rows, torch.tensor(each.block_ids, dtype=torch.int64)))
+            slots = each.slots_of(self._share)
+            if not all(map(arena.is_current, slots)):
+                continue
+            block_ids = torch.tensor(each.block_ids, dtype=torch.int64)
+            for part, slot in enumerate(slots):
+                found = data[slot.offset : slot.offset + slot.nbytes]
+                rows = page_rows(found.view(self._groups[each.group].num_layers * each.num_blocks, -1))
+                targets.append(_Target(each, part, rows, block_ids))
         return targets
 
     def _copy(self, target: _Target, layer: int) -> PageCopy:
-        layers = self._layers[target.pages.group]
+        layers = self._layers[target.pages.group][target.part]
         first = layer * target.pages.num_blocks + target.pages.first
         return PageCopy(target.rows[first : first + len(target.block_ids)], target.block_ids, layers[layer])
 
@@ -109,5 +120,9 @@ class CpuCopier(PageCopier):
         arena, data = source.mapped
         targets = self._targets_of(pages, arena, data)
         scatter([self._copy(target, layer) for target in targets for layer in layers])
-        arrived = {id(target.pages) for target in targets if arena.is_current(target.pages.slot_of(self._shard))}
-        return [each for each in pages if id(each) not in arrived]
+        begun = {id(target.pages) for target in targets}
+        return [
+            each
+            for each in pages
+            if id(each) not in begun or not all(map(arena.is_current, each.slots_of(self._share)))
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -23,6 +24,7 @@ from pdx.engine.streams import Stream, StreamEvent, Streams
 from pdx.errors import GpuError, GpuUnavailable, LayoutError, PdxError
 from pdx.kernels.paged import Batch, PageMap, Place, Run, gather, scatter, warm_up
 from pdx.memory.arena import Arena
+from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 
 LAUNCH_BYTES = 64 << 20  # programs that run are not preempted: the engine's kernels start between two launches
@@ -82,14 +84,11 @@ class MappedArena:
             self._is_closed = True
             self.release()
 
-    def address_of(self, slot: Slot, nbytes: int) -> int | None:
-        """Where the GPU finds the slot's `nbytes`; None if it is not (any more) a slot of that size, or out of reach.
-        Only while held."""
+    def reaches(self, slot: Slot, nbytes: int) -> bool:
+        """Whether it is (still) a slot of so many bytes at least, and the GPU finds them. Only while held."""
         if nbytes > slot.nbytes or not self.arena.is_current(slot):
-            return None
-        if self._page_lock is not None and not self._page_lock.covers(slot.offset, slot.nbytes):
-            return None
-        return self.arena.address + slot.offset
+            return False
+        return self._page_lock is None or self._page_lock.covers(slot.offset, slot.nbytes)
 
 
 class EventThread:
@@ -143,24 +142,24 @@ class _Step:
     """What one forward pass gathers. It holds the mapping until its last copy has ended."""
 
     mapped: MappedArena
-    # By cache group, of those that have pages in this step; those of an arena in host memory are staged.
-    batches: Mapping[int, Batch]
-    staged: Mapping[int, Sequence[Staged]]
+    # By cache group and shard, of the groups that have pages in this step; those of an arena in host memory are staged.
+    batches: Mapping[tuple[int, int], Batch]
+    staged: Mapping[tuple[int, int], Sequence[Staged]]
     is_refused: bool = False  # CUDA did not take a launch: nothing of the step is whole
 
 
 class GpuCopier(PageCopier):
-    """`pages` are the engine's, by cache group. One stream gathers, one loads; `pdx-copied` calls what comes after
-    copies, `pdx-computed` what comes after compute.
+    """`pages` are the engine's, by cache group and shard. One stream gathers, one loads; `pdx-copied` calls what comes
+    after copies, `pdx-computed` what comes after compute.
 
     The engine's thread owns `_step` and `_fence`; `_arenas` guards which arena is mapped, and whether copies failed.
     """
 
     is_asynchronous = True
 
-    def __init__(self, pages: Sequence[PageMap], shard: int, streams: Streams, link: NodeLink) -> None:
+    def __init__(self, pages: Sequence[Sequence[PageMap]], share: Share, streams: Streams, link: NodeLink) -> None:
         self._pages = pages
-        self._shard = shard
+        self._share = share
         self.streams = streams
         self._link = link
         self._gathering, self._loading = streams.new_stream(), streams.new_stream()
@@ -175,7 +174,7 @@ class GpuCopier(PageCopier):
         self._computed = EventThread("pdx-computed", self)
 
     @classmethod
-    def start(cls, pages: Sequence[PageMap], shard: int, streams: Streams, link: NodeLink) -> GpuCopier:
+    def start(cls, pages: Sequence[Sequence[PageMap]], share: Share, streams: Streams, link: NodeLink) -> GpuCopier:
         """Compile the kernels, so that no step has to, and wait until the tables are on the GPU.
 
         Kernels that cannot be compiled or loaded here are logged and counted; the copier then copies nothing.
@@ -185,8 +184,8 @@ class GpuCopier(PageCopier):
         why = ""
         try:
             streams.gpu()
-            for of_group in pages:
-                warm_up(of_group)
+            for of_shard in itertools.chain.from_iterable(pages):
+                warm_up(of_shard)
             ready = streams.event()
             ready.record(streams.compute())
             ready.synchronize()
@@ -194,7 +193,7 @@ class GpuCopier(PageCopier):
             raise
         except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
             why = f"{type(error).__name__}: {error}"
-        made = cls(pages, shard, streams, link)
+        made = cls(pages, share, streams, link)
         if why:
             made._has_failed = True
             log.error(
@@ -225,7 +224,7 @@ class GpuCopier(PageCopier):
 
     def _new_staging(self) -> Staging | None:
         try:
-            return Staging(self._pages, self.streams)
+            return Staging(list(itertools.chain.from_iterable(self._pages)), self.streams)
         except RuntimeError as error:
             log.warning(
                 "no room on the GPU to stage what goes to host memory, so kernels write there and take longer: %s",
@@ -255,18 +254,18 @@ class GpuCopier(PageCopier):
         mapped = self._held(arena) if pages and not self.streams.is_capturing() else None
         if mapped is None:
             return []
-        found = [(each, run) for each in pages if (run := self._run_of(each, mapped)) is not None]
+        found = [each for each in pages if self._is_in_reach(each, mapped)]
         try:
             if found:
-                runs = _by_group(found)
+                runs = self._runs(found, mapped)
                 with self.streams.on(self._gathering):
                     if mapped.place is Place.HOST and self._staging is not None:
-                        staged = {at: self._staging.stage(self._pages[at], of_group) for at, of_group in runs.items()}
+                        staged = {at: self._staging.stage(self._map(at), its) for at, its in runs.items()}
                         self._step = _Step(mapped, {}, staged)
                     else:
-                        batches = {at: Batch.of(self._pages[at], of_group) for at, of_group in runs.items()}
+                        batches = {at: Batch.of(self._map(at), its) for at, its in runs.items()}
                         self._step = _Step(mapped, batches, {})
-                return [each for each, _ in found]
+                return found
         except RuntimeError as error:  # no room on the GPU even for the table
             log.warning("the pages of this step are not saved: %s", str(error))
         self._copied.put(None, mapped.release)
@@ -279,10 +278,11 @@ class GpuCopier(PageCopier):
         try:
             self._fence.record(self.streams.compute())
             self._fence.wait(self._gathering)
-            if (batch := step.batches.get(group)) is not None:
-                self._launch(self._gathering, gather, batch, layers, step.mapped.place)
-            elif self._staging is not None:
-                self._staging.gather(self._gathering, gather, step.staged.get(group, ()), layers)
+            for part in range(self._share.count):
+                if (batch := step.batches.get((group, part))) is not None:
+                    self._launch(self._gathering, gather, batch, layers, step.mapped.place)
+                elif self._staging is not None:
+                    self._staging.gather(self._gathering, gather, step.staged.get((group, part), ()), layers)
         except (RuntimeError, ValueError, GpuError) as error:  # no memory for it, or another device is current
             step.is_refused = True
             log.warning("the pages of this step are not saved: %s", str(error))
@@ -340,11 +340,11 @@ class GpuCopier(PageCopier):
         mapped = source.mapped
         fence, source.fence = source.fence, None  # what the loading stream does later comes behind it as well
         self.streams.bind_thread()
-        found = [(each, run) for each in pages if (run := self._run_of(each, mapped)) is not None]
+        found = [each for each in pages if self._is_in_reach(each, mapped)]
         if fence is not None:
             fence.wait(self._loading)
         with self.streams.on(self._loading):
-            batches = [Batch.of(self._pages[group], runs) for group, runs in _by_group(found).items()]
+            batches = [Batch.of(self._map(at), runs) for at, runs in self._runs(found, mapped).items()]
         for batch in batches:
             self._launch(self._loading, scatter, batch, layers, mapped.place)
         ended = self._recorded(self._loading)
@@ -354,7 +354,7 @@ class GpuCopier(PageCopier):
             self.failed(error)
             raise
         self._spare.extend((ended,) if fence is None else (fence, ended))
-        loaded = {id(each) for each, _ in found if mapped.arena.is_current(each.slot_of(self._shard))}
+        loaded = {id(each) for each in found if all(map(mapped.arena.is_current, each.slots_of(self._share)))}
         return [each for each in pages if id(each) not in loaded]
 
     # ---- both -------------------------------------------------------------------------------
@@ -373,13 +373,27 @@ class GpuCopier(PageCopier):
             mapped = None if self._has_failed else self._mapped
             return mapped if mapped is not None and mapped.arena is arena and mapped.hold() else None
 
-    def _run_of(self, pages: PagesPlan, mapped: MappedArena) -> Run | None:
-        page_bytes, num_layers = self._pages[pages.group].page_bytes, self._pages[pages.group].num_layers
-        layer_bytes = pages.num_blocks * page_bytes
-        address = mapped.address_of(pages.slot_of(self._shard), layer_bytes * num_layers)
-        if address is None or not 0 <= pages.first <= pages.num_blocks - len(pages.block_ids):
-            return None
-        return Run(pages.block_ids, address + pages.first * page_bytes, layer_bytes)
+    def _map(self, at: tuple[int, int]) -> PageMap:
+        group, part = at
+        return self._pages[group][part]
+
+    def _is_in_reach(self, pages: PagesPlan, mapped: MappedArena) -> bool:
+        """Whether the GPU finds the slots of all shards of the rank, and the pages lie within them."""
+        if not 0 <= pages.first <= pages.num_blocks - len(pages.block_ids):
+            return False
+        of_shard = self._pages[pages.group][0]
+        nbytes = pages.num_blocks * of_shard.page_bytes * of_shard.num_layers
+        return all(mapped.reaches(slot, nbytes) for slot in pages.slots_of(self._share))
+
+    def _runs(self, found: Iterable[PagesPlan], mapped: MappedArena) -> Mapping[tuple[int, int], list[Run]]:
+        """Where their pages go, by cache group and shard."""
+        runs: defaultdict[tuple[int, int], list[Run]] = defaultdict(list)
+        for pages in found:
+            page_bytes = self._pages[pages.group][0].page_bytes
+            for part, slot in enumerate(pages.slots_of(self._share)):
+                address = mapped.arena.address + slot.offset + pages.first * page_bytes
+                runs[pages.group, part].append(Run(pages.block_ids, address, pages.num_blocks * page_bytes))
+        return runs
 
     def _recorded(self, stream: object) -> StreamEvent:
         try:
@@ -392,13 +406,6 @@ class GpuCopier(PageCopier):
     def _passed(self, event: StreamEvent, action: Action) -> None:
         self._spare.append(event)
         action()
-
-
-def _by_group(found: Iterable[tuple[PagesPlan, Run]]) -> Mapping[int, list[Run]]:
-    runs: defaultdict[int, list[Run]] = defaultdict(list)
-    for pages, run in found:
-        runs[pages.group].append(run)
-    return runs
 
 
 def page_map(layers: Sequence[torch.Tensor], num_blocks: int, page_bytes: int) -> PageMap:

@@ -17,7 +17,7 @@ from pdx.engine.copier import Scatter
 from pdx.engine.plan import LoadPlan, PagesPlan
 from pdx.memory.arena import NEVER, Arena
 from pdx.memory.layout import CacheGroups, KvLayout
-from pdx.memory.slot import Slot
+from pdx.memory.share import Share
 from pdx.telemetry.rate import Rate
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
@@ -43,17 +43,17 @@ class _Job:
         self.failed: set[int] = set()  # blocks
         self._scatter = scatter
         self._left: dict[int, tuple[PagesPlan, int]] | None = None  # by number: slices from this one on are not copied
-        self._watched: tuple[Slot, int] | None = None  # the first chunk that lacks slices, and how many it had
+        self._watched: tuple[PagesPlan, int] | None = None  # the first chunk that lacks slices, and how many it had
         self._look_at = 0.0  # at all chunks, whatever the watched one says
         self.start_ns = 0  # of the first copy
         self.loaded_bytes = 0
         self.moved_at = time.monotonic()  # something was copied then
         self.asked_at = 0.0
 
-    def begin(self, shard: int) -> None:
+    def begin(self, share: Share) -> None:
         """Once, before `advance`."""
         if self._left is None:
-            self._left = {number: (pages, 0) for number, pages in enumerate(self.load.pages_of(shard))}
+            self._left = {number: (pages, 0) for number, pages in enumerate(self.load.pages_of(share))}
 
     @property
     def is_over(self) -> bool:
@@ -66,18 +66,18 @@ class _Job:
         """
         assert self._left is not None
         if self._watched is not None and time.monotonic() < self._look_at:
-            slot, filled = self._watched  # chunks are filled in their order: a look costs the same for any number
-            if self.arena.is_current(slot) and self.arena.filled_slices(slot) == filled:
+            pages, filled = self._watched  # chunks are filled in their order: a look costs the same for any number
+            if self._filled(pages) == filled:
                 return []
         runs: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
         left_bytes = most_bytes
         for number, (pages, start) in self._left.items():
-            slot = pages.slots[0]
-            filled = self.arena.filled_slices(slot) if self.arena.is_current(slot) else NEVER
+            filled = self._filled(pages)
             if filled > start:
                 layout = groups[pages.group]
                 runs[pages.group, start, filled].append(number)
-                left_bytes -= len(pages.block_ids) * (min(filled, layout.num_layers) - start) * layout.page_bytes
+                num_slices = (min(filled, layout.num_layers) - start) * len(pages.slots)
+                left_bytes -= len(pages.block_ids) * num_slices * layout.page_bytes
                 if left_bytes <= 0:
                     break
         copies = []
@@ -93,7 +93,7 @@ class _Job:
             end_ns = time.monotonic_ns()
             self._lose(pages for pages in pages_of.values() if id(pages) in lost)
             pages_of = {number: pages for number, pages in pages_of.items() if id(pages) not in lost}
-            num_pages = sum(len(pages.block_ids) for pages in pages_of.values())
+            num_pages = sum(len(pages.block_ids) * len(pages.slots) for pages in pages_of.values())
             nbytes = num_pages * len(layers) * layout.page_bytes
             self.loaded_bytes += nbytes
             copies.append((layers, nbytes, start_ns, end_ns))
@@ -102,7 +102,7 @@ class _Job:
         self._watched = None
         if self._left and left_bytes > 0:
             first, copied = self._left[min(self._left)]
-            self._watched = first.slots[0], copied
+            self._watched = first, copied
             self._look_at = time.monotonic() + LOOK_AT_ALL_S
         if copies:
             self.start_ns = self.start_ns or copies[0][2]
@@ -120,6 +120,11 @@ class _Job:
     def close(self) -> None:
         """Nothing more is copied."""
         self._scatter.close()
+
+    def _filled(self, pages: PagesPlan) -> int:
+        """Leading slices that are filled in every shard; `NEVER` where one of them will never have more."""
+        counts = [self.arena.filled_slices(slot) if self.arena.is_current(slot) else NEVER for slot in pages.slots]
+        return NEVER if NEVER in counts else min(counts)
 
     def _lose(self, lost: Iterable[PagesPlan]) -> None:
         self.failed.update(block for pages in lost for block in pages.block_ids)
@@ -140,14 +145,14 @@ class Loader:
     def __init__(
         self,
         layout: KvLayout | Sequence[KvLayout],
-        shard: int,
+        share: Share,
         tracer: Tracer | None = None,
         *,
         patience_s: float = 30.0,
     ) -> None:
         """`patience_s`: a load that has copied nothing for so long fails."""
         self._groups = CacheGroups.of(layout)
-        self._shard = shard
+        self._share = share
         self._tracer = tracer
         self._patience_s = patience_s
         self._jobs: queue.PriorityQueue[_Place] = queue.PriorityQueue()
@@ -231,7 +236,7 @@ class Loader:
         """Copy a piece of what is there of it; whether there was any."""
         copies: list[tuple[range, int, int, int]] = []
         try:
-            job.begin(self._shard)
+            job.begin(self._share)
             copies = job.advance(self._groups, max(PIECE_BYTES, self._rate.gb_s * PIECE_S * 1e9))
             self._tell(job, copies)
             if not job.is_over and not copies and self._is_lost(job):
@@ -266,7 +271,7 @@ class Loader:
                 self._rate.moved(nbytes, start_ns, end_ns)
             if transfer is not None and tracer is not None and tracer.is_on:
                 tracer.span(Lane.SCATTER, transfer, layers.start, len(layers), start_ns, end_ns, nbytes)
-        job.connection.load_s = self._rate.seconds(self._groups.chunk_bytes)
+        job.connection.load_s = self._rate.seconds(self._groups.chunk_bytes * self._share.count)
 
     def _end(self, job: _Job) -> None:
         load = job.load

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 
 _SLOT_BYTES = 3 * 8
@@ -16,8 +17,8 @@ NO_EPOCH = -1  # of no life at all: such a load fails
 class PagesPlan(msgspec.Struct, frozen=True):
     """Pages [first, first + len(block_ids)) of every layer of one chunk, and the engine's blocks they belong to.
 
-    `slots` has one slot per shard, or only that of the shard it was made for; a layer's slice in it has `num_blocks`
-    pages. `group`: the cache group whose layers these are.
+    `slots` has one slot per shard, or those alone that a rank has; a layer's slice in each has `num_blocks` pages.
+    `group`: the cache group whose layers these are.
     """
 
     slots: list[Slot]
@@ -28,8 +29,8 @@ class PagesPlan(msgspec.Struct, frozen=True):
     by_layer: bool = False  # the node wants to hear of layers as they are filled, not only of the whole
     group: int = 0
 
-    def slot_of(self, shard: int) -> Slot:
-        return self.slots[shard] if len(self.slots) > 1 else self.slots[0]
+    def slots_of(self, share: Share) -> Sequence[Slot]:
+        return share.among(self.slots) if len(self.slots) > share.count else self.slots
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ class SavePlan(msgspec.Struct, frozen=True):
 class LoadPlan(msgspec.Struct, frozen=True):
     """Chunks of one request to scatter into its blocks.
 
-    It goes to the workers of all shards, each of which reads its part alone: thousands of objects would be made and
+    It goes to the workers of all ranks, each of which reads its part alone: thousands of objects would be made and
     encoded for nothing, so `packed` has arrays of machine words. First the slots, for one shard after the other: all
     offsets, all sizes, all generations. Then, in half words, four numbers for each chunk (its cache group, its blocks,
     the first of them that is loaded, how many are), and all block ids.
@@ -82,18 +83,21 @@ class LoadPlan(msgspec.Struct, frozen=True):
         packed = words.tobytes() + halves.tobytes()
         return cls(request_id, transfer, len(pages), num_shards, packed, epoch)
 
-    def pages_of(self, shard: int) -> list[PagesPlan]:
-        """What the worker of this shard is to load."""
-        count, halves = self.num_chunks, self._halves()
-        start = shard * count * _SLOT_BYTES
-        words = memoryview(self.packed)[start : start + count * _SLOT_BYTES].cast("Q").tolist()
-        slots = map(Slot, words[:count], words[count : 2 * count], words[2 * count :])
-        pages, end = [], 4 * count
-        for index, slot in enumerate(slots):
+    def pages_of(self, share: Share) -> list[PagesPlan]:
+        """What the worker with this share is to load."""
+        halves = self._halves()
+        pages, end = [], 4 * self.num_chunks
+        for index, slots in enumerate(zip(*map(self._slots, share.among(range(self.num_shards))), strict=True)):
             group, num_blocks, first, length = halves[4 * index : 4 * index + 4]
-            pages.append(PagesPlan([slot], num_blocks, first, halves[end : end + length], group=group))
+            pages.append(PagesPlan(list(slots), num_blocks, first, halves[end : end + length], group=group))
             end += length
         return pages
+
+    def _slots(self, shard: int) -> Iterator[Slot]:
+        count = self.num_chunks
+        start = shard * count * _SLOT_BYTES
+        words = memoryview(self.packed)[start : start + count * _SLOT_BYTES].cast("Q").tolist()
+        return map(Slot, words[:count], words[count : 2 * count], words[2 * count :])
 
     @property
     def block_ids(self) -> list[int]:

@@ -12,6 +12,7 @@ from pdx.engine.copier import PageCopier
 from pdx.engine.plan import PagesPlan, SavePlan
 from pdx.memory.arena import Arena
 from pdx.memory.layout import CacheGroups
+from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
@@ -36,7 +37,7 @@ class StepSave:
         saves: Sequence[SavePlan],
         pages: Sequence[PagesPlan],
         groups: CacheGroups,
-        shard: int,
+        share: Share,
         *,
         copier: PageCopier,
         connection: Connection,
@@ -47,6 +48,7 @@ class StepSave:
         self.copier = copier
         self.connection = connection
         self._groups = groups
+        self._share = share
         self._arena = arena
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
         # Of each cache group, the slots that are whole when all layers are gathered, and of these …
@@ -56,9 +58,9 @@ class StepSave:
         for each in pages:
             self._page_counts[each.group] += len(each.block_ids)
             if each.completes:
-                self._whole[each.group].append(each.slot_of(shard))
+                self._whole[each.group] += each.slots_of(share)
                 if each.by_layer:
-                    self._by_layer[each.group].append(each.slot_of(shard))
+                    self._by_layer[each.group] += each.slots_of(share)
         self._done: list[set[int]] = [set() for _ in groups]
         # Of a step that ends a transfer: for each layer its group, and whether it is gathered.
         self._copies: list[tuple[int, Callable[[], bool]]] = []
@@ -91,7 +93,8 @@ class StepSave:
         if self._by_layer[group]:
             untold.append(layer)
         fills: list[range] = []
-        if len(untold) * self._page_counts[group] * self._groups[group].page_bytes >= GROUP_BYTES:
+        page_bytes = self._groups[group].page_bytes * self._share.count
+        if len(untold) * self._page_counts[group] * page_bytes >= GROUP_BYTES:
             fills, self._untold[group] = _runs(sorted(untold)), []
         if fills or self._tracer is not None:
             done = [(group, range(layer, layer + 1))]
@@ -174,12 +177,12 @@ class StepSave:
                 len(each.block_ids) * num_layers.get(each.group, 0) * self._groups[each.group].page_bytes
                 for each in save.pages
             )
-            nbytes, tokens = save.bytes_before + moved, save.num_tokens
+            nbytes, tokens = (save.bytes_before + moved) * self._share.count, save.num_tokens
             self.connection.tell(Mark(save.transfer, event, time.monotonic_ns(), nbytes=nbytes, tokens=tokens))
 
     def _span(self, lane: Lane, layers: range, start_ns: int, end_ns: int, group: int = 0) -> None:
         for transfer, nbytes in self._traced.items():
-            moved = nbytes[group] * len(layers) if lane is Lane.GATHER else 0
+            moved = nbytes[group] * len(layers) * self._share.count if lane is Lane.GATHER else 0
             if self._tracer is not None and (moved or lane is Lane.PREFILL):
                 self._tracer.span(lane, transfer, layers.start, len(layers), start_ns, end_ns, moved)
 

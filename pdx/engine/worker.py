@@ -28,6 +28,7 @@ from pdx.errors import GpuError, LayoutError, NodeUnavailable
 from pdx.kernels.page_rows import page_rows
 from pdx.memory.arena import Arena, populate_in_background
 from pdx.memory.layout import CacheGroups, KvLayout
+from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.messages import VERSION, Abort, Hello
@@ -51,19 +52,32 @@ class WorkerHalf:
         config: ConnectorConfig,
         layout: KvLayout | Sequence[KvLayout],
         engine: str,
-        shard: int,
+        rank: int,
         streams: Streams | None = None,
+        *,
+        ranks: int = 0,
     ) -> None:
+        """`ranks`: how many the engine has; 0: as many as shards. A LayoutError where these do not fit."""
         self._groups = CacheGroups.of(layout)
-        self._shard = shard
+        self._share = Share.of(rank, ranks or self._groups.num_shards, self._groups.num_shards)
         self._streams = streams
         self._layers: dict[str, tuple[int, int, int]] = {}  # number in the model, cache group, number in the group
-        self._tracer = tracer_for(config.trace, f"{engine}/{shard}")
+        self._tracer = tracer_for(config.trace, f"{engine}/{rank}")
         gpu = _gpu_of(streams)
-        hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role, gpu=gpu)
+        share = self._share
+        hello = Hello(
+            VERSION,
+            os.getpid(),
+            "worker",
+            engine=engine,
+            shard=share.first,
+            shards=share.count if share.writes else 0,
+            role=config.role,
+            gpu=gpu,
+        )
         # Any process of an engine may be the first: workers come up before the scheduler half.
-        self.link = NodeLink(config, hello, starter=shard == 0)
-        self._loader = Loader(self._groups.layouts, shard, self._tracer, patience_s=config.transfer_wait_s)
+        self.link = NodeLink(config, hello, starter=rank == 0)
+        self._loader = Loader(self._groups.layouts, self._share, self._tracer, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # once there is a KV cache
         self._idle = True
         self._pace = Pace(self._groups.chunk_tokens)
@@ -113,17 +127,27 @@ class WorkerHalf:
 
             _populate([tensor for of_group in layers for tensor in of_group])
             blocks = [
-                [_block_rows(tensor, num_blocks, layout.page_bytes) for tensor in of_group]
-                for layout, of_group in zip(self._groups, layers, strict=True)
+                [[_block_rows(tensor, num_blocks, layout.page_bytes) for tensor in of_shard] for of_shard in of_group]
+                for layout, of_group in zip(self._groups, self._by_shard(layers), strict=True)
             ]
-            return CpuCopier(blocks, self._groups, self._shard, self.link)
+            return CpuCopier(blocks, self._groups, self._share, self.link)
         from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
         pages = [
-            page_map(of_group, num_blocks, layout.page_bytes)
+            [page_map(of_shard, num_blocks, layout.page_bytes) for of_shard in of_group]
+            for layout, of_group in zip(self._groups, self._by_shard(layers), strict=True)
+        ]
+        return GpuCopier.start(pages, self._share, self._streams or Streams(device), self.link)
+
+    def _by_shard(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[list[list[torch.Tensor]]]:
+        """The layers of each cache group, cut by heads into the shards of this rank."""
+        return [
+            [
+                [_heads(tensor, part, self._share.count, layout) for tensor in of_group]
+                for part in range(self._share.count)
+            ]
             for layout, of_group in zip(self._groups, layers, strict=True)
         ]
-        return GpuCopier.start(pages, self._shard, self._streams or Streams(device), self.link)
 
     # ---- each step --------------------------------------------------------------------------
 
@@ -148,14 +172,16 @@ class WorkerHalf:
                 self._fail([load])
             else:
                 self._loader.submit(load, scatter, connection, arena)
-        if plan.aborts:
+        if plan.aborts and self._share.writes:
             copier.after_copies(partial(connection.tell, Abort(self._aborted(plan))))
-        if plan.saves:
+        if plan.saves and self._share.writes:
             self._saving = self._open(plan.saves, copier, connection, arena)
 
     def _miss(self, plan: StepPlan) -> None:
         """The node is gone, or has promised these slots while its arena was not within reach yet: nothing is copied."""
         self._fail(plan.loads)
+        if not self._share.writes:
+            return
         given_up = self._aborted(plan) + self._lose([pages for save in plan.saves for pages in save.pages])
         if given_up:
             self.link.give_back(plan.epoch, given_up)
@@ -167,13 +193,13 @@ class WorkerHalf:
             self.link.count("load_failed", text, load.request_id, load.num_chunks)
 
     def _aborted(self, plan: StepPlan) -> list[Slot]:
-        aborted = [slots[self._shard] for slots in plan.aborts]
+        aborted = [slot for slots in plan.aborts for slot in self._share.among(slots)]
         self._spoiled.difference_update(aborted)
         return aborted
 
     def _open(self, saves: list[SavePlan], copier: PageCopier, connection: Connection, arena: Arena) -> StepSave:
         wanted = [pages for save in saves for pages in save.pages]
-        whole = [pages for pages in wanted if pages.slot_of(self._shard) not in self._spoiled]
+        whole = [pages for pages in wanted if self._spoiled.isdisjoint(pages.slots_of(self._share))]
         taken = copier.begin(arena, whole)
         if len(taken) < len(wanted):
             kept = {id(pages) for pages in taken}
@@ -182,7 +208,7 @@ class WorkerHalf:
             saves,
             taken,
             self._groups,
-            self._shard,
+            self._share,
             copier=copier,
             connection=connection,
             arena=arena,
@@ -199,15 +225,14 @@ class WorkerHalf:
         """These are not saved, so what they belong to will never be whole: its slots."""
         if not lost:
             return []
-        slots = [pages.slot_of(self._shard) for pages in lost]
-        for slot, pages in zip(slots, lost, strict=True):
+        for pages in lost:
             if pages.completes:  # nothing more comes for it
-                self._spoiled.discard(slot)
+                self._spoiled.difference_update(pages.slots_of(self._share))
             else:
-                self._spoiled.add(slot)
+                self._spoiled.update(pages.slots_of(self._share))
         text = "%d chunks are not saved: their slots are not ours any more, or out of reach"
-        self.link.count("save_skipped", text, len(slots), times=len(slots))
-        return slots
+        self.link.count("save_skipped", text, len(lost), times=len(lost))
+        return [slot for pages in lost for slot in pages.slots_of(self._share)]
 
     def _give_up(self) -> None:
         """If the last step was not finished, its forward pass failed, and nobody knows what its pages are."""
@@ -275,6 +300,18 @@ class WorkerHalf:
         self.link.close()
         if self._tracer is not None:
             self._tracer.close()
+
+
+def _heads(tensor: torch.Tensor, part: int, count: int, layout: KvLayout) -> torch.Tensor:
+    """Of pages [blocks, heads, tokens, content] those of the heads that one of the rank's `count` shards has."""
+    if count == 1:
+        return tensor
+    if tensor.dim() != 4 or tensor.shape[1] != layout.num_heads * count:
+        raise LayoutError(
+            f"KV cache: pages of shape {tuple(tensor.shape[1:])} cannot be cut into {count} shards of "
+            f"{layout.num_heads} heads; set `shards` to the number of ranks, or leave it out"
+        )
+    return tensor.narrow(1, part * layout.num_heads, layout.num_heads)
 
 
 def _block_rows(tensor: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:

@@ -108,7 +108,7 @@ class Sessions:
         return any(hmac.compare_digest(session.ticket, ticket) and not session.is_dead for session in sessions)
 
     def workers(self, engine: str, shards: int) -> list[Session] | None:
-        """The workers of ranks 0 … shards-1 of an engine; None unless all are attached."""
+        """Who writes each shard of an engine's chunks; None unless all are attached."""
         found = [self._workers.get((engine, shard)) for shard in range(shards)]
         workers = [worker for worker in found if worker is not None]
         return workers if len(workers) == shards else None
@@ -142,9 +142,9 @@ class Sessions:
         """
         if route in self._by_route:
             raise ProtocolError(f"this connection is attached already: {self._by_route[route]!r}")
-        place = (hello.engine, hello.shard)
-        if hello.kind == "worker" and place in self._workers:
-            raise ProtocolError(f"engine {hello.engine!r} has a worker of rank {hello.shard} already")
+        for place in _places(hello):
+            if place in self._workers:
+                raise ProtocolError(f"engine {hello.engine!r} has a worker of shard {place[1]} already")
         if len(self._by_route) >= MAX_SESSIONS:
             raise NodeError(f"{MAX_SESSIONS} processes are attached already")
         if self._by_pid[hello.pid] >= MAX_OF_ONE_PROCESS:
@@ -155,9 +155,8 @@ class Sessions:
         self._by_route[route] = session
         self._by_pidfd[pidfd] = session
         self._by_pid[hello.pid] += 1
-        if hello.kind == "worker":
-            self._workers[place] = session
-        elif hello.shape.get("model"):
+        self._workers |= dict.fromkeys(_places(hello), session)
+        if hello.kind != "worker" and hello.shape.get("model"):
             self._compare(session, hello.shape["model"])
         return session
 
@@ -178,8 +177,8 @@ class Sessions:
             del self._by_pid[session.hello.pid]
         self._deaths.unregister(session.pidfd)
         os.close(session.pidfd)
-        if session.hello.kind == "worker":
-            del self._workers[session.hello.engine, session.hello.shard]
+        for place in _places(session.hello):
+            del self._workers[place]
         model = session.hello.shape.get("model", "")
         if self._by_model.get(model) is session:
             del self._by_model[model]
@@ -192,6 +191,13 @@ class Sessions:
         for session in self:
             self.detach(session)
         self._deaths.close()
+
+
+def _places(hello: Hello) -> list[tuple[str, int]]:
+    """What a worker writes: its engine, and each shard."""
+    if hello.kind != "worker":
+        return []
+    return [(hello.engine, shard) for shard in range(hello.shard, hello.shard + hello.shards)]
 
 
 def differing(mine: Hello, other: Hello) -> str:

@@ -27,6 +27,7 @@ from pdx.wire.base import (
     DIGEST_BYTES,
     MAX_LAYERS,
     MAX_SCHEMES,
+    MAX_SHARDS,
     Count,
     FieldName,
     GpuId,
@@ -51,7 +52,7 @@ from pdx.wire.verbs import VERBS, AnyAnswer, AnyVerb, Found
 
 _T = TypeVar("_T")
 
-VERSION = 9
+VERSION = 10
 MAX_FRAME_BYTES = 4 << 20
 
 
@@ -67,8 +68,9 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Attach this process, or this node as a peer. `engine` groups the processes of one engine; `shard` is the worker's
-    rank. A peer says its life (`epoch`), its running kernel (`host`), its channels and the `layouts` of its engines."""
+    """Attach this process, or this node as a peer. `engine` groups the processes of one engine; a worker writes
+    `shards` shards of its chunks, from `shard` on (0: another one writes what it reads). A peer says its life
+    (`epoch`), its running kernel (`host`), its channels and the `layouts` of its engines."""
 
     version: Count
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -76,6 +78,7 @@ class Hello(Message, frozen=True):
     name: Name = ""
     engine: Name = ""
     shard: Shard = 0
+    shards: Annotated[int, Meta(ge=0, le=MAX_SHARDS)] = 1
     role: Literal["prefill", "decode", "both"] = "both"
     url: Name = ""  # where the engine serves HTTP, told to the proxy
     layout: Layout = b""  # what its chunks mean

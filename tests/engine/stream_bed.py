@@ -278,7 +278,7 @@ class Bed:
         """An engine with a rank on each of `gpus`."""
         streams = [LaggingStreams(lag_s, gpu, self.log) for gpu in gpus] if lags else []
         if streams:
-            settings |= {"streams": streams[0], "more_streams": streams[1:], "shards": len(streams)}
+            settings = {"shards": len(streams), **settings, "streams": streams[0], "more_streams": streams[1:]}
         try:
             engine = ToyEngine(self.address, f"toy-{len(self.made)}", **settings)
         except BaseException:

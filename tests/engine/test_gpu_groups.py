@@ -18,6 +18,7 @@ from stream_bed import LaggingStreams, interpreted
 from pdx.engine import gpu_copier
 from pdx.engine.gpu_copier import GpuCopier
 from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.memory.share import Share
 from pdx.testing.waiting import wait_until
 
 
@@ -30,7 +31,7 @@ def stage(fake: FakeCuda, place: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with contextlib.closing(LaggingStreams()) as streams, Arena.create(place / "arena", MIB) as arena:
         for slot in pages.slots:
             arena.generations[slot.offset // GRANULE_BYTES] = GENERATION
-        copier = GpuCopier.start(pages.maps(), 0, streams, SimpleNamespace(count=counts.append))
+        copier = GpuCopier.start(pages.maps(), Share(0, 1), streams, SimpleNamespace(count=counts.append))
         copier.use(arena)
         yield copier, arena, pages
         copier.close()
@@ -56,7 +57,7 @@ def test_each_group_is_gathered_from_its_layers_and_scattered_to_them(
     pages.raw.zero_()
     scatter = copier.loading(arena)
     assert scatter is not None
-    for group, plan in enumerate(pages.load().pages_of(0)):
+    for group, plan in enumerate(pages.load().pages_of(Share(0, 1))):
         assert copier.load(scatter, [plan], range(len(pages.layers[group]))) == []
     scatter.close()
     assert torch.equal(pages.raw, pages.of_plans(before))

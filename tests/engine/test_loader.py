@@ -18,6 +18,7 @@ from pdx.engine.copier import Scatter
 from pdx.engine.loader import OVERTAKEN, PIECE_BYTES, Loader
 from pdx.engine.plan import LoadPlan, PagesPlan
 from pdx.memory.arena import NEVER, Arena
+from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 from pdx.testing.waiting import wait_until
 
@@ -81,7 +82,7 @@ class Gate:
     def __init__(self) -> None:
         self.began: list[str] = []
         self.is_open = threading.Event()
-        self.loader = Loader(layout(), 0)
+        self.loader = Loader(layout(), Share(0, 1))
         self.submit(("first", 1))
 
     def submit(self, *sizes: tuple[str, int]) -> None:
@@ -172,7 +173,7 @@ def test_what_fails_in_its_turn_is_reported(gate: Gate) -> None:
 
 @pytest.fixture
 def loader() -> Iterator[Loader]:
-    made = Loader(layout(), 0)
+    made = Loader(layout(), Share(0, 1))
     yield made
     made.close()
 
@@ -254,7 +255,7 @@ def test_a_load_ends_with_its_node(loader: Loader) -> None:
 
 
 def test_a_load_that_nothing_comes_of_has_a_deadline() -> None:
-    loader, node = Loader(layout(), 0, patience_s=0.1), Node()
+    loader, node = Loader(layout(), Share(0, 1), patience_s=0.1), Node()
     node.filled = {0: 1}
     submit(loader, load_of("a", 2), Copies(), node)
     wait_until(lambda: loader.take_finished() == ({"a"}, {0, 1}), what="it has failed")

@@ -33,7 +33,7 @@ def test_groups_lie_over_each_other_and_layers_that_share_kv_are_those_of_others
     caches = {"0": first, "1": first, "2": second, "3": second, "4": second}
     try:
         half.register(caches, BLOCKS, {"0": 0, "1": 1, "2": 0, "3": 1})  # the last layer shares the KV of another
-        addresses = [[rows.data_ptr() for rows in of_group] for of_group in made[0]]
+        addresses = [[rows.data_ptr() for rows in of_shard] for of_group in made[0] for of_shard in of_group]
         assert addresses == [[first.data_ptr(), second.data_ptr()]] * 2
         half.save_layer("4")
         with pytest.raises(LayoutError, match="1 layers with a KV cache, expected 2"):

@@ -18,6 +18,7 @@ from pdx.engine.step import StepLimits, StepRequest
 from pdx.engine.trust import NEVER, Trust
 from pdx.engine.turns import Turns
 from pdx.memory.layout import CacheGroups
+from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 
 QUEUED = {State.WAITING, State.DECIDED}
@@ -81,9 +82,10 @@ def test_each_shard_reads_its_part_of_a_load() -> None:
     load = pickle.loads(pickle.dumps(LoadPlan.of("r", "transfer", pages, 7)))
     assert (load.request_id, load.transfer, load.num_chunks, load.epoch) == ("r", "transfer", 5, 7)
     assert load.block_ids == [block for each in pages for block in each.block_ids]
-    for shard in range(3):
-        own = load.pages_of(shard)
-        assert [each.slot_of(shard) for each in own] == [each.slot_of(shard) for each in pages]
+    for share in (*(Share(shard, 1) for shard in range(3)), Share(0, 3), Share(1, 2)):
+        own = load.pages_of(share)
+        assert [each.slots for each in own] == [each.slots[share.first :][: share.count] for each in pages]
+        assert [each.slots_of(share) for each in own] == [each.slots_of(share) for each in pages]
         assert [(each.num_blocks, each.first, each.block_ids, each.completes) for each in own] == [
             (each.num_blocks, each.first, each.block_ids, each.completes) for each in pages
         ]
@@ -91,7 +93,7 @@ def test_each_shard_reads_its_part_of_a_load() -> None:
 
 def test_a_load_of_no_chunk_is_empty() -> None:
     load = LoadPlan.of("r", None, [])
-    assert (load.num_chunks, load.block_ids, load.pages_of(0)) == (0, [], [])
+    assert (load.num_chunks, load.block_ids, load.pages_of(Share(1, 2))) == (0, [], [])
 
 
 def test_a_load_is_one_object_on_its_way_however_long_the_prompt() -> None:

@@ -229,7 +229,7 @@ class Early(Pair):
 
     def loaded_layers(self, position: int) -> int:
         """How many leading layers of a token of the decode leg are not zero."""
-        pages = self.second.caches[0][:, self.decode.block_ids[position // BLOCK], position % BLOCK]
+        pages = self.second.caches[0][:, self.decode.block_ids[position // BLOCK], 0, position % BLOCK]
         return int(pages.any(dim=1).long().cumprod(0).sum())
 
     def finish(self) -> None:

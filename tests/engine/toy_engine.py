@@ -71,11 +71,9 @@ def hasher(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
     return chained(request.all_token_ids[:end])
 
 
-def kv_bytes(
-    tokens: list[int], layer: int, shard: int, weights: str = "", page_bytes: int = PAGE_BYTES
-) -> torch.Tensor:
-    """The page bytes of the last token of `tokens`: [page_bytes / BLOCK]."""
-    digest = hashlib.shake_128(f"{tokens}{layer}{shard}{weights}".encode()).digest(page_bytes // BLOCK)
+def kv_bytes(tokens: list[int], layer: int, head: int, weights: str = "", page_bytes: int = PAGE_BYTES) -> torch.Tensor:
+    """What a head's page has of the last token of `tokens`: [page_bytes / BLOCK]."""
+    digest = hashlib.shake_128(f"{tokens}{layer}{head}{weights}".encode()).digest(page_bytes // BLOCK)
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
@@ -115,8 +113,9 @@ class Hashing(BlockHashing):
 
 
 class ToyEngine:
-    """One engine of `shards` ranks in this process. `streams`: where its first rank works, and `more_streams` where the
-    others do; the caller's to close. `shape`: what of its layout is another's."""
+    """One engine in this process, of as many ranks as its chunks have shards, if nothing else is said. `streams`: where
+    its first rank works, and `more_streams` where the others do; the caller's to close. `shape`: what of its layout is
+    another's. `heads`: of the model, one for each shard by default; ranks that are more than these have them twice."""
 
     def __init__(
         self,
@@ -124,6 +123,8 @@ class ToyEngine:
         name: str = "",
         shards: int = 1,
         *,
+        ranks: int = 0,
+        heads: int = 0,
         streams: LaggingStreams | None = None,
         more_streams: Sequence[LaggingStreams] = (),
         graphs: bool = False,
@@ -140,15 +141,19 @@ class ToyEngine:
         config = ConnectorConfig(node=address, chunk_tokens=CHUNK, start_node=False, **settings)
         self.page_bytes = page_bytes
         name = name or f"toy-{next(_numbers)}"
-        layout_ = layout(num_shards=shards, page_bytes=page_bytes, **(shape or {}))
-        assert streams is None or shards == 1 + len(more_streams)
+        self.ranks, self.heads = ranks or shards, heads or shards
+        of_shard = {"num_shards": shards, "num_heads": self.heads // shards, "page_bytes": page_bytes}
+        layout_ = layout(**{**of_shard, **(shape or {})})
+        assert streams is None or self.ranks == 1 + len(more_streams)
         self.streams: Any = streams
         self.graphs = graphs
-        self.by_rank = [None] * shards if streams is None else [streams, *more_streams]
-        self.workers = [WorkerHalf(config, layout_, name, shard, each) for shard, each in enumerate(self.by_rank)]
-        self.caches = [
-            torch.zeros(LAYERS, num_blocks, BLOCK, page_bytes // BLOCK, dtype=torch.uint8) for _ in range(shards)
+        self.by_rank = [None] * self.ranks if streams is None else [streams, *more_streams]
+        self.workers = [
+            WorkerHalf(config, layout_, name, rank, each, ranks=self.ranks) for rank, each in enumerate(self.by_rank)
         ]
+        self.head_bytes = page_bytes * shards // self.heads  # of a page
+        of_rank = max(1, self.heads // self.ranks), BLOCK, self.head_bytes // BLOCK
+        self.caches = [torch.zeros(LAYERS, num_blocks, *of_rank, dtype=torch.uint8) for _ in self.by_rank]
         for worker, cache in zip(self.workers, self.caches, strict=True):
             worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, num_blocks)
         self.scheduler = SchedulerHalf(
@@ -338,7 +343,9 @@ class ToyEngine:
     ) -> None:
         for position in range(start, end):
             page = self.caches[shard][layer, blocks[position // BLOCK]]
-            page[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, shard, weights, self.page_bytes)
+            for at, head in enumerate(page):
+                number = shard * self.heads // self.ranks + at
+                head[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, number, weights, self.head_bytes)
 
     def overwrite(self, blocks: list[int]) -> None:
         """Somebody else's work on these blocks, as their next owner's or as zeroing."""
@@ -352,8 +359,11 @@ class ToyEngine:
                 streams.synchronize()
         for shard, layer, position in itertools.product(range(len(self.workers)), range(LAYERS), range(end)):
             page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
-            wanted = kv_bytes(request.all_token_ids[: position + 1], layer, shard, self.weights, self.page_bytes)
-            assert torch.equal(page[position % BLOCK], wanted), f"token {position} of layer {layer}"
+            for at, head in enumerate(page):
+                number = shard * self.heads // self.ranks + at
+                tokens = request.all_token_ids[: position + 1]
+                wanted = kv_bytes(tokens, layer, number, self.weights, self.head_bytes)
+                assert torch.equal(head[position % BLOCK], wanted), f"token {position} of layer {layer}, head {number}"
 
     def finish(self, request: Request) -> dict[str, str]:
         """The request is over; one more step tells the workers. What became of its hints."""

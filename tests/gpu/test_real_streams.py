@@ -29,6 +29,7 @@ from pdx.engine.gpu_copier import GpuCopier, page_map  # noqa: E402
 from pdx.engine.plan import LoadPlan, PagesPlan  # noqa: E402
 from pdx.engine.streams import Streams  # noqa: E402
 from pdx.memory.arena import GRANULE_BYTES, Arena  # noqa: E402
+from pdx.memory.share import Share  # noqa: E402
 from pdx.memory.slot import Slot  # noqa: E402
 from pdx.testing.waiting import wait_until  # noqa: E402
 
@@ -50,9 +51,8 @@ class Engine:
         self.pages = torch.zeros((LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         self.source = torch.randint(1, 256, (LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         streams = Streams(torch.device("cuda", gpu.ordinal))
-        self.copier = GpuCopier.start(
-            [page_map(list(self.pages), BLOCKS, PAGE_BYTES)], 0, streams, SimpleNamespace(count=self.counts.append)
-        )
+        pages = [[page_map(list(self.pages), BLOCKS, PAGE_BYTES)]]
+        self.copier = GpuCopier.start(pages, Share(0, 1), streams, SimpleNamespace(count=self.counts.append))
         self.slot = Slot(0, CHUNK_BYTES, GENERATION)
         self.plan = PagesPlan([self.slot], len(IDS), 0, IDS, completes=True)
         self.copier.use(arena)
@@ -283,7 +283,7 @@ def test_each_cache_group_is_copied_from_its_own_pages(cuda: Gpu, kind: str) -> 
         for slot in groups.slots:
             arena.generations[slot.offset // GRANULE_BYTES] = GENERATION
         streams = Streams(torch.device("cuda", cuda.ordinal))
-        copier = GpuCopier.start(groups.maps(), 0, streams, SimpleNamespace(count=counts.append))
+        copier = GpuCopier.start(groups.maps(), Share(0, 1), streams, SimpleNamespace(count=counts.append))
         copier.use(arena)
         try:
             wait_until(lambda: copier.begin(arena, groups.plans) == groups.plans, timeout_s=30.0, what="within reach")
@@ -303,7 +303,7 @@ def test_each_cache_group_is_copied_from_its_own_pages(cuda: Gpu, kind: str) -> 
             failed: list[list[PagesPlan]] = []
 
             def load() -> None:
-                for group, plan in enumerate(groups.load().pages_of(0)):
+                for group, plan in enumerate(groups.load().pages_of(Share(0, 1))):
                     failed.append(scatter.copy([plan], range(len(groups.layers[group]))))
                 scatter.close()
 

@@ -32,8 +32,8 @@ class TwoGroups:
             offset += slot.nbytes
         self.nbytes = offset
 
-    def maps(self) -> list[PageMap]:
-        return [page_map(layers, BLOCKS, layers[0].shape[1]) for layers in self.layers]
+    def maps(self) -> list[list[PageMap]]:
+        return [[page_map(layers, BLOCKS, layers[0].shape[1])] for layers in self.layers]
 
     def compute(self) -> None:
         """Bytes that do not repeat, in all blocks."""

@@ -1,0 +1,159 @@
+"""Engines of other tensor parallel sizes read each other's chunks, if they cut them into as many shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from node_harness import NodeProcess, NodeThread
+from stream_bed import Bed
+from test_two_nodes import DECODE, LENGTH, PREFILL, two_nodes
+from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, layout, tokens
+
+from pdx.config import ConnectorConfig
+from pdx.engine.worker import WorkerHalf
+from pdx.errors import LayoutError
+from pdx.memory.share import Share
+
+
+class Shape(NamedTuple):
+    """Ranks that write, ranks that read, the model's heads, and into how many shards its chunks are cut."""
+
+    writers: int
+    readers: int
+    heads: int
+    shards: int
+
+    def engine(self, address: str, name: str, ranks: int, **settings: Any) -> ToyEngine:
+        page_bytes = 64 * self.heads // self.shards
+        return ToyEngine(address, name, self.shards, ranks=ranks, heads=self.heads, page_bytes=page_bytes, **settings)
+
+
+SHAPES = {
+    "1 to 2": Shape(1, 2, 4, 2),
+    "2 to 1": Shape(2, 1, 4, 2),
+    "4 to 2": Shape(4, 2, 4, 4),
+    "2 to 8": Shape(2, 8, 8, 8),
+    "2 to 2 in four shards": Shape(2, 2, 8, 4),
+    "more ranks than heads, to 1": Shape(4, 1, 2, 2),
+    "1 to more ranks than heads": Shape(1, 4, 2, 2),
+    "latent attention, 2 to 1": Shape(2, 1, 1, 1),
+    "latent attention, 1 to 4": Shape(1, 4, 1, 1),
+}
+UNEQUAL = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@UNEQUAL
+def test_a_prompt_is_loaded_whatever_the_number_of_ranks(start_here: Callable[..., NodeThread], shape: Shape) -> None:
+    node, prompt = start_here(), tokens(1, 3 * CHUNK + 3)
+    with (
+        contextlib.closing(shape.engine(node.address, "writer", shape.writers)) as writer,
+        contextlib.closing(shape.engine(node.address, "reader", shape.readers)) as reader,
+    ):
+        writer.finish(writer.save(prompt, step=7))
+        node.wait_sealed(3 * shape.shards)
+        assert reader.load(prompt) == 3 * CHUNK
+        other = tokens(2, 2 * CHUNK)
+        reader.finish(reader.save(other))
+        node.wait_sealed(5 * shape.shards)
+        assert writer.load(other) == 2 * CHUNK
+        node.wait_at_rest()
+        assert node.status().chunks == {"sealed": 5 * shape.shards}, "one of the ranks with the same heads writes them"
+
+
+@UNEQUAL
+def test_a_prompt_is_handed_over_between_two_nodes(
+    start_node: Callable[..., NodeProcess], place: Path, shape: Shape
+) -> None:
+    one, two = two_nodes(start_node, place)
+    with (
+        contextlib.closing(shape.engine(one.address, "first", shape.writers)) as first,
+        contextlib.closing(shape.engine(two.address, "second", shape.readers)) as second,
+    ):
+        prompt = tokens(3, LENGTH)
+        first.finish(first.save(prompt, PREFILL, step=CHUNK))
+        decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
+        assert second.admit(decode) == set()
+        assert decode.num_computed >= LENGTH // BLOCK * BLOCK
+        second.check_cache(decode, decode.num_computed)
+        second.finish(decode)
+        one.wait_at_rest()
+        two.wait_at_rest()
+
+
+@pytest.fixture
+def on_disk(start_here: Callable[..., NodeThread], place: Path) -> Callable[[], NodeThread]:
+    """Starts a node with a disk; the next one finds what the one before has left there."""
+    return lambda: start_here(disks=[str(place / "disk")], disk_reserve_bytes=0)
+
+
+@pytest.mark.parametrize("shape", [SHAPES["2 to 1"], SHAPES["1 to 2"]], ids=["2 to 1", "1 to 2"])
+def test_the_disk_serves_readers_of_another_size(on_disk: Callable[[], NodeThread], shape: Shape) -> None:
+    prompt = tokens(4, 3 * CHUNK)
+    node = on_disk()
+    with contextlib.closing(shape.engine(node.address, "writer", shape.writers)) as writer:
+        writer.finish(writer.save(prompt))
+        node.wait_sealed(3 * shape.shards)
+    node.close()
+    node = on_disk()
+    with contextlib.closing(shape.engine(node.address, "reader", shape.readers)) as reader:
+        assert reader.load(prompt) == 3 * CHUNK
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host node", "GPU node"])
+def test_a_gpu_cuts_pages_as_well(beds: Callable[..., Bed], on_gpu: bool) -> None:
+    """Streams are LaggingStreams, the driver is the fake one."""
+    bed, prompt = beds(on_gpu), tokens(5, 3 * CHUNK + 3)
+    settings = {"heads": 4, "page_bytes": 128}
+    one = bed.engine(ranks=1, shards=2, **settings)
+    two = bed.engine(gpus=("0", "1"), ranks=2, **settings)
+    one.finish(one.save(prompt, step=7))
+    bed.node.wait_sealed(6)
+    assert two.load(prompt) == 3 * CHUNK
+    other = tokens(6, 2 * CHUNK)
+    two.finish(two.save(other))
+    bed.node.wait_sealed(10)
+    assert one.load(other) == 2 * CHUNK
+    bed.node.wait_at_rest()
+
+
+def test_a_chunk_that_is_cut_otherwise_is_another(start_here: Callable[..., NodeThread]) -> None:
+    node, prompt = start_here(), tokens(7, 2 * CHUNK)
+    with (
+        contextlib.closing(Shape(1, 1, 2, 1).engine(node.address, "whole", 1)) as whole,
+        contextlib.closing(Shape(1, 1, 2, 2).engine(node.address, "cut", 1)) as cut,
+    ):
+        whole.finish(whole.save(prompt))
+        assert cut.load(prompt) == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "shards", "expected"),
+    [
+        (0, 1, 1, Share(0, 1)),
+        (1, 2, 2, Share(1, 1)),
+        (1, 2, 8, Share(4, 4)),
+        (0, 4, 2, Share(0, 1)),
+        (1, 4, 2, Share(0, 1, writes=False)),
+        (2, 4, 2, Share(1, 1)),
+        (3, 4, 1, Share(0, 1, writes=False)),
+    ],
+)
+def test_which_shards_a_rank_has(rank: int, ranks: int, shards: int, expected: Share) -> None:
+    assert Share.of(rank, ranks, shards) == expected
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(LayoutError, match="3 shards of 2 ranks"):
+        Share.of(0, 2, 3)
+
+
+def test_pages_that_do_not_show_their_heads_cannot_be_cut(place: Path) -> None:
+    cut = layout(num_shards=2, num_heads=2, page_bytes=64)
+    half = WorkerHalf(ConnectorConfig(node=f"ipc://{place}/none", start_node=False), cut, "e", 0, ranks=1)
+    with contextlib.closing(half), pytest.raises(LayoutError, match=r"shape \(128,\) cannot be cut into 2 shards of 2"):
+        half.register({str(at): torch.zeros(4, 128, dtype=torch.uint8) for at in range(LAYERS)}, 4)
