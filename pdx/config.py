@@ -426,6 +426,15 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(ge=16, le=65_536),
         option("Tokens of a chunk, a multiple of the block size; the same for all engines."),
     ] = 256
+    shards: Annotated[
+        int,
+        Meta(ge=0, le=1024),
+        option(
+            "Parts that a chunk's heads are cut into. Engines of other tensor parallel sizes share chunks if all say a "
+            "number that each size divides.",
+            default="one for each rank",
+        ),
+    ] = 0
     save: Annotated[bool, option("Store chunks. Without it an engine cannot prefill for another.")] = True
     save_decode: Annotated[bool, option("Store generated chunks, too.")] = True
     load: Annotated[

@@ -98,7 +98,9 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # Only the scheduler half makes keys: the workers need not read samples of the weights.
         is_scheduler = role is KVConnectorRole.SCHEDULER
         model = self._name_model(vllm_config) if is_scheduler else ""
-        self._groups = groups = layouts_of(vllm_config, kv_cache_config, config.chunk_tokens, model=model)
+        self._groups = groups = layouts_of(
+            vllm_config, kv_cache_config, config.chunk_tokens, model=model, shards=config.shards
+        )
         self._config, self._engine = config, transfer.engine_id
         # A part of what is loaded is worth nothing to windows and states: vLLM is told of requests then, not of blocks.
         self._reports_blocks = reports_blocks() and groups.is_single
@@ -119,7 +121,12 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             )
         self._backend = ""
         self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout
-        self._worker = None if is_scheduler else WorkerGuard(WorkerHalf(config, groups.layouts, self._engine, _rank()))
+        ranks = vllm_config.parallel_config.world_size
+        self._worker = (
+            None
+            if is_scheduler
+            else WorkerGuard(WorkerHalf(config, groups.layouts, self._engine, _rank(), ranks=ranks))
+        )
         self._loaded = LoadedAdapters()
         if not is_scheduler and getattr(vllm_config, "lora_config", None) is not None:
             watch(self._loaded)

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,15 @@ _COUNT_GENERATED = ("presence_penalty", "frequency_penalty")
 _PLUGINS = "vllm.logits_processors"  # the entry points of which every one is loaded
 
 
-def layouts_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str) -> CacheGroups:
+def layouts_of(
+    vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str, shards: int = 0
+) -> CacheGroups:
     """The layouts of one shard of `model` (see `model_identity`; who makes no keys need not know it), by cache group.
 
     Their `backend` is what the command line asks for, empty where that leaves the choice to vLLM: `attention_backend`
-    says what became of it. Chunks of several groups are as long as the next multiple of all their blocks. A LayoutError
-    of what PDX does not move yet; a ConfigError of block hashes that are not cryptographic, or chunks that are no
-    multiple of blocks.
+    says what became of it. Chunks of several groups are as long as the next multiple of all their blocks. `shards`: see
+    `ConnectorConfig`; heads that several ranks have alike are one shard by themselves. A LayoutError of what PDX does
+    not move yet; a ConfigError of block hashes that are not cryptographic, or chunks that are no multiple of blocks.
     """
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -84,12 +86,12 @@ def layouts_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mod
     elif hashed != (block_tokens := groups[0].kv_cache_spec.block_size):
         raise LayoutError(f"block hashes of {hashed} tokens over blocks of {block_tokens} tokens")
     cache = vllm_config.cache_config
-    common = {
+    common: dict[str, Any] = {
         "model": model,
         "chunk_tokens": chunk_tokens,
         "order": page_order(kv_cache_config),
         "backend": getattr(vllm_config.attention_config.backend, "name", ""),
-        "num_shards": parallel.world_size,
+        "num_shards": shards or _num_shards(vllm_config, [group.kv_cache_spec for group in groups]),
         "hashing": _checked_hash(cache),
         "release": release_name(),
     }
@@ -98,7 +100,11 @@ def layouts_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mod
     found = []
     for group in groups:
         numbers = tuple(map(_layer_number, group.layer_names)) if len(groups) > 1 else ()
-        shape = _shape(group.kv_cache_spec, cache)
+        shape: dict[str, Any] = _shape(group.kv_cache_spec, cache)
+        if shards not in (0, parallel.world_size):
+            shape.update(
+                _cut(shape, shards, _num_heads(vllm_config, group.kv_cache_spec, len(groups)), parallel.world_size)
+            )
         found.append(KvLayout(num_layers=len(group.layer_names), layers=numbers, **shape, **common))
     return CacheGroups.of(found)
 
@@ -138,6 +144,37 @@ def _shape(spec: Any, cache: Any) -> dict[str, Any]:
     sizes = [math.prod(each) * dtype.itemsize for each, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
     told = ", ".join(f"{dtype}{tuple(each)}" for each, dtype in zip(spec.shapes, spec.dtypes, strict=True))
     return shape | {"dtype": told, "num_heads": 1, "head_dim": 1, "page_bytes": sum(sizes), "isa": ""}
+
+
+def _num_heads(vllm_config: Any, spec: Any, num_groups: int) -> int:
+    """KV heads of all ranks together; those that several ranks have alike count once. 0: a state has none."""
+    if type(spec).__name__ == "MLAAttentionSpec":
+        return 1
+    model, ranks = vllm_config.model_config, int(vllm_config.parallel_config.world_size)
+    heads = int(getattr(spec, "num_kv_heads", 0)) * ranks
+    configs = (model.hf_config, getattr(model, "hf_text_config", None))
+    is_even = num_groups == 1 and not any(getattr(config, "is_heterogeneous", False) for config in configs)
+    return min(heads, int(model.get_total_num_kv_heads())) if is_even and heads == ranks else heads
+
+
+def _num_shards(vllm_config: Any, specs: Sequence[Any]) -> int:
+    """One for each rank, or for each head where the ranks are more."""
+    ranks = int(vllm_config.parallel_config.world_size)
+    counts = {_num_heads(vllm_config, spec, len(specs)) for spec in specs}
+    fewer = counts.pop() if len(counts) == 1 else 0
+    return fewer if 0 < fewer < ranks and not ranks % fewer else ranks
+
+
+def _cut(shape: dict[str, Any], shards: int, heads: int, ranks: int) -> dict[str, int]:
+    """What is different in a shard, where a chunk has not one for each rank."""
+    if shape["kind"] == "state":
+        raise LayoutError(f"shards {shards} of {ranks} ranks: a state cannot be cut; leave `shards` out")
+    if heads % shards or (shards % ranks and (shards != heads or ranks % shards)):
+        raise LayoutError(
+            f"shards {shards}, where {ranks} ranks have {heads} KV heads: set `shards` to a number that divides "
+            f"{heads} and that {ranks} divides, the same for all engines"
+        )
+    return {"num_heads": heads // shards, "page_bytes": shape["page_bytes"] * ranks // max(shards, ranks)}
 
 
 def _layer_number(name: str) -> int:

@@ -196,7 +196,7 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
             pipeline_parallel_size=changes.get("pipeline", 1),
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
-            world_size=1,
+            world_size=changes.get("ranks", 1),
             use_ubatching=False,
         ),
         model_config=model_of(folder),
@@ -236,6 +236,59 @@ def test_layouts_that_pdx_does_not_move_are_refused(
     monkeypatch.setattr(identity, "moves_groups", lambda: True)
     with pytest.raises(ConfigError if "hashing" in changes else LayoutError, match=words):
         layouts_of(*configs(folder, groups, **changes), 256, model="m")
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    """Named like vLLM's."""
+
+
+def sharded(folder: Path, ranks: int, shards: int = 0, heads: int = 4, kind: Any = FullAttentionSpec) -> KvLayout:
+    """The layout of an engine of so many ranks, whose model has so many KV heads."""
+    made = group(kind)
+    made.kv_cache_spec.num_kv_heads = max(1, heads // ranks)
+    made.kv_cache_spec.page_size_bytes = 128 * max(1, heads // ranks) * 2 * 64 * 2
+    config, cache = configs(folder, [made], ranks=ranks)
+    config.model_config = SimpleNamespace(hf_config=config.model_config.hf_config, get_total_num_kv_heads=lambda: heads)
+    [found] = layouts_of(config, cache, 256, model="m", shards=shards)
+    return found
+
+
+def test_engines_of_any_number_of_ranks_have_one_layout_if_they_cut_alike(folder: Path) -> None:
+    own = {ranks: sharded(folder, ranks) for ranks in (1, 2, 4)}
+    assert len({each.fingerprint() for each in own.values()}) == 3
+    assert {sharded(folder, ranks, 4).fingerprint() for ranks in (1, 2, 4)} == {own[4].fingerprint()}
+    assert sharded(folder, 1, 2).fingerprint() == own[2].fingerprint()
+    assert (own[4].num_shards, own[4].num_heads, own[4].page_bytes) == (4, 1, 128 * 2 * 64 * 2)
+
+
+def test_heads_that_several_ranks_have_are_one_shard(folder: Path) -> None:
+    assert sharded(folder, 8).fingerprint() == sharded(folder, 4).fingerprint()
+    latent = {sharded(folder, ranks, heads=1, kind=MLAAttentionSpec).fingerprint() for ranks in (1, 2, 8)}
+    assert len(latent) == 1
+    assert sharded(folder, 8, heads=1, kind=MLAAttentionSpec).num_shards == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "words"),
+    [
+        (1, 3, "shards 3, where 1 ranks have 4 KV heads: set `shards` to a number that divides 4 and that 1 divides"),
+        (4, 2, "shards 2, where 4 ranks have 4 KV heads"),
+        (1, 8, "shards 8, where 1 ranks have 4 KV heads"),
+        (8, 2, "shards 2, where 8 ranks have 4 KV heads"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(folder: Path, ranks: int, shards: int, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        sharded(folder, ranks, shards)
+
+
+def test_a_state_cannot_be_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(identity, "moves_groups", lambda: True)
+    state = group(MambaSpec, mamba_cache_mode="align", shapes=[(8, 16)], dtypes=[torch.float32])
+    with pytest.raises(LayoutError, match="shards 2 of 1 ranks: a state cannot be cut"):
+        layouts_of(*configs(folder, [state]), 256, model="m", shards=2)
 
 
 # ---- the releases of vLLM --------------------------------------------------------------------
@@ -537,12 +590,12 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
     assert isinstance(ParallelConfig.use_ubatching, property)
     called: list[str] = []
     worker = SimpleNamespace(save_layer=called.append, end_forward=lambda: called.append("end"))
-    monkeypatch.setattr(connector, "WorkerHalf", lambda *_: worker)
+    monkeypatch.setattr(connector, "WorkerHalf", lambda *_, **__: worker)
     monkeypatch.setattr(connector, "layouts_of", lambda *_, **__: CacheGroups.of(LAYOUT))
     monkeypatch.setattr(connector, "_rank", lambda: 0)
     config = SimpleNamespace(
         kv_transfer_config=transfer_config(engine_id="e"),
-        parallel_config=SimpleNamespace(use_ubatching=is_split),
+        parallel_config=SimpleNamespace(use_ubatching=is_split, world_size=1),
     )
     made = connector.PdxConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=1))
     made.save_kv_layer("layers.0", None, None)
@@ -590,7 +643,7 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[KvLayout]:
     """Those of the scheduler halves that were made. Workers are made, too, and do nothing."""
     made: list[KvLayout] = []
     monkeypatch.setattr(connector, "SchedulerHalf", lambda _config, layouts, *_: made.extend(layouts))
-    monkeypatch.setattr(connector, "WorkerHalf", lambda *_: SimpleNamespace(register=lambda *_: None))
+    monkeypatch.setattr(connector, "WorkerHalf", lambda *_, **__: SimpleNamespace(register=lambda *_: None))
     monkeypatch.setattr(connector, "_rank", lambda: 0)
     return made
 

@@ -247,6 +247,35 @@ def test_reuse_under_tensor_parallelism_and_never_between_strangers(
     smaller.stop()
 
 
+def test_engines_of_other_tensor_parallel_sizes_share_chunks_and_hand_prompts_over(
+    host: Host, model: Path, expected: dict[str, Any]
+) -> None:
+    """One rank and two, either way round: what one has computed the other loads, and answers as plain vLLM does."""
+    one = host.serve("one-rank", model, cores="0", shards=2)
+    two = host.serve("two-ranks", model, "--tensor-parallel-size", "2", cores="0|1", shards=2)
+    for server in (one, two):
+        host.wait_saving(server)
+    path, body = CASES["length-1000"]
+    for salt, (first, second) in {"up": (one, two), "down": (two, one)}.items():
+        salted = {**body, "cache_salt": f"reuse {salt}"}
+        hits, before = hit_tokens(second), host.sealed()
+        assert essence(post(first.url, path, salted)) == essence(expected["length-1000"])
+        wait_until(lambda before=before: host.sealed() == before + 2 * 4, timeout_s=30, what="two shards of each chunk")
+        assert essence(post(second.url, path, salted)) == essence(expected["length-1000"])
+        assert hit_tokens(second) - hits == 896
+
+        transfer, hits = f"transfer-{salt}-0123456789", hit_tokens(second)
+        salted = {**body, "cache_salt": f"handoff {salt}"}
+        prefill = {**salted, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": transfer}}
+        post(first.url, path, prefill)
+        decode = {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": 1000}
+        answer = post(second.url, path, {**salted, "kv_transfer_params": decode})
+        assert essence(answer) == essence(expected["length-1000"])
+        assert hit_tokens(second) - hits >= 896
+    one.stop()
+    two.stop()
+
+
 def test_salt_keeps_tenants_apart(host: Host, engine: Server) -> None:
     computed, hit = computed_prompt_tokens(engine), hit_tokens(engine)
     prompt = text(3000, 600)
