@@ -317,8 +317,20 @@ class Admissions:
                     self._tiers.forget([claim.keys[index] for index in indices], is_named=True)
         if ask.writes is not None and ask.asks_room and (ask.partial or not full):
             deadline = self._clock() + MAX_TRANSFER_S
-            self._transfers.open(ask.writes, slots, deadline, session.source)
+            needed = self._needed_slots(session, ask, slots, arenas)
+            self._transfers.open(ask.writes, needed, deadline, session.source)
         return granted, slots, full
+
+    def _needed_slots(
+        self, session: Session, ask: Admit, slots: Sequence[Slot], arenas: Sequence[int]
+    ) -> Sequence[Slot]:
+        """Those of a transfer's slots that its prompt needs, or the part of it that there was room for: of the others
+        some may never be filled, such as states that no step of the prefill leaves."""
+        if not ask.groups:
+            return slots
+        found = restorable(self._store, self._wanted(session, ask, arenas), also_filling=True)[1]
+        needed = {chunk.slot for chunks in found for chunk in chunks}
+        return [slot for slot in slots if slot in needed]
 
     def _claims(
         self, session: Session, ask: Admit, hits: int, end: int, arenas: Sequence[int]

@@ -33,8 +33,8 @@ class Progress(StrEnum):
 
 
 class Transfer(msgspec.Struct):
-    """One transfer: the slots that are not sealed yet, with the number of their filled slices, and the peers' offers
-    that are not over.
+    """One transfer: the slots that its prompt needs and that are not sealed yet, with the number of their filled
+    slices, and the peers' offers that are not over.
 
     `source` is who made it known: a process, a peer, or the proxy.
     """
@@ -70,7 +70,8 @@ class Transfers:
         return self._under_way
 
     def open(self, name: str, slots: Iterable[Slot], deadline: float, source: str) -> None:
-        """Its chunks are reserved. Calling it again adds chunks; a transfer given up stays given up."""
+        """Its chunks are reserved; `slots` are those that its prompt needs. Calling it again adds chunks; a transfer
+        given up stays given up."""
         transfer = self._transfers.get(name)
         if transfer is None:
             transfer = self._add(name, source, Progress.UNDER_WAY, deadline)
@@ -160,9 +161,12 @@ class Transfers:
                 self._settle(chunk.reservation.transfer or "", transfer, now)
 
     def aborted(self, chunks: Iterable[Chunk], now: float) -> None:
-        """These chunks will not come: what is sealed of their transfers is all there will be."""
-        for name in dict.fromkeys(chunk.reservation.transfer for chunk in chunks if chunk.reservation.transfer):
-            if name in self._transfers:
+        """These chunks will not come: where a transfer waits for one of them, what is sealed of it is all there will
+        be."""
+        for chunk in chunks:
+            name = chunk.reservation.transfer or ""
+            transfer = self._transfers.get(name)
+            if transfer is not None and chunk.slot in transfer.pending:
                 self.give_up(name, now, "")
 
     def give_up(self, name: str, now: float, source: str) -> bool:

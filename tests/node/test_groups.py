@@ -552,6 +552,49 @@ def test_a_decoder_is_told_how_long_a_part_it_may_have_when_the_transfer_is_give
     tailed.release(answer)
 
 
+def test_a_transfer_goes_on_without_what_its_prompt_does_not_need(tailed):
+    """No step of a prefill has left most of its states."""
+    written = write(tailed)
+    slot_of = dict(zip((divmod(at, 6) for at in written.granted), written.granted_slots, strict=True))
+    assert decode(tailed) is None
+    needs = tailed.needs(6)
+    tailed.give_back([slot for place, slot in slot_of.items() if place not in needs])
+    assert tailed.turn() == []
+    tailed.fill([slot_of[place] for place in needs])
+    (answer,) = tailed.turn()
+    assert (answer.hits, answer.slots) == (6, [slot_of[place] for place in needs])
+    tailed.release(answer)
+
+
+@pytest.mark.parametrize("gone", [(0, 2), (1, 4), (2, 5)])
+def test_a_transfer_ends_without_one_that_its_prompt_needs(tailed, gone):
+    written = write(tailed)
+    slot_of = dict(zip((divmod(at, 6) for at in written.granted), written.granted_slots, strict=True))
+    assert decode(tailed) is None
+    tailed.fill([slot_of[0, 0], slot_of[1, 0], slot_of[2, 0]])
+    tailed.give_back([slot_of[gone]])
+    (answer,) = tailed.turn()
+    assert (answer.hits, answer.waiting) == (1, False)
+    tailed.give_back(written.granted_slots)
+    tailed.release(answer)
+
+
+def test_where_there_is_little_room_a_transfer_waits_for_the_part_that_has_some(tailed):
+    with filled(tailed, ALL_GRANULES // 2):
+        written = write(tailed, partial=True)
+        slot_of = dict(zip((divmod(at, 6) for at in written.granted), written.granted_slots, strict=True))
+        assert {chunk for _, chunk in slot_of} == {0, 1, 2}
+        assert decode(tailed) is None
+        needs = tailed.needs(3)
+        tailed.fill([slot_of[place] for place in needs[:-1]])
+        tailed.give_back([slot for place, slot in slot_of.items() if place not in needs])
+        assert tailed.turn() == []
+        tailed.fill([slot_of[needs[-1]]])
+        (answer,) = tailed.turn()
+        assert (answer.hits, answer.waiting) == (3, False)
+        tailed.release(answer)
+
+
 def test_a_decoder_waits_for_a_transfer_that_is_not_known_yet(tailed):
     assert decode(tailed, part="expects") is None
     tailed.fill(write(tailed).granted_slots)

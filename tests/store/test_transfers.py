@@ -104,6 +104,17 @@ def test_a_transfer_that_is_over_keeps_no_room_for_what_it_waited_for(transfers,
     assert sys.getsizeof(transfers._transfers["t"].pending) == sys.getsizeof({})
 
 
+def test_only_a_chunk_that_it_waits_for_ends_a_transfer_when_it_is_aborted(transfers, env):
+    needed, other = chunks_of(2)
+    transfers.open("t", [needed.slot], 100.0, "process 7")
+    transfers.aborted([other], 1.0)
+    assert transfers.is_under_way("t")
+    assert not env.news
+    transfers.aborted([other, needed], 1.0)
+    assert transfers.is_given_up("t")
+    assert env.news == ["t"]
+
+
 # ---- how long the rest takes -------------------------------------------------------------------
 
 
