@@ -1,4 +1,4 @@
-"""A storm of requests over engines of one, two, four and eight ranks at one node: each byte that they load is looked at.
+"""A storm of requests over engines of one, two, four and eight ranks at one node: every byte they load is looked at.
 
 `python tests/engine/test_storm_of_sizes.py SEED REQUESTS` runs one by itself, and says what it did.
 """
