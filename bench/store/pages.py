@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy
 import torch
@@ -35,6 +36,8 @@ MEMORY_PAGE_BYTES = 4096
 RUN_BLOCKS = 8  # consecutive block ids in the allocation-like order
 REPEATS = 11
 GOALS = {1: 0.95, 2: 0.8}  # by threads; two are torch's
+SHARDS = 2  # that pages are cut into for engines of another tensor parallel size
+CUT_GOAL = 1 / 1.3  # of the rate of whole pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,22 @@ def cases(caches: Mapping[int, Tensor], arena: Tensor) -> Iterator[Row]:
                 yield Row(operation, page_kib, order, offset, threads, memcpy_gb_s, gb_s, ratio)
 
 
+def cut_figures(cache: Tensor, arena: Tensor) -> Iterator[Figure]:
+    """Pages of which each shard has a slot of its own, against whole pages, on one thread."""
+    torch.set_num_threads(1)
+    for page_kib in PAGE_KIB[1:]:
+        num_blocks = TOTAL_BYTES // (page_kib << 10)
+        block_ids = block_order("random", num_blocks)
+        whole = [PageCopy(page_rows(arena.view(num_blocks, -1)), block_ids, page_rows(cache.view(num_blocks, -1)))]
+        shards, parts = arena.view(SHARDS, num_blocks, -1), cache.view(num_blocks, SHARDS, -1)
+        cut = [PageCopy(page_rows(shards[at]), block_ids, page_rows(parts[:, at])) for at in range(SHARDS)]
+        for name, copy in (("gather", gather), ("scatter", scatter)):
+            calls = {"whole": partial(copy, whole), "cut": partial(copy, cut)}
+            timing = measure(calls, reference="whole", repeats=REPEATS)["cut"]
+            title = f"{name}, {page_kib} KiB pages in {SHARDS} shards: share of the rate of whole pages"
+            yield at_least(title, timing.ratio, "", CUT_GOAL)
+
+
 def figures(rows: list[Row]) -> list[Figure]:
     """The slowest case of each operation, on one thread and on two."""
     found = []
@@ -116,7 +135,8 @@ def main() -> None:
     rows = list(cases(caches, shared_memory(TOTAL_BYTES).fill_(2)))
     show_rows(rows, f"KV pages against a plain copy, {TOTAL_BYTES >> 20} MiB each, median of {REPEATS}")
     title = "gather and scatter of KV pages of 16 to 128 KiB"
-    publish("pages", title, figures(rows), {"rows": [asdict(row) for row in rows]})
+    cut = list(cut_figures(caches[0], shared_memory(TOTAL_BYTES).fill_(2)))
+    publish("pages", title, [*figures(rows), *cut], {"rows": [asdict(row) for row in rows]})
 
 
 COPIES = 5  # in one go, of memory that has just been in use
