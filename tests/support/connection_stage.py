@@ -1,7 +1,7 @@
 """What tests of connections share: nodes that are nothing but `Connections`, their loop, peers that say anything.
 
-Messages go over real sockets; the clock stands still unless a test moves it, so nothing here depends on how fast the
-machine is.
+Messages go over real sockets; the clock stands still unless a test moves it, and does not move while a message between
+two nodes is on its way, so nothing here depends on how fast the machine is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -21,6 +21,7 @@ from pdx.node.peers.connection import welcome
 from pdx.node.peers.connections import Connections
 from pdx.security.curve_keys import KeyPair, secure_client
 from pdx.telemetry.env import Env
+from pdx.testing.waiting import wait_until
 from pdx.transports.channel import RemoteRegion
 from pdx.wire.messages import VERSION, Hello, PeerFrame, Ping, decode_peer, encode
 from pdx.wire.proxy import PeerEntry
@@ -112,11 +113,11 @@ class Stage:
             node.connections.told([other.entry for other in nodes])
 
     def pair(self, **settings: Any) -> tuple[PeerNode, PeerNode]:
-        """Two nodes, where alpha has dialled beta and was welcomed."""
+        """Two nodes, where alpha has dialled beta and each was welcomed."""
         alpha, beta = self.node("alpha", 11, **settings), self.node("beta", 22, **settings)
         self.introduce(alpha, beta)
         alpha.connections.dial("beta")
-        self.until(lambda: alpha.core.saw("ready"))
+        self.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
         return alpha, beta
 
     def turn(self) -> None:
@@ -124,30 +125,42 @@ class Stage:
         # Descriptors are heeded whether they can be read or not, as by the node's loop: whom ZMQ's thread did not take
         # within the time that one call gives it is let in at a later turn.
         descriptors = [source for source, _ in self.poller.sockets if isinstance(source, int)]
-        ready = [source for source, _ in self.poller.poll(20) if source not in descriptors] + descriptors
+        ready = [source for source, _ in self.poller.poll(20) if source not in descriptors]
         awake = [node for node in self.nodes if not node.is_frozen]
+        served = [node.connections.serve(socket) for node in awake for socket in ready]
         for node in awake:
-            for socket in ready:
-                node.connections.serve(socket)
-        if not awake:
-            time.sleep(0.005)
+            for descriptor in descriptors:
+                node.connections.serve(descriptor)
+        if ready and not any(served):
+            time.sleep(0.005)  # it is for nodes that are frozen, and ZMQ's threads need a turn
 
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """Turn until it is true; fail after 20 s."""
-        deadline = time.monotonic() + 20.0
-        while not (result := condition()):
-            assert time.monotonic() < deadline, what or "it did not happen"
-            self.turn()
-        return result
+        return wait_until(lambda: condition() or self.turn(), what or "it did not happen", 20.0, pause_s=0.0)
+
+    def settle(self) -> None:
+        """Turn until no message between connected nodes is on its way to one that gets its turn."""
+        self.until(lambda: not any(self._unheard()), "all is heard that was said")
+
+    def _unheard(self) -> Iterator[int]:
+        """How much of what was said at the other end of each connection is still to be heard."""
+        ends = {(node.name, peer.name): peer for node in self.nodes for peer in node.connections.peers}
+        for node in self.nodes:
+            for hears in node.connections.peers if not node.is_frozen else []:
+                says = ends.get((hears.name, node.name))
+                if says is not None and not says.fault and says.is_dialled != hears.is_dialled:
+                    yield says._said - hears._heard
 
     def pass_time(self, seconds: float, step: float = 0.5) -> None:
-        """Move the clock in small steps, with ticks and turns."""
+        """Move the clock in small steps, with ticks and turns. At each, all is heard that was said before."""
+        self.settle()
         for _ in range(round(seconds / step)):
             self.now += step
             for node in self.nodes:
                 if not node.is_frozen:
                     node.connections.tick()
             self.turn()
+            self.settle()
 
     def close(self) -> None:
         for node in list(self.nodes):

@@ -6,7 +6,7 @@ import logging
 import stat
 
 import pytest
-from connection_stage import PING_S, RawHost, welcomed, write_roster
+from connection_stage import RawHost, welcomed, write_roster
 
 import pdx.node.peers.connections
 import pdx.security.peer_socket
@@ -173,8 +173,10 @@ def test_a_frame_beyond_the_limit_ends_that_connection_only(stage, raw):
     welcomed(stage, peer, name="big")
     welcomed(stage, other, name="small")
     peer.socket.send(bytes(messages.MAX_FRAME_BYTES + 1))
-    stage.until(lambda: (stage.pass_time(PING_S), len(beta.connections.peers) == 1)[1])
-    assert [(session.name, step) for session, step, _ in beta.core.saw("over")] == [("big", Ending.LOST)]
+    session = beta.connections.of("big")
+    stage.until(lambda: session.fault or session.send(messages.Ping()), "ZMQ ends it")
+    beta.connections.tick()
+    assert beta.core.saw("over") == [(session, Ending.LOST, pdx.security.peer_socket.GONE)]
     other.send(PUSH)
     stage.until(lambda: beta.core.saw("heard"))
 
