@@ -106,7 +106,7 @@ def hello(daemon, wire, kind="client"):
 
 
 def arrived(daemon):
-    wait_until(lambda: daemon._process_socket.queue.heed() or daemon._process_socket.socket.poll(0))
+    wait_until(lambda: not daemon._process_socket.queue.heed() and daemon._process_socket.socket.poll(0))
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def dial(place):
 
 
 def receive(process_socket):
-    return wait_until(lambda: process_socket.queue.heed() or process_socket.receive())[1][0].bytes
+    return wait_until(lambda: not process_socket.queue.heed() and process_socket.receive())[1][0].bytes
 
 
 def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(
@@ -105,7 +105,7 @@ def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(process_socket, d
         assert descriptors.left() == before
         assert select.select([process_socket.queue.fd], [], [], 0)[0]
         process_socket.queue.heed()
-        wait_until(lambda: process_socket.queue.heed() or descriptors.left() == before - 20)
+        wait_until(lambda: not process_socket.queue.heed() and descriptors.left() == before - 20)
 
 
 def test_who_waits_beyond_the_queue_tries_again(process_socket, place):

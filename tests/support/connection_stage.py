@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pdx.config import NodeConfig
 from pdx.node.peers.connection import welcome
@@ -250,6 +251,24 @@ def welcomed(stage: Stage, peer: Raw, **hello: Any) -> Any:
     """Let a raw peer say hello, and wait for the answer."""
     peer.hello(**hello)
     return stage.until(peer.hear)
+
+
+@contextlib.contextmanager
+def zmq_events(node: PeerNode) -> Iterator[Callable[[zmq.Event], Any]]:
+    """It waits until ZMQ says this of a connection to the node, and lets in meanwhile who waits."""
+    peer_socket = node.connections._peer_socket
+    assert peer_socket is not None
+    monitor = peer_socket.router.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def has_come(event: zmq.Event) -> bool:
+        peer_socket.heed()
+        return bool(monitor.poll(0)) and recv_monitor_message(monitor)["event"] == event
+
+    try:
+        yield lambda event: wait_until(lambda: has_come(event), what=repr(event))
+    finally:  # or the context would never end
+        peer_socket.router.disable_monitor()
+        monitor.close()
 
 
 def key_files(place: Path, *names: str) -> dict[str, str]:

@@ -11,13 +11,11 @@ import subprocess
 import msgspec
 import pytest
 import zmq
-from connection_stage import PING_S, TIMEOUT_S, Raw, welcomed
-from zmq.utils.monitor import recv_monitor_message
+from connection_stage import PING_S, TIMEOUT_S, Raw, welcomed, zmq_events
 
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.node.peers.connection import ConnectionState, Ending, Epochs
 from pdx.telemetry.host import host_id
-from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Done, Push, Refused, Welcome
 from pdx.wire.proxy import PeerEntry
 
@@ -450,30 +448,18 @@ def test_the_same_life_that_dials_anew_gets_a_new_session(stage, raw):
 def test_a_hello_that_outlived_its_connection_is_no_sign_of_life(stage, raw):
     """Else a process that died just after it dialled would end the one that took its place."""
     beta = stage.node("beta", 22)
-    monitor = beta.connections._peer_socket.router.get_monitor_socket(
-        zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    )
-    with Raw(stage, beta) as dead:
-        dead.hello(name="alpha", epoch=1)
-        dead.socket.setsockopt(zmq.LINGER, 5000)
-        _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.connections._peer_socket)
-    _wait_for(monitor, zmq.EVENT_DISCONNECTED, beta.connections._peer_socket)
-    living = raw(beta)
-    # ZMQ has one thread, so it is done with the old one.
-    _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.connections._peer_socket)
-    beta.connections._peer_socket.router.disable_monitor()
-    monitor.close()
+    with zmq_events(beta) as wait_for:
+        with Raw(stage, beta) as dead:
+            dead.hello(name="alpha", epoch=1)
+            dead.socket.setsockopt(zmq.LINGER, 5000)
+            wait_for(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        wait_for(zmq.EVENT_DISCONNECTED)
+        living = raw(beta)
+        wait_for(zmq.EVENT_HANDSHAKE_SUCCEEDED)  # ZMQ has one thread, so it is done with the old one
     welcomed(stage, living, name="alpha", epoch=2)
     assert beta.counters["messages_dropped"] == 1
     assert [(session.epoch) for session, _ in beta.core.saw("hello")] == [2]
     assert not beta.core.saw("over")
-
-
-def _wait_for(monitor, event, peer_socket):
-    while True:
-        wait_until(lambda: peer_socket.heed() or monitor.poll(0), what=f"{event!r}")
-        if recv_monitor_message(monitor)["event"] == event:
-            return
 
 
 def test_epochs_are_remembered_up_to_a_bound():

@@ -6,12 +6,11 @@ import logging
 
 import pytest
 import zmq
-from connection_stage import TIMEOUT_S, Raw, key_files, write_roster
+from connection_stage import TIMEOUT_S, Raw, key_files, write_roster, zmq_events
 
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.node.peers.connection import Ending
 from pdx.security.curve_keys import KeyPair
-from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Bye, Push, Refused
 
 
@@ -165,11 +164,9 @@ def test_a_route_of_another_is_not_taken_over(loopback):
     first = loopback.raw(loopback.keys["alpha"], routing_id=b"same")
     first.hello(name="alpha")
     stage.until(first.hear)
-    monitor = beta.connections._peer_socket.router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    first.close()
-    wait_until(lambda: monitor.poll(0), what="ZMQ notices")
-    beta.connections._peer_socket.router.disable_monitor()
-    monitor.close()
+    with zmq_events(beta) as wait_for:
+        first.close()
+        wait_for(zmq.EVENT_DISCONNECTED)
 
     thief = loopback.raw(third, routing_id=b"same")
     thief.send(Push([]), 1, seq=100)
