@@ -282,6 +282,22 @@ def test_what_is_there_behind_the_hits_does_not_make_room_for_the_rest(prompt):
     prompt.service.store.delete(others)
 
 
+def test_what_the_last_who_came_did_not_need_leaves_first(prompt):
+    """Chunks of windows and states behind which a conversation has gone on: nobody who goes on with it reads them."""
+    prompt.store()
+    prompt.release(prompt.ask())
+    needed, store = set(prompt.needs(6)), prompt.service.store
+    others = [bytes([number]) * 16 for number in range(1, 255)]
+    free = store.free_bytes // G
+    unneeded = sum(prompt.chunk(*place).slot.nbytes for place in set(prompt.here()) - needed) // G
+    for key in others[: free + unneeded]:
+        assert set(prompt.here()) >= needed
+        answer = prompt.service.handle(prompt.engine, Admit([key], nbytes=G, layers=1, part="writes"))
+        prompt.fill(answer.granted_slots)
+    assert set(prompt.here()) == needed
+    store.delete(others)
+
+
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_what_never_fits_is_said(prompt, is_partial):
     groups = [*prompt.groups[:2], *without_tail([STATE], nbytes=(CHUNKS - 2) * G)]
