@@ -139,7 +139,8 @@ def test_the_next_turn_finds_what_was_generated(bed: OracleBed, asynchronous: bo
     bed.settled()
     fresh = bed.engine("fresh", **of(kind))
     # A state is there for one step, and steps of the toy are shorter than a question: it may be that of the prompt.
-    least = 192 if kind in ("state", "mixed", "units") else 201
+    # Of the windows, vLLM has given back the block that a prompt ending with the chunk needs when an answer's is saved.
+    least = 192 if kind in ("state", "mixed", "units", "windows") else 201
     assert found(fresh, "next", prompt + writer.outputs["turn"] + bed.tokens(50, "next"), 12) >= least
 
 
