@@ -51,6 +51,7 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
 
 from pdx.engine.copier import Scatter
 from pdx.engine.plan import PagesPlan
+from pdx.engine.request import parse_params
 
 # vLLM is imported here first
 __all__ = ["BLOCK", "FOREIGN", "PDX", "KVConnectorOutput", "LoRARequest", "Shape", "WorkerLoRAManager", "connector"]
@@ -208,6 +209,7 @@ class Engine:
         pictures: Sequence[Picture] = (),
     ) -> None:
         """A request for `count` tokens; `params` are its `kv_transfer_params`, `lora` is vLLM's `LoRARequest`."""
+        parse_params(params)  # one that is refused runs without a transfer, and would test nothing
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, extra_args=extra)
         request = Request(

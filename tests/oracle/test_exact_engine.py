@@ -106,7 +106,6 @@ def test_the_rest_is_loaded_of_a_prompt_that_vllm_has_the_beginning_of(
     assert reader.faults.loads == 2
 
 
-# Open: of several groups, scheduled asynchronously, a prefill leg rarely gives its transfer up at its end.
 @each_kind
 @both
 @pytest.mark.parametrize("length", [40, 640, 1000])
