@@ -102,9 +102,9 @@ KINDS = {
     "unequal": Kind((_window(100, 0, 2, block=64), _full(1, 3, block=32, words=2 * WORDS))),
     "units": Kind((_state(0, block=64), _full(1, block=64)), unit=16),  # hits that end inside a block
 }
-# `make test` has storms of PdxConnector over these and tables over one group; `make test-long` both over all kinds.
+# `make test` has storms and tables of PdxConnector over these; `make test-long` over all kinds.
 EVERY_DAY = ("full", "window", "mixed")
-KINDS_WITH_PDX = tuple(each if each == "full" else pytest.param(each, marks=pytest.mark.long) for each in KINDS)
+KINDS_WITH_PDX = tuple(each if each in EVERY_DAY else pytest.param(each, marks=pytest.mark.long) for each in KINDS)
 
 
 def layer_name(layer: int) -> str:
