@@ -26,7 +26,7 @@ CHUNK = 64  # tokens; of blocks that are longer as many
 
 
 def each_family(every_day: str) -> pytest.MarkDecorator:
-    """All families, of which `make test` has one at most."""
+    """All families, of which `make test` has one."""
     return pytest.mark.parametrize(
         "family", [name if name == every_day else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
     )
@@ -77,8 +77,10 @@ def test_what_one_engine_saved_another_finds_in_memory_and_on_disk(
         check_found(engine, family, prompts, plain)
 
 
-@each_family("")
-@pytest.mark.parametrize("is_same_node", [True, False], ids=["one node", "two nodes"])
+@each_family("granite")
+@pytest.mark.parametrize(
+    "is_same_node", [pytest.param(True, marks=pytest.mark.long, id="one node"), pytest.param(False, id="two nodes")]
+)
 def test_a_prompt_that_one_engine_prefills_another_goes_on_with(
     forge: Forge, place: Path, family: str, is_same_node: bool
 ) -> None:
