@@ -53,6 +53,8 @@ _READ_FROM_FILES = (
     *("bitsandbytes", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
 )
 
+# How configurations name numbers of KV heads, or of the heads that share one.
+_KV_HEADS = re.compile(r"kv_(n_)?heads|key_value_|head_kv|heads_in_group|attention_groups|query_group")
 _COUNT_GENERATED = ("presence_penalty", "frequency_penalty")
 _PLUGINS = "vllm.logits_processors"  # the entry points of which every one is loaded
 
@@ -150,11 +152,35 @@ def _num_heads(vllm_config: Any, spec: Any, num_groups: int) -> int:
     """KV heads of all ranks together; those that several ranks have alike count once. 0: a state has none."""
     if type(spec).__name__ == "MLAAttentionSpec":
         return 1
-    model, ranks = vllm_config.model_config, int(vllm_config.parallel_config.world_size)
+    ranks = int(vllm_config.parallel_config.world_size)
     heads = int(getattr(spec, "num_kv_heads", 0)) * ranks
-    configs = (model.hf_config, getattr(model, "hf_text_config", None))
-    is_even = num_groups == 1 and not any(getattr(config, "is_heterogeneous", False) for config in configs)
-    return min(heads, int(model.get_total_num_kv_heads())) if is_even and heads == ranks else heads
+    if heads != ranks or num_groups > 1:
+        return heads
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    totals = [_kv_heads(model) for model in (vllm_config.model_config, draft) if model is not None]
+    is_even = len(totals[0]) == 1 and all(each == totals[0] for each in totals)
+    return min(heads, *totals[0]) if is_even else heads
+
+
+def _kv_heads(model: Any) -> set[int]:
+    """KV heads of a model's layers, by all that its configuration says, since vLLM tells one number for all: several
+    where layers may differ, or none."""
+    config = getattr(model, "hf_text_config", None) or model.hf_config
+    if any(getattr(each, "is_heterogeneous", False) for each in (model.hf_config, config)):
+        return set()
+    return {int(model.get_total_num_kv_heads()), *_named(config.to_dict(), _KV_HEADS)}
+
+
+def _named(value: Any, name: re.Pattern[str], *, is_found: bool = False) -> Iterator[int]:
+    """The numbers under names of that kind, in whatever a configuration nests."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _named(inner, name, is_found=name.search(str(key)) is not None)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _named(inner, name, is_found=is_found)
+    elif is_found and isinstance(value, int):
+        yield value
 
 
 def _num_shards(vllm_config: Any, specs: Sequence[Any]) -> int:

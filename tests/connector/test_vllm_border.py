@@ -242,13 +242,28 @@ class MLAAttentionSpec(SimpleNamespace):
     """Named like vLLM's."""
 
 
-def sharded(folder: Path, ranks: int, shards: int = 0, heads: int = 4, kind: Any = FullAttentionSpec) -> KvLayout:
+def counted(heads: int, **said: Any) -> Any:
+    """The configuration of a model with so many KV heads, as vLLM says of it as a whole; and what else it says."""
+    config = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads, **said})
+    return SimpleNamespace(hf_config=config, get_total_num_kv_heads=lambda: heads)
+
+
+def sharded(
+    folder: Path,
+    ranks: int,
+    shards: int = 0,
+    heads: int = 4,
+    kind: Any = FullAttentionSpec,
+    draft: Any = None,
+    **said: Any,
+) -> KvLayout:
     """The layout of an engine of so many ranks, whose model has so many KV heads."""
     made = group(kind)
     made.kv_cache_spec.num_kv_heads = max(1, heads // ranks)
     made.kv_cache_spec.page_size_bytes = 128 * max(1, heads // ranks) * 2 * 64 * 2
     config, cache = configs(folder, [made], ranks=ranks)
-    config.model_config = SimpleNamespace(hf_config=config.model_config.hf_config, get_total_num_kv_heads=lambda: heads)
+    config.model_config = counted(heads, **said)
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
     [found] = layouts_of(config, cache, 256, model="m", shards=shards)
     return found
 
@@ -266,6 +281,22 @@ def test_heads_that_several_ranks_have_are_one_shard(folder: Path) -> None:
     latent = {sharded(folder, ranks, heads=1, kind=MLAAttentionSpec).fingerprint() for ranks in (1, 2, 8)}
     assert len(latent) == 1
     assert sharded(folder, 8, heads=1, kind=MLAAttentionSpec).num_shards == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"swa_num_key_value_heads": 8},
+        {"block_configs": [{"attention": {"n_heads_in_group": count}} for count in (4, 8)]},
+        {"num_key_value_heads_per_layer": [4, 8]},
+        {"draft": counted(8)},
+    ],
+    ids=["of windows", "by block", "by layer", "of a draft model"],
+)
+def test_layers_with_more_heads_than_others_are_not_taken_for_copies(folder: Path, more: dict[str, Any]) -> None:
+    """With 8 ranks each has one head, so vLLM puts these layers into one group; some have 8 heads, no two alike."""
+    assert sharded(folder, 8, **more).num_shards == 8
+    assert sharded(folder, 8, draft=counted(4)).num_shards == 4
 
 
 @pytest.mark.parametrize(
