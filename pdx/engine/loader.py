@@ -123,8 +123,13 @@ class _Job:
 
     def _filled(self, pages: PagesPlan) -> int:
         """Leading slices that are filled in every shard; `NEVER` where one of them will never have more."""
-        counts = [self.arena.filled_slices(slot) if self.arena.is_current(slot) else NEVER for slot in pages.slots]
-        return NEVER if NEVER in counts else min(counts)
+        least = NEVER
+        for slot in pages.slots:
+            if not self.arena.is_current(slot) or (filled := self.arena.filled_slices(slot)) == NEVER:
+                return NEVER
+            if filled < least:
+                least = filled
+        return least
 
     def _lose(self, lost: Iterable[PagesPlan]) -> None:
         self.failed.update(block for pages in lost for block in pages.block_ids)

@@ -275,7 +275,9 @@ class SchedulerHalf:
     def heard(self, news: Sequence[WorkerNews]) -> None:
         """What the worker halves told after a step, one for each."""
         self._due.update(self._trust.heard(min(each.step for each in news)))
-        self._times.news = WorkerNews(max(each.load_s for each in news), min(each.chunk_s for each in news))
+        # Ranks that save nothing, since others have the same heads, do not know what computing takes.
+        known = [each.chunk_s for each in news if each.chunk_s]
+        self._times.news = WorkerNews(max(each.load_s for each in news), min(known, default=self._times.news.chunk_s))
 
     def loaded(self, request_id: str) -> None:
         """All workers have scattered the request's chunks, or have given up on them."""

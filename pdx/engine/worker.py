@@ -59,11 +59,13 @@ class WorkerHalf:
     ) -> None:
         """`ranks`: how many the engine has; 0: as many as shards. A LayoutError where these do not fit."""
         self._groups = CacheGroups.of(layout)
-        self._share = Share.of(rank, ranks or self._groups.num_shards, self._groups.num_shards)
+        shards = self._groups.num_shards
+        self._share = Share.of(rank, ranks or shards, shards)
         self._streams = streams
         self._layers: dict[str, tuple[int, int, int]] = {}  # number in the model, cache group, number in the group
         self._tracer = tracer_for(config.trace, f"{engine}/{rank}")
-        gpu = _gpu_of(streams)
+        # Where several ranks read what one writes, all have the node's first arena, whatever GPU they compute on.
+        gpu = _gpu_of(streams) if ranks <= shards else ""
         share = self._share
         hello = Hello(
             VERSION,

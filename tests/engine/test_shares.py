@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from node_harness import NodeProcess, NodeThread
+from node_harness import MIB, NodeProcess, NodeThread
 from stream_bed import Bed
 from test_two_nodes import DECODE, LENGTH, PREFILL, two_nodes
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, layout, tokens
@@ -119,6 +119,40 @@ def test_a_gpu_cuts_pages_as_well(beds: Callable[..., Bed], on_gpu: bool) -> Non
     bed.node.wait_sealed(10)
     assert one.load(other) == 2 * CHUNK
     bed.node.wait_at_rest()
+
+
+@pytest.fixture
+def on_two(beds: Callable[..., Bed]) -> Bed:
+    """A node with host memory and an arena on each of two GPUs."""
+    return beds(True, "--gpus", "2", gpu="", more_gpus=["0", "1"], gpu_arena_bytes=MIB)
+
+
+def test_ranks_on_several_gpus_find_what_one_of_them_has_written(on_two: Bed) -> None:
+    prompt = tokens(8, 3 * CHUNK + 3)
+    engine = on_two.engine(gpus=("0", "1"), ranks=2, shards=1)
+    engine.finish(engine.save(prompt))
+    on_two.node.wait_sealed(3)
+    assert engine.load(prompt) == 3 * CHUNK
+    assert "load_failed" not in on_two.node.status().counters
+
+
+def test_shards_of_one_gpu_go_to_two(on_two: Bed) -> None:
+    prompt, settings = tokens(9, 3 * CHUNK + 3), {"heads": 4, "page_bytes": 128, "shards": 2}
+    one = on_two.engine(gpus=("0",), ranks=1, **settings)
+    two = on_two.engine(gpus=("0", "1"), ranks=2, **settings)
+    one.finish(one.save(prompt))
+    on_two.node.wait_sealed(12)  # two shards of three chunks, on the GPU and in host memory
+    assert two.load(prompt) == 3 * CHUNK
+    on_two.node.wait_at_rest()
+
+
+def test_ranks_that_write_nothing_do_not_hide_what_computing_takes(start_here: Callable[..., NodeThread]) -> None:
+    node, prompt = start_here(), tokens(10, 6 * CHUNK)
+    with contextlib.closing(SHAPES["latent attention, 2 to 1"].engine(node.address, "e", 2)) as engine:
+        engine.finish(engine.save(prompt))
+        node.wait_sealed(6)
+        assert engine.load(prompt) == 6 * CHUNK
+        assert engine.scheduler._times.news.chunk_s > 0
 
 
 def test_a_chunk_that_is_cut_otherwise_is_another(start_here: Callable[..., NodeThread]) -> None:
