@@ -319,7 +319,12 @@ def _heads(tensor: torch.Tensor, part: int, count: int, layout: KvLayout) -> tor
 def _block_rows(tensor: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
     ratio, rest = divmod(tensor.shape[0], num_blocks)
     if rest or (ratio > 1 and not tensor.is_contiguous()):
-        raise LayoutError(f"KV cache: {tensor.shape[0]} pages over {num_blocks} blocks")
+        text = (
+            ", some heads of each, which PDX cannot cut out of so many on a CPU: leave `shards` out"
+            if ratio > 1
+            else ""
+        )
+        raise LayoutError(f"KV cache: {tensor.shape[0]} pages over {num_blocks} blocks{text}")
     try:
         rows = page_rows(tensor.view(num_blocks, -1) if ratio > 1 else tensor)
     except ValueError as error:

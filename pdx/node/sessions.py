@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pdx.errors import NodeError, ProtocolError
 from pdx.security import descriptors
+from pdx.wire.base import MAX_SHARDS
 from pdx.wire.messages import Hello
 
 TICKET_BYTES = 16
@@ -142,6 +143,10 @@ class Sessions:
         """
         if route in self._by_route:
             raise ProtocolError(f"this connection is attached already: {self._by_route[route]!r}")
+        if hello.shard + hello.shards > MAX_SHARDS:
+            raise ProtocolError(
+                f"shards {hello.shard} to {hello.shard + hello.shards}, where {MAX_SHARDS} are the most"
+            )
         for place in _places(hello):
             if place in self._workers:
                 raise ProtocolError(f"engine {hello.engine!r} has a worker of shard {place[1]} already")

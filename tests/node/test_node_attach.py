@@ -172,9 +172,23 @@ def test_a_second_worker_of_the_same_rank_is_refused_until_the_first_is_gone(nod
     with Wire(node.address) as second:
         refused = second.hello(kind="worker", engine="e", shard=1)
         assert isinstance(refused, Refused)
-        assert "'e' has a worker of rank 1 already" in refused.text
+        assert "'e' has a worker of shard 1 already" in refused.text
         first.ask(Bye())
         assert isinstance(second.hello(kind="worker", engine="e", shard=1), Welcome)
+
+
+def test_a_worker_of_shards_that_no_chunk_has_is_refused(node):
+    with Wire(node.address) as wire:
+        refused = wire.hello(kind="worker", engine="e", shard=1023, shards=2)
+        assert isinstance(refused, Refused)
+        assert "shards 1023 to 1025, where 1024 are the most" in refused.text
+
+
+def test_two_workers_may_not_write_one_shard(node, attach):
+    attach(node, kind="worker", engine="e", shard=2, shards=2)
+    with Wire(node.address) as wire:
+        assert "'e' has a worker of shard 3 already" in wire.hello(kind="worker", engine="e", shard=3).text
+        assert isinstance(wire.hello(kind="worker", engine="e", shard=3, shards=0), Welcome), "which only reads it"
 
 
 @pytest.mark.parametrize("ask", [Status(), Admit([KEY]), Admit([KEY], 1), Ping(), Bye()])
