@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from groups_stage import FULL, LOCAL, STATE, WINDOW, GroupsStage, SizedBelow, prompt_of, without_tail
@@ -13,11 +14,12 @@ from service_stage import CHUNKS, Clock, attach
 
 from pdx.errors import ArenaTooSmall, ProtocolError
 from pdx.memory.arena import GRANULE_BYTES as G
+from pdx.node.peers.connection import ConnectionState
 from pdx.node.service import Service
 from pdx.store.lifecycle import State
 from pdx.telemetry.rate import Rate
 from pdx.wire.hints import Hints
-from pdx.wire.messages import Admit, Cancel, Expect, Group, Ping, Release
+from pdx.wire.messages import Admit, Cancel, Expect, Group, Ping, Push, Release
 from pdx.wire.verbs import Why
 
 HYBRID = [FULL, WINDOW, STATE]
@@ -617,6 +619,26 @@ def test_a_decoder_waits_for_a_transfer_that_is_not_known_yet(tailed):
     (answer,) = tailed.turn()
     assert answer.hits == 6
     tailed.release(answer)
+
+
+def test_a_question_to_a_peer_outlives_a_push_that_has_ended_before_it(prompt, monkeypatch):
+    """Who computes a prompt's last token again needs the state before it, which no handoff moves."""
+    peers, sent = prompt.service.peers, []
+    peer = SimpleNamespace(name="a", state=ConnectionState.READY, send=lambda body, about: sent.append((about, body)))
+    monkeypatch.setattr(peers.connections, "dial", lambda name: peer)
+    monkeypatch.delattr(peers, "turn")  # the real one
+    prompt.store(but=[(2, 4), (2, 5)])
+    prompt.service.transfers.prefilled(TRANSFER, prompt.service.env.clock(), peer.name)
+    prompt.turn()
+    pushed = Admit([prompt.key(0, 5)], transfer=TRANSFER, part="writes")
+    peers.inbound.over.append(SimpleNamespace(offer=pushed, session=peer, landed_bytes=0))  # a turn looks at these
+    assert decode(prompt, source=peer.name) is None
+    assert prompt.turn() == []
+    assert [body for _, body in sent] == [Push([prompt.key(2, 5)], transfer=TRANSFER)] * 2
+    peers.fetches.answered(peer, sent[-1][0], 0, prompt.service.env.clock())
+    (answer,) = prompt.turn()
+    assert (answer.hits, answer.waiting) == (4, False)
+    prompt.release(answer)
 
 
 def test_nobody_waits_longer_than_it_said(tailed, clock):

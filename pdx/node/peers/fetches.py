@@ -133,13 +133,17 @@ class Fetches:
             self._end(fetch, now)
 
     def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
-        """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's."""
+        """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's.
+
+        Another push of its transfer may have ended before the question came, or have brought none of what that is
+        about: what is missing then is asked for again.
+        """
         ended = self._of_transfer.of((name, transfer)) if transfer is not None else []
         asked = self._asked.get(number)
         if asked is not None and asked.source == name and asked not in ended:
             ended.append(asked)
         for fetch in ended:
-            self._end(fetch, now)
+            self._end(fetch, now, is_kept=fetch is asked)
 
     def landed(self, name: str, chunk_bytes: int, nbytes: int, since: float, now: float) -> None:
         """So many bytes have come in answer to a question, from when there was room for them. `chunk_bytes`: of all
@@ -180,11 +184,15 @@ class Fetches:
                 self._end(fetch, now)
         return late
 
-    def _end(self, fetch: Fetch, now: float) -> None:
+    def _end(self, fetch: Fetch, now: float, *, is_kept: bool = True) -> None:
+        """:param is_kept: nobody shall ask for the same again at once."""
         fetch.is_over = True
         self._deadlines.discard(fetch, fetch.deadline)
-        fetch.deadline = now + KEPT_S
-        self._deadlines.add([fetch], fetch.deadline)
+        if is_kept:
+            fetch.deadline = now + KEPT_S
+            self._deadlines.add([fetch], fetch.deadline)
+        else:
+            del self._fetches[fetch.source, fetch.name]
         del self._asked[fetch.number]
         self._of_peer.discard(fetch.source, fetch)
         if (transfer := fetch.push.transfer) is not None:

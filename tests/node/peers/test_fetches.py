@@ -102,8 +102,7 @@ def test_what_a_peer_does_not_have_is_not_asked_again_at_every_step(fetches, lin
     assert len(link.sent) == 2
 
 
-@pytest.mark.parametrize("is_pushed", [False, True], ids=["offered next", "pushed already"])
-def test_what_comes_is_waited_for_until_its_push_ends(fetches, link, is_pushed):
+def test_what_comes_is_waited_for_until_its_push_ends(fetches, link):
     ask = Admit(KEYS, source="b", transfer=TRANSFER)
     fetches.is_waiting(ask, 0, 0.0)
     fetches.answered(link, 1, 3, 0.1)
@@ -111,11 +110,25 @@ def test_what_comes_is_waited_for_until_its_push_ends(fetches, link, is_pushed):
     fetches.over("c", 1, TRANSFER, 0.3)
     fetches.over("b", 2, None, 0.3)
     assert fetches.is_waiting(ask, 0, 0.3), "those were other peers' and other pushes"
-    if is_pushed:
-        fetches.over("b", 0, TRANSFER, 0.4)
-    else:
-        fetches.over("b", 1, None, 0.4)
+    fetches.over("b", 1, TRANSFER, 0.4)
     assert not fetches.is_waiting(ask, 0, 0.4)
+    assert len(link.sent) == 1
+
+
+def test_what_another_push_of_its_transfer_has_not_brought_is_asked_for_again(fetches, link, env):
+    """It may have ended before the question came, or bring nothing of what it asks for."""
+    ask = Admit(KEYS, source="b", transfer=TRANSFER)
+    fetches.is_waiting(ask, 0, 0.0)
+    fetches.answered(link, 1, 3, 0.1)
+    fetches.over("b", 0, TRANSFER, 0.2)
+    assert env.news == [("fetch", KEYS[-1])]
+    assert len(fetches) == 0
+    assert fetches.is_waiting(ask, 2, 0.2)
+    assert link.sent == [(1, Push(KEYS, "", 1, TRANSFER)), (2, Push(KEYS[2:], "", 1, TRANSFER))]
+    fetches.answered(link, 2, 0, 0.3)
+    assert not fetches.is_waiting(ask, 2, 0.3)
+    assert fetches.tick(0.3 + KEPT_S) == 0
+    assert not fetches._fetches
 
 
 def test_a_push_that_is_over_before_the_answer_comes(fetches, link):
