@@ -26,7 +26,7 @@ CHUNK = 64  # tokens; of blocks that are longer as many
 
 
 def each_family(every_day: str) -> pytest.MarkDecorator:
-    """All families, of which `make test` has one."""
+    """All families, of which `make test` has one, or none."""
     return pytest.mark.parametrize(
         "family", [name if name == every_day else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
     )
@@ -77,7 +77,7 @@ def test_what_one_engine_saved_another_finds_in_memory_and_on_disk(
         check_found(engine, family, prompts, plain)
 
 
-@each_family("granite")
+@each_family("")
 @pytest.mark.parametrize(
     "is_same_node", [pytest.param(True, marks=pytest.mark.long, id="one node"), pytest.param(False, id="two nodes")]
 )
