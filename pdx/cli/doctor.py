@@ -22,9 +22,14 @@ from pdx.cli.machine import SHM, Fact, FindingName, facts
 from pdx.cli.node import check_channels
 from pdx.cli.options import option
 from pdx.cli.tables import table
+from pdx.config import default_node
+from pdx.errors import NodeUnavailable
 from pdx.transports.registry import schemes
+from pdx.wire.status import AttachedStatus
 
 REGION_BYTES = 64 << 20
+NAMED_S = 5.0  # until a node that was named has to answer …
+LOOK_S = 1.0  # … and that of this host, if it is there
 SMALL_REGION_BYTES = 4 << 20  # where /dev/shm has no room for more
 _LOOPBACK = "pdx.cli.loopback"
 _EXPLAINED_IN = "PDX's documentation, on the page Troubleshooting"
@@ -49,6 +54,18 @@ class Finding(msgspec.Struct, frozen=True):
     finding: FindingName | None = None
 
 
+class EngineFact(msgspec.Struct, frozen=True):
+    """One engine that is attached to the node: its cache groups, into how many shards its chunks are cut and what each
+    of its workers writes of them, and with which engine of its model it cannot share chunks, and why."""
+
+    engine: str
+    groups: list[str]
+    shards: int
+    workers: list[str]
+    apart: str = ""
+    finding: FindingName | None = None
+
+
 class Report(msgspec.Struct, frozen=True):
     """Everything that `pdx doctor` says. `is_well`: each channel works that is asked for, or seems to be available."""
 
@@ -56,18 +73,27 @@ class Report(msgspec.Struct, frozen=True):
     channels: list[Finding]
     memcpy: Rate
     machine: list[Fact]
+    engines: list[EngineFact] = []  # of the node of this host, if one answers
 
 
 @click.command()
 @option("--channel", "channels", multiple=True, metavar="NAME", help="Only this one, which must work; repeatable.")
 @option("--json", "as_json", is_flag=True, help="One JSON object.")
 @option("--timeout", default=30.0, metavar="SECONDS", help="Give up on a channel after this.")
-def doctor(channels: tuple[str, ...], as_json: bool, timeout: float) -> None:
+@option(
+    "--node", "address", help="Whose engines are listed. [default: $PDX_NODE, else this user's socket on this host]"
+)
+def doctor(channels: tuple[str, ...], as_json: bool, timeout: float, address: str | None) -> None:
     """Try every channel between nodes on this machine, with a real transfer between two processes.
+
+    The engines that are attached to a node are listed, too: which cache groups and shards they have, and which of them
+    cannot read each other's chunks.
 
     Exit status 1: a channel that was named with --channel does not work, one that is there is broken, or none works.
     """
+    engines = engines_at(address)  # first: a wrong address is not said after half a minute
     report = examine(channels, timeout, Console(stderr=True, quiet=as_json or not sys.stderr.isatty()))
+    report = msgspec.structs.replace(report, engines=engines)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
     else:
@@ -115,6 +141,41 @@ def examine_channel(scheme: str, nbytes: int, timeout_s: float) -> Finding:
         return Finding(scheme, trial, _finding(scheme, trial))
 
 
+def engines_at(address: str | None) -> list[EngineFact]:
+    """Of the engines that are attached to a node: that of this host, which need not run, if no address is given.
+
+    :raises NodeUnavailable: none answers at that address.
+    """
+    from pdx.client.api import connect
+
+    try:
+        with connect(address or default_node(), NAMED_S if address else LOOK_S) as node:
+            attached = node.status().attached
+    except NodeUnavailable:
+        if address:
+            raise
+        return []
+    workers = sorted((one for one in attached if one.kind == "worker"), key=lambda one: (one.shard, one.pid))
+    return [
+        EngineFact(
+            one.engine,
+            one.groups,
+            one.shards,
+            [_writes(worker) for worker in workers if worker.engine == one.engine],
+            one.unshared,
+            FindingName.ENGINES_APART if one.unshared else None,
+        )
+        for one in attached
+        if one.kind == "scheduler"
+    ]
+
+
+def _writes(worker: AttachedStatus) -> str:
+    last = worker.shard + worker.shards - 1
+    what = f"shards {worker.shard} to {last}" if worker.shards > 1 else f"shard {worker.shard}"
+    return f"pid {worker.pid} {'writes' if worker.shards else 'reads'} {what}"
+
+
 def _finding(scheme: str, trial: Trial) -> FindingName | None:
     if trial.state == "ok":
         return None
@@ -139,8 +200,24 @@ def view(report: Report) -> RenderableType:
         found = Text(fact.found, style="" if fact.is_ok else "yellow")
         facts_of.append((fact.name, found + Text(f"\n{rest}" if rest else "")))
     machine = table("machine", ("name", "found"), facts_of, header=False)
-    is_named = any([*(each.finding for each in report.channels), *(fact.finding for fact in report.machine)])
-    return Group(channels, machine, f"The names are explained in {_EXPLAINED_IN}." if is_named else "")
+    named: Sequence[Finding | Fact | EngineFact] = (*report.channels, *report.machine, *report.engines)
+    explained = f"The names are explained in {_EXPLAINED_IN}." if any(each.finding for each in named) else ""
+    return Group(channels, machine, *_engines(report.engines), explained)
+
+
+def _engines(engines: Sequence[EngineFact]) -> list[RenderableType]:
+    if not engines:
+        return []
+    rows = [
+        (
+            each.engine,
+            "\n".join(each.groups),
+            f"{each.shards}\n{_lines(*each.workers)}",
+            _lines(f"shares no chunks {each.apart}", _see(each.finding)) if each.apart else "",
+        )
+        for each in engines
+    ]
+    return [table("engines", ("engine", "cache groups", "shards of a chunk", "what is wrong"), rows)]
 
 
 def _rate(rate: Rate | None) -> tuple[str, str]:

@@ -59,6 +59,8 @@ class FindingName(StrEnum):
     PAGE_LOCK_SLOW = "page-lock-slow"
     PAGE_LOCK_REFUSED = "page-lock-refused"
 
+    ENGINES_APART = "engines-apart"
+
 
 class Fact(msgspec.Struct, frozen=True):
     """One thing about the machine; `fix` says what would make it better, if that could matter. What is not well has a

@@ -87,6 +87,7 @@ class SchedulerHalf:
             url=config.url,
             layout=self._fingerprint,
             shape={**groups.described(), **(naming or {})},
+            groups=groups.described_groups(),
             facts=facts,
         )
         self.link = NodeLink(config, hello, starter=True)

@@ -7,7 +7,7 @@ Pure arithmetic: no torch tensor, no file, no clock. Words as in docs/glossary.m
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
@@ -127,7 +127,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def described(self) -> dict[str, str]:
         """Its fields as text, for who tells two engines what keeps them apart."""
-        return {name: str(value)[:256] for name, value in msgspec.to_builtins(self).items()}
+        told = {name: str(value)[:256] for name, value in msgspec.to_builtins(self).items()}
+        return told | ({"layers": _runs(self.layers)[:256]} if self.layers else {})
 
     @property
     def tokens_per_hash(self) -> int:
@@ -197,10 +198,26 @@ class CacheGroups(Sequence[KvLayout]):
         return hashlib.blake2b(b"".join(found), digest_size=16, person=b"pdx-groups-1").digest()
 
     def described(self) -> dict[str, str]:
-        """As those of its one layout; of several, what they have in common, and each in a few words."""
-        if len(self.layouts) == 1:
-            return self.layouts[0].described()
+        """The fields of its one layout; of several those that they have in common."""
         told = [each.described() for each in self.layouts]
-        common = {name: text for name, text in told[0].items() if all(each.get(name) == text for each in told)}
-        kinds = [f"{each.kind}{f' of {each.window}' if each.window else ''} in {each.num_layers}" for each in self]
-        return common | {"groups": ", ".join(kinds)[:256]}
+        return {name: text for name, text in told[0].items() if all(each.get(name) == text for each in told)}
+
+    def described_groups(self) -> list[dict[str, str]]:
+        """Of several groups the other fields of each."""
+        common = self.described() if len(self.layouts) > 1 else {}
+        told = [each.described() for each in self.layouts] if common else []
+        return [{name: text for name, text in each.items() if name not in common} for each in told]
+
+
+def group_title(fields: Mapping[str, str]) -> str:
+    """A cache group in a few words, by its fields as text."""
+    layers = f"layers {fields['layers']}" if "layers" in fields else f"{fields.get('num_layers', 'all')} layers"
+    tokens = f"; {fields['window']} tokens" if "window" in fields else ""
+    return f"the {fields.get('kind', 'full')} group ({layers}{tokens})"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """As text, where those that follow one another are told by the first and the last."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ",".join(f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends, strict=True))

@@ -28,6 +28,7 @@ MAX_KEYS = 1 << 17  # of all requests whose keys are remembered
 MAX_BEGUN = 4096  # first blocks, and cache salts, that are remembered
 MAX_SHOWN = 32  # in one answer
 MAX_HOLDERS = 4  # of room that another request did not find
+MAX_GROUP_NAME = 128  # characters
 MAX_EXPLAINED = 48  # chunks that a request lacks: to explain one costs about as much as to answer for ten
 
 
@@ -196,17 +197,19 @@ class Explanations:
         self, session: Session, ask: Admit, hits: int, found: Sequence[tuple[Chunk, ...]], now: float
     ) -> Iterator[Reason]:
         """Of each cache group the chunks that the hits need, and those that the whole prompt would need behind them."""
-        left, most = iter(found), max(1, MAX_EXPLAINED // len(ask.groups))
+        left, most, names = iter(found), max(1, MAX_EXPLAINED // len(ask.groups)), session.groups
         for number, group in enumerate(ask.groups):
             needs = group.first(hits, has_tail=ask.has_tail and hits == ask.chunks)
             lacks = group.first(ask.sought, has_tail=ask.has_tail and not ask.writes_tail)
             keys = ask.keys[number * ask.chunks : (number + 1) * ask.chunks]
             of_hits = self._of_hits([*itertools.islice(left, hits - needs)], now)
+            name = printable(names[number] if number < len(names) else f"cache group {number}", MAX_GROUP_NAME)
             for each in of_hits:
-                yield replace(each, first=needs + each.first, text=f"cache group {number}: {each.text}")
+                yield replace(each, first=needs + each.first, text=f"{name}: {each.text}")
             own = replace(ask, keys=keys, groups=[group])
             for each in self._of_misses(session, own, max(hits, lacks), now, most):
-                yield replace(each, text=f"cache group {number}: {each.text}")
+                has = "" if each.kind in _HERE else f" has no {_chunks(each)}"
+                yield replace(each, text=f"{name}{has}: {each.text}")
 
     def _of_misses(self, session: Session, ask: Admit, first: int, now: float, most: int) -> Iterator[Reason]:
         end = min(ask.sought, first + most)
@@ -251,6 +254,14 @@ class Explanations:
     @property
     def _or_forgotten(self) -> str:
         return ", or so long ago that it is forgotten" if self._store.history.has_forgotten else ""
+
+
+_HERE = ("gap", "filling", "shard")  # of reasons why a chunk is no hit: it is here, or that does not matter
+
+
+def _chunks(reason: Reason) -> str:
+    last = reason.first + reason.count - 1
+    return f"chunk {last}" if reason.count == 1 else f"chunks {reason.first} to {last}"
 
 
 def _whose(session: Session) -> str:

@@ -102,4 +102,6 @@ def _attached(service: Service, session: Session, now: float) -> AttachedStatus:
         silent_s=now - session.last_seen,
         unshared=session.unshared,
         facts=msgspec.structs.asdict(hello.facts) if hello.facts is not None else {},
+        shards=session.shards,
+        groups=session.groups,
     )

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pdx.errors import NodeError, ProtocolError
+from pdx.memory.layout import group_title
 from pdx.security import descriptors
 from pdx.wire.base import MAX_SHARDS
 from pdx.wire.messages import Hello
@@ -26,6 +27,18 @@ TICKET_BYTES = 16
 MAX_SESSIONS = 4096
 MAX_OF_ONE_PROCESS = 256
 MAX_GONE = 256  # models whose last engine is remembered
+
+# What makes the fields of a layout that two engines of one model mostly differ in.
+_SET_BY = {
+    "backend": "--attention-backend",
+    "block_tokens": "--block-size",
+    "chunk_tokens": "chunk_tokens",
+    "dtype": "--dtype and --kv-cache-dtype",
+    "hashing": "--prefix-caching-hash-algo",
+    "isa": "the CPU",
+    "num_shards": "--tensor-parallel-size, or shards",
+    "release": "the release",
+}
 
 
 class Session:
@@ -43,8 +56,7 @@ class Session:
         self.load_s = 0.0  # how long it copies a chunk into its KV cache; 0: not known
         self.layout = hello.layout  # what its engine makes its keys with: another one when its cache was reset
         self.home = 0  # the arena that its process reads and writes
-        tokens = hello.shape.get("block_tokens", "")
-        self.block_tokens = int(tokens) if tokens.isascii() and tokens.isdigit() and len(tokens) < 10 else 0
+        self.block_tokens = _number(hello.shape.get("block_tokens", ""))
         self.unshared = ""  # with which engine of its model it cannot share chunks, and why …
         self.unshared_before = ""  # … and with which that has gone
         self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
@@ -58,6 +70,17 @@ class Session:
         """Who this is, for explanations."""
         hello = self.hello
         return f"engine {hello.engine}" if hello.engine else f"{hello.kind} {hello.name or hello.pid}"
+
+    @property
+    def groups(self) -> list[str]:
+        """The cache groups of its engine, in a few words each."""
+        return [group_title(fields) for fields in _of_groups(self.hello)] if self.hello.shape else []
+
+    @property
+    def shards(self) -> int:
+        """Of a worker, how many it writes; of another process, how many a chunk of its engine has; 0: not told."""
+        hello = self.hello
+        return hello.shards if hello.kind == "worker" else _number(hello.shape.get("num_shards", ""))
 
     @property
     def source(self) -> str:
@@ -206,12 +229,38 @@ def _places(hello: Hello) -> list[tuple[str, int]]:
 
 
 def differing(mine: Hello, other: Hello) -> str:
-    """The fields in which the layouts of two engines differ, with both values; empty: in none."""
-    return ", ".join(
-        f"{name} {mine.shape.get(name, '')[:64]!r} and {other.shape.get(name, '')[:64]!r}"
-        for name in sorted(mine.shape.keys() | other.shape.keys())
-        if mine.shape.get(name) != other.shape.get(name)
-    )
+    """The fields in which the layouts of two engines differ, with both values and what sets them; empty: in none. Those
+    of some cache groups alone have the group's name."""
+    groups, others = _of_groups(mine), _of_groups(other)
+    if len(groups) != len(others):
+        return f"cache groups {len(groups)} and {len(others)} (--disable-hybrid-kv-cache-manager)"
+    apart = [_differing(*both) for both in zip(groups, others, strict=True)]
+    of_all = [text for text in apart[0] if all(text in each for each in apart)]
+    of_some = [
+        f"{text} of {group_title(fields)}"
+        for fields, each in zip(groups, apart, strict=True)
+        for text in each
+        if text not in of_all
+    ]
+    return ", ".join([*of_all, *of_some])
+
+
+def _differing(mine: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [
+        f"{name} {mine.get(name, '')[:64]!r} and {other.get(name, '')[:64]!r}"
+        + (f" ({_SET_BY[name]})" if name in _SET_BY else "")
+        for name in sorted(mine.keys() | other.keys())
+        if mine.get(name) != other.get(name)
+    ]
+
+
+def _of_groups(hello: Hello) -> list[dict[str, str]]:
+    """All fields of each cache group of an engine."""
+    return [hello.shape | group for group in hello.groups or [{}]]
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def _watched(claimed: int, pid: int) -> int:

@@ -39,6 +39,7 @@ ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
 Layout = Annotated[bytes, Meta(max_length=KEY_BYTES)]  # fingerprint of a KV layout; empty: of none
 FieldName = Annotated[str, Meta(pattern=r"^[a-z_]{2,32}\Z")]
+Shape = Annotated[dict[FieldName, Name], Meta(max_length=32)]
 LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 MAX_SCHEMES = 32
 DIGEST_BYTES = 8  # xxh3 of 64 bits, as `pdx.memory.digest` writes it

@@ -25,11 +25,11 @@ from pdx.wire.admit import Group as Group
 from pdx.wire.admit import Groups
 from pdx.wire.base import (
     DIGEST_BYTES,
+    MAX_GROUPS,
     MAX_LAYERS,
     MAX_SCHEMES,
     MAX_SHARDS,
     Count,
-    FieldName,
     GpuId,
     HostId,
     Keys,
@@ -41,6 +41,7 @@ from pdx.wire.base import (
     Name,
     Number,
     Schemes,
+    Shape,
     Shard,
     ShardCount,
     Slots,
@@ -82,13 +83,14 @@ class Hello(Message, frozen=True):
     role: Literal["prefill", "decode", "both"] = "both"
     url: Name = ""  # where the engine serves HTTP, told to the proxy
     layout: Layout = b""  # what its chunks mean
-    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}  # its fields, and more that is in keys, as text
+    shape: Shape = {}  # its fields, those that all cache groups have alike, and more that is in keys, as text
     facts: EngineFacts | None = None
     gpu: GpuId = ""  # of a worker's KV cache: its chunks lie in the node's arena on that GPU, if there is one
     epoch: Number = 0
     host: HostId = ""
     schemes: Schemes = []
     layouts: Layouts = []
+    groups: Annotated[list[Shape], Meta(max_length=MAX_GROUPS)] = []  # of several cache groups the fields of each
 
 
 class Bye(Message, frozen=True):

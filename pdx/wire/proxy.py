@@ -13,12 +13,12 @@ from pdx.wire.base import (
     MAX_RUN_KEYS,
     MAX_RUNS,
     Count,
-    FieldName,
     Layout,
     Message,
     Name,
     Number,
     PublicKey,
+    Shape,
     Stamp,
     TransferId,
 )
@@ -35,7 +35,7 @@ class EngineReport(msgspec.Struct, array_like=True, frozen=True):
     running: Count
     facts: EngineFacts | None = None  # not known: nothing may be taken for granted
     layout: Layout = b""  # see `Model` …
-    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}
+    shape: Shape = {}
 
 
 class NodeReport(Message, frozen=True):

@@ -25,6 +25,8 @@ class AttachedStatus(msgspec.Struct, frozen=True):
     silent_s: float
     unshared: str = ""  # with which engine of its model it cannot share chunks, and why
     facts: dict[str, int | bool] = {}  # `EngineFacts` by name; empty: it has told none
+    shards: int = 0  # that a worker writes, from `shard` on; of another process, that a chunk of its engine has
+    groups: list[str] = []  # of its engine: each cache group in a few words; empty: it has told none
 
 
 class PeerStatus(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from pdx.errors import JobUnknown
 from pdx.memory.slot import Bytes
-from pdx.wire.base import Count, FieldName, Keys, Kind, Layout, Message, Name, ShardCount, Verdicts
+from pdx.wire.base import Count, Keys, Kind, Layout, Message, Name, Shape, ShardCount, Verdicts
 from pdx.wire.hints import FormText, Hints
 from pdx.wire.status import Explained, NodeStatus
 
@@ -120,7 +120,7 @@ class Model(msgspec.Struct, array_like=True, frozen=True):
     engine: Name
     url: Name  # where it serves HTTP, empty: nowhere
     layout: Layout  # what its keys are made with
-    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)]
+    shape: Shape
 
 
 class ModelList(Message, frozen=True):

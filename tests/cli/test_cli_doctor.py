@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -12,10 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from node_harness import Wire
 from rich.console import Console
 
 from pdx.cli import doctor as doctor_module
-from pdx.cli.doctor import Finding, Report, view
+from pdx.cli.doctor import EngineFact, Finding, Report, view
 from pdx.cli.loopback import Rate, Trial
 from pdx.cli.machine import (
     Fact,
@@ -30,6 +32,7 @@ from pdx.cli.machine import (
 )
 from pdx.cli.main import main
 from pdx.testing.channel_stage import HostFile
+from pdx.wire.messages import Welcome
 
 PLUGIN = Path(__file__).parent / "plugin"
 
@@ -177,6 +180,59 @@ def test_tables(monkeypatch):
         assert words in result.output, result.output
     assert "see troubleshooting: channel-unavailable" in result.output
     assert "explained in PDX's documentation, on the page Troubleshooting" in result.output
+
+
+@pytest.mark.usefixtures("strange")
+def test_the_engines_of_a_node_are_listed_with_their_groups_and_shards_and_what_keeps_them_apart(
+    start_node, monkeypatch
+):
+    node = start_node()
+    shape = {"model": "m", "num_shards": "4"}
+    window = {"kind": "window", "layers": "0,2", "window": "512"}
+    groups = {block: [{"layers": "1,3"}, window | {"block_tokens": block}] for block in ("16", "32")}
+    with contextlib.ExitStack() as stack:
+        for settings in (
+            {"kind": "worker", "engine": "one", "shard": 0, "shards": 2},
+            {"kind": "worker", "engine": "one", "shard": 2, "shards": 2},
+            {"kind": "scheduler", "engine": "one", "shape": shape, "groups": groups["16"]},
+            {"kind": "worker", "engine": "two", "shard": 0, "shards": 1},
+            {"kind": "worker", "engine": "two", "shard": 0, "shards": 0},
+            {"kind": "scheduler", "engine": "two", "shape": shape, "groups": groups["32"]},
+        ):
+            assert isinstance(stack.enter_context(Wire(node.address)).hello(**settings), Welcome)
+        arguments = ["doctor", "--channel", "copying", "--node", node.address]
+        told = msgspec.json.decode(CliRunner().invoke(main, [*arguments, "--json"]).stdout, type=Report)
+        monkeypatch.setenv("COLUMNS", "250")
+        output = CliRunner().invoke(main, arguments).output
+    name = "the window group (layers 0,2; 512 tokens)"
+    pid = os.getpid()
+    assert told.engines == [
+        EngineFact(
+            "one",
+            ["the full group (layers 1,3)", name],
+            4,
+            [f"pid {pid} writes shards 0 to 1", f"pid {pid} writes shards 2 to 3"],
+        ),
+        EngineFact(
+            "two",
+            ["the full group (layers 1,3)", name],
+            4,
+            [f"pid {pid} writes shard 0", f"pid {pid} reads shard 0"],
+            f"with engine 'one': block_tokens '32' and '16' (--block-size) of {name}",
+            FindingName.ENGINES_APART,
+        ),
+    ]
+    for words in (name, "pid", "writes shards 2 to 3", "shares no chunks with engine 'one'", "engines-apart"):
+        assert words in output, output
+
+
+def test_a_node_that_was_named_has_to_answer_and_that_of_the_host_need_not_be_there(place, monkeypatch):
+    monkeypatch.setenv("PDX_NODE", f"ipc://{place}/none.sock")
+    assert doctor_module.engines_at(None) == []
+    monkeypatch.setattr(doctor_module, "NAMED_S", 0.1)
+    result = CliRunner().invoke(main, ["doctor", "--node", f"ipc://{place}/none.sock"])
+    assert result.exit_code == 1
+    assert "none.sock" in result.output
 
 
 def shown(report):

@@ -253,7 +253,8 @@ def test_an_engine_that_has_gone_is_compared_with_as_well(service, clock):
         service.handle(session, Admit(keys([1]), lease_s=1.0, request=engine))
         told_of = why(service, session, engine).notes
         service.handle(session, Bye())
-    assert "its engine shares no chunks with engine 'one', which has gone: dtype 'fp8' and 'bf16'" in told_of
+    fields = "dtype 'fp8' and 'bf16' (--dtype and --kv-cache-dtype)"
+    assert f"its engine shares no chunks with engine 'one', which has gone: {fields}" in told_of
     assert not service.counters["engine_layouts_differ"], "nobody is there to share with"
 
 
@@ -312,7 +313,7 @@ def test_the_same_blocks_under_another_layout_name_the_fields(service):
         hello = Hello(VERSION, os.getpid(), "scheduler", engine=engine, shape={"model": f"of {engine}", "dtype": dtype})
         session, _ = service.attach(engine.encode(), hello, os.getpid())
         ask_for(service, session, engine, "a", parent=engine.encode().ljust(16))
-    fields = "dtype 'fp8' and 'bf16', model 'of two' and 'of one'"
+    fields = "dtype 'fp8' and 'bf16' (--dtype and --kv-cache-dtype), model 'of two' and 'of one'"
     text = f"engine 'one' has had the same first block, but under other keys: {fields}"
     assert text in why(service, session, "two").notes
 

@@ -24,6 +24,7 @@ from pdx.wire.verbs import Why
 
 HYBRID = [FULL, WINDOW, STATE]
 TRANSFER = "transfer-0123456789"
+GAP = "here, but one that is needed with it is missing"
 PDX = str(Path(sys.modules[Service.__module__].__file__).parents[1])
 
 
@@ -36,6 +37,14 @@ def clock():
 def prompt(place, clock):
     """Six chunks of a model with full attention, a window of two chunks, and a state."""
     with prompt_of(place, clock, HYBRID, 6) as made:
+        yield made
+
+
+@pytest.fixture
+def told(place, clock):
+    """The same, whose engine has told what its groups are."""
+    fields = [{"num_layers": "2"}, {"kind": "window", "layers": "0,2,4-7", "window": "512"}, {"kind": "state"}]
+    with prompt_of(place, clock, HYBRID, 6, hello={"shape": {"model": "m"}, "groups": fields}) as made:
         yield made
 
 
@@ -747,6 +756,23 @@ def test_what_is_said_of_a_request_names_the_groups(prompt):
     assert [(each.first, each.count) for each in told.reasons if each.kind == "failed"] == [(2, 1)] * 3
     counters = prompt.service.counters
     assert (counters["looked_up_chunks"], counters["hit_chunks"]) == (6, 3), "chunks of the prompt, not of groups"
+
+
+def test_which_chunk_of_which_group_was_missing_is_said_in_words(told):
+    told.store()
+    told.drop((1, 4), (1, 3))
+    told.release(told.ask(request="r-1"))
+    said = told.service.handle(told.engine, Why("r-1")).requests[0]
+    assert [(each.first, each.count, each.is_hit, each.text) for each in said.reasons if each.kind != "memory"] == [
+        (3, 3, False, "the full group (2 layers): here, but one that is needed with it is missing"),
+        (4, 1, False, "the window group (layers 0,2,4-7; 512 tokens) has no chunk 4: deleted, 0.0 s ago"),
+        (5, 1, False, f"the window group (layers 0,2,4-7; 512 tokens): {GAP}"),
+        (5, 1, False, f"the state group (all layers): {GAP}"),
+    ]
+    told.drop((1, 5))
+    told.release(told.ask(request="r-2"))
+    texts = [each.text for each in told.service.handle(told.engine, Why("r-2")).requests[0].reasons]
+    assert "the window group (layers 0,2,4-7; 512 tokens) has no chunks 4 to 5: deleted, 0.0 s ago" in texts
 
 
 def test_of_what_finds_no_room_it_is_said_how_much_that_is(prompt):

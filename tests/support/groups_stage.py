@@ -40,11 +40,11 @@ class SizedBelow(Below):
 class GroupsStage:
     """One prompt of `count` chunks, of a model with these groups, whose engine has one worker."""
 
-    def __init__(self, service, groups, count, *, has_tail=False, name="prompt"):
+    def __init__(self, service, groups, count, *, has_tail=False, name="prompt", hello=None):
         self.service, self.count = service, count
         self.groups = groups if has_tail else without_tail(groups)
         self.has_tail = has_tail
-        self.engine = attach(service, name, "scheduler", engine=name)
+        self.engine = attach(service, name, "scheduler", engine=name, **(hello or {}))
         self.worker = attach(service, name, "worker", engine=name)
         self.keys = [
             hashlib.blake2b(f"{name} {group} {chunk}".encode(), digest_size=16).digest()
@@ -164,9 +164,9 @@ def _sizes(group):
 
 
 @contextmanager
-def prompt_of(place, clock, groups, count, *, has_tail=False, **config):
-    """The stage of one prompt; at the end nothing may be held."""
+def prompt_of(place, clock, groups, count, *, has_tail=False, hello=None, **config):
+    """The stage of one prompt; at the end nothing may be held. `hello`: what its engine tells of itself."""
     with serving(place, clock, **config) as service:
-        stage = GroupsStage(service, groups, count, has_tail=has_tail)
+        stage = GroupsStage(service, groups, count, has_tail=has_tail, hello=hello)
         yield stage
         stage.assert_idle()
