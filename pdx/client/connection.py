@@ -138,6 +138,11 @@ class Connection:
         return self._welcome.pid if self._welcome else 0
 
     @property
+    def node_name(self) -> str:
+        """By which other nodes know the one that welcomed this process; empty before that."""
+        return self._welcome.name if self._welcome else ""
+
+    @property
     def arena(self) -> Arena:
         """The node's arena; only when attached. Of one on a GPU this maps the generations: who maps its data (a
         `pdx.cuda.arena.GpuArena`) also closes it."""

@@ -13,6 +13,7 @@ asked, found or saved, but others may rest on the same blocks (`pdx.engine.trust
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,15 +45,19 @@ class TransferParams(msgspec.Struct, frozen=True):
 
     do_remote_decode: bool = False  # this engine prefills for another
     do_remote_prefill: bool = False  # another engine has prefilled for this one
-    transfer_id: TransferId | None = None
+    transfer_id: TransferId | None = None  # of a prefill leg without one, its engine draws it
     decode_node: NodeName = ""  # of a prefill leg: the node that its chunks are pushed to
     prefill_node: NodeName = ""  # of a decode leg: the node that has them, should some be missing
     is_early: bool = False  # a decode leg sent together with the prefill leg: nodes may not know of the transfer yet
     prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg
 
 
-def parse_params(params: Any) -> TransferParams:
-    """The request's part in a transfer, if it has one. A ProtocolError if what it claims makes no sense."""
+def parse_params(params: Any, *, may_name: bool = True) -> TransferParams:
+    """The request's part in a transfer, if it has one. A ProtocolError if what it claims makes no sense.
+
+    Routers made for NIXL name no transfer: the engine that prefills does, and its answer tells the decode leg
+    (`TrackedRequest.handed_on`). `may_name`: no other connector of this engine may be meant.
+    """
     if params is None:
         return TransferParams()
     try:
@@ -63,8 +68,13 @@ def parse_params(params: Any) -> TransferParams:
         return TransferParams()
     if parsed.do_remote_decode and parsed.do_remote_prefill:
         raise ProtocolError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
+    if parsed.transfer_id is None and parsed.do_remote_decode and may_name:
+        return msgspec.structs.replace(parsed, transfer_id=secrets.token_hex(16))
     if parsed.transfer_id is None:
-        raise ProtocolError("kv_transfer_params: transfer_id is missing")
+        raise ProtocolError(
+            "kv_transfer_params: a leg without a transfer_id, as for another connector; give a decode leg what the "
+            "answer to its prefill leg has as kv_transfer_params"
+        )
     return parsed
 
 
@@ -295,6 +305,14 @@ class TrackedRequest:
     @property
     def transfer(self) -> str | None:
         return self.params.transfer_id
+
+    def handed_on(self, node: str) -> dict[str, Any]:
+        """The `kv_transfer_params` that the decode leg needs, where this engine has named the transfer: a router passes
+        them on. `node`: where the chunks are."""
+        if not self.is_prefill or self.request.kv_transfer_params.get("transfer_id") is not None:
+            return {}
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer}
+        return params | {"prefill_node": node, "prefill_tokens": self.request.num_prompt_tokens}
 
     @property
     def part(self) -> Literal["reads", "writes", "expects", "keeps"]:

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import msgspec
 
@@ -59,10 +60,12 @@ class SchedulerHalf:
         facts: EngineFacts | None = None,
         naming: Mapping[str, str] | None = None,
         limits: StepLimits = StepLimits(),  # noqa: B008 - frozen
+        *,
+        names_transfers: bool = True,
     ) -> None:
         """`layout`: of one shard; of a model with several cache groups one for each, in the engine's order.
         `naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
-        `hashing` can."""
+        `hashing` can. `names_transfers`: of prefill legs whose router has not, as no other connector is meant."""
         self._groups = groups = CacheGroups.of(layout)
         self._hashing = hashing
         self._fingerprint = groups.fingerprint()  # what keys are made with
@@ -75,6 +78,7 @@ class SchedulerHalf:
         self._aborts: list[tuple[int, list[Slot]]] = []  # (epoch, slots) per chunk
         self._ending: dict[str, TrackedRequest] = {}  # over, but their loads are not
         self._step = 0
+        self._names_transfers = names_transfers
         self._times = StepTimes(groups.chunk_tokens)
         self._loads_all = config.load == "always"
         self._trust = Trust(groups[0].block_tokens)
@@ -137,9 +141,9 @@ class SchedulerHalf:
         salt = getattr(request, "cache_salt", None)  # which not every engine has
         params, envelope = TransferParams(), parse_hints(request.kv_transfer_params, salt)
         try:
-            params = parse_params(request.kv_transfer_params)
+            params = parse_params(request.kv_transfer_params, may_name=self._names_transfers)
         except ProtocolError as error:
-            log.warning("request %s runs without a transfer: %s", request.request_id, error)
+            self.link.count("transfer_refused", "request %s runs without a transfer: %s", request.request_id, error)
         for verdict in envelope.decided:
             text = "request %s runs without its hint %s: %s"
             self.link.count("hints_refused", text, request.request_id, verdict.field, verdict.text)
@@ -363,10 +367,11 @@ class SchedulerHalf:
 
     # ---- the end of a request ---------------------------------------------------------------
 
-    def finished(self, request: EngineRequest) -> dict[str, str]:
+    def finished(self, request: EngineRequest) -> dict[str, Any]:
         """The request is over, whatever way: what it still holds is given back.
 
-        :returns: what became of each field of its hints, in words; empty: it had none.
+        :returns: the `kv_transfer_params` of its answer: what became of each field of its hints, in words, and what its
+            decode leg needs.
         """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
@@ -375,6 +380,7 @@ class SchedulerHalf:
         self._turns.remove(tracked)
         self._due.discard(request.request_id)
         self._trust.forget(tracked)
+        told: dict[str, Any] = {"pdx_hints": hints} if (hints := tracked.hints_answer) else {}
         connection = self.link.connection
         if connection is not None:
             self._tell_load(connection)
@@ -383,7 +389,8 @@ class SchedulerHalf:
                 if tracked.is_loading:
                     self._ending[request.request_id] = tracked
                 self._let_go(tracked, connection)
-        return tracked.hints_answer
+                told |= tracked.handed_on(connection.node_name)
+        return told
 
     def _let_go(self, tracked: TrackedRequest, connection: Connection) -> None:
         """What the request holds in the node is given back, but for what is being loaded."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -150,8 +150,8 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
     @property
     def scheduler(self) -> SchedulerGuard:
         """The scheduler half, in the process that has it."""
-        if self._scheduler is None:  # vLLM has skipped the handshake
-            self._start_scheduler(self._groups[0].backend, self._groups[0].order)
+        if self._scheduler is None:  # no worker has told anything: this connector is inside another one
+            self._start_scheduler([])
         assert self._scheduler is not None
         return self._scheduler
 
@@ -174,11 +174,15 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # Chunks without a name are this engine's alone, until it ends.
         return f"{model}-{secrets.token_hex(8)}" if self._unnamed else model
 
-    def _start_scheduler(self, backend: str, order: str) -> None:
+    def _start_scheduler(self, told: Sequence[PdxHandshake]) -> None:
+        backends, orders = ("+".join(sorted(names)) for names in ({t.backend for t in told}, {t.order for t in told}))
+        backend, order = backends or self._groups[0].backend, orders or self._groups[0].order
         layouts = [msgspec.structs.replace(each, backend=backend, order=order) for each in self._groups]
         naming = naming_of(self._vllm_config) if self._groups.is_single else None
         limits = limits_of(self._vllm_config.scheduler_config)
-        half = SchedulerHalf(self._config, layouts, self._engine, self._names, self._facts, naming, limits)
+        half = SchedulerHalf(
+            self._config, layouts, self._engine, self._names, self._facts, naming, limits, names_transfers=bool(told)
+        )
         self._scheduler = SchedulerGuard(half, layouts[0].block_tokens)
         if self._unnamed:
             text = "chunks of this engine are found by no other one, nor by itself when it starts again: %s"
@@ -187,9 +191,8 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
     # ---- scheduler side ---------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        told = [each for each in metadata.values() if isinstance(each, PdxHandshake)]
-        backends, orders = ("+".join(sorted(names)) for names in ({t.backend for t in told}, {t.order for t in told}))
-        self._start_scheduler(backends or self._groups[0].backend, orders or self._groups[0].order)
+        # Of a connector inside another one there are none (`get_handshake_metadata`).
+        self._start_scheduler([each for each in metadata.values() if isinstance(each, PdxHandshake)])
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._blocks = gpu_block_pool
@@ -245,10 +248,10 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        hints = self.scheduler.finished(request)
+        told = self.scheduler.finished(request)
         if self._names.forget(request.request_id):
             self._evict(block for of_group in block_ids for block in of_group)
-        return False, {"pdx_hints": hints} if hints else None
+        return False, told or None
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_unsent_plans()

@@ -142,7 +142,7 @@ def test_weights_without_a_content_are_named_for_one_life(
     told = []
 
     class Half:
-        def __init__(self, config: Any, own: list[KvLayout], *_: Any) -> None:
+        def __init__(self, config: Any, own: list[KvLayout], *_: Any, **__: Any) -> None:
             layouts.extend(own)
             self.link = self
 
@@ -673,7 +673,7 @@ def connector_of(
 def layouts(monkeypatch: pytest.MonkeyPatch) -> list[KvLayout]:
     """Those of the scheduler halves that were made. Workers are made, too, and do nothing."""
     made: list[KvLayout] = []
-    monkeypatch.setattr(connector, "SchedulerHalf", lambda _config, layouts, *_: made.extend(layouts))
+    monkeypatch.setattr(connector, "SchedulerHalf", lambda _config, layouts, *_, **__: made.extend(layouts))
     monkeypatch.setattr(connector, "WorkerHalf", lambda *_, **__: SimpleNamespace(register=lambda *_: None))
     monkeypatch.setattr(connector, "_rank", lambda: 0)
     return made
@@ -720,10 +720,14 @@ def test_the_other_children_of_a_connector_get_nothing_that_they_do_not_know(
     worker = connector_of(folder, KVConnectorRole.WORKER, chosen=("FLASH_ATTN", "FLASH_ATTN"))
     worker.register_kv_caches({})
     assert worker.get_handshake_metadata() is None
+    half = Mock(side_effect=connector.SchedulerHalf)
+    monkeypatch.setattr(connector, "SchedulerHalf", half)
     for flag in (None, AttentionBackendEnum.FLASHINFER):
         scheduler = connector_of(folder, KVConnectorRole.SCHEDULER, flag=flag)
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(of="another connector")})
     assert [layout.backend for layout in layouts] == ["", "FLASHINFER"]
+    # A leg that names no transfer is the other one's, and two answers would end the engine.
+    assert [made.kwargs["names_transfers"] for made in half.mock_calls] == [False, False]
 
 
 def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
@@ -769,7 +773,7 @@ def test_every_load_is_asynchronous_and_what_failed_is_known_before_the_news_of_
 def test_what_vllm_says_reaches_the_scheduler_half_and_what_became_of_hints_is_answered(
     folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"lease_s": "clipped to 60: longer is above --lease-max-s"}
+    told = {"pdx_hints": {"lease_s": "clipped to 60: longer is above --lease-max-s"}}
     half = Mock(finished=Mock(side_effect=[told, {}]))
     monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
     scheduler, request = connector_of(folder, KVConnectorRole.SCHEDULER), SimpleNamespace(request_id="r")
@@ -778,7 +782,7 @@ def test_what_vllm_says_reaches_the_scheduler_half_and_what_became_of_hints_is_a
     output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"a"}, invalid_block_ids={1, 2})
     scheduler.update_connector_output(output)
     assert half.mock_calls == [call.reset(), call.arrived("request"), call.not_loaded({1, 2}), call.loaded("a")]
-    assert scheduler.request_finished(request, []) == (False, {"pdx_hints": told})
+    assert scheduler.request_finished(request, []) == (False, told)
     assert scheduler.request_finished(request, []) == (False, None)
     scheduler.scheduler.switch_off("of a test")
     assert scheduler.request_finished(request, []) == (False, None)

@@ -142,13 +142,13 @@ def test_hints_that_make_no_sense_are_left_out_with_a_warning(
     request = Request("r", tokens(500, CHUNK), params)
     engine.scheduler_guard.arrived(request)
     assert f"request r runs without its hint {verdict.field}: " in caplog.text
-    assert engine.finish(request) == {verdict.field: verdict.told}
+    assert engine.finish(request) == {"pdx_hints": {verdict.field: verdict.told}}
 
 
 def test_a_request_is_told_at_its_end_what_became_of_its_hints(engine: ToyEngine) -> None:
     said = {"version": 1, "priority": 7, "lease_s": 9999, "prefetch": False, "codec": "fp8", "more": [[[]]]}
     prompt = tokens(602, 3 * CHUNK + 2)
-    assert engine.finish(engine.save(prompt, {"pdx_hints": said})) == {
+    assert engine.finish(engine.save(prompt, {"pdx_hints": said}))["pdx_hints"] == {
         "priority": "accepted",
         "lease_s": "clipped to 600: longer is above --lease-max-s",
         "prefetch": "accepted",
@@ -165,4 +165,5 @@ def test_a_request_that_no_node_has_heard_of_is_told_so(
     wait_until(lambda: not engine.is_attached, what="the node is gone")
     request = Request("asks", tokens(604, 3 * CHUNK + 2), {"pdx_hints": {"version": 1, "priority": 7, "ttl_s": 0}})
     assert engine.match(request) == 0
-    assert engine.finish(request) == {"priority": "refused: no node has answered to it", "ttl_s": "accepted"}
+    answer = {"priority": "refused: no node has answered to it", "ttl_s": "accepted"}
+    assert engine.finish(request) == {"pdx_hints": answer}

@@ -305,3 +305,45 @@ def test_a_prefill_that_ends_before_its_last_layer_costs_only_what_it_lacks(
     early.second.step((decode, LENGTH - CHUNK))
     early.second.check_cache(decode, LENGTH)
     early.finish()
+
+
+# ---- a router made for NIXL names no transfer, and passes on what the answer has -----------------------------------
+
+NIXL_PREFILL = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [CHUNK - 1, 2 * CHUNK, LENGTH])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_an_engine_names_a_transfer_that_has_no_name(
+    place: Path, start_node: Callable[..., NodeProcess], length: int, num_nodes: int
+) -> None:
+    nodes = two_nodes(start_node, place) if num_nodes == 2 else [start_node(name="one")]
+    with contextlib.closing(Pair(nodes)) as pair:
+        prompt = numbers(0, length)
+        told = pair.first.finish(pair.first.save(prompt, NIXL_PREFILL, step=CHUNK))
+        assert told.pop("transfer_id")
+        assert told == {
+            "do_remote_prefill": True, "do_remote_decode": False, "prefill_node": "one", "prefill_tokens": length
+        }  # fmt: skip
+        told = pair.first.finish(pair.first.save(prompt := numbers(500, length), NIXL_PREFILL, step=CHUNK))
+        decode = Request("d", [*prompt, 7], told)
+        assert pair.second.admit(decode) == set()
+        assert decode.num_computed == length
+        pair.second.check_cache(decode, length)
+        assert pair.second.finish(decode) == {}
+
+
+def test_a_transfer_that_its_router_has_named_is_not_named_again(pair: Pair) -> None:
+    assert pair.first.finish(pair.first.save(numbers(0, LENGTH), PREFILL)) == {}
+    assert pair.first.finish(pair.first.save(numbers(0, LENGTH))) == {}
+
+
+def test_legs_of_other_connectors_run_alone_with_one_warning(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1, 2]], "remote_port": 5600}
+    for start in (0, 1000):
+        assert pair.second.run(numbers(start, LENGTH), params) == 0
+    assert caplog.text.count("runs without a transfer: kv_transfer_params: a leg without a transfer_id") == 1

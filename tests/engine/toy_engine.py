@@ -365,12 +365,12 @@ class ToyEngine:
                 wanted = kv_bytes(tokens, layer, number, self.weights, self.head_bytes)
                 assert torch.equal(head[position % BLOCK], wanted), f"token {position} of layer {layer}, head {number}"
 
-    def finish(self, request: Request) -> dict[str, str]:
-        """The request is over; one more step tells the workers. What became of its hints."""
-        hints = self.scheduler_guard.finished(request)
+    def finish(self, request: Request) -> dict[str, Any]:
+        """The request is over; one more step tells the workers. What its answer says of its transfer and hints."""
+        told = self.scheduler_guard.finished(request)
         self.free += request.block_ids
         self.idle()
-        return hints
+        return told
 
     @property
     def is_attached(self) -> bool:
