@@ -17,6 +17,7 @@ import pytest
 from cases import CASES, chat, completion, text
 from http_client import TIMEOUT_S, post, stream
 from pair import Pair
+from routers import check_handed_over, vllm_router
 from test_pair_answers import computed_prompt_tokens, essence
 from test_pair_faults import wait_prefilling
 
@@ -118,6 +119,15 @@ def test_the_decoder_computes_nothing_and_the_bytes_came_over_the_channel(
     assert arrived >= answer["usage"]["prompt_tokens"] * KV_BYTES
     assert essence(answer) == essence(wired.decoder_alone(*request_))
     wired.pair.wait_at_rest()
+
+
+def test_routers_that_know_nothing_of_pdx_hand_over_what_is_prefilled(wired: Wired, tmp_path: Path) -> None:
+    """The decode leg's node gets it from the node that the prefill engine has named."""
+    pair, first = wired.pair, 8200 + 100 * CHANNELS.index(wired.channel)
+    with vllm_router(tmp_path, pair.prefill.url, pair.decode.url) as router:
+        check_handed_over(router.url, pair.prefill, pair.decode, first)
+    check_handed_over("", pair.prefill, pair.decode, first + 50)
+    pair.wait_at_rest()
 
 
 def test_a_prefix_that_the_decoders_node_has_is_not_sent_again(wired: Wired) -> None:
