@@ -259,6 +259,23 @@ class AsItIs:
         return with_cached(raw, await self._counts())
 
 
+class Bytes:
+    """The engine's answer is the client's, of whatever kind it is, as it comes."""
+
+    async def take(self, exchange: Exchange, answer: Answer) -> None:
+        """Relay it. :raises LegFailed: the engine went away before the end."""
+        piece = await answer.read_some()
+        if answer.status >= 400:
+            exchange.outcome = Outcome.CLIENT_ERROR
+        exchange.reply.pass_on(answer.headers)
+        await exchange.reply.begin(answer.status, answer.headers)
+        while piece:
+            await exchange.reply.write(piece)
+            piece = await answer.read_some()
+        exchange.answered = True
+        await exchange.reply.end()
+
+
 class Continuation:
     """The engine goes on after the prefill leg's token; to the client the two are one answer: one id throughout, usage
     of both legs.

@@ -16,7 +16,7 @@ from aiohttp import web
 from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.proxy import headers, hints
-from pdx.proxy.body import Intake, parsing
+from pdx.proxy.body import Intake, as_it_is, check_kind, encode, form_text, parsing
 from pdx.proxy.cache.routes import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig
@@ -25,10 +25,10 @@ from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import Drain, Exchange
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
-from pdx.proxy.leg import Legs, engine_socket, engine_tls
+from pdx.proxy.leg import Asked, Legs, engine_socket, engine_tls
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.outline import in_turns
-from pdx.proxy.plan import Body, Mode, Plan, Route, model_of, planning, strip_control
+from pdx.proxy.plan import Body, Mode, Plan, model_of, planning, strip_control
 from pdx.proxy.probe import Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import (
@@ -40,6 +40,7 @@ from pdx.proxy.reply import (
     redirect_slashes,
 )
 from pdx.proxy.router import serving
+from pdx.proxy.routes import FORMS, GENERATING, PASSED, Route
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.security import descriptors
@@ -53,6 +54,7 @@ from pdx.wire.proxy import Changes, NodeReport, PeerEntry
 log = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
+_FIELD_BYTES = 1 << 20  # of a header of an engine's answer: vectors that are sent as bytes have all about them there
 _LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
 
 _STOPPED = (503, "the proxy is being stopped")
@@ -115,9 +117,12 @@ class Proxy:
         app.on_response_prepare.append(self._tell_hints)
         app.add_routes(
             [
-                *(web.post(route, self._generate) for route in Route),
+                *(web.post(route, self._serve) for route in (*GENERATING, *PASSED["POST"])),
+                *(web.get(route, self._serve, allow_head=False) for route in PASSED["GET"]),
                 web.get("/v1/models", self._list_models),
                 web.get("/health", self._tell_health),
+                *(method("/ping", self._tell_health) for method in (web.get, web.post)),
+                web.get("/load", self._tell_load),
             ]
         )
         app.cleanup_ctx.append(self._lifetime)
@@ -151,6 +156,7 @@ class Proxy:
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
+                max_field_size=_FIELD_BYTES,
             )
             await stack.enter_async_context(session)
             self._legs = self._cache.verbs.legs = Legs(session, self._health, config)
@@ -237,7 +243,7 @@ class Proxy:
             now = "it serves alone" if url in listed else "it gets no requests any more"
             self._faults.warn(f"detached {url}", printable(f"engine {url} is attached to no node ({why}): {now}"))
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
         reply = Reply(request, debug_headers=self._config.debug_headers)
         try:
             async with self.drain.under_way():
@@ -274,25 +280,18 @@ class Proxy:
         return response
 
     async def _answered(self, request: web.Request, reply: Reply) -> web.StreamResponse:
-        route = Route(request.path)
+        route = Route(request.path) if request.path in GENERATING else Route.WHOLE
         exchange = None
         try:
-            if request.content_type != "application/json":
-                kind = printable(request.headers.get("Content-Type", "none"))
-                raise RequestRefused(400, f"the request's Content-Type is {kind}; send JSON, as application/json")
-            packed = request.headers.get("Content-Encoding", "identity")
-            if packed != "identity":
-                raise RequestRefused(
-                    415, f"the request has Content-Encoding: {packed}; send it unpacked, as engines want it"
-                )
+            check_kind(request)
             async with self._intake.body(request) as raw:
-                body, stripped = strip_control(await in_turns(parsing(raw)))
-                if stripped:
-                    self._metrics.stripped.inc()
-                    self._faults.warn("stripped", "a client sent transfer parameters of its own; they are removed")
+                body, asked = await self._read(request, raw)
                 with suppress(Exhausted):  # its legs will find so, too
                     await self._probes.place(model_of(body), headers.to_engines(request.headers))
-                exchange = await self._exchange(request, route, body, reply)
+                if route is Route.WHOLE:
+                    exchange = await self._whole(request, body, asked, reply)
+                else:
+                    exchange = await self._exchange(request, route, body, reply)
                 await self._relay.serve(exchange)
                 return reply.response
         except RequestRefused as refusal:
@@ -308,6 +307,36 @@ class Proxy:
             if exchange is None and self.drain.is_over:
                 self._metrics.requests.labels(route, "", Outcome.STOPPED).inc()
             raise
+
+    async def _read(self, request: web.Request, raw: bytearray) -> tuple[Body, Asked]:
+        """A request's body as far as anybody looks at it, and as it is for one engine."""
+        path, kind = request.rel_url.raw_path_qs, request.headers.get("Content-Type", "")
+        if request.method == "GET":
+            return {}, Asked(path, None, method="GET")
+        if request.path in FORMS:
+            return {"model": await in_turns(form_text(raw, kind, "model"))}, Asked(path, as_it_is(raw), kind)
+        if not raw and request.match_info:  # a response is to be cancelled
+            return {}, Asked(path, b"")
+        body, stripped = strip_control(await in_turns(parsing(raw)))
+        if stripped:
+            self._metrics.stripped.inc()
+            self._faults.warn("stripped", "a client sent transfer parameters of its own; they are removed")
+        return body, Asked(path, encode(body) if stripped else as_it_is(raw))
+
+    async def _whole(self, request: web.Request, body: Body, asked: Asked, reply: Reply) -> Exchange:
+        passed = headers.to_engines(request.headers)
+        name = request.match_info.get("id")
+        holder = await self._probes.holder(name, passed) if name else None
+        return Exchange(
+            route=Route.WHOLE,
+            body=body,
+            whole=asked,
+            only=holder.url if holder is not None else "",
+            headers=passed,
+            reply=reply,
+            timeline=Timeline(transfer=new_transfer(), route=Route.WHOLE, mode=Mode.ALONE, why="whole", moments=[]),
+            metrics=self._metrics,
+        )
 
     def _check_length(self, plan: Plan, model: str | None) -> None:
         """What no engine takes goes to none: a list of ids is long before it is read.
@@ -383,6 +412,10 @@ class Proxy:
             "nodes": self.engines.nodes(),
         }
         return web.json_response(state, status=200 if decoders else 503)
+
+    async def _tell_load(self, _request: web.Request) -> web.Response:
+        """In vLLM's form: what a balancer before several proxies wants to know of this one."""
+        return web.json_response({"server_load": len(self.drain)})
 
     async def _expose(self, _request: web.Request) -> web.Response:
         return web.Response(

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from email.message import Message
 from typing import Any
 
 import msgspec
@@ -20,7 +21,9 @@ from msgspec import Raw
 
 from pdx.errors import RequestRefused
 from pdx.proxy.outline import Steps, outline
-from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode, Route
+from pdx.proxy.plan import LOOKED_AT, SWITCHES, WHOLE, XARGS, Body, Mode
+from pdx.proxy.routes import FORMS, Route
+from pdx.telemetry.faults import printable
 from pdx.wire.hints import Hints
 
 LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
@@ -30,6 +33,9 @@ _OFF = (False, "0", "off", "f", "false", "n", "no")
 _LOOKED_AT_BYTES = 4096  # a longer value is none of those that make a difference
 _XARGS_BYTES = 64 << 10
 _MOST_FIELDS = 1024
+_MOST_PARTS = 64  # of a form
+_FIND_BYTES = 1 << 20
+_FORM_NAME = re.compile(rb'\r\ncontent-disposition: *form-data *;(?:[^\r]*;)? *name="([^"]*)"', re.IGNORECASE)
 _REST_BYTES = 256 << 10
 _NAME_BYTES = 1024
 _WHOLE_BYTES = 256 << 10
@@ -61,7 +67,7 @@ _ANSWER_ONLY = (
 class Spliced:
     """A large body in its parts, sent piece by piece: each time others have their turn, and nothing is copied."""
 
-    def __init__(self, parts: Sequence[bytes | Raw]) -> None:
+    def __init__(self, parts: Sequence[bytes | bytearray | Raw]) -> None:
         self._parts = [memoryview(part) for part in parts]
 
     def __len__(self) -> int:
@@ -99,6 +105,11 @@ def parsing(raw: bytes | bytearray) -> Steps[Body]:
         raise RequestRefused(400, f"the request is not valid JSON: {str(error)[:200]}") from error
 
 
+def as_it_is(raw: bytearray) -> Payload:
+    """A client's body for an engine."""
+    return bytes(raw) if len(raw) <= _WHOLE_BYTES else Spliced([raw])
+
+
 def encode(body: Body) -> Payload:
     """As JSON. Values are written in ASCII: also what a lenient reader let pass comes out as it came in."""
     values = {name: value for name, value in body.items() if not isinstance(value, Raw)}
@@ -110,6 +121,34 @@ def encode(body: Body) -> Payload:
     parts.append(b"}")
     size = sum(len(memoryview(part)) for part in parts)
     return b"".join(parts) if size <= _WHOLE_BYTES else Spliced(parts)
+
+
+def form_text(raw: bytes | bytearray, content_type: str, name: str) -> Steps[str | None]:
+    """The text of a form's field; None: it has none of that name, or is no form. Files in it are passed over."""
+    header = Message()
+    header["Content-Type"] = content_type
+    mark = b"--" + (header.get_boundary() or "").encode("latin-1", "replace")
+    at = raw.find(mark, 0, _LOOKED_AT_BYTES)
+    for _ in range(_MOST_PARTS):
+        begin = raw.find(b"\r\n\r\n", at, at + _LOOKED_AT_BYTES)
+        end = yield from _finding(raw, b"\r\n" + mark, begin + 2)
+        if at < 0 or begin < 0 or end < 0:
+            break
+        found = _FORM_NAME.search(raw, at, begin)
+        if found is not None and found[1] == name.encode() and end - begin <= _LOOKED_AT_BYTES:
+            return raw[begin + 4 : end].decode("utf-8", "replace")
+        at = end + 2
+    return None
+
+
+def _finding(raw: bytes | bytearray, text: bytes, at: int) -> Steps[int]:
+    """As `raw.find(text, at)`."""
+    while at < len(raw):
+        if (found := raw.find(text, at, at + _FIND_BYTES + len(text))) >= 0:
+            return found
+        at += _FIND_BYTES
+        yield
+    return -1
 
 
 def _split(raw: bytes | bytearray) -> dict[str, Raw]:
@@ -252,6 +291,19 @@ def hinted(leg: Body, hints: Hints) -> Body:
 def located(leg: Body, prefill_node: str) -> Body:
     """A decode leg for an engine of another node than `prefill_node`, where what does not arrive can be asked for."""
     return {**leg, "kv_transfer_params": {**leg["kv_transfer_params"], "prefill_node": prefill_node}}
+
+
+def check_kind(request: web.Request) -> None:
+    """:raises RequestRefused: the body is of no kind that its route takes."""
+    form, kind = request.path in FORMS, request.content_type
+    is_right = kind == ("multipart/form-data" if form else "application/json")
+    if not is_right and request.method != "GET" and not (request.match_info and not request.can_read_body):
+        said = printable(request.headers.get("Content-Type", "none"))
+        wanted = "a form, as multipart/form-data" if form else "JSON, as application/json"
+        raise RequestRefused(400, f"the request's Content-Type is {said}; send {wanted}")
+    packed = request.headers.get("Content-Encoding", "identity")
+    if packed != "identity":
+        raise RequestRefused(415, f"the request has Content-Encoding: {packed}; send it unpacked, as engines want it")
 
 
 PIECE = 64 << 10  # each gives a body a second more time to arrive

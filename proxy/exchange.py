@@ -12,10 +12,12 @@ import msgspec
 
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Reason, Use
+from pdx.proxy.leg import Asked
 from pdx.proxy.metrics import Metrics, Outcome
-from pdx.proxy.plan import Body, Mode, Route, model_of
+from pdx.proxy.plan import Body, Mode, model_of
 from pdx.proxy.reply import Reply
 from pdx.proxy.router import Pair
+from pdx.proxy.routes import Route
 from pdx.proxy.timelines import Timeline
 from pdx.telemetry.timeline import Event, Moment
 from pdx.wire.hints import Hints
@@ -25,7 +27,9 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     """Owned by the task that serves the request."""
 
     route: Route
-    body: Body
+    body: Body  # of a whole request, as far as it was read
+    whole: Asked | None = None  # it goes to one engine as it is, whatever it asks
+    only: str = ""  # the URL of the one engine that can serve it
     headers: Mapping[str, str]  # for the engines
     hints: Hints = Hints("")  # with sessions as the nodes know them
     reply: Reply

@@ -15,6 +15,7 @@ _TO_CLIENTS = (
     *("Retry-After", "Retry-After-Ms", "X-Should-Retry", "WWW-Authenticate", REQUEST_ID),
     "endpoint-load-metrics",
 )
+_OF_BODIES = ("Content-Type", "Content-Length", "metadata")  # the last one of vectors as bytes
 _ID = re.compile(r"[0-9A-Za-z._:-]{1,128}")
 
 
@@ -32,6 +33,11 @@ def to_prefill(headers: Mapping[str, str]) -> dict[str, str]:
 def to_client(headers: Mapping[str, str]) -> dict[str, str]:
     """Those of an engine's answer that its client gets."""
     return {name: headers[name] for name in _TO_CLIENTS if name in headers}
+
+
+def of_body(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those that say what an engine's answer is, where the client gets its very bytes."""
+    return {name: headers[name] for name in _OF_BODIES if name in headers}
 
 
 def request_id(headers: Mapping[str, str]) -> str:

@@ -8,7 +8,8 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from http import HTTPStatus
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -58,6 +59,15 @@ def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | 
     return LegFailed(reason, engine.name, engine.url, text, unsent=reason in UNSENT, answer=answer)
 
 
+class Asked(NamedTuple):
+    """What an engine is sent."""
+
+    path: str
+    payload: Payload | None  # None: it has no body
+    content_type: str = "application/json"
+    method: str = "POST"
+
+
 class Answer:
     """A leg under way, and the engine's answer once its headers have arrived; valid inside `Legs.post`.
 
@@ -97,6 +107,8 @@ class Answer:
         """Why this is no answer; None: it is one, if only that the request is wrong."""
         if self.status == 429:
             return Reason.STATUS_429
+        if self.status == HTTPStatus.NOT_IMPLEMENTED:  # its model cannot do it
+            return None
         if 500 <= self.status <= 599:
             return Reason.STATUS_5XX
         return None if 200 <= self.status <= 299 or 400 <= self.status <= 499 else Reason.REDIRECT
@@ -176,9 +188,8 @@ class Legs:
     async def post(
         self,
         engine: Engine,
-        path: str,
+        asked: Asked,
         *,
-        payload: Payload,
         headers: Mapping[str, str],
         is_whole: bool = False,
         after: asyncio.Future[Any] | None = None,
@@ -199,9 +210,11 @@ class Legs:
             leg = Answer(engine, self._health, use, limit_s, config.idle_timeout_s)
             leg.doubt_s = config.first_byte_timeout_s if is_whole else leg.doubt_s
             leg.after = after
-            sent = {**headers, "Content-Type": "application/json", "Content-Length": str(len(payload))}
+            sent = dict(headers)
+            if asked.payload is not None:
+                sent |= {"Content-Type": asked.content_type, "Content-Length": str(len(asked.payload))}
             try:
-                async with self._sent(leg, "POST", path, payload=payload, headers=sent):
+                async with self._sent(leg, asked.method, asked.path, payload=asked.payload, headers=sent):
                     await self._check(leg)
                     yield leg
             except LegFailed as failure:

@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 from pdx.proxy.engines import Engines
 from pdx.proxy.health import Health, Reason
 from pdx.proxy.leg import OWN_LACK
-from pdx.proxy.plan import Mode, Route
+from pdx.proxy.plan import Mode, modes
+from pdx.proxy.routes import Route
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _BUCKETS_S = (*_TTFT_BUCKETS_S, 300.0, 600.0, 3600.0)
@@ -103,9 +104,10 @@ class Metrics(Collector):
             "From when a leg was first sent to a prefill engine's whole answer, and to a decode engine's first bytes."
         )
         legs = histogram("leg_seconds", text, "leg")
+        served = [(route, mode) for route in Route for mode in modes(route)]
         # All of their series, so that the first request counts for `rate`, and none has to look for its own.
-        self.ttft = {each: ttft.labels(*each) for each in product(Route, Mode)}
-        self.duration = {each: duration.labels(*each) for each in product(Route, Mode)}
+        self.ttft = {each: ttft.labels(*each) for each in served}
+        self.duration = {each: duration.labels(*each) for each in served}
         self.prefill, self.decode = legs.labels("prefill"), legs.labels("decode")
 
     def expose(self) -> bytes:

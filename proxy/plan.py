@@ -16,6 +16,7 @@ from msgspec import Raw
 
 from pdx.errors import RequestRefused
 from pdx.proxy.outline import STEP, Steps, at_once, outline
+from pdx.proxy.routes import Route
 from pdx.wire.messages import EngineFacts
 
 Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parsing`)
@@ -34,38 +35,19 @@ _SEVERAL = re.compile(rb'\[\s*[\["]')
 _SOMETHING = re.compile(rb"\[\s*[^\]\s]")
 
 
-class Route(StrEnum):
-    """A generating endpoint and all that sets it apart: a further one is a further row."""
-
-    limits: tuple[str, ...]  # fields that say the most tokens of an answer: the first that is there counts
-    default_limit: int | None  # vLLM's, where none of them is there; None: as many as fit
-    prompt: tuple[str, ...]  # fields that a prompt is made of; the first has to be there
-    answer_only: tuple[str, ...]  # fields that shape the answer alone, beside those of `body`
-    forwards: bool  # whether the first token can be told on its own: the prompt is text or ids, and no conversation
-
-    COMPLETIONS = "/v1/completions", ("max_tokens",), 16, ("prompt",), ("response_format",), True
-    CHAT = (
-        "/v1/chat/completions",
-        ("max_completion_tokens", "max_tokens"),
-        None,
-        ("messages", "tools", "documents"),
-        (),
-        False,
-    )
-
-    def __new__(cls, path: str, *facts: Any) -> Route:
-        made = str.__new__(cls, path)
-        made._value_ = path
-        made.limits, made.default_limit, made.prompt, made.answer_only, made.forwards = facts
-        return made
-
-
 class Mode(StrEnum):
     """How the two legs share the work."""
 
     ALONE = "alone"  # one engine does everything
     FORWARD = "forward"  # the prefill leg's token goes to the client, the decode leg continues after it
     SAMPLED = "sampled"  # the prefill leg only computes KV, the decode leg samples every token
+
+
+def modes(route: Route) -> list[Mode]:
+    """Those in which requests of a route may be served."""
+    if route is Route.WHOLE:
+        return [Mode.ALONE]
+    return [mode for mode in Mode if mode is not Mode.FORWARD or route.forwards]
 
 
 class Plan(msgspec.Struct, frozen=True):

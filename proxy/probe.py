@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -177,6 +178,23 @@ class Probes:
         for engine in found:
             self._health.of(engine.url).list_at = now + _AGAIN_S
         return found
+
+    async def holder(self, name: str, headers: Mapping[str, str]) -> Engine | None:
+        """The engine that keeps the response of this name, for a client that sent these headers."""
+
+        async def has(engine: Engine) -> bool:
+            try:
+                async with self._list_slots:
+                    path = f"/v1/responses/{quote(name, safe='')}"
+                    return (await self._legs.ask(engine, path, headers=headers, timeout_s=_LIST_S))[0].status == 200
+            except LegFailed:
+                return False
+
+        engines = self._engines.all()
+        if len(engines) < 2:
+            return None
+        found = await asyncio.gather(*map(has, engines))
+        return next((engine for engine, there in zip(engines, found, strict=True) if there), None)
 
     async def learn(self, engine: Engine, headers: Mapping[str, str]) -> tuple[int, bytes, list[dict[str, Any]] | None]:
         """Ask an engine: the status, the body, and its models if that is a list. What it serves is noted.

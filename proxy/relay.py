@@ -16,7 +16,7 @@ from pdx.proxy.control import Control
 from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Drain, Exchange
 from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
-from pdx.proxy.leg import Legs, failed
+from pdx.proxy.leg import Asked, Legs, failed
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.plan import ONE_TOKEN, Body, Mode, continues, forward_limit, obstacle
 from pdx.proxy.router import Pair
@@ -257,7 +257,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.told |= {pair.prefiller.node, pair.decoder.node}
         sent = headers.to_prefill(exchange.headers)
-        async with self.legs.post(engine, exchange.route, payload=body.encode(leg), headers=sent) as found:
+        async with self.legs.post(engine, Asked(exchange.route, body.encode(leg)), headers=sent) as found:
             raw = await found.read()
             if found.status >= 400:
                 self._note_status(exchange, engine, found.status)
@@ -354,7 +354,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     async def _alone(self, exchange: Exchange) -> None:
-        await self._decode(exchange, lambda: exchange.body, answer.AsItIs())
+        shape = answer.AsItIs() if exchange.whole is None else answer.Bytes()
+        await self._decode(exchange, lambda: exchange.body, shape)
 
     async def _fall_back(self, exchange: Exchange, reason: str) -> None:
         self.metrics.fallbacks.labels(reason).inc()
@@ -366,7 +367,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         self,
         exchange: Exchange,
         leg: Callable[[], Body],
-        shape: answer.AsItIs | answer.Continuation,
+        shape: answer.AsItIs | answer.Continuation | answer.Bytes,
         *,
         fits: Callable[[Engine], bool] = lambda _: True,
         avoid: Collection[str] = (),
@@ -390,14 +391,12 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             exchange.mark(Event.DECODE_SENT, engine)
             if exchange.told and not engine.detached:
                 exchange.told.add(engine.node)
-            payload = body.encode(body.hinted(self._located(exchange, leg(), engine), self._hints(exchange, engine)))
+            asked = exchange.whole
+            if asked is None:
+                leg_body = body.hinted(self._located(exchange, leg(), engine), self._hints(exchange, engine))
+                asked = Asked(exchange.route, body.encode(leg_body))
             async with self.legs.post(
-                engine,
-                exchange.route,
-                payload=payload,
-                headers=exchange.headers,
-                is_whole=not exchange.streams,
-                after=after,
+                engine, asked, headers=exchange.headers, is_whole=not exchange.streams, after=after
             ) as found:
                 self._note_status(exchange, engine, found.status)
                 await shape.take(exchange, found)
@@ -462,7 +461,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         return body.located(leg, prefill_node)
 
     def _note_status(self, exchange: Exchange, engine: Engine, status: int) -> None:
-        if status == HTTPStatus.NOT_FOUND:
+        if status == HTTPStatus.NOT_FOUND and exchange.whole is None:  # else it may be the route that it lacks
             self.health.lacks(engine.url, exchange.model)
 
     def _note_unplaced(self, pair: Pair) -> None:
@@ -478,7 +477,10 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         self.faults.warn(about, printable(text))
 
     def _candidates(self, exchange: Exchange) -> list[router.Candidate]:
-        return router.candidates(router.serving(self.engines.all(), self.health, exchange.model), self.health)
+        able = router.serving(self.engines.all(), self.health, exchange.model)
+        if exchange.only:
+            able = [each for each in self.engines.all() if each.url == exchange.only] or able
+        return router.candidates(able, self.health)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:

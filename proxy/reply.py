@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pdx.errors import ClientGone
 from pdx.proxy import sse
-from pdx.proxy.headers import to_client
+from pdx.proxy.headers import of_body, to_client
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
@@ -63,6 +63,7 @@ class Reply:
         self._stream: web.StreamResponse | None = None
         self._whole: web.Response | None = None
         self._has_ended = False
+        self._is_bytes = False
         self.writes = 0  # pieces of a stream that the client was sent
         self._debug_headers = debug_headers
         self._described: dict[str, str] = {}
@@ -104,12 +105,25 @@ class Reply:
             headers={**self._described, **self._passed},
         )
 
-    async def write(self, events: bytes) -> None:
-        """Stream whole events; the first call sends the headers. :raises ClientGone: nobody is there."""
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """What follows is of this kind, and no events. :raises ClientGone: nobody is there."""
+        self._is_bytes = True
+        await self._prepare(status, of_body(headers))
+
+    async def _prepare(self, status: int, headers: Mapping[str, str]) -> None:
+        self._stream = web.StreamResponse(status=status, headers={**self._described, **self._passed, **headers})
         try:
-            if self._stream is None:
-                self._stream = web.StreamResponse(headers={**self._described, **self._passed, **_STREAM_HEADERS})
-                await self._stream.prepare(self._request)
+            await self._stream.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone("the client closed its connection") from error
+
+    async def write(self, events: bytes) -> None:
+        """Stream whole events, or what was begun; the first call sends the headers. :raises ClientGone: nobody is
+        there."""
+        if self._stream is None:
+            await self._prepare(200, _STREAM_HEADERS)
+        assert self._stream is not None
+        try:
             self.writes += 1
             await self._stream.write(events)
         except ConnectionError as error:
@@ -126,7 +140,9 @@ class Reply:
 
     async def fail(self, status: int, message: str, *, retry_after_s: int = 0) -> None:
         """Report a failure, in the way that is still possible. :raises ClientGone: nobody is there."""
-        if self.started:
+        if self._is_bytes:
+            self.abort()  # what was begun cannot be ended otherwise
+        elif self.started:
             await self.write(sse.event(error_body(status, message)))
             await self.end()
         else:

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from pdx.proxy.engines import MAX_NODES
-from pdx.proxy.plan import Mode, Route
+from pdx.proxy.plan import Mode
+from pdx.proxy.routes import Route
 from pdx.telemetry.recent import remember
 from pdx.telemetry.timeline import Moment, breakdown
 from pdx.wire.messages import Mark

@@ -132,6 +132,9 @@ class StandIn:
         self.models_served = ["hash"]
         self.tokenized = []  # (body, headers) of every POST /tokenize …
         self.tokens = []  # … and the answer; None: 500
+        self.done = []  # (method, path, headers, body) of every request to a route that is none of the above …
+        self.gives = 200, {"Content-Type": "application/json"}, [b"{}"]  # … and the answer, in pieces
+        self.has = set()  # names of responses that it keeps
         self.listed = 0  # how often GET /v1/models came
         self.end = b": keep-alive\n\ndata: [DONE]\n\n"  # of every stream
         self.runner = None
@@ -148,6 +151,7 @@ class StandIn:
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.tell_health)
+        app.router.add_route("*", "/{path:.*}", self.do)
         many = {"max_line_size": 1 << 16, "max_field_size": 1 << 16}
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1, **many)
         await self.runner.setup()
@@ -177,6 +181,26 @@ class StandIn:
         if self.tokens is None:
             return refusal(500, "it has none")
         return web.json_response({"count": len(self.tokens), "max_model_len": 9, "tokens": self.tokens})
+
+    async def do(self, request):
+        raw = await request.read()
+        self.done.append((request.method, request.path_qs, dict(request.headers), raw))
+        if self.fault == "reset":
+            request.transport.abort()
+        if isinstance(self.fault, int):
+            return refusal(self.fault, "as the test wishes")
+        if request.path.startswith("/v1/responses/") and request.path.split("/")[3] not in {*self.has, "render"}:
+            return refusal(404, f"no response {request.path}")
+        status, headers, pieces = self.gives
+        response = web.StreamResponse(status=status, headers=headers)
+        await response.prepare(request)
+        for number, piece in enumerate(pieces):
+            if number:
+                await self.released.wait()
+                if self.fault == "reset_mid":
+                    request.transport.abort()
+            await response.write(piece)
+        return response
 
     async def serve(self, request):
         body = json.loads(await request.read())

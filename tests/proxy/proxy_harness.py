@@ -246,7 +246,7 @@ async def cluster(
     for each in (http, admin):
         await each.start("127.0.0.1:0")
     node = kind(address, node)
-    client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
+    client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S), max_field_size=1 << 20)
     counted = counter_series(proxy)
     made = Cluster(proxy, http.url, admin.url, client, node, prefill, decode)
     try:

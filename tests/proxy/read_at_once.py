@@ -6,7 +6,8 @@ from typing import Any
 
 from pdx.proxy import body, plan
 from pdx.proxy.outline import at_once
-from pdx.proxy.plan import Body, Plan, Prompt, Route
+from pdx.proxy.plan import Body, Plan, Prompt
+from pdx.proxy.routes import Route
 
 
 def parse(raw: bytes | bytearray) -> Body:

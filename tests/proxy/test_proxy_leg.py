@@ -12,7 +12,7 @@ from pdx.errors import ClientGone, LegFailed
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import EngineState, Health
-from pdx.proxy.leg import Legs
+from pdx.proxy.leg import Asked, Legs
 from pdx.telemetry.env import Env
 
 ESTABLISHED, KEEPALIVE = "01", "02"  # a connection's state, and its timer, in /proc/net/tcp
@@ -53,7 +53,7 @@ def test_a_connection_may_take_its_time_of_this_process(ran_s, times, asked):
     legs = legs_of(session, lambda: now)
 
     async def main():
-        async with legs.post(ENGINE, "/v1/completions", payload=b"", headers={}) as answer:
+        async with legs.post(ENGINE, Asked("/v1/completions", b""), headers={}) as answer:
             return answer.status
 
     if times * ran_s < 2.0:
@@ -90,7 +90,7 @@ class Alone:
         self.task = asyncio.create_task(self._take())
 
     async def _take(self):
-        async with self.legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}, is_whole=self.is_whole) as answer:
+        async with self.legs.post(ENGINE, Asked(COMPLETIONS, b""), headers={}, is_whole=self.is_whole) as answer:
             while await answer.read_some():
                 self.read += 1
                 await self.may_read.wait()
@@ -203,7 +203,7 @@ async def test_what_comes_in_one_piece_is_not_read_without_end(how):
         session.bytes.put_nowait(piece)
 
     async def posted():
-        async with legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}) as answer:
+        async with legs.post(ENGINE, Asked(COMPLETIONS, b""), headers={}) as answer:
             await answer.read()
 
     with pytest.raises(LegFailed, match="malformed"):

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from pdx.proxy import timelines as module
 from pdx.proxy.engines import MAX_NODES, Engines
 from pdx.proxy.health import Health
-from pdx.proxy.plan import Mode, Route
+from pdx.proxy.plan import Mode
+from pdx.proxy.routes import Route
 from pdx.proxy.timelines import WINDOW_NS, Clocks, Timeline, Timelines
 from pdx.telemetry.env import Env, WakingClock
 from pdx.wire.messages import VERSION, Mark

@@ -1,0 +1,57 @@
+"""The API that clients have: routes that generate, which two engines may share, and those that go whole to one engine.
+
+A route that is not here does not exist for clients. What sets an engine up, looks into it or stops it (`/sleep`,
+`/collective_rpc`, `/reset_prefix_cache`, loading of adapters, updates of weights …) is for who runs it, at the engine.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+
+class Route(StrEnum):
+    """A generating endpoint and all that sets it apart: a further one is a further row."""
+
+    limits: tuple[str, ...]  # fields that say the most tokens of an answer: the first that is there counts
+    default_limit: int | None  # vLLM's, where none of them is there; None: as many as fit
+    prompt: tuple[str, ...]  # fields that a prompt is made of; the first has to be there
+    answer_only: tuple[str, ...]  # fields that shape the answer alone, beside those of `body`
+    forwards: bool  # whether the first token can be told on its own: the prompt is text or ids, and no conversation
+
+    COMPLETIONS = "/v1/completions", ("max_tokens",), 16, ("prompt",), ("response_format",), True
+    CHAT = (
+        "/v1/chat/completions",
+        ("max_completion_tokens", "max_tokens"),
+        None,
+        ("messages", "tools", "documents"),
+        (),
+        False,
+    )
+    WHOLE = "whole", (), None, (), (), False  # all of `PASSED`
+
+    def __new__(cls, path: str, *facts: Any) -> Route:
+        made = str.__new__(cls, path)
+        made._value_ = path
+        made.limits, made.default_limit, made.prompt, made.answer_only, made.forwards = facts
+        return made
+
+
+GENERATING = frozenset(Route) - {Route.WHOLE}
+FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})  # their bodies are forms, with a file
+RESPONSE = "/v1/responses/{id:[A-Za-z0-9_:-][A-Za-z0-9_.:-]*}"  # which one engine has, if it keeps responses at all
+
+# Those that go whole to one engine, by method. Which of them an engine has depends on its model and its options.
+PASSED = {
+    "POST": (
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+        *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/generative_scoring", "/v1/systemone"),
+        *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        *sorted(FORMS),
+        *("/v1/chat/completions/batch", "/cohere/v2/chat", "/invocations"),
+        *("/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/render", "/v1/responses/render"),
+        *("/cohere/v2/chat/render", "/v1/completions/derender", "/v1/chat/completions/derender"),
+        f"{RESPONSE}/cancel",
+    ),
+    "GET": ("/version", "/tokenizer_info", RESPONSE),
+}
