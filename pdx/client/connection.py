@@ -145,7 +145,7 @@ class Connection:
     @property
     def arena(self) -> Arena:
         """The node's arena; only when attached. Of one on a GPU this maps the generations: who maps its data (a
-        `pdx.cuda.arena.GpuArena`) also closes it."""
+        `pdx.cuda.arena.GpuArena`) unmaps it."""
         if self._arena is None:
             raise NodeUnavailable(f"not attached to the node at {self.address}")
         return self._arena

@@ -48,7 +48,8 @@ _log = logging.getLogger(__name__)
 class GpuArena(Arena):
     """See `Arena`. `address` is 0 until the data is mapped.
 
-    The data stays mapped until `close`, and beyond it as long as somebody holds it (`hold`, or a `DeviceSpan`).
+    The data stays mapped until `unmap` or `close`, and beyond it as long as somebody holds it (`hold`, or a
+    `DeviceSpan`).
     """
 
     _has_data_in_file: ClassVar[bool] = False
@@ -70,11 +71,12 @@ class GpuArena(Arena):
         self._handover = handover
         self._ticket = ticket
         self._is_node_alive = is_node_alive
-        # Guards the next four; not held during calls of the driver. Reentrant: the collector may end a span anywhere.
+        # Guards the next five; not held during calls of the driver. Reentrant: the collector may end a span anywhere.
         self._lock = threading.RLock()
         self._memory: DeviceMemory | None = None
         self._on: Gpu | None = None
         self._holds = 0
+        self._is_wanted = False  # mapped, and not to be unmapped when nobody holds it
         self._is_closed = False
         self._had_spans = False  # others' libraries have had addresses of it, and may have work under way on them
         self._streams: list[CopyStream] = []  # idle ones of `read`
@@ -137,6 +139,8 @@ class GpuArena(Arena):
         """Map the data for copies and kernels of the GPU `on`. Idempotent; may take as long as `HANDOVER_S`. Errors as
         of `fetch_handle`; a ProtocolError of what is not this arena; a GpuError where it cannot be mapped for that GPU,
         or is for another one."""
+        with self._lock:
+            self._is_wanted = self._memory is not None and not self._is_closed
         if self._on is None and self._handover is not None:
             handle, fd = fetch_handle(self._handover, self._ticket, HANDOVER_S)
             try:
@@ -165,13 +169,19 @@ class GpuArena(Arena):
         """Keep the data mapped until `let_go`, whatever is closed; its address. GpuUnavailable: it is not (any
         more)."""
         with self._lock:
-            if self._memory is None or self._is_closed:
+            if self._memory is None or not self._is_wanted:
                 raise GpuUnavailable(f"{self!r} is not mapped")
             self._holds += 1
             return self.address
 
+    def unmap(self) -> None:
+        """Unmap the data, when nobody holds it any more. It may be mapped again. Idempotent."""
+        with self._lock:
+            self._is_wanted = False
+        self._unmap_if_over()
+
     def let_go(self) -> None:
-        """End one `hold`. The last one after `close` unmaps the data."""
+        """End one `hold`. The last one after `unmap` or `close` unmaps the data."""
         with self._lock:
             self._holds -= 1
         self._unmap_if_over()
@@ -216,7 +226,7 @@ class GpuArena(Arena):
     def close(self) -> None:
         """Unmap everything; the data when nobody holds it any more. Idempotent."""
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
+            was_closed, self._is_closed, self._is_wanted = self._is_closed, True, False
         if not was_closed and self.kind == "ipc" and self._handover is None:
             # Whoever has it mapped loses it now, while this process still lives: no slot is current from here on.
             self._table[:] = b"\xff" * len(self._table)
@@ -242,7 +252,7 @@ class GpuArena(Arena):
         with self._lock:
             if self._memory is not None or self._is_closed:
                 return False
-            self._memory, self._on, self.address = memory, on, memory.address
+            self._memory, self._on, self.address, self._is_wanted = memory, on, memory.address, True
             return True
 
     def _stream(self) -> CopyStream:
@@ -253,7 +263,7 @@ class GpuArena(Arena):
 
     def _unmap_if_over(self) -> None:
         with self._lock:
-            if self._holds or not self._is_closed or self._memory is None:
+            if self._holds or self._is_wanted or self._memory is None:
                 return
             memory, on, self._memory, self._on, self.address = self._memory, self._on, None, None, 0
             streams, self._streams = self._streams, []

@@ -75,8 +75,8 @@ class MappedArena:
         if is_over:
             if self._page_lock is not None:
                 self._page_lock.close()
-            else:
-                self.arena.close()
+            elif isinstance(self.arena, GpuArena):
+                self.arena.unmap()  # an engine that has slept maps it again
 
     def close(self) -> None:
         """The owner's hold ends. Idempotent, from one thread."""

@@ -136,6 +136,7 @@ class WorkerGuard(_Guard):
     save_layer = _hook("save_layer")
     end_forward = _hook("end_forward")
     take_news = _hook("take_news")
+    restore = _hook("restore")
 
     _half: WorkerHalf
 
@@ -156,6 +157,12 @@ class WorkerGuard(_Guard):
     ) -> None:
         """A part of start-up: it raises."""
         self._half.register(kv_caches, num_blocks, group_of)
+
+    def unregister(self) -> None:
+        """Nothing is copied when this returns, whatever becomes of PDX."""
+        self._run(self._half.unregister, otherwise=None)
+        if self._closing is not None:
+            self._closing.join()
 
     def begin(self, plan: StepPlan) -> None:
         if plan.lost is not None:

@@ -31,8 +31,8 @@ class NodeLink:
     """Keeps one process attached. `starter`: start a node when none answers.
 
     What becomes of the node is logged by the scheduler half's link alone, because an engine has one for each rank, too.
-    `_lock` guards who uses the arena (`_use`) against `_attached`, what is counted and what is given back; everything
-    else is the link's thread's.
+    `_lock` guards who uses the arena (`_use`) against `_attached`, what is counted and what is given back; `_giving` is
+    held while the arena is given to it or taken away; everything else is the link's thread's.
     """
 
     def __init__(self, config: ConnectorConfig, hello: Hello, *, starter: bool) -> None:
@@ -44,6 +44,7 @@ class NodeLink:
         self._unsaid: tuple[int, list[Slot]] = 0, []  # room given back to a life of the node, before we knew it
         self._keyed = b""  # see `Connection.key_by`
         self._lock = threading.Lock()
+        self._giving = threading.Lock()
         self._use: Callable[[Arena | None], None] | None = None
         self._used: Connection | None = None  # the one whose arena `_use` has
         self._attached = threading.Event()
@@ -72,12 +73,21 @@ class NodeLink:
     def serve(self, use: Callable[[Arena | None], None]) -> None:
         """Call `use` with each node's arena before `connection` tells of that node, and with None when it is gone.
 
-        On the link's thread, so `use` may take long. Once, before the first `wait_attached`.
+        On the link's thread, so `use` may take long. Once, before the first `wait_attached`; again after `withdraw`.
         """
         with self._lock:
             self._attached.clear()
             self._use = use
         self._wake.set()
+
+    def withdraw(self) -> None:
+        """Nobody has the arena any more: who had it was called with None, and is not called again. Idempotent."""
+        with self._giving:
+            with self._lock:
+                use, self._use = self._use, None
+            if use is not None and self._used is not None:
+                use(None)
+            self._used = None
 
     def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
         """Something was done without PDX, or with less of it: told to this node, or to the next one, and logged as
@@ -135,23 +145,28 @@ class NodeLink:
 
     def _give_arena(self) -> None:
         connection = self._connection
-        with self._lock:
-            use = self._use
-            if connection is None or use is None or self._used is connection:
-                if connection is not None:
+        with self._giving:
+            with self._lock:
+                use = self._use
+                if connection is None or use is None or self._used is connection:
+                    if connection is not None:
+                        self._attached.set()
+                    return
+            use(connection.arena)
+            self._used = connection
+            with self._lock:
+                if self._use is use:
                     self._attached.set()
-                return
-        use(connection.arena)
-        self._used = connection
-        self._attached.set()
 
     def _detach(self) -> None:
         if self._connection is None:
             return
-        if self._used is not None and self._use is not None:
-            self._use(None)
+        with self._giving:
+            if self._used is not None and self._use is not None:
+                self._use(None)
+            self._used = None
         self._connection.close()
-        self._connection = self._used = None
+        self._connection = None
 
     def _attach(self) -> None:
         if self._connection is not None:

@@ -168,8 +168,7 @@ class Loader:
         self._under_way = 0
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._thread = threading.Thread(target=self._run, name="pdx-load", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # while there was a load since the last `close`
 
     def submit(self, load: LoadPlan, scatter: Scatter, connection: Connection, arena: Arena) -> None:
         """Load this in its turn, by `scatter`, which is closed then; never waits. One thread."""
@@ -180,6 +179,9 @@ class Loader:
         place = self._submitted_blocks + OVERTAKEN * num_blocks
         self._submitted_blocks += num_blocks
         self._jobs.put((place, next(self._numbers), job))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pdx-load", daemon=True)
+            self._thread.start()
 
     def fail(self, loads: Iterable[LoadPlan]) -> None:
         """These cannot be loaded: the engine recomputes their blocks."""
@@ -202,10 +204,12 @@ class Loader:
         return finished, failed
 
     def close(self) -> None:
-        """Finish what is queued and whole, give up what is still being filled, and stop. Idempotent."""
-        if self._thread.is_alive():
+        """Finish what is queued and whole, give up what is still being filled, and stop, until the next `submit`.
+        Idempotent."""
+        if self._thread is not None:
             self._jobs.put((math.inf, next(self._numbers), None))
             self._thread.join()
+            self._thread = None
 
     # ---- the load thread --------------------------------------------------------------------
 

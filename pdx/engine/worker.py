@@ -80,7 +80,8 @@ class WorkerHalf:
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self.link = NodeLink(config, hello, starter=rank == 0)
         self._loader = Loader(self._groups.layouts, self._share, self._tracer, patience_s=config.transfer_wait_s)
-        self._copier: PageCopier | None = None  # once there is a KV cache
+        self._copier: PageCopier | None = None  # while there is a KV cache
+        self._cache: tuple[Sequence[Sequence[torch.Tensor]], int] = (), 0  # by cache group; how many blocks
         self._idle = True
         self._pace = Pace(self._groups.chunk_tokens)
         self._number = 0  # of this step
@@ -111,10 +112,32 @@ class WorkerHalf:
         for layout, of_group in zip(self._groups, layers, strict=True):
             if len(of_group) != layout.num_layers:
                 raise LayoutError(f"{len(of_group)} layers with a KV cache, expected {layout.num_layers}")
-        self._copier = self._copier_for(layers, num_blocks)
-        self.link.serve(self._copier.use)
+        self._cache = layers, num_blocks
+        self._serve()
         if not self.link.wait_attached(START_UP_S):
             log.warning("not attached to a node after %s s: running without PDX until one answers", START_UP_S)
+
+    def _serve(self) -> None:
+        self._copier = self._copier_for(*self._cache)
+        self.link.serve(self._copier.use)
+
+    def unregister(self) -> None:
+        """The memory of the KV cache goes away, until `restore`. When this returns nothing is copied any more, and
+        nothing of the GPU is held. What is being saved is given up; loads that are not whole fail. Idempotent."""
+        self._loader.close()
+        self._give_up()
+        copier, self._copier = self._copier, None
+        if copier is not None:
+            copier.close()
+            self.link.withdraw()
+
+    def restore(self) -> None:
+        """It is back, where it was; what is in it is not. Idempotent."""
+        if self._copier is None:
+            has_node = self.link.is_attached
+            self._serve()
+            if has_node:
+                self.link.wait_attached(START_UP_S)
 
     def _copier_for(self, layers: Sequence[Sequence[torch.Tensor]], num_blocks: int) -> PageCopier:
         devices = {tensor.device for of_group in layers for tensor in of_group}

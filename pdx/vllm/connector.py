@@ -45,7 +45,7 @@ from pdx.vllm.identity import (
     naming_of,
     why_unnamed,
 )
-from pdx.vllm.releases import check_nested, check_release, moves_groups, reports_blocks
+from pdx.vllm.releases import check_nested, check_release, moves_groups, reports_blocks, tell_of_sleep
 from pdx.vllm.step import limits_of, step_record
 
 
@@ -130,17 +130,14 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         self._loaded = LoadedAdapters()
         if not is_scheduler and getattr(vllm_config, "lora_config", None) is not None:
             watch(self._loaded)
+        if not is_scheduler and vllm_config.model_config.enable_sleep_mode:
+            tell_of_sleep(self)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """No particular one. vLLM asks before it groups the layers, where it would fail with words of its own."""
         check_no_state(vllm_config.model_config)
         return None
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No: the cache is mapped anew after sleep, and copies under way are not drained before it (vLLM 0.33 asks)."""
-        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -267,6 +264,14 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         self.worker.register(
             kv_caches, self._num_blocks, {name: at for at, each in groups for name in each.layer_names}
         )
+
+    def unregister_kv_caches(self) -> None:
+        """The engine goes to sleep: the cache's memory is unmapped, and another one mapped in its place later."""
+        self.worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """It has woken up, at least so far that it has a cache."""
+        self.worker.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # MultiConnector would give it to its other children, of which NIXL's refuses what is not its own.

@@ -7,12 +7,15 @@ those of the release that is installed, and by `make releases` those of all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.outputs import KVConnectorOutput
@@ -70,6 +73,40 @@ def check_nested() -> None:
             "PdxConnector inside another connector needs vLLM 0.29 or newer: in 0.28 only the workers know in which "
             "order a page's bytes lie"
         )
+
+
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # connectors, of sleep
+
+
+def tell_of_sleep(connector: Any) -> None:
+    """Have vLLM's worker in this process tell `connector` of sleep, as from 0.33 on it does by itself."""
+    if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        return
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for name in ("sleep", "discard", "wake_up"):
+        own = getattr(Worker, name, None)  # not every release can discard a part
+        if own is not None and not hasattr(own, "__wrapped__"):
+            setattr(Worker, name, _telling(name, own))
+    _told.add(connector)
+
+
+def _telling(name: str, own: Any) -> Any:
+    """What does as the worker's `own` method of that name and tells of it."""
+
+    @functools.wraps(own)
+    def telling(worker: Any, *args: Any, **settings: Any) -> Any:
+        tags = settings.get("tags", args[0] if args else None)
+        if name == "sleep" or (name == "discard" and "kv_cache" in (tags or ())):
+            for each in list(_told):
+                each.unregister_kv_caches()
+        result = own(worker, *args, **settings)
+        if name == "wake_up" and (tags is None or "kv_cache" in tags):
+            for each in list(_told):
+                each.restore_kv_caches()
+        return result
+
+    return telling
 
 
 def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:

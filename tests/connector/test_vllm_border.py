@@ -10,6 +10,7 @@ import json
 import pickle
 import shutil
 import warnings
+import weakref
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +73,7 @@ def model_of(folder: Path, **changes: Any) -> Any:
         "model": str(folder), "revision": None, "dtype": "bfloat16", "quantization": None, "seed": 0,
         "hf_config": SimpleNamespace(to_dict=lambda: config), "max_model_len": 4096, "generation_config": "auto",
         "override_generation_config": {}, "get_diff_sampling_param": dict, "logits_processors": None,
-        "get_vocab_size": lambda: 32_000, **changes,
+        "get_vocab_size": lambda: 32_000, "enable_sleep_mode": False, **changes,
     }  # fmt: skip
     return SimpleNamespace(**fields)
 
@@ -509,12 +510,58 @@ def test_how_blocks_are_hashed_and_adapters_loaded_is_where_pdx_steps_in() -> No
 
 def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -> None:
     """A hook that vLLM has renamed is never called. Hooks of newer releases than the installed one are named here."""
-    since = {"get_transfer_results": (0, 30), "get_loaded_kv_cache_group_ids": (0, 32), "supports_sleep_mode": (0, 33)}
+    since = {
+        "get_transfer_results": (0, 30), "get_loaded_kv_cache_group_ids": (0, 32),
+        "unregister_kv_caches": (0, 33), "restore_kv_caches": (0, 33),
+    }  # fmt: skip
     newer = {name for name, release in since.items() if release > releases.RELEASE}
     own = {name for name in vars(connector.PdxConnector) if not name.startswith("_")} - {"scheduler", "worker"}
     assert own - {*dir(KVConnectorBase_V1), *dir(SupportsHMA)} == newer
     assert not connector.PdxConnector.__abstractmethods__
     assert supports_hma(connector.PdxConnector) == releases.moves_groups()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (("sleep", 1), ["unregister", "sleep"]),
+        (("discard", ("kv_cache",)), ["unregister", "discard"]),
+        (("discard", ("runtime",)), ["discard"]),
+        (("wake_up", None), ["wake_up", "restore"]),
+        (("wake_up", ["weights"]), ["wake_up"]),
+        (("wake_up", ["kv_cache"]), ["wake_up", "restore"]),
+    ],
+    ids=str,
+)
+def test_the_worker_half_hears_of_sleep_before_memory_goes_and_of_waking_when_it_is_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[str, Any], told: list[str]
+) -> None:
+    """vLLM's workers tell of it since 0.33; before, PDX steps in where an engine may sleep."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    name, argument = call
+    own, calls = getattr(Worker, name, None), list[str]()
+    if own is None:
+        pytest.skip("not in this release")
+    half = Mock(unregister=lambda: calls.append("unregister"), restore=lambda: calls.append("restore"))
+    monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=half))
+    monkeypatch.setattr(connector, "_rank", lambda: 0)
+    monkeypatch.setattr(releases, "_told", weakref.WeakSet())
+    for each in {"sleep", "discard", "wake_up"} & vars(Worker).keys():
+        monkeypatch.setattr(Worker, each, lambda self, _, each=each: calls.append(each))
+    made = connector_of(folder, KVConnectorRole.WORKER, model=model_of(folder, enable_sleep_mode=True))
+    releases.tell_of_sleep(made)  # as another one in this process would
+    getattr(Worker, name)(Mock(), argument)
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        assert list(inspect.signature(own).parameters) == ["self", {"sleep": "level"}.get(name, "tags")]
+        assert calls == told
+        return
+    assert calls == [name], "vLLM tells of it by itself"
+    hook = "restore_kv_caches" if name == "wake_up" else "unregister_kv_caches"
+    assert f"get_kv_transfer_group().{hook}()" in inspect.getsource(own)
+    getattr(made, hook)()
+    assert calls == [name, hook.partition("_")[0]]
+    assert made.supports_sleep_mode(None)
 
 
 def test_cache_formats_that_are_stored_alike_are_different_layouts(folder: Path) -> None:
@@ -627,6 +674,7 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
     config = SimpleNamespace(
         kv_transfer_config=transfer_config(engine_id="e"),
         parallel_config=SimpleNamespace(use_ubatching=is_split, world_size=1),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
     )
     made = connector.PdxConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=1))
     made.save_kv_layer("layers.0", None, None)

@@ -58,6 +58,7 @@ __all__ = ["BLOCK", "FOREIGN", "PDX", "KVConnectorOutput", "LoRARequest", "Shape
 
 DEPTH = 2  # steps under way with async scheduling
 ATTACH_S = 30.0
+GONE = 0xEEEEEEEEEEEEEEEE  # what the cache of an engine that sleeps holds
 MAX_STEPS = 20_000  # until a request is called hung: an engine that waits steps a hundred times a second
 
 
@@ -263,6 +264,27 @@ class Engine:
         if self.runner.drafts is not None:
             self.scheduler.update_draft_token_ids(self.runner.drafts)
         return finished
+
+    # ---- sleep ------------------------------------------------------------------------------
+
+    def sleep(self, *, keeps: bool = False) -> None:
+        """As EngineCore.sleep, of the modes "abort" and "keep": nobody may touch the cache from then on, which is not
+        where it was. Steps until nothing is under way."""
+        if not keeps:
+            for name in list(self.requests):
+                self.abort(name)
+            self.run()
+        while self._queue:
+            self._take(*self._queue.popleft())
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self._worker.unregister_kv_caches()
+        self.runner.pages.raw[:] = GONE
+
+    def wake_up(self, weights: int = 0) -> None:
+        """With these, which may be other ones."""
+        assert (self.runner.pages.raw == GONE).all(), "something was written to the cache of an engine that sleeps"
+        self.runner.weights = weights
+        self._worker.restore_kv_caches()
 
     # ---- what tests want --------------------------------------------------------------------
 

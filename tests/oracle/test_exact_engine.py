@@ -16,7 +16,7 @@ import pytest
 from connector_storm import WEIGHTS, read_adapter
 from exact_engine import FOREIGN, PDX, KVConnectorOutput, LoRARequest, WorkerLoRAManager, connector
 from exact_kinds import KINDS_WITH_PDX
-from exact_model import answer
+from exact_model import Beside, answer
 from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
 from oracle_bed import OracleBed
@@ -328,6 +328,51 @@ def test_a_reset_may_come_while_requests_run_and_load(bed: OracleBed, asynchrono
     reader.run()
     reader.check()
     read_by_another(bed, bed.tokens(300, "a"), history + bed.tokens(300, "b"), **of(kind))
+
+
+@each_kind
+@both
+@pytest.mark.parametrize("weights", [0, 1], ids=["the same weights", "other weights"])
+def test_an_engine_that_wakes_up_finds_nothing_of_before_and_what_it_saves_then_is_right(
+    bed: OracleBed, asynchronous: bool, kind: str, weights: int
+) -> None:
+    """It cannot know whether its weights are those of before. Requests were running and loading."""
+    history = written(bed, **of(kind))
+    reader = reader_of(bed, asynchronous=asynchronous, **of(kind))
+    reader.add("running", bed.tokens(300, "a"), 60)
+    for _ in range(4):
+        reader.step()
+    reader.add("loading", history + bed.tokens(300, "b"), 60)
+    while not any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in reader.requests.values()):
+        reader.step()
+    reader.sleep()
+    reader.wake_up(weights)
+    prompt = history + bed.tokens(100, "c")
+    assert found(reader, "c", prompt, 30) == 0
+    bed.settled()
+    reader.scheduler.reset_prefix_cache()
+    assert found(reader, "d", prompt, 30) >= HISTORY - 256, "it finds what it has saved itself since"
+    if not weights:
+        read_by_another(bed, prompt, **of(kind))
+
+
+@both
+def test_requests_that_are_kept_while_an_engine_sleeps_are_computed_by_the_weights_that_it_wakes_up_with(
+    bed: OracleBed, asynchronous: bool
+) -> None:
+    """But for the tokens that it has answered with."""
+    reader = reader_of(bed, asynchronous=asynchronous)
+    reader.add("a", bed.tokens(600, "a"), 60)
+    while len(reader.outputs["a"]) < 20:
+        reader.step()
+    reader.sleep(keeps=True)
+    reader.wake_up(1)
+    reader.run()
+    prompt, kept = bed.tokens(600, "a"), reader.outputs["a"]
+    done = next(at for at in range(20, 60) if answer(prompt + kept[:at], 60 - at, beside=Beside(1)) == kept[at:])
+    assert kept[:done] == answer(prompt, done)
+    assert found(reader, "b", prompt + kept[:done] + bed.tokens(20, "b"), 12) >= 512
+    read_by_another(bed, prompt)
 
 
 @each_kind
