@@ -200,7 +200,7 @@ class StoreLookup:
         except (NodeError, ProtocolError) as error:
             text = "chunks of request %s are not saved: %s"
             connection.count("save_skipped", text, tracked.request.request_id, error)
-            tracked.node.late = None
+            self.forget_asked(tracked, connection)  # it may be answered yet
 
     def _ask_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
         first = self._first_decoded(tracked)

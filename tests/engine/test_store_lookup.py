@@ -296,6 +296,19 @@ def test_all_that_a_request_has_asked_for_is_forgotten_with_it() -> None:
     assert (asking.node.asked, asking.state.asked, asking.state.late) == ([None, None], None, None)
 
 
+def test_room_that_is_not_answered_in_time_is_forgotten() -> None:
+    """A state is gone by then; what is granted late would be nobody's to give back."""
+    state = msgspec.structs.replace(layout(), kind="state", layers=(9,))
+    asking = Asking(2 * CHUNK, None, silent, layouts=[layout(), state], lookup_s=1.0)
+    asking.lookup.reserve_again(asking.tracked, asking.node)
+    asking.lookup.reserve_late(asking.tracked, asking.node, 0)
+    assert asking.state.late is not None
+    asking.now += 1.5
+    asking.lookup.reserve_late(asking.tracked, asking.node, 0)
+    assert (asking.node.asked, asking.state.late) == ([None], None)
+    assert asking.node.counted == {"save_skipped": 1}
+
+
 @pytest.mark.parametrize("params", [DECODE, TO_TWO, PREFILL, None])
 def test_what_may_still_come_is_waited_for_by_the_node_which_is_asked_once(params: Any) -> None:
     asking = Asking(2 * CHUNK, params, silent)

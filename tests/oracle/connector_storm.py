@@ -35,7 +35,7 @@ from node_harness import NodeProcess
 
 from pdx.bench.harness.tiny_llama import make_model
 from pdx.config import NodeConfig
-from pdx.testing.waiting import wait_until
+from pdx.testing.waiting import came_true
 
 DOCUMENTS = (90, 200, 330, 500, 700)  # tokens of the beginnings that prompts share
 MAX_PROMPT = 1500
@@ -166,10 +166,11 @@ class StormNode:
             self.process = NodeProcess(self._config).wait_ready()
             self._is_dead = False
 
-    def holds_nothing(self) -> bool:
-        """No request left anything in it but chunks."""
+    def left(self) -> str:
+        """What requests have left in it beside chunks; empty: nothing."""
         status = self.process.status()
-        return not status.leases and not status.transfers and set(status.chunks) <= {"sealed"}
+        is_rest = not status.leases and not status.transfers and set(status.chunks) <= {"sealed"}
+        return "" if is_rest else f"{status.leases} leases, {status.transfers} transfers, chunks {status.chunks}"
 
     def close(self) -> None:
         self.go_on()
@@ -222,7 +223,8 @@ class Storm:
             self._step()
         check_nothing_left(self._engines)
         if self._node is not None:
-            wait_until(self._node.holds_nothing, what="the node holds nothing but chunks")
+            node = self._node
+            assert came_true(lambda: not node.left()), f"the node still holds {node.left()}"
 
     # ---- events -----------------------------------------------------------------------------
 
