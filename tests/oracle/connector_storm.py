@@ -35,7 +35,7 @@ from node_harness import NodeProcess
 
 from pdx.bench.harness.tiny_llama import make_model
 from pdx.config import NodeConfig
-from pdx.testing.waiting import came_true
+from pdx.testing.waiting import DEADLINE_S, came_true
 
 DOCUMENTS = (90, 200, 330, 500, 700)  # tokens of the beginnings that prompts share
 MAX_PROMPT = 1500
@@ -224,7 +224,7 @@ class Storm:
         check_nothing_left(self._engines)
         if self._node is not None:
             node = self._node
-            assert came_true(lambda: not node.left()), f"the node still holds {node.left()}"
+            assert came_true(lambda: not node.left(), DEADLINE_S), f"the node still holds {node.left()}"
 
     # ---- events -----------------------------------------------------------------------------
 
