@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
@@ -22,6 +23,8 @@ from node_harness import NodeThread  # noqa: E402
 from toy_engine import CHUNK, Request, ToyEngine, decode_of, prefill_of, tokens  # noqa: E402
 
 from pdx.config import NodeConfig  # noqa: E402
+from pdx.engine import worker  # noqa: E402
+from pdx.memory.layout import KvLayout  # noqa: E402
 
 SHARDS = 8
 PROMPTS, LENGTH = 12, 6 * CHUNK  # that others begin like
@@ -76,6 +79,18 @@ def storm(folder: Path, seed: int, requests: int, *, has_disk: bool) -> collecti
 def test_nobody_loads_a_wrong_byte(place: Path, seed: int) -> None:
     did = storm(place, seed, 200, has_disk=bool(seed % 2))
     assert min(did["tokens loaded"], did["tokens handed over"]) > 1000
+
+
+def test_a_head_in_the_place_of_another_is_found(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with several shards takes the first for the last."""
+    right = worker._heads  # noqa: SLF001
+
+    def swapped(tensor: torch.Tensor, part: int, count: int, layout: KvLayout) -> torch.Tensor:
+        return right(tensor, count - 1 - part, count, layout)
+
+    monkeypatch.setattr(worker, "_heads", swapped)
+    with pytest.raises(AssertionError, match=r"token \d+ of layer \d, head \d"):
+        storm(place, 1, 200, has_disk=False)
 
 
 if __name__ == "__main__":
