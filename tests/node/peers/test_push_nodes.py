@@ -3,16 +3,20 @@
 import contextlib
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import service_stage
 from connection_stage import Raw
 from node_harness import MIB, NodeProcess, attached
 from peers_harness import Cluster, LocalCluster, pattern, put, read, why_not
 
 from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
+from pdx.node import daemon
 from pdx.node.peers.connection import ConnectionState
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Bye, Cancel, Fill, Ping
@@ -31,6 +35,20 @@ def cluster_of(place):
 
     with contextlib.ExitStack() as stack:
         yield start
+
+
+class Clock(service_stage.Clock):
+    def passes(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """That of nodes in this process: it stands still until the test moves it, so that a slow machine makes nothing
+    late."""
+    made = Clock()
+    monkeypatch.setattr(daemon, "Env", partial(daemon.Env, made))
+    return made
 
 
 @pytest.mark.parametrize(
@@ -136,13 +154,16 @@ def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(clust
         assert hits(keys[2]) == 1
 
 
-def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(cluster_of):
+def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(cluster_of, clock):
     cluster = cluster_of("ab")
-    with an_engine_at_a(cluster) as (worker, _, keys, hits):
+    with an_engine_at_a(cluster) as (worker, _, keys, hits), ThreadPoolExecutor(1) as beside:
         worker.ask(Ping(chunk_s=0.5))
         with cluster["a"].reserve("most of it", 15 * MIB + MIB // 2):
-            assert hits(keys[0]) == 0
-            wait_until(lambda: cluster.counter("a", "fetches_late") == 1)
+            found = beside.submit(hits, keys[0])
+            wait_until(lambda: cluster.counter("a", "reserve_full"), what="b has asked for room")
+            clock.passes(1.5)
+            assert found.result() == 0
+            assert cluster.counter("a", "fetches_late") == 1
         wait_until(lambda: cluster.counter("a", "landed_bytes") >= MIB, what="it lands when there is room")
         assert hits(keys[1]) == 1, "the peer was never slow"
         assert cluster.counter("a", "fetches_not_worth") == 0
@@ -220,13 +241,15 @@ def test_a_peer_that_was_there_and_left_is_forgotten(place):
     node.close()
 
 
-def test_a_peer_that_is_not_there(place):
-    with LocalCluster(place, "ab", channels=["shm"], peer_timeout_s=1.0) as cluster:
+def test_a_peer_that_is_not_there(place, clock):
+    with LocalCluster(place, "ab", channels=["shm"]) as cluster:
         cluster.start("a")
         put(cluster["a"], "x", b"x", push_to="b")
+        wait_until(lambda: clock.passes(1.0) or cluster.counter("a", "peers_lost"), what="nobody is heard")
         with pytest.raises(ChunkMissing):
-            cluster["a"].get("y", source="b", wait_s=1.0)
-        cluster.settle()
+            cluster["a"].get("y", source="b", wait_s=0.1)
+        wait_until(lambda: clock.passes(1.0) or cluster.is_quiet("a"), what="the push is given up")
+        wait_until(lambda: clock.passes(1.0) or cluster.peer("a", "b").state == ConnectionState.DIALING)
         cluster.start("b")
         wait_until(lambda: cluster.peer("a", "b").state == ConnectionState.READY)
         cluster["a"].push("x", to="b")
