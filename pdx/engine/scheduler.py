@@ -400,7 +400,7 @@ class SchedulerHalf:
             self._lookup.release(tracked, connection)
         if node.grants:
             self._abort(connection, node.epoch, node.grants)
-        if tracked.is_prefill and (node.grants or not node.reserved):
+        if (tracked.is_prefilling and node.grants) or (tracked.is_prefill and not node.reserved):
             self._lookup.give_up_transfer(tracked, connection)
 
     def _abort(self, connection: Connection, epoch: int, grants: Sequence[SlotGrant]) -> None:

@@ -248,7 +248,7 @@ class StoreLookup:
             **sizes(self._groups, 0, has_room=True),
             shards=self._groups.num_shards,
             partial=tracked.takes_part,
-            transfer=tracked.transfer if tracked.is_prefill else None,
+            transfer=tracked.transfer if tracked.is_prefilling else None,  # which has the prompt alone
             part="writes",
             hints=tracked.hints,
             **self._names(tracked, first, end * self._layout.blocks_per_chunk),

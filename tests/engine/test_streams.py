@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from stream_bed import Bed
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, prefill_of, tokens
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, decode_of, prefill_of, tokens
 
 from pdx.cuda.memory import num_mapped
 from pdx.engine import gpu_copier, step_save, store_lookup
@@ -64,6 +64,22 @@ def test_blocks_of_a_preempted_request_may_be_computed_anew_at_once(bed: Bed) ->
         assert bed.engine().load(each) == 2 * CHUNK
     engine.finish(thief)
     engine.scheduler.finished(request)
+
+
+def test_a_prefill_leg_that_generates_more_than_a_token_keeps_its_transfer(bed: Bed) -> None:
+    """It ends while its prompt is being copied, and before it has heard of room for what it has generated."""
+    prefill, decode = bed.engine(), bed.engine()
+    prompt = tokens(14, 2 * CHUNK - 1)
+    waiting = Request("d", [*prompt, 7], decode_of("x" * 20, prefill_tokens=len(prompt)))
+    with prefill.streams.held(prefill.streams.gathering):
+        request = prefill.save(prompt, PREFILL)
+        assert decode.scheduler.matched_tokens(waiting, 0) is None
+        request.all_token_ids.append(7)
+        prefill.step((request, 1))
+        prefill.finish(request)
+        wait_until(lambda: bed.node.counter("aborted"), what="the room is given back")
+    assert decode.match(waiting) == len(prompt)
+    decode.scheduler.finished(waiting)
 
 
 def test_a_page_is_gathered_after_its_layer_was_computed(bed: Bed) -> None:
