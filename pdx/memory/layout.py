@@ -198,9 +198,10 @@ class CacheGroups(Sequence[KvLayout]):
         return hashlib.blake2b(b"".join(found), digest_size=16, person=b"pdx-groups-1").digest()
 
     def described(self) -> dict[str, str]:
-        """The fields of its one layout; of several those that they have in common."""
+        """The fields of its one layout; of several those that they have in common, and how many these are."""
         told = [each.described() for each in self.layouts]
-        return {name: text for name, text in told[0].items() if all(each.get(name) == text for each in told)}
+        common = {name: text for name, text in told[0].items() if all(each.get(name) == text for each in told)}
+        return common | ({"cache_groups": str(len(told))} if len(told) > 1 else {})
 
     def described_groups(self) -> list[dict[str, str]]:
         """Of several groups the other fields of each."""

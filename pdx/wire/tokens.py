@@ -64,6 +64,11 @@ def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "", codec: str =
 
     :raises SelectionError: the tokens fill no chunk or are none of this model's, or only the engine can make its keys.
     """
+    if groups := model.shape.get("cache_groups"):
+        raise SelectionError(
+            f"engine {model.engine!r} has {groups:.8} cache groups, each with chunks of its own: name those that a "
+            "prompt needs by a request's id"
+        )
     per_chunk, per_block = number_of(model, "chunk_tokens"), number_of(model, "block_tokens")
     _check(model, tokens, per_chunk)
     hashed, root = _hash_of(model), _root(model)

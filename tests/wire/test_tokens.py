@@ -112,6 +112,7 @@ def test_numbers_are_read_from_the_shape():
         ({"root": "xyz"}, [1, 2, 3, 4], "in a way that only it knows"),
         ({"hashing": "xxhash"}, [1, 2, 3, 4], "'xxhash', which is not known here"),
         ({"chunk_tokens": None}, [1, 2, 3, 4], "has not told its chunk_tokens"),
+        ({"cache_groups": "2"}, [1, 2, 3, 4], "has 2 cache groups"),
         ({"block_tokens": "many"}, [1, 2, 3, 4], "has not told its block_tokens"),
         ({"block_tokens": "0"}, [1, 2, 3, 4], "has not told its block_tokens"),
     ],
