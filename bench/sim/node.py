@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,12 +39,14 @@ class SimulatedNode:
         devices: Sequence[Device] = (),
         policy: str = "lru",
         maker: Maker | None = None,
+        wants: Callable[[bytes], Mapping[int, int]] | None = None,
         store: StoreChoice = "all",
         window: float = 0.1,
     ) -> None:
-        """`blocks`: room in memory. `maker`: in place of the eviction policy that `policy` names. `store`, `window`: as
-        in `pdx.store.storing`."""
+        """`blocks`: room in memory. `maker`: in place of the eviction policy that `policy` names. `wants`: likewise, in
+        place of the queue for the tiers (`LeavingOrder`). `store`, `window`: as in `pdx.store.storing`."""
         self._clock = clock
+        self._wants = wants
         self._arena = sparse_arena(folder / "arena", blocks + PROBE_BYTES // GRANULE_BYTES)
         config = NodeConfig(
             address=f"ipc://{folder}/node.sock",
@@ -81,6 +83,7 @@ class SimulatedNode:
             chunk_bytes=GRANULE_BYTES,
             on_removed=service.tiers.storing.removed,
             is_used=service.tiers.is_used,
+            wants=self._wants or service.store.wanted.get,
         )
 
     def _attach(self, kind: str) -> Session:
@@ -134,6 +137,8 @@ class SimulatedNode:
     def refresh(self, keys: Sequence[bytes]) -> None:
         """What these are worth to an oracle has changed."""
         self.service.store.refresh([chunk for key in keys for chunk in self.service.store.index.of(key)])
+        for tier in self.tiers:
+            tier.refresh(keys)
 
     def _ask(self, session: Session, ask: Ask) -> Answer | None:
         self._tick()

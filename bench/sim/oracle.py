@@ -30,6 +30,11 @@ class Future:
         at = bisect_right(numbers, self.now)
         return numbers[at] if at < len(numbers) else NEVER
 
+    def get(self, key: bytes) -> dict[int, int]:
+        """The same for tiers (`TierHost.wanted`); empty: nobody wants it again."""
+        number = self.next(key)
+        return {} if number == NEVER else {number: self.place(key)}
+
     def place(self, key: bytes) -> int:
         """Where in its prompt it is."""
         return self._places.get(key, NEVER)

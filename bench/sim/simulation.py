@@ -140,6 +140,7 @@ def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda coun
             devices=case.devices,
             policy="lru" if future is not None else case.policy,
             maker=(lambda _: Belady(future)) if future is not None else None,
+            wants=future.get if future is not None else None,
             store=case.store,
             window=case.window,
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from pdx.bench.sim.clock import Clock
 from pdx.errors import PdxError, TransferAborted
 from pdx.store.copy import Copy
+from pdx.store.disk.order import LeavingOrder
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.wire.status import TierStatus
 
@@ -49,7 +49,7 @@ class Pipe:
 
 
 class ModelledTier(Tier):
-    """See `Tier`. It keeps what was used last (as `DiskTier` does), and knows of each chunk its key and its size alone.
+    """See `Tier`. It keeps what `DiskTier` does (`LeavingOrder`), and knows of each chunk its key and its size alone.
 
     Sizes are those of the arena's slots; `scale` is how many real bytes stand behind one of theirs.
     """
@@ -66,9 +66,10 @@ class ModelledTier(Tier):
         chunk_bytes: int,
         on_removed: Callable[[Sequence[bytes]], None] = lambda keys: None,
         is_used: Callable[[bytes], bool] = lambda key: False,
+        wants: Callable[[bytes], Mapping[int, int] | None] = lambda key: None,
     ) -> None:
-        """`on_done`: `Copies.done`; `on_removed`: `Storing.removed`; `is_used`: `Index.is_found`. `chunk_bytes`: of a
-        slot."""
+        """`on_done`: `Copies.done`; `on_removed`: `Storing.removed`; `is_used`: see `TierHost`; `wants`: see
+        `LeavingOrder`. `chunk_bytes`: of a slot."""
         self.name, self.kind = device.name, device.kind
         self.max_job_bytes = chunk_bytes
         self.max_inflight_bytes = INFLIGHT_CHUNKS * chunk_bytes
@@ -81,7 +82,7 @@ class ModelledTier(Tier):
         self._on_done = on_done
         self._on_removed = on_removed
         self._is_used = is_used
-        self._held: OrderedDict[bytes, Held] = OrderedDict()  # the last used is at the end
+        self._held: LeavingOrder[Held] = LeavingOrder(wants)
         self._nbytes = 0
         self._cancelled: set[int] = set()  # copies
 
@@ -102,7 +103,10 @@ class ModelledTier(Tier):
 
     def use(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):  # the end of the prompt becomes the older one
-            self._held.move_to_end(key)
+            self._held.touch(key)
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        self._held.refresh(keys)
 
     def admit(self, copy: Copy) -> Grant:
         fits = copy.chunks[0].slot.nbytes <= self._room_bytes
@@ -130,28 +134,37 @@ class ModelledTier(Tier):
         for part in job.parts:
             if part.key in self._held:
                 continue
-            self._make_room(part.slot.nbytes)
-            self._held[part.key] = Held(part.slot.nbytes, part.layers)
-            self._nbytes += part.slot.nbytes
+            if self._make_room(part.slot.nbytes, part.key):
+                self._held.set(part.key, Held(part.slot.nbytes, part.layers))
+                self._nbytes += part.slot.nbytes
         self.most_bytes = max(self.most_bytes, self._nbytes)
 
-    def _make_room(self, nbytes: int) -> None:
+    def _make_room(self, nbytes: int, instead: bytes) -> bool:
+        """Whether there is room for this chunk now."""
+        lack = self._nbytes + nbytes - self._room_bytes
         gone: list[bytes] = []
-        spared = 0
-        while self._held and self._nbytes + nbytes > self._room_bytes:
-            key = next(iter(self._held))
-            if self._is_used(key) and spared < INFLIGHT_CHUNKS:  # requests find it in memory, and do not ask here
-                self._held.move_to_end(key)
-                spared += 1
+        spared: list[bytes] = []
+        for key, held in self._held.leaving(instead) if lack > 0 else ():
+            if self._is_used(key) and len(spared) < INFLIGHT_CHUNKS:  # requests find it in memory, and do not ask here
+                spared.append(key)
                 continue
             gone.append(key)
+            lack -= held.nbytes
+            if lack <= 0:
+                break
+        if lack > 0:
+            return False
+        for key in spared:
+            self._held.touch(key)
+        for key in gone:
             self._remove(key)
         self.removed += len(gone)
         if gone:
             self._on_removed(gone)
+        return True
 
     def _remove(self, key: bytes) -> bool:
-        held = self._held.pop(key, None)
+        held = self._held.pop(key)
         self._nbytes -= held.nbytes if held is not None else 0
         return held is not None
 

@@ -180,7 +180,7 @@ class LookAhead:
         self._by_number[self._numbers] = expected
         self._of_session.add(session, [request])
         self._keys += len(wanted.keys)
-        self._store.want(wanted.keys, expected.number)
+        self._tiers.want(wanted.keys, expected.number)
         heapq.heappush(self._due, expected.number)
         return True
 
@@ -200,7 +200,7 @@ class LookAhead:
         self._of_session.discard(session, request)
         self._arrivals.discard(request, expected.until)
         self._keys -= len(expected.wanted.keys)
-        self._store.want_no_more(expected.wanted.keys, expected.number)
+        self._tiers.want_no_more(expected.wanted.keys, expected.number)
         if is_over:
             self._counters["prefetches_cancelled"] += self._copies.give_up(expected.copies)
         self._nbytes -= expected.nbytes

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -113,6 +114,8 @@ class TierHost(ABC):
 
     env: Env
     memory: Sequence[Arena]  # by `Slot.arena`
+    # By key, where in its prompt each request that waits has it, the first in the queue first.
+    wanted: Mapping[bytes, Mapping[int, int]] = MappingProxyType({})
 
     @abstractmethod
     def done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
@@ -198,6 +201,10 @@ class Tier(ABC):
 
     def use(self, keys: Sequence[bytes]) -> None:
         """A request, or who loads ahead for one, has found these: of a tier that makes room itself they go last."""
+        return
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """What requests that wait will use of these has changed (`TierHost.wanted`)."""
         return
 
     def holds(self, key: bytes, shards: int = 0) -> bool:

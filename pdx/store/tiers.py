@@ -74,6 +74,7 @@ class Tiers(TierHost):
             window=window,
             store_s=store_s,
         )
+        self.wanted = store.wanted
         self._store = store
         self._copies = copies
         self._store_s = store_s
@@ -98,6 +99,21 @@ class Tiers(TierHost):
 
     def is_used(self, key: bytes) -> bool:
         return any(chunk.is_found for chunk in self._store.index.of(key))
+
+    # ---- what requests that wait will use ---------------------------------------------------
+
+    def want(self, keys: Sequence[bytes], number: int) -> None:
+        """`Store.want`, of tiers, too: they spare what is wanted."""
+        self._store.want(keys, number)
+        self._refresh(keys)
+
+    def want_no_more(self, keys: Sequence[bytes], number: int) -> None:
+        self._store.want_no_more(keys, number)
+        self._refresh(keys)
+
+    def _refresh(self, keys: Sequence[bytes]) -> None:
+        for tier in self._all():
+            tier.refresh(keys)
 
     # ---- loading ----------------------------------------------------------------------------
 

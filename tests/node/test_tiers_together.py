@@ -27,6 +27,7 @@ class Whole(Stage):
             done=self.tiers.done,
             removed=self.tiers.removed,
             is_used=self.tiers.is_used,
+            wanted=self.store.wanted,
         )
         self.disk = DiskTier(host, folder / "disk", random_.choice([3, 10, 50]) * 3 * GRANULE_BYTES)
         self.tiers.below.append([self.disk])

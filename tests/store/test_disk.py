@@ -5,6 +5,7 @@ import ctypes
 import errno
 import functools
 import mmap
+import operator
 import os
 import random
 import tempfile
@@ -17,7 +18,7 @@ from disk_bed import MIB, Bed, closing_all, disk_image, is_root, key, small_disk
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdx.memory.keys import named_key
 from pdx.store import store_tier
@@ -382,6 +383,28 @@ def test_where_memory_hits_all_of_it_the_oldest_makes_room(make):
     assert len(bed.files) == 4
 
 
+def test_what_requests_that_wait_will_use_stays_on_a_full_disk(make):
+    bed = make(limit_bytes=4 * CHARGE)
+    bed.wanted = {}
+    bed.restart()
+    for number in range(4):
+        assert bed.store(number)
+    bed.wanted |= {key(0): {1: 0}, key(1): {2: 0}, key(5): {1: 1}}
+    bed.tier.refresh([key(number) for number in range(4)])
+    assert bed.store(4)
+    assert [bed.has(number) for number in range(5)] == [True, True, False, True, True]
+    assert bed.store(5)
+    assert bed.store(6)
+    assert [number for number in range(7) if bed.has(number)] == [0, 1, 5, 6]
+    bed.wanted |= {key(6): {3: 0}, key(7): {4: 0}}
+    bed.tier.refresh([key(6)])
+    assert not bed.store(7), "all others are wanted sooner"
+    assert bed.counters["disk_wanted"] == 1
+    bed.wanted[key(7)] = {2: 5}
+    assert bed.store(7)
+    assert [number for number in range(8) if bed.has(number)] == [0, 1, 5, 7], "the last request's goes"
+
+
 def test_a_store_asks_for_few_chunks_whether_memory_hits_them(make):
     asked = []
     bed = make(limit_bytes=100 * CHARGE)
@@ -609,7 +632,7 @@ class Watched(OrderedDict):
             yield each
 
 
-@pytest.mark.parametrize("name", ["_works", "_busy", "_admitted", "_index._files"])
+@pytest.mark.parametrize("name", ["_works", "_busy", "_admitted", "_index._files._used"])
 def test_no_call_looks_at_what_it_does_not_change(make, gate, name):
     """With 200 stores under way, one more costs as much as the first."""
     bed = make(limit_bytes=300 * CHARGE, slots=2)
@@ -617,7 +640,7 @@ def test_no_call_looks_at_what_it_does_not_change(make, gate, name):
     write = gate("write")
     copies = [bed.start_store(number) for number in range(200)]
     *of, name = name.split(".")
-    owner = getattr(bed.tier, of[0]) if of else bed.tier
+    owner = operator.attrgetter(".".join(of))(bed.tier) if of else bed.tier
     watched = Watched(getattr(owner, name))
     setattr(owner, name, watched)
     bed.tier.evict([key(7)])
@@ -675,7 +698,8 @@ def test_files_that_no_tier_wrote_stay(bed):
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """The model is the order of use and each chunk's size; the tier must agree after each rule."""
+    """The model is the order of use, each chunk's size, and what requests that wait want; the tier must agree after
+    each rule."""
 
     numbers = st.integers(0, 15)
 
@@ -684,6 +708,9 @@ class DiskMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.bed = Bed(Path(self.folder.name), limit_bytes=limit * 24_576, slot_bytes=16 << 10)
         self.model = OrderedDict()  # number -> bytes
+        self.queue = {}  # request -> numbers
+        self.bed.wanted = {}
+        self.bed.restart()
 
     def charge(self, nbytes):
         return chunk_file.disk_bytes(nbytes, 4)
@@ -698,12 +725,53 @@ class DiskMachine(RuleBasedStateMachine):
             assert not is_stored
             self.model.move_to_end(number)
             return
-        charge = self.charge(nbytes)
-        assert is_stored == (charge <= self.bed.limit_bytes)
+        turn, lack = self.turn(number), self.charge(nbytes) - self.bed.limit_bytes
+        lack += sum(map(self.charge, self.model.values()))
+        gone = self.first(lack, lambda other: turn is None or self.turn(other) is None or self.turn(other) > turn)
+        assert is_stored == (lack <= sum(self.charge(self.model[other]) for other in gone))
         if is_stored:
-            while charge + sum(map(self.charge, self.model.values())) > self.bed.limit_bytes:
-                self.model.popitem(last=False)
+            for other in gone:
+                del self.model[other]
             self.model[number] = nbytes
+
+    def turn(self, number):
+        """The first request that wants it, and where; None: none does."""
+        return next(iter(self.bed.wanted.get(key(number), {}).items()), None)
+
+    def order(self):
+        """The first one goes first."""
+        queue = sorted((turn, number) for number in self.model if (turn := self.turn(number)) is not None)
+        return [number for number in self.model if self.turn(number) is None] + [number for _, number in queue[::-1]]
+
+    def first(self, lack, may_go=lambda number: True):
+        """Those that go for so many bytes."""
+        gone = []
+        for number in filter(may_go, self.order()):
+            if lack <= sum(self.charge(self.model[other]) for other in gone):
+                break
+            gone.append(number)
+        return gone
+
+    @rule(numbers=st.lists(numbers, min_size=1, max_size=6, unique=True))
+    def want(self, numbers):
+        request = max(self.queue, default=0) + 1
+        self.queue[request] = numbers
+        for place, number in enumerate(numbers):
+            self.bed.wanted.setdefault(key(number), {})[request] = place
+        self.bed.tier.refresh(list(map(key, numbers)))
+
+    @precondition(lambda self: self.queue)
+    @rule(last=st.booleans())
+    def want_no_more(self, last):
+        numbers = self.queue.pop((max if last else min)(self.queue))
+        for number in numbers:
+            requests = self.bed.wanted[key(number)]
+            del requests[next(iter(requests)) if not last else max(requests)]
+            if not requests:
+                del self.bed.wanted[key(number)]
+                if number in self.model:
+                    self.model.move_to_end(number)
+        self.bed.tier.refresh(list(map(key, numbers)))
 
     @rule(number=numbers)
     def load(self, number):
@@ -728,14 +796,14 @@ class DiskMachine(RuleBasedStateMachine):
         self.bed.restart()
         self.bed.settle()
         self.model = OrderedDict((number, self.model[number]) for number in order)
-        while sum(map(self.charge, self.model.values())) > self.bed.limit_bytes:
-            self.model.popitem(last=False)
+        for number in self.first(sum(map(self.charge, self.model.values())) - self.bed.limit_bytes):
+            del self.model[number]
 
     @invariant()
     def agrees(self):
         if hasattr(self, "model"):
             assert self.bed.files == sorted(map(self.path, self.model))
-            assert list(self.bed.tier._index._files) == [key(number) for number in self.model]
+            assert [each for each, _ in self.bed.tier._index._files.leaving()] == list(map(key, self.order()))
             assert self.bed.disk_bytes <= self.bed.tier.used_bytes <= self.bed.limit_bytes
 
     def teardown(self):

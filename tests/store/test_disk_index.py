@@ -14,8 +14,8 @@ def never(key):
     return False
 
 
-def filled(count):
-    index = FileIndex(1 << 40, Env())
+def filled(count, wanted=None):
+    index = FileIndex(1 << 40, Env(), ({} if wanted is None else wanted).get)
     for number in range(count):
         index.add(ChunkFile(number.to_bytes(16, "big"), 0, 4, 4096))
     return index
@@ -82,3 +82,66 @@ def test_a_pinned_chunk_in_another_file_is_pinned_still():
     assert index.oldest(1, 0, never) == ([], [])
     index.pin(old.key, -1)
     assert (index.pinned_bytes, index.oldest(1, 0, never)[0]) == (0, [new])
+
+
+# ---- what requests that wait will use ---------------------------------------------------------
+
+
+def leaves(index, count, instead=None):
+    """The numbers of the chunks that would go for so many files."""
+    return [int.from_bytes(file.key, "big") for file in index.oldest(0, count, never, instead)[0]]
+
+
+def test_what_the_queue_wants_goes_last_and_of_that_what_the_last_request_wants():
+    wanted = {}
+    index = filled(6, wanted)
+    keys = [number.to_bytes(16, "big") for number in range(6)]
+    index.touch(keys[::-1])  # the first number was used longest ago
+    wanted |= {keys[0]: {7: 0, 9: 3}, keys[1]: {7: 1}, keys[2]: {8: 0}, keys[3]: {8: 1}}
+    index.refresh(keys)
+    assert leaves(index, 6) == [4, 5, 3, 2, 1, 0]
+    assert [int.from_bytes(file.key, "big") for file in index.last_used()] == [0, 1, 2, 3, 5, 4]
+    assert all(key in index and index.held(key, 1) for key in keys)
+    index.pin(keys[3], 1)
+    index.pin(keys[2], 1)
+    assert leaves(index, 6) == [4, 5, 1, 0], "what is pinned stays in any case"
+    index.pin(keys[2], -1)
+    del wanted[keys[0]][7]  # the first request has its turn: others may still want what it does
+    del wanted[keys[1]]
+    index.refresh(keys[:2])
+    assert leaves(index, 6) == [4, 5, 1, 0, 2]
+    index.remove(index.of(keys[2]))
+    assert leaves(index, 6) == [4, 5, 1, 0]
+
+
+def test_a_chunk_that_is_wanted_takes_the_place_of_none_that_is_wanted_sooner():
+    wanted = {}
+    index = filled(3, wanted)
+    keys = [number.to_bytes(16, "big") for number in range(5)]
+    wanted |= {key: {number: 0} for number, key in enumerate(keys[:2], 1)} | {keys[3]: {1: 5}}
+    index.refresh(keys)
+    assert leaves(index, 3, instead=keys[3]) == [2, 1]
+    assert leaves(index, 3, instead=keys[4]) == [2, 1, 0], "who will want this one is not known yet"
+    assert leaves(index, 3) == [2, 1, 0]
+
+
+def test_a_search_for_room_looks_at_nothing_that_is_wanted_if_there_is_other():
+    def lines(count):
+        wanted, counted = {}, Counter()
+        index = filled(count, wanted)
+        keys = index.keys()
+        wanted |= {key: {1: place} for place, key in enumerate(keys[1:])}
+        index.refresh(keys)
+
+        def trace(frame, event, arg):
+            counted[event] += 1
+            return trace
+
+        sys.settrace(trace)
+        try:
+            assert len(leaves(index, 1)) == 1
+        finally:
+            sys.settrace(None)
+        return counted["line"]
+
+    assert lines(1000) == lines(10)

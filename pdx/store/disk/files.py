@@ -41,6 +41,7 @@ _LEFT_OUT = {
     "paused": "reads or writes failed, and none are tried for some seconds",
     "too_large": "a chunk is larger than all of the cap",
     "busy": "all files that could make room are being written or removed",
+    "wanted": "requests that wait will use all files that could make room, and the chunk not sooner",
 }
 
 
@@ -51,7 +52,7 @@ class DiskFiles(StoreTier):
 
     def __init__(self, host: TierHost, folder: Folder, limit_bytes: int, codec: str) -> None:
         self._folder = folder
-        self._index = FileIndex(limit_bytes, host.env)
+        self._index = FileIndex(limit_bytes, host.env, host.wanted.get)
         self._numbers = itertools.count(-1, -1)  # of jobs that recode: no copy has such
         self._looked_at = -math.inf
         # By key: shards of which files are being written or removed, whether or not they can be found, and by what …
@@ -97,10 +98,11 @@ class DiskFiles(StoreTier):
             return self._end(job)
         if part.key in self._busy and self._is_busy(part.key, part.shard):
             return self._later.setdefault((part.key, part.shard), []).append(job)
-        return None if self._begin(Task(job)) else self._refuse(job, "busy")
+        why = self._begin(Task(job))
+        return self._refuse(job, why) if why else None
 
-    def _begin(self, task: Task) -> bool:
-        """Have a file written, if there is room, or can be made."""
+    def _begin(self, task: Task) -> str:
+        """Have a file written, if there is room, or can be made; why not, empty if it is."""
         assert task.job is not None
         part, source = task.job.parts[0], task.source
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers, block_bytes=self._folder.block_bytes)
@@ -110,12 +112,14 @@ class DiskFiles(StoreTier):
         has_room = lack <= self._index.nbytes - self._index.pinned_bytes and surplus <= self._index.num_files
         victims: list[ChunkFile] = []
         if has_room and (lack > 0 or surplus > 0):
-            victims, used = self._index.oldest(lack, surplus, is_used)
+            victims, used = self._index.oldest(lack, surplus, is_used, part.key)
             for file in used:
                 self._index.note(file)
-        if not has_room or source in victims:
-            self._leave_out("busy", [part.key])
-            return False
+        is_short = lack > sum(file.charge for file in victims) or surplus > len(victims)
+        if not has_room or source in victims or is_short:
+            why = "wanted" if has_room and is_short else "busy"
+            self._leave_out(why, [part.key])
+            return why
         freed, task.hold = 0, charge
         if victims:
             freed = sum(file.charge for file in victims)
@@ -131,7 +135,7 @@ class DiskFiles(StoreTier):
         if source is not None:
             self._reading[source.key, source.shard] += 1
         self._give(task, self._writes)
-        return True
+        return ""
 
     def _is_busy(self, key: bytes, shard: int) -> bool:
         return any(each == shard for each, _ in self._busy.get(key, ()))
@@ -204,7 +208,7 @@ class DiskFiles(StoreTier):
             if self._health.doubt or not self.takes_stores:
                 why = f"{self.folder} is not written to: {_LEFT_OUT['paused']}"
             else:
-                why = "" if self._begin(task) else f"{self.folder} has no room for another file of the chunk"
+                why = f"{self.folder} has no room for another file of the chunk" if self._begin(task) else ""
             if why:
                 self._rewritten(task, TierError(why, "busy"))
         return None

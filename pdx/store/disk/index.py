@@ -4,11 +4,12 @@ they do not say yet: that they were used, and what is pinned. No I/O, no threads
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.order import LeavingOrder
 from pdx.store.tier import Held
 from pdx.telemetry.env import Env
 
@@ -32,7 +33,10 @@ class FileIndex:
     removed; also what can be neither found nor removed.
     """
 
-    def __init__(self, limit_bytes: int, env: Env) -> None:
+    def __init__(
+        self, limit_bytes: int, env: Env, wants: Callable[[bytes], Mapping[int, int] | None] = lambda key: None
+    ) -> None:
+        """`wants`: see `LeavingOrder`."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0  # of the cap …
         self.leaving = 0  # … of these, files that are to be removed in place of no other
@@ -42,7 +46,7 @@ class FileIndex:
         self._clock = env.clock
         self._reached = limit_bytes  # bytes of files when the disk was full, until …
         self._reached_until = 0.0
-        self._files: OrderedDict[bytes, tuple[ChunkFile, ...]] = OrderedDict()  # by key; the last used is at the end …
+        self._files: LeavingOrder[tuple[ChunkFile, ...]] = LeavingOrder(wants)  # by key …
         self._pinned: dict[bytes, tuple[ChunkFile, ...]] = {}  # … and those that stay, which no search looks at
         self.pins: Counter[bytes] = Counter()  # keys that stay, and how often they were pinned
         self.pinned_bytes = 0  # of the cap, of these
@@ -78,11 +82,11 @@ class FileIndex:
 
     def keys(self) -> list[bytes]:
         """Of all chunks, in no order: a walk through a million by their order would stop the control loop."""
-        return [*dict.keys(self._files), *self._pinned]
+        return [*self._files.keys(), *self._pinned]
 
     def last_used(self) -> Iterator[ChunkFile]:
-        """All files, those that were used last first, and then those with pins."""
-        for files in itertools.chain(reversed(self._files.values()), self._pinned.values()):
+        """All files, those that would go last first, and then those with pins."""
+        for files in itertools.chain(self._files.last(), self._pinned.values()):
             yield from files
 
     def pin(self, key: bytes, change: int) -> None:
@@ -93,10 +97,10 @@ class FileIndex:
         else:
             del self.pins[key]
         self.pinned_bytes += _bytes(self.of(key)) * ((key in self.pins) - (was > 0))
-        if key in self.pins and key in self._files:
-            self._pinned[key] = self._files.pop(key)
+        if key in self.pins and (files := self._files.pop(key)) is not None:
+            self._pinned[key] = files
         elif key not in self.pins and key in self._pinned:
-            self._files[key] = self._pinned.pop(key)  # it counts as used now
+            self._files.set(key, self._pinned.pop(key))  # it counts as used now
         self._untold_pins[key] = self.pins[key]
 
     # ---- the cap ----------------------------------------------------------------------------
@@ -135,33 +139,36 @@ class FileIndex:
     def touch(self, keys: Sequence[bytes]) -> None:
         """These chunks are used now."""
         for key in reversed(keys):  # the end of the prompt becomes the older one
-            if key in self._files:
-                self._files.move_to_end(key)
+            self._files.touch(key)
+
+    def refresh(self, keys: Iterable[bytes]) -> None:
+        """What the queue wants of these has changed."""
+        self._files.refresh(keys)
 
     def oldest(
-        self, nbytes: int, count: int, is_used: Callable[[bytes], bool]
+        self, nbytes: int, count: int, is_used: Callable[[bytes], bool], instead: bytes | None = None
     ) -> tuple[list[ChunkFile], list[ChunkFile]]:
-        """So many bytes of files, and so many files at the least, that were not used for longest; and files that would
-        have been among them, but for requests that find their chunks in memory (`is_used`): these count as used now."""
+        """So many bytes of files, and so many files at the least, that should go first; and files that would have been
+        among them, but for requests that find their chunks in memory (`is_used`): these count as used now. `instead`:
+        the chunk that is to have their place: there may be too few that it may take."""
         files: list[ChunkFile] = []
-        spared: list[bytes] = []
-        for key, of_key in self._files.items() if nbytes > 0 or count > 0 else ():
+        spared: list[tuple[bytes, tuple[ChunkFile, ...]]] = []
+        for key, of_key in self._files.leaving(instead) if nbytes > 0 or count > 0 else ():
             if len(spared) < MAX_SPARED and is_used(key):
-                spared.append(key)
+                spared.append((key, of_key))
                 continue
             files += of_key
             nbytes, count = nbytes - _bytes(of_key), count - len(of_key)
             if nbytes <= 0 and count <= 0:
                 break
         used: list[ChunkFile] = []
-        for key in spared:
-            of_key = self._files[key]
+        for key, of_key in spared:
             if nbytes > 0 or count > 0:  # there are no others
                 files += of_key
                 nbytes, count = nbytes - _bytes(of_key), count - len(of_key)
             else:
                 used += of_key
-                self._files.move_to_end(key)
+                self._files.touch(key)
         return files, used
 
     # ---- what files are to say --------------------------------------------------------------
@@ -197,8 +204,7 @@ class FileIndex:
             self._pinned[key] = *self._pinned.get(key, ()), file
             self.pinned_bytes += charge
         else:
-            self._files[key] = *self._files.get(key, ()), file
-            self._files.move_to_end(key, last=False)
+            self._files.set(key, (*(self._files.get(key) or ()), file), is_oldest=True)
         self.num_files += 1
         self.nbytes += charge
         self.used_bytes += charge
@@ -207,7 +213,10 @@ class FileIndex:
         """The same chunk of the same shard is in another file from now on."""
         is_pinned = old.key in self._pinned
         of_key = tuple(new if file == old else file for file in self.of(old.key))
-        (self._pinned if is_pinned else self._files)[old.key] = of_key
+        if is_pinned:
+            self._pinned[old.key] = of_key
+        else:
+            self._files.set(old.key, of_key)
         self.nbytes += new.charge - old.charge
         self.used_bytes += new.charge - old.charge
         self.pinned_bytes += (new.charge - old.charge) * is_pinned
@@ -217,7 +226,7 @@ class FileIndex:
         for file in files:
             if file.key in self.pins:
                 self.pin(file.key, -self.pins[file.key])
-            self._files.pop(file.key, None)
+            self._files.pop(file.key)
             self._pinned.pop(file.key, None)
         self.num_files -= len(files)
         self.nbytes -= _bytes(files)

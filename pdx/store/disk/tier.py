@@ -141,6 +141,9 @@ class DiskTier(DiskFiles):
     def use(self, keys: Sequence[bytes]) -> None:
         self._index.touch(keys)
 
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        self._index.refresh(keys)
+
     def holds(self, key: bytes, shards: int = 0) -> bool:
         return self._index.held(key, shards or len(self._index.of(key))) is not None
 
