@@ -18,25 +18,9 @@ from pdx.proxy.health import Reason
 from pdx.proxy.leg import Answer, failed
 from pdx.proxy.metrics import Outcome
 from pdx.proxy.plan import token_count
+from pdx.proxy.routes import Route
+from pdx.proxy.usage import Usage, counts_cached, usage_of, with_cached
 from pdx.telemetry.timeline import Event
-
-_OF_CACHE = ("cached_tokens", "created_cache_tokens")
-
-
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    prompt_tokens_details: dict[str, Any] | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """How many of the prompt's tokens the engine did not compute; None: it does not say."""
-        return self.cache_counts.get("cached_tokens")
-
-    @property
-    def cache_counts(self) -> dict[str, int]:
-        """What the engine says of its cache: how many of the prompt's tokens it had, and how many it put there."""
-        found = {name: (self.prompt_tokens_details or {}).get(name) for name in _OF_CACHE}
-        return {name: count for name, count in found.items() if isinstance(count, int) and count >= 0}
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -48,12 +32,12 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
-    """What an engine answers to a request for one token."""
+    """What an engine answers to a request for one token; of a response or a message, its usage alone."""
 
     id: str
     created: int
     model: str
-    usage: _Usage
+    usage: Usage
     choices: list[_Choice]
     system_fingerprint: str | None = None
 
@@ -71,8 +55,10 @@ _parts = msgspec.json.Decoder(dict[str, Raw])
 _choices = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
-def decode_prefill(raw: bytes) -> PrefillAnswer:
+def decode_prefill(raw: bytes, route: Route = Route.COMPLETIONS) -> PrefillAnswer:
     """:raises ProtocolError: not one choice with its usage."""
+    if route in (Route.RESPONSES, Route.MESSAGES):
+        return PrefillAnswer(id="", created=0, model="", usage=usage_of(route, raw), choices=[])
     try:
         answer = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -116,22 +102,6 @@ def final_answer(raw: bytes) -> bytes:
             if name in part:
                 part[name] = None
     return msgspec.json.encode(answer)
-
-
-def with_cached(raw: bytes, counts: Mapping[str, int]) -> bytes:
-    """An answer, or the data of an event, with these counts in its usage: those of which it says anything."""
-    try:
-        parts: dict[str, Any] = _parts.decode(raw)
-        usage: dict[str, Any] = _parts.decode(parts.get("usage", b"{}"))
-        details: dict[str, Any] = _parts.decode(usage.get("prompt_tokens_details", b"{}"))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return raw
-    known = {name: count for name, count in counts.items() if name in details}
-    if not known:
-        return raw
-    details.update(known)
-    usage["prompt_tokens_details"] = details
-    return msgspec.json.encode({**parts, "usage": usage})
 
 
 def merged_answer(prefill: PrefillAnswer, raw: bytes) -> bytes:
@@ -212,17 +182,14 @@ def _encode(value: dict[str, Any]) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
-_CACHED = b'"cached_tokens"'
-_HAS_CHOICES = re.compile(rb'"choices"\s*:')
-
-
 class AsItIs:
     """The engine's answer is the client's, byte for byte, but for how much of the prompt was cached, and put into the
     cache: to a decode engine all that arrives is cached, and it computes nothing.
     """
 
-    def __init__(self, counts: Callable[[], Awaitable[Mapping[str, int]]] | None = None) -> None:
+    def __init__(self, route: Route, counts: Callable[[], Awaitable[Mapping[str, int]]] | None = None) -> None:
         """`counts` waits for what the prefill engine says of that."""
+        self._route = route
         self._counts = counts
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
@@ -234,7 +201,7 @@ class AsItIs:
         exchange.mark(Event.DECODE_FIRST, answer.engine)
         if answer.status >= 400:
             exchange.outcome = Outcome.CLIENT_ERROR
-        elif _HAS_CHOICES.search(raw) is None:
+        elif self._route.member.search(raw) is None:
             raise failed(Reason.MALFORMED, answer.engine, f"{len(raw)} bytes are no answer")
         else:
             exchange.first_token(answer.engine, streams=False)
@@ -243,20 +210,20 @@ class AsItIs:
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
         """Of the client's stream. An event that waits for the prefill engine keeps none before it waiting."""
-        first = next((at for at, event in enumerate(events) if _CACHED in event), 0)
+        first = next((at for at, event in enumerate(events) if counts_cached(self._route, event)), 0)
         for part in (events[:first], events[first:]):
             if part:
                 yield b"".join([await self._event(event) for event in part])
 
     async def _event(self, event: bytes) -> bytes:
-        data = sse.data(event) if self._counts is not None and _CACHED in event else None
-        return event if data is None else sse.event(await self.whole(data))
+        data = sse.data(event) if self._counts is not None and counts_cached(self._route, event) else None
+        return event if data is None else sse.with_data(event, await self.whole(data))
 
     async def whole(self, raw: bytes) -> bytes:
         """The client's answer in one piece."""
-        if self._counts is None or _CACHED not in raw:
+        if self._counts is None or not counts_cached(self._route, raw):
             return raw
-        return with_cached(raw, await self._counts())
+        return with_cached(self._route, raw, await self._counts())
 
 
 class Bytes:
@@ -354,7 +321,8 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Cont
             if is_first:
                 _check_first(answer, events[0])
             is_first = False
-            exchange.first_token(answer.engine, streams=True)
+            if not sse.is_empty(events[-1]):
+                exchange.first_token(answer.engine, streams=True)
             await _pass_on(exchange, events, shape)
     if not exchange.answered:
         if not sse.is_done(splitter.rest):
@@ -380,7 +348,8 @@ def _check_first(answer: Answer, event: bytes) -> None:
 
 async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs | Continuation) -> None:
     """Those up to the one that ends the stream, behind which nothing matters."""
-    end = next((index for index, event in enumerate(events, 1) if sse.is_done(event)), None)
+    is_last = sse.is_done if exchange.route.last_event is None else exchange.route.last_event.match
+    end = next((index for index, event in enumerate(events, 1) if is_last(event)), None)
     async for piece in shape.pieces(events[:end]):
         await exchange.reply.write(piece)
     exchange.answered = end is not None

@@ -371,13 +371,19 @@ class Proxy:
         self._timelines.open(timeline)
         if headers.REQUEST_ID not in passed and body.get("request_id") is None:
             passed[headers.REQUEST_ID] = transfer  # both legs' answers carry one id, and logs can be joined
+        if route is Route.RESPONSES and body.get("request_id") is None:  # which that header is not for
+            body = {**body, "request_id": f"resp_{transfer}"}
+        previous = body.get("previous_response_id")
+        holder = await self._probes.holder(previous, passed) if isinstance(previous, str) and previous else None
         if envelope.decided:
             self.env.counters["hints_refused"] += len(envelope.decided)  # the answer says which, and why
         if envelope.said:
-            request[_HINTED] = envelope, passed.get(headers.REQUEST_ID) or str(body["request_id"])
+            name = body.get("request_id") if route is Route.RESPONSES else passed.get(headers.REQUEST_ID)
+            request[_HINTED] = envelope, str(name or body["request_id"])
         return Exchange(
             route=route,
             body=body,
+            only=holder.url if holder is not None else "",
             headers=passed,
             hints=envelope.hints,
             reply=reply,

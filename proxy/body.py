@@ -241,9 +241,11 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_
     """The prefill leg: the client's prompt, one token, and where its KV is to go (empty: it stays on its node)."""
     leg = dict(body)
     leg["stream"] = False
-    leg["max_tokens"] = 1
-    if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = 1
+    for name in route.limits:
+        if name in leg or name == route.limits[-1]:
+            leg[name] = 1
+    if route is Route.RESPONSES:
+        leg["store"] = False  # nobody will ask for this one
     if leg.get("min_tokens"):
         leg["min_tokens"] = 1  # the first token may still not end the text
     if mode is Mode.FORWARD:

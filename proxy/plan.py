@@ -33,6 +33,10 @@ _SPACE_BYTES = 4096  # no longer is what separates values
 _IN_IDS = b"0123456789- \t\r\n"
 _SEVERAL = re.compile(rb'\[\s*[\["]')
 _SOMETHING = re.compile(rb"\[\s*[^\]\s]")
+_TEXT = re.compile(rb'\[\s*[^\]\s]|"[^"]')  # or a list with something in it
+# Tools that engines call themselves, and then go on with a prompt that is another one.
+_BUILT_IN = re.compile(rb'"type"\s*:\s*"(mcp|code_interpreter|container|web_search)')
+_TOOLS_BYTES = 1 << 20
 
 
 class Mode(StrEnum):
@@ -114,8 +118,14 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
 
 def _planned_chat(route: Route, body: Body, min_split_tokens: int) -> Plan:
     messages = body.get(route.prompt[0])
-    if not isinstance(messages, Raw) or _SOMETHING.match(memoryview(messages)[:_SPACE_BYTES]) is None:
+    pattern = _SOMETHING if route is not Route.RESPONSES else _TEXT
+    if not isinstance(messages, Raw) or pattern.match(memoryview(messages)[:_SPACE_BYTES]) is None:
         return Plan(Mode.ALONE, route.prompt[0])
+    if route is Route.MESSAGES and token_limit(route, body) is None:  # which an engine refuses
+        return Plan(Mode.ALONE, "max_tokens")
+    tools = body.get("tools") if route is Route.RESPONSES else None
+    if isinstance(tools, Raw) and _BUILT_IN.search(memoryview(tools)[:_TOOLS_BYTES]) is not None:
+        return Plan(Mode.ALONE, "tools")
     if token_limit(route, body) == 1:
         return Plan(Mode.ALONE, ONE_TOKEN)
     parts = [memoryview(body[name]) for name in route.prompt if isinstance(body.get(name), Raw)]
@@ -265,7 +275,12 @@ _SPLITTABLE: dict[str, Callable[[Any], bool]] = {
     "stream_options": lambda value: value is None or isinstance(value, dict),
     "max_tokens": _at_least(1),
     "max_completion_tokens": _at_least(1),
+    "max_output_tokens": _at_least(1),
     "min_tokens": _at_least(0),
+    # Of responses: what another engine does not have, what is answered before it is made, and -1 as above.
+    "previous_response_id": _absent,
+    "background": _false,
+    "truncation": lambda value: value in (None, "disabled"),
 }
 
 # The values (other than null) with which the decode engine, given prompt + first token, continues exactly as it
@@ -315,8 +330,17 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
 }
 
 _KNOWN = frozenset(_FORWARD) | {"seed"}  # names from outside never become labels
-WHOLE = ("n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "truncate_prompt_tokens")  # numbers …
-SWITCHES = ("stream", "echo", "use_beam_search")  # … and these true or false, in any form that engines take
+# Numbers, and what is true or false, in any form that engines take.
+WHOLE = (
+    "n",
+    "best_of",
+    "min_tokens",
+    "truncate_prompt_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+)
+SWITCHES = ("stream", "echo", "use_beam_search", "background")
 # The values of these decide; of all others it matters at most whether they are null.
 LOOKED_AT = frozenset(
     [*_SPLITTABLE, *(name for name, check in _FORWARD.items() if check is not _anything)]

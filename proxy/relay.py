@@ -178,7 +178,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         try:
             with self.health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
                 await asyncio.sleep(0)
-            await self._decode(exchange, leg, answer.AsItIs(counts), after=prefill)
+            await self._decode(exchange, leg, answer.AsItIs(exchange.route, counts), after=prefill)
             if not prefill.done():
                 await asyncio.wait([prefill], timeout=UNREAD_S)
             if not prefill.done() and exchange.outcome is Outcome.OK:
@@ -263,7 +263,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 self._note_status(exchange, engine, found.status)
                 raise failed(Reason.STATUS_4XX, engine, str(found.status))
             try:
-                prefill = answer.decode_prefill(raw)
+                prefill = answer.decode_prefill(raw, exchange.route)
             except ProtocolError as error:
                 raise failed(Reason.MALFORMED, engine, str(error)) from error
         if exchange.mode is Mode.FORWARD:  # the beginning of the client's answer, and perhaps all of it
@@ -342,7 +342,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         async def counts() -> Mapping[str, int]:
             return prefill.usage.cache_counts
 
-        await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), answer.AsItIs(counts), avoid=avoid)
+        shape = answer.AsItIs(exchange.route, counts)
+        await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), shape, avoid=avoid)
 
     def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
         usage = prefill.usage
@@ -354,7 +355,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     async def _alone(self, exchange: Exchange) -> None:
-        shape = answer.AsItIs() if exchange.whole is None else answer.Bytes()
+        shape = answer.AsItIs(exchange.route) if exchange.whole is None else answer.Bytes()
         await self._decode(exchange, lambda: exchange.body, shape)
 
     async def _fall_back(self, exchange: Exchange, reason: str) -> None:

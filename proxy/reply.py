@@ -11,6 +11,7 @@ from aiohttp import web
 from pdx.errors import ClientGone
 from pdx.proxy import sse
 from pdx.proxy.headers import of_body, to_client
+from pdx.proxy.routes import Route
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
@@ -142,12 +143,17 @@ class Reply:
         """Report a failure, in the way that is still possible. :raises ClientGone: nobody is there."""
         if self._is_bytes:
             self.abort()  # what was begun cannot be ended otherwise
-        elif self.started:
-            await self.write(sse.event(error_body(status, message)))
+            return
+        path, content = self._request.path, error_body(status, message)
+        if path == Route.MESSAGES:
+            content = b'{"type":"error",' + content[1:]
+        if self.started:
+            name = b"event: error\n" if path in (Route.RESPONSES, Route.MESSAGES) else b""
+            await self.write(name + sse.event(content))
             await self.end()
         else:
             self._passed = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
-            self.whole(status, error_body(status, message))
+            self.whole(status, content)
 
     def abort(self) -> None:
         """Close the connection at once: the client is gone, or does not read."""

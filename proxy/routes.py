@@ -6,8 +6,11 @@ A route that is not here does not exist for clients. What sets an engine up, loo
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any
+
+_CHOICES = re.compile(rb'"choices"\s*:')
 
 
 class Route(StrEnum):
@@ -18,8 +21,10 @@ class Route(StrEnum):
     prompt: tuple[str, ...]  # fields that a prompt is made of; the first has to be there
     answer_only: tuple[str, ...]  # fields that shape the answer alone, beside those of `body`
     forwards: bool  # whether the first token can be told on its own: the prompt is text or ids, and no conversation
+    member: re.Pattern[bytes]  # which each whole answer has
+    last_event: re.Pattern[bytes] | None  # that ends a stream; None: [DONE] does
 
-    COMPLETIONS = "/v1/completions", ("max_tokens",), 16, ("prompt",), ("response_format",), True
+    COMPLETIONS = "/v1/completions", ("max_tokens",), 16, ("prompt",), ("response_format",), True, _CHOICES, None
     CHAT = (
         "/v1/chat/completions",
         ("max_completion_tokens", "max_tokens"),
@@ -27,13 +32,36 @@ class Route(StrEnum):
         ("messages", "tools", "documents"),
         (),
         False,
+        _CHOICES,
+        None,
     )
-    WHOLE = "whole", (), None, (), (), False  # all of `PASSED`
+    RESPONSES = (
+        "/v1/responses",
+        ("max_output_tokens",),
+        None,
+        ("input", "instructions", "tools"),
+        ("include", "enable_response_messages"),
+        False,
+        re.compile(rb'"output"\s*:'),
+        re.compile(rb"event: (response\.(completed|incomplete|failed)|error)\b"),
+    )
+    MESSAGES = (
+        "/v1/messages",
+        ("max_tokens",),
+        None,
+        ("messages", "system", "tools"),
+        ("stop_sequences",),
+        False,
+        re.compile(rb'"content"\s*:'),
+        re.compile(rb"event: (message_stop|error)\b"),
+    )
+    WHOLE = "whole", (), None, (), (), False, _CHOICES, None  # all of `PASSED`
 
     def __new__(cls, path: str, *facts: Any) -> Route:
         made = str.__new__(cls, path)
         made._value_ = path
-        made.limits, made.default_limit, made.prompt, made.answer_only, made.forwards = facts
+        made.limits, made.default_limit, made.prompt, made.answer_only, *rest = facts
+        made.forwards, made.member, made.last_event = rest
         return made
 
 

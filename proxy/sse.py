@@ -54,6 +54,17 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
+def with_data(whole: bytes, payload: bytes) -> bytes:
+    """An event of the same name with `payload` for its data."""
+    name = next((line + b"\n" for line in whole.splitlines() if line.startswith(b"event:")), b"")
+    return name + event(payload)
+
+
+def is_empty(event: bytes) -> bool:
+    """Whether this event of a response says only that it has begun."""
+    return event.startswith((b"event: response.created\n", b"event: response.in_progress\n"))
+
+
 def is_done(event: bytes) -> bool:
     """Whether this event ends a stream."""
     return b"[DONE]" in event and data(event) == b"[DONE]"

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
+from other_shapes import SHAPES, answered, text_of
 
 from pdx.wire.messages import EngineFacts
 
@@ -148,6 +149,8 @@ class StandIn:
         app = web.Application(client_max_size=1 << 27)
         app.router.add_post("/v1/completions", self.serve)
         app.router.add_post("/v1/chat/completions", self.serve)
+        for path in SHAPES:
+            app.router.add_post(path, self.serve)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.tell_health)
@@ -250,6 +253,9 @@ class StandIn:
         if body.get("model", "") not in ("", None, *self.models_served):
             return refusal(404, f"The model `{body['model']}` does not exist.")
         chat = request.path.endswith("chat/completions")
+        shape = SHAPES.get(request.path)
+        if shape is not None:
+            return await self.other(request, body, shape)
         prompts = [chat_prompt(body)] if chat else prompts_of(body)
         limit = int(body.get("max_completion_tokens") or body.get("max_tokens") or (MODEL_LEN if chat else 16))
         model_len = self.server.model_len
@@ -278,6 +284,23 @@ class StandIn:
         if body.get("stream"):
             return await self.stream(request, body | {"stream_options": options}, head, chat, prompts[0], limits[0])
         return web.json_response(self.whole(body, head, chat, prompts, limits))
+
+    async def other(self, request, body, shape):
+        prompt = tokenize(text_of(body))
+        if shape.limit == "max_tokens" and "max_tokens" not in body:
+            return refusal(400, "max_tokens: Field required")
+        params = body.get("kv_transfer_params") or {}
+        if params.get("is_early"):
+            await self.settled[params["transfer_id"]].wait()
+        limit = min(body.get(shape.limit) or MODEL_LEN, self.server.model_len - len(prompt))
+        steps = list(generate({**body, "stop": body.get("stop_sequences")}, prompt, limit, self.server))
+        return await answered(self, request, shape(self, body, prompt, steps))
+
+    def cached(self, body, prompt):
+        """Of a prompt's tokens, those that were in the cache, and those that were put there."""
+        params = body.get("kv_transfer_params") or {}
+        loaded = len(prompt) - 1 if params.get("do_remote_prefill") else len(prompt) // 16 * 16
+        return params.get("remote_prefill_cached_tokens", loaded), len(prompt) - loaded
 
     def usage(self, body, prompt, completion, details=True):
         usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
