@@ -383,6 +383,7 @@ class Proxy:
         return Exchange(
             route=route,
             body=body,
+            prompts=plan.prompts,
             only=holder.url if holder is not None else "",
             headers=passed,
             hints=envelope.hints,

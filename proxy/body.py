@@ -246,6 +246,8 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_
             leg[name] = 1
     if route is Route.RESPONSES:
         leg["store"] = False  # nobody will ask for this one
+    if leg.get("n"):
+        leg["n"] = 1
     if leg.get("min_tokens"):
         leg["min_tokens"] = 1  # the first token may still not end the text
     if mode is Mode.FORWARD:
@@ -270,14 +272,24 @@ def continuation_body(body: Body, *, prompt: Raw, tokens: int, first: int, limit
     return arriving(leg, transfer=transfer, prompt_tokens=tokens)
 
 
-def arriving(body: Body, *, transfer: str, prompt_tokens: int | None = None, cached_tokens: int | None = None) -> Body:
-    """The decode leg of `sampled`: the client's own request, with its prompt's KV on the way.
+def arriving(
+    body: Body,
+    *,
+    transfer: str,
+    is_early: bool = False,
+    prompt_tokens: int | None = None,
+    cached_tokens: int | None = None,
+) -> Body:
+    """The decode leg of `sampled`: the client's own request, with the KV of its prompt (or prompts) on the way.
 
-    The counts are the prefill engine's; None: it does not say so, or (`prompt_tokens`) has not answered yet: the legs
-    are sent together. To the decode engine all that arrives is cached; told of another count it reports that one.
+    `is_early`: the legs are sent together. The counts are the prefill engine's; None: it does not say so. To the decode
+    engine all that arrives is cached; told of another count it reports that one.
     """
     params: Body = {"do_remote_prefill": True, "transfer_id": transfer}
-    params |= {"is_early": True} if prompt_tokens is None else {"prefill_tokens": prompt_tokens}
+    if is_early:
+        params["is_early"] = True
+    if prompt_tokens is not None:
+        params["prefill_tokens"] = prompt_tokens
     if cached_tokens is not None:
         params["remote_prefill_cached_tokens"] = cached_tokens
     return {**body, "kv_transfer_params": params}

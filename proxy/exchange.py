@@ -29,6 +29,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     route: Route
     body: Body  # of a whole request, as far as it was read
     whole: Asked | None = None  # it goes to one engine as it is, whatever it asks
+    prompts: int = 1
     only: str = ""  # the URL of the one engine that can serve it
     headers: Mapping[str, str]  # for the engines
     hints: Hints = Hints("")  # with sessions as the nodes know them
@@ -67,6 +68,11 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     def streams(self) -> bool:
         """The client asked for a stream."""
         return self.body.get("stream") is True
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of the prompt: the prefill engine computes those."""
+        return self.body.get("prompt_logprobs") is not None and self.route in (Route.COMPLETIONS, Route.CHAT)
 
     @property
     def stream_options(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ FORWARD_BYTES = 1 << 20  # of a prompt: the prefill engine sends all its token i
 ONE_TOKEN = "one_token"  # why a request goes to one engine, and to one that prefills: that is all it has to do
 XARGS = "vllm_xargs"
 _BYTES_PER_TOKEN = 4  # of text, roughly
+_MOST_PROMPTS = 1024  # of a request that is shared
 _CONTENT_PARTS = re.compile(rb'"content"\s*:\s*\[')  # text in parts, or pictures: few bytes may be many tokens
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
@@ -60,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True):
     mode: Mode
     why: str = ""
     least_length: int = 0  # a model that takes less than so many tokens refuses the prompt
+    prompts: int = 1  # that one request has
 
 
 Prompt = tuple[int, int]  # a completion's only one: its bytes, as it was written, and how many ids it is; 0: it is text
@@ -97,11 +99,13 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         return Plan(Mode.ALONE, "stream_options")
     if (body.get("min_tokens") or 0) > (token_limit(route, body) or 1 << 62):
         return Plan(Mode.ALONE, "min_tokens")
+    if body.get("prompt_logprobs") is not None and body.get("stream"):  # which an engine refuses
+        return Plan(Mode.ALONE, "prompt_logprobs")
     if not route.forwards:
         return _planned_chat(route, body, min_split_tokens)
     prompt = yield from single_prompt(body.get("prompt"))
     if prompt is None:
-        return Plan(Mode.ALONE, "prompt")
+        return (yield from _planned_prompts(route, body, min_split_tokens))
     nbytes, ids = prompt
     least_length = ids if body.get("truncate_prompt_tokens") is None else 0
     if token_limit(route, body) == 1:
@@ -114,6 +118,17 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         if value is not None and not _forwardable(name, value, body):
             return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field", least_length)
     return Plan(Mode.FORWARD, "", least_length)
+
+
+def _planned_prompts(route: Route, body: Body, min_split_tokens: int) -> Steps[Plan]:
+    prompts = body.get("prompt")
+    if not isinstance(prompts, Raw) or (count := (yield from _several(prompts))) < 2:
+        return Plan(Mode.ALONE, "prompt")
+    if token_limit(route, body) == 1:
+        return Plan(Mode.ALONE, ONE_TOKEN)
+    if len(memoryview(prompts)) // _BYTES_PER_TOKEN < min_split_tokens * count:
+        return Plan(Mode.ALONE, "short_prompt")
+    return Plan(Mode.SAMPLED, "prompts", prompts=count)
 
 
 def _planned_chat(route: Route, body: Body, min_split_tokens: int) -> Plan:
@@ -202,6 +217,18 @@ def _only(items: memoryview) -> Steps[memoryview | None]:
     return items[begin:end] if around == [b"[", b"]"] else None
 
 
+def _several(prompts: Raw) -> Steps[int]:
+    """How many prompts a list has; 0: it is none of texts or of lists of ids, or has too many."""
+    view = memoryview(prompts)
+    if _SEVERAL.match(view[:_SPACE_BYTES]) is None:
+        return 0
+    try:
+        spans = yield from outline(view, _MOST_PROMPTS)
+    except RequestRefused:
+        return 0
+    return len(spans)
+
+
 def token_count(ids: Raw | memoryview) -> int | None:
     """How many numbers a JSON list of whole numbers has; None: it is something else, or empty. Without reading them."""
     return at_once(_counting(memoryview(ids)))
@@ -262,11 +289,11 @@ def _anything(value: Any) -> bool:
 
 # Whoever fails one of these goes to one engine as it is.
 _SPLITTABLE: dict[str, Callable[[Any], bool]] = {
-    "n": _one,
+    "n": _at_least(1),
     "best_of": _one,
     "use_beam_search": _false,
     "echo": _false,
-    "prompt_logprobs": _absent,
+    "prompt_logprobs": _at_least(-1),
     "prompt_embeds": _empty,
     "suffix": _absent,
     # -1 means "as many as fit beside the answer", which the prefill leg's shorter answer would change.
@@ -320,6 +347,7 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
     "spaces_between_special_tokens": lambda value: value is True,
     # These describe every token, the first one included.
     "logprobs": _absent,
+    "prompt_logprobs": _absent,
     "logprob_token_ids": _empty,
     "return_token_ids": _false,
     "return_tokens_as_token_ids": _false,
@@ -332,13 +360,8 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
 _KNOWN = frozenset(_FORWARD) | {"seed"}  # names from outside never become labels
 # Numbers, and what is true or false, in any form that engines take.
 WHOLE = (
-    "n",
-    "best_of",
-    "min_tokens",
-    "truncate_prompt_tokens",
-    "max_tokens",
-    "max_completion_tokens",
-    "max_output_tokens",
+    *("n", "best_of", "min_tokens", "truncate_prompt_tokens"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "prompt_logprobs"),
 )
 SWITCHES = ("stream", "echo", "use_beam_search", "background")
 # The values of these decide; of all others it matters at most whether they are null.

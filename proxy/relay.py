@@ -143,7 +143,9 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
         self._heed_obstacle(exchange, pair)
-        if exchange.mode is Mode.SAMPLED and pair.decoder.node:  # else nobody can tell its node what became of prefill
+        in_turn = exchange.prompts > 1 or exchange.wants_logprobs
+        # Without a node, nobody can tell the decode engine what became of prefill.
+        if exchange.mode is Mode.SAMPLED and pair.decoder.node and not in_turn:
             return await self._together(exchange, pair)
         try:
             planned, prefill, raw = await self._prefill(exchange, pair)
@@ -160,7 +162,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
         def leg() -> Body:
             if not prefill.done():
-                return body.arriving(exchange.body, transfer=exchange.transfer)
+                return body.arriving(exchange.body, transfer=exchange.transfer, is_early=True)
             found = prefill.result()
             return self._sampled_leg(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
 
@@ -263,7 +265,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 self._note_status(exchange, engine, found.status)
                 raise failed(Reason.STATUS_4XX, engine, str(found.status))
             try:
-                prefill = answer.decode_prefill(raw, exchange.route)
+                prefill = answer.decode_prefill(raw, exchange.route, exchange.prompts)
             except ProtocolError as error:
                 raise failed(Reason.MALFORMED, engine, str(error)) from error
         if exchange.mode is Mode.FORWARD:  # the beginning of the client's answer, and perhaps all of it
@@ -342,17 +344,15 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         async def counts() -> Mapping[str, int]:
             return prefill.usage.cache_counts
 
-        shape = answer.AsItIs(exchange.route, counts)
+        shape = answer.AsItIs(exchange.route, counts, prefill if exchange.wants_logprobs else None)
         await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), shape, avoid=avoid)
 
     def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
-        usage = prefill.usage
-        return body.arriving(
-            exchange.body,
-            transfer=exchange.transfer,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-        )
+        usage, asked = prefill.usage, exchange.body
+        if exchange.wants_logprobs:  # for which an engine computes the whole prompt
+            asked = {name: value for name, value in asked.items() if name != "prompt_logprobs"}
+        tokens = usage.prompt_tokens if exchange.prompts == 1 else None  # it is the sum of all
+        return body.arriving(asked, transfer=exchange.transfer, prompt_tokens=tokens, cached_tokens=usage.cached_tokens)
 
     async def _alone(self, exchange: Exchange) -> None:
         shape = answer.AsItIs(exchange.route) if exchange.whole is None else answer.Bytes()

@@ -54,7 +54,7 @@ async def test_client_leaves(phase):
 
 async def test_client_leaves_while_one_engine_serves_alone(made):
     made.decode.fault = "hang"
-    request = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "n": 2}))
+    request = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "best_of": 2}))
     await within(made.decode.arrived.wait())
     request.cancel()
     await within(made.decode.closed.wait())
@@ -117,7 +117,7 @@ async def test_transfer_parameters_of_clients_go_nowhere(caplog):
     async with cluster() as made:
         mine = {"do_remote_prefill": True, "transfer_id": "mine", "remote_host": "10.0.0.1"}
         mine |= {"decode_node": "tcp://mine:1", "prefill_node": "tcp://mine:2"}
-        for extra in ({}, {"n": 2}, {"logprobs": 1}):
+        for extra in ({}, {"best_of": 2}, {"logprobs": 1}):
             body = {**BODY, **extra, "kv_transfer_params": mine, "vllm_xargs": {"kv_transfer_params": "mine"}}
             await made.post(COMPLETIONS, body)
         await made.post(CHAT, {**TALK, "kv_transfer_params": mine})
@@ -221,7 +221,7 @@ async def test_clients_are_told_nothing_of_others():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body", [BODY, {**BODY, "prompt": HALF}, {**BODY, "n": 2}])
+@pytest.mark.parametrize("body", [BODY, {**BODY, "prompt": HALF}, {**BODY, "best_of": 2}])
 async def test_what_an_engine_tells_its_client_in_headers(made, body, stream):
     made.decode.headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
     _, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream}, headers={"X-Request-Id": "mine"})

@@ -254,3 +254,43 @@ async def test_what_is_known_of_the_decoder_when_the_first_token_comes_decides(m
     _, _, alone = await made.post(COMPLETIONS, body, base=made.decode.url, headers={"X-Request-Id": "x"})
     normal = normal_stream if stream else normal_whole
     assert normal(got) == normal(alone)
+
+
+TALK = {"messages": [{"role": "user", "content": "hello"}]}
+SEVERAL = [
+    (COMPLETIONS, {"prompt": FORWARDED, "n": 3}, "n"),
+    (CHAT, {**TALK, "n": 2}, "chat"),
+    (COMPLETIONS, {"prompt": ["one", "another one", "x"]}, "prompts"),
+    (COMPLETIONS, {"prompt": [[7, 8, 9], [7]], "n": 2, "logprobs": 1}, "prompts"),
+    (COMPLETIONS, {"prompt": FORWARDED, "prompt_logprobs": 1}, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt": ["one", "two"], "prompt_logprobs": 0, "n": 2}, "prompts"),
+    (CHAT, {**TALK, "prompt_logprobs": 1}, "chat"),
+]
+
+
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize(("path", "body", "why"), SEVERAL)
+async def test_several_answers_or_prompts_are_one_prefill(path, body, why, details):
+    async with cluster(server=Server(details=details)) as made:
+        body = {**body, "temperature": 0, "max_tokens": 5}
+        assert await assert_equal(made, path, body) == "sampled"
+        _, headers, _ = await made.post(path, body)
+        assert (await made.timeline(headers["x-pdx-transfer-id"]))["why"] == why
+        first, last = made.prefill.bodies[-1], made.decode.bodies[-1]
+        assert (first.get("n", 1), last.get("n")) == (1, body.get("n"))
+        assert (
+            first["prompt" if path == COMPLETIONS else "messages"]
+            == last["prompt" if path == COMPLETIONS else "messages"]
+        )
+        assert ("prompt_logprobs" in first, "prompt_logprobs" in last) == ("prompt_logprobs" in body, False)
+        params = last["kv_transfer_params"]
+        assert params["transfer_id"] == first["kv_transfer_params"]["transfer_id"]
+        if why == "prompts":
+            assert not params.keys() & {"is_early", "prefill_tokens"}
+
+
+@pytest.mark.parametrize(("path", "body", "why"), SEVERAL)
+async def test_where_prefill_fails_one_engine_answers_all(path, body, why):
+    async with cluster() as made:
+        made.prefill.fault = 500
+        assert await assert_equal(made, path, {**body, "temperature": 0, "max_tokens": 5}) == "alone"

@@ -289,7 +289,7 @@ async def test_no_engine_answers(fault, code):
     async with cluster(prefills=0, decodes=2, **patience(fault)) as made:
         for engine in made.decodes:
             engine.fault = fault
-        status, _, raw = await made.outlast(made.post(COMPLETIONS, {**BODY, "n": 2, "stream": fault == "hang"}))
+        status, _, raw = await made.outlast(made.post(COMPLETIONS, {**BODY, "best_of": 2, "stream": fault == "hang"}))
         assert (status, json.loads(raw)["error"]["code"]) == (code, code)
         assert [len(engine.seen) for engine in made.decodes] == [1, 1]
 
@@ -316,11 +316,11 @@ async def test_a_request_that_ends_engines_or_finds_all_full_does_not_get_them_a
     async with cluster(prefills=0, decodes=5) as made:
         for engine in made.decodes:
             engine.fault = fault
-        assert (await made.post(COMPLETIONS, {**BODY, "n": 2}))[0] == code
+        assert (await made.post(COMPLETIONS, {**BODY, "best_of": 2}))[0] == code
         assert sum(len(engine.seen) for engine in made.decodes) == 3
 
 
-@pytest.mark.parametrize("more", [{"prompt": FORWARDED}, {"prompt": HALF}, {"n": 2}])
+@pytest.mark.parametrize("more", [{"prompt": FORWARDED}, {"prompt": HALF}, {"best_of": 2}])
 async def test_a_whole_answer_that_takes_too_long_is_not_asked_for_again(more):
     """An engine may have computed it all the time, and its first byte comes with its end."""
     async with cluster(decodes=2, answer_timeout_s=1.0) as made:
@@ -348,7 +348,7 @@ async def test_a_proxy_that_stood_still_after_a_refusal_tries_another(monkeypatc
     monkeypatch.setattr(Health, "failed", stand_still)
     async with cluster(decodes=2) as made:
         await made.decodes[0].stop()
-        status, _, _ = await made.post(COMPLETIONS, {**BODY, "n": 2})
+        status, _, _ = await made.post(COMPLETIONS, {**BODY, "best_of": 2})
         assert (status, len(made.decodes[1].seen)) == (200, 1)
         assert await made.metric("pdx_proxy_failovers_total", reason="refused") == 1
 

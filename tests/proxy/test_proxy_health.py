@@ -50,7 +50,7 @@ async def test_an_engine_behind_a_key_is_on_trial_until_a_request_succeeds():
         bad.key = good.key = key["Authorization"]
 
         def ask(**more):
-            return made.post(COMPLETIONS, {**BODY, "n": 2, **more}, headers=key)
+            return made.post(COMPLETIONS, {**BODY, "best_of": 2, **more}, headers=key)
 
         bad.fault = 500
         assert (await ask())[0] == 200
@@ -74,12 +74,12 @@ async def test_an_engine_behind_a_key_is_on_trial_until_a_request_succeeds():
 async def test_a_request_that_fails_everywhere_pardons_no_broken_connection():
     async with cluster(prefills=0, decodes=3) as made:
         for turn in range(3):
-            assert (await made.post(COMPLETIONS, {**BODY, "n": 2, "seed": turn}))[0] == 200
+            assert (await made.post(COMPLETIONS, {**BODY, "best_of": 2, "seed": turn}))[0] == 200
         dead, *others = sorted(made.decodes, key=lambda each: each.seen[-1][1]["seed"])
         dead.fault = "reset"
         for each in others:
             each.fault = 500
-        assert (await made.post(COMPLETIONS, {**BODY, "n": 2}))[0] == 500
+        assert (await made.post(COMPLETIONS, {**BODY, "best_of": 2}))[0] == 500
         ready = [await made.metric("pdx_proxy_engine_ready", url=each.url) for each in (dead, *others)]
         assert ready == [0, 1, 1]
 
@@ -95,7 +95,7 @@ async def test_what_the_proxy_lacks_is_no_engines_fault(lack):
             return await connect(connector, request, *rest, **more)
 
         with patch.object(aiohttp.TCPConnector, "connect", lacking):
-            for body in (BODY, {**BODY, "n": 2}):
+            for body in (BODY, {**BODY, "best_of": 2}):
                 status, headers, raw = await made.post(COMPLETIONS, body)
                 assert (status, headers["Retry-After"]) == (503, "1")
                 assert json.loads(raw)["error"]["code"] == 503

@@ -93,7 +93,7 @@ async def test_an_engine_whose_list_does_not_come_keeps_a_request_waiting_once(m
         monkeypatch.setattr(probe, "_AGAIN_S", 0.0)
         key = {"Authorization": "Bearer k"}
         listed = silent.listed
-        answers = [await made.post(COMPLETIONS, {**BODY, "n": 2, "model": "hash"}, headers=key) for _ in range(3)]
+        answers = [await made.post(COMPLETIONS, {**BODY, "best_of": 2, "model": "hash"}, headers=key) for _ in range(3)]
         assert [status for status, _, _ in answers] == [200] * 3
         assert silent.listed == listed + 1
 

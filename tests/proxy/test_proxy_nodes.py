@@ -83,9 +83,9 @@ async def test_another_decoder_is_told_where_the_kv_is(request_kind, planned, ot
     async with cluster(decodes=2, **PATIENT) as made:
         await place(made, "one", planned, other)
         if other == "":  # equal load, no known node: its turn comes second
-            await made.post(COMPLETIONS, {**BODY, "n": 2})
+            await made.post(COMPLETIONS, {**BODY, "best_of": 2})
             assert (len(made.decodes[0].seen), len(made.decodes[1].seen)) == (1, 0)
-            await made.post(COMPLETIONS, {**BODY, "n": 2})
+            await made.post(COMPLETIONS, {**BODY, "best_of": 2})
         made.prefill.fault = "hold"
         request = asyncio.create_task(made.post(path, body))
         await within(made.prefill.arrived.wait())
@@ -171,7 +171,7 @@ async def test_a_leg_that_has_started_is_no_plan_any_more():
     async with cluster(decodes=2, **PATIENT) as made:
         first, second = made.decodes
         first.fault = second.fault = "hang"
-        alone = {**BODY, "n": 2}
+        alone = {**BODY, "best_of": 2}
         requests = []
         for engine, body in ((first, TALK), (second, alone), (first, alone)):
             seen = len(engine.seen)

@@ -184,7 +184,7 @@ async def test_what_the_proxy_says_of_itself():
             assert (await ask(made, "/ping", method=method))[0] == 200
         assert json.loads((await ask(made, "/load", method="GET"))[2]) == {"server_load": 0}
         made.decode.fault = "hold"
-        request = asyncio.create_task(made.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "n": 2}))
+        request = asyncio.create_task(made.post(COMPLETIONS, {"prompt": "a", "best_of": 2}))
         await within(made.decode.arrived.wait())
         assert json.loads((await ask(made, "/load", method="GET"))[2]) == {"server_load": 1}
         made.decode.released.set()

@@ -43,12 +43,13 @@ ONE_BY_ONE = {
         "repetition_penalty": (1.1,), "seed": (1,), "bad_words": (["x"],), "structured_outputs": ({"regex": "x"},),
         "guided_json": ({},), "response_format": ({"type": "json_object"},), "return_token_ids": (True,),
         "truncate_prompt_tokens": (5,), "spaces_between_special_tokens": (False,), "vllm_xargs": ({"x": 1},),
-        "repetition_detection": ({},), "watermarking": (True,), "never_heard_of": (0,),
+        "repetition_detection": ({},), "watermarking": (True,), "never_heard_of": (0,), "n": (2, "2"),
+        "prompt_logprobs": (0, -1, "1"), "prompt": (["a", "b"], [[1], [2]], [[1], ["a"]], [[1, 2], [3]]),
     },
     Mode.ALONE: {
-        "n": (2, "2", "x"), "best_of": (2,), "use_beam_search": (True,), "echo": (True, 1), "prompt_logprobs": (0,),
+        "n": (0, "x"), "best_of": (2,), "use_beam_search": (True,), "echo": (True, 1), "prompt_logprobs": (-2, "x"),
         "prompt_embeds": ("x",), "suffix": ("",), "truncate_prompt_tokens": (-1,), "stream": ("si",),
-        "prompt": (["a", "b"], [[1], [2]], [], "", [""], [[]], [True], [1, "a"], None, {"a": 1}, [["a"]]),
+        "prompt": ([["a"]], ["a"] * 1100, [], "", [""], [[]], [True], [1, "a"], None, {"a": 1}, [["a"]]),
         "stream_options": ({"include_usage": True},), "max_tokens": (0, "5 tokens", 5.5), "min_tokens": (17, -1),
     },
 }  # fmt: skip
@@ -62,6 +63,8 @@ TOGETHER = [
     (Mode.SAMPLED, {"seed": 1, "temperature": False}),
     (Mode.ALONE, {"stream": True, "stream_options": []}),
     (Mode.ALONE, {"max_tokens": 3, "min_tokens": 4}),
+    (Mode.ALONE, {"prompt_logprobs": 1, "stream": True}),
+    (Mode.ALONE, {"prompt": ["a", "b"], "max_tokens": 1}),
 ]
 
 
@@ -80,7 +83,7 @@ def test_one_token_is_no_work_for_two_engines():
     for fields in ({"max_tokens": 1}, {"max_completion_tokens": 1, "max_tokens": 9}):
         assert classify(Route.CHAT, taken({**CHAT, **fields})) == Plan(Mode.ALONE, ONE_TOKEN)
     assert mode(Route.CHAT, max_completion_tokens=9, max_tokens=1) is Mode.SAMPLED
-    assert classify(Route.COMPLETIONS, taken({**SIMPLE, "max_tokens": 1, "n": 2})).why == "n"
+    assert classify(Route.COMPLETIONS, taken({**SIMPLE, "max_tokens": 1, "n": 2})).why == ONE_TOKEN
     assert classify(Route.CHAT, taken({"messages": [], "max_tokens": 1})).why == "messages"
 
 
@@ -91,6 +94,7 @@ def test_one_token_is_no_work_for_two_engines():
         (Route.COMPLETIONS, {"prompt": ["x" * 38]}, 10),
         (Route.COMPLETIONS, {"prompt": [1] * 10}, 10),
         (Route.COMPLETIONS, {"prompt": [[123456] * 10]}, 10),
+        (Route.COMPLETIONS, {"prompt": ["x" * 36, "x" * 35]}, 9),  # on average
         (Route.CHAT, {"messages": [{"role": "user", "content": "x" * 9}]}, 10),
         (Route.CHAT, {"messages": [{"role": "user", "content": "x" * 9}], "tools": ["y" * 36]}, 20),
     ],
@@ -114,7 +118,7 @@ def test_a_picture_is_no_short_prompt():
 def test_chat():
     assert mode(Route.CHAT) is Mode.SAMPLED
     assert mode(Route.CHAT, tools=[{}], temperature=0, logprobs=True) is Mode.SAMPLED
-    assert mode(Route.CHAT, n=2) is Mode.ALONE
+    assert mode(Route.CHAT, n=2) is Mode.SAMPLED
     assert mode(Route.CHAT, echo=True) is Mode.ALONE
     assert mode(Route.CHAT, messages=[]) is Mode.ALONE
     assert mode(Route.CHAT, messages="hi") is Mode.ALONE

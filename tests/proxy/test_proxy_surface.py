@@ -22,7 +22,7 @@ async def post_large(made, path, body):
 async def test_a_picture_in_a_chat_is_no_large_body():
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * (20 << 20)}"}}
     words = {"type": "text", "text": "What is this?"}
-    talk = {"messages": [{"role": "user", "content": [words, picture]}], "max_tokens": 12, "n": 2}
+    talk = {"messages": [{"role": "user", "content": [words, picture]}], "max_tokens": 12, "best_of": 2}
     async with cluster() as made:
         made.decode.fault = 418  # it is given the request, and reads no pictures
         assert await post_large(made, CHAT, talk) == (418, b"as the test wishes")
@@ -78,12 +78,12 @@ async def test_a_head_without_end_is_cut_off(made):
     assert (await made.get("/health"))[0] == 200
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream": True}, {"max_tokens": 1}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"best_of": 2}, {"stream": True}, {"max_tokens": 1}], ids=str)
 async def test_a_rank_is_one_of_the_engine_that_answers(made, more):
     """The prefill engine has ranks of its own."""
     made.prefill.ranks, made.decode.ranks = (4, 2) if "max_tokens" in more else (2, 4)
     answers = made.prefill if "max_tokens" in more else made.decode
-    mode = "alone" if "n" in more or "max_tokens" in more else "sampled"
+    mode = "alone" if "best_of" in more or "max_tokens" in more else "sampled"
     status, headers, _ = await made.post(COMPLETIONS, {**BODY, **more}, headers={"X-data-parallel-rank": "3"})
     assert (status, headers["x-pdx-mode"]) == (200, mode)
     for engine in (made.prefill, made.decode):
@@ -93,7 +93,9 @@ async def test_a_rank_is_one_of_the_engine_that_answers(made, more):
     assert (status, json.loads(raw)["error"]["message"]) == (400, "rank 4 of 4")
 
 
-@pytest.mark.parametrize("body", [BODY, {**BODY, "n": 2}, {**BODY, "prompt": "prompt 17"}])  # the last ends at once
+@pytest.mark.parametrize(
+    "body", [BODY, {**BODY, "best_of": 2}, {**BODY, "prompt": "prompt 17"}]
+)  # the last ends at once
 async def test_an_engines_load_is_told_to_who_asks(made, body):
     for engine in (made.prefill, made.decode):
         engine.headers = {"endpoint-load-metrics": "TEXT named_metrics.kv_cache_usage_perc=0.5"}
