@@ -132,6 +132,42 @@ def test_both_legs_may_come_at_once(bed: OracleBed, asynchronous: bool, kind: st
 
 @each_kind
 @both
+def test_several_answers_read_one_transfer(bed: OracleBed, asynchronous: bool, kind: str) -> None:
+    """For `n` answers to a prompt an engine has as many requests, all with the parameters of the one."""
+    prefill, decode = bed.engine("prefill", **of(kind)), reader_of(bed, asynchronous=asynchronous, **of(kind))
+    prompt, transfer = bed.tokens(1000, "p"), f"transfer-of-several-{kind}-{asynchronous:d}"
+    prefill.add("p", prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
+    names, before = ["0_d", "1_d", "2_d"], decode.runner.computed
+    for name in names:
+        decode.add(name, prompt, 12, {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True})
+    while prefill.requests or decode.requests:
+        prefill.step()
+        decode.step()
+    decode.check(*names)
+    rest = 256 if kind in ("state", "mixed") else CHUNK  # states are where steps end
+    assert decode.runner.computed - before < len(names) * (rest + 12)
+
+
+@each_kind
+@both
+def test_several_prompts_are_one_transfer(bed: OracleBed, asynchronous: bool, kind: str) -> None:
+    """A request for answers to them all; the decode leg is sent when the prefill leg is over."""
+    prefill, decode = bed.engine("prefill", **of(kind)), reader_of(bed, asynchronous=asynchronous, **of(kind))
+    transfer, before = f"transfer-of-prompts-{kind}-{asynchronous:d}", decode.runner.computed
+    prompts = {f"{length}": bed.tokens(length, length) for length in (1000, 300, 700)}
+    for name, prompt in prompts.items():
+        prefill.add(name, prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
+    prefill.run()
+    for name, prompt in prompts.items():
+        decode.add(name, prompt, 12, {"do_remote_prefill": True, "transfer_id": transfer})
+    decode.run()
+    decode.check(*prompts)
+    if kind not in ("state", "mixed"):  # of which steps that several prompts share leave few
+        assert decode.runner.computed - before < len(prompts) * (CHUNK + 12)
+
+
+@each_kind
+@both
 def test_the_next_turn_finds_what_was_generated(bed: OracleBed, asynchronous: bool, kind: str) -> None:
     writer, prompt = reader_of(bed, asynchronous=asynchronous, **of(kind)), bed.tokens(200, "turn")
     writer.ask("turn", prompt, 300)
