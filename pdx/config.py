@@ -435,6 +435,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             default="one for each rank",
         ),
     ] = 0
+    stages: Annotated[
+        int | str,
+        option(
+            "Parts that the model's layers are cut into: their number, or the layers of each, as in 12,20. Engines of "
+            "other pipeline parallel sizes share chunks if all say the same, and each stage is of whole parts.",
+            default="one for each stage",
+        ),
+    ] = 0
     save: Annotated[bool, option("Store chunks. Without it an engine cannot prefill for another.")] = True
     save_decode: Annotated[bool, option("Store generated chunks, too.")] = True
     load: Annotated[

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pdx.client.connection import Connection
 from pdx.engine.copier import Scatter
@@ -50,10 +50,10 @@ class _Job:
         self.moved_at = time.monotonic()  # something was copied then
         self.asked_at = 0.0
 
-    def begin(self, share: Share) -> None:
-        """Once, before `advance`."""
+    def begin(self, share: Share, own: Mapping[int, int] | None) -> None:
+        """Once, before `advance`. `own`: see `SavePlan.of_stage`."""
         if self._left is None:
-            self._left = {number: (pages, 0) for number, pages in enumerate(self.load.pages_of(share))}
+            self._left = {number: (pages, 0) for number, pages in enumerate(self.load.pages_of(share, own))}
 
     @property
     def is_over(self) -> bool:
@@ -245,7 +245,7 @@ class Loader:
         """Copy a piece of what is there of it; whether there was any."""
         copies: list[tuple[range, int, int, int]] = []
         try:
-            job.begin(self._share)
+            job.begin(self._share, self._groups.renumbered)
             copies = job.advance(self._groups, max(PIECE_BYTES, self._rate.gb_s * PIECE_S * 1e9))
             self._tell(job, copies)
             if not job.is_over and not copies and self._is_lost(job):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -18,7 +18,7 @@ class PagesPlan(msgspec.Struct, frozen=True):
     """Pages [first, first + len(block_ids)) of every layer of one chunk, and the engine's blocks they belong to.
 
     `slots` has one slot per shard, or those alone that a rank has; a layer's slice in each has `num_blocks` pages.
-    `group`: the cache group whose layers these are.
+    `group`: the number of the cache group whose layers these are (`Place.number`), or where a worker half has it.
     """
 
     slots: list[Slot]
@@ -40,8 +40,14 @@ class SavePlan(msgspec.Struct, frozen=True):
     transfer: str | None  # whose prompt is computed in this step
     pages: list[PagesPlan]
     ends_transfer: bool  # the last token of the prompt of a prefill leg is computed in this step
-    bytes_before: int  # of pages gathered for it in earlier steps, of one shard
+    bytes_before: dict[int, int]  # of pages gathered for it in earlier steps, of one shard, by cache group
     num_tokens: int  # of the prompt
+
+    def of_stage(self, groups: Mapping[int, int]) -> SavePlan:
+        """What of it a worker half saves that has these cache groups: for the number of each, where it has it."""
+        pages = [msgspec.structs.replace(each, group=groups[each.group]) for each in self.pages if each.group in groups]
+        before = {groups[number]: nbytes for number, nbytes in self.bytes_before.items() if number in groups}
+        return msgspec.structs.replace(self, pages=pages, bytes_before=before)
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
@@ -83,13 +89,15 @@ class LoadPlan(msgspec.Struct, frozen=True):
         packed = words.tobytes() + halves.tobytes()
         return cls(request_id, transfer, len(pages), num_shards, packed, epoch)
 
-    def pages_of(self, share: Share) -> list[PagesPlan]:
-        """What the worker with this share is to load."""
+    def pages_of(self, share: Share, groups: Mapping[int, int] | None = None) -> list[PagesPlan]:
+        """What the worker with this share is to load. `groups`: see `SavePlan.of_stage`; None: it has all of them."""
         halves = self._halves()
         pages, end = [], 4 * self.num_chunks
         for index, slots in enumerate(zip(*map(self._slots, share.among(range(self.num_shards))), strict=True)):
             group, num_blocks, first, length = halves[4 * index : 4 * index + 4]
-            pages.append(PagesPlan(list(slots), num_blocks, first, halves[end : end + length], group=group))
+            if groups is None or group in groups:
+                own = group if groups is None else groups[group]
+                pages.append(PagesPlan(list(slots), num_blocks, first, halves[end : end + length], group=own))
             end += length
         return pages
 

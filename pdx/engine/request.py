@@ -226,9 +226,9 @@ class TrackedRequest:
         self.wait_until: float | None = None  # for what may still come; None: not waiting yet
         self.room_until: float | None = None
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
-        self.tables: list[list[int]] = [[] for _ in groups]  # its block ids, by cache group
+        self.tables: list[list[int]] = [[] for _ in range(groups.num_tables)]  # its block ids
         self.saved_blocks = [0] * len(groups)  # by cache group: blocks before this one need no more saving
-        self.gathered_bytes = 0
+        self.gathered_bytes = Counter[int]()  # of one shard, by cache group
         self.state_ends: set[int] = set()  # chunks' ends at which the engine has kept a state, in their block
         self.computed_end = 0
         self.decoded_end = 0  # chunks before this one were considered for saving
@@ -370,10 +370,10 @@ class TrackedRequest:
         return self.tables[0]
 
     def take_blocks(self, blocks: Sequence[Sequence[int]], *, are_all: bool = True) -> None:
-        """These are its blocks, for each cache group; or those that follow what it has."""
+        """These are its blocks, for each table; or those that follow what it has."""
         if len(blocks) != len(self.tables):
             name, expected = self.request.request_id, len(self.tables)
-            raise LayoutError(f"request {name}: blocks of {len(blocks)} cache groups, expected {expected}")
+            raise LayoutError(f"request {name}: {len(blocks)} block tables, expected {expected}")
         for table, of_group in zip(self.tables, blocks, strict=True):
             if are_all:
                 table[:] = of_group
@@ -388,16 +388,16 @@ class TrackedRequest:
         hits = self.node.hits
         pages = []
         for group, first, slots in hits.slots:
-            layout = self._groups[group]
+            layout, place = self._groups[group], self._groups.places[group]
             num_blocks = layout.blocks_in(slots[0].nbytes)
             start = max(first, self.local_tokens // layout.block_tokens)
             end = min(first + num_blocks, layout.num_blocks(end_tokens))
-            table = self.tables[group]
+            table = self.tables[place.table]
             if layout.kind != "full":  # a chunk may begin before what this length looks back to
                 start = next((at for at in range(start, end) if table[at] != NULL_BLOCK), end)
             if start < end:
                 block_ids = table[start:end]
-                pages.append(PagesPlan(slots, num_blocks, start - first, block_ids, group=group))
+                pages.append(PagesPlan(slots, num_blocks, start - first, block_ids, group=place.number))
         is_whole = self._groups.is_single or end_tokens == hits.tokens
         epoch = self.node.epoch if is_whole else NO_EPOCH
         return LoadPlan.of(self.request.request_id, self.transfer, pages, epoch)
@@ -422,13 +422,13 @@ class TrackedRequest:
         due = list(itertools.takewhile(lambda grant: grant.first_token < end, grants))
         pages: list[PagesPlan] = []
         unfinished, lost = list[SlotGrant](), list[SlotGrant]()
-        nbytes = 0
+        nbytes = Counter[int]()
         is_over = self.is_prefill and end >= num_prompt  # then the partial block is final, too
         finals = [each.num_blocks(num_prompt) if is_over else end // each.block_tokens for each in self._groups]
         for grant in due:
-            layout, final = self._groups[grant.group], finals[grant.group]
+            layout, place, final = self._groups[grant.group], self._groups.places[grant.group], finals[grant.group]
             start, stop = max(grant.first_block, self.saved_blocks[grant.group]), min(grant.end_block, final)
-            block_ids = self.tables[grant.group][start:stop]
+            block_ids = self.tables[place.table][start:stop]
             if self._is_lost(layout, grant, block_ids, end, left):
                 lost.append(grant)
                 continue
@@ -437,8 +437,9 @@ class TrackedRequest:
             if start < stop:
                 is_last = stop == grant.end_block
                 num_blocks, first = grant.end_block - grant.first_block, start - grant.first_block
-                pages.append(PagesPlan(grant.slots, num_blocks, first, block_ids, is_last, grant.by_layer, grant.group))
-                nbytes += layout.num_blocks_bytes(len(block_ids))
+                told = PagesPlan(grant.slots, num_blocks, first, block_ids, is_last, grant.by_layer, place.number)
+                pages.append(told)
+                nbytes[place.number] += layout.num_blocks_bytes(len(block_ids))
             if stop < grant.end_block:
                 unfinished.append(grant)
         grants[: len(due)] = unfinished
@@ -446,7 +447,7 @@ class TrackedRequest:
         is_prefilling = self.is_prefill and computed < num_prompt
         if not pages and not is_prefilling:
             return None, lost
-        before = self.gathered_bytes
+        before = dict(self.gathered_bytes)
         self.gathered_bytes += nbytes
         save = SavePlan(
             self.request.request_id,

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdx.engine.step import BlockHasher, EngineRequest
 from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
-from pdx.memory.layout import CacheGroups, KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout, Place
 from pdx.wire.messages import Group
 
 
@@ -94,17 +94,19 @@ def without_tail(keys: Sequence[bytes], num_groups: int) -> list[bytes]:
 def sizes(groups: CacheGroups, tail_tokens: int, *, has_room: bool) -> dict[str, Any]:
     """What an `Admit` says of its chunks, the last of which may be a tail; `has_room`: it asks for room."""
     if not groups.is_single:
-        return {"groups": [_group(each, tail_tokens, has_room=has_room) for each in groups]}
+        pairs = zip(groups, groups.places, strict=True)
+        return {"groups": [_group(each, place, tail_tokens, has_room=has_room) for each, place in pairs]}
     [layout] = groups
     nbytes = layout.chunk_bytes if has_room else 0
     return {"nbytes": nbytes, "layers": layout.num_layers, "tail_nbytes": layout.nbytes_of(tail_tokens)}
 
 
-def _group(layout: KvLayout, tail_tokens: int, *, has_room: bool) -> Group:
+def _group(layout: KvLayout, place: Place, tail_tokens: int, *, has_room: bool) -> Group:
     rule = layout.rule(tail_tokens)
     return Group(
         *(rule.reach, rule.tail_reach, rule.period),
         nbytes=layout.chunk_bytes if has_room else 0,
         layers=layout.num_layers,
         tail_nbytes=layout.nbytes_of(tail_tokens) if tail_tokens else 0,
+        shard=place.stage * layout.num_shards,
     )

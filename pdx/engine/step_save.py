@@ -177,7 +177,8 @@ class StepSave:
                 len(each.block_ids) * num_layers.get(each.group, 0) * self._groups[each.group].page_bytes
                 for each in save.pages
             )
-            nbytes, tokens = (save.bytes_before + moved) * self._share.count, save.num_tokens
+            nbytes = (sum(save.bytes_before.values()) + moved) * self._share.count
+            tokens = save.num_tokens
             self.connection.tell(Mark(save.transfer, event, time.monotonic_ns(), nbytes=nbytes, tokens=tokens))
 
     def _span(self, lane: Lane, layers: range, start_ns: int, end_ns: int, group: int = 0) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import msgspec
 import torch
 
 from pdx.client.connection import Connection
@@ -56,30 +57,33 @@ class WorkerHalf:
         streams: Streams | None = None,
         *,
         ranks: int = 0,
+        stage: int = 0,
     ) -> None:
-        """`ranks`: how many the engine has; 0: as many as shards. A LayoutError where these do not fit."""
+        """`ranks`: how many a pipeline stage of the engine has; 0: as many as shards. `stage`: that of this one, whose
+        cache groups `layout` has then. A LayoutError where these do not fit."""
         self._groups = CacheGroups.of(layout)
         shards = self._groups.num_shards
         self._share = Share.of(rank, ranks or shards, shards)
         self._streams = streams
         self._layers: dict[str, tuple[int, int, int]] = {}  # number in the model, cache group, number in the group
-        self._tracer = tracer_for(config.trace, f"{engine}/{rank}")
-        # Where several ranks read what one writes, all have the node's first arena, whatever GPU they compute on.
-        gpu = _gpu_of(streams) if ranks <= shards else ""
+        self._tracer = tracer_for(config.trace, f"{engine}/{stage * (ranks or shards) + rank}")
+        # Where several ranks read what one writes, or a stage what another one may have written, all have the node's
+        # first arena, whatever GPU they compute on.
+        gpu = _gpu_of(streams) if ranks <= shards and not self._groups.stages else ""
         share = self._share
         hello = Hello(
             VERSION,
             os.getpid(),
             "worker",
             engine=engine,
-            shard=share.first,
+            shard=stage * shards + share.first,
             shards=share.count if share.writes else 0,
             role=config.role,
             gpu=gpu,
         )
         # Any process of an engine may be the first: workers come up before the scheduler half.
-        self.link = NodeLink(config, hello, starter=rank == 0)
-        self._loader = Loader(self._groups.layouts, self._share, self._tracer, patience_s=config.transfer_wait_s)
+        self.link = NodeLink(config, hello, starter=rank == stage == 0)
+        self._loader = Loader(self._groups, self._share, self._tracer, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # while there is a KV cache
         self._cache: tuple[Sequence[Sequence[torch.Tensor]], int] = (), 0  # by cache group; how many blocks
         self._idle = True
@@ -182,6 +186,9 @@ class WorkerHalf:
         self._step = plan.num_scheduled_tokens, time.monotonic_ns()
         self._number = plan.number
         self._has_news = self._has_news or plan.awaits
+        if (own := self._groups.renumbered) is not None and plan.saves:
+            saves = [save.of_stage(own) for save in plan.saves]
+            plan = msgspec.structs.replace(plan, saves=saves)
         self._give_up()
         if self._epoch != plan.epoch:
             self._epoch = plan.epoch

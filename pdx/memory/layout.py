@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -141,20 +141,43 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         ).digest()
 
 
+class Place(NamedTuple):
+    """Where an engine has the layers of a cache group."""
+
+    number: int  # by which both halves call the group
+    table: int  # of a request's block tables the one for these layers
+    stage: int = 0  # of the engine's pipeline
+
+
 @dataclass(frozen=True)
 class CacheGroups(Sequence[KvLayout]):
-    """All cache groups of one engine shard, in the engine's order. Most models have one."""
+    """All cache groups of one engine shard, in the engine's order. Most models have one. Where layers are cut, each
+    part of a group is a group of its own (ADR 70)."""
 
     layouts: tuple[KvLayout, ...]
+    places: tuple[Place, ...]
+    stages: str = ""  # of how many layers the model's are cut into, as the setting says it; empty: they are not
+    is_part: bool = False  # these are those of one pipeline stage, and there are others
 
     @classmethod
-    def of(cls, layout: KvLayout | Sequence[KvLayout]) -> CacheGroups:
-        """A LayoutError of groups that are not of one model, cut into chunks alike."""
+    def of(
+        cls,
+        layout: KvLayout | Sequence[KvLayout],
+        places: Sequence[Place] = (),
+        *,
+        stages: str = "",
+        is_part: bool = False,
+    ) -> CacheGroups:
+        """`places`: by default each group has a block table of its own. A LayoutError of groups that are not of one
+        model, cut into chunks alike."""
+        if isinstance(layout, CacheGroups):
+            return layout
         layouts = (layout,) if isinstance(layout, KvLayout) else tuple(layout)
         common = {(each.model, each.chunk_tokens, each.num_shards, each.tokens_per_hash) for each in layouts}
         if len(common) != 1:
             raise LayoutError(f"cache groups of several (model, chunk tokens, shards, hashed tokens): {sorted(common)}")
-        return cls(layouts)
+        places = tuple(places) or tuple(Place(at, at) for at in range(len(layouts)))
+        return cls(layouts, places, stages, is_part)
 
     def __getitem__(self, index: int) -> KvLayout:  # type: ignore[override]
         return self.layouts[index]
@@ -173,7 +196,22 @@ class CacheGroups(Sequence[KvLayout]):
     @cached_property
     def is_single(self) -> bool:
         """Whether there is one group, of full attention: each leading chunk can be restored, and parts of chunks."""
-        return len(self.layouts) == 1 and self.layouts[0].kind == "full"
+        return len(self.layouts) == 1 and self.layouts[0].kind == "full" and not self.is_part
+
+    @cached_property
+    def by_number(self) -> dict[int, int]:
+        """Which of these groups has a number (`Place.number`)."""
+        return {place.number: at for at, place in enumerate(self.places)}
+
+    @cached_property
+    def renumbered(self) -> dict[int, int] | None:
+        """`by_number`; None where each of the engine's groups is here, and is the one that its number says."""
+        return self.by_number if self.is_part or any(at != number for number, at in self.by_number.items()) else None
+
+    @cached_property
+    def num_tables(self) -> int:
+        """Block tables that a request has."""
+        return 1 + max(place.table for place in self.places)
 
     @cached_property
     def has_state(self) -> bool:
@@ -201,7 +239,8 @@ class CacheGroups(Sequence[KvLayout]):
         """The fields of its one layout; of several those that they have in common, and how many these are."""
         told = [each.described() for each in self.layouts]
         common = {name: text for name, text in told[0].items() if all(each.get(name) == text for each in told)}
-        return common | ({"cache_groups": str(len(told))} if len(told) > 1 else {})
+        stages = {"stages": self.stages[:256]} if self.stages else {}
+        return common | stages | ({"cache_groups": str(len(told))} if len(told) > 1 else {})
 
     def described_groups(self) -> list[dict[str, str]]:
         """Of several groups the other fields of each."""

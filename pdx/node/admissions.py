@@ -337,13 +337,14 @@ class Admissions:
     ) -> Iterator[tuple[int, Claim]]:
         """What room is asked for of chunks [hits, end), for each cache group, and the index of its first key."""
         width = ask.chunk_blocks * KEY_BYTES
-        writers = [writer.number for writer in self._writers(session, ask.shards)]
         deadline, origin, who = self._clock() + self._config.reserve_s, Origin(session.title), _who(session, ask)
         sizes: Sequence[Admit | Group] = ask.groups or [ask]
         for at, size in enumerate(sizes):
             if not size.nbytes:
                 continue
             first = at * ask.chunks + hits
+            shard = size.shard if isinstance(size, Group) else 0
+            writers = [writer.number for writer in self._writers(session, ask.shards, shard)]
             yield (
                 first,
                 Claim(
@@ -369,12 +370,12 @@ class Admissions:
                 ),
             )
 
-    def _writers(self, session: Session, shards: int) -> Sequence[Session]:
+    def _writers(self, session: Session, shards: int, first: int) -> Sequence[Session]:
         if session.hello.kind == "client":
             if shards != 1:
                 raise ProtocolError(f"a client writes one shard itself, not {shards}")
             return [session]
-        workers = self._sessions.workers(session.hello.engine, shards)
+        workers = self._sessions.workers(session.hello.engine, shards, first)
         if workers is None:
             raise ProtocolError(f"engine {session.hello.engine!r} does not have {shards} attached workers")
         return workers
@@ -475,7 +476,8 @@ class Admissions:
         if chunk_s == math.inf:
             return UNKNOWN
         workers = self._sessions.workers(session.hello.engine, ask.shards)
-        unfilled = self._store.index.writers.count(workers[0].number) / (len(ask.groups) or 1) if workers else 0
+        of_first = sum(not group.shard for group in ask.groups) or 1  # cache groups whose chunks that worker writes
+        unfilled = self._store.index.writers.count(workers[0].number) / of_first if workers else 0
         return Computing(chunk_s, BACKLOG_LEFT * unfilled * chunk_s)
 
 

@@ -38,6 +38,7 @@ _SET_BY = {
     "isa": "the CPU",
     "num_shards": "--tensor-parallel-size, or shards",
     "release": "the release",
+    "stages": "--pipeline-parallel-size, or stages",
 }
 
 
@@ -131,22 +132,30 @@ class Sessions:
         sessions = [session for session in self._by_route.values() if session.hello.pid == pid]
         return any(hmac.compare_digest(session.ticket, ticket) and not session.is_dead for session in sessions)
 
-    def workers(self, engine: str, shards: int) -> list[Session] | None:
-        """Who writes each shard of an engine's chunks; None unless all are attached."""
-        found = [self._workers.get((engine, shard)) for shard in range(shards)]
+    def workers(self, engine: str, shards: int, first: int = 0) -> list[Session] | None:
+        """Who writes each shard of an engine's chunks, which its workers count from `first` on; None unless all are
+        attached."""
+        found = [self._workers.get((engine, shard)) for shard in range(first, first + shards)]
         workers = [worker for worker in found if worker is not None]
         return workers if len(workers) == shards else None
 
     def chunk_s(self, session: Session, shards: int) -> float:
         """How long the engine of a session computes for a chunk, by its slowest worker; infinity: not known."""
-        workers = None if session.hello.kind == "client" else self.workers(session.hello.engine, shards)
-        return max((worker.chunk_s for worker in workers or ()), default=0.0) or math.inf
+        return max((worker.chunk_s for worker in self._every(session, shards)), default=0.0) or math.inf
 
     def load_s(self, session: Session, shards: int) -> float:
         """How long the engine of a session copies a chunk into its KV cache, by its slowest worker; 0: not known."""
-        workers = None if session.hello.kind == "client" else self.workers(session.hello.engine, shards)
-        known = [worker.load_s for worker in workers or ()]
+        known = [worker.load_s for worker in self._every(session, shards)]
         return max(known) if known and all(known) else 0.0
+
+    def _every(self, session: Session, shards: int) -> list[Session]:
+        """The workers of a session's engine, of all stages of its pipeline; none unless those of the first are all
+        attached."""
+        found: list[Session] = []
+        if session.hello.kind != "client":
+            while more := self.workers(session.hello.engine, shards, len(found)):
+                found += more
+        return found
 
     def arenas(self, session: Session, shards: int) -> tuple[int, ...]:
         """Where the shards lie that a session asks for: in the homes of its engine's workers, or in its own.
@@ -232,6 +241,9 @@ def differing(mine: Hello, other: Hello) -> str:
     """The fields in which the layouts of two engines differ, with both values and what sets them; empty: in none. Those
     of some cache groups alone have the group's name."""
     groups, others = _of_groups(mine), _of_groups(other)
+    if len(groups) != len(others) and mine.shape.get("stages") != other.shape.get("stages"):
+        [text] = _differing(*({"stages": each.shape.get("stages", "")} for each in (mine, other)))
+        return text
     if len(groups) != len(others):
         return f"cache groups {len(groups)} and {len(others)} (--disable-hybrid-kv-cache-manager)"
     apart = [_differing(*both) for both in zip(groups, others, strict=True)]

@@ -10,6 +10,7 @@ differs between vLLM's releases.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,19 +34,22 @@ from pdx.engine.guard import SchedulerGuard, WorkerGuard
 from pdx.engine.plan import StepPlan, WorkerNews
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
-from pdx.errors import ConfigError
+from pdx.errors import ConfigError, LayoutError
+from pdx.memory.layout import CacheGroups
 from pdx.vllm.adapters import Adapter, Claim, LoadedAdapters, watch
 from pdx.vllm.content import Content
 from pdx.vllm.identity import (
     attention_backend,
     check_no_state,
     facts_of,
+    layer_number,
     layouts_of,
     model_identity,
     naming_of,
     why_unnamed,
 )
 from pdx.vllm.releases import check_nested, check_release, moves_groups, reports_blocks, tell_of_sleep
+from pdx.vllm.stages import cut_of
 from pdx.vllm.step import limits_of, step_record
 
 
@@ -60,9 +64,11 @@ class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What only a worker knows of the layout, on its way to the scheduler half at start-up."""
 
-    def __init__(self, backend: str, order: str) -> None:
+    def __init__(self, backend: str, order: str, layers: list[list[int]]) -> None:
+        """`layers`: where the engine has a pipeline, the numbers of those of each cache group."""
         self.backend = backend
         self.order = order
+        self.layers = layers
 
 
 class PdxWorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -98,9 +104,17 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # Only the scheduler half makes keys: the workers need not read samples of the weights.
         is_scheduler = role is KVConnectorRole.SCHEDULER
         model = self._name_model(vllm_config) if is_scheduler else ""
-        self._groups = groups = layouts_of(
-            vllm_config, kv_cache_config, config.chunk_tokens, model=model, shards=config.shards
+        self._cut = cut_of(vllm_config, config.stages)
+        self._layouts_of = partial(
+            layouts_of,
+            vllm_config,
+            kv_cache_config,
+            config.chunk_tokens,
+            model=model,
+            shards=config.shards,
+            cut=self._cut,
         )
+        self._groups = groups = self._layouts_of()
         self._config, self._engine = config, transfer.engine_id
         # A part of what is loaded is worth nothing to windows and states: vLLM is told of requests then, not of blocks.
         self._reports_blocks = reports_blocks() and groups.is_single
@@ -115,18 +129,20 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         self._is_nested = _is_nested(transfer)
         if self._is_nested and not groups.is_single:
             kinds = ", ".join(sorted({each.kind for each in groups}))
+            stages = f", its layers cut into {self._cut.text}" if self._cut.text else ""
             raise ConfigError(
-                f"PdxConnector inside another connector, and a model of {len(groups)} cache groups ({kinds}): that is "
-                "possible with one group of full attention only so far; use PdxConnector alone"
+                f"PdxConnector inside another connector, and a model of {len(groups)} cache groups ({kinds}){stages}: "
+                "that is possible with one group of full attention only so far; use PdxConnector alone"
             )
         self._backend = ""
         self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout
-        ranks = vllm_config.parallel_config.world_size
-        self._worker = (
-            None
-            if is_scheduler
-            else WorkerGuard(WorkerHalf(config, groups.layouts, self._engine, _rank(), ranks=ranks))
-        )
+        self._worker: WorkerGuard | None = None
+        if not is_scheduler:
+            rank, stage = _place()
+            if self._cut.text:
+                self._cut.check_stage(stage, [number for of_group in self._layers for number in of_group])
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            self._worker = WorkerGuard(WorkerHalf(config, groups, self._engine, rank, ranks=ranks, stage=stage))
         self._loaded = LoadedAdapters()
         if not is_scheduler and getattr(vllm_config, "lora_config", None) is not None:
             watch(self._loaded)
@@ -171,10 +187,26 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # Chunks without a name are this engine's alone, until it ends.
         return f"{model}-{secrets.token_hex(8)}" if self._unnamed else model
 
+    @property
+    def _layers(self) -> list[list[int]]:
+        """The numbers of the layers of each of vLLM's groups, in this process's pipeline stage."""
+        return [list(map(layer_number, each.layer_names)) for each in self._kv_cache_config.kv_cache_groups]
+
     def _start_scheduler(self, told: Sequence[PdxHandshake]) -> None:
-        backends, orders = ("+".join(sorted(names)) for names in ({t.backend for t in told}, {t.order for t in told}))
+        if self._groups.is_part and told:
+            stages = [each.layers for each in told]
+            layers = [sorted(set(itertools.chain(*of_group))) for of_group in zip(*stages, strict=True)]
+            self._groups = self._layouts_of(layers=layers)
+        if self._groups.is_part:
+            raise LayoutError("the workers of the pipeline's stages have not told which layers they have")
+        backends = "+".join(sorted({name for each in told for name in each.backend.split("+")}))
+        orders = "+".join(sorted({each.order for each in told}))
         backend, order = backends or self._groups[0].backend, orders or self._groups[0].order
-        layouts = [msgspec.structs.replace(each, backend=backend, order=order) for each in self._groups]
+        layouts = CacheGroups.of(
+            [msgspec.structs.replace(each, backend=backend, order=order) for each in self._groups],
+            self._groups.places,
+            stages=self._groups.stages,
+        )
         naming = naming_of(self._vllm_config) if self._groups.is_single else None
         limits = limits_of(self._vllm_config.scheduler_config)
         half = SchedulerHalf(
@@ -187,9 +219,15 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     # ---- scheduler side ---------------------------------------------------------------------
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         # Of a connector inside another one there are none (`get_handshake_metadata`).
         self._start_scheduler([each for each in metadata.values() if isinstance(each, PdxHandshake)])
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Of all ranks of all pipeline stages."""
+        self.set_xfer_handshake_metadata(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._blocks = gpu_block_pool
@@ -205,7 +243,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return tuple(range(len(self._groups)))
+        return tuple(range(self._groups.num_tables))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self.scheduler.plan_step(partial(step_record, scheduler_output))
@@ -261,9 +299,12 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._backend = attention_backend(self._vllm_config, self._kv_cache_config)
         groups = enumerate(self._kv_cache_config.kv_cache_groups)
-        self.worker.register(
-            kv_caches, self._num_blocks, {name: at for at, each in groups for name in each.layer_names}
-        )
+        group_of = {name: at for at, each in groups for name in each.layer_names}
+        if self._cut.text:
+            number_of = {name: self._cut.number_of(at, layer_number(name)) for name, at in group_of.items()}
+            group_of = {name: self._groups.by_number[number] for name, number in number_of.items()}
+            kv_caches = dict(sorted(kv_caches.items(), key=lambda each: layer_number(each[0])))
+        self.worker.register(kv_caches, self._num_blocks, group_of)
 
     def unregister_kv_caches(self) -> None:
         """The engine goes to sleep: the cache's memory is unmapped, and another one mapped in its place later."""
@@ -275,7 +316,9 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # MultiConnector would give it to its other children, of which NIXL's refuses what is not its own.
-        return None if self._is_nested or self._worker is None else PdxHandshake(self._backend, self._groups[0].order)
+        if self._is_nested or self._worker is None:
+            return None
+        return PdxHandshake(self._backend, self._groups[0].order, self._layers if self._groups.is_part else [])
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -361,7 +404,8 @@ def _is_nested(transfer: Any) -> bool:
     return True
 
 
-def _rank() -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
+def _place() -> tuple[int, int]:
+    """The tensor parallel rank, and the pipeline stage, of this worker."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-    return int(get_tensor_model_parallel_rank())
+    return int(get_tensor_model_parallel_rank()), int(get_pp_group().rank_in_group)

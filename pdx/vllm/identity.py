@@ -19,7 +19,7 @@ from typing import Any
 
 from pdx.engine.weights import SUFFIXES, weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
-from pdx.memory.layout import CacheGroups, KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout, Place
 from pdx.vllm.releases import (
     cpu_isa,
     hashed_tokens,
@@ -32,6 +32,7 @@ from pdx.vllm.releases import (
     root_hash,
     salt_tag,
 )
+from pdx.vllm.stages import WHOLE, Cut
 from pdx.wire.messages import EngineFacts
 
 log = logging.getLogger("pdx")
@@ -60,17 +61,26 @@ _PLUGINS = "vllm.logits_processors"  # the entry points of which every one is lo
 
 
 def layouts_of(
-    vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str, shards: int = 0
+    vllm_config: Any,
+    kv_cache_config: Any,
+    chunk_tokens: int,
+    *,
+    model: str,
+    shards: int = 0,
+    cut: Cut = WHOLE,
+    layers: Sequence[Sequence[int]] = (),
 ) -> CacheGroups:
     """The layouts of one shard of `model` (see `model_identity`; who makes no keys need not know it), by cache group.
 
     Their `backend` is what the command line asks for, empty where that leaves the choice to vLLM: `attention_backend`
     says what became of it. Chunks of several groups are as long as the next multiple of all their blocks. `shards`: see
-    `ConnectorConfig`; heads that several ranks have alike are one shard by themselves. A LayoutError of what PDX does
-    not move yet; a ConfigError of block hashes that are not cryptographic, or chunks that are no multiple of blocks.
+    `ConnectorConfig`; heads that several ranks have alike are one shard by themselves. `cut`: into which parts layers
+    are. `layers`: the numbers of those of each of vLLM's groups, in all stages of a pipeline; else the groups are
+    those of this process's stage alone. A LayoutError of what PDX does not move yet; a ConfigError of block hashes that
+    are not cryptographic, or chunks that are no multiple of blocks.
     """
     parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) != 1:
             raise LayoutError(f"{name} {getattr(parallel, name)}: PDX moves only 1 so far")
     groups = kv_cache_config.kv_cache_groups
@@ -99,16 +109,23 @@ def layouts_of(
     }
     if len(groups) > 1:
         common["hash_tokens"] = hashed
-    found = []
-    for group in groups:
-        numbers = tuple(map(_layer_number, group.layer_names)) if len(groups) > 1 else ()
+    found, places = [], []
+    ranks = parallel.tensor_parallel_size
+    for table, group in enumerate(groups):
         shape: dict[str, Any] = _shape(group.kv_cache_spec, cache)
-        if shards not in (0, parallel.world_size):
-            shape.update(
-                _cut(shape, shards, _num_heads(vllm_config, group.kv_cache_spec, len(groups)), parallel.world_size)
-            )
-        found.append(KvLayout(num_layers=len(group.layer_names), layers=numbers, **shape, **common))
-    return CacheGroups.of(found)
+        if shards not in (0, ranks):
+            shape.update(_cut(shape, shards, _num_heads(vllm_config, group.kv_cache_spec, len(groups)), ranks))
+        if not cut.text:
+            numbers = tuple(map(layer_number, group.layer_names)) if len(groups) > 1 else ()
+            found.append(KvLayout(num_layers=len(group.layer_names), layers=numbers, **shape, **common))
+            places.append(Place(table, table))
+            continue
+        told = layers[table] if layers else list(map(layer_number, group.layer_names))
+        for part, of_part in cut.split(told).items():
+            found.append(KvLayout(num_layers=len(of_part), layers=of_part, **shape, **common))
+            places.append(Place(cut.number_of(table, of_part[0]), table, cut.stages[part]))
+    is_part = len(set(cut.stages)) > 1 and not layers
+    return CacheGroups.of(found, places, stages=cut.text, is_part=is_part)
 
 
 def _shape(spec: Any, cache: Any) -> dict[str, Any]:
@@ -152,7 +169,7 @@ def _num_heads(vllm_config: Any, spec: Any, num_groups: int) -> int:
     """KV heads of all ranks together; those that several ranks have alike count once. 0: a state has none."""
     if type(spec).__name__ == "MLAAttentionSpec":
         return 1
-    ranks = int(vllm_config.parallel_config.world_size)
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     heads = int(getattr(spec, "num_kv_heads", 0)) * ranks
     if heads != ranks or num_groups > 1:
         return heads
@@ -185,7 +202,7 @@ def _named(value: Any, name: re.Pattern[str], *, is_found: bool = False) -> Iter
 
 def _num_shards(vllm_config: Any, specs: Sequence[Any]) -> int:
     """One for each rank, or for each head where the ranks are more."""
-    ranks = int(vllm_config.parallel_config.world_size)
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     counts = {_num_heads(vllm_config, spec, len(specs)) for spec in specs}
     fewer = counts.pop() if len(counts) == 1 else 0
     return fewer if 0 < fewer < ranks and not ranks % fewer else ranks
@@ -203,7 +220,7 @@ def _cut(shape: dict[str, Any], shards: int, heads: int, ranks: int) -> dict[str
     return {"num_heads": heads // shards, "page_bytes": shape["page_bytes"] * ranks // max(shards, ranks)}
 
 
-def _layer_number(name: str) -> int:
+def layer_number(name: str) -> int:
     """The layer's number in the model, which is the first one in its name."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     if found is None:

@@ -22,6 +22,7 @@ from pdx.wire.base import (
     Message,
     Name,
     Number,
+    Shard,
     ShardCount,
     Slots,
     TransferId,
@@ -31,11 +32,13 @@ from pdx.wire.hints import Hints, Seconds
 
 
 class Group(Rule, array_like=True, frozen=True, kw_only=True):
-    """One cache group of an engine in an `Admit`: which of its chunks a prompt needs, and their size in each shard."""
+    """One cache group of an engine in an `Admit`: which of its chunks a prompt needs, and their size in each shard.
+    `shard`: what the worker that writes the first of them calls it (`Hello.shard`)."""
 
     nbytes: Bytes
     layers: LayerCount
     tail_nbytes: Bytes = 0
+    shard: Shard = 0
 
 
 Groups = Annotated[list[Group], Meta(max_length=MAX_GROUPS)]

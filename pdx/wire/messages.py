@@ -53,7 +53,7 @@ from pdx.wire.verbs import VERBS, AnyAnswer, AnyVerb, Found
 
 _T = TypeVar("_T")
 
-VERSION = 10
+VERSION = 11
 MAX_FRAME_BYTES = 4 << 20
 
 
@@ -70,8 +70,9 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
 
 class Hello(Message, frozen=True):
     """Attach this process, or this node as a peer. `engine` groups the processes of one engine; a worker writes
-    `shards` shards of its chunks, from `shard` on (0: another one writes what it reads). A peer says its life
-    (`epoch`), its running kernel (`host`), its channels and the `layouts` of its engines."""
+    `shards` shards of its chunks, from `shard` on (0: another one writes what it reads); those of a second pipeline
+    stage follow those of the first. A peer says its life (`epoch`), its running kernel (`host`), its channels and the
+    `layouts` of its engines."""
 
     version: Count
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]

@@ -197,7 +197,7 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
             pipeline_parallel_size=changes.get("pipeline", 1),
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
-            world_size=changes.get("ranks", 1),
+            tensor_parallel_size=changes.get("ranks", 1),
             use_ubatching=False,
         ),
         model_config=model_of(folder),
@@ -226,7 +226,6 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
             "states with speculative decoding",
         ),
         ([], {}, "this model has no KV cache"),
-        ([group()], {"pipeline": 2}, "pipeline_parallel_size 2"),
         ([group()], {"hash_block_size": 16}, "block hashes of 16 tokens"),
         ([group(non_causal=True)], {}, "non-causal attention"),
     ],
@@ -484,7 +483,7 @@ READ = {
     "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
     "vllm.config.CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "vllm.config.ParallelConfig": (
-        "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size world_size"
+        "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size"
     ),
 }
 
@@ -670,10 +669,10 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
     worker = SimpleNamespace(save_layer=called.append, end_forward=lambda: called.append("end"))
     monkeypatch.setattr(connector, "WorkerHalf", lambda *_, **__: worker)
     monkeypatch.setattr(connector, "layouts_of", lambda *_, **__: CacheGroups.of(LAYOUT))
-    monkeypatch.setattr(connector, "_rank", lambda: 0)
+    monkeypatch.setattr(connector, "_place", lambda: (0, 0))
     config = SimpleNamespace(
         kv_transfer_config=transfer_config(engine_id="e"),
-        parallel_config=SimpleNamespace(use_ubatching=is_split, world_size=1),
+        parallel_config=SimpleNamespace(use_ubatching=is_split, tensor_parallel_size=1, pipeline_parallel_size=1),
         model_config=SimpleNamespace(enable_sleep_mode=False),
     )
     made = connector.PdxConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=1))
@@ -723,7 +722,7 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[KvLayout]:
     made: list[KvLayout] = []
     monkeypatch.setattr(connector, "SchedulerHalf", lambda _config, layouts, *_, **__: made.extend(layouts))
     monkeypatch.setattr(connector, "WorkerHalf", lambda *_, **__: SimpleNamespace(register=lambda *_: None))
-    monkeypatch.setattr(connector, "_rank", lambda: 0)
+    monkeypatch.setattr(connector, "_place", lambda: (0, 0))
     return made
 
 

@@ -508,7 +508,7 @@ def test_the_encoders_adapter_is_part_of_the_name_of_media(tmp_path: Path) -> No
 
 
 def plan_of(*names: str) -> StepPlan:
-    saves = [SavePlan(name, None, [], ends_transfer=False, bytes_before=0, num_tokens=1) for name in names]
+    saves = [SavePlan(name, None, [], ends_transfer=False, bytes_before={}, num_tokens=1) for name in names]
     return StepPlan(1, saves, [LoadPlan.of(name, None, [], epoch=1) for name in names])
 
 

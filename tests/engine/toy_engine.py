@@ -8,6 +8,7 @@ With `streams` it queues its work as an engine on a GPU does, and with `graphs` 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import random
@@ -17,6 +18,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from pdx.config import ConnectorConfig
@@ -24,7 +26,7 @@ from pdx.engine.guard import SchedulerGuard, WorkerGuard
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import BlockHashing, LeftOut, StepLimits, StepRecord
 from pdx.engine.worker import WorkerHalf
-from pdx.memory.layout import KvLayout
+from pdx.memory.layout import CacheGroups, KvLayout, Place
 from pdx.vllm.step import step_record
 
 if TYPE_CHECKING:
@@ -65,6 +67,12 @@ def layout(**changes: Any) -> KvLayout:
 
 def chained(tokens: list[int]) -> bytes:
     return hashlib.sha256(str(tokens).encode()).digest()
+
+
+def _ranges(counts: Sequence[int]) -> list[range]:
+    """So many layers each, one part after the other."""
+    ends = list(itertools.accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
 def hasher(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
@@ -115,7 +123,9 @@ class Hashing(BlockHashing):
 class ToyEngine:
     """One engine in this process, of as many ranks as its chunks have shards, if nothing else is said. `streams`: where
     its first rank works, and `more_streams` where the others do; the caller's to close. `shape`: what of its layout is
-    another's. `heads`: of the model, one for each shard by default; ranks that are more than these have them twice."""
+    another's. `heads`: of the model, one for each shard by default; ranks that are more than these have them twice.
+    `stages`: how many layers each stage of its pipeline has, one stage by default, each of as many ranks; `cut`: how
+    many each part of the layers has that its chunks are of, by default each stage's."""
 
     def __init__(
         self,
@@ -125,6 +135,8 @@ class ToyEngine:
         *,
         ranks: int = 0,
         heads: int = 0,
+        stages: Sequence[int] = (LAYERS,),
+        cut: Sequence[int] = (),
         streams: LaggingStreams | None = None,
         more_streams: Sequence[LaggingStreams] = (),
         graphs: bool = False,
@@ -143,22 +155,38 @@ class ToyEngine:
         name = name or f"toy-{next(_numbers)}"
         self.ranks, self.heads = ranks or shards, heads or shards
         of_shard = {"num_shards": shards, "num_heads": self.heads // shards, "page_bytes": page_bytes}
-        layout_ = layout(**{**of_shard, **(shape or {})})
-        assert streams is None or self.ranks == 1 + len(more_streams)
+        whole = layout(**{**of_shard, **(shape or {})})
+        self.cut = tuple(cut) or tuple(stages)
+        assert streams is None or (self.ranks == 1 + len(more_streams) and len(stages) == 1)
         self.streams: Any = streams
         self.graphs = graphs
-        self.by_rank = [None] * self.ranks if streams is None else [streams, *more_streams]
+        num_workers = len(stages) * self.ranks
+        self.by_rank = [None] * num_workers if streams is None else [streams, *more_streams]  # stage after stage
+        self.layers = [layers for layers in _ranges(stages) for _ in range(self.ranks)]  # of each worker
         self.workers = [
-            WorkerHalf(config, layout_, name, rank, each, ranks=self.ranks) for rank, each in enumerate(self.by_rank)
+            WorkerHalf(
+                config,
+                self._groups(whole, stages, stage),
+                name,
+                rank,
+                each,
+                ranks=self.ranks,
+                stage=stage,
+            )
+            for each, (stage, rank) in zip(
+                self.by_rank, itertools.product(range(len(stages)), range(self.ranks)), strict=True
+            )
         ]
         self.head_bytes = page_bytes * shards // self.heads  # of a page
         of_rank = max(1, self.heads // self.ranks), BLOCK, self.head_bytes // BLOCK
         self.caches = [torch.zeros(LAYERS, num_blocks, *of_rank, dtype=torch.uint8) for _ in self.by_rank]
-        for worker, cache in zip(self.workers, self.caches, strict=True):
-            worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, num_blocks)
+        for worker, cache, layers in zip(self.workers, self.caches, self.layers, strict=True):
+            parts = [of_part for of_part in _ranges(self.cut) if of_part.start in layers]
+            group_of = {f"layer.{index}": at for at, of_part in enumerate(parts) for index in of_part}
+            worker.register({f"layer.{index}": cache[index] for index in layers}, num_blocks, group_of)
         self.scheduler = SchedulerHalf(
             config,
-            layout_,
+            self._groups(whole, stages, None),
             name,
             Hashing(keeps_apart, left_out),
             limits=limits,
@@ -173,6 +201,23 @@ class ToyEngine:
         self.failed: set[int] = set()  # blocks that the workers reported in the last step
         self.skip_hooks = False
         self.fails_at: tuple[int, int] | None = None  # the rank and layer whose computation raises `ForwardFailed`
+
+    def _groups(self, whole: KvLayout, stages: Sequence[int], stage: int | None) -> CacheGroups:
+        """The cache groups of a stage, or of the engine: of each part of its layers one."""
+        if len(self.cut) == 1:
+            return CacheGroups.of(whole)
+        starts = list(itertools.accumulate(stages))
+        found = [
+            (
+                msgspec.structs.replace(whole, num_layers=len(layers), layers=tuple(layers)),
+                Place(number, 0, bisect.bisect(starts, layers.start)),
+            )
+            for number, layers in enumerate(_ranges(self.cut))
+        ]
+        own = [each for each in found if stage in (None, each[1].stage)]
+        text = ",".join(map(str, self.cut))
+        is_part = len(own) < len(found)
+        return CacheGroups.of([each for each, _ in own], [at for _, at in own], stages=text, is_part=is_part)
 
     # ---- the scheduler's side ---------------------------------------------------------------
 
@@ -263,6 +308,7 @@ class ToyEngine:
         return SimpleNamespace(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: [scheduled[name][0].block_ids]),
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
         )
@@ -310,7 +356,7 @@ class ToyEngine:
         return finished, failed
 
     def forward(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> None:
-        for layer in range(LAYERS) if scheduled else ():
+        for layer in self.layers[shard] if scheduled else ():
             if (shard, layer) == self.fails_at:
                 raise ForwardFailed(f"layer {layer} of rank {shard}")
             for request, count in scheduled.values():
@@ -344,7 +390,7 @@ class ToyEngine:
         for position in range(start, end):
             page = self.caches[shard][layer, blocks[position // BLOCK]]
             for at, head in enumerate(page):
-                number = shard * self.heads // self.ranks + at
+                number = shard % self.ranks * self.heads // self.ranks + at
                 head[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, number, weights, self.head_bytes)
 
     def overwrite(self, blocks: list[int]) -> None:
@@ -357,10 +403,11 @@ class ToyEngine:
         for streams in self.by_rank:
             if streams is not None:
                 streams.synchronize()
-        for shard, layer, position in itertools.product(range(len(self.workers)), range(LAYERS), range(end)):
+        places = [(shard, layer) for shard, layers in enumerate(self.layers) for layer in layers]
+        for (shard, layer), position in itertools.product(places, range(end)):
             page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
             for at, head in enumerate(page):
-                number = shard * self.heads // self.ranks + at
+                number = shard % self.ranks * self.heads // self.ranks + at
                 tokens = request.all_token_ids[: position + 1]
                 wanted = kv_bytes(tokens, layer, number, self.weights, self.head_bytes)
                 assert torch.equal(head[position % BLOCK], wanted), f"token {position} of layer {layer}, head {number}"

@@ -54,6 +54,10 @@ SHAPES = {
     "drafts": [Shape(**SMALL, drafts=True), Shape(**SMALL)],
     "beside": [Shape(**SMALL, beside=(FOREIGN, PDX)), Shape(**SMALL, beside=(FOREIGN, PDX), asynchronous=True)],
     "graphs": [Shape(**ALWAYS, asynchronous=True, graphs=100)] * 2,
+    "stages": [
+        Shape(**ALWAYS, stages=(1, 2)),
+        Shape(**{**ALWAYS, "extra": {**ALWAYS["extra"], "stages": "1,2"}}, threshold=48),
+    ],
     "content": [
         Shape(**SMALL, content=True),
         Shape(**SMALL, content=True, asynchronous=True),

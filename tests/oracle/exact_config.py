@@ -30,6 +30,7 @@ class Shape:
     """How an engine is configured. `kind`: of its model, one of `KINDS`. `connector`: in vLLM's terms, None: it has
     none. `beside`: the connectors that MultiConnector has, empty: `connector` alone.
 
+    `stages`: how many layers each stage of its pipeline has, the later ones a step behind; empty: it has none.
     `threshold`: tokens of one prompt in a step, 0: no limit. `drafts`: whether tokens are proposed and checked.
     `graphs`: steps of so many tokens at most call no hooks. `weights`: of its model. `content`: it has adapters and
     sees pictures. `extra`: settings of the connector.
@@ -37,6 +38,7 @@ class Shape:
 
     asynchronous: bool = False
     kind: str = "full"
+    stages: tuple[int, ...] = ()
     connector: Mapping[str, Any] | None = field(default_factory=lambda: PDX)
     blocks: int = 600
     budget: int = 2048  # tokens in a step
@@ -92,6 +94,8 @@ def vllm_config(shape: Shape, name: str, model: Path, node: str) -> Any:
         **({"lora_config": LoRAConfig(max_loras=shape.seqs)} if shape.content else {}),
     )
     config.scheduler_config.async_scheduling = shape.asynchronous
+    assert not (shape.stages and shape.asynchronous), "the first stage of the toy does not wait for sampled tokens"
+    config.parallel_config.pipeline_parallel_size = len(shape.stages) or 1
     cache.block_size = kind.block
     if kind.state_block:  # what vLLM sets where a model has states and its cache is used again
         cache.mamba_cache_mode, cache.mamba_block_size = "align", kind.state_block

@@ -12,7 +12,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     import torch
     from exact_config import DRAFTS, FOREIGN, MODEL_LEN, PDX, Shape, vllm_config
-    from exact_kinds import BLOCK, cache_config, known
+    from exact_kinds import BLOCK, cache_config, known, of_stages
     from exact_model import Beside, Picture, answer
     from exact_runner import NoWorker, Runner
     from vllm.config import set_current_vllm_config
@@ -121,14 +121,21 @@ class Engine:
         if hasattr(cache, "hash_block_size"):  # vLLM's engine sets it when it knows
             cache.hash_block_size = unit
         self._hasher = _block_hasher(unit)
+        num_layers = len(self.kind.mixers)
+        stages = shape.stages or (num_layers,)
+        caches = of_stages(cache, stages)
+        partition = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, stages))} if shape.stages else {}
         with (
-            patch.object(connector, "_rank", lambda: 0),
             patch.object(connector, "attention_backend", lambda *_: "TOY"),
+            patch.object(type(config.model_config), "get_total_num_hidden_layers", lambda _: num_layers),
+            patch.dict(os.environ, partition),
             set_current_vllm_config(config),
         ):
-            self._worker: Any = NoWorker()
-            if shape.connector is not None:
-                self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            self._workers: list[Any] = [NoWorker() for _ in stages]
+            for stage, of_stage in enumerate(caches) if shape.connector is not None else ():
+                with patch.object(connector, "_place", lambda stage=stage: (0, stage)):
+                    self._workers[stage] = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, of_stage)
+            self._worker = self._workers[0]
             drafter = self._draft if shape.drafts else None
             self.runner = Runner(
                 self._worker,
@@ -139,12 +146,13 @@ class Engine:
                 drafter=drafter,
                 num_drafts=DRAFTS,
                 weights=shape.weights,
+                later=list(zip(self._workers[1:], stages[1:], strict=True)),
             )
             self.scheduler = known(
                 AsyncScheduler if shape.asynchronous else Scheduler,
                 Scheduler,
                 vllm_config=config,
-                kv_cache_config=cache,
+                kv_cache_config=caches[0],
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=whole,
                 hash_block_size=unit,
@@ -153,9 +161,9 @@ class Engine:
         if shape.content:  # a model of text alone has no encoder
             self.scheduler.max_num_encoder_input_tokens = MODEL_LEN
             self.scheduler.encoder_cache_manager = type(self.scheduler.encoder_cache_manager)(cache_size=MODEL_LEN)
-        handshake = self._worker.get_handshake_metadata()
-        if handshake is not None:
-            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        told = {(stage, 0): worker.get_handshake_metadata() for stage, worker in enumerate(self._workers)}
+        if told[0, 0] is not None:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(told)
         if "faults" in vars(self._worker):
             self._worker.faults = self.faults
         self.pdx: Any = None
@@ -181,14 +189,13 @@ class Engine:
         return self.worker_pdx.worker._half
 
     def _lose_by_faults(self) -> None:
-        copier, faults = self.worker_half._copier, self.faults
-        loading = copier.loading
+        for worker in self._workers:
+            copier = self._pdx_of(worker).worker._half._copier
+            copier.loading = partial(self._loading_with_faults, copier.loading)
 
-        def loading_with_faults(arena: Any) -> Scatter | None:
-            scatter = loading(arena)
-            return LosingScatter(scatter, faults) if scatter is not None else None
-
-        copier.loading = loading_with_faults
+    def _loading_with_faults(self, loading: Callable[[Any], Scatter | None], arena: Any) -> Scatter | None:
+        scatter = loading(arena)
+        return LosingScatter(scatter, self.faults) if scatter is not None else None
 
     def _draft(self, name: str, tokens: list[int], count: int) -> list[int]:
         """The tokens that will follow, but for the last ones of them: some are taken and some are not."""
@@ -247,15 +254,15 @@ class Engine:
         """As EngineCore.step, or step_with_batch_queue; the requests that have finished."""
         if self.scheduler.has_requests():
             planned = self.scheduler.schedule()
-            self._queue.append((planned, self.runner.execute(planned)))
-            depth = DEPTH if self.shape.asynchronous else 1
+            self._queue.append((planned, self.runner.start(planned)))
+            depth = DEPTH if self.shape.asynchronous else max(1, len(self.shape.stages))
             if len(self._queue) < depth and (planned.total_num_scheduled_tokens or self.scheduler.has_requests()):
                 return []
         return self._take(*self._queue.popleft()) if self._queue else []
 
-    def _take(self, planned: Any, output: Any) -> list[str]:
+    def _take(self, planned: Any, end: Callable[[], Any]) -> list[str]:
         finished = []
-        for outputs in self.scheduler.update_from_output(planned, output).values():
+        for outputs in self.scheduler.update_from_output(planned, end()).values():
             for each in outputs.outputs:
                 self.outputs.setdefault(each.request_id, []).extend(each.new_token_ids)
                 if each.finish_reason is not None:
@@ -338,8 +345,9 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         if (missing := self.shape.blocks - 1 - pool.get_num_free_blocks()) != 0:
             yield f"{missing} blocks are not free"
-        if self.runner.pages.torn and not self.shape.beside:  # a load that fails may leave pages as they were
-            yield f"{self.runner.pages.torn} torn reads"
+        torn = sum(stage.pages.torn for stage in self.runner.stages)
+        if torn and not self.shape.beside:  # a load that fails may leave pages as they were
+            yield f"{torn} torn reads"
         if self.pdx is not None:
             yield from self._leftovers_of_pdx()
 
@@ -351,12 +359,13 @@ class Engine:
                 yield f"SchedulerHalf.{name}: {len(table)}"
         if len(self.half._turns):
             yield f"{len(self.half._turns)} requests wait for their turn"
-        if self.pdx.scheduler.is_off or self.worker_pdx.worker.is_off:
+        if self.pdx.scheduler.is_off or any(self._pdx_of(each).worker.is_off for each in self._workers):
             yield "PDX is switched off"
 
     def close(self) -> None:
         """Stop its threads, and detach from the node."""
-        self._worker.shutdown()
+        for worker in self._workers:
+            worker.shutdown()
         if self.shape.connector is not None:
             self.scheduler.connector.shutdown()
 

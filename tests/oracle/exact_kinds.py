@@ -7,7 +7,9 @@ one group at a time.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -136,6 +138,20 @@ def cache_config(kind: Kind, num_blocks: int) -> Any:
         ],
         kv_cache_layout="LBHNC",
     )
+
+
+def of_stages(config: Any, stages: Sequence[int]) -> list[Any]:
+    """What the workers of stages that have so many layers are told of it: each of its own layers."""
+    ends = list(itertools.accumulate(stages))
+    own = [{layer_name(at) for at in range(end - count, end)} for end, count in zip(ends, stages, strict=True)]
+    found = []
+    for names in own:
+        groups = [
+            KVCacheGroupSpec([name for name in each.layer_names if name in names], each.kv_cache_spec)
+            for each in config.kv_cache_groups
+        ]
+        found.append(dataclasses.replace(config, kv_cache_groups=groups))
+    return found if len(stages) > 1 else [config]
 
 
 def _spec(group: Group, page: int) -> Any:

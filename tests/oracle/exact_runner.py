@@ -6,16 +6,19 @@ See vllm/v1/worker/kv_connector_model_runner_mixin.py and gpu_model_runner.py fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from exact_kinds import Kind, Pages, Tables, layer_name
 from exact_model import Beside, Picture, State, Words, advance, embed, keys_of, mixed, sample, seen, sums_of
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
+_Move = tuple[Tables, int, int]  # of a request's states: its blocks, and from which slot to which
 # (request id, tokens, how many to propose) -> draft tokens
 Drafter = Callable[[str, list[int], int], list[int]]
 
@@ -57,9 +60,18 @@ class NoWorker:
         return set()
 
 
+class Stage(NamedTuple):
+    """Of a pipeline: the worker side of a connector, these layers of the model, and their cache."""
+
+    worker: Any
+    layers: range
+    pages: Pages
+
+
 @dataclass
 class Runner:
-    """`worker`: the worker side of a connector. Nothing of it is called but by `execute` and at start-up.
+    """`worker`: the worker side of a connector. Nothing of it is called but by `start` and at start-up. `later`: those
+    of the later stages of a pipeline, and how many layers each has; the first has the others.
 
     `skips_hooks`: of a step of so many tokens, whether it runs as one graph, which calls no hook of a layer.
     `draft_layers`: so many last layers belong to a draft model: they run after the step's transfers were asked for, as
@@ -73,6 +85,7 @@ class Runner:
     skips_hooks: Callable[[int], bool] = lambda num_tokens: False
     drafter: Drafter | None = None
     num_drafts: int = 0
+    later: Sequence[tuple[Any, int]] = ()
     steps: int = 0
     computed: int = 0  # tokens
     drafts: DraftTokenIds | None = None  # for the next step
@@ -83,21 +96,36 @@ class Runner:
     _slots: dict[str, int] = field(default_factory=dict)  # in which those that run have their state
 
     def __post_init__(self) -> None:
-        self.pages = Pages(self.kind, self.num_blocks)
         self._mixers = self.kind.mixers
-        self.worker.register_kv_caches(dict(self.pages.tensors))
+        first = len(self._mixers) - sum(count for _, count in self.later)
+        self.stages: list[Stage] = []
+        for worker, count in [(self.worker, first), *self.later]:
+            start = self.stages[-1].layers.stop if self.stages else 0
+            self.stages.append(Stage(worker, range(start, start + count), Pages(self.kind, self.num_blocks)))
+            tensors = self.stages[-1].pages.tensors
+            worker.register_kv_caches({layer_name(at): tensors[layer_name(at)] for at in self.stages[-1].layers})
+        self.pages = self.stages[0].pages
+        self._aggregator = KVOutputAggregator(len(self.stages))
 
     def execute(self, step: Any) -> ModelRunnerOutput:
         """One step of `SchedulerOutput`, to its end."""
+        return self.start(step)()
+
+    def start(self, step: Any) -> Callable[[], ModelRunnerOutput]:
+        """One step of `SchedulerOutput`, as far as the first stage of a pipeline; what is returned does the others."""
         self.worker.handle_preemptions(step.kv_connector_metadata)
         self._update(step)
         self.steps += bool(step.total_num_scheduled_tokens)
         self.computed += step.total_num_scheduled_tokens
         self._encode(step)
         work = self._work_of(step)  # loads adapters, as vLLM does before this:
-        self._move_states(work)
+        moves = self._moves_of(work)
+        if self.later:
+            outputs = [self._run(self.stages[0], step, work, moves)]
+            return partial(self._end, step, work, moves, outputs)
+        self._prepare(self.stages[0], step, moves)
         self.worker.bind_connector_metadata(step.kv_connector_metadata)
-        layers = iter(self._forward(work, has_hooks=not self.skips_hooks(step.total_num_scheduled_tokens)))
+        layers = iter(self._forward(self.stages[0], work, has_hooks=self._has_hooks(step)))
         loads_first = getattr(step, "has_sync_kv_loads", True)  # before 0.29 always
         if loads_first:
             self.worker.start_load_kv(None)
@@ -108,30 +136,55 @@ class Runner:
         sampled = {name: self._sample(step, name, one) for name, one in work.items()}
         if not self.draft_layers or not work:
             self.worker.wait_for_save()
-        output = self._transfers(step)
+        output = self._transfers(self.worker, step)
         if self.draft_layers and work:
             for _ in layers:
                 pass
             self.worker.wait_for_save()
         self.worker.clear_connector_metadata()
         self._propose(sampled)
-        names = list(step.num_scheduled_tokens)
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[sampled[name] for name in names],
-            kv_connector_output=None if output.is_empty() else output,
-        )
+        told = _output(step, sampled, output)
+        return lambda: told
+
+    def _end(
+        self, step: Any, work: dict[str, _Work], moves: Sequence[_Move], outputs: list[KVConnectorOutput]
+    ) -> ModelRunnerOutput:
+        """The later stages of a step, which the first one may have left behind."""
+        outputs = [*outputs, *(self._run(stage, step, work, moves) for stage in self.stages[1:])]
+        sampled = {name: self._sample(step, name, one) for name, one in work.items()}
+        return self._aggregator.aggregate([_output(step, sampled, each) for each in outputs], len(outputs) - 1)
+
+    def _run(self, stage: Stage, step: Any, work: dict[str, _Work], moves: Sequence[_Move]) -> KVConnectorOutput:
+        """A stage of a pipeline, in its own time."""
+        if stage is not self.stages[0]:
+            stage.worker.handle_preemptions(step.kv_connector_metadata)
+        self._prepare(stage, step, moves)
+        stage.worker.bind_connector_metadata(step.kv_connector_metadata)
+        stage.worker.start_load_kv(None)
+        for _ in self._forward(stage, work, has_hooks=self._has_hooks(step)) if work else ():
+            pass
+        stage.worker.wait_for_save()
+        output = self._transfers(stage.worker, step)
+        stage.worker.clear_connector_metadata()
+        return output
+
+    def _has_hooks(self, step: Any) -> bool:
+        return not self.skips_hooks(step.total_num_scheduled_tokens)
+
+    def _prepare(self, stage: Stage, step: Any, moves: Sequence[_Move]) -> None:
+        """Its blocks, before anything is computed."""
+        if zeroed := getattr(step, "new_block_ids_to_zero", None):
+            stage.pages.zero(zeroed)
+        if copies := getattr(step, "kv_cache_block_copies", None):
+            stage.pages.copy(copies)
+        for move in moves:
+            stage.pages.move_states(*move)
 
     # ---- requests ---------------------------------------------------------------------------
 
     def _update(self, step: Any) -> None:
         for name in step.finished_req_ids:
             self._states.pop(name, None)
-        if zeroed := getattr(step, "new_block_ids_to_zero", None):
-            self.pages.zero(zeroed)
-        if copies := getattr(step, "kv_cache_block_copies", None):
-            self.pages.copy(copies)
         for new in step.scheduled_new_reqs:
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             self._states[new.req_id] = _State(
@@ -166,15 +219,17 @@ class Runner:
             work[name] = _Work(state, start, count, embed(tokens[start : start + count], start, beside))
         return work
 
-    def _move_states(self, work: dict[str, _Work]) -> None:
-        """To the slots that these tokens end in."""
+    def _moves_of(self, work: dict[str, _Work]) -> list[_Move]:
+        """Of states, to the slots that these tokens end in."""
+        moves: list[_Move] = []
         if (block := self.kind.state_block) == 0:
-            return
+            return moves
         for name, one in work.items():
             slot = self._slots.get(name, (one.start - 1) // block)
             self._slots[name] = to = (one.start + one.count - 1) // block
             if slot not in (-1, to):
-                self.pages.move_states(one.state.blocks, slot, to)
+                moves.append(([list(table) for table in one.state.blocks], slot, to))
+        return moves
 
     def _encode(self, step: Any) -> None:
         for name in step.free_encoder_mm_hashes:
@@ -198,33 +253,35 @@ class Runner:
 
     # ---- computing --------------------------------------------------------------------------
 
-    def _forward(self, work: dict[str, _Work], *, has_hooks: bool) -> Iterator[int]:
+    def _forward(self, stage: Stage, work: dict[str, _Work], *, has_hooks: bool) -> Iterator[int]:
         """Compute layer after layer, each when it is asked for."""
-        for layer, mixer in enumerate(self._mixers):
+        worker, pages = stage.worker, stage.pages
+        for layer in stage.layers:
+            mixer = self._mixers[layer]
             has_hooks_here = has_hooks and mixer.kind != "state"
             if has_hooks_here:
-                self.worker.wait_for_layer_load(layer_name(layer))
+                worker.wait_for_layer_load(layer_name(layer))
             for one in work.values():
                 if mixer.kind != "state":
-                    self.pages.write(layer, one.state.blocks, one.start, keys_of(one.hidden, one.start, layer))
+                    pages.write(layer, one.state.blocks, one.start, keys_of(one.hidden, one.start, layer))
             for one in work.values():
-                hidden = mixed(one.hidden, self._mix(one, layer), layer)
+                hidden = mixed(one.hidden, self._mix(pages, one, layer), layer)
                 if layer < len(self._mixers) - self.draft_layers:
                     one.hidden = hidden
             if has_hooks_here:
-                self.worker.save_kv_layer(layer_name(layer), None, None)
+                worker.save_kv_layer(layer_name(layer), None, None)
             yield layer
 
-    def _mix(self, one: _Work, layer: int) -> Words:
+    def _mix(self, pages: Pages, one: _Work, layer: int) -> Words:
         """What the layer's tokens have looked at."""
         mixer, blocks, end = self._mixers[layer], one.state.blocks, one.start + one.count
         if mixer.kind == "state":  # the slot has what the tokens before have left
-            before = self.pages.state(layer, blocks, end) if one.start else State()
+            before = pages.state(layer, blocks, end) if one.start else State()
             words, behind = advance(keys_of(one.hidden, one.start, layer), before)
-            self.pages.put_state(layer, blocks, end, behind)
+            pages.put_state(layer, blocks, end, behind)
             return words
         first = mixer.first(one.start)
-        return seen(sums_of(self.pages.read(layer, blocks, first, end), first), first, mixer, one.start)
+        return seen(sums_of(pages.read(layer, blocks, first, end), first), first, mixer, one.start)
 
     def _sample(self, step: Any, name: str, one: _Work) -> list[int]:
         """The token that follows, and before it the drafts that were right."""
@@ -251,18 +308,28 @@ class Runner:
 
     # ---- transfers --------------------------------------------------------------------------
 
-    def _transfers(self, step: Any) -> KVConnectorOutput:
+    def _transfers(self, worker: Any, step: Any) -> KVConnectorOutput:
         output = KVConnectorOutput()
         if hasattr(KVConnectorBase_V1, "get_transfer_results"):  # else this release calls the older one
-            results = self.worker.get_transfer_results(step.finished_req_ids)
+            results = worker.get_transfer_results(step.finished_req_ids)
             output.finished_sending = results.finished_sending or None
             output.finished_recving = results.finished_recving or None
             output.failed_recving = results.failed_recving
         else:
-            output.finished_sending, output.finished_recving = self.worker.get_finished(step.finished_req_ids)
-        output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
-        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+            output.finished_sending, output.finished_recving = worker.get_finished(step.finished_req_ids)
+        output.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        output.kv_connector_worker_meta = worker.build_connector_worker_meta()
         return output
+
+
+def _output(step: Any, sampled: dict[str, list[int]], output: KVConnectorOutput) -> ModelRunnerOutput:
+    names = list(step.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=[sampled[name] for name in names],
+        kv_connector_output=None if output.is_empty() else output,
+    )
 
 
 def _tables(blocks: Any) -> Tables:

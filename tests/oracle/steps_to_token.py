@@ -39,19 +39,19 @@ def engine(name: str, model: Path, address: str, *, is_on: bool = True, **shape:
 
 def slowed(made: Engine) -> Callable[[], None]:
     """Its steps take 30 ms from now on, until what is returned is called."""
-    execute = made.runner.execute
+    start = made.runner.start
 
     def slowly(step: Any) -> Any:
         begun = time.monotonic()
-        output = execute(step)
+        output = start(step)
         if step.total_num_scheduled_tokens:
             time.sleep(max(0.0, STEP_S - (time.monotonic() - begun)))
         return output
 
-    made.runner.execute = slowly  # type: ignore[method-assign]
+    made.runner.start = slowly  # type: ignore[method-assign]
 
     def end() -> None:
-        made.runner.execute = execute  # type: ignore[method-assign]
+        made.runner.start = start  # type: ignore[method-assign]
 
     return end
 

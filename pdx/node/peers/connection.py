@@ -251,7 +251,8 @@ def _check_layouts(own: Hello, name: str, theirs: Sequence[bytes]) -> None:
     if own.layouts and theirs and not set(own.layouts) & set(theirs):
         raise PeerRefused(
             f"no engine of {name!r} has the KV layout of any engine of {own.name!r}: model, dtype, block size, "
-            "chunk size, shards (of --tensor-parallel-size, if `shards` is not set) and attention backend must be equal"
+            "chunk size, shards (of --tensor-parallel-size, if `shards` is not set), stages (likewise) and attention "
+            "backend must be equal"
         )
 
 
