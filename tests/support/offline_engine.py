@@ -1,19 +1,44 @@
-"""A family's engine with several ranks, which no `Forge` forks: `offline_engine.py FOLDER FAMILY RANKS NODE PROMPTS`.
+"""A family's engine with several workers, which no `Forge` forks:
 
-PROMPTS is JSON, [[token, …], …]. For each one it prints a line of JSON: [tokens that were not computed, [token, …]].
+    offline_engine.py FOLDER FAMILY OPTIONS SETTINGS PROMPTS
+
+All but the first two are JSON: vLLM's options beside the family's, those of the connector, and [[token, …], …]. For
+each prompt, one after the other, it prints a line of JSON: [tokens that were not computed, [token, …]].
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from families import FAMILIES, OPTIONS
 
 
-def main(folder: str, name: str, ranks: int, node: str, prompts: list[list[int]]) -> None:
+def answers(
+    folder: Path, family: str, options: dict[str, Any], settings: dict[str, Any], prompts: Sequence[list[int]]
+) -> list[Any]:
+    """Of an engine in processes of its own, of which each worker has a core."""
+    told = [json.dumps(each) for each in (options, settings, prompts)]
+    workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    env = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(workers))),
+        "VLLM_CPU_CI_ENV": "1",
+    }
+    command = [sys.executable, __file__, str(folder), family, *told]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400, check=False)
+    found = [json.loads(line.removeprefix("ANSWER ")) for line in done.stdout.splitlines() if "ANSWER" in line]
+    assert len(found) == len(prompts), done.stdout[-3000:] + done.stderr[-9000:]
+    return found
+
+
+def main(folder: str, name: str, more: dict[str, Any], settings: dict[str, Any], prompts: list[list[int]]) -> None:
     from vllm import LLM, SamplingParams
 
     family = FAMILIES[name]
@@ -23,10 +48,9 @@ def main(folder: str, name: str, ranks: int, node: str, prompts: list[list[int]]
         "kv_connector_module_path": "pdx.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"node": node, "start_node": False, "lookup_s": 30.0, "load": "always"},
+        "kv_connector_extra_config": {"start_node": False, "lookup_s": 30.0, "load": "always", **settings},
     }
-    options = {**OPTIONS, **family.options, "kv_transfer_config": connector, "tensor_parallel_size": ranks}
-    engine = LLM(folder, **options)
+    engine = LLM(folder, **{**OPTIONS, **family.options, "kv_transfer_config": connector, **more})
     sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
     for prompt in prompts:
         [done] = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
@@ -35,5 +59,4 @@ def main(folder: str, name: str, ranks: int, node: str, prompts: list[list[int]]
 
 
 if __name__ == "__main__":
-    folder, name, ranks, node, prompts = sys.argv[1:]
-    main(folder, name, int(ranks), node, json.loads(prompts))
+    main(*sys.argv[1:3], *map(json.loads, sys.argv[3:]))

@@ -1,0 +1,39 @@
+"""A pipeline of two stages, and engines without one: what one has computed the other loads, and answers as plain vLLM
+does. On CPUs vLLM's later stages want a patch (`pipeline_buffers`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forge import Forge
+from node_harness import MIB, NodeProcess
+from offline_engine import answers
+
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+STAGES = {"pipeline_parallel_size": 2, "worker_extension_cls": "pipeline_buffers.Buffers"}
+PROMPTS = [[random.Random(seed).randrange(200) for _ in range(700)] for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gptoss"])
+def test_a_pipeline_and_an_engine_without_one_share_chunks(
+    start_node: Callable[..., NodeProcess], forge: Forge, tmp_path: Path, family: str
+) -> None:
+    """Of one cache group, and of two. Without a setting a pipeline is cut where its stages are."""
+    node = start_node(arena_bytes=128 * MIB)
+    with forge.engine(family) as plain:
+        one, two = [plain.generate(prompt, 16)[0] for prompt in PROMPTS]
+    has, cut = {"node": node.address}, {"node": node.address, "stages": 2}
+
+    def ask(options: dict[str, Any], settings: dict[str, Any], *prompts: list[int]) -> list[Any]:
+        found = answers(tmp_path / "model", family, options, settings, prompts)
+        node.wait_at_rest()
+        return found
+
+    first, second = PROMPTS
+    assert ask(STAGES, has, first) == [[0, one]]
+    assert ask({}, cut, first, second) == [[512, one], [0, two]]
+    assert ask(STAGES, cut, second) == [[512, two]]
