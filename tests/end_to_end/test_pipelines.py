@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import FAMILIES
 from forge import Forge
 from node_harness import MIB, NodeProcess
 from offline_engine import answers
@@ -29,11 +30,12 @@ def test_a_pipeline_and_an_engine_without_one_share_chunks(
     has, cut = {"node": node.address}, {"node": node.address, "stages": 2}
 
     def ask(options: dict[str, Any], settings: dict[str, Any], *prompts: list[int]) -> list[Any]:
-        found = answers(tmp_path / "model", family, options, settings, prompts)
-        node.wait_at_rest()
-        return found
+        return answers(tmp_path / "model", family, options, settings, prompts)
 
     first, second = PROMPTS
     assert ask(STAGES, has, first) == [[0, one]]
+    per_prompt = 4 * len(FAMILIES[family].groups)  # two chunks of each part of each group
+    node.wait_sealed(per_prompt)
     assert ask({}, cut, first, second) == [[512, one], [0, two]]
+    node.wait_sealed(2 * per_prompt)
     assert ask(STAGES, cut, second) == [[512, two]]

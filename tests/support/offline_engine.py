@@ -18,6 +18,9 @@ from typing import Any
 
 from families import FAMILIES, OPTIONS
 
+from pdx.client.api import connect
+from pdx.testing.waiting import wait_until
+
 
 def answers(
     folder: Path, family: str, options: dict[str, Any], settings: dict[str, Any], prompts: Sequence[list[int]]
@@ -51,6 +54,8 @@ def main(folder: str, name: str, more: dict[str, Any], settings: dict[str, Any],
         "kv_connector_extra_config": {"start_node": False, "lookup_s": 30.0, "load": "always", **settings},
     }
     engine = LLM(folder, **{**OPTIONS, **family.options, "kv_transfer_config": connector, **more})
+    with connect(settings["node"]) as node:  # who asks before that is answered without it
+        wait_until(lambda: any(one.kind == "scheduler" for one in node.status().attached), what="it is attached")
     sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
     for prompt in prompts:
         [done] = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
