@@ -113,7 +113,8 @@ class Engines:
                 text = f"engine {engine.engine!r} of node {report.node!r} gets no requests: there are too many"
                 drop = ("engines", text)
             if drop is None:
-                engines[url] = engine
+                others = engines[url].running if url in engines else 0  # other data parallel ranks of one server
+                engines[url] = msgspec.structs.replace(engine, running=engine.running + others)
                 places, own = places - is_new, own - is_new
             else:
                 dropped.append(drop)

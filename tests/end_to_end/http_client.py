@@ -11,17 +11,17 @@ from typing import Any
 TIMEOUT_S = 120.0
 
 
-def open_request(url: str, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+def open_request(url: str, path: str, body: dict[str, Any], **headers: str) -> http.client.HTTPConnection:
     """Send the request and return the connection without waiting for the answer; close it to be gone."""
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
     return connection
 
 
-def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def post(url: str, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
     """The answer with its status under "http_status" and PDX's headers under "pdx"."""
-    connection = open_request(url, path, body)
+    connection = open_request(url, path, body, **headers)
     try:
         response = connection.getresponse()
         answer = json.loads(response.read())

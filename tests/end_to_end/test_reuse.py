@@ -276,6 +276,31 @@ def test_engines_of_other_tensor_parallel_sizes_share_chunks_and_hand_prompts_ov
     two.stop()
 
 
+def test_ranks_of_data_parallelism_find_what_the_other_one_has_saved(
+    host: Host, model: Path, expected: dict[str, Any]
+) -> None:
+    """Each rank is an engine of its own, with halves of its own; they share the node, and one address."""
+    server = host.serve("dp2", model, "--data-parallel-size", "2", cores="nobind")
+    server.wait_ready()
+
+    def engines() -> set[str]:
+        return {each.engine for each in host.status().attached if each.kind == "scheduler"}
+
+    wait_until(lambda: len(engines()) == 2 == host.workers(), timeout_s=60, what="both ranks are attached")
+    assert {name[-4:] for name in engines()} == {"_dp0", "_dp1"}
+    path, body = CASES["length-1000"]
+    for salt, (first, second) in {"up": "01", "down": "10"}.items():
+        salted, hits, before = {**body, "cache_salt": f"ranks {salt}"}, hit_tokens(server), host.sealed()
+        answer = post(server.url, path, salted, **{"X-data-parallel-rank": first})
+        assert essence(answer) == essence(expected["length-1000"])
+        wait_until(lambda before=before: host.sealed() == before + 4, timeout_s=30, what="what was computed is saved")
+        assert hit_tokens(server) == hits
+        answer = post(server.url, path, salted, **{"X-data-parallel-rank": second})
+        assert essence(answer) == essence(expected["length-1000"])
+        assert hit_tokens(server) - hits == 896
+    server.stop()
+
+
 def test_salt_keeps_tenants_apart(host: Host, engine: Server) -> None:
     computed, hit = computed_prompt_tokens(engine), hit_tokens(engine)
     prompt = text(3000, 600)

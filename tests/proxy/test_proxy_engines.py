@@ -84,6 +84,13 @@ def test_an_engine_that_is_not_reported_any_more_serves_alone(clock, found):
     assert [each.detached for each in found.all()] == [False, False]
 
 
+def test_data_parallel_ranks_of_one_server_are_one_engine_with_the_load_of_all(clock, health):
+    found = engines(clock, health=health)
+    believed, dropped = found.screen(report(("e_dp0", "both", "http://a:1"), ("e_dp1", "both", "http://a:1/")))
+    found.report(believed)
+    assert (urls(found), dropped, health.of("http://a:1").others) == (["http://a:1"], [], 4)
+
+
 class Walked(dict):
     """Counts the items that are walked through."""
 
