@@ -373,7 +373,7 @@ class TrackedRequest:
         """These are its blocks, for each table; or those that follow what it has."""
         if len(blocks) != len(self.tables):
             name, expected = self.request.request_id, len(self.tables)
-            raise LayoutError(f"request {name}: {len(blocks)} block tables, expected {expected}")
+            raise LayoutError(f"request {name}: blocks of {len(blocks)} cache groups, expected {expected}")
         for table, of_group in zip(self.tables, blocks, strict=True):
             if are_all:
                 table[:] = of_group

@@ -88,7 +88,7 @@ class Engine:
             half = connector.PdxConnector(config, KVConnectorRole.WORKER, caches[stage])
             half.register_kv_caches(dict.fromkeys(reversed(names)))
             told[stage, rank] = pickle.loads(pickle.dumps(half.get_handshake_metadata()))  # noqa: S301  as vLLM does
-        monkeypatch.setattr(connector, "SchedulerHalf", lambda config, groups, *_: self._scheduler(groups))
+        monkeypatch.setattr(connector, "SchedulerHalf", lambda config, groups, *_, **__: self._scheduler(groups))
         scheduler = connector.PdxConnector(
             config, KVConnectorRole.SCHEDULER, self._cache(generate_scheduler_kv_cache_config(caches).kv_cache_groups)
         )
