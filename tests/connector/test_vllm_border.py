@@ -544,7 +544,7 @@ def test_the_worker_half_hears_of_sleep_before_memory_goes_and_of_waking_when_it
         pytest.skip("not in this release")
     half = Mock(unregister=lambda: calls.append("unregister"), restore=lambda: calls.append("restore"))
     monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=half))
-    monkeypatch.setattr(connector, "_rank", lambda: 0)
+    monkeypatch.setattr(connector, "_place", lambda: (0, 0))
     monkeypatch.setattr(releases, "_told", weakref.WeakSet())
     for each in {"sleep", "discard", "wake_up"} & vars(Worker).keys():
         monkeypatch.setattr(Worker, each, lambda self, _, each=each: calls.append(each))
