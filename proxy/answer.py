@@ -29,7 +29,6 @@ class _Choice(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: Raw = Raw(b"null")
-    prompt_logprobs: Raw = Raw(b"null")  # of a completion
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
@@ -41,7 +40,6 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     usage: Usage
     choices: list[_Choice]
     system_fingerprint: str | None = None
-    prompt_logprobs: Raw = Raw(b"null")  # of a chat
 
     @property
     def choice(self) -> _Choice:
@@ -123,22 +121,6 @@ def merged_answer(prefill: PrefillAnswer, raw: bytes) -> bytes:
     return _encode(answer)
 
 
-def with_prompt_logprobs(raw: bytes, prefill: PrefillAnswer) -> bytes:
-    """The decode leg's answer with what the prefill leg's says of the prompts. :raises ProtocolError: it is none."""
-    try:
-        parts: dict[str, Any] = _parts.decode(raw)
-        choices: list[dict[str, Any]] = _choices.decode(parts["choices"])
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
-        raise ProtocolError(f"a decode answer of {len(raw)} bytes has no choices") from error
-    samples = max(1, len(choices) // len(prefill.choices))  # of each prompt; they follow each other
-    for at, choice in enumerate(choices):
-        if "prompt_logprobs" in choice:
-            choice["prompt_logprobs"] = prefill.choices[min(at // samples, len(prefill.choices) - 1)].prompt_logprobs
-    if "prompt_logprobs" in parts:
-        parts["prompt_logprobs"] = prefill.prompt_logprobs
-    return msgspec.json.encode({**parts, "choices": choices})
-
-
 def first_event(prefill: PrefillAnswer, *, finish: bool, options: dict[str, Any]) -> bytes:
     choice = prefill.choice
     chunk = _chunk(prefill)
@@ -209,12 +191,10 @@ class AsItIs:
         self,
         route: Route,
         counts: Callable[[], Awaitable[Mapping[str, int]]] | None = None,
-        prefill: PrefillAnswer | None = None,
     ) -> None:
-        """`counts` waits for what the prefill engine says of that. `prefill`: it has the prompts' logprobs."""
+        """`counts` waits for what the prefill engine says of that."""
         self._route = route
         self._counts = counts
-        self._prefill = prefill
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine went away before the end."""
@@ -228,18 +208,9 @@ class AsItIs:
         elif self._route.member.search(raw) is None:
             raise failed(Reason.MALFORMED, answer.engine, f"{len(raw)} bytes are no answer")
         else:
-            raw = self._with_logprobs(raw, answer)
             exchange.first_token(answer.engine, streams=False)
         exchange.reply.pass_on(answer.headers)
         exchange.reply.whole(answer.status, await self.whole(raw), content_type=answer.content_type)
-
-    def _with_logprobs(self, raw: bytes, answer: Answer) -> bytes:
-        if self._prefill is None:
-            return raw
-        try:
-            return with_prompt_logprobs(raw, self._prefill)
-        except ProtocolError as error:
-            raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
         """Of the client's stream. An event that waits for the prefill engine keeps none before it waiting."""

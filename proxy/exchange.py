@@ -70,11 +70,6 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
         return self.body.get("stream") is True
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Of the prompt: the prefill engine computes those."""
-        return self.body.get("prompt_logprobs") is not None and self.route in (Route.COMPLETIONS, Route.CHAT)
-
-    @property
     def stream_options(self) -> dict[str, Any]:
         options = self.body.get("stream_options")
         return options if isinstance(options, dict) else {}

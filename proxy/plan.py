@@ -99,8 +99,6 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         return Plan(Mode.ALONE, "stream_options")
     if (body.get("min_tokens") or 0) > (token_limit(route, body) or 1 << 62):
         return Plan(Mode.ALONE, "min_tokens")
-    if body.get("prompt_logprobs") is not None and body.get("stream"):  # which an engine refuses
-        return Plan(Mode.ALONE, "prompt_logprobs")
     if not route.forwards:
         return _planned_chat(route, body, min_split_tokens)
     prompt = yield from single_prompt(body.get("prompt"))
@@ -293,7 +291,7 @@ _SPLITTABLE: dict[str, Callable[[Any], bool]] = {
     "best_of": _one,
     "use_beam_search": _false,
     "echo": _false,
-    "prompt_logprobs": _at_least(-1),
+    "prompt_logprobs": _absent,  # an engine asked for them saves and finds nothing of the prompt
     "prompt_embeds": _empty,
     "suffix": _absent,
     # -1 means "as many as fit beside the answer", which the prefill leg's shorter answer would change.
@@ -347,7 +345,6 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
     "spaces_between_special_tokens": lambda value: value is True,
     # These describe every token, the first one included.
     "logprobs": _absent,
-    "prompt_logprobs": _absent,
     "logprob_token_ids": _empty,
     "return_token_ids": _false,
     "return_tokens_as_token_ids": _false,
@@ -361,7 +358,7 @@ _KNOWN = frozenset(_FORWARD) | {"seed"}  # names from outside never become label
 # Numbers, and what is true or false, in any form that engines take.
 WHOLE = (
     *("n", "best_of", "min_tokens", "truncate_prompt_tokens"),
-    *("max_tokens", "max_completion_tokens", "max_output_tokens", "prompt_logprobs"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens"),
 )
 SWITCHES = ("stream", "echo", "use_beam_search", "background")
 # The values of these decide; of all others it matters at most whether they are null.

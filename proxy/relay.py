@@ -143,9 +143,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
         self._heed_obstacle(exchange, pair)
-        in_turn = exchange.prompts > 1 or exchange.wants_logprobs
         # Without a node, nobody can tell the decode engine what became of prefill.
-        if exchange.mode is Mode.SAMPLED and pair.decoder.node and not in_turn:
+        if exchange.mode is Mode.SAMPLED and pair.decoder.node and exchange.prompts == 1:
             return await self._together(exchange, pair)
         try:
             planned, prefill, raw = await self._prefill(exchange, pair)
@@ -344,15 +343,17 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         async def counts() -> Mapping[str, int]:
             return prefill.usage.cache_counts
 
-        shape = answer.AsItIs(exchange.route, counts, prefill if exchange.wants_logprobs else None)
+        shape = answer.AsItIs(exchange.route, counts)
         await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), shape, avoid=avoid)
 
     def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
-        usage, asked = prefill.usage, exchange.body
-        if exchange.wants_logprobs:  # for which an engine computes the whole prompt
-            asked = {name: value for name, value in asked.items() if name != "prompt_logprobs"}
-        tokens = usage.prompt_tokens if exchange.prompts == 1 else None  # it is the sum of all
-        return body.arriving(asked, transfer=exchange.transfer, prompt_tokens=tokens, cached_tokens=usage.cached_tokens)
+        usage = prefill.usage
+        return body.arriving(
+            exchange.body,
+            transfer=exchange.transfer,
+            prompt_tokens=usage.prompt_tokens if exchange.prompts == 1 else None,  # it is the sum of all
+            cached_tokens=usage.cached_tokens,
+        )
 
     async def _alone(self, exchange: Exchange) -> None:
         shape = answer.AsItIs(exchange.route) if exchange.whole is None else answer.Bytes()

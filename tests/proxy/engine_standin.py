@@ -329,20 +329,10 @@ class StandIn:
                 wanted = body.get("return_token_ids")
                 choice["token_ids"] = tokens if wanted else None
                 choice["prompt_token_ids"] = prompt if wanted else None
-                if not chat:
-                    choice["prompt_logprobs"] = self.logprobs_of(body, prompt)
                 choices.append(choice)
         kv = {"from": self.name} if body.get("kv_transfer_params") else None
         usage = self.usage(body, sum(map(len, prompts)), generated)
-        if chat:
-            head = {**head, "prompt_logprobs": self.logprobs_of(body, prompts[0])}
         return {**head, "choices": choices, "usage": usage, "kv_transfer_params": kv, "metrics": None}
-
-    def logprobs_of(self, body, prompt):
-        if body.get("prompt_logprobs") is None:
-            return None
-        assert "do_remote_prefill" not in (body.get("kv_transfer_params") or {}), "it would compute the prompt"
-        return [None, *({str(token): {"logprob": -0.5}} for token in prompt[1:])]
 
     async def stream(self, request, body, head, chat, prompt, limit):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **self.headers})

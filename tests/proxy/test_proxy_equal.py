@@ -262,9 +262,6 @@ SEVERAL = [
     (CHAT, {**TALK, "n": 2}, "chat"),
     (COMPLETIONS, {"prompt": ["one", "another one", "x"]}, "prompts"),
     (COMPLETIONS, {"prompt": [[7, 8, 9], [7]], "n": 2, "logprobs": 1}, "prompts"),
-    (COMPLETIONS, {"prompt": FORWARDED, "prompt_logprobs": 1}, "prompt_logprobs"),
-    (COMPLETIONS, {"prompt": ["one", "two"], "prompt_logprobs": 0, "n": 2}, "prompts"),
-    (CHAT, {**TALK, "prompt_logprobs": 1}, "chat"),
 ]
 
 
@@ -282,7 +279,6 @@ async def test_several_answers_or_prompts_are_one_prefill(path, body, why, detai
             first["prompt" if path == COMPLETIONS else "messages"]
             == last["prompt" if path == COMPLETIONS else "messages"]
         )
-        assert ("prompt_logprobs" in first, "prompt_logprobs" in last) == ("prompt_logprobs" in body, False)
         params = last["kv_transfer_params"]
         assert params["transfer_id"] == first["kv_transfer_params"]["transfer_id"]
         if why == "prompts":

@@ -44,10 +44,10 @@ ONE_BY_ONE = {
         "guided_json": ({},), "response_format": ({"type": "json_object"},), "return_token_ids": (True,),
         "truncate_prompt_tokens": (5,), "spaces_between_special_tokens": (False,), "vllm_xargs": ({"x": 1},),
         "repetition_detection": ({},), "watermarking": (True,), "never_heard_of": (0,), "n": (2, "2"),
-        "prompt_logprobs": (0, -1, "1"), "prompt": (["a", "b"], [[1], [2]], [[1], ["a"]], [[1, 2], [3]]),
+        "prompt": (["a", "b"], [[1], [2]], [[1], ["a"]], [[1, 2], [3]]),
     },
     Mode.ALONE: {
-        "n": (0, "x"), "best_of": (2,), "use_beam_search": (True,), "echo": (True, 1), "prompt_logprobs": (-2, "x"),
+        "n": (0, "x"), "best_of": (2,), "use_beam_search": (True,), "echo": (True, 1), "prompt_logprobs": (0, -1),
         "prompt_embeds": ("x",), "suffix": ("",), "truncate_prompt_tokens": (-1,), "stream": ("si",),
         "prompt": ([["a"]], ["a"] * 1100, [], "", [""], [[]], [True], [1, "a"], None, {"a": 1}, [["a"]]),
         "stream_options": ({"include_usage": True},), "max_tokens": (0, "5 tokens", 5.5), "min_tokens": (17, -1),
@@ -63,7 +63,6 @@ TOGETHER = [
     (Mode.SAMPLED, {"seed": 1, "temperature": False}),
     (Mode.ALONE, {"stream": True, "stream_options": []}),
     (Mode.ALONE, {"max_tokens": 3, "min_tokens": 4}),
-    (Mode.ALONE, {"prompt_logprobs": 1, "stream": True}),
     (Mode.ALONE, {"prompt": ["a", "b"], "max_tokens": 1}),
 ]
 
