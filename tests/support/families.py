@@ -199,12 +199,13 @@ FAMILIES: dict[str, Family] = {
         (*[Group("MambaSpec", 1, 544)] * 3, Group("FullAttentionSpec", 1, 544)),
         {
             "num_hidden_layers": 4, "layer_types": _every(4, 4, "full_attention", "linear_attention"),
-            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+            "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
             "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
             **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64,
         },
         embedding_std=0.3,
-        options={"dtype": "bfloat16"},  # the one that its kernel for CPUs takes
+        # The type that its kernel for CPUs takes; states are kept in the one that vLLM sets on some CPUs.
+        options={"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
         is_exact=False,
     ),
     "deepseek_v2": Family(
