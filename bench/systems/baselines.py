@@ -231,16 +231,17 @@ class Nixl(Baseline):
 
     `push`: NixlPushConnector, with which the prefill engine writes them. `yields`: its progress thread gets only the
     time that nobody else wants: what is not owed to its polling. Nobody's documentation advises this; it tells the
-    connector's part in `nixl`'s figures from its polling thread's.
+    connector's part in `nixl`'s figures from its polling thread's. `ranks`: of the decode engine.
     """
 
     polls_idle = True  # its progress thread
     packages = (*VLLM, *NIXL)
     needs = Needs(any_of=NIXL, install="pip install nixl")
 
-    def __init__(self, name: str, title: str, *, push: bool = False, yields: bool = False) -> None:
+    def __init__(self, name: str, title: str, *, push: bool = False, yields: bool = False, ranks: int = 1) -> None:
         self.name = name
         self.title = title
+        self._ranks = ranks
         self._mode = Mode.PUSH if push else Mode.PULL
         self._connector = "NixlPushConnector" if push else "NixlConnector"
         self._yields = yields
@@ -251,10 +252,13 @@ class Nixl(Baseline):
             config["kv_buffer_device"] = "cpu"
         found = []
         engines = ("prefill", ports.prefill, ports.prefill_side), ("decode", ports.decode, ports.decode_side)
-        for (role, port, side), home in zip(engines, bed.homes(), strict=True):
+        for (role, port, side), (home, flags) in zip(engines, self._homes(bed), strict=True):
             env = {**home, "UCX_NET_DEVICES": "all", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
-            found.append(engine_command(bed, role, port, env=env, options=_transfer(config)))
+            found.append(engine_command(bed, role, port, env=env, options=(*flags, *_transfer(config))))
         return found
+
+    def _homes(self, bed: Bed) -> list[tuple[dict[str, str], tuple[str, ...]]]:
+        return [(bed.homes()[0], ()), bed.of_ranks(self._ranks)]
 
     def proxy_command(self, ports: Ports) -> Command:
         engines = ("--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}")
@@ -282,9 +286,9 @@ class Nixl(Baseline):
         On a CPU, NixlConnector moves the worker's main thread to the last core of the machine. That thread computes,
         too: with few cores, both engines would compute on one.
         """
-        for role, home in zip(("prefill", "decode"), bed.homes(), strict=True) if is_cpu_build() else ():
+        for role, (home, _) in zip(("prefill", "decode"), self._homes(bed), strict=True) if is_cpu_build() else ():
             if cores := home.get("VLLM_CPU_OMP_THREADS_BIND"):
-                bring_home(servers.pids(role), int(cores.split(",")[0]))
+                bring_home(servers.pids(role), [int(each.split(",")[0]) for each in cores.split("|")])
         if self._yields:
             let_go_first(servers.pids("prefill", "decode"))
 
@@ -294,6 +298,7 @@ def baselines() -> list[System]:
         Nixl("nixl", "vLLM's NixlConnector (pull)"),
         Nixl("nixl-yield", "NixlConnector (pull), its polling thread at idle priority", yields=True),
         Nixl("nixl-push", "vLLM's NixlPushConnector", push=True),
+        Nixl("nixl-yield-1-2", "NixlConnector (pull), idle polling threads, 1 rank to 2", yields=True, ranks=2),
         Offloading(
             "offloading",
             "OffloadingConnector",
@@ -327,15 +332,16 @@ def _vllm_version() -> str:
 # ---- threads of other processes ---------------------------------------------------------------
 
 
-def bring_home(pids: Sequence[int], core: int) -> list[int]:
-    """Bind the main threads of vLLM's workers among these processes to `core`; returns which."""
-    workers = []
+def bring_home(pids: Sequence[int], cores: Sequence[int]) -> None:
+    """Bind the main threads of vLLM's workers among these processes to a core for each, in the order of their ranks."""
+    workers = {}
     for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::Worker"):
-                os.sched_setaffinity(pid, {core})
-                workers.append(pid)
-    return workers
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if title.startswith(b"VLLM::Worker"):
+                workers[title, pid] = pid
+    for rank, (_, pid) in enumerate(sorted(workers.items())):
+        os.sched_setaffinity(pid, {cores[rank % len(cores)]})
 
 
 def let_go_first(pids: Sequence[int]) -> list[int]:

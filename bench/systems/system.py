@@ -71,6 +71,13 @@ class Bed:
         prefill, decode = placement.place(2, placement.cores(), placement.gpus(), environ)
         return prefill, decode
 
+    def of_ranks(self, ranks: int) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Variables and flags of a decode engine with so many ranks, each on a core of a CPU, the last ones."""
+        if ranks == 1:
+            return self.homes()[1], ()
+        cores = "|".join(map(str, placement.cores()[-ranks:]))
+        return {"VLLM_CPU_OMP_THREADS_BIND": cores}, ("--tensor-parallel-size", str(ranks))
+
 
 class Running:
     """A started system; whoever has it closes it. For one thread.

@@ -8,7 +8,7 @@ from installed import config_of, packages
 from pdx.bench.systems import baselines
 from pdx.bench.systems.names import SYSTEMS, CannotRun
 
-PAIRS = ["nixl", "nixl-yield", "nixl-push"]
+PAIRS = ["nixl", "nixl-yield", "nixl-push", "nixl-yield-1-2"]
 
 
 def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
@@ -75,6 +75,6 @@ def test_on_a_cpu_the_server_is_typed_by_module_and_what_was_put_right_is_told(b
         assert not any("vllm serve" in line for line in SYSTEMS[name].commands(bed))
         assert "python -m vllm.entrypoints.openai.api_server --model MODEL " in SYSTEMS[name].commands(bed)[0]
     remarks = {name: SYSTEMS[name].commands(bed)[3:] for name in PAIRS}
-    assert [len(lines) for lines in remarks.values()] == [1, 2, 1]
+    assert [len(lines) for lines in remarks.values()] == [1, 2, 1, 2]
     assert "taskset -p" in remarks["nixl"][0]
     assert "chrt --idle" in remarks["nixl-yield"][1]

@@ -16,11 +16,12 @@ from pdx.bench.systems.names import SYSTEMS, CannotRun, Running
 
 ORDER = [
     *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-together"),
-    *("pdx-gpu", "pdx-cuda_ipc"),
+    *("pdx-gpu", "pdx-cuda_ipc", "pdx-1-2"),
     *("pdx-both", "pdx-both-128"),
-    *("nixl", "nixl-yield", "nixl-push", "offloading", "simple-offload", "lmcache", "lmcache-128", "plain"),
+    *("nixl", "nixl-yield", "nixl-push", "nixl-yield-1-2"),
+    *("offloading", "simple-offload", "lmcache", "lmcache-128", "plain"),
 ]
-PAIRS = ["nixl", "nixl-yield", "nixl-push"]
+PAIRS = ["nixl", "nixl-yield", "nixl-push", "nixl-yield-1-2"]
 WITH_STORE = ["pdx-both", "pdx-both-128", "lmcache", "lmcache-128"]  # a process beside the engine
 # Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
 SERVER = """
@@ -55,8 +56,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 def test_names_and_order():
     assert list(SYSTEMS) == ORDER
-    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:8]
-    assert [name for name, each in SYSTEMS.items() if each.engines == 2] == [*ORDER[:8], *PAIRS]
+    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:9]
+    assert [name for name, each in SYSTEMS.items() if each.engines == 2] == [*ORDER[:9], *PAIRS]
     assert all(each.title for each in SYSTEMS.values())
 
 
@@ -116,7 +117,8 @@ class _No:
 def test_commands_can_be_typed_and_name_no_place_of_this_machine(name, bed, two_cores):
     lines = SYSTEMS[name].commands(bed)
     remarks = [line for line in lines if line.startswith("# ")]
-    assert len(lines) - len(remarks) == {**dict.fromkeys(WITH_STORE, 2), **dict.fromkeys(PAIRS, 3)}.get(name, 1)
+    several = {**dict.fromkeys(WITH_STORE, 2), **dict.fromkeys(PAIRS, 3), "pdx-1-2": 4}
+    assert len(lines) - len(remarks) == several.get(name, 1)
     for line in lines:
         assert str(bed.model) not in line
         assert sys.executable not in line
@@ -130,9 +132,11 @@ def test_all_engines_get_the_same_flags_memory_and_cores(name, bed, two_cores):
     for line in lines:
         assert "--served-model-name tiny --max-model-len 6000 --enforce-eager" in line
         assert line.startswith("VLLM_CPU_KVCACHE_SPACE=1 ")
-    if not SYSTEMS[name].is_pdx:  # `pdx up` places its own engines, in the same way
-        bound = [line.partition("VLLM_CPU_OMP_THREADS_BIND=")[2][0] for line in lines]
-        assert bound == ["0", "1"][: len(lines)]
+    if not SYSTEMS[name].is_pdx or name == "pdx-1-2":  # `pdx up` places its own engines, in the same way
+        words = [word for line in lines for word in shlex.split(line)]
+        bound = [word.partition("=")[2] for word in words if word.startswith("VLLM_CPU_OMP_THREADS_BIND=")]
+        assert bound == ["0", "0|1" if name.endswith("-1-2") else "1"][: len(lines)]
+        assert words.count("--tensor-parallel-size") == name.endswith("-1-2")
 
 
 def test_pdx_is_started_with_its_channel(bed, two_cores):
@@ -165,6 +169,19 @@ def test_small_chunks_are_a_setting_of_the_connector(bed, two_cores):
     (command,) = SYSTEMS["pdx-both-128"].engine_commands(bed, ports)
     settings = json.loads(command.program[-1])["kv_connector_extra_config"]
     assert settings == {"chunk_tokens": 128, "node": store.url, "start_node": False, "proxy": ""}
+
+
+def test_chunks_for_two_ranks_are_cut_in_two_by_both_engines(bed, two_cores):
+    node, *engines, proxy = SYSTEMS["pdx-1-2"].commands(bed)
+    assert node == "pdx node --arena 1GiB"
+    told = [config_of(line)["kv_connector_extra_config"] for line in engines]
+    assert told == [{"role": "prefill", "shards": 2}, {"role": "decode", "shards": 2}]
+    ports = baselines.Ports(prefill=8123)
+    store, meets = SYSTEMS["pdx-1-2"].store_command(bed, ports), SYSTEMS["pdx-1-2"].proxy_command(ports)
+    assert store.program[-1] == meets.program[-1]
+    for command in SYSTEMS["pdx-1-2"].engine_commands(bed, ports):
+        settings = json.loads(command.program[-1])["kv_connector_extra_config"]
+        assert (settings["node"], settings["url"]) == (store.url, command.url)
 
 
 def command(name, port, what="serve"):
