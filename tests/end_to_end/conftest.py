@@ -13,6 +13,7 @@ import aiohttp  # noqa: F401 - fail early where the proxy could not run
 import pytest
 from cases import CASES
 from pair import Pair, plain_answers
+from real_models import gemma3_270m
 from tiny import make_tiny
 
 pytest.importorskip("vllm")
@@ -29,6 +30,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(workplace: Path) -> Path:
     return make_tiny(workplace / "model", seed=0)
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with real weights."""
+    return gemma3_270m(tmp_path_factory.mktemp("gemma"))
 
 
 @pytest.fixture(scope="session")

@@ -217,8 +217,8 @@ FAMILIES: dict[str, Family] = {
             **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
             "topk_group": 1,
         },
-        # vLLM 0.32's own rotary embedding for CPUs is wrong here: the tokens are not those of transformers, and of
-        # equal prompts in one batch they differ.
+        # vLLM 0.32's own rotary embedding for CPUs takes parts of wider rows for contiguous: the tokens are not
+        # those of transformers, and a token that is computed alone has another key than among others.
         options={"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
     ),
 }  # fmt: skip

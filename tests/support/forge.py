@@ -111,6 +111,23 @@ class Engine:
         """Set all that its prefix cache holds of a group to zero, in place; how many blocks that were."""
         return int(self._ask({"do": "clear", "group": group}))
 
+    def spoil(self, group: int) -> None:
+        """From now on, what PDX loads into blocks of this group is zeros; -1: of no group."""
+        self._ask({"do": "spoil", "group": group})
+
+    def load_whatever_it_costs(self) -> None:
+        """As if nobody knew how long computing takes: what a tier has is loaded, though computing may be faster."""
+        self._ask({"do": "load_whatever_it_costs"})
+
+    def storm(
+        self, prompts: Sequence[Sequence[int]], count: int, aborts: dict[int, int], *, preempt_at: int
+    ) -> tuple[list[list[int] | None], int]:
+        """All at once, some of them (by index) aborted after so many steps, and all that run preempted after so many,
+        once none is being loaded: the tokens of the others, and how often one was preempted."""
+        order = {"prompts": [list(prompt) for prompt in prompts], "count": count, "aborts": aborts}
+        told = self._ask({"do": "storm", **order, "preempt_at": preempt_at})
+        return told["answers"], told["preempted"]
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.process.kill()

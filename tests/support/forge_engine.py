@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_group_id  # noqa: E402
 
 import pdx.vllm.connector  # noqa: E402, F401
+from pdx.engine.pace import Pace  # noqa: E402
+from pdx.engine.plan import LoadPlan  # noqa: E402
 
 with contextlib.suppress(ImportError):
     import vllm.v1.attention.backends.cpu_attn  # noqa: F401
@@ -36,6 +39,7 @@ with contextlib.suppress(ImportError):
 from families import FAMILIES, Group  # noqa: E402
 
 _PR_SET_PDEATHSIG = 1
+_pages_of = LoadPlan.pages_of
 
 
 class Host:
@@ -80,11 +84,56 @@ class Host:
     def reset(self) -> bool:
         return bool(self._llm.reset_prefix_cache())
 
+    def storm(self, prompts: list[list[int]], count: int, aborts: dict[str, int], preempt_at: int) -> dict[str, Any]:
+        engine, scheduler = self._llm.llm_engine, self._core.scheduler
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        answers: dict[str, list[int]] = {}
+        preempted: dict[str, int] = {}
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        is_due = False
+        for step in itertools.count():
+            engine.abort_request([number for number, last in aborts.items() if last == step])
+            is_due = is_due or step == preempt_at
+            loading = [each for each in scheduler.requests.values() if each.status.name == "WAITING_FOR_REMOTE_KVS"]
+            if is_due and scheduler.running and not loading:
+                engine.reset_prefix_cache(reset_running_requests=True)
+                is_due = False
+            if not engine.has_unfinished_requests() and step > max(aborts.values()):
+                break
+            for done in engine.step():
+                if done.finished:
+                    answers[done.request_id] = list(done.outputs[0].token_ids)
+            preempted |= {each.request_id: each.num_preemptions for each in scheduler.requests.values()}
+        return {
+            "answers": [None if str(number) in aborts else answers[str(number)] for number in range(len(prompts))],
+            "preempted": sum(preempted.values()),
+        }
+
     def clear(self, group: int) -> int:
         pool = self._core.scheduler.kv_cache_manager.block_pool
         blocks = [
             block.block_id for block in pool.blocks if block.block_hash and get_group_id(block.block_hash) == group
         ]
+        self._zero(group, blocks)
+        return len(blocks)
+
+    def load_whatever_it_costs(self) -> None:
+        Pace.chunk_s = property(lambda pace: 0.0)
+
+    def spoil(self, group: int) -> None:
+        def pages_of(load: LoadPlan, share: Any) -> list[Any]:
+            found = []
+            for pages in _pages_of(load, share):
+                if pages.group == group:
+                    self._zero(group, pages.block_ids)
+                else:
+                    found.append(pages)
+            return found
+
+        LoadPlan.pages_of = pages_of
+
+    def _zero(self, group: int, blocks: list[int]) -> None:
         context = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
         for name in self._cache.kv_cache_groups[group].layer_names:
             cache = context[name].kv_cache
@@ -92,7 +141,6 @@ class Host:
                 rows = tensor.shape[0] // self._cache.num_blocks
                 for block in blocks:
                     tensor[block * rows : (block + 1) * rows] = 0
-        return len(blocks)
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

@@ -4,8 +4,8 @@
     tokens = tokens_of(folder, text)
 
 It is published in four packages, as quantised GGUF. Here it becomes a folder as vLLM and transformers read it, in
-bfloat16. It is not ours to pass on (Google's terms for Gemma): it stays in the tests' folder. Its tokenizer is left
-out, as its merges would have to be worked out: `tokens_of` takes the longest token each time.
+bfloat16. It is not ours to pass on (Google's terms for Gemma): it stays in the tests' folder. Its tokenizer makes text
+of tokens alone, as merges would have to be worked out for the other way: `tokens_of` takes the longest token each time.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def _convert(folder: str, model: str) -> None:
     import torch
     from gguf import GGUFReader, dequantize
     from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models
 
     reader = GGUFReader(Path(folder, _FILE))
     weights = {}
@@ -92,7 +93,13 @@ def _convert(folder: str, model: str) -> None:
         # As written here, norms multiply by their weight; the model adds one to it.
         weights[f"{prefix}.{_NAMES[kind]}.weight"] = (weight - 1 if "norm" in kind else weight).bfloat16()
     Path(model).mkdir()
-    Path(model, _TOKENS).write_text(json.dumps(reader.fields["tokenizer.ggml.tokens"].contents()))
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    Path(model, _TOKENS).write_text(json.dumps(tokens))
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(_SPACE, " ")])
+    tokenizer.save(str(Path(model, "tokenizer.json")))
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "clean_up_tokenization_spaces": False}
+    Path(model, "tokenizer_config.json").write_text(json.dumps(words))
     Path(model, "config.json").write_text(json.dumps(_CONFIG))
     save_file(weights, Path(model, "model.safetensors"), metadata={"format": "pt"})
 
