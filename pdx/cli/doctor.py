@@ -81,7 +81,9 @@ class Report(msgspec.Struct, frozen=True):
 @option("--json", "as_json", is_flag=True, help="One JSON object.")
 @option("--timeout", default=30.0, metavar="SECONDS", help="Give up on a channel after this.")
 @option(
-    "--node", "address", help="Whose engines are listed. [default: $PDX_NODE, else this user's socket on this host]"
+    "--address",
+    "--node",
+    help="The node whose engines are listed. [default: $PDX_NODE, else this user's socket on this host]",
 )
 def doctor(channels: tuple[str, ...], as_json: bool, timeout: float, address: str | None) -> None:
     """Try every channel between nodes on this machine, with a real transfer between two processes.
