@@ -285,11 +285,11 @@ class Proxy:
         try:
             check_kind(request)
             async with self._intake.body(request) as raw:
-                body, asked = await self._read(request, raw)
+                body, whole = await self._read(request, raw, route)
                 with suppress(Exhausted):  # its legs will find so, too
                     await self._probes.place(model_of(body), headers.to_engines(request.headers))
-                if route is Route.WHOLE:
-                    exchange = await self._whole(request, body, asked, reply)
+                if whole is not None:
+                    exchange = await self._whole(request, body, whole, reply)
                 else:
                     exchange = await self._exchange(request, route, body, reply)
                 await self._relay.serve(exchange)
@@ -308,8 +308,8 @@ class Proxy:
                 self._metrics.requests.labels(route, "", Outcome.STOPPED).inc()
             raise
 
-    async def _read(self, request: web.Request, raw: bytearray) -> tuple[Body, Asked]:
-        """A request's body as far as anybody looks at it, and as it is for one engine."""
+    async def _read(self, request: web.Request, raw: bytearray, route: Route) -> tuple[Body, Asked | None]:
+        """A request's body as far as anybody looks at it, and, where it goes to one engine whole, as it is."""
         path, kind = request.rel_url.raw_path_qs, request.headers.get("Content-Type", "")
         if request.method == "GET":
             return {}, Asked(path, None, method="GET")
@@ -321,6 +321,8 @@ class Proxy:
         if stripped:
             self._metrics.stripped.inc()
             self._faults.warn("stripped", "a client sent transfer parameters of its own; they are removed")
+        if route is not Route.WHOLE:
+            return body, None
         return body, Asked(path, encode(body) if stripped else as_it_is(raw))
 
     async def _whole(self, request: web.Request, body: Body, asked: Asked, reply: Reply) -> Exchange:

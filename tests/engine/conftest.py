@@ -53,6 +53,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
+def on_disk(start_here: Callable[..., NodeThread], place: Any) -> Callable[[], NodeThread]:
+    """Starts a node with a disk; the next one finds what the one before has left there."""
+    return lambda: start_here(disks=[str(place / "disk")], disk_reserve_bytes=0)
+
+
+@pytest.fixture
 def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bed]]:
     for name in ("gather", "scatter", "warm_up"):
         monkeypatch.setattr(gpu_copier, name, getattr(interpreted(), name))

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from node_harness import NodeProcess, NodeThread
-from test_two_nodes import DECODE, LENGTH, PREFILL, two_nodes
+from test_two_nodes import two_nodes
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, tokens
+from unequal import check_disk, check_handed_over, check_loaded
 
 from pdx.vllm.step import step_record
 
@@ -61,34 +62,14 @@ PIPELINES = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @PIPELINES
 def test_a_prompt_is_loaded_whatever_the_pipeline(start_here: Callable[..., NodeThread], shape: Shape) -> None:
-    node, prompt = start_here(), tokens(1, 3 * CHUNK + 3)
-    with shape.write(node.address) as writer, shape.read(node.address) as reader:
-        writer.finish(writer.save(prompt, step=7))
-        node.wait_sealed(3 * shape.per_chunk)
-        assert reader.load(prompt) == 3 * CHUNK
-        other = tokens(2, 2 * CHUNK + 1)
-        reader.finish(reader.save(other))
-        node.wait_sealed(5 * shape.per_chunk)
-        assert writer.load(other) == 2 * CHUNK
-        node.wait_at_rest()
-        assert node.status().chunks == {"sealed": 5 * shape.per_chunk}
+    check_loaded(start_here(), shape, more=1)
 
 
 @PIPELINES
 def test_a_prompt_is_handed_over_between_two_nodes(
     start_node: Callable[..., NodeProcess], place: Path, shape: Shape
 ) -> None:
-    one, two = two_nodes(start_node, place)
-    with shape.write(one.address) as first, shape.read(two.address) as second:
-        prompt = tokens(3, LENGTH)
-        first.finish(first.save(prompt, PREFILL, step=CHUNK))
-        decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
-        assert second.admit(decode) == set()
-        assert decode.num_computed >= LENGTH // BLOCK * BLOCK
-        second.check_cache(decode, decode.num_computed)
-        second.finish(decode)
-        one.wait_at_rest()
-        two.wait_at_rest()
+    check_handed_over(*two_nodes(start_node, place), shape)
 
 
 @PIPELINES
@@ -105,24 +86,9 @@ def test_a_prompt_is_handed_over_on_one_node(start_here: Callable[..., NodeThrea
         node.wait_at_rest()
 
 
-@pytest.fixture
-def on_disk(start_here: Callable[..., NodeThread], place: Path) -> Callable[[], NodeThread]:
-    """Starts a node with a disk; the next one finds what the one before has left there."""
-    return lambda: start_here(disks=[str(place / "disk")], disk_reserve_bytes=0)
-
-
 @pytest.mark.parametrize("shape", [SHAPES["2 to 1"], SHAPES["unequal stages"]], ids=["2 to 1", "unequal stages"])
 def test_the_disk_serves_readers_of_another_pipeline(on_disk: Callable[[], NodeThread], shape: Shape) -> None:
-    prompt = tokens(5, 3 * CHUNK + 1)
-    node = on_disk()
-    with shape.write(node.address) as writer:
-        writer.finish(writer.save(prompt))
-        node.wait_sealed(3 * shape.per_chunk)
-    node.close()
-    node = on_disk()
-    with shape.read(node.address) as reader:
-        assert reader.load(prompt) == 3 * CHUNK
-        node.wait_at_rest()
+    check_disk(on_disk, shape, more=1)
 
 
 def test_layers_that_are_cut_otherwise_are_others(start_here: Callable[..., NodeThread]) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from node_harness import MIB, NodeProcess, NodeThread
 from stream_bed import Bed
-from test_two_nodes import DECODE, LENGTH, PREFILL, two_nodes
-from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, layout, tokens
+from test_two_nodes import two_nodes
+from toy_engine import CHUNK, LAYERS, ToyEngine, layout, tokens
+from unequal import check_disk, check_handed_over, check_loaded
 
 from pdx.config import ConnectorConfig
 from pdx.engine.worker import WorkerHalf
@@ -32,6 +33,16 @@ class Shape(NamedTuple):
         page_bytes = 64 * self.heads // self.shards
         return ToyEngine(address, name, self.shards, ranks=ranks, heads=self.heads, page_bytes=page_bytes, **settings)
 
+    def write(self, address: str) -> contextlib.closing[ToyEngine]:
+        return contextlib.closing(self.engine(address, "writer", self.writers))
+
+    def read(self, address: str) -> contextlib.closing[ToyEngine]:
+        return contextlib.closing(self.engine(address, "reader", self.readers))
+
+    @property
+    def per_chunk(self) -> int:
+        return self.shards
+
 
 SHAPES = {
     "1 to 2": Shape(1, 2, 4, 2),
@@ -49,59 +60,19 @@ UNEQUAL = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @UNEQUAL
 def test_a_prompt_is_loaded_whatever_the_number_of_ranks(start_here: Callable[..., NodeThread], shape: Shape) -> None:
-    node, prompt = start_here(), tokens(1, 3 * CHUNK + 3)
-    with (
-        contextlib.closing(shape.engine(node.address, "writer", shape.writers)) as writer,
-        contextlib.closing(shape.engine(node.address, "reader", shape.readers)) as reader,
-    ):
-        writer.finish(writer.save(prompt, step=7))
-        node.wait_sealed(3 * shape.shards)
-        assert reader.load(prompt) == 3 * CHUNK
-        other = tokens(2, 2 * CHUNK)
-        reader.finish(reader.save(other))
-        node.wait_sealed(5 * shape.shards)
-        assert writer.load(other) == 2 * CHUNK
-        node.wait_at_rest()
-        assert node.status().chunks == {"sealed": 5 * shape.shards}, "one of the ranks with the same heads writes them"
+    check_loaded(start_here(), shape)
 
 
 @UNEQUAL
 def test_a_prompt_is_handed_over_between_two_nodes(
     start_node: Callable[..., NodeProcess], place: Path, shape: Shape
 ) -> None:
-    one, two = two_nodes(start_node, place)
-    with (
-        contextlib.closing(shape.engine(one.address, "first", shape.writers)) as first,
-        contextlib.closing(shape.engine(two.address, "second", shape.readers)) as second,
-    ):
-        prompt = tokens(3, LENGTH)
-        first.finish(first.save(prompt, PREFILL, step=CHUNK))
-        decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
-        assert second.admit(decode) == set()
-        assert decode.num_computed >= LENGTH // BLOCK * BLOCK
-        second.check_cache(decode, decode.num_computed)
-        second.finish(decode)
-        one.wait_at_rest()
-        two.wait_at_rest()
-
-
-@pytest.fixture
-def on_disk(start_here: Callable[..., NodeThread], place: Path) -> Callable[[], NodeThread]:
-    """Starts a node with a disk; the next one finds what the one before has left there."""
-    return lambda: start_here(disks=[str(place / "disk")], disk_reserve_bytes=0)
+    check_handed_over(*two_nodes(start_node, place), shape)
 
 
 @pytest.mark.parametrize("shape", [SHAPES["2 to 1"], SHAPES["1 to 2"]], ids=["2 to 1", "1 to 2"])
 def test_the_disk_serves_readers_of_another_size(on_disk: Callable[[], NodeThread], shape: Shape) -> None:
-    prompt = tokens(4, 3 * CHUNK)
-    node = on_disk()
-    with contextlib.closing(shape.engine(node.address, "writer", shape.writers)) as writer:
-        writer.finish(writer.save(prompt))
-        node.wait_sealed(3 * shape.shards)
-    node.close()
-    node = on_disk()
-    with contextlib.closing(shape.engine(node.address, "reader", shape.readers)) as reader:
-        assert reader.load(prompt) == 3 * CHUNK
+    check_disk(on_disk, shape)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["host node", "GPU node"])

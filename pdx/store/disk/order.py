@@ -91,8 +91,5 @@ class LeavingOrder(Generic[T]):
         yield from self._used.items()
         requests = self._wants(instead) if instead is not None else None
         first = next(iter(requests.items())) if requests else (0, 0)
-        yield from ((key, self._wanted[key]) for _, _, key in self._later(first))
-
-    def _later(self, than: tuple[int, int]) -> Iterator[_Turn]:
-        found: Iterator[_Turn] = self._turns.irange((*than, b""), None, reverse=True)
-        return found
+        later = self._turns.irange((*first, b""), None, reverse=True)
+        yield from ((key, self._wanted[key]) for _, _, key in later)
