@@ -128,6 +128,7 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     **{(State.LEFT_OUT, step): State.LEFT_OUT for step in (Step.RUN, Step.PREEMPT, Step.VOID)},
 }
 
+_ALSO_OF_DRAFTS = (Step.PREEMPT, Step.VOID, Step.LOADED)
 LOADING = (State.LOADING, State.LOADING_VOID)
 SEATED = (*LOADING, State.RUNNING, State.VOID)  # has a place in the engine's steps, or will before any that waits
 
@@ -218,6 +219,7 @@ class TrackedRequest:
         self.verdicts: list[Verdict] = []  # what became of its hints, as far as the node has answered
         self._groups = groups
         self.keys = RequestKeys(request, groups, fingerprint)
+        self.drafts: TrackedRequest | None = None  # the same request, of a draft model's layers (`pdx.engine.drafts`)
         self.state = state
         self._counts = Counter[State]() if counts is None else counts
         self._counts[state] += 1
@@ -225,6 +227,7 @@ class TrackedRequest:
         self.expected_epoch = 0  # the node's life in which it was told that this request will come
         self.wait_until: float | None = None  # for what may still come; None: not waiting yet
         self.room_until: float | None = None
+        self.needed_since: float | None = None  # of drafts: since when the request waits for nothing else
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
         self.tables: list[list[int]] = [[] for _ in range(groups.num_tables)]  # its block ids
         self.saved_blocks = [0] * len(groups)  # by cache group: blocks before this one need no more saving
@@ -246,10 +249,17 @@ class TrackedRequest:
         if self.state is not before:
             self._counts[before] -= 1
             self._counts[self.state] += 1
+        if self.drafts is not None and step in _ALSO_OF_DRAFTS and (step is not Step.LOADED or self.drafts.is_loading):
+            self.drafts.step(step)
 
     def end(self) -> None:
         """It is over: it counts no more."""
         self._counts[self.state] -= 1
+
+    @property
+    def is_single(self) -> bool:
+        """`CacheGroups.is_single`."""
+        return self._groups.is_single
 
     @property
     def is_decided(self) -> bool:
@@ -356,6 +366,8 @@ class TrackedRequest:
         node.grants.clear()
         node.hits = Hits(lease=node.hits.lease) if self.is_loading else Hits()  # until that has ended it is needed
         node.reserved = False
+        if self.drafts is not None:
+            self.drafts.reset(fingerprint)
 
     def forget_node(self) -> None:
         """The node it dealt with is gone, and all that it held there."""
@@ -367,7 +379,7 @@ class TrackedRequest:
     @property
     def block_ids(self) -> list[int]:
         """Its blocks of the first cache group."""
-        return self.tables[0]
+        return self.tables[self._groups.places[0].table]
 
     def take_blocks(self, blocks: Sequence[Sequence[int]], *, are_all: bool = True) -> None:
         """These are its blocks, for each table; or those that follow what it has."""
@@ -379,15 +391,24 @@ class TrackedRequest:
                 table[:] = of_group
             else:
                 table += of_group
+        if self.drafts is not None:
+            self.drafts.take_blocks(blocks, are_all=are_all)
 
-    def plan_load(self, num_external: int) -> LoadPlan:
-        """Scatter `num_external` tokens behind the local ones into this request's blocks: an engine may take fewer than
-        were found, but not of a model with several groups, whose chunks are those that this length needs: that load
-        fails."""
+    def plan_load(self, num_external: int, drafts: Sequence[PagesPlan] = ()) -> LoadPlan:
+        """Scatter `num_external` tokens behind the local ones into this request's blocks, and what its `drafts` have of
+        them: an engine may take fewer than were found, but not of a model with several groups, whose chunks are those
+        that this length needs: that load fails."""
         end_tokens = self.local_tokens + num_external
-        hits = self.node.hits
+        pages = [*self.load_pages(num_external), *drafts]
+        is_whole = self._groups.is_single or end_tokens == self.node.hits.tokens
+        epoch = self.node.epoch if is_whole else NO_EPOCH
+        return LoadPlan.of(self.request.request_id, self.transfer, pages, epoch)
+
+    def load_pages(self, num_external: int) -> list[PagesPlan]:
+        """What of its hits holds `num_external` tokens behind the local ones, and where it goes."""
+        end_tokens = self.local_tokens + num_external
         pages = []
-        for group, first, slots in hits.slots:
+        for group, first, slots in self.node.hits.slots:
             layout, place = self._groups[group], self._groups.places[group]
             num_blocks = layout.blocks_in(slots[0].nbytes)
             start = max(first, self.local_tokens // layout.block_tokens)
@@ -398,9 +419,7 @@ class TrackedRequest:
             if start < end:
                 block_ids = table[start:end]
                 pages.append(PagesPlan(slots, num_blocks, start - first, block_ids, group=place.number))
-        is_whole = self._groups.is_single or end_tokens == hits.tokens
-        epoch = self.node.epoch if is_whole else NO_EPOCH
-        return LoadPlan.of(self.request.request_id, self.transfer, pages, epoch)
+        return pages
 
     def plan_save(
         self, computed: int, end: int, step_end: int | None = None
@@ -451,7 +470,7 @@ class TrackedRequest:
         self.gathered_bytes += nbytes
         save = SavePlan(
             self.request.request_id,
-            self.transfer if is_prefilling else None,
+            self.transfer if is_prefilling and not self._groups[0].drafter else None,  # whose timeline it is
             pages,
             ends_transfer=is_prefilling and num_prompt <= end,
             bytes_before=before,

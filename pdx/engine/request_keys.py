@@ -16,11 +16,12 @@ class RequestKeys:
     """The keys of one request's chunks."""
 
     def __init__(self, request: EngineRequest, groups: CacheGroups, fingerprint: bytes) -> None:
-        """`fingerprint`: what they are made with; that of the groups, until the engine's cache was reset."""
+        """`fingerprint`: what they are made with; that of the model's groups, until the engine's cache was reset."""
         self._request = request
         self._groups = groups
         self._fingerprint = fingerprint
-        self._secrets = [fingerprint] if len(groups) == 1 else [each.secret(fingerprint) for each in groups]
+        is_alone = len(groups) == 1 and not groups[0].drafter
+        self._secrets = [fingerprint] if is_alone else [each.secret(fingerprint) for each in groups]
         self._hashes_per_chunk = groups.chunk_tokens // groups[0].tokens_per_hash
         self._keys: list[list[bytes]] = [[] for _ in groups]
         self._hashes: list[bytes] = []  # the block hash that each chunk's keys were made of

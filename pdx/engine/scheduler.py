@@ -11,16 +11,17 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
+from pdx.engine.drafts import Drafts
 from pdx.engine.link import NodeLink
 from pdx.engine.pace import StepTimes
-from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
+from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.request import (
     LOADING,
     SEATED,
@@ -62,14 +63,17 @@ class SchedulerHalf:
         limits: StepLimits = StepLimits(),  # noqa: B008 - frozen
         *,
         names_transfers: bool = True,
+        drafts: CacheGroups | None = None,
     ) -> None:
         """`layout`: of one shard; of a model with several cache groups one for each, in the engine's order.
         `naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
-        `hashing` can. `names_transfers`: of prefill legs whose router has not, as no other connector is meant."""
+        `hashing` can. `names_transfers`: of prefill legs whose router has not, as no other connector is meant.
+        `drafts`: the cache groups of a draft model."""
         self._groups = groups = CacheGroups.of(layout)
         self._hashing = hashing
         self._fingerprint = groups.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, groups, hashing.tail)
+        self._drafts = Drafts(config, drafts, hashing.tail) if drafts is not None else None
         self._requests: dict[str, TrackedRequest] = {}
         self._counts = Counter(dict.fromkeys(State, 0))  # of these
         self._turns = Turns(limits)  # of new ones
@@ -107,7 +111,15 @@ class SchedulerHalf:
         is_near = self._turns.add(tracked, self._num_seated)
         connection = self.link.connection
         if connection is not None:
-            (self._lookup.begin if is_near else self._lookup.expect)(tracked, connection)
+            if is_near:
+                self._begin(tracked, connection)
+            else:
+                self._lookup.expect(tracked, connection)
+
+    def _begin(self, tracked: TrackedRequest, connection: Connection) -> None:
+        self._lookup.begin(tracked, connection)
+        if self._drafts is not None:
+            self._drafts.begin(tracked, connection)
 
     def track(self, request: EngineRequest, *, is_new: bool = False) -> TrackedRequest:
         """The request's state; made at its first sight. `is_new`: it has no block of the engine's own cache yet."""
@@ -123,6 +135,8 @@ class SchedulerHalf:
         fingerprint = self._fingerprint_of(envelope.hints)
         tracked = TrackedRequest(request, self._groups, params, fingerprint, envelope, state, self._counts)
         self._requests[request.request_id] = tracked
+        if self._drafts is not None:
+            self._drafts.track(tracked, self._fingerprint)
         connection = self.link.connection
         if connection is not None:
             self._tell_load(connection)
@@ -209,7 +223,10 @@ class SchedulerHalf:
         if tokens and not (loads_all or self._times.pays(tokens, len(self._turns))):
             self.link.count("load_not_worth")
             return 0
-        return tokens
+        if self._drafts is None:
+            return tokens
+        found = self._drafts.worth_loading(tracked, connection, local_tokens + tokens)
+        return None if found is None else max(0, found - local_tokens)
 
     def _usable(self, tracked: TrackedRequest) -> int:
         """How many leading tokens the engine is told of. It computes a prompt's last token again, and of several cache
@@ -229,13 +246,19 @@ class SchedulerHalf:
         tracked.take_blocks(blocks)
         tracked.step(Step.LOAD if num_external else Step.RUN)
         self._turns.remove(tracked)
+        connection = self.link.connection
+        drafts: list[PagesPlan] = []
+        if self._drafts is not None:
+            drafts, lost = self._drafts.allocated(tracked, num_external, connection)
+            if lost and connection is not None:
+                self._abort(connection, connection.epoch, lost)
         if num_external:
             tracked.vouched = tracked.local_tokens + num_external
             self._trust.written(tracked.block_ids[tracked.local_tokens // self._groups[0].block_tokens :])
             tracked.failed_block, tracked.loaded_for = None, request.num_preemptions
-            self._loads.append(tracked.plan_load(num_external))
+            self._loads.append(tracked.plan_load(num_external, drafts))
         else:
-            self._lookup.release(tracked, self.link.connection)
+            self._lookup.release(tracked, connection)
 
     def not_loaded(self, block_ids: Set[int]) -> Set[int]:
         """These blocks were not loaded, and the engine computes them. They may be another connector's, which had
@@ -269,10 +292,9 @@ class SchedulerHalf:
         """It was computed from pages that nobody has loaded: nothing of it is saved."""
         if tracked.state is State.LEFT_OUT:
             return
-        connection = self.link.connection
-        if connection is not None and tracked.node.epoch == connection.epoch:
-            self._let_go(tracked, connection)
-        tracked.node.grants.clear()
+        self._let_go(tracked)
+        for _, each in self._asked_for(tracked):
+            each.node.grants.clear()
         tracked.step(Step.VOID)
         text = "request %s is not saved: it rests on pages that another connector has promised and not loaded"
         self.link.count("save_spoiled", text, tracked.request.request_id)
@@ -288,13 +310,13 @@ class SchedulerHalf:
         """All workers have scattered the request's chunks, or have given up on them."""
         connection = self.link.connection
         if (ended := self._ending.pop(request_id, None)) is not None:
-            self._lookup.release(ended, connection)
+            self._release(ended)
             return
         tracked = self._requests.get(request_id)
         if tracked is None or not tracked.is_loading:
             return
         tracked.step(Step.LOADED)
-        self._lookup.release(tracked, connection)
+        self._release(tracked)
         has_failed, tracked.failed_block = tracked.failed_block is not None, None
         if connection is None or connection.epoch != tracked.node.epoch:
             return
@@ -324,46 +346,62 @@ class SchedulerHalf:
     def plan_step(self, record: StepRecord) -> StepPlan:
         self._times.step(time.monotonic(), record.num_tokens, goes_on=record.is_busy)
         is_loading = any(self._counts[state] for state in LOADING)
-        self._lookup.new_step(is_busy=record.is_busy, is_loading=is_loading, step_s=self._times.step_s)
         connection = self.link.connection
-        self._lookup.take_back(connection)
+        for lookup in (self._lookup, self._drafts.lookup) if self._drafts is not None else (self._lookup,):
+            lookup.new_step(is_busy=record.is_busy, is_loading=is_loading, step_s=self._times.step_s)
+            lookup.take_back(connection)
         self._turns.new_walk()
         if connection is not None:
             for tracked in self._turns.next_ones(self._num_seated):
-                self._lookup.begin(tracked, connection)
+                self._begin(tracked, connection)
         epoch = connection.epoch if connection is not None else 0
         loads, self._loads = self._loads, []
         self._step += 1
-        saves = [save for each in record.requests if (save := self._plan_save(each, connection)) is not None]
+        saves = [save for each in record.requests for save in self._plan_saves(each, connection)]
         aborts, self._aborts = self._aborts, []
         current = [slots for of_epoch, slots in aborts if of_epoch == epoch]
         awaits = self._trust.is_waiting
         return StepPlan(epoch, saves, loads, current, record.num_tokens, self._step, awaits)
 
-    def _plan_save(self, step: StepRequest, connection: Connection | None) -> SavePlan | None:
+    def _plan_saves(self, step: StepRequest, connection: Connection | None) -> list[SavePlan]:
         tracked = self._requests.get(step.request_id)
         if tracked is None:
-            return None
+            return []
         if step.blocks:
             tracked.take_blocks(step.blocks, are_all=step.has_all_blocks)
+            if self._drafts is not None and tracked.drafts is not None:
+                self._drafts.computing(tracked.drafts, step)
         self._trust.scheduled(tracked, step, self._step)
         if tracked.doubt == NEVER and tracked.saves:
             self._spoil(tracked)
-        if connection is None or tracked.node.epoch != connection.epoch:
-            tracked.node.grants.clear()
-            self._due.discard(step.request_id)
-            return None
         # Drafts of speculative decoding may be rejected: only known tokens count as final.
         step_end = step.computed + step.scheduled
         end = min(step_end, step.known)
-        save = None
-        if tracked.saves and not tracked.doubt:
-            self._lookup.reserve_late(tracked, connection, end)
-            save, lost = tracked.plan_save(step.computed, end, step_end)
-            if lost:
-                self._abort(connection, tracked.node.epoch, lost)
-        (self._due.add if self._lookup.is_due(tracked) else self._due.discard)(step.request_id)
-        return save
+        saves, is_due = list[SavePlan](), False
+        for lookup, each in self._asked_for(tracked):
+            if connection is None or each.node.epoch != connection.epoch:
+                each.node.grants.clear()
+                continue
+            if each.saves and not tracked.doubt:
+                lookup.reserve_late(each, connection, end)
+                save, lost = each.plan_save(step.computed, end, step_end)
+                if lost:
+                    self._abort(connection, each.node.epoch, lost)
+                if save is not None:
+                    saves.append(save)
+            is_due = is_due or lookup.is_due(each)
+        (self._due.add if is_due else self._due.discard)(step.request_id)
+        return saves
+
+    def _asked_for(self, tracked: TrackedRequest) -> Iterator[tuple[StoreLookup, TrackedRequest]]:
+        """What the node is asked of a request, and by whom: its own chunks, and those of its drafts."""
+        yield self._lookup, tracked
+        if self._drafts is not None and tracked.drafts is not None:
+            yield self._drafts.lookup, tracked.drafts
+
+    def _release(self, tracked: TrackedRequest) -> None:
+        for lookup, each in self._asked_for(tracked):
+            lookup.release(each, self.link.connection)
 
     # ---- the end of a request ---------------------------------------------------------------
 
@@ -388,20 +426,24 @@ class SchedulerHalf:
             if tracked.node.epoch == connection.epoch:
                 if tracked.is_loading:
                     self._ending[request.request_id] = tracked
-                self._let_go(tracked, connection)
                 told |= tracked.handed_on(connection.node_name)
+        self._let_go(tracked)
         return told
 
-    def _let_go(self, tracked: TrackedRequest, connection: Connection) -> None:
+    def _let_go(self, tracked: TrackedRequest) -> None:
         """What the request holds in the node is given back, but for what is being loaded."""
-        self._lookup.forget_asked(tracked, connection)
-        node = tracked.node
-        if not tracked.is_loading:
-            self._lookup.release(tracked, connection)
-        if node.grants:
-            self._abort(connection, node.epoch, node.grants)
-        if (tracked.is_prefilling and node.grants) or (tracked.is_prefill and not node.reserved):
-            self._lookup.give_up_transfer(tracked, connection)
+        connection = self.link.connection
+        for lookup, each in self._asked_for(tracked):
+            node = each.node
+            if connection is None or node.epoch != connection.epoch:
+                continue
+            lookup.forget_asked(each, connection)
+            if not each.is_loading:
+                lookup.release(each, connection)
+            if node.grants:
+                self._abort(connection, node.epoch, node.grants)
+            if (each.is_prefilling and node.grants) or (each.is_prefill and not node.reserved):
+                lookup.give_up_transfer(each, connection)
 
     def _abort(self, connection: Connection, epoch: int, grants: Sequence[SlotGrant]) -> None:
         """Nobody will finish these; the workers are told, too."""
@@ -415,11 +457,9 @@ class SchedulerHalf:
         """
         self._fingerprint = secrets.token_bytes(KEY_BYTES)
         self.link.key_by(self._fingerprint)
-        connection = self.link.connection
         self._loads = [msgspec.structs.replace(load, epoch=NO_EPOCH) for load in self._loads]
         for tracked in self._requests.values():
-            if connection is not None and tracked.node.epoch == connection.epoch:
-                self._let_go(tracked, connection)
+            self._let_go(tracked)
             tracked.reset(self._fingerprint_of(tracked.hints))
         self._due.clear()
         log.info("the cache was reset: this engine saves and finds chunks under other keys from now on")

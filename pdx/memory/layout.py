@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -57,6 +57,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: Literal["full", "window", "local", "state"] = "full"
     window: Annotated[int, Meta(ge=0)] = 0
     layers: tuple[int, ...] = ()  # their numbers in the model; empty: all it has
+    drafter: str = ""  # identity of the draft model whose layers these are; empty: the model's own
     hash_tokens: Annotated[int, Meta(ge=0)] = 0  # that the engine hashes at once; 0: those of a block
 
     def __post_init__(self) -> None:
@@ -156,6 +157,7 @@ class CacheGroups(Sequence[KvLayout]):
 
     layouts: tuple[KvLayout, ...]
     places: tuple[Place, ...]
+    num_tables: int  # block tables that a request has, of draft models' layers, too
     stages: str = ""  # of how many layers the model's are cut into, as the setting says it; empty: they are not
     is_part: bool = False  # these are those of one pipeline stage, and there are others
 
@@ -165,11 +167,12 @@ class CacheGroups(Sequence[KvLayout]):
         layout: KvLayout | Sequence[KvLayout],
         places: Sequence[Place] = (),
         *,
+        num_tables: int = 0,
         stages: str = "",
         is_part: bool = False,
     ) -> CacheGroups:
-        """`places`: by default each group has a block table of its own. A LayoutError of groups that are not of one
-        model, cut into chunks alike."""
+        """`places`: by default each group has a block table of its own; `num_tables`: by default, no other ones. A
+        LayoutError of groups that are not of one model, cut into chunks alike."""
         if isinstance(layout, CacheGroups):
             return layout
         layouts = (layout,) if isinstance(layout, KvLayout) else tuple(layout)
@@ -177,7 +180,18 @@ class CacheGroups(Sequence[KvLayout]):
         if len(common) != 1:
             raise LayoutError(f"cache groups of several (model, chunk tokens, shards, hashed tokens): {sorted(common)}")
         places = tuple(places) or tuple(Place(at, at) for at in range(len(layouts)))
-        return cls(layouts, places, stages, is_part)
+        num_tables = num_tables or 1 + max(place.table for place in places)
+        return cls(layouts, places, num_tables, stages, is_part)
+
+    def with_fields(self, **fields: Any) -> CacheGroups:
+        """These groups with other fields in each layout."""
+        return replace(self, layouts=tuple(msgspec.structs.replace(each, **fields) for each in self.layouts))
+
+    def beside(self, drafts: CacheGroups | None) -> CacheGroups:
+        """These groups, and behind them those of a draft model."""
+        if drafts is None:
+            return self
+        return replace(self, layouts=self.layouts + drafts.layouts, places=self.places + drafts.places)
 
     def __getitem__(self, index: int) -> KvLayout:  # type: ignore[override]
         return self.layouts[index]
@@ -195,8 +209,10 @@ class CacheGroups(Sequence[KvLayout]):
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether there is one group, of full attention: each leading chunk can be restored, and parts of chunks."""
-        return len(self.layouts) == 1 and self.layouts[0].kind == "full" and not self.is_part
+        """Whether there is one group, of full attention: each leading chunk can be restored, and parts of chunks. Of
+        those of a draft model nobody is told: its blocks have the names of the model's own."""
+        first, is_alone = self.layouts[0], len(self.layouts) == 1 and not self.is_part
+        return is_alone and first.kind == "full" and not first.hash_tokens and not first.drafter
 
     @cached_property
     def by_number(self) -> dict[int, int]:
@@ -207,11 +223,6 @@ class CacheGroups(Sequence[KvLayout]):
     def renumbered(self) -> dict[int, int] | None:
         """`by_number`; None where each of the engine's groups is here, and is the one that its number says."""
         return self.by_number if self.is_part or any(at != number for number, at in self.by_number.items()) else None
-
-    @cached_property
-    def num_tables(self) -> int:
-        """Block tables that a request has."""
-        return 1 + max(place.table for place in self.places)
 
     @cached_property
     def has_state(self) -> bool:

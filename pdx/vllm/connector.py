@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -35,17 +34,19 @@ from pdx.engine.plan import StepPlan, WorkerNews
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError, LayoutError
-from pdx.memory.layout import CacheGroups
 from pdx.vllm.adapters import Adapter, Claim, LoadedAdapters, watch
 from pdx.vllm.content import Content
 from pdx.vllm.identity import (
     attention_backend,
     check_no_state,
+    drafter_identity,
+    drafts_of,
     facts_of,
     layer_number,
     layouts_of,
     model_identity,
     naming_of,
+    parts_of,
     why_unnamed,
 )
 from pdx.vllm.releases import check_nested, check_release, moves_groups, reports_blocks, tell_of_sleep
@@ -115,9 +116,13 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             cut=self._cut,
         )
         self._groups = groups = self._layouts_of()
+        drafter = drafter_identity(vllm_config) if is_scheduler else ""
+        self._drafts = drafts_of(vllm_config, kv_cache_config, groups, drafter=drafter, shards=config.shards)
+        self._own_parts, self._draft_parts = parts_of(vllm_config, kv_cache_config)
         self._config, self._engine = config, transfer.engine_id
         # A part of what is loaded is worth nothing to windows and states: vLLM is told of requests then, not of blocks.
-        self._reports_blocks = reports_blocks() and groups.is_single
+        has_one_group = groups.is_single and len(kv_cache_config.kv_cache_groups) == 1  # in vLLM, too
+        self._reports_blocks = reports_blocks() and has_one_group
         self._facts = facts_of(vllm_config) if is_scheduler else None
         self._content = Content(vllm_config) if is_scheduler else None
         self._num_blocks = int(kv_cache_config.num_blocks)
@@ -127,7 +132,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # final then, so none is passed on, and all layers are gathered at the end of the step.
         self._has_hooks = not vllm_config.parallel_config.use_ubatching
         self._is_nested = _is_nested(transfer)
-        if self._is_nested and not groups.is_single:
+        if self._is_nested and not has_one_group:
             kinds = ", ".join(sorted({each.kind for each in groups}))
             stages = f", its layers cut into {self._cut.text}" if self._cut.text else ""
             raise ConfigError(
@@ -142,7 +147,8 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             if self._cut.text:
                 self._cut.check_stage(stage, [number for of_group in self._layers for number in of_group])
             ranks = vllm_config.parallel_config.tensor_parallel_size
-            self._worker = WorkerGuard(WorkerHalf(config, groups, self._engine, rank, ranks=ranks, stage=stage))
+            all_groups = groups.beside(self._drafts)
+            self._worker = WorkerGuard(WorkerHalf(config, all_groups, self._engine, rank, ranks=ranks, stage=stage))
         self._loaded = LoadedAdapters()
         if not is_scheduler and getattr(vllm_config, "lora_config", None) is not None:
             watch(self._loaded)
@@ -189,8 +195,9 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     @property
     def _layers(self) -> list[list[int]]:
-        """The numbers of the layers of each of vLLM's groups, in this process's pipeline stage."""
-        return [list(map(layer_number, each.layer_names)) for each in self._kv_cache_config.kv_cache_groups]
+        """The numbers of the model's layers in each of vLLM's groups, in this process's pipeline stage."""
+        names = {part.table: part.names for part in self._own_parts}
+        return [list(map(layer_number, names.get(table, ()))) for table in range(self._groups.num_tables)]
 
     def _start_scheduler(self, told: Sequence[PdxHandshake]) -> None:
         if self._groups.is_part and told:
@@ -202,15 +209,16 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         backends = "+".join(sorted({name for each in told for name in each.backend.split("+")}))
         orders = "+".join(sorted({each.order for each in told}))
         backend, order = backends or self._groups[0].backend, orders or self._groups[0].order
-        layouts = CacheGroups.of(
-            [msgspec.structs.replace(each, backend=backend, order=order) for each in self._groups],
-            self._groups.places,
-            stages=self._groups.stages,
+        layouts, drafts = (
+            groups and groups.with_fields(backend=backend, order=order) for groups in (self._groups, self._drafts)
         )
+        assert layouts is not None
         naming = naming_of(self._vllm_config) if self._groups.is_single else None
         limits = limits_of(self._vllm_config.scheduler_config)
         half = SchedulerHalf(
-            self._config, layouts, self._engine, self._names, self._facts, naming, limits, names_transfers=bool(told)
+            *(self._config, layouts, self._engine, self._names, self._facts, naming, limits),
+            names_transfers=bool(told),
+            drafts=drafts,
         )
         self._scheduler = SchedulerGuard(half, layouts[0].block_tokens)
         if self._unnamed:
@@ -243,7 +251,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return tuple(range(self._groups.num_tables))
+        return tuple(sorted({place.table for place in self._groups.beside(self._drafts).places}))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self.scheduler.plan_step(partial(step_record, scheduler_output))
@@ -298,11 +306,17 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._backend = attention_backend(self._vllm_config, self._kv_cache_config)
-        groups = enumerate(self._kv_cache_config.kv_cache_groups)
-        group_of = {name: at for at, each in groups for name in each.layer_names}
+        number_of = {
+            name: self._cut.number_of(part.table, layer_number(name) if self._cut.text else 0)
+            for part in self._own_parts
+            for name in part.names
+        }
+        if self._drafts is not None:
+            for part, place in zip(self._draft_parts, self._drafts.places, strict=True):
+                number_of.update(dict.fromkeys(part.names, place.number))
+        by_number = self._groups.beside(self._drafts).by_number
+        group_of = {name: by_number[number] for name, number in number_of.items()}
         if self._cut.text:
-            number_of = {name: self._cut.number_of(at, layer_number(name)) for name, at in group_of.items()}
-            group_of = {name: self._groups.by_number[number] for name, number in number_of.items()}
             kv_caches = dict(sorted(kv_caches.items(), key=lambda each: layer_number(each[0])))
         self.worker.register(kv_caches, self._num_blocks, group_of)
 

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdx.engine.weights import SUFFIXES, weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
@@ -46,6 +46,8 @@ _KINDS = {
     "MambaSpec": ("state", ""),
 }
 _INCIDENTAL = ("_name_or_path", "transformers_version")
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # of a layer, in its name
+_COMMON = ("model", "chunk_tokens", "order", "backend", "num_shards", "hashing", "release")  # to all of an engine
 _HASHES = ("sha256", "sha256_cbor")
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 # Of vLLM's --load-format, those that read the files of the model's folder or repository.
@@ -58,6 +60,44 @@ _READ_FROM_FILES = (
 _KV_HEADS = re.compile(r"kv_(n_)?heads|key_value_|head_kv|heads_in_group|attention_groups|query_group")
 _COUNT_GENERATED = ("presence_penalty", "frequency_penalty")
 _PLUGINS = "vllm.logits_processors"  # the entry points of which every one is loaded
+
+
+class Part(NamedTuple):
+    """The layers of the model, or of its draft model, among those of one of vLLM's groups, which have one table."""
+
+    table: int
+    names: list[str]
+    spec: Any
+
+
+def parts_of(vllm_config: Any, kv_cache_config: Any) -> tuple[list[Part], list[Part]]:
+    """vLLM's groups as far as their layers are the model's own; and as far as they are its draft model's, which vLLM
+    may have put among the others."""
+    own, drafts = list[Part](), list[Part]()
+    has_drafter = getattr(vllm_config, "speculative_config", None) is not None
+    total = int(vllm_config.model_config.get_total_num_hidden_layers()) if has_drafter else 0
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        is_draft = {name: has_drafter and _is_draft(name, total) for name in group.layer_names}
+        for parts, are_drafts in ((own, False), (drafts, True)):
+            names = [name for name in group.layer_names if is_draft[name] == are_drafts]
+            if names or not (are_drafts or group.layer_names):  # the group has layers in another stage of a pipeline
+                parts.append(Part(table, names, _spec_of(group.kv_cache_spec, names)))
+    return own, drafts
+
+
+def _is_draft(name: str, total: int) -> bool:
+    """Whether a layer is a draft model's: these are named so, or have numbers behind those of the model's `total`."""
+    found = _NUMBER.search(name)
+    return name.startswith("draft_model.") or (found is not None and int(found[1]) >= total)
+
+
+def _spec_of(spec: Any, names: list[str]) -> Any:
+    """That of these layers of a group, which has one for each where they are of several shapes."""
+    by_name = getattr(spec, "kv_cache_specs", None)
+    if not by_name:
+        return spec
+    each = [by_name[name] for name in names]
+    return each[0] if all(one == each[0] for one in each) else spec
 
 
 def layouts_of(
@@ -87,45 +127,94 @@ def layouts_of(
     if not groups:
         raise LayoutError("this model has no KV cache; run it without PdxConnector")
     hashed = hashed_tokens(vllm_config, kv_cache_config)
-    if len(groups) > 1:
-        if not moves_groups():
-            raise LayoutError(
-                f"hybrid model with {len(groups)} KV cache groups ({_kinds(groups)}): PDX moves several groups of vLLM "
-                "0.32 or newer; run this model without PdxConnector"
-            )
-        unit = math.lcm(hashed, *(group.kv_cache_spec.block_size for group in groups))
+    if len(groups) > 1 and not moves_groups():
+        raise LayoutError(
+            f"hybrid model with {len(groups)} KV cache groups ({_kinds(groups)}): PDX moves several groups of vLLM "
+            "0.32 or newer; run this model without PdxConnector"
+        )
+    parts = parts_of(vllm_config, kv_cache_config)[0]
+    is_hashed_otherwise = hashed != parts[0].spec.block_size
+    if len(groups) > 1 and (len(parts) > 1 or is_hashed_otherwise):
+        unit = math.lcm(hashed, *(part.spec.block_size for part in parts))
         chunk_tokens = -(-chunk_tokens // unit) * unit
-    elif hashed != (block_tokens := groups[0].kv_cache_spec.block_size):
-        raise LayoutError(f"block hashes of {hashed} tokens over blocks of {block_tokens} tokens")
+    elif is_hashed_otherwise:
+        raise LayoutError(f"block hashes of {hashed} tokens over blocks of {parts[0].spec.block_size} tokens")
     cache = vllm_config.cache_config
     common: dict[str, Any] = {
         "model": model,
         "chunk_tokens": chunk_tokens,
         "order": page_order(kv_cache_config),
         "backend": getattr(vllm_config.attention_config.backend, "name", ""),
-        "num_shards": shards or _num_shards(vllm_config, [group.kv_cache_spec for group in groups]),
+        "num_shards": shards or _num_shards(vllm_config, [part.spec for part in parts]),
         "hashing": _checked_hash(cache),
         "release": release_name(),
     }
-    if len(groups) > 1:
+    if len(parts) > 1 or is_hashed_otherwise:
         common["hash_tokens"] = hashed
     found, places = [], []
-    ranks = parallel.tensor_parallel_size
-    for table, group in enumerate(groups):
-        shape: dict[str, Any] = _shape(group.kv_cache_spec, cache)
-        if shards not in (0, ranks):
-            shape.update(_cut(shape, shards, _num_heads(vllm_config, group.kv_cache_spec, len(groups)), ranks))
+    for table, names, spec in parts:
+        shape = _shape_of(vllm_config, spec, shards, len(parts))
         if not cut.text:
-            numbers = tuple(map(layer_number, group.layer_names)) if len(groups) > 1 else ()
-            found.append(KvLayout(num_layers=len(group.layer_names), layers=numbers, **shape, **common))
+            numbers = tuple(map(layer_number, names)) if len(parts) > 1 else ()
+            found.append(KvLayout(num_layers=len(names), layers=numbers, **shape, **common))
             places.append(Place(table, table))
             continue
-        told = layers[table] if layers else list(map(layer_number, group.layer_names))
+        told = layers[table] if layers else list(map(layer_number, names))
         for part, of_part in cut.split(told).items():
             found.append(KvLayout(num_layers=len(of_part), layers=of_part, **shape, **common))
             places.append(Place(cut.number_of(table, of_part[0]), table, cut.stages[part]))
     is_part = len(set(cut.stages)) > 1 and not layers
-    return CacheGroups.of(found, places, stages=cut.text, is_part=is_part)
+    return CacheGroups.of(found, places, num_tables=len(groups), stages=cut.text, is_part=is_part)
+
+
+def drafts_of(
+    vllm_config: Any, kv_cache_config: Any, groups: CacheGroups, *, drafter: str, shards: int = 0
+) -> CacheGroups | None:
+    """The layouts of a draft model's layers (`drafter`: see `drafter_identity`), beside the model's own `groups`; None:
+    it has none with a KV cache, or of a kind that PDX does not move, which costs drafts."""
+    own, parts = parts_of(vllm_config, kv_cache_config)
+    first, numbered_from = groups[0], 1 + max(place.number for place in groups.places)
+    common = {name: getattr(first, name) for name in _COMMON} | {"drafter": drafter}
+    found, places = list[KvLayout](), list[Place]()
+    try:
+        if vllm_config.parallel_config.pipeline_parallel_size > 1 and parts:
+            raise LayoutError("the engine has a pipeline")
+        if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) and parts:  # what is not loaded would not be
+            raise LayoutError("blocks have to be zeroed before their first use")
+        for table, names, spec in parts:
+            shape = _shape_of(vllm_config, spec, shards, len(parts))
+            heads = {_num_heads(vllm_config, each, 2) for each in (spec, own[0].spec)}
+            if shape["kind"] != "full" or (
+                groups.num_shards < vllm_config.parallel_config.tensor_parallel_size and len(heads) > 1
+            ):
+                raise LayoutError(f"{type(spec).__name__} of {len(names)} layers, {sorted(heads)} heads")
+            common["hash_tokens"] = 0 if first.tokens_per_hash == shape["block_tokens"] else first.tokens_per_hash
+            numbers = tuple(map(layer_number, names)) if len(parts) > 1 else ()
+            found.append(KvLayout(num_layers=len(names), layers=numbers, **shape, **common))
+            places.append(Place(numbered_from + len(places), table))
+    except LayoutError as error:
+        log.warning("the KV of the draft model is not shared, and after a load it drafts worse: %s", error)
+        return None
+    return CacheGroups.of(found, places, num_tables=groups.num_tables) if found else None
+
+
+def drafter_identity(vllm_config: Any) -> str:
+    """A name for the weights of the draft model, and for what it makes of the model's; empty: there is none."""
+    told: Any = getattr(vllm_config, "speculative_config", None)
+    model = getattr(told, "draft_model_config", None)
+    if model is None or model is told.target_model_config:  # n-grams need none
+        return ""
+    load = getattr(told, "draft_load_config", None) or vllm_config.load_config
+    own = [str(getattr(told, name, None)) for name in ("method", "attention_backend", "kv_cache_dtype")]
+    return " ".join([*own, model_identity(model, load.load_format)])
+
+
+def _shape_of(vllm_config: Any, spec: Any, shards: int, num_parts: int) -> dict[str, Any]:
+    """`_shape`, of one of so many shards."""
+    shape, ranks = _shape(spec, vllm_config.cache_config), vllm_config.parallel_config.tensor_parallel_size
+    if shards not in (0, ranks):
+        shape.update(_cut(shape, shards, _num_heads(vllm_config, spec, num_parts), ranks))
+    return shape
 
 
 def _shape(spec: Any, cache: Any) -> dict[str, Any]:
@@ -222,7 +311,7 @@ def _cut(shape: dict[str, Any], shards: int, heads: int, ranks: int) -> dict[str
 
 def layer_number(name: str) -> int:
     """The layer's number in the model, which is the first one in its name."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    found = _NUMBER.search(name)
     if found is None:
         raise LayoutError(f"the layer {name!r} has no number: PDX cannot tell it from those of other cache groups")
     return int(found[1])
@@ -252,11 +341,10 @@ def check_no_state(model: Any) -> None:
 
 
 def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
-    """The attention backends that vLLM has chosen for the layers with a KV cache, in a process that has the model."""
+    """The attention backends that vLLM has chosen for the model's layers with a KV cache, in a process that has it."""
     layers = vllm_config.compilation_config.static_forward_context
-    groups = kv_cache_config.kv_cache_groups
-    names = {layers[name].get_attn_backend().get_name() for group in groups for name in group.layer_names}
-    return "+".join(sorted(names))
+    parts = parts_of(vllm_config, kv_cache_config)[0]
+    return "+".join(sorted({layers[name].get_attn_backend().get_name() for part in parts for name in part.names}))
 
 
 def model_identity(model: Any, load_format: Any) -> str:

@@ -245,7 +245,9 @@ class MLAAttentionSpec(SimpleNamespace):
 def counted(heads: int, **said: Any) -> Any:
     """The configuration of a model with so many KV heads, as vLLM says of it as a whole; and what else it says."""
     config = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads, **said})
-    return SimpleNamespace(hf_config=config, get_total_num_kv_heads=lambda: heads)
+    return SimpleNamespace(
+        hf_config=config, get_total_num_kv_heads=lambda: heads, get_total_num_hidden_layers=lambda: 8
+    )
 
 
 def sharded(
@@ -675,7 +677,7 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
         parallel_config=SimpleNamespace(use_ubatching=is_split, tensor_parallel_size=1, pipeline_parallel_size=1),
         model_config=SimpleNamespace(enable_sleep_mode=False),
     )
-    made = connector.PdxConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=1))
+    made = connector.PdxConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=1, kv_cache_groups=[]))
     made.save_kv_layer("layers.0", None, None)
     made.wait_for_save()
     assert called == (["end"] if is_split else ["layers.0", "end"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exact_kinds import KINDS, Kind
+from exact_kinds import DRAFTED, KINDS, Kind
 from vllm.config import (
     CacheConfig,
     KVTransferConfig,
@@ -32,6 +32,7 @@ class Shape:
 
     `stages`: how many layers each stage of its pipeline has, the later ones a step behind; empty: it has none.
     `threshold`: tokens of one prompt in a step, 0: no limit. `drafts`: whether tokens are proposed and checked.
+    `draft_layers`: so many last layers are a draft model's, which is called `drafter`; with `drafts` it proposes them.
     `graphs`: steps of so many tokens at most call no hooks. `weights`: of its model. `content`: it has adapters and
     sees pictures. `extra`: settings of the connector.
     """
@@ -46,6 +47,7 @@ class Shape:
     threshold: int = 0
     drafts: bool = False
     draft_layers: int = 0
+    drafter: str = "a drafter"
     graphs: int = 0
     weights: int = 0
     content: bool = False
@@ -55,7 +57,7 @@ class Shape:
 
     @property
     def model_kind(self) -> Kind:
-        return KINDS[self.kind]
+        return {**KINDS, **DRAFTED}[self.kind]
 
     @property
     def has_pdx(self) -> bool:

@@ -121,14 +121,14 @@ class Engine:
         if hasattr(cache, "hash_block_size"):  # vLLM's engine sets it when it knows
             cache.hash_block_size = unit
         self._hasher = _block_hasher(unit)
-        num_layers = len(self.kind.mixers)
-        stages = shape.stages or (num_layers,)
+        stages = shape.stages or (len(self.kind.mixers),)
         caches = of_stages(cache, stages)
         partition = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, stages))} if shape.stages else {}
         with (
             patch.object(connector, "attention_backend", lambda *_: "TOY"),
-            patch.object(type(config.model_config), "get_total_num_hidden_layers", lambda _: num_layers),
+            patch.object(type(config.model_config), "get_total_num_hidden_layers", lambda _: len(self.mixers)),
             patch.dict(os.environ, partition),
+            patch.object(connector, "drafter_identity", lambda *_: shape.drafter),
             set_current_vllm_config(config),
         ):
             self._workers: list[Any] = [NoWorker() for _ in stages]

@@ -104,6 +104,8 @@ KINDS = {
     "unequal": Kind((_window(100, 0, 2, block=64), _full(1, 3, block=32, words=2 * WORDS))),
     "units": Kind((_state(0, block=64), _full(1, block=64)), unit=16),  # hits that end inside a block
 }
+# Beside "full" with a draft model's layer, which is its last one: without that, and with it in a group of its own.
+DRAFTED = {"undrafted": Kind((_full(0, 1),)), "apart": Kind((_full(0, 1), _full(2)))}
 # `make test` has storms and tables of PdxConnector over these; `make test-long` over all kinds.
 EVERY_DAY = ("full", "window", "mixed")
 KINDS_WITH_PDX = tuple(each if each in EVERY_DAY else pytest.param(each, marks=pytest.mark.long) for each in KINDS)

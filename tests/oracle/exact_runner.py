@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from exact_kinds import Kind, Pages, Tables, layer_name
-from exact_model import Beside, Picture, State, Words, advance, embed, keys_of, mixed, sample, seen, sums_of
+from exact_model import Beside, Picture, State, Words, advance, embed, keys, keys_of, mixed, sample, seen, sums_of
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -75,7 +75,8 @@ class Runner:
 
     `skips_hooks`: of a step of so many tokens, whether it runs as one graph, which calls no hook of a layer.
     `draft_layers`: so many last layers belong to a draft model: they run after the step's transfers were asked for, as
-    in vLLM's first runner, and sampling does not see them. `weights`: of the model.
+    in vLLM's first runner, and sampling does not see them; drafts of a request are wrong unless every byte of their
+    pages is right. `weights`: of the model.
     """
 
     worker: Any
@@ -89,6 +90,8 @@ class Runner:
     steps: int = 0
     computed: int = 0  # tokens
     drafts: DraftTokenIds | None = None  # for the next step
+    drafted: int = 0  # tokens
+    accepted: int = 0
     weights: int = 0
     adapters: dict[int, int] = field(default_factory=dict)  # that are loaded, by vLLM's number
     _encoded: dict[str, int] = field(default_factory=dict)  # pictures, by what vLLM calls them
@@ -264,10 +267,13 @@ class Runner:
             for one in work.values():
                 if mixer.kind != "state":
                     pages.write(layer, one.state.blocks, one.start, keys_of(one.hidden, one.start, layer))
+            torn = pages.torn
             for one in work.values():
                 hidden = mixed(one.hidden, self._mix(pages, one, layer), layer)
                 if layer < len(self._mixers) - self.draft_layers:
                     one.hidden = hidden
+            if self.drafter is not None and layer >= len(self._mixers) - self.draft_layers:
+                pages.torn = torn  # nobody needs what a draft model sees to be right
             if has_hooks_here:
                 worker.save_kv_layer(layer_name(layer), None, None)
             yield layer
@@ -296,6 +302,8 @@ class Runner:
                 break
             at += 1
             found.append(sample(one.hidden[at]))
+        self.drafted += len(drafts)
+        self.accepted += len(found) - 1
         tokens += found
         return found
 
@@ -304,7 +312,17 @@ class Runner:
             return
         names = [name for name, tokens in sampled.items() if tokens]
         drafts = [self.drafter(name, self._states[name].tokens, self.num_drafts) for name in names]
+        seen = [self._sees_all(self._states[name]) for name in names]
+        drafts = [each if is_seen else [0] * len(each) for each, is_seen in zip(drafts, seen, strict=True)]
         self.drafts = DraftTokenIds(names, drafts)
+
+    def _sees_all(self, state: _State) -> bool:
+        """Whether the pages of the draft model hold what it has made of all tokens but the last one."""
+        layers = range(len(self._mixers) - self.draft_layers, len(self._mixers))
+        right, torn = keys(state.tokens[:-1]) if layers else [], self.pages.torn
+        found = all((self.pages.read(at, state.blocks, 0, len(right[at])) == right[at]).all() for at in layers)
+        self.pages.torn = torn
+        return found
 
     # ---- transfers --------------------------------------------------------------------------
 
