@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from pdx.errors import ProtocolError, Refusal
 from pdx.proxy import sse
+from pdx.proxy.engines import Engine
 from pdx.proxy.exchange import Exchange
 from pdx.proxy.health import Reason
 from pdx.proxy.leg import Answer, failed
@@ -39,7 +41,6 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     model: str
     usage: Usage
     choices: list[_Choice]
-    system_fingerprint: str | None = None
 
     @property
     def choice(self) -> _Choice:
@@ -70,11 +71,6 @@ def decode_prefill(raw: bytes, route: Route = Route.COMPLETIONS, prompts: int = 
     return answer
 
 
-def is_final(answer: PrefillAnswer, limit: int | None) -> bool:
-    """The prefill leg's answer is all the client gets: the text ends here, or one token was wanted."""
-    return answer.choice.finish_reason == "stop" or (limit == 1 and answer.choice.finish_reason == "length")
-
-
 def is_forwardable(answer: PrefillAnswer) -> bool:
     """Whether its token can be shown to the client on its own; else the decode engine must sample it.
 
@@ -92,66 +88,14 @@ def is_forwardable(answer: PrefillAnswer) -> bool:
     )
 
 
-def final_answer(raw: bytes) -> bytes:
-    """The prefill leg's answer as the client's, without what only this proxy had asked for."""
-    answer: dict[str, Any] = _parts.decode(raw)  # not read any further: the prompt's ids are in it
-    choices: list[dict[str, Any]] = _choices.decode(answer["choices"])
-    answer["choices"] = choices
-    for part in (answer, *choices):
-        for name in ("kv_transfer_params", "token_ids", "prompt_token_ids"):
-            if name in part:
-                part[name] = None
-    return msgspec.json.encode(answer)
-
-
-def merged_answer(prefill: PrefillAnswer, raw: bytes) -> bytes:
-    """The decode leg's answer as the client's, with the prefill leg's text in front.
-
-    :raises ProtocolError: it is not a completion.
-    """
-    try:
-        answer = json.loads(raw)
-        answer["choices"][0]["text"] = (prefill.choice.text or "") + answer["choices"][0]["text"]
-        _correct_usage(answer["usage"], prefill, details=prefill.usage.prompt_tokens_details)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ProtocolError(f"a decode answer of {len(raw)} bytes is not a completion") from error
-    answer["kv_transfer_params"] = None
-    if "metrics" in answer:
-        answer["metrics"] = None  # of the decode leg alone
-    return _encode(answer)
-
-
-def first_event(prefill: PrefillAnswer, *, finish: bool, options: dict[str, Any]) -> bytes:
-    choice = prefill.choice
+def first_event(prefill: PrefillAnswer, options: dict[str, Any]) -> bytes:
     chunk = _chunk(prefill)
-    chunk["choices"] = [
-        {
-            "index": 0,
-            "text": choice.text or "",
-            "logprobs": None,
-            "finish_reason": choice.finish_reason if finish else None,
-            "stop_reason": choice.stop_reason if finish else None,
-            "prompt_token_ids": None,
-            "token_ids": None,
-        }
-    ]
-    if finish and prefill.system_fingerprint is not None and not options.get("include_usage"):
-        chunk["system_fingerprint"] = prefill.system_fingerprint
+    choice = {"index": 0, "text": prefill.choice.text, "logprobs": None, "finish_reason": None, "stop_reason": None}
+    chunk["choices"] = [{**choice, "prompt_token_ids": None, "token_ids": None}]
     if options.get("include_usage") and options.get("continuous_usage_stats"):
-        chunk["usage"] = {"prompt_tokens": 0, "total_tokens": 0, "completion_tokens": 0}
-        _correct_usage(chunk["usage"], prefill, details=None)
+        chunk["usage"] = {}
+        _correct_usage(chunk["usage"], prefill, added=1, details=None)
     return sse.event(_encode(chunk))
-
-
-def final_events(prefill: PrefillAnswer, *, options: dict[str, Any]) -> bytes:
-    """The end of a stream that consists of the prefill leg's token."""
-    if not options.get("include_usage"):
-        return sse.DONE
-    chunk = {**_chunk(prefill), "choices": [], "usage": {"completion_tokens": 0}}
-    if prefill.system_fingerprint is not None:
-        chunk["system_fingerprint"] = prefill.system_fingerprint
-    _correct_usage(chunk["usage"], prefill, details=_known(prefill.usage.prompt_tokens_details))
-    return sse.event(_encode(chunk)) + sse.DONE
 
 
 def _chunk(prefill: PrefillAnswer) -> dict[str, Any]:
@@ -163,10 +107,12 @@ def _known(details: dict[str, Any] | None) -> dict[str, Any] | None:
     return details and {name: value for name, value in details.items() if value is not None}
 
 
-def _correct_usage(usage: dict[str, Any], prefill: PrefillAnswer, *, details: dict[str, Any] | None) -> None:
-    """Count the first token as generated; what was cached is what the prefill engine had cached."""
+def _correct_usage(
+    usage: dict[str, Any], prefill: PrefillAnswer, *, added: int, details: dict[str, Any] | None
+) -> None:
+    """Count so many tokens more as generated; what was cached is what the prefill engine had cached."""
     usage["prompt_tokens"] = prefill.usage.prompt_tokens
-    usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + 1
+    usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + added
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
     if details is not None:
         usage["prompt_tokens_details"] = details
@@ -212,6 +158,10 @@ class AsItIs:
         exchange.reply.pass_on(answer.headers)
         exchange.reply.whole(answer.status, await self.whole(raw), content_type=answer.content_type)
 
+    async def first(self, exchange: Exchange, answer: Answer) -> bytes:
+        """The first bytes of a stream."""
+        return await answer.read_some()
+
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
         """Of the client's stream. An event that waits for the prefill engine keeps none before it waiting."""
         first = next((at for at, event in enumerate(events) if counts_cached(self._route, event)), 0)
@@ -247,44 +197,96 @@ class Bytes:
         await exchange.reply.end()
 
 
-class Continuation:
-    """The engine goes on after the prefill leg's token; to the client the two are one answer: one id throughout, usage
-    of both legs.
+class Sent(NamedTuple):
+    """What the client has of the prefill engine."""
+
+    answer: PrefillAnswer
+    before: Engine  # which had begun to answer, and not sampled a token yet
+
+    @property
+    def ids(self) -> tuple[Raw, int]:
+        """Of the prompt, and of the token."""
+        choice = self.answer.choice
+        assert choice.token_ids is not None
+        return choice.prompt_token_ids, choice.token_ids[0]
+
+    @property
+    def text(self) -> str:
+        return self.answer.choice.text or ""
+
+
+class FirstTokenDiffers(Exception):
+    """The decode engine's answer begins with another token than the one that the client has."""
+
+    def __init__(self, sent: Sent) -> None:
+        super().__init__(sent)
+        self.sent = sent
+
+
+class Forwarded(AsItIs):
+    """The prefill engine's token, if it comes first, and behind it the decode engine's answer, which begins with the
+    same token: there it is left out. To the client the two are one stream, of one id.
+
+    Texts are compared: then the client has the decode engine's answer, by whichever tokens it comes about.
 
     Nearly all events of a stream begin with the same bytes, up to their choices. Those are replaced, and the event is
     not read any further.
     """
 
-    def __init__(self, prefill: PrefillAnswer) -> None:
+    def __init__(
+        self,
+        route: Route,
+        counts: Callable[[], Awaitable[Mapping[str, int]]],
+        prefill: asyncio.Future[Any],
+        early: Callable[[Engine], PrefillAnswer | None],
+    ) -> None:
+        """`early`: what `prefill` has brought, if its token may be sent before one of this decode engine."""
+        super().__init__(route, counts)
+        self.sent: Sent | None = None
+        self.continues = False  # to the decode engine, that token is a part of its prompt
         self._prefill = prefill
-        self._head = _encode(_chunk(prefill))[:-1]
+        self._early = early
+        self._owed = ""  # of that token's text, what the decode engine has yet to say
+        self._head = b""
         self._their_head = b""  # as far as it is known: "data: ", and JSON without its end
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
-        """Relay it. :raises LegFailed: the engine refused, or went away before the end."""
-        if answer.status >= 400:
+        """Relay it. :raises LegFailed: the engine refused, or went away before the end.
+        :raises FirstTokenDiffers: nothing of it was sent.
+        """
+        if self.sent is not None and not answer.is_stream:
             # A refusal may be about what this proxy made of the request: the client is not to be told that.
-            raise failed(Reason.STATUS_4XX, answer.engine, str(answer.status))
-        if answer.is_stream != exchange.streams:
-            raise failed(Reason.MALFORMED, answer.engine, f"unexpected {answer.content_type!r}")
-        if answer.is_stream:
-            await _relay_stream(exchange, answer, self)
-            return
-        raw = await answer.read()
-        exchange.mark(Event.DECODE_FIRST, answer.engine)
+            refused = Reason.STATUS_4XX if answer.status >= 400 else Reason.MALFORMED
+            raise failed(refused, answer.engine, f"{answer.status}, {answer.content_type!r}")
+        self._owed = self.sent.text if self.sent is not None and not self.continues else ""
+        await super().take(exchange, answer)
+
+    async def first(self, exchange: Exchange, answer: Answer) -> bytes:
+        if self.sent is not None:
+            return await answer.read_some()
+        reading = asyncio.ensure_future(answer.read_some())
+        reading.add_done_callback(lambda each: each.cancelled() or each.exception())  # if nobody waits for it any more
         try:
-            merged = merged_answer(self._prefill, raw)
-        except ProtocolError as error:
-            raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
-        exchange.first_token(answer.engine, streams=False)
-        exchange.reply.pass_on(answer.headers)
-        exchange.reply.whole(200, merged)
+            await asyncio.wait([reading, self._prefill], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done() and (found := self._early(answer.engine)) is not None:
+                self.sent = Sent(found, answer.engine)
+                self._owed, self._head = self.sent.text, _encode(_chunk(found))[:-1]
+                await exchange.reply.write(first_event(found, exchange.stream_options), is_ahead=True)
+            return await reading
+        finally:
+            reading.cancel()
 
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
-        yield b"".join(map(self.event, events))
+        if self.sent is None:
+            async for piece in super().pieces(events):
+                yield piece
+        elif piece := b"".join(map(self.event, events)):
+            yield piece
 
     def event(self, event: bytes) -> bytes:
-        if self._their_head and event.startswith(self._their_head) and not _SPECIAL.search(event):
+        """As the client is sent it; b"": it has it already. :raises FirstTokenDiffers: see there."""
+        is_known = self._their_head and event.startswith(self._their_head)
+        if is_known and not self._owed and not _SPECIAL.search(event):
             return b"data: " + self._head + event[len(self._their_head) :]
         data = sse.data(event)
         if data is None or sse.is_done(event):
@@ -296,13 +298,28 @@ class Continuation:
         if not isinstance(chunk, dict) or "choices" not in chunk:
             return event  # an error, in its own shape
         self._learn(event)
-        prefill = self._prefill
-        chunk.update(_chunk(prefill) | {"choices": chunk["choices"]})
-        chunk.pop("metrics", None)
+        assert self.sent is not None
+        prefill, choices = self.sent.answer, chunk["choices"]
+        if self._owed and choices and not self._tells_more(choices[0], self.sent):
+            return b""
+        chunk.update(_chunk(prefill) | {"choices": choices})
+        if self.continues:
+            chunk.pop("metrics", None)  # of the decode leg alone
         if isinstance(chunk.get("usage"), dict):
-            details = None if chunk["choices"] else _known(prefill.usage.prompt_tokens_details)
-            _correct_usage(chunk["usage"], prefill, details=details)
+            details = None if choices else _known(prefill.usage.prompt_tokens_details)
+            _correct_usage(chunk["usage"], prefill, added=self.continues, details=details)
         return sse.event(_encode(chunk))
+
+    def _tells_more(self, choice: dict[str, Any], sent: Sent) -> bool:
+        """Take what the client has out of a choice; whether that leaves something."""
+        text, owed, ends = choice.get("text") or "", self._owed, choice.get("finish_reason") is not None
+        if text.startswith(owed):
+            choice["text"], self._owed = text[len(owed) :], ""
+        elif owed.startswith(text) and not ends:
+            choice["text"], self._owed = "", owed[len(text) :]
+        else:
+            raise FirstTokenDiffers(sent)
+        return bool(choice["text"]) or ends
 
     def _learn(self, event: bytes) -> None:
         head, choices, _ = event.partition(_CHOICES)
@@ -311,11 +328,12 @@ class Continuation:
                 self._their_head = head
 
 
-async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Continuation) -> None:
+async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> None:
     exchange.reply.pass_on(answer.headers)
     splitter = sse.EventSplitter()
     is_first = True
-    while not exchange.answered and (chunk := await answer.read_some()):
+    chunk = await shape.first(exchange, answer)
+    while chunk:
         exchange.mark(Event.DECODE_FIRST, answer.engine)
         try:
             events = splitter.feed(chunk)
@@ -328,6 +346,7 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Cont
             if not sse.is_empty(events[-1]):
                 exchange.first_token(answer.engine, streams=True)
             await _pass_on(exchange, events, shape)
+        chunk = b"" if exchange.answered else await answer.read_some()
     if not exchange.answered:
         if not sse.is_done(splitter.rest):
             raise failed(Reason.TRUNCATED, answer.engine)
@@ -350,7 +369,7 @@ def _check_first(answer: Answer, event: bytes) -> None:
         raise failed(Reason.STATUS_5XX, answer.engine, f"an error {code} in place of a first event", answer=said)
 
 
-async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs | Continuation) -> None:
+async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs) -> None:
     """Those up to the one that ends the stream, behind which nothing matters."""
     is_last = sse.is_done if exchange.route.last_event is None else exchange.route.last_event.match
     end = next((index for index, event in enumerate(events, 1) if is_last(event)), None)

@@ -262,14 +262,14 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_
     return leg
 
 
-def continuation_body(body: Body, *, prompt: Raw, tokens: int, first: int, limit: int, transfer: str) -> Body:
-    """The decode leg of `forward`: go on after the `tokens` ids of `prompt` and `first`, to `limit` with that one."""
+def continuation_body(body: Body, prompt: Raw, first: int, *, limit: int) -> Body:
+    """Go on after the ids of `prompt` and `first`, to `limit` tokens with that one."""
     leg = dict(body)
     leg["prompt"] = Raw(bytes(prompt)[:-1] + b",%d]" % first)
     leg["max_tokens"] = limit - 1
     if leg.get("min_tokens"):
         leg["min_tokens"] -= 1
-    return arriving(leg, transfer=transfer, prompt_tokens=tokens)
+    return leg
 
 
 def arriving(
@@ -280,7 +280,7 @@ def arriving(
     prompt_tokens: int | None = None,
     cached_tokens: int | None = None,
 ) -> Body:
-    """The decode leg of `sampled`: the client's own request, with the KV of its prompt (or prompts) on the way.
+    """The decode leg: the client's own request, with the KV of its prompt (or prompts) on the way.
 
     `is_early`: the legs are sent together. The counts are the prefill engine's; None: it does not say so. To the decode
     engine all that arrives is cached; told of another count it reports that one.

@@ -37,7 +37,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     forward: Annotated[
         bool,
         option(
-            "Send a completion's first token to the client as soon as the prefill engine has it.", section="Requests"
+            "Send the first token of a greedy, streamed completion as soon as the prefill engine has it.",
+            section="Requests",
         ),
     ] = True
     # 16 tokens are one block of most engines' KV cache, the least that two legs could hand over; a decode engine

@@ -37,12 +37,12 @@ class Outcome(StrEnum):
 
 # What counters count, by their labels: each has a series from the start, so that the first event counts for `rate`.
 _PREFILL_FAILED = [f"prefill_{reason}" for reason in (*Reason, "exhausted", "internal")]
-_FALLBACKS = ["no_prefiller", "detached", "decode_status_4xx", *_PREFILL_FAILED]
-_NOT_FORWARDED = ["engine_unknown", "engine_looks_back", "min_tokens", "first_token", "near_ceiling", "no_continuation"]
+_FALLBACKS = ["no_prefiller", "detached", *_PREFILL_FAILED]
+_NOT_FORWARDED = ["engine_unknown", "engine_looks_back", "min_tokens", "first_token", "near_ceiling"]
 _CANCELS = [
     *_FALLBACKS,
     *("client_gone", "stopped", "internal", "no_decoder", "exhausted", "decode_failed", "decode_refused"),
-    *("prefill_late", "prefill_failed_over", "finished_early"),
+    *("prefill_late", "prefill_failed_over"),
 ]
 _DROPS = [
     *("malformed", "version", "not_its_name", "not_its_host", "peer_full"),
@@ -79,7 +79,7 @@ class Metrics(Collector):
 
         self.requests = counter("requests", "Requests finished.", route=Route, mode=[*Mode, ""], outcome=Outcome)
         text = "Requests that could not be served in the mode planned for them."
-        self.fallbacks = counter("fallbacks", text, reason=[*_FALLBACKS, *_NOT_FORWARDED])
+        self.fallbacks = counter("fallbacks", text, reason=[*_FALLBACKS, *_NOT_FORWARDED, "first_token_differs"])
         text = "Legs given to another engine."
         self.failovers = counter("failovers", text, leg=["prefill", "decode"], reason=Reason)
         text = "Requests refused because this process lacked descriptors, ports, buffers or room for bodies."

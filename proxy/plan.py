@@ -44,7 +44,9 @@ class Mode(StrEnum):
     """How the two legs share the work."""
 
     ALONE = "alone"  # one engine does everything
-    FORWARD = "forward"  # the prefill leg's token goes to the client, the decode leg continues after it
+    FORWARD = (
+        "forward"  # the first token is the client's as soon as one of both legs has it, and the rest the decode leg's
+    )
     SAMPLED = "sampled"  # the prefill leg only computes KV, the decode leg samples every token
 
 
@@ -112,8 +114,13 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         return Plan(Mode.ALONE, "short_prompt", least_length)
     if nbytes > FORWARD_BYTES:
         return Plan(Mode.SAMPLED, "prompt_size", least_length)
+    if not body.get("stream"):  # what comes in one piece comes with its last token
+        return Plan(Mode.SAMPLED, "stream", least_length)
+    if not _number(0)(body.get("temperature")):
+        # Each leg draws a token of its own. One seed for both would give one, but has a batch on a GPU sampled slower.
+        return Plan(Mode.SAMPLED, "temperature", least_length)
     for name, value in body.items():
-        if value is not None and not _forwardable(name, value, body):
+        if value is not None and not (name in _FORWARD and _FORWARD[name](value)):
             return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field", least_length)
     return Plan(Mode.FORWARD, "", least_length)
 
@@ -148,15 +155,17 @@ def _planned_chat(route: Route, body: Body, min_split_tokens: int) -> Plan:
     return Plan(Mode.SAMPLED, "chat")
 
 
-def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None) -> str:
+def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None, prompt_tokens: int = 0) -> str:
     """Why a body that may be forwarded is not by these engines, whose own defaults no body shows; "" if it is."""
     if prefill is None or decode is None:
         return "engine_unknown"
     if prefill.looks_back or decode.looks_back:
         return "engine_looks_back"
-    if (body.get("min_tokens") or 0) > forward_limit(body, decode):
+    limit = forward_limit(body, decode)
+    if (body.get("min_tokens") or 0) > limit:
         return "min_tokens"  # which an engine refuses
-    return ""
+    # A continuation has a token to make, and place for it.
+    return "near_ceiling" if limit == 1 or prompt_tokens + limit > decode.max_model_len else ""
 
 
 def forward_limit(body: Body, decode: EngineFacts | None) -> int:
@@ -164,16 +173,6 @@ def forward_limit(body: Body, decode: EngineFacts | None) -> int:
     limit = token_limit(Route.COMPLETIONS, body)
     assert limit is not None
     return min(limit, decode.max_new_tokens) if decode is not None and decode.max_new_tokens else limit
-
-
-def continues(facts: EngineFacts | None, *, prompt_tokens: int, limit: int) -> bool:
-    """Whether an engine goes on after a token that it takes for prompt as it would after one of its own, to `limit`."""
-    return (
-        facts is not None
-        and not facts.looks_back
-        and (not facts.max_new_tokens or limit <= facts.max_new_tokens)
-        and prompt_tokens + limit <= facts.max_model_len
-    )
 
 
 def token_limit(route: Route, body: Body) -> int | None:
@@ -309,12 +308,12 @@ _SPLITTABLE: dict[str, Callable[[Any], bool]] = {
 }
 
 # The values (other than null) with which the decode engine, given prompt + first token, continues exactly as it
-# would have after sampling that token itself.
+# would have after sampling that token itself. So it is asked to where it samples another one than the client has.
 _FORWARD: dict[str, Callable[[Any], bool]] = {
     # The same at every step, or only a name. A bad value is refused by the prefill leg, which has it too.
     **dict.fromkeys(
         ("model", "prompt", "temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "user")
-        + ("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority")
+        + ("seed", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority")
         + ("request_id", "session_id", "cache_salt", "stream", "stream_interval"),
         _anything,
     ),
@@ -354,7 +353,7 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
     "vllm_xargs": _empty,
 }
 
-_KNOWN = frozenset(_FORWARD) | {"seed"}  # names from outside never become labels
+_KNOWN = frozenset(_FORWARD)  # names from outside never become labels
 # Numbers, and what is true or false, in any form that engines take.
 WHOLE = (
     *("n", "best_of", "min_tokens", "truncate_prompt_tokens"),
@@ -364,12 +363,5 @@ SWITCHES = ("stream", "echo", "use_beam_search", "background")
 # The values of these decide; of all others it matters at most whether they are null.
 LOOKED_AT = frozenset(
     [*_SPLITTABLE, *(name for name, check in _FORWARD.items() if check is not _anything)]
-    + ["model", "temperature", "seed", "request_id", XARGS]
+    + ["model", "temperature", "request_id", XARGS]
 )
-
-
-def _forwardable(name: str, value: Any, body: Body) -> bool:
-    if name == "seed":  # a generator that starts anew at the second token draws other numbers; greedy: none
-        temperature = body.get("temperature")
-        return _is_number(temperature) and temperature == 0
-    return name in _FORWARD and _FORWARD[name](value)

@@ -18,13 +18,13 @@ from pdx.proxy.exchange import Drain, Exchange
 from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
 from pdx.proxy.leg import Asked, Legs, failed
 from pdx.proxy.metrics import Metrics, Outcome
-from pdx.proxy.plan import ONE_TOKEN, Body, Mode, continues, forward_limit, obstacle
+from pdx.proxy.plan import ONE_TOKEN, Body, Mode, forward_limit, obstacle
 from pdx.proxy.router import Pair
 from pdx.proxy.timelines import Timelines
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.timeline import Event
 from pdx.wire.hints import Hints
-from pdx.wire.messages import Cancel, EngineFacts
+from pdx.wire.messages import Cancel
 from pdx.wire.proxy import Arriving, Prefilled
 
 T = TypeVar("T")
@@ -142,28 +142,19 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return await self._split(exchange, pair)
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
+        """Both legs at once: the decode engine reads the prompt, and waits for its KV while that is computed. Its leg
+        follows the other one where no node could tell it what became of prefill, and where nodes would take the
+        transfer for complete when the first of several prompts is.
+        """
         self._heed_obstacle(exchange, pair)
-        # Without a node, nobody can tell the decode engine what became of prefill.
-        if exchange.mode is Mode.SAMPLED and pair.decoder.node and exchange.prompts == 1:
-            return await self._together(exchange, pair)
-        try:
-            planned, prefill, raw = await self._prefill(exchange, pair)
-        except LegFailed as failure:
-            await self._fall_back(exchange, self._prefill_failed(exchange, failure))
-            return self._note_refusal(exchange, failure)
-        if exchange.mode is Mode.FORWARD:
-            return await self._forward(exchange, planned, prefill, raw)
-        return await self._sample(exchange, prefill)
-
-    async def _together(self, exchange: Exchange, pair: Pair) -> None:
-        """Both legs at once: the decode engine reads the prompt, and waits for its KV while that is computed."""
-        prefill = asyncio.ensure_future(self._prefill_beside(exchange, pair))
+        is_early = bool(pair.decoder.node) and exchange.prompts == 1
+        prefill = asyncio.ensure_future(self._prefill_beside(exchange, pair, is_early=is_early))
 
         def leg() -> Body:
             if not prefill.done():
                 return body.arriving(exchange.body, transfer=exchange.transfer, is_early=True)
             found = prefill.result()
-            return self._sampled_leg(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
+            return self._arriving(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
 
         async def counts() -> Mapping[str, int]:
             give_up_at = self.health.clock() + USAGE_S
@@ -176,10 +167,18 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             found = prefill.result()
             return found.usage.cache_counts if isinstance(found, answer.PrefillAnswer) else {}
 
+        def early(engine: Engine) -> answer.PrefillAnswer | None:
+            return self._early(exchange, prefill.result(), engine)
+
         try:
             with self.health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
                 await asyncio.sleep(0)
-            await self._decode(exchange, leg, answer.AsItIs(exchange.route, counts), after=prefill)
+            if not is_early:
+                await asyncio.wait([prefill])
+            if exchange.mode is Mode.FORWARD:
+                await self._forward(exchange, leg, answer.Forwarded(exchange.route, counts, prefill, early), prefill)
+            else:
+                await self._decode(exchange, leg, answer.AsItIs(exchange.route, counts), after=prefill)
             if not prefill.done():
                 await asyncio.wait([prefill], timeout=UNREAD_S)
             if not prefill.done() and exchange.outcome is Outcome.OK:
@@ -189,10 +188,12 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             await asyncio.wait([prefill])
         self._note_refusal(exchange, None if prefill.cancelled() else prefill.result())
 
-    async def _prefill_beside(self, exchange: Exchange, pair: Pair) -> answer.PrefillAnswer | Exception:
-        """The prefill leg while the decode leg is under way. However it fails, the decode engine computes all then."""
+    async def _prefill_beside(
+        self, exchange: Exchange, pair: Pair, *, is_early: bool
+    ) -> answer.PrefillAnswer | Exception:
+        """The prefill leg. However it fails, the decode engine computes all then."""
         try:
-            _, prefill, _ = await self._prefill(exchange, pair, is_beside=True)
+            prefill = await self._prefill(exchange, pair, is_early=is_early)
         except Exception as failure:  # noqa: BLE001 - the root of a task, which another one waits for
             reason = self._prefill_failed(exchange, failure)
             self.metrics.fallbacks.labels(reason).inc()
@@ -222,24 +223,22 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX and exchange.outcome is Outcome.OK:
             self._warn(f"refused {failure.url}", f"transfer {exchange.transfer}: refused by {failure.engine} only")
 
-    async def _prefill(
-        self, exchange: Exchange, pair: Pair, *, is_beside: bool = False
-    ) -> tuple[Pair, answer.PrefillAnswer, bytes]:
-        """`is_beside`: the decode leg knows this transfer. Once an engine may have begun it, no other one is asked."""
+    async def _prefill(self, exchange: Exchange, pair: Pair, *, is_early: bool) -> answer.PrefillAnswer:
+        """`is_early`: the decode leg knows this transfer. Once an engine may have begun it, no other one is asked."""
 
         def choose(tried: set[str]) -> Engine | None:
             return router.prefiller(self._candidates(exchange), planned=pair, tried=tried)
 
-        async def ask(engine: Engine) -> tuple[Pair, answer.PrefillAnswer, bytes]:
+        async def ask(engine: Engine) -> answer.PrefillAnswer:
             exchange.planned = Pair(engine, pair.decoder)
-            if exchange.told and exchange.blamed and not is_beside:
+            if exchange.told and exchange.blamed and not is_early:
                 # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
                 self._cancel(exchange, "prefill_failed_over")
                 self.timelines.rename(exchange.timeline, new_transfer())
                 exchange.set_mode(exchange.mode, exchange.timeline.why)
-            return exchange.planned, *await self._ask_prefill(exchange, exchange.planned)
+            return await self._ask_prefill(exchange, exchange.planned)
 
-        final = frozenset(Reason) - UNSENT - {Reason.STATUS_429} if is_beside else {Reason.STATUS_4XX}
+        final = frozenset(Reason) - UNSENT - {Reason.STATUS_429} if is_early else {Reason.STATUS_4XX}
         return await self._attempt(exchange, "prefill", choose, ask, final=final)
 
     def _heed_obstacle(self, exchange: Exchange, pair: Pair) -> None:
@@ -248,7 +247,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             if why:
                 self._stop_forwarding(exchange, why)
 
-    async def _ask_prefill(self, exchange: Exchange, pair: Pair) -> tuple[answer.PrefillAnswer, bytes]:
+    async def _ask_prefill(self, exchange: Exchange, pair: Pair) -> answer.PrefillAnswer:
         engine = pair.prefiller
         self._heed_obstacle(exchange, pair)
         leg = body.prefill_body(
@@ -267,86 +266,57 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 prefill = answer.decode_prefill(raw, exchange.route, exchange.prompts)
             except ProtocolError as error:
                 raise failed(Reason.MALFORMED, engine, str(error)) from error
-        if exchange.mode is Mode.FORWARD:  # the beginning of the client's answer, and perhaps all of it
-            exchange.reply.pass_on(found.headers)
         exchange.timeline.prompt_tokens = prefill.usage.prompt_tokens
         exchange.mark(Event.PREFILL_ANSWERED, engine)
-        return prefill, raw
+        return prefill
 
-    async def _forward(self, exchange: Exchange, pair: Pair, prefill: answer.PrefillAnswer, raw: bytes) -> None:
-        engine, planned = pair.prefiller, pair.decoder.url
-        # As the engines are now: since the plan was made, nodes may have said something else of them, or nothing.
-        facts = next((each.facts for each in self.engines.all() if each.url == planned), None)
-        limit = forward_limit(exchange.body, facts)
-
-        def goes_on(facts: EngineFacts | None) -> bool:
-            return continues(facts, prompt_tokens=prefill.usage.prompt_tokens, limit=limit)
-
-        if answer.is_final(prefill, limit):
-            return await self._finish_early(exchange, engine, prefill, raw)
-        is_forwardable = answer.is_forwardable(prefill)
-        if not is_forwardable or not goes_on(facts):
-            # Nothing is with the client yet, and the KV is on its way all the same.
-            why = obstacle(exchange.body, prefill=engine.facts, decode=facts) or "near_ceiling"
-            self._stop_forwarding(exchange, why if is_forwardable else "first_token")
-            return await self._sample(exchange, prefill)
-
-        def fits(decoder: Engine) -> bool:
-            return decoder.url == planned or goes_on(decoder.facts)
-
-        if exchange.streams:
-            exchange.first_token(engine, streams=True)
-            await exchange.reply.write(answer.first_event(prefill, finish=False, options=exchange.stream_options))
-        assert prefill.choice.token_ids is not None
-        leg = body.continuation_body(
-            exchange.body,
-            prompt=prefill.choice.prompt_token_ids,
-            tokens=prefill.usage.prompt_tokens,
-            first=prefill.choice.token_ids[0],
-            limit=limit,
-            transfer=exchange.transfer,
+    def _early(self, exchange: Exchange, found: object, engine: Engine) -> answer.PrefillAnswer | None:
+        """What prefill has brought, if its token can be the client's before `engine` samples its own."""
+        if exchange.mode is not Mode.FORWARD or not isinstance(found, answer.PrefillAnswer):
+            return None
+        # As the engine is now: since it was asked, its node may have said something else of it, or nothing.
+        facts = next((each.facts for each in self.engines.all() if each.url == engine.url), None)
+        assert exchange.planned is not None
+        prefiller = exchange.planned.prefiller
+        why = (
+            "first_token"
+            if not answer.is_forwardable(found)
+            else obstacle(
+                exchange.body,
+                prefill=prefiller.facts,
+                decode=facts if facts == engine.facts else None,
+                prompt_tokens=found.usage.prompt_tokens,
+            )
         )
-        try:
-            await self._decode(exchange, lambda: leg, answer.Continuation(prefill), fits=fits)
-        except (LegFailed, NoEngine) as failure:
-            reason = failure.reason if isinstance(failure, LegFailed) else None
-            if exchange.reply.started or reason is Reason.TIMEOUT:
-                raise
-            self._warn("no continuation", f"transfer {exchange.transfer}: no continuation: {failure}")
-            if reason is Reason.STATUS_4XX:
-                return await self._fall_back(exchange, "decode_status_4xx")
-            self._stop_forwarding(exchange, "no_continuation")
-            try:  # there may be engines fit for the whole answer
-                await self._sample(exchange, prefill, avoid=exchange.blamed)
-            except NoEngine:
-                raise failure from None
+        if why:
+            self._stop_forwarding(exchange, why)
+            return None
+        exchange.first_token(prefiller, streams=True)
+        return found
 
-    async def _finish_early(
-        self, exchange: Exchange, engine: Engine, prefill: answer.PrefillAnswer, raw: bytes
+    async def _forward(
+        self, exchange: Exchange, leg: Callable[[], Body], shape: answer.Forwarded, prefill: asyncio.Future[Any]
     ) -> None:
-        self._cancel(exchange, "finished_early")  # no decode leg will ever fetch it
-        exchange.first_token(engine, streams=exchange.streams)
-        if not exchange.streams:
-            exchange.reply.whole(200, answer.final_answer(raw))
-            return
-        options = exchange.stream_options
-        first = answer.first_event(prefill, finish=True, options=options)
-        await exchange.reply.write(first + answer.final_events(prefill, options=options))
-        exchange.answered = True
-        await exchange.reply.end()
+        def fits(engine: Engine) -> bool:
+            return shape.sent is None or engine.facts == shape.sent.before.facts
+
+        try:
+            await self._decode(exchange, leg, shape, fits=fits, after=prefill)
+        except answer.FirstTokenDiffers as differs:
+            self.metrics.fallbacks.labels("first_token_differs").inc()
+            engine = differs.sent.before
+            text = f"transfer {exchange.transfer}: {engine.name} would begin with another token than the client has"
+            self._warn(f"differs {engine.url}", f"{text}, and is asked to go on after that one")
+            limit = forward_limit(exchange.body, engine.facts)
+            continued = body.continuation_body(exchange.body, *differs.sent.ids, limit=limit)
+            shape.continues = True
+            await self._decode(exchange, lambda: continued, shape, fits=fits)
 
     def _stop_forwarding(self, exchange: Exchange, why: str) -> None:
         self.metrics.fallbacks.labels(why).inc()
         exchange.set_mode(Mode.SAMPLED, why)
 
-    async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer, *, avoid: Collection[str] = ()) -> None:
-        async def counts() -> Mapping[str, int]:
-            return prefill.usage.cache_counts
-
-        shape = answer.AsItIs(exchange.route, counts)
-        await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), shape, avoid=avoid)
-
-    def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
+    def _arriving(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
         usage = prefill.usage
         return body.arriving(
             exchange.body,
@@ -369,13 +339,12 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         self,
         exchange: Exchange,
         leg: Callable[[], Body],
-        shape: answer.AsItIs | answer.Continuation | answer.Bytes,
+        shape: answer.AsItIs | answer.Bytes,
         *,
         fits: Callable[[Engine], bool] = lambda _: True,
-        avoid: Collection[str] = (),
         after: asyncio.Future[Any] | None = None,
     ) -> None:
-        """Give the leg to the planned decoder, or to another one that `fits`, and is not among those to `avoid`.
+        """Give the leg to the planned decoder, or to another one that `fits`.
 
         `after`: the prefill leg, if that is under way. Before its end are asked those whose node can be told of it.
         """
@@ -385,7 +354,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         def choose(tried: set[str]) -> Engine | None:
             able = [each for each in self._candidates(exchange) if fits(each.engine)]
             alone = exchange.timeline.why == ONE_TOKEN
-            return router.decoder(able, planned=exchange.planned, tried=tried | set(avoid), only_prefill=alone)
+            return router.decoder(able, planned=exchange.planned, tried=tried, only_prefill=alone)
 
         async def ask(engine: Engine) -> None:
             if after is not None and not engine.node:
@@ -458,7 +427,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
         """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""
         prefill_node = exchange.planned.prefiller.node if exchange.planned is not None else ""
-        if exchange.mode is Mode.ALONE or not prefill_node or prefill_node == engine.node:
+        if "kv_transfer_params" not in leg or not prefill_node or prefill_node == engine.node:
             return leg
         return body.located(leg, prefill_node)
 

@@ -65,7 +65,7 @@ class Reply:
         self._whole: web.Response | None = None
         self._has_ended = False
         self._is_bytes = False
-        self.writes = 0  # pieces of a stream that the client was sent
+        self.writes = 0  # pieces of an engine's stream that the client was sent: no other engine goes on with it
         self._debug_headers = debug_headers
         self._described: dict[str, str] = {}
         self._passed: dict[str, str] = {}
@@ -118,14 +118,14 @@ class Reply:
         except ConnectionError as error:
             raise ClientGone("the client closed its connection") from error
 
-    async def write(self, events: bytes) -> None:
-        """Stream whole events, or what was begun; the first call sends the headers. :raises ClientGone: nobody is
-        there."""
+    async def write(self, events: bytes, *, is_ahead: bool = False) -> None:
+        """Stream whole events, or what was begun; the first call sends the headers. `is_ahead`: each engine can go on
+        behind it. :raises ClientGone: nobody is there."""
         if self._stream is None:
             await self._prepare(200, _STREAM_HEADERS)
         assert self._stream is not None
         try:
-            self.writes += 1
+            self.writes += not is_ahead
             await self._stream.write(events)
         except ConnectionError as error:
             raise ClientGone("the client closed its connection") from error

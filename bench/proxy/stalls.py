@@ -61,8 +61,8 @@ class Bench:
             "one body of 30 MB of token ids": partial(self._post, COMPLETIONS, big, 1),
             "bodies of 1,000,000 token ids": partial(self._post, COMPLETIONS, million, 4),
             "bodies of 8 MiB of token ids": partial(self._post, COMPLETIONS, allowed, 4),
-            "128k tokens as text, forward": partial(self._post, COMPLETIONS, _asked(prompt=text), 8),
-            "128k tokens as ids, forward": partial(self._post, COMPLETIONS, _asked(prompt=ids), 8),
+            "128k tokens as text, forward": partial(self._post, COMPLETIONS, _asked(prompt=text, stream=True), 8),
+            "128k tokens as ids, forward": partial(self._post, COMPLETIONS, _asked(prompt=ids, stream=True), 8),
             "128k tokens as text, chat": partial(
                 self._post, CHAT, _asked(messages=[{"role": "user", "content": text}]), 8
             ),

@@ -12,7 +12,6 @@ CHANNELS = (None, "tcp", "shm", "nixl", "ucx")
 ON_GPUS = (PdxSystem(None, gpu="0"), PdxSystem("cuda_ipc", gpu="0,1"))
 PDX = (
     *(PdxSystem(channel) for channel in CHANNELS),
-    PdxSystem(None, forward=False),
     *ON_GPUS,
     PdxRanks(2),
     PdxAlone(),

@@ -51,21 +51,16 @@ LIBRARIES = {
 
 
 class PdxSystem(System):
-    """`channel`: of two nodes; None: one node for both engines. `gpu`: of the arenas, as `pdx up --gpu` takes it.
-    `forward`: the decode leg begins when the prefill leg has ended; without it, both begin together, as chats do.
-    """
+    """`channel`: of two nodes; None: one node for both engines. `gpu`: of the arenas, as `pdx up --gpu` takes it."""
 
     is_pdx = True
 
-    def __init__(self, channel: str | None, gpu: str = "", *, forward: bool = True) -> None:
+    def __init__(self, channel: str | None, gpu: str = "") -> None:
         self.channel = channel
         self.gpu = gpu
-        self.forward = forward
-        parts = ("pdx", *([] if forward else ["together"]), channel or ("gpu" if gpu else ""))
-        self.name = "-".join(filter(None, parts))
+        self.name = "-".join(filter(None, ("pdx", channel or ("gpu" if gpu else ""))))
         where = f", arenas on GPU {gpu}" if gpu else ""
-        how = "" if forward else ", both legs together"
-        self.title = ("PDX, one node" if channel is None else f"PDX, two nodes, {channel}") + where + how
+        self.title = ("PDX, one node" if channel is None else f"PDX, two nodes, {channel}") + where
         self.packages = ("pdx-transport", *VLLM, *LIBRARIES.get(channel or "", ()))
 
     def why_not(self) -> str:
@@ -107,8 +102,6 @@ class PdxSystem(System):
             options += ["--channel", self.channel]
         if self.gpu:
             options += ["--gpu", self.gpu]
-        if not self.forward:
-            options += ["--no-forward"]
         if logs is not None:
             options += ["--logs", str(logs)]
         return Command(

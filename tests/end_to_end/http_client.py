@@ -32,11 +32,13 @@ def post(url: str, path: str, body: dict[str, Any], **headers: str) -> dict[str,
         connection.close()
 
 
-def stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a streamed answer; leaving the loop early closes the connection."""
+def stream(url: str, path: str, body: dict[str, Any], told: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
+    """The events of a streamed answer; leaving the loop early closes the connection. `told`: gets PDX's headers."""
     connection = open_request(url, path, {**body, "stream": True})
     try:
         response = connection.getresponse()
+        if told is not None:
+            told.update({key.lower(): value for key, value in response.getheaders()})
         for line in response:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 yield json.loads(line[6:])

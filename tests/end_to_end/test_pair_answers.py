@@ -44,7 +44,9 @@ def test_answer_equals_the_plain_engines(name: str, pair: Pair, expected: dict[s
     assert essence(answer) == essence(expected[name])
 
 
-@pytest.mark.parametrize("name", ["one-token", "length-300", "many-tokens", "chat", "stop-string"])
+@pytest.mark.parametrize(
+    "name", ["one-token", "two-tokens", "length-300", "length-3000", "many-tokens", "token-ids", "chat", "stop-string"]
+)
 def test_streamed_answer_equals_the_plain_engines(name: str, pair: Pair, expected: dict[str, Any]) -> None:
     path, body = CASES[name]
     events = list(stream(pair.proxy.url, path, {**body, "stream_options": {"include_usage": True}}))
@@ -57,12 +59,23 @@ def test_streamed_answer_equals_the_plain_engines(name: str, pair: Pair, expecte
     assert {key: events[-1]["usage"][key] for key in usage} == usage
 
 
+def test_a_first_token_that_was_forwarded_is_the_decoders_too(pair: Pair) -> None:
+    """The client has it from the prefill engine; the decode engine samples it again, from the KV that it has loaded."""
+    for seed in range(1020, 1036):
+        told: dict[str, str] = {}
+        path, body = completion(text(seed, 300 + seed % 7 * 100), max_tokens=8)
+        pieces = [event["choices"][0]["text"] for event in stream(pair.proxy.url, path, body, told)]
+        assert told["x-pdx-mode"] == "forward"
+        plain = post(pair.decode.url, path, {**body, "cache_salt": "alone"})
+        assert "".join(pieces) == plain["choices"][0]["text"]
+    assert pair.proxy.metric("pdx_proxy_fallbacks_total", reason="first_token_differs") == 0
+
+
 def test_the_decoder_computes_nothing_of_a_forwarded_prompt(pair: Pair) -> None:
-    prompt = text(1001, 1500)
-    before = computed_prompt_tokens(pair.decode)
-    answer = pair.post(*completion(prompt))
-    assert answer["pdx"]["x-pdx-mode"] == "forward"
-    assert computed_prompt_tokens(pair.decode) - before <= 2  # the first token, handed over as part of the prompt
+    before, told = computed_prompt_tokens(pair.decode), {}
+    assert list(stream(pair.proxy.url, *completion(text(1001, 1500)), told))
+    assert told["x-pdx-mode"] == "forward"
+    assert computed_prompt_tokens(pair.decode) - before <= 2  # the last one, to sample the first token from
 
 
 def test_the_decoder_samples_the_first_token_of_a_chat_from_loaded_kv(pair: Pair) -> None:
@@ -77,21 +90,27 @@ def test_the_decoder_samples_the_first_token_of_a_chat_from_loaded_kv(pair: Pair
 @pytest.mark.parametrize(("kind", "seed"), [("chat", 1010), ("sampled", 1011), ("forward", 1012)])
 def test_cached_tokens_are_those_that_the_prefill_engine_had(kind: str, seed: int, pair: Pair) -> None:
     prompt = text(seed, 900)
-    path, body = completion(prompt, max_tokens=4, **({"logprobs": 1} if kind == "sampled" else {}))
+    path, body = completion(prompt, max_tokens=4, stream_options={"include_usage": True})
+    if kind != "forward":
+        del body["stream_options"]
     if kind == "chat":
         path, body = CASES["chat"]
         body = {**body, "messages": [{"role": "user", "content": prompt}]}
 
-    def cached(answer: dict[str, Any]) -> int:
-        assert answer["http_status"] == 200, answer
+    def cached(url: str) -> int:
+        told: dict[str, str] = {}
+        if kind == "forward":
+            *_, answer = stream(url, path, body, told)
+        else:
+            answer = post(url, path, body)
+            told = answer["pdx"]
+        assert url != pair.proxy.url or told["x-pdx-mode"] == ("forward" if kind == "forward" else "sampled")
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    first = pair.post(path, body)
-    assert first["pdx"]["x-pdx-mode"] == ("forward" if kind == "forward" else "sampled")
-    assert cached(first) == 0, "nobody had seen this prompt, although all of it was loaded where it is decoded"
+    assert cached(pair.proxy.url) == 0, "nobody had seen this prompt, although all was loaded where it is decoded"
     pair.wait_at_rest()
-    again = pair.post(path, body)
-    assert cached(again) == cached(post(pair.prefill.url, path, body)) >= 768
+    again = cached(pair.proxy.url)
+    assert again == cached(pair.prefill.url) >= 768
 
 
 def test_second_turn_reuses_what_either_engine_has(pair: Pair) -> None:

@@ -33,6 +33,7 @@ class Server(msgspec.Struct, frozen=True):
     logits_processor: bool = False  # --logits-processors, one that counts the generated tokens
     details: bool = False  # --enable-prompt-tokens-details
     model_len: int = MODEL_LEN
+    first: int | None = None  # what it samples first behind a prompt that another engine has computed
 
     @property
     def facts(self):
@@ -94,6 +95,8 @@ def generate(body, prompt, limit, server):
             salt += f"seed{body['seed']},{len(output)}"
         may_end = not body.get("ignore_eos") and len(output) >= (body.get("min_tokens") or 0)
         token = next_token([*prompt, *output], salt=salt, may_end=may_end)
+        if not output and server.first is not None and "do_remote_prefill" in (body.get("kv_transfer_params") or {}):
+            token = server.first
         output.append(token)
         delta = detokenizer.step(token)
         text += delta
@@ -248,6 +251,8 @@ class StandIn:
             return refusal(self.fault, "as the test wishes")
         if self.fault == "nonsense":
             return web.json_response({"no": "choices"})
+        if self.fault == "no_ids" and isinstance(body.get("prompt"), list):
+            return refusal(400, "it takes no ids")
         if self.ranks <= (rank := int(request.headers.get("X-data-parallel-rank", 0))):
             return refusal(400, f"rank {rank} of {self.ranks}")
         if body.get("model", "") not in ("", None, *self.models_served):
@@ -274,24 +279,26 @@ class StandIn:
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.headers.get('X-Request-Id') or body.get('request_id')}",
             "object": "chat.completion" if chat else "text_completion",
-            "created": 1_700_000_000,
+            "created": 1_700_000_001 if body.get("stream") else 1_700_000_000,  # legs are not of the same second
             "model": "hash",
         }
         limits = [min(limit, model_len - len(each)) for each in prompts]
+        if body.get("stream"):
+            return await self.stream(request, body | {"stream_options": options}, head, chat, prompts[0], limits[0])
+        await self.kv_of(body)
+        return web.json_response(self.whole(body, head, chat, prompts, limits))
+
+    async def kv_of(self, body):
+        """The KV of a prompt that another engine computes: here, or not to come."""
         params = body.get("kv_transfer_params") or {}
         if params.get("is_early"):
             await self.settled[params["transfer_id"]].wait()
-        if body.get("stream"):
-            return await self.stream(request, body | {"stream_options": options}, head, chat, prompts[0], limits[0])
-        return web.json_response(self.whole(body, head, chat, prompts, limits))
 
     async def other(self, request, body, shape):
         prompt = tokenize(text_of(body))
         if shape.limit == "max_tokens" and "max_tokens" not in body:
             return refusal(400, "max_tokens: Field required")
-        params = body.get("kv_transfer_params") or {}
-        if params.get("is_early"):
-            await self.settled[params["transfer_id"]].wait()
+        await self.kv_of(body)
         limit = min(body.get(shape.limit) or MODEL_LEN, self.server.model_len - len(prompt))
         steps = list(generate({**body, "stop": body.get("stop_sequences")}, prompt, limit, self.server))
         return await answered(self, request, shape(self, body, prompt, steps))
@@ -337,6 +344,12 @@ class StandIn:
     async def stream(self, request, body, head, chat, prompt, limit):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **self.headers})
         await response.prepare(request)
+        await self.kv_of(body)
+        if self.fault == "hang_first":
+            await self.hang()
+        if self.fault == "reset_first":
+            await self.released.wait()
+            request.transport.abort()
         options = body["stream_options"]
         if chat:
             head = {**head, "object": "chat.completion.chunk"}

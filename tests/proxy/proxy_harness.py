@@ -1,6 +1,7 @@
 """A proxy with stand-in engines and a stand-in node around it, and a check that nothing of it stays behind."""
 
 import asyncio
+import collections
 import inspect
 import json
 import shutil
@@ -184,7 +185,7 @@ class Cluster:
 
 def settle_with(control, engines):
     """What this proxy tells nodes of a transfer, the nodes' engines know: they wait no more for its KV."""
-    settled = engines[0].settled if engines else {}
+    settled = engines[0].settled if engines else collections.defaultdict(asyncio.Event)
     for engine in engines:
         engine.settled = settled
     tell = control.tell

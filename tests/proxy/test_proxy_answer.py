@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import ProtocolError
-from pdx.proxy import sse
-from pdx.proxy.answer import Continuation, decode_prefill, is_final, is_forwardable, merged_answer
+from pdx.proxy import answer, sse
+from pdx.proxy.answer import FirstTokenDiffers, Forwarded, Sent, decode_prefill, is_forwardable
+from pdx.proxy.engines import Engine
+from pdx.proxy.routes import Route
 
 
 def prefill(text="A", finish="length", tokens=(7,), prompt=(1, 2, 3)):
@@ -71,18 +73,51 @@ def test_first_token():
         assert not is_forwardable(decode_prefill(prefill(**odd))), odd
 
 
-def test_an_answer_that_ends_otherwise_is_not_the_last_word():
-    assert not is_final(decode_prefill(prefill(finish="abort")), 1)
+def behind(text="", *, continues=True):
+    """The client has that much of the prefill engine; whether the decode engine has been told."""
+    shape = Forwarded(Route.COMPLETIONS, None, None, None)
+    whole = decode_prefill(prefill(text or "A"))
+    shape.sent = Sent(whole, Engine(url="http://d", name="d", prefills=False, decodes=True, named=True))
+    shape._head = answer._encode(answer._chunk(whole))[:-1]
+    shape._owed, shape.continues = text, continues
+    return shape
 
 
-def test_what_is_no_completion_is_not_merged():
-    for broken in (b"{", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{"text":null}],"usage":{}}'):
-        with pytest.raises(ProtocolError):
-            merged_answer(decode_prefill(prefill()), broken)
+def chunk_of(text, finish=None):
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    chunk = {"id": "d", "object": "text_completion", "created": 9, "model": "m", "choices": [choice]}
+    return sse.event(json.dumps(chunk, separators=(",", ":")).encode())
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ([("abc", None), ("abc", None)], ["", "abc"]),
+        ([("abcd", None), ("e", None)], ["d", "e"]),
+        ([("", None), ("a", None), ("bcde", "stop")], ["", "", "de"]),
+        ([("abc", "length")], [""]),
+    ],
+)
+def test_what_the_client_has_is_taken_out_of_the_decode_engines_answer(said, left):
+    shape = behind("abc", continues=False)
+    events = [shape.event(chunk_of(*each)) for each in said]
+    found = [json.loads(sse.data(event))["choices"][0] if event else {"text": ""} for event in events]
+    assert [each["text"] for each in found] == left
+    assert [bool(event) for event in events] == [
+        bool(text) or finish is not None for text, (_, finish) in zip(left, said, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("said", [[("x", None)], [("ab", None), ("x", None)], [("", "stop")], [("ab", "stop")]])
+def test_an_answer_that_begins_otherwise_is_another_one(said):
+    shape = behind("abc", continues=False)
+    *before, last = [chunk_of(*each) for each in said]
+    assert [shape.event(event) for event in before] == [b""] * len(before)
+    with pytest.raises(FirstTokenDiffers):
+        shape.event(last)
 
 
 def test_events_of_the_decode_leg():
-    whole = decode_prefill(prefill())
     for event in (
         sse.DONE,
         b": ping\n\n",
@@ -90,10 +125,10 @@ def test_events_of_the_decode_leg():
         b"data: not json\n\n",
         b"data: [1]\n\n",
     ):
-        assert Continuation(whole).event(event) == event
+        assert behind().event(event) == event
     chunk = {"id": "d", "created": 9, "model": "m", "choices": [{"text": "\ud800é"}]}
     chunk["usage"] = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
-    got = json.loads(sse.data(Continuation(whole).event(b"data: " + json.dumps(chunk).encode() + b"\n\n")))
+    got = json.loads(sse.data(behind().event(b"data: " + json.dumps(chunk).encode() + b"\n\n")))
     assert (got["id"], got["created"], got["choices"]) == ("cmpl-p", 5, [{"text": "\ud800é"}])
     assert got["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
@@ -121,10 +156,9 @@ HEADS = [
     end=st.sampled_from(["\n\n", "\r\n\r\n", "\ndata: \n\n"]),
 )
 def test_events_that_begin_alike_come_out_as_if_each_had_been_read(events, end):
-    whole = decode_prefill(prefill())
-    stream = Continuation(whole)
+    stream = behind()
     for head, tail in events:
         event = f'data: {{{head},"choices":[{tail}{end}'.encode()
-        one, other = stream.event(event), Continuation(whole).event(event)
+        one, other = stream.event(event), behind().event(event)
         if one != other:
             assert json.loads(sse.data(one)) == json.loads(sse.data(other))

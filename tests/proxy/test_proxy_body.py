@@ -302,7 +302,10 @@ async def test_where_an_engine_does_not_tell_its_length_it_is_asked():
 def test_prompts_so_long_that_their_ids_are_costly_are_sampled():
     size = plan.FORWARD_BYTES
     for prompt, mode in (("x" * (size - 2), Mode.FORWARD), ("x" * size, Mode.SAMPLED), ([7] * size, Mode.SAMPLED)):
-        assert classify(Route.COMPLETIONS, parse(json.dumps({"prompt": prompt}).encode())).mode is mode
+        assert (
+            classify(Route.COMPLETIONS, parse(json.dumps({**BODY, "prompt": prompt, "stream": True}).encode())).mode
+            is mode
+        )
 
 
 async def answered(reader):

@@ -10,7 +10,20 @@ from unittest import mock
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, begin, cluster, events, until, within
+from proxy_harness import (
+    BODY,
+    CHAT,
+    COMPLETIONS,
+    FORWARDED,
+    HALF,
+    TALK,
+    begin,
+    cluster,
+    events,
+    settle_with,
+    until,
+    within,
+)
 
 from pdx.errors import ConfigError
 from pdx.proxy.server import Server
@@ -21,7 +34,7 @@ PHASES = {
     "prefill of a stream": ("prefill", "hang", COMPLETIONS, {**BODY, "stream": True}),
     "prefill of a chat": ("prefill", "hang", CHAT, TALK),
     "decode": ("decode", "hang", COMPLETIONS, BODY),
-    "decode of a stream, first token sent": ("decode", "hang", COMPLETIONS, {**BODY, "stream": True}),
+    "decode of a stream, first token sent": ("decode", "hang_first", COMPLETIONS, {**BODY, "stream": True}),
     "decode of a stream, sampled": ("decode", "hang", COMPLETIONS, {**BODY, "prompt": HALF, "stream": True}),
     "decode of a chat": ("decode", "hang", CHAT, TALK),
     "in the middle of a forwarded stream": ("decode", "hang_mid", COMPLETIONS, {**BODY, "stream": True}),
@@ -164,10 +177,11 @@ async def test_one_engine_named_for_both_roles():
         cluster(prefills=0) as made,
         cluster(prefills=0, decodes=0, named=False, prefill=(made.decode.url,), decode=(made.decode.url,)) as single,
     ):
+        settle_with(single.proxy._control, [made.decode])
         await single.node.report(("d", "both", made.decode.url))
         await single.metric_reaches(2, "pdx_proxy_reports_total")
         status, headers, raw = await single.post(COMPLETIONS, BODY)
-        assert (status, headers["x-pdx-mode"]) == (200, "forward")
+        assert (status, headers["x-pdx-mode"]) == (200, "sampled")
         assert len(made.decode.seen) == 2
         _, headers, alone = await made.post(COMPLETIONS, BODY)
         assert headers["x-pdx-mode"] == "alone"
@@ -188,9 +202,9 @@ async def test_surface(made):
     assert [moment["event"] for moment in one["moments"]] == [
         "received",
         "prefill_sent",
+        "decode_sent",
         "prefill_answered",
         "first_token",
-        "decode_sent",
         "decode_first",
         "done",
     ]
@@ -225,9 +239,8 @@ async def test_clients_are_told_nothing_of_others():
 async def test_what_an_engine_tells_its_client_in_headers(made, body, stream):
     made.decode.headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
     _, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
-    is_early = stream and headers["x-pdx-mode"] == "forward"  # the decode leg has not answered yet
-    assert headers.get("Retry-After") == (None if is_early else "7")
-    assert headers.get("WWW-Authenticate") == (None if is_early else "Bearer")
+    assert headers["Retry-After"] == "7"
+    assert headers["WWW-Authenticate"] == "Bearer"
     assert headers["X-Request-Id"] == "mine"
     assert "Set-Cookie" not in headers
     assert headers["Server"] != "s"
@@ -362,7 +375,7 @@ async def test_an_error_of_the_proxy_is_logged_once_and_counted(caplog):
 async def test_an_error_of_the_proxy_in_the_middle_of_a_stream_ends_it(caplog):
     """Its client has a status already, and would wait for ever."""
     async with cluster() as made:
-        with mock.patch("pdx.proxy.answer.Continuation.event", side_effect=ZeroDivisionError):
+        with mock.patch("pdx.proxy.answer.Forwarded.event", side_effect=ZeroDivisionError):
             status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
         assert (status, headers["x-pdx-mode"]) == (200, "forward")
         assert events(raw)[0]["choices"]

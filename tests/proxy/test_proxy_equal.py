@@ -6,7 +6,7 @@ import random
 
 import pytest
 from engine_standin import Server
-from proxy_harness import CHAT, COMPLETIONS, ENDED, FORWARDED, HALF, cluster, events, within
+from proxy_harness import CHAT, COMPLETIONS, ENDED, FORWARDED, HALF, cluster, events, patience, within
 
 
 def normal_whole(raw):
@@ -70,19 +70,13 @@ async def test_stream(path, options, details):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_whole(made, path):
-    modes = set()
     for prompt in PROMPTS:
         body = {"model": "hash", "temperature": 0, "max_tokens": 12}
         body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
-        modes.add(await assert_equal(made, path, body))
-    assert modes == ({"forward", "sampled"} if path == COMPLETIONS else {"sampled"})
+        assert await assert_equal(made, path, body) == "sampled"
     legs = [body["kv_transfer_params"] for body in made.decode.bodies if "kv_transfer_params" in body]
-    assert len(legs) >= len(PROMPTS) * 2 // 3
-    assert all(leg["do_remote_prefill"] for leg in legs)
-    if path == CHAT:  # sent before the prefill leg has counted any tokens
-        assert all(leg["is_early"] for leg in legs)
-    else:
-        assert all(leg["prefill_tokens"] > 1 for leg in legs)
+    assert len(legs) == len(PROMPTS)
+    assert all(leg["do_remote_prefill"] and leg["is_early"] for leg in legs), "sent before any tokens were counted"
 
 
 FIELDS = {
@@ -142,28 +136,97 @@ async def test_no_token_is_sent_before_an_engine_has_read_odd_stream_options(mad
         assert await assert_equal(made, COMPLETIONS, body) != "forward"
 
 
-async def test_forwarded_token_is_sent_before_the_decode_leg_starts(made):
-    body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": True}
-    made.decode.fault = "hang"
-    async with made.client.post(made.url + COMPLETIONS, json=body) as response:
+STREAM = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": True}
+
+
+async def first_event(response):
+    return json.loads((await within(response.content.readuntil(b"\n\n")))[6:])
+
+
+async def test_the_prefill_engines_token_is_sent_before_the_decode_engine_has_one(made):
+    made.decode.fault = "hang_first"
+    async with made.client.post(made.url + COMPLETIONS, json=STREAM) as response:
         assert response.headers["x-pdx-mode"] == "forward"
-        first = json.loads((await response.content.readuntil(b"\n\n"))[6:])
+        first = await first_event(response)
         assert first["choices"][0]["text"]
         assert first["choices"][0]["finish_reason"] is None
+        assert made.decode.bodies[0]["kv_transfer_params"]["is_early"], "its leg was sent with the other one"
+
+
+async def test_a_decode_engine_that_has_the_first_token_first_sends_it(made):
+    """It has all KV before the prefill engine has answered: that one's token is one too many."""
+    want = (await made.post(COMPLETIONS, STREAM, base=made.decode.url))[2]
+    made.prefill.fault = "hold"
+    made.decode.arrived.clear()
+    request = asyncio.create_task(made.client.post(made.url + COMPLETIONS, json=STREAM))
+    await within(asyncio.gather(made.prefill.arrived.wait(), made.decode.arrived.wait()))
+    made.decode.settled[made.decode.bodies[-1]["kv_transfer_params"]["transfer_id"]].set()
+    async with await within(request) as response:
+        first = await within(response.content.readuntil(b"\n\n"))
+        made.prefill.released.set()
+        raw = first + await within(response.read())
+    assert normal_stream(raw) == normal_stream(want)
+
+
+END_OF_TEXT = 256
+
+
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("options", [None, USAGE, {**USAGE, "continuous_usage_stats": True}])
+@pytest.mark.parametrize("first", [ord("q"), 0xC3, END_OF_TEXT])
+async def test_a_decode_engine_that_samples_another_first_token_is_asked_to_go_on_after_it(first, options, details):
+    """What the client has cannot be taken back, and all behind it fits to it."""
+    async with cluster(server=Server(details=details), decode_server=Server(first=first, details=details)) as made:
+        differing = 0
+        for prompt in PROMPTS[:12]:
+            body = {**STREAM, "prompt": prompt, "min_tokens": 3} | ({"stream_options": options} if options else {})
+            _, _, alone = await made.post(COMPLETIONS, body, base=made.prefill.url)
+            own = {**body, "kv_transfer_params": {"do_remote_prefill": True}}
+            _, _, other = await made.post(COMPLETIONS, own, base=made.decode.url)
+            made.decode.seen.clear()
+            status, headers, got = await made.post(COMPLETIONS, body)
+            assert status == 200
+            if len(made.decode.seen) == 1:  # it was sampled there, or is of the same text
+                assert normal_stream(got)[:2] == normal_stream(other)[:2]
+                continue
+            differing += 1
+            assert headers["x-pdx-mode"] == "forward"
+            assert normal_stream(got) == normal_stream(alone)
+            early, continued = made.decode.bodies
+            assert early["kv_transfer_params"]["is_early"]
+            assert (continued["prompt"][:-1], continued["max_tokens"]) == ([257, *prompt.encode()], 11)
+            assert "kv_transfer_params" not in continued
+        assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token_differs") == differing > 3
+        assert await made.metric("pdx_proxy_engine_failures_total") == 0
+
+
+@pytest.mark.parametrize("fault", ["reset_first", "hang_first"])
+async def test_a_decode_engine_that_dies_behind_the_first_token_is_replaced(fault):
+    """Another one computes the prompt, and its first token is the one that the client has."""
+    async with cluster(decodes=2, **patience(fault.removesuffix("_first"))) as made:
+        want = (await made.post(COMPLETIONS, STREAM, base=made.prefill.url))[2]
+        made.decodes[0].fault = made.decodes[1].fault = fault
+        async with made.client.post(made.url + COMPLETIONS, json=STREAM) as response:
+            raw = await within(response.content.readuntil(b"\n\n"))
+            broken, spare = made.decodes if made.decodes[0].seen else reversed(made.decodes)
+            spare.fault = None
+            broken.released.set()
+            raw += await made.outlast(response.read())
+        assert normal_stream(raw) == normal_stream(want)
+        assert [len(engine.seen) for engine in (broken, spare)] == [1, 1]
+        assert await made.metric("pdx_proxy_failovers_total", leg="decode") == 1
 
 
 async def test_first_token_that_is_half_a_character_is_sampled_by_the_decoder(made):
-    body = {"prompt": HALF, "temperature": 0, "max_tokens": 6}
-    assert await assert_equal(made, COMPLETIONS, body) == "sampled"
-    assert await assert_equal(made, COMPLETIONS, {**body, "stream": True}) == "sampled"
-    assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token") == 2
+    assert await assert_equal(made, COMPLETIONS, {**STREAM, "prompt": HALF}) == "sampled"
+    assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token") == 1
     assert made.decode.bodies[-1]["kv_transfer_params"]["do_remote_prefill"]
 
 
 async def test_without_forward_every_completion_is_sampled():
     async with cluster(forward=False) as made:
         for prompt in PROMPTS[:5]:
-            assert await assert_equal(made, COMPLETIONS, {"prompt": prompt, "temperature": 0}) == "sampled"
+            assert await assert_equal(made, COMPLETIONS, {**STREAM, "prompt": prompt}) == "sampled"
 
 
 SERVERS = {
@@ -185,8 +248,10 @@ async def test_what_a_server_adds_to_every_request(name, stream):
                 body = {"model": "hash", "temperature": 0, "prompt": prompt, "stream": stream, **fields}
                 modes.add(await assert_equal(made, COMPLETIONS, body))
         looks_back = SERVERS[name].facts.looks_back
-        assert modes == ({"sampled"} if looks_back else {"forward", "sampled"})
-        assert bool(await made.metric("pdx_proxy_fallbacks_total", reason="engine_looks_back")) == looks_back
+        is_sampled = looks_back or not stream or name == "cap of one"
+        assert modes == ({"sampled"} if is_sampled else {"forward", "sampled"})
+        counted = bool(await made.metric("pdx_proxy_fallbacks_total", reason="engine_looks_back"))
+        assert counted == (looks_back and stream)
 
 
 @pytest.mark.parametrize("whose", ["prefill", "decode"])
@@ -194,26 +259,25 @@ async def test_one_engine_of_a_pair_that_looks_back_is_enough(whose):
     servers = [Server(), Server(logits_processor=True)]
     first, last = servers if whose == "decode" else reversed(servers)
     async with cluster(server=first, decode_server=last) as made:
-        body = {"prompt": FORWARDED, "temperature": 0}
-        assert await assert_equal(made, COMPLETIONS, body) == "sampled"
+        assert await assert_equal(made, COMPLETIONS, STREAM) == "sampled"
 
 
 async def test_engines_of_which_nothing_is_known_are_not_forwarded():
     async with cluster(known=False, server=Server(presence_penalty=1.5)) as made:
         for prompt in PROMPTS:
-            assert await assert_equal(made, COMPLETIONS, {"prompt": prompt, "temperature": 0}) == "sampled"
+            assert await assert_equal(made, COMPLETIONS, {**STREAM, "prompt": prompt}) == "sampled"
         assert await made.metric("pdx_proxy_fallbacks_total", reason="engine_unknown") == len(PROMPTS)
         urls = [made.prefill.url, made.decode.url]
         reports = [(name, name, url) for name, url in zip(("prefill", "decode"), urls, strict=True)]
         await made.node.report(*reports, facts=[Server().facts, None])  # by a connector that does not tell
         await made.metric_reaches(2, "pdx_proxy_reports_total")
-        assert await assert_equal(made, COMPLETIONS, {"prompt": FORWARDED, "temperature": 0}) == "sampled"
+        assert await assert_equal(made, COMPLETIONS, STREAM) == "sampled"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("other", [Server(presence_penalty=1.5), Server(max_new_tokens=3), Server(model_len=8), None])
-async def test_an_engine_that_would_continue_otherwise_is_not_asked_to(other, stream):
-    """The planned decoder refuses connections; both engines that are left add something of their own to requests."""
+async def test_another_decode_engine_answers_as_it_does_alone(other, stream):
+    """The planned one refuses connections; both engines that are left add something of their own to requests."""
     async with cluster(decodes=2, known=False, server=Server(max_new_tokens=3), decode_server=Server()) as made:
         planned, spare = made.decodes
         reports = [("p", "prefill", made.prefill.url, 0), ("d", "decode", planned.url, 0)]
@@ -222,17 +286,15 @@ async def test_an_engine_that_would_continue_otherwise_is_not_asked_to(other, st
         facts = [made.prefill.server.facts, planned.server.facts, other and other.facts]
         await made.node.report(*reports, facts=facts)
         await made.metric_reaches(2, "pdx_proxy_reports_total")
-        body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
+        body = {**STREAM, "stream": stream}
         status, _, alone = await made.post(COMPLETIONS, body, base=spare.url)
         await planned.stop()
-        got_status, headers, got = await made.post(COMPLETIONS, {**body, "stream": stream})
+        got_status, _, got = await made.post(COMPLETIONS, body)
         assert len(made.prefill.bodies) == 1
         assert all(seen["prompt"] == FORWARDED for seen in spare.bodies)
-        if stream:  # its first token was sent when the decoder's connection was refused
-            assert "error" in events(got)[-1]
-        else:
-            assert (got_status, headers["x-pdx-mode"]) == (status, "sampled")
-            assert status != 200 or normal_whole(got) == normal_whole(alone)
+        assert got_status == status
+        normal = normal_stream if stream else normal_whole
+        assert status != 200 or normal(got) == normal(alone)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -258,7 +320,7 @@ async def test_what_is_known_of_the_decoder_when_the_first_token_comes_decides(m
 
 TALK = {"messages": [{"role": "user", "content": "hello"}]}
 SEVERAL = [
-    (COMPLETIONS, {"prompt": FORWARDED, "n": 3}, "n"),
+    (COMPLETIONS, {"prompt": FORWARDED, "n": 3}, "stream"),
     (CHAT, {**TALK, "n": 2}, "chat"),
     (COMPLETIONS, {"prompt": ["one", "another one", "x"]}, "prompts"),
     (COMPLETIONS, {"prompt": [[7, 8, 9], [7]], "n": 2, "logprobs": 1}, "prompts"),

@@ -103,7 +103,7 @@ async def test_what_the_proxy_lacks_is_no_engines_fault(lack):
         assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 3
         assert json.loads((await made.get("/health"))[1])["decoders"] == 1
         status, headers, _ = await made.post(COMPLETIONS, BODY)
-        assert (status, headers["x-pdx-mode"]) == (200, "forward")
+        assert (status, headers["x-pdx-mode"]) == (200, "sampled")
 
 
 async def test_health_is_readiness():

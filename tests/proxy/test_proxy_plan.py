@@ -14,11 +14,12 @@ from pdx.proxy.routes import GENERATING, Route
 
 TRANSFER = "t" * 32
 SIMPLE = {"model": "m", "prompt": "hello"}
+STREAM = {**SIMPLE, "stream": True, "temperature": 0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def mode(route=Route.COMPLETIONS, **fields):
-    return classify(route, taken({**(SIMPLE if route is Route.COMPLETIONS else CHAT), **fields})).mode
+    return classify(route, taken({**(STREAM if route is Route.COMPLETIONS else CHAT), **fields})).mode
 
 
 def taken(body):
@@ -37,10 +38,12 @@ ONE_BY_ONE = {
         "prompt": ([1, 2, 3], [[1, 2, 3]], ["one"]), "logprobs": (None,), "response_format": ({"type": "text"},),
         "vllm_xargs": ({},), "n": (1,), "best_of": (1,), "echo": (False,), "use_beam_search": (False,),
         "bad_words": ([],), "stop": ([],), "user": ("u",), "cache_salt": ("s",), "frequency_penalty": (0.0,),
+        "temperature": (0.0,), "seed": (1,), "stream": (1, "yes"), "stream_options": ({"include_usage": True},),
     },
     Mode.SAMPLED: {
         "stop": ("x", "", ["x"]), "logprobs": (0, 5), "presence_penalty": (0.1, False), "frequency_penalty": (-1,),
-        "repetition_penalty": (1.1,), "seed": (1,), "bad_words": (["x"],), "structured_outputs": ({"regex": "x"},),
+        "repetition_penalty": (1.1,), "temperature": (0.7, None, False, "0"),
+        "stream": (None, False), "bad_words": (["x"],), "structured_outputs": ({"regex": "x"},),
         "guided_json": ({},), "response_format": ({"type": "json_object"},), "return_token_ids": (True,),
         "truncate_prompt_tokens": (5,), "spaces_between_special_tokens": (False,), "vllm_xargs": ({"x": 1},),
         "repetition_detection": ({},), "watermarking": (True,), "never_heard_of": (0,), "n": (2, "2"),
@@ -50,18 +53,17 @@ ONE_BY_ONE = {
         "n": (0, "x"), "best_of": (2,), "use_beam_search": (True,), "echo": (True, 1), "prompt_logprobs": (0, -1),
         "prompt_embeds": ("x",), "suffix": ("",), "truncate_prompt_tokens": (-1,), "stream": ("si",),
         "prompt": ([["a"]], ["a"] * 1100, [], "", [""], [[]], [True], [1, "a"], None, {"a": 1}, [["a"]]),
-        "stream_options": ({"include_usage": True},), "max_tokens": (0, "5 tokens", 5.5), "min_tokens": (17, -1),
+        "max_tokens": (0, "5 tokens", 5.5), "min_tokens": (17, -1),
     },
 }  # fmt: skip
 TOGETHER = [
-    (Mode.FORWARD, {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1}),
-    (Mode.FORWARD, {"temperature": 0, "seed": 3}),
-    (Mode.FORWARD, {"stream": True, "stream_options": {"include_usage": True}}),
+    (Mode.FORWARD, {"top_p": 0.9, "top_k": 5, "min_p": 0.1}),
     (Mode.FORWARD, {"stop_token_ids": [3], "ignore_eos": True, "min_tokens": 4}),
     (Mode.FORWARD, {"presence_penalty": 0, "repetition_penalty": 1.0}),
     (Mode.SAMPLED, {"seed": 1, "temperature": 0.5}),
     (Mode.SAMPLED, {"seed": 1, "temperature": False}),
-    (Mode.ALONE, {"stream": True, "stream_options": []}),
+    (Mode.ALONE, {"stream_options": []}),
+    (Mode.ALONE, {"stream": False, "stream_options": {"include_usage": True}}),
     (Mode.ALONE, {"max_tokens": 3, "min_tokens": 4}),
     (Mode.ALONE, {"prompt": ["a", "b"], "max_tokens": 1}),
 ]
@@ -156,21 +158,27 @@ def test_any_body_has_a_mode_and_its_legs_leave_it_as_it_was(body, route):
         assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER}
         sampled = given_back(arriving(clean, prompt_tokens=3, cached_tokens=None, transfer=TRANSFER))
         assert {name: sampled[name] for name in fields} == fields
-    if plan.mode is Mode.FORWARD and token_limit(route, clean) > 1:
-        limit = token_limit(route, clean)
-        prompt = msgspec.Raw(b"[1, 2]")
-        leg = given_back(continuation_body(clean, prompt=prompt, tokens=2, first=3, limit=limit, transfer=TRANSFER))
-        assert leg["prompt"] == [1, 2, 3]
-        assert leg["max_tokens"] == limit - 1
-        assert leg["kv_transfer_params"]["prefill_tokens"] == 2
     assert given_back(body) == before
+
+
+@pytest.mark.parametrize(("fields", "rest"), [({}, {}), ({"min_tokens": 3}, {"min_tokens": 2})])
+def test_a_continuation_goes_on_behind_the_first_token(fields, rest):
+    body = taken({**STREAM, "max_tokens": 9, **fields})
+    leg = given_back(continuation_body(body, msgspec.Raw(b"[1, 2]"), 3, limit=7))
+    assert leg == {**STREAM, "prompt": [1, 2, 3], "max_tokens": 6, **rest}
+    assert given_back(body) == {**STREAM, "max_tokens": 9, **fields}
 
 
 @given(name=st.text(min_size=1, max_size=12), value=JSON)
 def test_a_field_nobody_has_thought_about_is_not_forwarded(name, value):
     unknown = f"x_{name}"
     assert (mode(**{unknown: value}) is Mode.FORWARD) == (value is None)
-    assert classify(Route.COMPLETIONS, taken({**SIMPLE, unknown: 1})).why == "unknown_field"
+    assert classify(Route.COMPLETIONS, taken({**STREAM, unknown: 1})).why == "unknown_field"
+
+
+@pytest.mark.parametrize(("fields", "why"), [({"stream": False}, "stream"), ({"temperature": 1}, "temperature")])
+def test_why_a_first_token_is_not_forwarded(fields, why):
+    assert classify(Route.COMPLETIONS, taken({**STREAM, **fields})).why == why
 
 
 def test_transfer_parameters_of_clients_are_removed():

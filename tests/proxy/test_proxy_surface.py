@@ -147,7 +147,7 @@ def test_values_are_read_as_pydantic_reads_them_for_vllm(names, kind, values):
 @pytest.mark.parametrize("limit", ["5", 5.0])
 async def test_odd_forms_of_numbers_are_no_reason_to_serve_a_request_by_one_engine(made, limit):
     status, headers, raw = await made.post(COMPLETIONS, {**BODY, "max_tokens": limit, "stream": "no"})
-    assert (status, headers["x-pdx-mode"]) == (200, "forward")
+    assert (status, headers["x-pdx-mode"]) == (200, "sampled")
     assert json.loads(raw)["usage"]["completion_tokens"] == 5
     _, headers, raw = await made.post(COMPLETIONS, {**BODY, "max_tokens": True, "n": "1"})
     assert made.prefill.bodies[-1]["max_tokens"] == 1

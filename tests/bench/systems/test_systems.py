@@ -15,7 +15,7 @@ from pdx.bench.systems import pdx as pdx_systems
 from pdx.bench.systems.names import SYSTEMS, CannotRun, Running
 
 ORDER = [
-    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-together"),
+    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx"),
     *("pdx-gpu", "pdx-cuda_ipc", "pdx-1-2"),
     *("pdx-both", "pdx-both-128"),
     *("nixl", "nixl-yield", "nixl-push", "nixl-yield-1-2"),
@@ -143,7 +143,6 @@ def test_pdx_is_started_with_its_channel(bed, two_cores):
     told = "--admin 127.0.0.1:8001 --debug-headers"
     assert f"pdx up MODEL --port 8000 {told} --arena 1GiB -- --served" in SYSTEMS["pdx"].commands(bed)[0]
     assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
-    assert "--arena 1GiB --no-forward -- --served" in SYSTEMS["pdx-together"].commands(bed)[0]
     assert "--gpu-arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
     assert "--channel cuda_ipc --gpu 0,1 -- --served" in SYSTEMS["pdx-cuda_ipc"].commands(bed)[0]
 
