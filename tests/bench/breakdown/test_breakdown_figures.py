@@ -11,7 +11,7 @@ from pdx.bench.breakdown.run import parts_table
 GOALS = {
     "handoff, nixl / pdx, client's first token": 20.0,
     "handoff, nixl / pdx, decoder may run": 200 / 35,
-    "pdx: prefill's end until the decoder may run, by its timeline": 35.0,
+    "pdx: prefill's end until the decoder may run, by its timeline": 20.0,
     "TTFT, pdx / prefill alone": 1.0,
     "pdx: share of bytes moved when prefill ended": 1.0,
     "mean TTFT, nixl / pdx": 4001.5 / 2001.5,
