@@ -44,10 +44,8 @@ class Mode(StrEnum):
     """How the two legs share the work."""
 
     ALONE = "alone"  # one engine does everything
-    FORWARD = (
-        "forward"  # the first token is the client's as soon as one of both legs has it, and the rest the decode leg's
-    )
-    SAMPLED = "sampled"  # the prefill leg only computes KV, the decode leg samples every token
+    FORWARD = "forward"  # the first token is of whichever leg has it first, all others are the decode leg's
+    SAMPLED = "sampled"  # all tokens are the decode leg's
 
 
 def modes(route: Route) -> list[Mode]:
@@ -117,7 +115,7 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
     if not body.get("stream"):  # what comes in one piece comes with its last token
         return Plan(Mode.SAMPLED, "stream", least_length)
     if not _number(0)(body.get("temperature")):
-        # Each leg draws a token of its own. One seed for both would give one, but has a batch on a GPU sampled slower.
+        # Each leg draws a token of its own. One seed for both would have whole batches sampled slower (ADR 73).
         return Plan(Mode.SAMPLED, "temperature", least_length)
     for name, value in body.items():
         if value is not None and not (name in _FORWARD and _FORWARD[name](value)):
@@ -164,7 +162,7 @@ def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | N
     limit = forward_limit(body, decode)
     if (body.get("min_tokens") or 0) > limit:
         return "min_tokens"  # which an engine refuses
-    # A continuation has a token to make, and place for it.
+    # Else a continuation would have no token to make, or no place for it.
     return "near_ceiling" if limit == 1 or prompt_tokens + limit > decode.max_model_len else ""
 
 

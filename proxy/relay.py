@@ -278,16 +278,14 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         facts = next((each.facts for each in self.engines.all() if each.url == engine.url), None)
         assert exchange.planned is not None
         prefiller = exchange.planned.prefiller
-        why = (
-            "first_token"
-            if not answer.is_forwardable(found)
-            else obstacle(
-                exchange.body,
-                prefill=prefiller.facts,
-                decode=facts if facts == engine.facts else None,
-                prompt_tokens=found.usage.prompt_tokens,
-            )
+        why = obstacle(
+            exchange.body,
+            prefill=prefiller.facts,
+            decode=facts if facts == engine.facts else None,
+            prompt_tokens=found.usage.prompt_tokens,
         )
+        if not answer.is_forwardable(found):
+            why = "first_token"
         if why:
             self._stop_forwarding(exchange, why)
             return None
