@@ -89,7 +89,6 @@ class SchedulerGuard(_Guard):
     load_failed = _hook("load_failed")
     heard = _hook("heard")
     loaded = _hook("loaded")
-    finished = _hook("finished", dict)
     reset = _hook("reset")  # where it fails, PDX is off, and nothing is found either
 
     _half: SchedulerHalf
@@ -97,21 +96,28 @@ class SchedulerGuard(_Guard):
     def __init__(self, half: SchedulerHalf, block_tokens: int) -> None:
         super().__init__(half)
         self._block_tokens = block_tokens
-        self._local_tokens = 0  # of the request that was asked about last, which is the one that is allocated next
+        self._local_tokens: dict[str, int] = {}  # of requests that something was promised, until they have blocks
         self._promised: dict[str, list[int]] = {}  # blocks to be loaded, until the step's plan is with the workers
         self._is_told = False  # the workers know that PDX is off
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
-        self._local_tokens = local_tokens
         nothing: int | None = 0
-        return self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
+        tokens = self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
+        if tokens:
+            self._local_tokens[request.request_id] = local_tokens
+        return tokens
 
     def allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], num_external: int) -> None:
+        local_tokens = self._local_tokens.pop(request.request_id, 0)
         if num_external:
-            first = self._local_tokens // self._block_tokens
-            end = -(-(self._local_tokens + num_external) // self._block_tokens)
+            first = local_tokens // self._block_tokens
+            end = -(-(local_tokens + num_external) // self._block_tokens)
             self._promised[request.request_id] = [block for group in blocks for block in group[first:end]]
         self._run(self._half.allocated, request, blocks, num_external, otherwise=None)
+
+    def finished(self, request: EngineRequest) -> dict[str, Any]:
+        self._local_tokens.pop(request.request_id, None)
+        return self._run(self._half.finished, request, otherwise={})
 
     def plan_step(self, record_for: Callable[[SchedulerHalf], StepRecord]) -> StepPlan:
         """`record_for` makes the step's record, and may fail like the half itself."""

@@ -397,12 +397,16 @@ class TrackedRequest:
     def plan_load(self, num_external: int, drafts: Sequence[PagesPlan] = ()) -> LoadPlan:
         """Scatter `num_external` tokens behind the local ones into this request's blocks, and what its `drafts` have of
         them: an engine may take fewer than were found, but not of a model with several groups, whose chunks are those
-        that this length needs: that load fails."""
-        end_tokens = self.local_tokens + num_external
-        pages = [*self.load_pages(num_external), *drafts]
-        is_whole = self._groups.is_single or end_tokens == self.node.hits.tokens
-        epoch = self.node.epoch if is_whole else NO_EPOCH
-        return LoadPlan.of(self.request.request_id, self.transfer, pages, epoch)
+        that this length needs: that load fails. So does one whose chunks were let go of since they were promised."""
+        request_id, end_tokens, found = self.request.request_id, self.local_tokens + num_external, self.node.hits.tokens
+        if end_tokens == found or (self._groups.is_single and end_tokens < found):
+            pages = [*self.load_pages(num_external), *drafts]
+            return LoadPlan.of(request_id, self.transfer, pages, self.node.epoch)
+        blocks = list[int]()  # the engine must know of each of them
+        for layout, place in zip(self._groups, self._groups.places, strict=True):
+            first, end = self.local_tokens // layout.block_tokens, layout.num_blocks(end_tokens)
+            blocks += [block for block in self.tables[place.table][first:end] if block != NULL_BLOCK]
+        return LoadPlan.of(request_id, self.transfer, [PagesPlan([], len(blocks), 0, blocks)], NO_EPOCH)
 
     def load_pages(self, num_external: int) -> list[PagesPlan]:
         """What of its hits holds `num_external` tokens behind the local ones, and where it goes."""

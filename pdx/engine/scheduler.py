@@ -244,6 +244,7 @@ class SchedulerHalf:
         their tokens are to be loaded."""
         tracked = self.track(request)
         tracked.take_blocks(blocks)
+        is_void = num_external > 0 and not tracked.is_decided  # reset since: the engine may say this some steps later
         tracked.step(Step.LOAD if num_external else Step.RUN)
         self._turns.remove(tracked)
         connection = self.link.connection
@@ -252,6 +253,8 @@ class SchedulerHalf:
             drafts, lost = self._drafts.allocated(tracked, num_external, connection)
             if lost and connection is not None:
                 self._abort(connection, connection.epoch, lost)
+        for _, each in self._asked_for(tracked) if is_void else ():  # what it has from before is not saved, either
+            each.step(Step.VOID)
         if num_external:
             tracked.vouched = tracked.local_tokens + num_external
             self._trust.written(tracked.block_ids[tracked.local_tokens // self._groups[0].block_tokens :])

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from toy_engine import Request, decode_of, layout, prefill_of
+from toy_engine import BLOCK, Request, decode_of, layout, prefill_of
 
-from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan
+from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan
 from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, SlotGrant, State, Step, TrackedRequest, parse_params
 from pdx.engine.request_keys import RequestKeys
 from pdx.engine.step import StepLimits, StepRequest
@@ -94,6 +94,17 @@ def test_each_shard_reads_its_part_of_a_load() -> None:
 def test_a_load_of_no_chunk_is_empty() -> None:
     load = LoadPlan.of("r", None, [])
     assert (load.num_chunks, load.block_ids, load.pages_of(Share(1, 2))) == (0, [], [])
+
+
+@pytest.mark.parametrize(("kind", "found"), [("full", 0), ("full", 3 * BLOCK), ("window", 5 * BLOCK)])
+def test_a_load_of_what_is_not_there_fails_in_each_of_its_blocks(kind: str, found: int) -> None:
+    """Of a model with windows, chunks that were found for more tokens are not those that fewer need."""
+    shape = msgspec.structs.replace(layout(), kind=kind, window=BLOCK if kind == "window" else 0)
+    request = TrackedRequest(Request("r", list(range(99))), CacheGroups.of(shape), parse_params(None), b"")
+    request.take_blocks([[0, 2, 3, 4, 5, 6]])
+    request.local_tokens, request.node.hits, request.node.epoch = BLOCK, Hits(tokens=found), 7
+    load = request.plan_load(3 * BLOCK)
+    assert (load.epoch, load.block_ids) == (NO_EPOCH, [2, 3, 4])
 
 
 def test_a_load_is_one_object_on_its_way_however_long_the_prompt() -> None:

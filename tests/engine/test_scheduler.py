@@ -98,6 +98,22 @@ def test_a_reset_at_any_moment_leaves_nothing_of_the_old_weights_behind(engines:
         engines.node.wait_at_rest()
 
 
+def test_a_reset_may_come_between_a_promise_and_the_blocks_for_it(engines: Engines) -> None:
+    """As with vLLM 0.33, which may give them some steps later: what the request has from before is not saved."""
+    engine, prompt = engines(), tokens(59, 3 * CHUNK + 2)
+    run(engine, engines, prompt[: CHUNK + 1])
+    request = Request("r", prompt)
+    bring(engine, request, "decided")
+    engine.scheduler.reset()
+    engine.weights = "new"
+    engine.allocate(request, CHUNK)
+    assert len(engine.finish_load(request)) == CHUNK // BLOCK, "what was promised is not loaded any more"
+    go_on(engine, engines, request)
+    engine.finish(request)
+    engines.node.wait_at_rest()
+    assert engine.load(prompt) == 0
+
+
 def settle(engine: ToyEngine, request: Request, moment: str) -> None:
     """The load that was planned before the reset is over."""
     if moment == "allocated":
