@@ -39,6 +39,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorRole,
@@ -49,6 +50,7 @@ with warnings.catch_warnings():
     from vllm.v1 import kv_cache_interface
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
     from pdx.vllm import connector, identity, releases
@@ -798,6 +800,37 @@ def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
     worker.bind_connector_metadata(scheduler.build_connector_meta(None))
     assert worker.build_connector_worker_meta() is None
     assert not scheduler.has_pending_push_work()
+
+
+def test_a_load_that_nobody_began_fails_in_the_blocks_of_its_own_request(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.33 on others may be asked about between a promise and the blocks for it."""
+    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=Mock(matched_tokens=lambda request, local: 256)))
+    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
+    first, second = (SimpleNamespace(request_id=name) for name in "ab")
+    for request, local in ((first, 256), (second, 0)):
+        scheduler.get_num_new_matched_tokens(request, local)
+    scheduler.scheduler.switch_off("of a test")
+    scheduler.update_state_after_alloc(first, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 256)
+    assert scheduler.build_connector_meta(None).plan.lost == {"a": [3, 4]}
+
+
+@pytest.mark.skipif(
+    not hasattr(KVOutputAggregator, "ft_defer_kv_connector_outputs"),
+    reason="what a worker that fails has told is lost before vLLM 0.33",
+)
+def test_what_a_worker_has_told_in_a_step_that_failed_is_told_in_the_next_one() -> None:
+    def told(step: int) -> Any:
+        meta = connector.PdxWorkerNews([WorkerNews(step=step)], is_off=False, adapters={})
+        return KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}, kv_connector_worker_meta=meta)
+
+    aggregator = KVOutputAggregator(2)
+    aggregator.ft_defer_kv_connector_outputs([told(7), None])
+    outputs = [SimpleNamespace(kv_connector_output=each) for each in (None, told(8))]
+    found = aggregator.aggregate(outputs).kv_connector_output
+    assert (found.finished_recving, found.failed_recving) == ({"a"}, {"a"})
+    assert [each.step for each in found.kv_connector_worker_meta.news] == [7, 8], "the scheduler half takes the oldest"
 
 
 def test_every_load_is_asynchronous_and_what_failed_is_known_before_the_news_of_workers(

@@ -18,7 +18,15 @@ from pdx.config import NodeConfig
 if TYPE_CHECKING:
     from oracle_bed import OracleBed
 
-NEED_VLLM = ("exact_engine", "exact_kinds", "exact_stages", "connector_storm", "plants", "reference_connector")
+NEED_VLLM = (
+    "exact_engine",
+    "exact_kinds",
+    "exact_releases",
+    "exact_stages",
+    "connector_storm",
+    "plants",
+    "reference_connector",
+)
 collect_ignore = [] if importlib.util.find_spec("vllm") else [f"test_{name}.py" for name in NEED_VLLM]
 
 

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 from exact_engine import FOREIGN, PDX, Engine, LoRARequest, Shape, WorkerLoRAManager, check_nothing_left, tokens
 from exact_kinds import KINDS
 from exact_model import Picture
+from exact_releases import missing
 from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
 
@@ -58,6 +59,8 @@ SHAPES = {
         Shape(**ALWAYS, stages=(1, 2)),
         Shape(**{**ALWAYS, "extra": {**ALWAYS["extra"], "stages": "1,2"}}, threshold=48),
     ],
+    "second": [Shape(**ALWAYS, runner=2), Shape(**ALWAYS, runner=2, asynchronous=True, graphs=100)],
+    "late": [Shape(**ALWAYS, asynchronous=True, defers=True), Shape(**ALWAYS, asynchronous=True, runner=2, caps=True)],
     "content": [
         Shape(**SMALL, content=True),
         Shape(**SMALL, content=True, asynchronous=True),
@@ -65,6 +68,7 @@ SHAPES = {
     ],
 }
 
+HERE = {mode: shapes for mode, shapes in SHAPES.items() if not any(map(missing, shapes))}  # what this vLLM can do
 KIND_MODES = ("sync", "async", "mixed", "graphs")  # in which a model may be of any kind
 
 REQUESTS = ("plain", "plain", "twin", "forward", "forward", "together")
@@ -401,7 +405,7 @@ def main() -> None:
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pdx-storm-"))
     try:
-        for mode in chosen.mode or (SHAPES if chosen.kind == "full" else KIND_MODES):
+        for mode in chosen.mode or (HERE if chosen.kind == "full" else KIND_MODES):
             disk = {"disks": [str(folder / f"{mode}-disk")], "disk_limit_bytes": 200 << 20, "disk_reserve_bytes": 0}
             if chosen.disk:
                 Path(disk["disks"][0]).mkdir(mode=0o700)

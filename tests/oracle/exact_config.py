@@ -34,7 +34,8 @@ class Shape:
     `threshold`: tokens of one prompt in a step, 0: no limit. `drafts`: whether tokens are proposed and checked.
     `draft_layers`: so many last layers are a draft model's, which is called `drafter`; with `drafts` it proposes them.
     `graphs`: steps of so many tokens at most call no hooks. `weights`: of its model. `content`: it has adapters and
-    sees pictures. `extra`: settings of the connector.
+    sees pictures. `runner`: which of vLLM's two. `defers`, `caps`: see `exact_releases`. `extra`: settings of the
+    connector.
     """
 
     asynchronous: bool = False
@@ -52,6 +53,9 @@ class Shape:
     weights: int = 0
     content: bool = False
     prefix: bool = True
+    runner: int = 1
+    defers: bool = False
+    caps: bool = False
     beside: tuple[Mapping[str, Any], ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 

@@ -22,8 +22,10 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     import torch
     from exact_config import DRAFTS, FOREIGN, MODEL_LEN, PDX, Shape, vllm_config
+    from exact_hooks import FirstRunner, SecondRunner
     from exact_kinds import BLOCK, cache_config, known, of_stages
     from exact_model import Beside, Picture, answer
+    from exact_releases import Cap, missing
     from exact_runner import NoWorker, Runner
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -112,6 +114,7 @@ class Engine:
         self._prompts: dict[str, tuple[list[int], int]] = {}
         self._inputs: dict[str, tuple[Any, tuple[Picture, ...]]] = {}  # adapter and pictures of those that have some
         self._queue: deque[tuple[Any, Any]] = deque()
+        self.meanwhile: Callable[[], None] = lambda: None  # when a step is over and its outcome is not taken yet
         self.preemptions = 0
         self.kind = shape.model_kind
         self.mixers = self.kind.mixers[: len(self.kind.mixers) - shape.draft_layers]
@@ -127,6 +130,7 @@ class Engine:
         with (
             patch.object(connector, "attention_backend", lambda *_: "TOY"),
             patch.object(type(config.model_config), "get_total_num_hidden_layers", lambda _: len(self.mixers)),
+            patch.object(type(config), "use_v2_model_runner", shape.runner == 2),
             patch.dict(os.environ, partition),
             patch.object(connector, "drafter_identity", lambda *_: shape.drafter),
             set_current_vllm_config(config),
@@ -147,6 +151,7 @@ class Engine:
                 num_drafts=DRAFTS,
                 weights=shape.weights,
                 later=list(zip(self._workers[1:], stages[1:], strict=True)),
+                hooks=partial(SecondRunner, config=config) if shape.runner == 2 else FirstRunner,
             )
             self.scheduler = known(
                 AsyncScheduler if shape.asynchronous else Scheduler,
@@ -158,6 +163,12 @@ class Engine:
                 hash_block_size=unit,
                 log_stats=False,
             )
+        assert not (why := missing(shape)), why
+        if shape.defers:
+            assert self.scheduler.defer_block_free
+            self.scheduler.defer_async_loads = True
+        if shape.caps:
+            self.scheduler.aux_output_connector = Cap(whole)
         if shape.content:  # a model of text alone has no encoder
             self.scheduler.max_num_encoder_input_tokens = MODEL_LEN
             self.scheduler.encoder_cache_manager = type(self.scheduler.encoder_cache_manager)(cache_size=MODEL_LEN)
@@ -261,8 +272,9 @@ class Engine:
         return self._take(*self._queue.popleft()) if self._queue else []
 
     def _take(self, planned: Any, end: Callable[[], Any]) -> list[str]:
-        finished = []
-        for outputs in self.scheduler.update_from_output(planned, end()).values():
+        finished, output = [], end()
+        self.meanwhile()  # as vLLM takes aborts there
+        for outputs in self.scheduler.update_from_output(planned, output).values():
             for each in outputs.outputs:
                 self.outputs.setdefault(each.request_id, []).extend(each.new_token_ids)
                 if each.finish_reason is not None:

@@ -1,7 +1,7 @@
 """A model runner around `exact_model`: a paged cache, and the calls of vLLM's runners to a connector's worker side.
 
-See vllm/v1/worker/kv_connector_model_runner_mixin.py and gpu_model_runner.py for the order of the hooks, mamba_utils.py
-(`preprocess_mamba`) for states, which a step copies from slot to slot before it binds the connector's metadata.
+See gpu_model_runner.py in vllm/v1/worker for the order of a step, mamba_utils.py (`preprocess_mamba`) for states, which
+it copies from slot to slot before it binds the connector's metadata.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from exact_hooks import FirstRunner, Hooks
 from exact_kinds import Kind, Pages, Tables, layer_name
 from exact_model import Beside, Picture, State, Words, advance, embed, keys, keys_of, mixed, sample, seen, sums_of
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
@@ -61,9 +61,9 @@ class NoWorker:
 
 
 class Stage(NamedTuple):
-    """Of a pipeline: the worker side of a connector, these layers of the model, and their cache."""
+    """Of a pipeline: what is called of the worker side of a connector, these layers of the model, and their cache."""
 
-    worker: Any
+    hooks: Hooks
     layers: range
     pages: Pages
 
@@ -71,12 +71,13 @@ class Stage(NamedTuple):
 @dataclass
 class Runner:
     """`worker`: the worker side of a connector. Nothing of it is called but by `start` and at start-up. `later`: those
-    of the later stages of a pipeline, and how many layers each has; the first has the others.
+    of the later stages of a pipeline, and how many layers each has; the first has the others. `hooks`: which runner of
+    vLLM's calls them.
 
     `skips_hooks`: of a step of so many tokens, whether it runs as one graph, which calls no hook of a layer.
     `draft_layers`: so many last layers belong to a draft model: they run after the step's transfers were asked for, as
-    in vLLM's first runner, and sampling does not see them; drafts of a request are wrong unless every byte of their
-    pages is right. `weights`: of the model.
+    with EAGLE in vLLM's runners, and sampling does not see them; drafts of a request are wrong unless every byte of
+    their pages is right. `weights`: of the model.
     """
 
     worker: Any
@@ -87,6 +88,7 @@ class Runner:
     drafter: Drafter | None = None
     num_drafts: int = 0
     later: Sequence[tuple[Any, int]] = ()
+    hooks: Callable[[Any, dict[str, Any]], Hooks] = FirstRunner
     steps: int = 0
     computed: int = 0  # tokens
     drafts: DraftTokenIds | None = None  # for the next step
@@ -104,9 +106,9 @@ class Runner:
         self.stages: list[Stage] = []
         for worker, count in [(self.worker, first), *self.later]:
             start = self.stages[-1].layers.stop if self.stages else 0
-            self.stages.append(Stage(worker, range(start, start + count), Pages(self.kind, self.num_blocks)))
-            tensors = self.stages[-1].pages.tensors
-            worker.register_kv_caches({layer_name(at): tensors[layer_name(at)] for at in self.stages[-1].layers})
+            layers, pages = range(start, start + count), Pages(self.kind, self.num_blocks)
+            hooks = self.hooks(worker, {layer_name(at): pages.tensors[layer_name(at)] for at in layers})
+            self.stages.append(Stage(hooks, layers, pages))
         self.pages = self.stages[0].pages
         self._aggregator = KVOutputAggregator(len(self.stages))
 
@@ -126,25 +128,21 @@ class Runner:
         if self.later:
             outputs = [self._run(self.stages[0], step, work, moves)]
             return partial(self._end, step, work, moves, outputs)
-        self._prepare(self.stages[0], step, moves)
-        self.worker.bind_connector_metadata(step.kv_connector_metadata)
-        layers = iter(self._forward(self.stages[0], work, has_hooks=self._has_hooks(step)))
-        loads_first = getattr(step, "has_sync_kv_loads", True)  # before 0.29 always
-        if loads_first:
-            self.worker.start_load_kv(None)
+        stage, is_drafting = self.stages[0], bool(self.draft_layers and work)
+        self._prepare(stage, step, moves)
+        stage.hooks.begin(step)
+        layers = iter(self._forward(stage, work, has_hooks=self._has_hooks(step)))
         for _ in range(len(self._mixers) - self.draft_layers if work else 0):
             next(layers)
-        if not loads_first:
-            self.worker.start_load_kv(None)
         sampled = {name: self._sample(step, name, one) for name, one in work.items()}
-        if not self.draft_layers or not work:
-            self.worker.wait_for_save()
-        output = self._transfers(self.worker, step)
-        if self.draft_layers and work:
-            for _ in layers:
-                pass
-            self.worker.wait_for_save()
-        self.worker.clear_connector_metadata()
+        is_late = is_drafting and stage.hooks.ends_late
+        output = stage.hooks.end(step, is_late=True) if is_late else None
+        for _ in layers if is_drafting else ():
+            pass
+        if output is None:
+            output = stage.hooks.end(step, is_late=False)
+        else:
+            stage.hooks.finish()
         self._propose(sampled)
         told = _output(step, sampled, output)
         return lambda: told
@@ -160,16 +158,12 @@ class Runner:
     def _run(self, stage: Stage, step: Any, work: dict[str, _Work], moves: Sequence[_Move]) -> KVConnectorOutput:
         """A stage of a pipeline, in its own time."""
         if stage is not self.stages[0]:
-            stage.worker.handle_preemptions(step.kv_connector_metadata)
+            stage.hooks.worker.handle_preemptions(step.kv_connector_metadata)
         self._prepare(stage, step, moves)
-        stage.worker.bind_connector_metadata(step.kv_connector_metadata)
-        stage.worker.start_load_kv(None)
+        stage.hooks.begin(step)
         for _ in self._forward(stage, work, has_hooks=self._has_hooks(step)) if work else ():
             pass
-        stage.worker.wait_for_save()
-        output = self._transfers(stage.worker, step)
-        stage.worker.clear_connector_metadata()
-        return output
+        return stage.hooks.end(step, is_late=False)
 
     def _has_hooks(self, step: Any) -> bool:
         return not self.skips_hooks(step.total_num_scheduled_tokens)
@@ -258,7 +252,7 @@ class Runner:
 
     def _forward(self, stage: Stage, work: dict[str, _Work], *, has_hooks: bool) -> Iterator[int]:
         """Compute layer after layer, each when it is asked for."""
-        worker, pages = stage.worker, stage.pages
+        worker, pages = stage.hooks.worker, stage.pages
         for layer in stage.layers:
             mixer = self._mixers[layer]
             has_hooks_here = has_hooks and mixer.kind != "state"
@@ -323,21 +317,6 @@ class Runner:
         found = all((self.pages.read(at, state.blocks, 0, len(right[at])) == right[at]).all() for at in layers)
         self.pages.torn = torn
         return found
-
-    # ---- transfers --------------------------------------------------------------------------
-
-    def _transfers(self, worker: Any, step: Any) -> KVConnectorOutput:
-        output = KVConnectorOutput()
-        if hasattr(KVConnectorBase_V1, "get_transfer_results"):  # else this release calls the older one
-            results = worker.get_transfer_results(step.finished_req_ids)
-            output.finished_sending = results.finished_sending or None
-            output.finished_recving = results.finished_recving or None
-            output.failed_recving = results.failed_recving
-        else:
-            output.finished_sending, output.finished_recving = worker.get_finished(step.finished_req_ids)
-        output.invalid_block_ids = worker.get_block_ids_with_load_errors()
-        output.kv_connector_worker_meta = worker.build_connector_worker_meta()
-        return output
 
 
 def _output(step: Any, sampled: dict[str, list[int]], output: KVConnectorOutput) -> ModelRunnerOutput:

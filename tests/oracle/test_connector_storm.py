@@ -23,6 +23,7 @@ from connector_storm import (
 )
 from exact_engine import Engine
 from exact_kinds import EVERY_DAY, KINDS
+from exact_releases import missing
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -61,6 +62,9 @@ PLAYED = [(mode, kind) for kind in KINDS for mode in (SHAPES if kind == "full" e
 )
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[Engine], StormNode]]:
     mode, kind = request.param
+    for shape in SHAPES[mode]:
+        if why := missing(shape):
+            pytest.skip(why)
     with storm_bed(mode, tmp_path, kind) as bed:
         yield bed
 
