@@ -545,7 +545,7 @@ def test_the_worker_half_hears_of_sleep_before_memory_goes_and_of_waking_when_it
     name, argument = call
     own, calls = getattr(Worker, name, None), list[str]()
     if own is None:
-        pytest.skip("not in this release")
+        pytest.skip(f"vLLM's worker has no {name} in this release")
     half = Mock(unregister=lambda: calls.append("unregister"), restore=lambda: calls.append("restore"))
     monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=half))
     monkeypatch.setattr(connector, "_place", lambda: (0, 0))

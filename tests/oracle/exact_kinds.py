@@ -28,6 +28,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from pdx.vllm.releases import moves_groups
+
 BLOCK = 16  # tokens
 LAST, STATE = 8, 32  # words for each of the last keys, and for the state, in a page of a state layer
 _ODD = np.arange(1, 129, 2, dtype=Word)
@@ -108,7 +110,21 @@ KINDS = {
 DRAFTED = {"undrafted": Kind((_full(0, 1),)), "apart": Kind((_full(0, 1), _full(2)))}
 # `make test` has storms and tables of PdxConnector over these; `make test-long` over all kinds.
 EVERY_DAY = ("full", "window", "mixed")
-KINDS_WITH_PDX = tuple(each if each in EVERY_DAY else pytest.param(each, marks=pytest.mark.long) for each in KINDS)
+_needs_groups = pytest.mark.skipif(not moves_groups(), reason="PDX moves one group of full attention before vLLM 0.32")
+
+
+def with_pdx(*kinds: str) -> list[Any]:
+    """Parameters of tests that have PdxConnector over these kinds."""
+    found = []
+    for name in kinds:
+        marks = [] if name in EVERY_DAY else [pytest.mark.long]
+        if any(group.mixer.kind != "full" for group in KINDS[name].groups):
+            marks.append(_needs_groups)
+        found.append(pytest.param(name, marks=marks))
+    return found
+
+
+KINDS_WITH_PDX = with_pdx(*KINDS)
 
 
 def layer_name(layer: int) -> str:

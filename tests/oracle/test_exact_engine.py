@@ -232,7 +232,7 @@ def test_a_release_that_is_told_of_requests_and_not_of_blocks_computes_them(
 ) -> None:
     """The contract that is to replace that of blocks. From 0.30 on vLLM knows both."""
     if not hasattr(KVConnectorOutput(), "failed_recving"):
-        pytest.skip("not in this release")
+        pytest.skip("vLLM is told of blocks alone before 0.30")
     monkeypatch.setattr(connector, "reports_blocks", lambda: False)
     history = written(bed)
     reader = reader_of(bed, asynchronous=asynchronous)

@@ -12,14 +12,14 @@ import pytest
 from connector_storm import REQUESTS, Event, Storm, storm_bed
 from exact_engine import Engine, KVConnectorOutput, connector
 from exact_hooks import SecondRunner
-from exact_kinds import EVERY_DAY
+from exact_kinds import EVERY_DAY, with_pdx
 from exact_releases import CAPS, DEFERS, Cap, keep_routes
 from oracle_bed import OracleBed
 from test_exact_engine import CHUNK, HISTORY, both, found, of, read_by_another, reader_of, written
 
 from pdx.vllm.releases import moves_groups
 
-each_kind = pytest.mark.parametrize("kind", [*EVERY_DAY, "windows"] if moves_groups() else ["full"])
+each_kind = pytest.mark.parametrize("kind", with_pdx(*EVERY_DAY, "windows"))
 defers = pytest.mark.skipif(not DEFERS, reason="loads begin at once before vLLM 0.33")
 caps = pytest.mark.skipif(not CAPS, reason="what is promised is taken before vLLM 0.33")
 tells_requests = pytest.mark.skipif(
