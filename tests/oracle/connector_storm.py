@@ -48,6 +48,8 @@ STORMS = 6  # on the same engines
 EXTRA = {"chunk_tokens": 64, "transfer_wait_s": 3.0, "reserve_wait_s": 0.5, "lease_s": 4.0, "lookup_s": 1.0}
 SMALL: dict[str, Any] = {"blocks": 160, "budget": 160, "seqs": 6, "extra": EXTRA}
 ALWAYS = {**SMALL, "extra": {**EXTRA, "load": "always"}}  # whether it pays or not
+# Into as many parts as the model has heads, and two of its layers: the chunks of engines of any ranks and stages.
+CUT = {**SMALL, "extra": {**EXTRA, "load": "always", "shards": 4, "stages": "2,2"}}
 SHAPES = {
     "sync": [Shape(**ALWAYS), Shape(**ALWAYS, threshold=32)],  # which takes long to compute what a load has lost
     "async": [Shape(**ALWAYS, asynchronous=True)] * 2,
@@ -58,6 +60,12 @@ SHAPES = {
     "stages": [
         Shape(**ALWAYS, stages=(1, 2)),
         Shape(**{**ALWAYS, "extra": {**ALWAYS["extra"], "stages": "1,2"}}, threshold=48),
+    ],
+    "ranks": [
+        Shape(**CUT),
+        Shape(**CUT, ranks=2),
+        Shape(**CUT, ranks=4, asynchronous=True),
+        Shape(**CUT, ranks=2, stages=(2, 2)),
     ],
     "second": [Shape(**ALWAYS, runner=2), Shape(**ALWAYS, runner=2, asynchronous=True, graphs=100)],
     "late": [Shape(**ALWAYS, asynchronous=True, defers=True), Shape(**ALWAYS, asynchronous=True, runner=2, caps=True)],
@@ -70,6 +78,14 @@ SHAPES = {
 
 HERE = {mode: shapes for mode, shapes in SHAPES.items() if not any(map(missing, shapes))}  # what this vLLM can do
 KIND_MODES = ("sync", "async", "mixed", "graphs")  # in which a model may be of any kind
+
+
+def modes_of(kind: str) -> Sequence[str]:
+    """The modes for models of this kind: who has heads that ranks may have among them?"""
+    if kind == "heads":
+        return *KIND_MODES, "ranks"
+    return [mode for mode in SHAPES if mode != "ranks"] if kind == "full" else KIND_MODES
+
 
 REQUESTS = ("plain", "plain", "twin", "forward", "forward", "together")
 TROUBLE = ("abort", "lose", "reset", "retrain")
@@ -405,7 +421,7 @@ def main() -> None:
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pdx-storm-"))
     try:
-        for mode in chosen.mode or (HERE if chosen.kind == "full" else KIND_MODES):
+        for mode in chosen.mode or [mode for mode in modes_of(chosen.kind) if mode in HERE]:
             disk = {"disks": [str(folder / f"{mode}-disk")], "disk_limit_bytes": 200 << 20, "disk_reserve_bytes": 0}
             if chosen.disk:
                 Path(disk["disks"][0]).mkdir(mode=0o700)

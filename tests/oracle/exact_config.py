@@ -31,16 +31,17 @@ class Shape:
     none. `beside`: the connectors that MultiConnector has, empty: `connector` alone.
 
     `stages`: how many layers each stage of its pipeline has, the later ones a step behind; empty: it has none.
-    `threshold`: tokens of one prompt in a step, 0: no limit. `drafts`: whether tokens are proposed and checked.
-    `draft_layers`: so many last layers are a draft model's, which is called `drafter`; with `drafts` it proposes them.
-    `graphs`: steps of so many tokens at most call no hooks. `weights`: of its model. `content`: it has adapters and
-    sees pictures. `runner`: which of vLLM's two. `defers`, `caps`: see `exact_releases`. `extra`: settings of the
-    connector.
+    `ranks`: of each stage, which have the heads among them. `threshold`: tokens of one prompt in a step, 0: no limit.
+    `drafts`: whether tokens are proposed and checked. `draft_layers`: so many last layers are a draft model's, which is
+    called `drafter`; with `drafts` it proposes them. `graphs`: steps of so many tokens at most call no hooks.
+    `weights`: of its model. `content`: it has adapters and sees pictures. `runner`: which of vLLM's two. `defers`,
+    `caps`: see `exact_releases`. `extra`: settings of the connector.
     """
 
     asynchronous: bool = False
     kind: str = "full"
     stages: tuple[int, ...] = ()
+    ranks: int = 1
     connector: Mapping[str, Any] | None = field(default_factory=lambda: PDX)
     blocks: int = 600
     budget: int = 2048  # tokens in a step
@@ -102,6 +103,7 @@ def vllm_config(shape: Shape, name: str, model: Path, node: str) -> Any:
     config.scheduler_config.async_scheduling = shape.asynchronous
     assert not (shape.stages and shape.asynchronous), "the first stage of the toy does not wait for sampled tokens"
     config.parallel_config.pipeline_parallel_size = len(shape.stages) or 1
+    config.parallel_config.tensor_parallel_size = shape.ranks
     cache.block_size = kind.block
     if kind.state_block:  # what vLLM sets where a model has states and its cache is used again
         cache.mamba_cache_mode, cache.mamba_block_size = "align", kind.state_block

@@ -6,6 +6,7 @@ the cache was wrong. Steps take a millisecond, and async scheduling, which no CP
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import warnings
@@ -119,7 +120,7 @@ class Engine:
         self.kind = shape.model_kind
         self.mixers = self.kind.mixers[: len(self.kind.mixers) - shape.draft_layers]
         torch.set_num_threads(1)
-        config, cache = vllm_config(shape, name, model, node), cache_config(self.kind, shape.blocks)
+        config, cache = vllm_config(shape, name, model, node), cache_config(self.kind, shape.blocks, shape.ranks)
         whole, unit = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
         if hasattr(cache, "hash_block_size"):  # vLLM's engine sets it when it knows
             cache.hash_block_size = unit
@@ -135,14 +136,11 @@ class Engine:
             patch.object(connector, "drafter_identity", lambda *_: shape.drafter),
             set_current_vllm_config(config),
         ):
-            self._workers: list[Any] = [NoWorker() for _ in stages]
-            for stage, of_stage in enumerate(caches) if shape.connector is not None else ():
-                with patch.object(connector, "_place", lambda stage=stage: (0, stage)):
-                    self._workers[stage] = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, of_stage)
-            self._worker = self._workers[0]
+            workers = [[self._worker_of(*at, config, caches[at[0]]) for at in of_stage] for of_stage in self._places]
+            self._workers = dict(zip(itertools.chain(*self._places), itertools.chain(*workers), strict=True))
             drafter = self._draft if shape.drafts else None
             self.runner = Runner(
-                self._worker,
+                workers,
                 self.kind,
                 shape.blocks,
                 shape.draft_layers,
@@ -150,7 +148,7 @@ class Engine:
                 drafter=drafter,
                 num_drafts=DRAFTS,
                 weights=shape.weights,
-                later=list(zip(self._workers[1:], stages[1:], strict=True)),
+                layers=stages,
                 hooks=partial(SecondRunner, config=config) if shape.runner == 2 else FirstRunner,
             )
             self.scheduler = known(
@@ -172,17 +170,29 @@ class Engine:
         if shape.content:  # a model of text alone has no encoder
             self.scheduler.max_num_encoder_input_tokens = MODEL_LEN
             self.scheduler.encoder_cache_manager = type(self.scheduler.encoder_cache_manager)(cache_size=MODEL_LEN)
-        told = {(stage, 0): worker.get_handshake_metadata() for stage, worker in enumerate(self._workers)}
-        if told[0, 0] is not None:
+        told = {place: worker.get_handshake_metadata() for place, worker in self._workers.items()}
+        if None not in told.values():
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(told)
-        if "faults" in vars(self._worker):
-            self._worker.faults = self.faults
+        first = self._workers[0, 0]
+        if "faults" in vars(first):
+            first.faults = self.faults
         self.pdx: Any = None
         if shape.has_pdx:
             self.pdx = self._pdx_of(self.scheduler.connector)
-            self.worker_pdx = self._pdx_of(self._worker)
+            self.worker_pdx = self._pdx_of(first)
             assert self.half.link.wait_attached(ATTACH_S), "not attached"
             self._lose_by_faults()
+
+    @property
+    def _places(self) -> list[list[tuple[int, int]]]:
+        """(stage, rank) of each worker, by stage."""
+        return [[(stage, rank) for rank in range(self.shape.ranks)] for stage in range(len(self.shape.stages) or 1)]
+
+    def _worker_of(self, stage: int, rank: int, config: Any, cache: Any) -> Any:
+        if self.shape.connector is None:
+            return NoWorker()
+        with patch.object(connector, "_place", lambda: (rank, stage)):
+            return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
 
     @staticmethod
     def _pdx_of(outer: Any) -> PdxConnector:
@@ -200,7 +210,7 @@ class Engine:
         return self.worker_pdx.worker._half
 
     def _lose_by_faults(self) -> None:
-        for worker in self._workers:
+        for worker in self._workers.values():
             copier = self._pdx_of(worker).worker._half._copier
             copier.loading = partial(self._loading_with_faults, copier.loading)
 
@@ -296,14 +306,18 @@ class Engine:
         while self._queue:
             self._take(*self._queue.popleft())
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        self._worker.unregister_kv_caches()
-        self.runner.pages.raw[:] = GONE
+        for worker in self._workers.values():
+            worker.unregister_kv_caches()
+        for raw in self.runner.pages.raws:
+            raw[:] = GONE
 
     def wake_up(self, weights: int = 0) -> None:
         """With these, which may be other ones."""
-        assert (self.runner.pages.raw == GONE).all(), "something was written to the cache of an engine that sleeps"
+        is_gone = all((raw == GONE).all() for raw in self.runner.pages.raws)
+        assert is_gone, "something was written to the cache of an engine that sleeps"
         self.runner.weights = weights
-        self._worker.restore_kv_caches()
+        for worker in self._workers.values():
+            worker.restore_kv_caches()
 
     # ---- what tests want --------------------------------------------------------------------
 
@@ -371,12 +385,12 @@ class Engine:
                 yield f"SchedulerHalf.{name}: {len(table)}"
         if len(self.half._turns):
             yield f"{len(self.half._turns)} requests wait for their turn"
-        if self.pdx.scheduler.is_off or any(self._pdx_of(each).worker.is_off for each in self._workers):
+        if self.pdx.scheduler.is_off or any(self._pdx_of(each).worker.is_off for each in self._workers.values()):
             yield "PDX is switched off"
 
     def close(self) -> None:
         """Stop its threads, and detach from the node."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.shutdown()
         if self.shape.connector is not None:
             self.scheduler.connector.shutdown()

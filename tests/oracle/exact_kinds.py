@@ -36,13 +36,15 @@ _ODD = np.arange(1, 129, 2, dtype=Word)
 
 
 class Group(NamedTuple):
-    """A cache group. `words`: for each token and layer; `is_latent`: its pages are MLA's."""
+    """A cache group. `words`: for each token and layer, in equal parts of all KV heads; `is_latent`: its pages are
+    MLA's."""
 
     mixer: Mixer
     layers: tuple[int, ...]
     block: int = BLOCK  # tokens
     words: int = WORDS
     is_latent: bool = False
+    heads: int = 1
 
     @property
     def is_state(self) -> bool:
@@ -104,6 +106,7 @@ KINDS = {
     "state": Kind((_state(0, 2), _full(1, 3))),
     "mixed": Kind((_window(41, 0), _state(1), _state(2), _full(3))),
     "unequal": Kind((_window(100, 0, 2, block=64), _full(1, 3, block=32, words=2 * WORDS))),
+    "heads": Kind((_window(100, 0, 2, heads=4), _full(1, 3, heads=4))),  # which ranks may have among them
     "units": Kind((_state(0, block=64), _full(1, block=64)), unit=16),  # hits that end inside a block
 }
 # Beside "full" with a draft model's layer, which is its last one: without that, and with it in a group of its own.
@@ -138,9 +141,9 @@ def known(kind: Any, base: Any = None, **settings: Any) -> Any:
     return kind(**{name: value for name, value in settings.items() if name in names})
 
 
-def cache_config(kind: Kind, num_blocks: int) -> Any:
-    """What vLLM's engine tells of the cache, as far as it is known before hashes are."""
-    page = kind.page_words * Word().nbytes
+def cache_config(kind: Kind, num_blocks: int, ranks: int = 1) -> Any:
+    """What vLLM's engine tells of the cache of each of its ranks, as far as it is known before hashes are."""
+    page = kind.page_words * Word().nbytes // ranks
     size = page * num_blocks
     names = [[layer_name(layer) for layer in group.layers] for group in kind.groups]
     total = size * max(map(len, names))
@@ -152,7 +155,7 @@ def cache_config(kind: Kind, num_blocks: int) -> Any:
             for each in names
         ],
         kv_cache_groups=[
-            KVCacheGroupSpec(each, _spec(group, page)) for each, group in zip(names, kind.groups, strict=True)
+            KVCacheGroupSpec(each, _spec(group, page, ranks)) for each, group in zip(names, kind.groups, strict=True)
         ],
         kv_cache_layout="LBHNC",
     )
@@ -172,15 +175,16 @@ def of_stages(config: Any, stages: Sequence[int]) -> list[Any]:
     return found if len(stages) > 1 else [config]
 
 
-def _spec(group: Group, page: int) -> Any:
+def _spec(group: Group, page: int, ranks: int) -> Any:
     """:param page: bytes that a layer's page is padded to."""
     mixer, block = group.mixer, group.block
     if group.is_state:
         shapes = ((len(State().last), 4 * LAST), (4, STATE // 2))
         dtypes = (torch.bfloat16, torch.float32)
         return MambaSpec(block, shapes, dtypes, page_size_padded=page, mamba_cache_mode="align")
-    # Of one head in float32: a token has so many words for its key and its value.
-    sizes: dict[str, Any] = {"block_size": block, "num_kv_heads": 1, "head_size": group.words, "dtype": torch.float32}
+    # In float32: a token has so many words for its key and its value.
+    heads, width = group.heads // ranks, group.words // group.heads
+    sizes: dict[str, Any] = {"block_size": block, "num_kv_heads": heads, "head_size": width, "dtype": torch.float32}
     if group.is_latent:
         return MLAAttentionSpec(**{**sizes, "head_size": 2 * group.words})
     if mixer.kind == "window":
@@ -194,27 +198,36 @@ Tables = list[list[int]]  # blocks of a request, in each group: what vLLM's runn
 
 
 class Pages:
-    """The cache of a kind. `torn`: pages that were not written as a whole and have been read."""
+    """The cache of a kind, of which each rank has some heads; a state is one's alone. `torn`: pages that were not
+    written as a whole and have been read. `tensors`: of each rank, by layer; `raws`: all that each has."""
 
-    def __init__(self, kind: Kind, num_blocks: int) -> None:
+    def __init__(self, kind: Kind, num_blocks: int, ranks: int = 1) -> None:
         self._kind = kind
         self.torn = 0
         rows = max(len(group.layers) for group in kind.groups)
-        raw = torch.zeros((rows, num_blocks, kind.page_words * Word().nbytes), dtype=torch.int8)
-        self.raw = raw.numpy().view(Word)  # [rows, num_blocks, words]
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._pages: dict[int, tuple[int, Group, Words]] = {}  # (number of the group, it, [num_blocks, …]) by layer
+        raws = [
+            torch.zeros((rows, num_blocks, kind.page_words * Word().nbytes // ranks), dtype=torch.int8)
+            for _ in range(ranks)
+        ]
+        self.raws = [raw.numpy().view(Word) for raw in raws]  # [rows, num_blocks, words]
+        self.raw = self.raws[0]
+        self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in raws]
+        # (number of the group, it, [num_blocks, …] of each rank) by layer.
+        self._pages: dict[int, tuple[int, Group, list[Words]]] = {}
         for number, group in enumerate(kind.groups):
             for row, layer in enumerate(group.layers):
-                pages = self.raw[row, :, : group.page_words]
-                if group.is_state:  # as in vLLM, bytes
-                    tensor = raw[row, :, : group.page_words * Word().nbytes].view(num_blocks, 1, 1, -1)
-                else:
-                    pages = pages.reshape(num_blocks, group.block, group.words)
-                    assert np.shares_memory(pages, self.raw)
-                    tensor = raw[row].view(torch.float32).view(num_blocks, 1, group.block, 2 * group.words)
-                self.tensors[layer_name(layer)] = tensor
-                self._pages[layer] = number, group, pages
+                self._pages[layer] = number, group, []
+                for raw, words, tensors in zip(raws, self.raws, self.tensors, strict=True):
+                    pages = words[row, :, : group.page_words // ranks]
+                    if group.is_state:  # as in vLLM, bytes
+                        tensor = raw[row, :, : group.page_words * Word().nbytes].view(num_blocks, 1, 1, -1)
+                    else:
+                        heads, width = group.heads // ranks, group.words // group.heads
+                        pages = pages.reshape(num_blocks, heads, group.block, width).swapaxes(1, 2)
+                        assert np.shares_memory(pages, words)
+                        tensor = raw[row].view(torch.float32).view(num_blocks, heads, group.block, 2 * width)
+                    tensors[layer_name(layer)] = tensor
+                    self._pages[layer][2].append(pages)
 
     def write(self, layer: int, tables: Tables, start: int, keys: Words) -> None:
         """Of tokens that stand at `start` and behind it."""
@@ -222,7 +235,9 @@ class Pages:
         places = np.arange(start, start + len(keys))
         blocks = np.array(tables[number], dtype=np.int64)[places // group.block]
         assert blocks.all(), f"tokens of a request are written to the null block, layer {layer}"
-        pages[blocks, places % group.block] = keys[:, None] ^ masks(group.words)
+        of_heads = (keys[:, None] ^ masks(group.words)).reshape(len(keys), group.heads, -1)
+        for of_rank, mine in zip(pages, np.split(of_heads, len(pages), axis=1), strict=True):
+            of_rank[blocks, places % group.block] = mine
 
     def read(self, layer: int, tables: Tables, start: int, end: int) -> Words:
         """The keys of tokens [start, end)."""
@@ -230,13 +245,13 @@ class Pages:
         first = start // group.block
         blocks = np.array(tables[number][first : -(-end // group.block)], dtype=np.int64)
         begin = first * group.block
-        words = pages[blocks].reshape(-1, group.words)[start - begin : end - begin] ^ masks(group.words)
-        return self._whole(words)
+        found = np.concatenate([of_rank[blocks] for of_rank in pages], axis=2)  # [blocks, tokens, heads, words]
+        return self._whole(found.reshape(-1, group.words)[start - begin : end - begin] ^ masks(group.words))
 
     def state(self, layer: int, tables: Tables, end: int) -> State:
         """Of a state layer, in the slot of the step that ends there."""
         number, group, pages = self._pages[layer]
-        words = pages[tables[number][-(-end // group.block) - 1]] ^ masks(group.page_words)
+        words = pages[0][tables[number][-(-end // group.block) - 1]] ^ masks(group.page_words)
         last, state = words[:-STATE].reshape(-1, LAST), words[-STATE:]
         return State(self._whole(last), self._whole(state[None]))
 
@@ -246,7 +261,7 @@ class Pages:
         block = tables[number][-(-end // group.block) - 1]
         assert block, f"a request's state is written to the null block, layer {layer}"
         words = np.concatenate([np.repeat(state.last, LAST), np.repeat(state.word, STATE)])
-        pages[block] = words ^ masks(group.page_words)
+        pages[0][block] = words ^ masks(group.page_words)
 
     def _whole(self, words: Words) -> Words:
         """What each row holds in each of its words; something else, if one word is not what the others are."""
@@ -260,14 +275,16 @@ class Pages:
             number, group, pages = self._pages[layer]
             if group.is_state:
                 table = tables[number]
-                pages[table[to]] = pages[table[slot]]
+                pages[0][table[to]] = pages[0][table[slot]]
 
     def zero(self, blocks: Sequence[int]) -> None:
         """In the layers of groups that attend."""
         rows = max(len(group.layers) for group in self._kind.groups if not group.is_state)
-        self.raw[:rows, list(blocks)] = 0
+        for raw in self.raws:
+            raw[:rows, list(blocks)] = 0
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Of blocks (from, to), whose groups do not matter."""
         sources, targets = zip(*pairs, strict=True)
-        self.raw[:, list(targets)] = self.raw[:, list(sources)]
+        for raw in self.raws:
+            raw[:, list(targets)] = raw[:, list(sources)]

@@ -61,18 +61,19 @@ class NoWorker:
 
 
 class Stage(NamedTuple):
-    """Of a pipeline: what is called of the worker side of a connector, these layers of the model, and their cache."""
+    """Of a pipeline: what is called of the worker side of a connector in each rank, these layers of the model, and the
+    ranks' cache of them."""
 
-    hooks: Hooks
+    ranks: Sequence[Hooks]
     layers: range
     pages: Pages
 
 
 @dataclass
 class Runner:
-    """`worker`: the worker side of a connector. Nothing of it is called but by `start` and at start-up. `later`: those
-    of the later stages of a pipeline, and how many layers each has; the first has the others. `hooks`: which runner of
-    vLLM's calls them.
+    """`workers`: the worker side of a connector, in the ranks of each stage of a pipeline, which have so many layers
+    (`layers`; empty: there is one, which has all). Nothing of it is called but by `start` and at start-up. `hooks`:
+    which runner of vLLM's calls them.
 
     `skips_hooks`: of a step of so many tokens, whether it runs as one graph, which calls no hook of a layer.
     `draft_layers`: so many last layers belong to a draft model: they run after the step's transfers were asked for, as
@@ -80,14 +81,14 @@ class Runner:
     their pages is right. `weights`: of the model.
     """
 
-    worker: Any
+    workers: Sequence[Sequence[Any]]
     kind: Kind
     num_blocks: int
     draft_layers: int = 0
     skips_hooks: Callable[[int], bool] = lambda num_tokens: False
     drafter: Drafter | None = None
     num_drafts: int = 0
-    later: Sequence[tuple[Any, int]] = ()
+    layers: Sequence[int] = ()
     hooks: Callable[[Any, dict[str, Any]], Hooks] = FirstRunner
     steps: int = 0
     computed: int = 0  # tokens
@@ -102,15 +103,15 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._mixers = self.kind.mixers
-        first = len(self._mixers) - sum(count for _, count in self.later)
         self.stages: list[Stage] = []
-        for worker, count in [(self.worker, first), *self.later]:
+        for workers, count in zip(self.workers, self.layers or [len(self._mixers)], strict=True):
             start = self.stages[-1].layers.stop if self.stages else 0
-            layers, pages = range(start, start + count), Pages(self.kind, self.num_blocks)
-            hooks = self.hooks(worker, {layer_name(at): pages.tensors[layer_name(at)] for at in layers})
-            self.stages.append(Stage(hooks, layers, pages))
+            layers, pages = range(start, start + count), Pages(self.kind, self.num_blocks, len(workers))
+            names = [layer_name(at) for at in layers]
+            tensors = [{name: of_rank[name] for name in names} for of_rank in pages.tensors]
+            self.stages.append(Stage(list(map(self.hooks, workers, tensors)), layers, pages))
         self.pages = self.stages[0].pages
-        self._aggregator = KVOutputAggregator(len(self.stages))
+        self._aggregator = KVOutputAggregator(sum(len(stage.ranks) for stage in self.stages))
 
     def execute(self, step: Any) -> ModelRunnerOutput:
         """One step of `SchedulerOutput`, to its end."""
@@ -118,64 +119,74 @@ class Runner:
 
     def start(self, step: Any) -> Callable[[], ModelRunnerOutput]:
         """One step of `SchedulerOutput`, as far as the first stage of a pipeline; what is returned does the others."""
-        self.worker.handle_preemptions(step.kv_connector_metadata)
+        self._preempt(self.stages[0], step)
         self._update(step)
         self.steps += bool(step.total_num_scheduled_tokens)
         self.computed += step.total_num_scheduled_tokens
         self._encode(step)
         work = self._work_of(step)  # loads adapters, as vLLM does before this:
         moves = self._moves_of(work)
-        if self.later:
-            outputs = [self._run(self.stages[0], step, work, moves)]
-            return partial(self._end, step, work, moves, outputs)
         stage, is_drafting = self.stages[0], bool(self.draft_layers and work)
+        if len(self.stages) > 1:
+            return partial(self._end, step, work, moves, self._run(stage, step, work, moves))
         self._prepare(stage, step, moves)
-        stage.hooks.begin(step)
         layers = iter(self._forward(stage, work, has_hooks=self._has_hooks(step)))
         for _ in range(len(self._mixers) - self.draft_layers if work else 0):
             next(layers)
         sampled = {name: self._sample(step, name, one) for name, one in work.items()}
-        is_late = is_drafting and stage.hooks.ends_late
-        output = stage.hooks.end(step, is_late=True) if is_late else None
+        is_late = is_drafting and stage.ranks[0].ends_late
+        outputs = [each.end(step, is_late=True) for each in stage.ranks if is_late]
         for _ in layers if is_drafting else ():
             pass
-        if output is None:
-            output = stage.hooks.end(step, is_late=False)
-        else:
-            stage.hooks.finish()
+        for each in stage.ranks if is_late else ():
+            each.finish()
+        outputs += [each.end(step, is_late=False) for each in stage.ranks if not is_late]
         self._propose(sampled)
-        told = _output(step, sampled, output)
+        told = self._output(step, sampled, outputs)
         return lambda: told
 
     def _end(
         self, step: Any, work: dict[str, _Work], moves: Sequence[_Move], outputs: list[KVConnectorOutput]
     ) -> ModelRunnerOutput:
         """The later stages of a step, which the first one may have left behind."""
-        outputs = [*outputs, *(self._run(stage, step, work, moves) for stage in self.stages[1:])]
+        for stage in self.stages[1:]:
+            outputs += self._run(stage, step, work, moves)
         sampled = {name: self._sample(step, name, one) for name, one in work.items()}
-        return self._aggregator.aggregate([_output(step, sampled, each) for each in outputs], len(outputs) - 1)
+        return self._output(step, sampled, outputs)
 
-    def _run(self, stage: Stage, step: Any, work: dict[str, _Work], moves: Sequence[_Move]) -> KVConnectorOutput:
+    def _run(self, stage: Stage, step: Any, work: dict[str, _Work], moves: Sequence[_Move]) -> list[KVConnectorOutput]:
         """A stage of a pipeline, in its own time."""
         if stage is not self.stages[0]:
-            stage.hooks.worker.handle_preemptions(step.kv_connector_metadata)
+            self._preempt(stage, step)
         self._prepare(stage, step, moves)
-        stage.hooks.begin(step)
         for _ in self._forward(stage, work, has_hooks=self._has_hooks(step)) if work else ():
             pass
-        return stage.hooks.end(step, is_late=False)
+        return [each.end(step, is_late=False) for each in stage.ranks]
+
+    def _output(
+        self, step: Any, sampled: dict[str, list[int]], outputs: Sequence[KVConnectorOutput]
+    ) -> ModelRunnerOutput:
+        """What the step has come to, of which vLLM puts together what several ranks tell."""
+        told = [_output(step, sampled, each) for each in outputs]
+        return self._aggregator.aggregate(told, len(told) - 1) if len(told) > 1 else told[0]
 
     def _has_hooks(self, step: Any) -> bool:
         return not self.skips_hooks(step.total_num_scheduled_tokens)
 
+    def _preempt(self, stage: Stage, step: Any) -> None:
+        for each in stage.ranks:
+            each.worker.handle_preemptions(step.kv_connector_metadata)
+
     def _prepare(self, stage: Stage, step: Any, moves: Sequence[_Move]) -> None:
-        """Its blocks, before anything is computed."""
+        """Its blocks, before anything is computed, and what is called then."""
         if zeroed := getattr(step, "new_block_ids_to_zero", None):
             stage.pages.zero(zeroed)
         if copies := getattr(step, "kv_cache_block_copies", None):
             stage.pages.copy(copies)
         for move in moves:
             stage.pages.move_states(*move)
+        for each in stage.ranks:
+            each.begin(step)
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -252,11 +263,11 @@ class Runner:
 
     def _forward(self, stage: Stage, work: dict[str, _Work], *, has_hooks: bool) -> Iterator[int]:
         """Compute layer after layer, each when it is asked for."""
-        worker, pages = stage.hooks.worker, stage.pages
+        workers, pages = [each.worker for each in stage.ranks], stage.pages
         for layer in stage.layers:
             mixer = self._mixers[layer]
             has_hooks_here = has_hooks and mixer.kind != "state"
-            if has_hooks_here:
+            for worker in workers if has_hooks_here else ():
                 worker.wait_for_layer_load(layer_name(layer))
             for one in work.values():
                 if mixer.kind != "state":
@@ -268,7 +279,7 @@ class Runner:
                     one.hidden = hidden
             if self.drafter is not None and layer >= len(self._mixers) - self.draft_layers:
                 pages.torn = torn  # nobody needs what a draft model sees to be right
-            if has_hooks_here:
+            for worker in workers if has_hooks_here else ():
                 worker.save_kv_layer(layer_name(layer), None, None)
             yield layer
 

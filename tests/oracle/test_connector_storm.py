@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from connector_storm import (
     COUNTS,
-    KIND_MODES,
     NODE_TROUBLE,
     REQUESTS,
     SHAPES,
@@ -19,6 +18,7 @@ from connector_storm import (
     Event,
     Storm,
     StormNode,
+    modes_of,
     storm_bed,
 )
 from exact_engine import Engine
@@ -51,12 +51,16 @@ def requests(trouble: tuple[str, ...]) -> st.SearchStrategy[Event]:
 _names = itertools.count()
 
 
-PLAYED = [(mode, kind) for kind in KINDS for mode in (SHAPES if kind == "full" else KIND_MODES)]
+PLAYED = [(mode, kind) for kind in KINDS for mode in modes_of(kind)]
+
+
+def _is_long(mode: str, kind: str) -> bool:
+    return kind not in EVERY_DAY and mode != "ranks"
 
 
 @pytest.fixture(
     params=[
-        pytest.param(played, id="-".join(played), marks=[] if played[1] in EVERY_DAY else pytest.mark.long)
+        pytest.param(played, id="-".join(played), marks=pytest.mark.long if _is_long(*played) else [])
         for played in PLAYED
     ]
 )

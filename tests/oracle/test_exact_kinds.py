@@ -76,7 +76,7 @@ def test_layers_see_their_pages_as_vllms_own_do(kind: str) -> None:
         raw = torch.zeros(placed.size, dtype=torch.int8)
         views = kv_cache_interface.create_kv_cache_views(raw, group.kv_cache_spec, 10, layout, placed)
         for layer, view in zip(placed.layers, views, strict=True):
-            found = pages.tensors[layer]
+            found = pages.tensors[0][layer]
             assert (found.shape, found.stride(), found.dtype) == (view.shape, view.stride(), view.dtype)
             assert found.data_ptr() - pages.raw.ctypes.data == view.data_ptr() - raw.data_ptr()
 
@@ -104,7 +104,7 @@ def test_the_next_token_depends_on_each_byte_of_the_pages_that_it_needs_and_on_n
     """Of tokens at the edges of what each layer looks at, and some others."""
     prompt, groups = tokens(300, "bytes"), KINDS[kind].groups
     length = len(prompt)
-    runner = Runner(NoWorker(), KINDS[kind], num_blocks=80)
+    runner = Runner([[NoWorker()]], KINDS[kind], num_blocks=80)
     blocks = [list(range(number * 20 + 1, number * 20 + 20)) for number in range(len(groups))]
     first = runner.execute(step(0, prompt, blocks)).sampled_token_ids[0]
     right = answer(prompt, 2, KINDS[kind].mixers)
@@ -126,9 +126,10 @@ def test_the_next_token_depends_on_each_byte_of_the_pages_that_it_needs_and_on_n
                 needed = {slot: slot == (length - 1) // group.block for slot in slots}
                 places = [(slot, int(rng.integers(group.page_words * 8)), needed[slot]) for slot in slots]
             else:
-                edge, size = group.mixer.first(length), group.words * 8
+                edge, size = group.mixer.first(length), group.words * 8 // group.heads
                 seen = {0, max(0, edge - 1), edge, length - 1, *rng.integers(length, size=12).tolist()}
-                offsets = {at: at % group.block * size + int(rng.integers(size)) for at in seen}
+                heads = {at: int(rng.integers(group.heads)) * group.block for at in seen}
+                offsets = {at: (heads[at] + at % group.block) * size + int(rng.integers(size)) for at in seen}
                 places = [(at // group.block, offsets[at], at >= edge) for at in seen]
             for slot, byte, is_needed in places:
                 token = next_token(row, blocks[number][slot], byte)

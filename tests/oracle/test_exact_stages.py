@@ -1,4 +1,5 @@
-"""Pipelines: the oracle's engines have stages of which the later ones are a step behind the first."""
+"""Places: the oracle's engines have stages, of which the later ones are a step behind the first, and in each of them
+ranks, which have the heads among them."""
 
 from __future__ import annotations
 
@@ -33,6 +34,31 @@ def test_what_a_pipeline_has_saved_is_found_by_an_engine_without_one(bed: Oracle
     reader = bed.engine("reader", **of(kind, has_stages=not writes))
     reader.ask("warm", bed.tokens(300, "warm"), 2)
     assert found(reader, "a", history + bed.tokens(300, "a"), 12) == HISTORY
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "1": {}, "2": {"ranks": 2}, "4": {"ranks": 4}, "2 in 2 stages": {"ranks": 2, "stages": (2, 2)}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"), [("1", "2"), ("2", "1"), ("4", "2"), ("2", "4"), ("2 in 2 stages", "1"), ("1", "2 in 2 stages")]
+)
+def test_what_some_ranks_have_saved_is_found_by_others(bed: OracleBed, wrote: str, reads: str) -> None:
+    """And what is not there of one of them is computed."""
+    shape = {"kind": "heads", "budget": 256, "extra": {**EXTRA, "shards": 4, "stages": "2,2"}}
+    history = bed.tokens(HISTORY)
+    bed.engine("writer", **shape, **PLACES[wrote]).ask("w", history + bed.tokens(50, "w"), 12)
+    bed.settled()
+    reader = bed.engine("reader", **shape, **PLACES[reads])
+    reader.ask("warm", bed.tokens(300, "warm"), 2)
+    num_workers = len(reader.runner.stages) * len(reader.runner.stages[0].ranks)
+    assert found(reader, "a", history + bed.tokens(300, "a"), 12) == HISTORY
+    assert reader.faults.loads == num_workers
+    reader.scheduler.reset_prefix_cache()
+    reader.faults.loses = lambda load: (lambda chunk: chunk > 0) if load == num_workers + 1 else (lambda chunk: False)
+    reader.ask("b", history + bed.tokens(300, "b"), 12)
+    assert reader.faults.lost
 
 
 @each_kind

@@ -12,6 +12,7 @@ import pytest
 from connector_storm import REQUESTS, Event, Storm, storm_bed
 from exact_engine import Engine, PdxConnector
 
+from pdx.engine import worker
 from pdx.engine.plan import SavePlan
 from pdx.engine.request import NULL_BLOCK, SlotGrant, TrackedRequest
 from pdx.engine.trust import Trust
@@ -87,6 +88,12 @@ def a_state_is_old(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrackedRequest, "plan_save", old)
 
 
+def heads_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    """A rank with several shards takes the last for the first."""
+    right = worker._heads  # noqa: SLF001
+    patch.setattr(worker, "_heads", lambda tensor, part, count, layout: right(tensor, count - 1 - part, count, layout))
+
+
 @pytest.mark.parametrize(
     ("plant", "mode", "trouble", "kind"),
     [
@@ -97,6 +104,7 @@ def a_state_is_old(patch: pytest.MonkeyPatch) -> None:
         pytest.param(a_window_is_short, "sync", [], "window", id="a block too few of a window"),
         pytest.param(a_part_is_short, "sync", [], "local", id="a chunk too few of chunked local attention"),
         pytest.param(a_state_is_old, "sync", [], "state", id="a state that is a step old"),
+        pytest.param(heads_are_swapped, "ranks", [], "heads", id="heads in the place of others"),
     ],
 )
 def test_the_storm_finds(
