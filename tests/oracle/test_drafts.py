@@ -7,10 +7,15 @@ or saved under a wrong key is seen in what is accepted.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from exact_engine import tokens
 from exact_model import answer
+from node_harness import MIB, NodeThread
 from oracle_bed import OracleBed
 
 from pdx.engine import drafts
@@ -35,6 +40,10 @@ def drafting(kind: str = "full", **shape: Any) -> dict[str, Any]:
 
 
 NONE = {"kind": "undrafted"}
+
+
+def on_node(node: NodeThread, model: Path) -> contextlib.closing[OracleBed]:
+    return contextlib.closing(OracleBed(model, node, "drafts"))
 
 
 def rate(engine: Any, name: str, prompt: list[int], count: int = 200, **settings: Any) -> float:
@@ -182,6 +191,31 @@ def test_what_rests_on_drafts_that_are_not_there_is_not_saved(bed: OracleBed) ->
     fresh.ask("a", history + bed.tokens(300, "same") + answer(history + bed.tokens(300, "same"), 300, fresh.mixers), 8)
     fresh.runner.pages.torn = 0
     assert fresh.half._drafts._bare  # noqa: SLF001  the beginning
+
+
+@each_place
+def test_what_is_generated_with_drafts_is_found_on_a_disk(
+    model: Path, place: Path, start_here: Callable[..., NodeThread], kind: str
+) -> None:
+    """As in vllm#55503, where keys and blocks of an MTP model were not as many, which ended the engine."""
+    prompt, count = tokens(300, "on a disk"), 700
+    chunks = (len(prompt) + count - 1) // 256
+    settings = {"arena_bytes": 64 * MIB, "disks": [str(place / "disk")], "disk_reserve_bytes": 0}
+    node = start_here(**settings)
+    with on_node(node, model) as bed:
+        writer = bed.engine("writer", **drafting(kind))
+        writer.ask("w", prompt, count)
+        assert 0 < writer.runner.accepted < writer.runner.drafted
+        bed.settled()
+        wait_until(lambda: bed.counted("disk_stored") >= 2 * chunks, what="its chunks are on the disk")
+    node.close()
+    known = prompt + writer.outputs["w"]
+    with on_node(start_here(**settings), model) as bed:
+        reader = bed.engine("reader", **drafting(kind))
+        with_pdx = rate(reader, "r", known + bed.tokens(30))
+        assert bed.counted("disk_loaded") == 2 * chunks
+        assert not bed.counted("degraded_drafts_missing")
+        assert with_pdx == pytest.approx(alone(bed, known + bed.tokens(30), **drafting(kind)), abs=0.02)
 
 
 def test_requests_with_drafts_that_are_preempted_or_aborted_leave_nothing(bed: OracleBed) -> None:

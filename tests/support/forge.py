@@ -103,6 +103,11 @@ class Engine:
         }
         return [Answer(*answer) for answer in self._ask({"do": "generate", **order})]
 
+    def drafted(self) -> tuple[int, int]:
+        """Tokens of speculative decoding so far: those that were proposed, and of these those that were accepted."""
+        drafted, accepted = self._ask({"do": "drafted"})
+        return drafted, accepted
+
     def reset(self) -> None:
         """Empty its own prefix cache."""
         assert self._ask({"do": "reset"}), "vLLM does not empty its prefix cache: something runs"

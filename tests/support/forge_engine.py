@@ -28,8 +28,10 @@ import vllm.v1.worker.cpu_worker  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_group_id  # noqa: E402
+from vllm.v1.metrics.reader import Counter  # noqa: E402
 
-import pdx.vllm.connector  # noqa: E402, F401
+import pdx.engine.drafts  # noqa: E402
+import pdx.vllm.connector  # noqa: E402
 from pdx.engine.pace import Pace  # noqa: E402
 from pdx.engine.plan import LoadPlan  # noqa: E402
 
@@ -37,6 +39,8 @@ with contextlib.suppress(ImportError):
     import vllm.v1.attention.backends.cpu_attn  # noqa: F401
 
 from families import FAMILIES, Group  # noqa: E402
+
+pdx.engine.drafts.WAIT_S = 60.0  # the machine may be busy with other things
 
 _PR_SET_PDEATHSIG = 1
 _pages_of = LoadPlan.pages_of
@@ -80,6 +84,10 @@ class Host:
             (list(answer.outputs[0].token_ids), answer.num_cached_tokens or 0, answer.kv_transfer_params)
             for answer in answers
         ]
+
+    def drafted(self) -> list[int]:
+        counts = {each.name: int(each.value) for each in self._llm.get_metrics() if isinstance(each, Counter)}
+        return [counts[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")]
 
     def reset(self) -> bool:
         return bool(self._llm.reset_prefix_cache())
