@@ -19,13 +19,14 @@ from pdx.proxy import headers, hints
 from pdx.proxy.body import Intake, as_it_is, check_kind, encode, form_text, parsing
 from pdx.proxy.cache.routes import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
-from pdx.proxy.config import ProxyConfig
+from pdx.proxy.config import ProxyConfig, Routing
 from pdx.proxy.control import Control, FromNode
 from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import Drain, Exchange
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.leg import Asked, Legs, engine_socket, engine_tls
+from pdx.proxy.locating import Locating
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.outline import in_turns
 from pdx.proxy.plan import Body, Mode, Plan, model_of, planning, strip_control
@@ -101,12 +102,13 @@ class Proxy:
             timeout_s=config.body_timeout_s,
         )
         self.chunks: Following | None = None  # which node has which chunks
-        if config.chunk_index:
+        if config.chunk_index or config.routing is Routing.PREFIX:
             index = ChunkIndex(config.chunk_index_limit, self.env.counters)
             self.chunks = Following(index, self._control, self.env, timeout_s=config.heartbeat_timeout_s)
         self._cache = CacheControl(
             config, self._control, self.env, engines=self.engines, metrics=self._metrics, chunks=self.chunks
         )
+        self._locating = Locating(config, self._health, self._cache.instances, self.chunks, self.env)
 
     def app(self) -> web.Application:
         """The web application; it starts and closes this proxy with itself."""
@@ -159,11 +161,12 @@ class Proxy:
                 max_field_size=_FIELD_BYTES,
             )
             await stack.enter_async_context(session)
-            self._legs = self._cache.verbs.legs = Legs(session, self._health, config)
+            self._legs = self._cache.verbs.legs = self._locating.legs = Legs(session, self._health, config)
             self._relay = Relay(
                 engines=self.engines,
                 health=self._health,
                 timelines=self._timelines,
+                locating=self._locating,
                 legs=self._legs,
                 control=self._control,
                 metrics=self._metrics,

@@ -307,6 +307,13 @@ def located(leg: Body, prefill_node: str) -> Body:
     return {**leg, "kv_transfer_params": {**leg["kv_transfer_params"], "prefill_node": prefill_node}}
 
 
+def led(leg: Body, prefix_node: str) -> Body:
+    """A leg that computes its prompt, of which `prefix_node` has more than the engine's own node; empty: none has."""
+    if not prefix_node:
+        return leg
+    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), "prefix_node": prefix_node}}
+
+
 def check_kind(request: web.Request) -> None:
     """:raises RequestRefused: the body is of no kind that its route takes."""
     form, kind = request.path in FORMS, request.content_type

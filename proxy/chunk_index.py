@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -172,7 +172,7 @@ class ChunkIndex:
 
     # ---- what is asked ----------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[bytes]) -> dict[str, dict[str, int]]:
+    def lookup(self, keys: Iterable[bytes]) -> dict[str, dict[str, int]]:
         """Of each node that has the first of these keys: how many leading ones each of its tiers has, and (ANY) how
         many are in one tier or another."""
         alive, nodes = self._live, self._firsts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -16,6 +17,15 @@ Place = Annotated[str, shown_as("ADDRESS")]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31), shown_as("TOKENS")]
 BodyBytes = Annotated[int, Meta(ge=1 << 10, le=1 << 32), shown_as("SIZE")]
 BodiesBytes = Annotated[int, Meta(ge=1 << 10), shown_as("SIZE")]
+
+
+class Routing(StrEnum):
+    """Which engine is the best for a prompt, among those that are well: see `pdx.proxy.placing`."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"
+    SESSION = "session"  # where its last turn was, unless others have much less to do
+    PREFIX = "prefix"
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,10 +51,20 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             section="Requests",
         ),
     ] = True
+    routing: Annotated[
+        Routing,
+        option(
+            "Who prefills: each in turn, who has the fewest requests, who had the session's last turn (header "
+            "X-Session-ID), or who has the prompt soonest by what is cached where (implies --chunk-index)."
+        ),
+    ] = Routing.LEAST_LOADED
     # 16 tokens are one block of most engines' KV cache, the least that two legs could hand over; a decode engine
     # computes so few beside the tokens of its other requests without a step getting longer.
     min_split_tokens: Annotated[
-        Tokens, option("A shorter prompt goes to one engine; of text, four bytes count as a token.")
+        Tokens, option(
+            "A shorter prompt goes to one engine, and by --routing prefix one of which less is missing there; of text, "
+            "four bytes count as a token."
+        ),
     ] = 16
     client_priority: Annotated[
         int, Meta(ge=0, le=9), option("The most priority that a client may give its chunks; more is clipped.")

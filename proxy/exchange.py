@@ -14,6 +14,7 @@ from pdx.proxy.engines import Engine
 from pdx.proxy.health import Reason, Use
 from pdx.proxy.leg import Asked
 from pdx.proxy.metrics import Metrics, Outcome
+from pdx.proxy.placing import Prompt
 from pdx.proxy.plan import Body, Mode, model_of
 from pdx.proxy.reply import Reply
 from pdx.proxy.router import Pair
@@ -39,6 +40,8 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     outcome: Outcome = Outcome.OK
     answered: bool = False  # the client was sent a stream to its end: whatever happens now costs it nothing
     told: set[str] = msgspec.field(default_factory=set)  # nodes of engines that know of the transfer; "": one not known
+    prompt: Prompt | None = None  # what is known of it and of its cache
+    used: dict[str, Engine] = msgspec.field(default_factory=dict)  # engines that have had its prompt, by URL
     planned: Pair | None = None  # the engines for its two legs
     booking: Use | None = None  # of the decode leg, until that starts
     blamed: dict[str, Reason] = msgspec.field(default_factory=dict)  # by URL, why engines gave no usable answer
@@ -85,6 +88,8 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
         if event in self.seen:
             return
         name = engine.name if engine is not None else ""
+        if engine is not None and event in (Event.PREFILL_ANSWERED, Event.DECODE_FIRST):
+            self.used[engine.url] = engine
         now_ns = self.seen[event] = self.received_ns if event is Event.RECEIVED else time.monotonic_ns()
         if event is Event.DONE:
             self.metrics.duration[self.route, self.mode].observe((now_ns - self.received_ns) / 1e9)

@@ -13,11 +13,13 @@ import random
 from collections import Counter
 from collections.abc import Collection
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
+from pdx.telemetry.rate import Rate
 
 FIRST_S = 1.0  # an engine is suspect for so long after its first failure; each further one doubles that
 LONGEST_S = 30.0
@@ -78,6 +80,14 @@ class Record(msgspec.Struct, eq=False):
     listed_at: float = float("-inf")  # when it was last asked for that list by itself
     list_at: float = float("-inf")  # no request asks for it before
     served_at: float = float("-inf")  # the last leg that succeeded
+    backlog: int = 0  # prompt tokens that legs of this proxy have it compute now, as far as that is known
+    computing: Rate = msgspec.field(default_factory=Rate)  # how fast it does, in tokens …
+    loading: Rate = msgspec.field(default_factory=Rate)  # … and takes in what its node has
+
+    @property
+    def load(self) -> int:
+        """Requests of anybody, those that are planned included."""
+        return self.in_flight + self.planned + self.others
 
     @property
     def avoided(self) -> bool:
@@ -90,11 +100,24 @@ class Record(msgspec.Struct, eq=False):
         return self.state in (EngineState.WELL, EngineState.TRIAL)
 
 
+class Work(NamedTuple):
+    """What a leg has its engine do with a prompt, in tokens."""
+
+    missing: int = 0  # on its node, so that they are computed
+    found: int = 0
+    is_timed: bool = False  # whether the first byte of its answer comes as soon as that is done
+
+
+NO_WORK = Work()
+
+
 class Use:
     """A leg that is under way or, with `is_planned`, will be: it counts as load. Ends with its context."""
 
-    def __init__(self, record: Record, turn: int, *, is_planned: bool) -> None:
+    def __init__(self, record: Record, turn: int, *, is_planned: bool, work: Work = NO_WORK) -> None:
         self.record = record
+        self.work = work
+        record.backlog += work.missing
         self.is_trial = record.state in (EngineState.SUSPECT, EngineState.TRIAL)
         self._is_planned = is_planned
         self._is_open = True
@@ -105,7 +128,17 @@ class Use:
         """It is over. Idempotent."""
         if self._is_open:
             self._is_open = False
+            self.record.backlog -= self.work.missing
             self._count(-1)
+
+    def answered(self, since: float, now: float) -> None:
+        """The first of its answer is here: its prompt is computed. Idempotent."""
+        work, self.work = self.work, NO_WORK
+        self.record.backlog -= work.missing
+        if work.is_timed and work.missing + work.found:
+            is_found = work.found > 4 * work.missing  # most of the time went into loading
+            rate, tokens = (self.record.loading, work.found) if is_found else (self.record.computing, work.missing)
+            rate.moved(tokens, int(since * 1e9), int(now * 1e9))
 
     def _count(self, step: int) -> None:
         self.record.trials += step * self.is_trial
@@ -146,8 +179,8 @@ class Health:
         """Forget all other engines."""
         self._records = {url: record for url, record in self._records.items() if url in urls}
 
-    def begin(self, url: str) -> Use:
-        return Use(self.of(url), next(self._turns), is_planned=False)
+    def begin(self, url: str, work: Work = NO_WORK) -> Use:
+        return Use(self.of(url), next(self._turns), is_planned=False, work=work)
 
     def plan(self, url: str) -> Use:
         """A leg will start later, or never: end it then."""

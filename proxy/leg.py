@@ -17,7 +17,7 @@ from pdx.errors import ClientGone, ConfigError, Exhausted, LegFailed, Refusal
 from pdx.proxy.body import Payload
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
-from pdx.proxy.health import UNSENT, Health, Reason, Use
+from pdx.proxy.health import NO_WORK, UNSENT, Health, Reason, Use, Work
 
 # What this process or this host lacks; the engine has not been asked.
 OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
@@ -82,7 +82,7 @@ class Answer:
         self.engine = engine
         self.use = use  # None: it counts as no load, and `limit_s` is for the whole of it
         self.limit_s = limit_s
-        self.since = health.clock()
+        self.since = self.began_at = health.clock()
         self.doubt_s = float("inf")  # after which silence the engine is asked whether it generates
         self.waits_for_engine = True
         self.after: asyncio.Future[Any] | None = None  # until this is done, its silence is no fault of its engine
@@ -147,6 +147,7 @@ class Answer:
         self.waits_for_engine = False
         self.limit_s = self._idle_s
         if found:
+            self.use.answered(self.began_at, self.since)
             self.use.record.heard_at = self.since
             if self.use.is_trial and self.is_stream:
                 self._health.proved(self.use)
@@ -193,6 +194,7 @@ class Legs:
         headers: Mapping[str, str],
         is_whole: bool = False,
         after: asyncio.Future[Any] | None = None,
+        work: Work = NO_WORK,
     ) -> AsyncIterator[Answer]:
         """Send a request and hold its answer; leaving early closes the connection, which makes vLLM abort.
 
@@ -205,7 +207,7 @@ class Legs:
         :raises Exhausted: this proxy has no descriptor or port left.
         """
         config = self._config
-        with self._health.begin(engine.url) as use:
+        with self._health.begin(engine.url, work) as use:
             limit_s = config.answer_timeout_s if is_whole else config.first_byte_timeout_s
             leg = Answer(engine, self._health, use, limit_s, config.idle_timeout_s)
             leg.doubt_s = config.first_byte_timeout_s if is_whole else leg.doubt_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -17,13 +18,13 @@ from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Drain, Exchange
 from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
 from pdx.proxy.leg import Asked, Legs, failed
+from pdx.proxy.locating import Locating
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.plan import ONE_TOKEN, Body, Mode, forward_limit, obstacle
 from pdx.proxy.router import Pair
 from pdx.proxy.timelines import Timelines
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.timeline import Event
-from pdx.wire.hints import Hints
 from pdx.wire.messages import Cancel
 from pdx.wire.proxy import Arriving, Prefilled
 
@@ -53,6 +54,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     engines: Engines
     health: Health
     timelines: Timelines
+    locating: Locating
     legs: Legs
     control: Control
     metrics: Metrics
@@ -68,6 +70,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         try:
             outcome = await self._outcome(exchange)
             exchange.mark(Event.DONE)
+            self.locating.served(exchange)
         except (ClientGone, asyncio.CancelledError) as error:
             gone = Outcome.STOPPED if self.drain.is_over else Outcome.CLIENT_GONE
             outcome = Outcome.OK if exchange.answered else gone
@@ -126,6 +129,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         return Outcome.UNAVAILABLE
 
     async def _run(self, exchange: Exchange) -> None:
+        await self.locating.locate(exchange, router.serving(self.engines.all(), self.health, exchange.model))
         if exchange.mode is Mode.ALONE:
             return await self._alone(exchange)
         pair = exchange.planned = router.pair(self._candidates(exchange))
@@ -134,6 +138,9 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return await self._fall_back(exchange, "no_prefiller")
         if pair.decoder.detached:
             return await self._fall_back(exchange, "detached")
+        if self.locating.has_all(exchange, pair.decoder):
+            exchange.set_mode(Mode.ALONE, "cached")
+            return await self._alone(exchange)
         if exchange.hints.session:
             arriving = Arriving(exchange.hints.session, exchange.hints.salt)
             self.control.tell(arriving, {pair.prefiller.node, pair.decoder.node} - {""})
@@ -253,11 +260,12 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         leg = body.prefill_body(
             exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer, decode_node=pair.wire
         )
-        leg = body.hinted(leg, self._hints(exchange, engine))
+        leg = self.locating.told(exchange, leg, engine, decodes=False)
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.told |= {pair.prefiller.node, pair.decoder.node}
         sent = headers.to_prefill(exchange.headers)
-        async with self.legs.post(engine, Asked(exchange.route, body.encode(leg)), headers=sent) as found:
+        work = self.locating.work(exchange, engine, decodes=False)
+        async with self.legs.post(engine, Asked(exchange.route, body.encode(leg)), headers=sent, work=work) as found:
             raw = await found.read()
             if found.status >= 400:
                 self._note_status(exchange, engine, found.status)
@@ -362,10 +370,11 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 exchange.told.add(engine.node)
             asked = exchange.whole
             if asked is None:
-                leg_body = body.hinted(self._located(exchange, leg(), engine), self._hints(exchange, engine))
+                leg_body = self.locating.told(exchange, leg(), engine, decodes=True)
                 asked = Asked(exchange.route, body.encode(leg_body))
+            work = self.locating.work(exchange, engine, decodes=True)
             async with self.legs.post(
-                engine, asked, headers=exchange.headers, is_whole=not exchange.streams, after=after
+                engine, asked, headers=exchange.headers, is_whole=not exchange.streams, after=after, work=work
             ) as found:
                 self._note_status(exchange, engine, found.status)
                 await shape.take(exchange, found)
@@ -417,18 +426,6 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                     give_up_at = self.health.clock() + _FAILOVER_S if failures == 1 else give_up_at
         raise failure or NoEngine("no engine is known")
 
-    @staticmethod
-    def _hints(exchange: Exchange, engine: Engine) -> Hints:
-        """Only for engines that PDX is in: others may not take transfer parameters, and understand none of it."""
-        return exchange.hints if engine.node and not engine.detached else Hints("")
-
-    def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
-        """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""
-        prefill_node = exchange.planned.prefiller.node if exchange.planned is not None else ""
-        if "kv_transfer_params" not in leg or not prefill_node or prefill_node == engine.node:
-            return leg
-        return body.located(leg, prefill_node)
-
     def _note_status(self, exchange: Exchange, engine: Engine, status: int) -> None:
         if status == HTTPStatus.NOT_FOUND and exchange.whole is None:  # else it may be the route that it lacks
             self.health.lacks(engine.url, exchange.model)
@@ -449,7 +446,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         able = router.serving(self.engines.all(), self.health, exchange.model)
         if exchange.only:
             able = [each for each in self.engines.all() if each.url == exchange.only] or able
-        return router.candidates(able, self.health)
+        cost = partial(self.locating.cost, prompt=exchange.prompt)
+        return router.candidates(able, self.health, cost, is_alone=exchange.mode is Mode.ALONE)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:

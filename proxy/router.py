@@ -1,18 +1,19 @@
 """Which engines get a request's two legs. Pure.
 
-Load comes first: the prefill engine is one with the fewest outstanding requests, and so is the decode engine among
-those fit to decode. Among pairs of equal load, one on a single node is taken before one with a wire between them; what
-is equal even then takes turns. An engine whose node is not known counts as beyond a wire.
+The prefill engine is one for which this prompt costs least (`pdx.proxy.placing`), and the decode engine one with the
+fewest outstanding requests among those fit to decode. Among pairs of equal load, one on a single node is taken before
+one with a wire between them; what is equal even then takes turns. An engine whose node is not known counts as beyond a
+wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
 from pdx.proxy.engines import Engine
-from pdx.proxy.health import Health
+from pdx.proxy.health import Health, Record
 
 _Rank = tuple[bool, bool, bool, int]
 _TRIED = 8  # where all engines are suspect, a request has tried enough of them, though no connection stood
@@ -25,6 +26,7 @@ class Candidate(msgspec.Struct, frozen=True):
     load: int = 0  # requests of anybody, those that are planned included; less is better
     last_used: int = 0  # grows with every leg; breaks ties, so that idle engines take turns
     suspect: bool = False  # or on trial, with a request already
+    cost: int = 0  # of having it prefill this prompt, see `pdx.proxy.placing.cost`; likewise
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -56,16 +58,21 @@ def serving(engines: Sequence[Engine], health: Health, model: str | None) -> lis
     return found or (unknown if any(each.decodes for each in unknown) else serving(engines, health, None))
 
 
-def candidates(engines: Iterable[Engine], health: Health) -> list[Candidate]:
+def candidates(
+    engines: Iterable[Engine], health: Health, cost: Callable[[Engine, Record], int], *, is_alone: bool
+) -> list[Candidate]:
+    """`is_alone`: the engine that decodes computes the prompt, too."""
     return [
         Candidate(
             engine=engine,
-            load=record.in_flight + record.planned + record.others,
+            load=costs if is_alone else record.load,
+            cost=costs,
             last_used=record.last_used,
             suspect=record.avoided,
         )
         for engine in engines
         for record in (health.of(engine.url),)
+        for costs in (cost(engine, record),)
     ]
 
 
@@ -78,7 +85,7 @@ def pair(candidates: Sequence[Candidate]) -> Pair | None:
     able = _prefillers(candidates)
     if not able:
         return None
-    least = min(each.load for each in able)
+    least = min(each.cost for each in able)
     # The best decoder for a prefill engine is the best one of all, or of its node; the second best counts, because the
     # best one may be the prefill engine itself.
     ranked = sorted(candidates, key=lambda each: (_decoder_rank(each, ""), each.last_used))
@@ -90,7 +97,7 @@ def pair(candidates: Sequence[Candidate]) -> Pair | None:
         near = [*ranked[:2], *by_node.get(first.engine.node, [])[:2]]
         return min(near, key=lambda last: (*_pair_rank(first, last), last.last_used))
 
-    chosen = [(first, nearest(first)) for first in able if first.load == least]
+    chosen = [(first, nearest(first)) for first in able if first.cost == least]
     # An engine that only prefills is not sent the same prompt again as the decoder of last resort.
     pairs = [(first, last) for first, last in chosen if last.engine.url != first.engine.url or first.engine.decodes]
     if not pairs:
@@ -107,7 +114,7 @@ def prefiller(candidates: Sequence[Candidate], *, planned: Pair, tried: Collecti
     able = [each for each in _prefillers(candidates) if each.engine.url not in {*tried, last.url}]
 
     def rank(each: Candidate) -> tuple[int, bool, int]:
-        return (each.load, not last.node or each.engine.node != last.node, each.last_used)
+        return (each.cost, not last.node or each.engine.node != last.node, each.last_used)
 
     return min(able, key=rank).engine if able else None
 

@@ -48,6 +48,7 @@ class TransferParams(msgspec.Struct, frozen=True):
     transfer_id: TransferId | None = None  # of a prefill leg without one, its engine draws it
     decode_node: NodeName = ""  # of a prefill leg: the node that its chunks are pushed to
     prefill_node: NodeName = ""  # of a decode leg: the node that has them, should some be missing
+    prefix_node: NodeName = ""  # of any other request: a node that may have more of its prompt than the engine's own
     is_early: bool = False  # a decode leg sent together with the prefill leg: nodes may not know of the transfer yet
     prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg
 
@@ -65,7 +66,7 @@ def parse_params(params: Any, *, may_name: bool = True) -> TransferParams:
     except msgspec.ValidationError as error:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
     if not parsed.do_remote_decode and not parsed.do_remote_prefill:
-        return TransferParams()
+        return TransferParams(prefix_node=parsed.prefix_node)
     if parsed.do_remote_decode and parsed.do_remote_prefill:
         raise ProtocolError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
     if parsed.transfer_id is None and parsed.do_remote_decode and may_name:
@@ -337,7 +338,7 @@ class TrackedRequest:
         """The peer that may have what is missing here; empty: nobody is asked."""
         if self.node.awaited is not Awaited.SOURCE:
             return ""
-        return self.params.decode_node if self.is_prefill else self.params.prefill_node
+        return self.params.prefix_node or (self.params.decode_node if self.is_prefill else self.params.prefill_node)
 
     @property
     def push_to(self) -> str:

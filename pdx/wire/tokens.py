@@ -11,7 +11,8 @@ chunks of such a prompt are named by its request (`Selection.request`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import get_args
 
 from pdx.errors import LayoutError, SelectionError
@@ -23,7 +24,6 @@ from pdx.wire.verbs import Model
 # (hash of the block before, its tokens, what else is in it) -> its hash
 _Extra = tuple[object, ...] | None
 _Hash = Callable[[bytes, tuple[int, ...], _Extra], bytes]
-_WIDTHS = ((24, 1), (25, 2), (26, 4), (27, 8))  # in CBOR, of numbers above 23: what says so, and bytes
 _FRAME_BYTES = 1 << 16  # pickle begins another frame behind so many
 _LEAST = 4  # characters of a name's beginning
 _MOST_LISTED = 8
@@ -64,6 +64,11 @@ def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "", codec: str =
 
     :raises SelectionError: the tokens fill no chunk or are none of this model's, or only the engine can make its keys.
     """
+    return list(each_chunk_key(model, tokens, salt, codec))
+
+
+def each_chunk_key(model: Model, tokens: Sequence[int], salt: str = "", codec: str = "") -> Iterator[bytes]:
+    """As `chunk_keys`; each is made when it is asked for."""
     if groups := model.shape.get("cache_groups"):
         raise SelectionError(
             f"engine {model.engine!r} has {groups:.8} cache groups, each with chunks of its own: name those that a "
@@ -75,20 +80,19 @@ def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "", codec: str =
     form = form_text(model, codec)
     fingerprint = lossy_fingerprint(model.layout, form) if form else model.layout
     extra = _first_extra(model, apart_salt(form, salt))
-    keys = []
     for end in range(per_chunk, len(tokens) + 1, per_chunk):
         for start in range(end - per_chunk, end, per_block):
             root = hashed(root, tuple(tokens[start : start + per_block]), extra)
             extra = None
-        keys.append(chunk_key(fingerprint, root))
-    return keys
+        yield chunk_key(fingerprint, root)
 
 
 def _check(model: Model, tokens: Sequence[int], per_chunk: int) -> None:
     told = model.shape.get("vocabulary", "")
     vocabulary = int(told) if told.isdecimal() else 0
     limit = min(vocabulary or 1 << 31, 1 << 31)
-    for at, token in enumerate(tokens):
+    is_right = set(map(type, tokens)) <= {int} and min(tokens, default=0) >= 0 and max(tokens, default=0) < limit
+    for at, token in enumerate(() if is_right else tokens):
         if type(token) is not int:  # neither a bool, which is hashed otherwise, nor a number of another library
             raise SelectionError(f"token {at} is {token!r:.50}: ids of tokens are whole numbers")
         if not 0 <= token < limit:
@@ -148,18 +152,21 @@ def _opcodes(value: object) -> bytes:
     match value:
         case None:
             return b"N"
-        case int() if 0 <= value < 1 << 31:
-            mark, width = (b"K", 1) if value < 1 << 8 else (b"M", 2) if value < 1 << 16 else (b"J", 4)
-            return mark + value.to_bytes(width, "little")
         case bytes():
             return _sized(b"C", b"B", value)
         case str():
             return _sized(b"\x8c", b"X", value.encode())
         case tuple() if value:
-            items = b"".join(map(_opcodes, value))
+            items = b"".join(map(_number_opcodes if isinstance(value[0], int) else _opcodes, value))
             few = {1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value))
             return (items + few if few else b"(" + items + b"t") + b"\x94"
     raise TypeError(f"{value!r:.50} is in no hash of a block")
+
+
+@lru_cache(1 << 17)  # most are met again and again
+def _number_opcodes(value: int) -> bytes:
+    mark, width = (b"K", 1) if value < 1 << 8 else (b"M", 2) if value < 1 << 16 else (b"J", 4)
+    return mark + value.to_bytes(width, "little")
 
 
 def _sized(short: bytes, long: bytes, data: bytes) -> bytes:
@@ -176,22 +183,28 @@ def _cbor(value: object) -> bytes:
     match value:
         case None:
             return b"\xf6"
-        case int():
-            return _head(0, value)
         case bytes():
             return _head(2, len(value)) + value
         case str():
             text = value.encode()
             return _head(3, len(text)) + text
         case tuple():
-            return _head(4, len(value)) + b"".join(map(_cbor, value))
+            items = map(_number_cbor if value and isinstance(value[0], int) else _cbor, value)
+            return _head(4, len(value)) + b"".join(items)
     raise TypeError(f"{type(value).__name__} is in no hash of a block")
 
 
+@lru_cache(1 << 17)
+def _number_cbor(value: int) -> bytes:
+    return _head(0, value)
+
+
 def _head(major: int, number: int) -> bytes:
-    if number < _WIDTHS[0][0]:
+    if number < 24:
         return bytes([major << 5 | number])
-    mark, width = next((mark, width) for mark, width in _WIDTHS if number < 1 << 8 * width)
+    mark, width = (
+        (24, 1) if number < 1 << 8 else (25, 2) if number < 1 << 16 else (26, 4) if number < 1 << 32 else (27, 8)
+    )
     return bytes([major << 5 | mark]) + number.to_bytes(width, "big")
 
 

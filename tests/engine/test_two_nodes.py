@@ -168,6 +168,19 @@ def test_a_decoder_asks_for_what_was_not_pushed(pair: Pair) -> None:
     pair.first.finish(request)
 
 
+@pytest.mark.parametrize("params", [None, {**PREFILL, "decode_node": ""}], ids=["alone", "a prefill leg"])
+def test_a_prefix_is_fetched_from_the_node_that_is_named(pair: Pair, params: Any) -> None:
+    prompt = numbers(0, 2 * CHUNK + 7)
+    pair.first.finish(pair.first.save(prompt))
+    assert pair.second.run([*prompt, 9], params) == 0, "nobody is asked"
+    other = numbers(5000, 2 * CHUNK + 7)
+    pair.first.finish(pair.first.save(other))
+    pair.nodes[0].wait_sealed(6)  # two chunks and a part, twice
+    named = {**(params or {}), "prefix_node": "one", "transfer_id": "z" * 20} if params else {"prefix_node": "one"}
+    assert pair.second.run([*other, 9], named) == 2 * CHUNK
+    assert pair.nodes[0].counter("wants_served") == 1
+
+
 # ---- a decoder that copies what its prefill has computed while that still computes the rest ---
 
 

@@ -64,11 +64,12 @@ class Node:
         self.socket.connect(address)
         self.address, self.name, self.epoch = address, name, epoch
 
-    async def report(self, *engines, marks=(), version=messages.VERSION, facts=PLAIN, **fields):
-        """`facts`: of each engine, or of one after the other."""
+    async def report(self, *engines, marks=(), version=messages.VERSION, facts=PLAIN, naming=(b"", {}), **fields):
+        """`facts`: of each engine, or of one after the other. `naming`: how their chunks are named."""
+        layout, shape = naming
         told = facts if isinstance(facts, list) else [facts] * len(engines)
         listed = [
-            EngineReport(engine=name, role=role, url=url, running=sum(running), facts=known)
+            EngineReport(name, role, url, sum(running), known, layout, shape)
             for (name, role, url, *running), known in zip(engines, told, strict=True)
         ]
         report = NodeReport(

@@ -6,12 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdx.proxy import router
 from pdx.proxy.engines import Engine
-from pdx.proxy.router import Candidate, Pair, decoder, pair, serving
+from pdx.proxy.router import Pair, decoder, pair, serving
 
 
 def engine(url, prefills=False, decodes=False, named=False, node="", detached=False):
     return Engine(url=url, name=url, prefills=prefills, decodes=decodes, named=named, node=node, detached=detached)
+
+
+def Candidate(engine, load=0, last_used=0, suspect=False, cost=None):
+    """Whose load decides for both legs, where nothing else is said."""
+    return router.Candidate(engine, load, last_used, suspect, load if cost is None else cost)
 
 
 P, Q = engine("p", prefills=True), engine("q", prefills=True)
@@ -36,6 +42,7 @@ IDLE = [Candidate(P1, last_used=1), Candidate(D1, last_used=9), Candidate(D2, la
         ([Candidate(P, 2), Candidate(Q, 1), Candidate(D)], ("q", "d")),
         ([Candidate(P, last_used=2), Candidate(Q, last_used=1), Candidate(D)], ("q", "d")),
         ([Candidate(P, suspect=True), Candidate(Q, 5), Candidate(D)], ("q", "d")),
+        ([Candidate(P, 1, cost=3), Candidate(Q, 2, cost=1), Candidate(D)], ("q", "d")),  # the prompt's cost decides
         ([Candidate(P), Candidate(D, 2), Candidate(E, 1)], ("p", "e")),
         ([Candidate(P, suspect=True), Candidate(D)], None),
         ([], None),

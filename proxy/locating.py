@@ -1,0 +1,148 @@
+"""Finds out what is known of a prompt before it is placed: its tokens, and which node has how many of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pdx.errors import Exhausted, LegFailed, SelectionError
+from pdx.proxy import body
+from pdx.proxy.cache.verbs import Instances
+from pdx.proxy.chunk_index import ANY
+from pdx.proxy.config import ProxyConfig, Routing
+from pdx.proxy.engines import Engine
+from pdx.proxy.exchange import Exchange
+from pdx.proxy.following import Following
+from pdx.proxy.health import NO_WORK, Health, Record, Work
+from pdx.proxy.leg import Legs
+from pdx.proxy.placing import Prompt, cost
+from pdx.proxy.plan import Body, Mode
+from pdx.proxy.routes import Route
+from pdx.security.address import base_url
+from pdx.telemetry.env import Env
+from pdx.telemetry.recent import remember
+from pdx.wire.tokens import each_chunk_key, number_of
+
+FIND_S = 0.02  # for the tokens of a prompt; a request that would wait longer is placed without
+SESSIONS = 100_000  # that are remembered
+_TOKENIZED = {  # fields of a request that decide what its tokens are
+    Route.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
+    Route.CHAT: (
+        *("model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+        *("continue_final_message", "add_special_tokens", "mm_processor_kwargs"),
+    ),
+}
+_BYTES_PER_TOKEN = 4
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class Locating:
+    """One thread, the event loop's. It asks engines from the time on when `legs` is set."""
+
+    legs: Legs
+
+    def __init__(
+        self, config: ProxyConfig, health: Health, instances: Instances, chunks: Following | None, env: Env
+    ) -> None:
+        """`instances`: how engines name chunks. `chunks`: what nodes tell of theirs."""
+        self._routing = config.routing
+        self._split_tokens = config.min_split_tokens
+        self._health = health
+        self._instances = instances
+        self._chunks = chunks
+        self._counters = env.counters
+        self._sessions: OrderedDict[str, Prompt] = OrderedDict()  # their last turns
+
+    async def locate(self, exchange: Exchange, engines: Sequence[Engine]) -> None:
+        """Note what is known of a request's prompt, in at most FIND_S. `engines`: that may serve it."""
+        last = self._sessions.get(exchange.hints.session) if exchange.hints.session else None
+        if self._routing is Routing.SESSION:
+            exchange.prompt = last
+        if self._routing is not Routing.PREFIX or exchange.whole is not None:
+            return
+        fields = (exchange.body.get(name) for name in exchange.route.prompt)
+        nbytes = sum(len(memoryview(field)) for field in fields if isinstance(field, Raw))
+        exchange.prompt = Prompt(nbytes // _BYTES_PER_TOKEN, last.hits if last is not None else {})
+        if len({engine.node for engine in engines} - {""}) < 2:  # all find the same
+            return
+        try:
+            async with asyncio.timeout(FIND_S):
+                exchange.prompt = await self._found(exchange, engines) or exchange.prompt
+        except (TimeoutError, LegFailed, Exhausted, SelectionError, msgspec.MsgspecError):
+            self._counters["placed_without_tokens"] += 1
+
+    async def _found(self, exchange: Exchange, engines: Sequence[Engine]) -> Prompt | None:
+        models = {base_url(model.url): model for model in self._instances.models() if model.url}
+        able = [engine for engine in engines if engine.url in models]
+        if exchange.route not in _TOKENIZED or not able or self._chunks is None:
+            return None
+        engine = min(able, key=lambda each: self._health.of(each.url).in_flight)
+        tokens = await self._tokens(exchange, engine)
+        salt = exchange.body.get("cache_salt")
+        named = msgspec.json.decode(salt, type=str | None) if isinstance(salt, Raw) else None
+        model = models[engine.url]
+        found = self._chunks.index.lookup(each_chunk_key(model, tokens, named or ""))
+        per_chunk = number_of(model, "chunk_tokens")
+        return Prompt(len(tokens), {node: tiers[ANY] * per_chunk for node, tiers in found.items()}, is_exact=True)
+
+    async def _tokens(self, exchange: Exchange, engine: Engine) -> list[int]:
+        said, route = exchange.body, exchange.route
+        prompt = said.get("prompt")
+        if route is Route.COMPLETIONS and isinstance(prompt, Raw) and bytes(memoryview(prompt)[:1]) == b"[":
+            return msgspec.json.decode(prompt, type=list[int])
+        asked: dict[str, Any] = {name: said[name] for name in _TOKENIZED[route] if said.get(name) is not None}
+        payload = msgspec.json.encode(asked)
+        answer, raw = await self.legs.ask(
+            engine, "/tokenize", headers=exchange.headers, timeout_s=FIND_S, payload=payload
+        )
+        if answer.status != 200:
+            raise SelectionError(f"engine {engine.name} makes no tokens: status {answer.status}")
+        return msgspec.json.decode(raw, type=_Tokens).tokens
+
+    def cost(self, engine: Engine, record: Record, prompt: Prompt | None) -> int:
+        """See `pdx.proxy.placing.cost`."""
+        return cost(self._routing, engine, record, prompt)
+
+    def has_all(self, exchange: Exchange, engine: Engine) -> bool:
+        """Whether so little of the prompt is missing at this engine that another one need not prefill it."""
+        prompt = exchange.prompt
+        return prompt is not None and prompt.is_exact and prompt.missing(engine.node) < self._split_tokens
+
+    @staticmethod
+    def work(exchange: Exchange, engine: Engine, *, decodes: bool) -> Work:
+        """What a leg has this engine do with the prompt."""
+        if exchange.prompt is None or (decodes and exchange.mode is not Mode.ALONE):
+            return NO_WORK
+        missing = exchange.prompt.missing(engine.node)
+        return Work(missing, exchange.prompt.tokens - missing, is_timed=exchange.streams or not decodes)
+
+    @staticmethod
+    def told(exchange: Exchange, leg: Body, engine: Engine, *, decodes: bool) -> Body:
+        """The leg for this engine, told where what lacks on its node may be, and of the future of its chunks.
+
+        Only an engine that PDX is in: others may not take transfer parameters, and understand none of it.
+        """
+        if not engine.node or engine.detached:
+            return leg
+        prefilled_at = exchange.planned.prefiller.node if exchange.planned is not None else ""
+        if not decodes or "kv_transfer_params" not in leg:
+            leg = body.led(leg, exchange.prompt.better(engine.node) if exchange.prompt is not None else "")
+        elif prefilled_at and prefilled_at != engine.node:
+            leg = body.located(leg, prefilled_at)
+        return body.hinted(leg, exchange.hints)
+
+    def served(self, exchange: Exchange) -> None:
+        """It is over: the nodes of its engines have its prompt now."""
+        if exchange.hints.session:
+            tokens = exchange.timeline.prompt_tokens or (exchange.prompt.tokens if exchange.prompt is not None else 0)
+            hits = {engine.node: tokens for engine in exchange.used.values() if engine.node}
+            turn = Prompt(tokens, hits, urls=frozenset(exchange.used))
+            remember(self._sessions, exchange.hints.session, turn, SESSIONS)

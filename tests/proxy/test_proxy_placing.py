@@ -1,0 +1,194 @@
+"""Requests go where their cache is, as far as load allows; where it does not, the engine's node is told who has it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from cache_stage import LAYOUT, SHAPE
+from proxy_harness import COMPLETIONS, cluster, until
+
+from pdx.proxy import locating
+from pdx.proxy.config import Routing
+from pdx.proxy.engines import Engine
+from pdx.proxy.health import Record
+from pdx.proxy.placing import Prompt, cost
+from pdx.telemetry.rate import Rate
+from pdx.wire.tokens import chunk_keys
+from pdx.wire.verbs import Model
+
+TOKENS = [number % 100 for number in range(4 * 32 + 5)]
+KEYS = chunk_keys(Model("", "", LAYOUT, SHAPE), TOKENS)
+IDS = {"prompt": TOKENS, "temperature": 0, "max_tokens": 4}
+
+
+# ---- the rule --------------------------------------------------------------------------------
+
+
+def at(node):
+    return Engine(url=node, name=node, prefills=True, decodes=False, named=True, node=node)
+
+
+def record(url="", **fields):
+    """One that computes 10,000 tokens in a second and loads 100,000."""
+    second = 1_000_000_000
+    rates = {"computing": Rate(10_000, second, second), "loading": Rate(100_000, second, second)}
+    return Record(url, 0.0, 0.0, **{**rates, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "hits", "wanted"),
+    [
+        ({}, {}, 100),  # 10,000 tokens computed, in ticks of 10 ms
+        ({}, {"a": 10_000}, 10),
+        ({}, {"b": 10_000}, 100),
+        ({}, {"a": 5_000}, 55),
+        ({"backlog": 2_000}, {"a": 10_000}, 30),
+        ({"others": 1}, {"a": 10_000}, 111),  # somebody else's prompt, of which nothing is known, is like this one
+        ({"in_flight": 3}, {"a": 10_000}, 13),
+    ],
+)
+def test_by_prefix_an_engine_costs_the_seconds_until_it_has_the_prompt(fields, hits, wanted):
+    assert cost(Routing.PREFIX, at("a"), record(**fields), Prompt(10_000, hits)) == wanted
+
+
+def test_where_no_pace_is_known_load_decides():
+    unknown = {"computing": Rate(), "loading": Rate()}
+    found = [cost(Routing.PREFIX, at("a"), record(in_flight=load, **unknown), Prompt(10_000)) for load in (0, 2)]
+    assert found == [0, 2]
+
+
+def test_the_other_rules():
+    busy, prompt = record("a", in_flight=3), Prompt(9, {"a": 9}, urls=frozenset({"a"}))
+    assert cost(Routing.ROUND_ROBIN, at("a"), busy, prompt) == 0
+    assert cost(Routing.LEAST_LOADED, at("a"), busy, prompt) == 3
+    assert cost(Routing.SESSION, at("a"), busy, prompt) < cost(Routing.SESSION, at("b"), record("b"), prompt)
+    much = record("a", in_flight=9)
+    assert cost(Routing.SESSION, at("a"), much, prompt) > cost(Routing.SESSION, at("b"), record("b"), prompt)
+
+
+# ---- the proxy -------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def pairs(routing=Routing.PREFIX, **settings):
+    """Two nodes with an engine of each role; the second one has all of the prompt but the last five tokens."""
+    async with cluster(prefills=2, decodes=2, routing=routing, **settings) as made:
+        other = made.other_node("other")
+        naming = (LAYOUT, SHAPE)
+        for each, at in ((made.node, 0), (other, 1)):
+            roles = (("prefill", made.prefills[at]), ("decode", made.decodes[at]))
+            await each.report(*((one.name, role, one.url) for role, one in roles), naming=naming)
+        await until(lambda: len(made.proxy._cache.instances.models()) == 4)
+        await until(lambda: made.proxy.engines.node_names() == {"node", "other"})
+        if made.proxy.chunks is not None:
+            made.proxy.chunks.index.add("other", "memory", b"".join(KEYS))
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """On a machine that is busy with other things an answer may take long."""
+    monkeypatch.setattr(locating, "FIND_S", 10.0)
+
+
+def load(made, *urls, tokens=100, pace=1000):
+    """As though these engines had so much to compute, at a known pace."""
+    for engine in (*made.prefills, *made.decodes):
+        found = made.proxy._health.of(engine.url)
+        found.computing = Rate(pace, 1_000_000_000, 1 << 62)
+        found.loading = Rate(100_000, 1_000_000_000, 1 << 62)
+        found.backlog = tokens if engine.url in urls else 0
+
+
+async def served(made, body=IDS, **kwargs):
+    """(the engine that prefilled it, its leg); of one engine alone: that."""
+    before = [len(each.bodies) for each in made.prefills]
+    status, headers, _ = await made.post(COMPLETIONS, body, **kwargs)
+    assert status == 200
+    at = next((at for at, each in enumerate(made.prefills) if len(each.bodies) > before[at]), None)
+    return (None, headers["x-pdx-mode"]) if at is None else (at, made.prefills[at].bodies[-1]["kv_transfer_params"])
+
+
+async def test_a_request_goes_where_its_prefix_is():
+    async with pairs() as made:
+        for _ in range(3):
+            load(made)
+            at, params = await served(made)
+            assert (at, "prefix_node" in params) == (1, False)
+
+
+async def test_where_load_wins_the_node_that_has_it_is_named():
+    async with pairs() as made:
+        load(made, made.prefills[1].url, tokens=10_000)
+        at, params = await served(made)
+        assert (at, params["prefix_node"]) == (0, "other")
+
+
+async def test_a_text_is_made_tokens_by_an_engine_with_the_clients_key():
+    async with pairs() as made:
+        for engine in (*made.prefills, *made.decodes):
+            engine.tokens = TOKENS
+        load(made)
+        body = {"prompt": "beta", "temperature": 0, "max_tokens": 4}
+        at, _ = await served(made, body, headers={"Authorization": "Bearer k"})
+        (asked,) = [each for engine in (*made.prefills, *made.decodes) for each in engine.tokenized]
+        assert at == 1
+        assert asked[0] == {"prompt": "beta"}
+        assert asked[1]["Authorization"] == "Bearer k"
+
+
+async def test_without_tokens_in_time_a_request_is_placed_by_load(monkeypatch):
+    async with pairs() as made:
+        for engine in (*made.prefills, *made.decodes):
+            engine.tokens = None
+        load(made, made.prefills[1].url)
+        at, params = await served(made, {"prompt": "beta", "temperature": 0, "max_tokens": 4})
+        assert (at, "prefix_node" in params) == (0, False)
+        assert made.proxy.env.counters["placed_without_tokens"] == 1
+
+
+async def test_of_a_salted_prompt_other_chunks_are_looked_for():
+    async with pairs() as made:
+        load(made, made.prefills[1].url, tokens=10)
+        at, params = await served(made, {**IDS, "cache_salt": "s"})
+        assert (at, "prefix_node" in params) == (0, False)
+
+
+async def test_a_decoder_that_has_the_prompt_does_without_a_prefill_engine():
+    async with pairs(min_split_tokens=16) as made:
+        load(made)
+        assert await served(made) == (None, "alone")
+        assert (len(made.decodes[0].bodies), len(made.decodes[1].bodies)) == (0, 1)
+        at, _ = await served(made, {**IDS, "prompt": [*TOKENS, *range(32)]})
+        assert at == 1, "more than that is missing"
+
+
+@pytest.mark.parametrize("routing", [Routing.SESSION, Routing.PREFIX])
+async def test_a_session_stays_where_its_last_turn_was(routing):
+    async with pairs(routing) as made:
+        long = {"prompt": "beta " * 12, "max_tokens": 4}
+        for engine in (*made.prefills, *made.decodes):
+            engine.tokens = None
+        first, _ = await served(made, long, headers={"X-Session-ID": "s"})
+        for _ in range(3):
+            load(made, pace=10)
+            found, _ = await served(made, long, headers={"X-Session-ID": "s"})
+            assert found == first
+        others = set()
+        for _ in range(4):
+            load(made, pace=10)
+            others.add((await served(made, long))[0])
+        assert others == {0, 1}, "other requests take turns"
+
+
+async def test_the_pace_of_an_engine_is_measured_and_its_backlog_ends_with_its_legs():
+    async with pairs() as made:
+        made.prefills[1].fault = "hold"
+        load(made)
+        asking = asyncio.create_task(served(made))
+        await made.prefills[1].arrived.wait()
+        records = [made.proxy._health.of(each.url) for each in made.prefills]
+        assert [each.backlog for each in records] == [0, 5]
+        made.prefills[1].released.set()
+        await asking
+        assert [each.backlog for each in records] == [0, 0]
