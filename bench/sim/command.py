@@ -48,7 +48,15 @@ _PRICE = click.FloatRange(0)
 @option("--model", default="llama-3.1-8b", help="A preset's name, or a Hugging Face config.json; as of pdx plan.")
 @option("--gpu", default="h100", help="As of pdx plan.")
 @option("--tp", default=1, type=click.IntRange(1), help="GPUs of one engine.")
-@option("--engines", default=1, type=click.IntRange(1), help="That share the node.")
+@option("--engines", default=1, type=click.IntRange(1), help="That share a node.")
+@option("--nodes", default=1, type=click.IntRange(1), help="Each with memory, disk and engines of its own.")
+@option(
+    "--routing",
+    default="least-loaded",
+    type=click.Choice(["round-robin", "least-loaded", "session", "prefix"]),
+    help="As of pdx proxy.",
+)
+@option("--peer-speed", default="", metavar="RATE", help="Nodes fetch from each other.  [default: they do not]")
 @option("--batch", default=64, type=click.IntRange(1), help="Requests of one engine that are under way at a time.")
 @option("--mfu", default=0.5, type=_SHARE, help="As of pdx plan.")
 @option("--mbu", default=0.7, type=_SHARE, help="As of pdx plan.")
@@ -87,7 +95,7 @@ def sim(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Simulate a node and its engines on virtual time, by a trace in Mooncake's form or by generated conversations.
+    """Simulate nodes and their engines on virtual time, by a trace in Mooncake's form or by generated conversations.
 
     The node's store, its tiers and policies are the real ones; devices and GPUs have modelled speeds. The same seed
     gives the same result, bit for bit.

@@ -21,6 +21,7 @@ from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.node import SimulatedNode
 from pdx.bench.sim.requests import Request
 from pdx.bench.sim.tier import Pipe
+from pdx.proxy.health import Use
 from pdx.wire.messages import Admitted
 
 EARLY = 8  # requests that ask before their turn; an engine's number depends on what its steps take (`Turns`)
@@ -54,6 +55,7 @@ class Served(msgspec.Struct, eq=False):
     ended_at: float = math.inf
     context: int = 0  # tokens in the KV cache
     left: int = 0  # tokens of the answer to come
+    use: Use | None = None  # what its router counts
 
     @property
     def hits(self) -> int:
@@ -229,6 +231,8 @@ class SimulatedEngine:
             return
         self._prompts.popleft()
         prompt.first_at = self._clock.now
+        if prompt.use is not None:
+            prompt.use.answered(prompt.arrived_at, self._clock.now)
         prompt.left = prompt.request.output - 1
         assert prompt.answer is not None
         self._node.computed(prompt.answer)

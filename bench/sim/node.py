@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.replay import sparse_arena
-from pdx.bench.sim.tier import Device, ModelledTier
+from pdx.bench.sim.tier import Device, ModelledTier, PeersTier
 from pdx.config import NodeConfig, StoreChoice
 from pdx.errors import PdxError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.node.sessions import Session
 from pdx.store.policies.by_name import Maker
+from pdx.store.tier import Job, Tier
 from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Admit, Admitted, Answer, Ask, Expect, Fill, Hello, Ping, Release
 
@@ -23,11 +24,11 @@ ENGINE_S = 86_400.0  # leases and reservations of a simulated engine do not run 
 WAIT_S = 3600.0
 TICK_S = 1.0
 LEAST_BLOCKS = 256  # a node has 1 MiB at the least
-Kind = TypeVar("Kind", bound=Answer)
+AnyTier = TypeVar("AnyTier", bound=ModelledTier)
 
 
 class SimulatedNode:
-    """One node, and one engine that is attached to it. A slot of the smallest size stands for a block of real bytes."""
+    """One node, and what engines of one kind ask it. A slot of the smallest size stands for a block of real bytes."""
 
     def __init__(
         self,
@@ -64,8 +65,9 @@ class SimulatedNode:
         # It has no sockets, and so no peers.
         self.service.peers.turn = list  # type: ignore[method-assign]
         self.service.peers.tick = lambda: None  # type: ignore[method-assign]
-        self.tiers = [self._tier(device, block_bytes / GRANULE_BYTES) for device in devices]
+        self.tiers: list[ModelledTier] = [self._tier(device, block_bytes / GRANULE_BYTES) for device in devices]
         self.service.tiers.below.extend([tier] for tier in self.tiers)
+        self._scale = block_bytes / GRANULE_BYTES
         self._scheduler = self._attach("scheduler")
         self._worker = self._attach("worker")
         self._late: dict[int, Callable[[Admitted], None]] = {}
@@ -73,18 +75,29 @@ class SimulatedNode:
         self.most_blocks = 0  # that memory had at a time
         self.is_touched = False  # whether a turn would change something now
 
-    def _tier(self, device: Device, scale: float) -> ModelledTier:
+    def meet(self, others: Sequence[SimulatedNode], device: Device) -> None:
+        """What these have in memory is fetched, as over a network, where that pays."""
+        tier = self._tier(device, self._scale, PeersTier)
+        tier.others = [node.service.store for node in others]
+        self.tiers.append(tier)
+        self.service.tiers.below.append([tier])
+
+    def _tier(self, device: Device, scale: float, kind: type[AnyTier] = ModelledTier) -> AnyTier:  # type: ignore[assignment]
         service = self.service
-        return ModelledTier(
+        return kind(
             device,
             self._clock,
-            service.copies.done,
+            self._done,
             scale=scale,
             chunk_bytes=GRANULE_BYTES,
             on_removed=service.tiers.storing.removed,
             is_used=service.tiers.is_used,
             wants=self._wants or service.store.wanted.get,
         )
+
+    def _done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
+        self.is_touched = True
+        self.service.copies.done(tier, job, error)
 
     def _attach(self, kind: str) -> Session:
         hello = Hello(VERSION, os.getpid(), kind, name="simulated", engine="simulated")  # type: ignore[arg-type]
@@ -130,6 +143,17 @@ class SimulatedNode:
         """How many leading ones are in host memory."""
         return len(self.service.store.find(keys, 1))
 
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many leading ones are here, in memory or below: what a proxy's index knows of a node."""
+        own = [tier for tier in self.tiers if not isinstance(tier, PeersTier)]
+        at = 0
+        while at < len(keys):
+            rest = keys[at:]
+            if not (found := self.in_memory(rest) or max((len(tier.find(rest, 1)) for tier in own), default=0)):
+                break
+            at += found
+        return at
+
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         """Where the bytes of these, which are in host memory, came from: the name of a tier, or of the engine."""
         return [chunks[0].reservation.origin.name for chunks in self.service.store.find(keys, 1)]
@@ -162,6 +186,11 @@ class SimulatedNode:
         if self._clock.now >= self._tick_at:
             self._tick_at = self._clock.now + TICK_S
             self.service.tick()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a turn would change something now."""
+        return self.is_touched or self._clock.now >= self._tick_at or self.due_in <= 0
 
     @property
     def due_in(self) -> float:

@@ -19,6 +19,7 @@ from pdx.bench.sim.simulation import Case, Prices
 from pdx.bench.sim.tier import Device
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
+from pdx.proxy.config import Routing
 from pdx.store.policies import by_name
 
 
@@ -64,7 +65,10 @@ def case_of(options: Any) -> Case:
     policy = policy_of(options)
     return Case(
         model=model,
+        nodes=options.nodes,
         engines=options.engines,
+        routing=Routing(options.routing),
+        peer_bytes_s=parse_rate(options.peer_speed) if options.peer_speed else 0.0,
         settings=Settings(
             batch=options.batch,
             host_bytes_s=host_bytes_s(gpu, assumed, options.tp),

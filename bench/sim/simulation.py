@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,15 @@ from pdx.bench.sim.node import SimulatedNode
 from pdx.bench.sim.oracle import Belady, Future
 from pdx.bench.sim.replay import BELADY
 from pdx.bench.sim.requests import Request, Trace
-from pdx.bench.sim.tier import Device
+from pdx.bench.sim.routing import Router
+from pdx.bench.sim.tier import Device, ModelledTier
 from pdx.config import StoreChoice
 from pdx.errors import ConfigError, PdxError
 from pdx.memory.arena import GRANULE_BYTES
+from pdx.proxy.config import Routing
 
 HOST = "host"
+PEER_S = 0.001  # until another node sends the first of what it is asked for
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +42,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """What is simulated, but for the trace."""
 
     model: Model
-    engines: int = 1
+    nodes: int = 1
+    engines: int = 1  # of each node
+    routing: Routing = Routing.LEAST_LOADED
+    peer_bytes_s: float = 0.0  # between two nodes; 0: they do not fetch from each other
     settings: Settings
     host_bytes: int
     devices: Sequence[Device] = ()
@@ -130,26 +137,39 @@ def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda coun
             f"--warm-up: of {len(trace.requests)} requests {case.warm_up} are not to be counted, and so none would be"
         )
     future = Future(trace.requests) if case.policy == BELADY else None
+    if future is not None and case.nodes > 1:
+        raise ConfigError(f"--policy {BELADY} knows one node's future, and --nodes is {case.nodes}")
     clock = Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        node = SimulatedNode(
-            Path(folder),
-            clock,
-            blocks=blocks,
-            block_bytes=block_bytes(case, trace),
-            devices=case.devices,
-            policy="lru" if future is not None else case.policy,
-            maker=(lambda _: Belady(future)) if future is not None else None,
-            wants=future.get if future is not None else None,
-            store=case.store,
-            window=case.window,
-        )
-        try:
-            run = _Run(trace, case, clock, node, future, told)
-            run.go()
-            return run.result()
-        finally:
-            node.close()
+    with ExitStack() as stack:
+        nodes = []
+        for _ in range(case.nodes):
+            node = SimulatedNode(
+                Path(stack.enter_context(tempfile.TemporaryDirectory())),
+                clock,
+                blocks=blocks,
+                block_bytes=block_bytes(case, trace),
+                devices=case.devices,
+                policy="lru" if future is not None else case.policy,
+                maker=(lambda _: Belady(future)) if future is not None else None,
+                wants=future.get if future is not None else None,
+                store=case.store,
+                window=case.window,
+            )
+            stack.callback(node.close)
+            nodes.append(node)
+        for node in nodes if case.peer_bytes_s else ():
+            network = Device(
+                name="peers",
+                kind="peers",
+                room_bytes=0,
+                load_bytes_s=case.peer_bytes_s,
+                store_bytes_s=case.peer_bytes_s,
+                latency_s=PEER_S,
+            )
+            node.meet([each for each in nodes if each is not node], network)
+        run = _Run(trace, case, clock, nodes, future, told)
+        run.go()
+        return run.result()
 
 
 class _Run:
@@ -158,14 +178,14 @@ class _Run:
         trace: Trace,
         case: Case,
         clock: Clock,
-        node: SimulatedNode,
+        nodes: Sequence[SimulatedNode],
         future: Future | None,
         told: Callable[[int], None],
     ) -> None:
         self._trace = trace
         self._case = case
         self._clock = clock
-        self._node = node
+        self._nodes = nodes
         self._future = future
         self._told = told
         self._served: list[Served] = []
@@ -178,9 +198,11 @@ class _Run:
         self._before: dict[str, float] = {}
         self._engines = [
             SimulatedEngine(case.model, case.settings, clock, node, trace.block_tokens, self._ended)
+            for node in nodes
             for _ in range(case.engines)
         ]
-        if case.pays:
+        self._router = Router(case.routing, nodes, self._engines, trace.block_tokens)
+        for node in nodes if case.pays else ():
             node.computes(case.model.prefill_s(trace.block_tokens * 16) / 16)
 
     def go(self) -> None:
@@ -189,7 +211,7 @@ class _Run:
             self._go_on()
             if self._over == len(self._trace.requests):
                 return
-            due_at = self._clock.now + self._node.due_in
+            due_at = self._clock.now + min(node.due_in for node in self._nodes)
             if due_at < self._clock.next_at:
                 self._clock.at(due_at, lambda: None)
             if not self._clock.step():
@@ -199,13 +221,16 @@ class _Run:
 
     def _go_on(self) -> None:
         """Whatever comes of what has just happened."""
+        is_alone = len(self._nodes) == 1
         while True:
-            self._node.turn()
+            for node in self._nodes:
+                if is_alone or node.is_due:
+                    node.turn()
             for engine in self._engines:
                 engine.go_on()
             if self._case.queue:
                 self._come()
-            if not self._node.is_touched:
+            if not any(node.is_touched for node in self._nodes):
                 return
 
     def _come(self) -> None:
@@ -244,10 +269,12 @@ class _Run:
         if self._future is not None:
             self._future.now = max(self._future.now, number)
         self._served.append(served)
-        min(self._engines, key=lambda engine: engine.outstanding).arrive(served)
+        self._router.place(served).arrive(served)
 
     def _ended(self, served: Served) -> None:
         self._over += 1
+        if served.use is not None:
+            served.use.end()
         session = served.request.session
         if session and self._talking[session]:
             self._ready.append(self._talking[session].popleft())
@@ -255,7 +282,7 @@ class _Run:
         elif session:
             del self._talking[session]
         if self._future is not None:
-            self._node.refresh(served.request.keys)
+            self._nodes[0].refresh(served.request.keys)
         if not self._over % 64:
             self._told(64)
 
@@ -263,25 +290,33 @@ class _Run:
 
     def _totals(self) -> dict[str, float]:
         scale = block_bytes(self._case, self._trace)
-        store = self._node.service.store
-        found: dict[str, float] = {
-            "gpu": sum(engine.busy_s for engine in self._engines) * self._case.model.tp,
-            "prefill": sum(engine.prefill_s for engine in self._engines) * self._case.model.tp,
-            "engine blocks": sum(engine.loaded_blocks for engine in self._engines),
-            "sealed": store.counters["sealed"],
-            "evicted": store.counters["evicted"],
-        }
-        for tier in self._node.tiers:
-            found[f"{tier.name} loads"] = tier.tally.loads * scale
-            found[f"{tier.name} stores"] = tier.tally.stores * scale
-            found[f"{tier.name} removed"] = tier.removed
-            found[f"{tier.name} busy"] = max(pipe.busy_by(self._clock.now) for pipe in (tier.loads, tier.stores))
+        counters = [node.service.store.counters for node in self._nodes]
+        found: defaultdict[str, float] = defaultdict(
+            float,
+            {
+                "gpu": sum(engine.busy_s for engine in self._engines) * self._case.model.tp,
+                "prefill": sum(engine.prefill_s for engine in self._engines) * self._case.model.tp,
+                "engine blocks": sum(engine.loaded_blocks for engine in self._engines),
+                "sealed": sum(each["sealed"] for each in counters),
+                "evicted": sum(each["evicted"] for each in counters),
+            },
+        )
+        for tier in self._tiers:
+            found[f"{tier.name} loads"] += tier.tally.loads * scale
+            found[f"{tier.name} stores"] += tier.tally.stores * scale
+            found[f"{tier.name} removed"] += tier.removed
+            busy_s = max(pipe.busy_by(self._clock.now) for pipe in (tier.loads, tier.stores))
+            found[f"{tier.name} busy"] += busy_s / len(self._nodes)
         return found
+
+    @property
+    def _tiers(self) -> list[ModelledTier]:
+        return [tier for node in self._nodes for tier in node.tiers]
 
     def result(self) -> Result:
         case, trace = self._case, self._trace
         served = self._served[case.warm_up :]
-        names = [HOST, *(tier.name for tier in self._node.tiers)]
+        names = [HOST, *dict.fromkeys(tier.name for tier in self._tiers)]
         hits: Counter[str] = Counter()
         early = possible = could = did = 0
         seen: set[bytes] = set()
@@ -303,13 +338,13 @@ class _Run:
         tokens = sum(each.request.tokens for each in served)
         output = sum(each.request.output for each in served)
         tiers, scale = [self._host_use(hits, now, seconds)], block_bytes(case, trace)
-        for tier in self._node.tiers:
-            loads, stores = now[f"{tier.name} loads"], now[f"{tier.name} stores"]
-            removed, busy = int(now[f"{tier.name} removed"]), now[f"{tier.name} busy"] / seconds
-            most = tier.most_bytes / GRANULE_BYTES * scale
-            tiers.append(TierUse(tier.name, hits[tier.name], loads, stores, removed, most, busy))
+        for name in names[1:]:
+            loads, stores = now[f"{name} loads"], now[f"{name} stores"]
+            removed, busy = int(now[f"{name} removed"]), now[f"{name} busy"] / seconds
+            most = sum(tier.most_bytes for tier in self._tiers if tier.name == name) / GRANULE_BYTES * scale
+            tiers.append(TierUse(name, hits[name], loads, stores, removed, most, busy))
         dollars = self._dollars(seconds)
-        counters = self._node.service.counters
+        counters = sum((Counter(node.service.counters) for node in self._nodes), Counter[str]())
         return Result(
             trace.name,
             case.policy,
@@ -339,15 +374,17 @@ class _Run:
     def _host_use(self, hits: Counter[str], now: dict[str, float], seconds: float) -> TierUse:
         case, scale = self._case, block_bytes(self._case, self._trace)
         loaded = now["engine blocks"] * scale
-        busy = loaded / case.settings.host_bytes_s / case.engines / seconds
+        busy = loaded / case.settings.host_bytes_s / len(self._engines) / seconds
+        most = sum(node.most_blocks for node in self._nodes)
         return TierUse(
-            HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), self._node.most_blocks * scale, busy
+            HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), most * scale, busy
         )
 
     def _dollars(self, seconds: float) -> float:
         """GPUs and all room, for as long as it took."""
         case, prices = self._case, self._case.prices
-        each_hour = case.engines * case.model.tp * prices.gpu + case.host_bytes / 1e9 * prices.host_gb
+        each_hour = case.nodes * (case.engines * case.model.tp * prices.gpu + case.host_bytes / 1e9 * prices.host_gb)
         for device in case.devices:
-            each_hour += device.room_bytes / 1e9 * (prices.disk_gb if device.kind == "disk" else prices.remote_gb)
+            room_gb = device.room_bytes / 1e9
+            each_hour += room_gb * (prices.disk_gb * case.nodes if device.kind == "disk" else prices.remote_gb)
         return each_hour * seconds / 3600

@@ -8,8 +8,10 @@ import msgspec
 
 from pdx.bench.sim.clock import Clock
 from pdx.errors import PdxError, TransferAborted
+from pdx.memory.arena import GRANULE_BYTES
 from pdx.store.copy import Copy
 from pdx.store.disk.order import LeavingOrder
+from pdx.store.store import Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.wire.status import TierStatus
 
@@ -182,3 +184,24 @@ class ModelledTier(Tier):
 
     def close(self) -> None:
         """See `Tier.close`; it has no threads."""
+
+
+class PeersTier(ModelledTier):
+    """The memory of other nodes behind a network: what one of them has is fetched, and nothing is put there."""
+
+    others: Sequence[Store] = ()
+
+    def __contains__(self, key: bytes) -> bool:
+        return bool(self.find([key], 1))
+
+    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
+        return [Held(GRANULE_BYTES, 1)] * max((len(each.find(keys, shards)) for each in self.others), default=0)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Their own requests say how old theirs are."""
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """Likewise."""
+
+    def admit(self, copy: Copy) -> Grant:
+        return Grant([])
