@@ -61,7 +61,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # 16 tokens are one block of most engines' KV cache, the least that two legs could hand over; a decode engine
     # computes so few beside the tokens of its other requests without a step getting longer.
     min_split_tokens: Annotated[
-        Tokens, option(
+        Tokens,
+        option(
             "A shorter prompt goes to one engine, and by --routing prefix one of which less is missing there; of text, "
             "four bytes count as a token."
         ),

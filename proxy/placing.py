@@ -15,8 +15,10 @@ import msgspec
 from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Record
+from pdx.telemetry.rate import Rate
 
 TICK_S = 0.01  # engines that differ by less take turns
+COMPUTES, LOADS = 10_000, 1_000_000  # tokens per second of an engine whose pace is not known yet
 STICKS = 4  # a session moves to an engine that has so many requests less
 
 
@@ -53,4 +55,8 @@ def seconds(engine: Engine, record: Record, prompt: Prompt) -> float:
     missing = prompt.missing(engine.node)
     ahead = record.backlog + record.others * prompt.tokens
     found = prompt.tokens - missing
-    return record.computing.seconds(ahead + missing) + record.loading.seconds(found)
+    return _takes_s(record.computing, ahead + missing, COMPUTES) + _takes_s(record.loading, found, LOADS)
+
+
+def _takes_s(rate: Rate, tokens: int, guess: int) -> float:
+    return rate.seconds(tokens) if rate.is_known else tokens / guess

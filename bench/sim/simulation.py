@@ -376,9 +376,7 @@ class _Run:
         loaded = now["engine blocks"] * scale
         busy = loaded / case.settings.host_bytes_s / len(self._engines) / seconds
         most = sum(node.most_blocks for node in self._nodes)
-        return TierUse(
-            HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), most * scale, busy
-        )
+        return TierUse(HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), most * scale, busy)
 
     def _dollars(self, seconds: float) -> float:
         """GPUs and all room, for as long as it took."""

@@ -51,10 +51,10 @@ def test_by_prefix_an_engine_costs_the_seconds_until_it_has_the_prompt(fields, h
     assert cost(Routing.PREFIX, at("a"), record(**fields), Prompt(10_000, hits)) == wanted
 
 
-def test_where_no_pace_is_known_load_decides():
+def test_where_no_pace_is_known_one_is_guessed():
     unknown = {"computing": Rate(), "loading": Rate()}
-    found = [cost(Routing.PREFIX, at("a"), record(in_flight=load, **unknown), Prompt(10_000)) for load in (0, 2)]
-    assert found == [0, 2]
+    found = [cost(Routing.PREFIX, at(node), record(**unknown), Prompt(10_000, {"a": 10_000})) for node in "ab"]
+    assert found == [1, 100]
 
 
 def test_the_other_rules():

@@ -12,6 +12,7 @@ from pdx.bench.sim.simulation import simulate
 from pdx.bench.sim.tier import Pipe
 from pdx.errors import ConfigError
 from pdx.memory.arena import GRANULE_BYTES
+from pdx.proxy.config import Routing
 
 
 def of(*requests):
@@ -176,3 +177,37 @@ def test_a_full_disk_loses_the_end_of_the_prompt_that_was_used_longest_ago(bed):
     assert tier.removed == 7 * 60 - ROOM
     assert [number for number in range(60) if key(number) not in tier] == list(range(40, 60))
     assert tier.status().used_bytes == ROOM * GRANULE_BYTES
+
+
+# ---- several nodes ---------------------------------------------------------------------------
+
+
+def alike(count, every_s, prompts=3):
+    """Requests in turn for some prompts that have nothing in common."""
+    return of(
+        *(request(range(100 * (at % prompts), 100 * (at % prompts) + 20), at_s=at * every_s) for at in range(count))
+    )
+
+
+def routed(routing, every_s=1.0, **more):
+    return simulate(alike(40, every_s), msgspec.structs.replace(case(), nodes=4, routing=Routing(routing), **more))
+
+
+def test_by_prefix_a_prompt_is_computed_once_and_by_turns_once_on_each_node():
+    assert routed("prefix").hit_share == pytest.approx(37 / 40)
+    assert routed("round-robin").hit_share == pytest.approx(28 / 40)
+
+
+def test_where_a_network_is_fast_a_node_fetches_what_another_one_has():
+    result = routed("round-robin", peer_bytes_s=1e12)
+    assert result.hit_share == pytest.approx(37 / 40)
+    assert {tier.name: tier.hit_tokens for tier in result.tiers}["peers"] == 9 * 20 * BLOCK
+    slow = routed("round-robin", peer_bytes_s=1e3)
+    assert slow.hit_share < 0.75, "one chunk of each node is a look how fast it is"
+
+
+def test_by_prefix_a_queue_that_is_too_long_is_left():
+    """One prompt, more of it than an engine can take: others compute it, too."""
+    result = simulate(alike(64, 0.0001, prompts=1), msgspec.structs.replace(case(), nodes=4, routing=Routing.PREFIX))
+    alone = simulate(alike(64, 0.0001, prompts=1), msgspec.structs.replace(case(), nodes=1))
+    assert result.ttft_s.mean < 0.75 * alone.ttft_s.mean
