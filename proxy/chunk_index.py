@@ -172,6 +172,11 @@ class ChunkIndex:
 
     # ---- what is asked ----------------------------------------------------------------------
 
+    def has(self, node: str, key: bytes) -> bool:
+        """Whether any tier of the node has it."""
+        known = self._nodes.get(node)
+        return known is not None and bool(self._places[key[0]].get(key, 0) >> known.first_bit & (1 << TIERS) - 1)
+
     def lookup(self, keys: Iterable[bytes]) -> dict[str, dict[str, int]]:
         """Of each node that has the first of these keys: how many leading ones each of its tiers has, and (ANY) how
         many are in one tier or another."""

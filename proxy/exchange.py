@@ -14,7 +14,7 @@ from pdx.proxy.engines import Engine
 from pdx.proxy.health import Reason, Use
 from pdx.proxy.leg import Asked
 from pdx.proxy.metrics import Metrics, Outcome
-from pdx.proxy.placing import Prompt
+from pdx.proxy.placing import Keys, Prompt
 from pdx.proxy.plan import Body, Mode, model_of
 from pdx.proxy.reply import Reply
 from pdx.proxy.router import Pair
@@ -41,6 +41,8 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     answered: bool = False  # the client was sent a stream to its end: whatever happens now costs it nothing
     told: set[str] = msgspec.field(default_factory=set)  # nodes of engines that know of the transfer; "": one not known
     prompt: Prompt | None = None  # what is known of it and of its cache
+    keys: Keys | None = None  # of its prompt, where they can be made
+    coming: list[tuple[str, list[bytes]]] = msgspec.field(default_factory=list)  # nodes where some are computed
     used: dict[str, Engine] = msgspec.field(default_factory=dict)  # engines that have had its prompt, by URL
     planned: Pair | None = None  # the engines for its two legs
     booking: Use | None = None  # of the decode leg, until that starts

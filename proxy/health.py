@@ -117,6 +117,7 @@ class Use:
     def __init__(self, record: Record, turn: int, *, is_planned: bool, work: Work = NO_WORK) -> None:
         self.record = record
         self.work = work
+        self._is_first = not record.backlog  # it waits for nobody's prompt
         record.backlog += work.missing
         self.is_trial = record.state in (EngineState.SUSPECT, EngineState.TRIAL)
         self._is_planned = is_planned
@@ -135,9 +136,13 @@ class Use:
         """The first of its answer is here: its prompt is computed. Idempotent."""
         work, self.work = self.work, NO_WORK
         self.record.backlog -= work.missing
-        if work.is_timed and work.missing + work.found:
-            is_found = work.found > 4 * work.missing  # most of the time went into loading
-            rate, tokens = (self.record.loading, work.found) if is_found else (self.record.computing, work.missing)
+        if not work.is_timed:
+            return
+        if work.found > 4 * work.missing:  # most of the time went into loading, unless it waited
+            rate, tokens = self.record.loading, work.found * self._is_first
+        else:
+            rate, tokens = self.record.computing, work.missing
+        if tokens:
             rate.moved(tokens, int(since * 1e9), int(now * 1e9))
 
     def _count(self, step: int) -> None:

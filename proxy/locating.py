@@ -20,7 +20,7 @@ from pdx.proxy.exchange import Exchange
 from pdx.proxy.following import Following
 from pdx.proxy.health import NO_WORK, Health, Record, Work
 from pdx.proxy.leg import Legs
-from pdx.proxy.placing import Prompt, cost
+from pdx.proxy.placing import Coming, Keys, Prompt, cost
 from pdx.proxy.plan import Body, Mode
 from pdx.proxy.routes import Route
 from pdx.security.address import base_url
@@ -59,6 +59,7 @@ class Locating:
         self._instances = instances
         self._chunks = chunks
         self._counters = env.counters
+        self._coming = Coming()
         self._sessions: OrderedDict[str, Prompt] = OrderedDict()  # their last turns
 
     async def locate(self, exchange: Exchange, engines: Sequence[Engine]) -> None:
@@ -89,9 +90,11 @@ class Locating:
         salt = exchange.body.get("cache_salt")
         named = msgspec.json.decode(salt, type=str | None) if isinstance(salt, Raw) else None
         model = models[engine.url]
-        found = self._chunks.index.lookup(each_chunk_key(model, tokens, named or ""))
-        per_chunk = number_of(model, "chunk_tokens")
-        return Prompt(len(tokens), {node: tiers[ANY] * per_chunk for node, tiers in found.items()}, is_exact=True)
+        keys = exchange.keys = Keys(each_chunk_key(model, tokens, named or ""))
+        index, per_chunk = self._chunks.index, number_of(model, "chunk_tokens")
+        there = {node: tiers[ANY] for node, tiers in index.lookup(keys).items()}
+        leads = self._coming.leads(keys, there, index.has)
+        return Prompt(len(tokens), {node: lead * per_chunk for node, lead in leads.items()}, per_chunk)
 
     async def _tokens(self, exchange: Exchange, engine: Engine) -> list[int]:
         said, route = exchange.body, exchange.route
@@ -114,15 +117,18 @@ class Locating:
     def has_all(self, exchange: Exchange, engine: Engine) -> bool:
         """Whether so little of the prompt is missing at this engine that another one need not prefill it."""
         prompt = exchange.prompt
-        return prompt is not None and prompt.is_exact and prompt.missing(engine.node) < self._split_tokens
+        return prompt is not None and prompt.chunk_tokens > 0 and prompt.missing(engine.node) < self._split_tokens
 
-    @staticmethod
-    def work(exchange: Exchange, engine: Engine, *, decodes: bool) -> Work:
+    def work(self, exchange: Exchange, engine: Engine, *, decodes: bool) -> Work:
         """What a leg has this engine do with the prompt."""
-        if exchange.prompt is None or (decodes and exchange.mode is not Mode.ALONE):
+        prompt = exchange.prompt
+        if prompt is None or (decodes and exchange.mode is not Mode.ALONE):
             return NO_WORK
-        missing = exchange.prompt.missing(engine.node)
-        return Work(missing, exchange.prompt.tokens - missing, is_timed=exchange.streams or not decodes)
+        missing = prompt.missing(engine.node)
+        if exchange.keys is not None and engine.node and missing:
+            first = (prompt.tokens - missing) // prompt.chunk_tokens
+            exchange.coming.append((engine.node, self._coming.add(engine.node, exchange.keys, first)))
+        return Work(missing, prompt.tokens - missing, is_timed=exchange.streams or not decodes)
 
     @staticmethod
     def told(exchange: Exchange, leg: Body, engine: Engine, *, decodes: bool) -> Body:
@@ -139,9 +145,11 @@ class Locating:
             leg = body.located(leg, prefilled_at)
         return body.hinted(leg, exchange.hints)
 
-    def served(self, exchange: Exchange) -> None:
-        """It is over: the nodes of its engines have its prompt now."""
-        if exchange.hints.session:
+    def over(self, exchange: Exchange) -> None:
+        """The nodes of its engines have its prompt now, as far as it was answered."""
+        for node, keys in exchange.coming:
+            self._coming.over(node, keys)
+        if exchange.hints.session and exchange.used:
             tokens = exchange.timeline.prompt_tokens or (exchange.prompt.tokens if exchange.prompt is not None else 0)
             hits = {engine.node: tokens for engine in exchange.used.values() if engine.node}
             turn = Prompt(tokens, hits, urls=frozenset(exchange.used))

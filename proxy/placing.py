@@ -8,7 +8,9 @@ how fast the other one is (`pdx.node.peers.fetches`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, takewhile
 
 import msgspec
 
@@ -19,6 +21,9 @@ from pdx.telemetry.rate import Rate
 
 TICK_S = 0.01  # engines that differ by less take turns
 COMPUTES, LOADS = 10_000, 1_000_000  # tokens per second of an engine whose pace is not known yet
+REQUEST_TOKENS = 1_000  # as computing so many, each request under way delays the next: its share of steps, and room
+MISSING = 2  # times
+MOST_COMING = 32  # chunks of a request that are remembered until it is over: to make more keys takes too long
 STICKS = 4  # a session moves to an engine that has so many requests less
 
 
@@ -27,7 +32,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     tokens: int
     hits: Mapping[str, int] = {}  # how many leading tokens nodes have, in one tier or another
-    is_exact: bool = False  # else it is an estimate, and so are the hits
+    chunk_tokens: int = 0  # 0: it is an estimate, and so are the hits
     urls: frozenset[str] = frozenset()  # the engines of its session's last turn
 
     def missing(self, node: str) -> int:
@@ -46,17 +51,72 @@ def cost(policy: Routing, engine: Engine, record: Record, prompt: Prompt | None)
     if policy is Routing.SESSION and prompt is not None:
         return record.load - STICKS * (engine.url in prompt.urls)
     if policy is Routing.PREFIX and prompt is not None:
-        return int(seconds(engine, record, prompt) / TICK_S) + record.load  # each takes its share of the steps
+        return int(seconds(engine, record, prompt) / TICK_S)
     return record.load
 
 
 def seconds(engine: Engine, record: Record, prompt: Prompt) -> float:
-    """Until the engine would have the prompt's KV. Of its others, those of which nothing is known are like this one."""
+    """Until the engine would have the prompt's KV.
+
+    What is missing counts MISSING times: this request waits for it, and so do those that come behind it.
+    """
     missing = prompt.missing(engine.node)
-    ahead = record.backlog + record.others * prompt.tokens
+    ahead = record.backlog + record.load * REQUEST_TOKENS + (MISSING - 1) * missing
     found = prompt.tokens - missing
     return _takes_s(record.computing, ahead + missing, COMPUTES) + _takes_s(record.loading, found, LOADS)
 
 
 def _takes_s(rate: Rate, tokens: int, guess: int) -> float:
     return rate.seconds(tokens) if rate.is_known else tokens / guess
+
+
+class Keys:
+    """The keys of a prompt's chunks, each made when somebody asks for it."""
+
+    def __init__(self, made: Iterator[bytes]) -> None:
+        self._made = made
+        self._known: list[bytes] = []
+
+    def get(self, at: int) -> bytes | None:
+        while len(self._known) <= at:
+            if (key := next(self._made, None)) is None:
+                return None
+            self._known.append(key)
+        return self._known[at]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return takewhile(lambda key: key is not None, map(self.get, count()))  # type: ignore[arg-type]
+
+
+class Coming:
+    """Chunks that nodes do not tell of yet, because a request under way has them computed there: of many requests with
+    one prompt, the others go to the same place."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, Counter[bytes]] = {}  # by node, of how many requests
+
+    def add(self, node: str, keys: Keys, first: int) -> list[bytes]:
+        """From the `first` of these keys on, MOST_COMING at most; they are `over` when the request is."""
+        found = [key for at in range(first, first + MOST_COMING) if (key := keys.get(at)) is not None]
+        if found:
+            self._keys.setdefault(node, Counter()).update(found)
+        return found
+
+    def over(self, node: str, keys: Sequence[bytes]) -> None:
+        known = self._keys.get(node, Counter())  # of none there is nothing
+        known.subtract(keys)
+        for key in keys:
+            if not known[key]:
+                del known[key]
+        if not known:
+            self._keys.pop(node, None)
+
+    def leads(self, keys: Keys, there: Mapping[str, int], has: Callable[[str, bytes], bool]) -> dict[str, int]:
+        """How many leading chunks nodes have or will have. `there`: how many they have; `has`: whether one has this."""
+        found = dict(there)
+        for node, coming in self._keys.items():
+            lead = found.get(node, 0)
+            while (key := keys.get(lead)) is not None and (key in coming or has(node, key)):
+                lead += 1
+            found[node] = lead
+        return found

@@ -70,7 +70,6 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         try:
             outcome = await self._outcome(exchange)
             exchange.mark(Event.DONE)
-            self.locating.served(exchange)
         except (ClientGone, asyncio.CancelledError) as error:
             gone = Outcome.STOPPED if self.drain.is_over else Outcome.CLIENT_GONE
             outcome = Outcome.OK if exchange.answered else gone
@@ -84,6 +83,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             self._cancel(exchange, outcome)
             raise
         finally:
+            self.locating.over(exchange)
             exchange.timeline.outcome = outcome
             self.metrics.requests.labels(exchange.route, exchange.mode, outcome).inc()
 

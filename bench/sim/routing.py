@@ -9,7 +9,7 @@ from pdx.bench.sim.node import SimulatedNode
 from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Record, Use, Work
-from pdx.proxy.placing import Prompt, cost
+from pdx.proxy.placing import Coming, Keys, Prompt, cost
 
 
 class Router:
@@ -30,6 +30,8 @@ class Router:
         ]
         self._records = [Record(str(at), 0.0, 0.0) for at in range(len(engines))]
         self._sessions: dict[str, Prompt] = {}
+        self._coming = Coming()
+        self._given: dict[int, tuple[str, list[bytes]]] = {}
         self._turns = 0
 
     def place(self, served: Served) -> SimulatedEngine:
@@ -45,6 +47,9 @@ class Router:
         found = prompt.tokens - missing if prompt is not None else 0
         work = Work(missing, found, is_timed=True)
         served.use = Use(self._records[at], self._turns, is_planned=False, work=work)
+        node = self._known[at].node
+        coming = self._coming.add(node, Keys(iter(served.request.keys)), found // self._block_tokens)
+        self._given[served.number] = node, coming
         if served.request.session:
             self._sessions[served.request.session] = Prompt(served.request.tokens, urls=frozenset({str(at)}))
         return self._engines[at]
@@ -54,6 +59,13 @@ class Router:
             return self._sessions.get(served.request.session)
         if self._routing is not Routing.PREFIX:
             return None
-        leading = (node.leading(served.request.keys) for node in self._nodes)
-        hits = {str(at): count * self._block_tokens for at, count in enumerate(leading) if count}
-        return Prompt(served.request.tokens, hits, is_exact=True)
+        keys = Keys(iter(served.request.keys))
+        there = {str(at): node.leading(served.request.keys) for at, node in enumerate(self._nodes)}
+        leads = self._coming.leads(keys, there, lambda node, key: self._nodes[int(node)].leading([key]) > 0)
+        return Prompt(served.request.tokens, {node: lead * self._block_tokens for node, lead in leads.items()})
+
+    def over(self, served: Served) -> None:
+        """It is."""
+        assert served.use is not None
+        served.use.end()
+        self._coming.over(*self._given.pop(served.number))

@@ -273,8 +273,7 @@ class _Run:
 
     def _ended(self, served: Served) -> None:
         self._over += 1
-        if served.use is not None:
-            served.use.end()
+        self._router.over(served)
         session = served.request.session
         if session and self._talking[session]:
             self._ready.append(self._talking[session].popleft())

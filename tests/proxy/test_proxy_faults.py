@@ -478,8 +478,8 @@ async def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
         goes, stays = engines.pop(leg), *engines.values()
         beats = [(made.node, goes, stays)] if how == "vanishes" else [(made.node, goes), (made.other_node(), stays)]
         beats = [asyncio.create_task(each[0].keep_reporting(*each[1:])) for each in beats]
-        await made.metric_reaches(1, "pdx_proxy_engines", role="prefill")
-        await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
+        for engine in (made.prefill, made.decode):  # whose models are known then
+            await made.metric_reaches(1, "pdx_proxy_engine_ready", url=engine.url)
         held = getattr(made, leg)
         held.fault = "hold"
         held.arrived.clear()

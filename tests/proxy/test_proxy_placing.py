@@ -7,7 +7,7 @@ import pytest
 from cache_stage import LAYOUT, SHAPE
 from proxy_harness import COMPLETIONS, cluster, until
 
-from pdx.proxy import locating
+from pdx.proxy import locating, placing
 from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Record
@@ -38,13 +38,13 @@ def record(url="", **fields):
 @pytest.mark.parametrize(
     ("fields", "hits", "wanted"),
     [
-        ({}, {}, 100),  # 10,000 tokens computed, in ticks of 10 ms
+        ({}, {}, 200),  # 10,000 tokens computed, which counts twice, in ticks of 10 ms
         ({}, {"a": 10_000}, 10),
-        ({}, {"b": 10_000}, 100),
-        ({}, {"a": 5_000}, 55),
+        ({}, {"b": 10_000}, 200),
+        ({}, {"a": 5_000}, 105),
         ({"backlog": 2_000}, {"a": 10_000}, 30),
-        ({"others": 1}, {"a": 10_000}, 111),  # somebody else's prompt, of which nothing is known, is like this one
-        ({"in_flight": 3}, {"a": 10_000}, 13),
+        ({"others": 1}, {"a": 10_000}, 20),  # a request counts like 1,000 tokens
+        ({"in_flight": 3}, {"a": 10_000}, 40),
     ],
 )
 def test_by_prefix_an_engine_costs_the_seconds_until_it_has_the_prompt(fields, hits, wanted):
@@ -54,7 +54,7 @@ def test_by_prefix_an_engine_costs_the_seconds_until_it_has_the_prompt(fields, h
 def test_where_no_pace_is_known_one_is_guessed():
     unknown = {"computing": Rate(), "loading": Rate()}
     found = [cost(Routing.PREFIX, at(node), record(**unknown), Prompt(10_000, {"a": 10_000})) for node in "ab"]
-    assert found == [1, 100]
+    assert found == [1, 200]
 
 
 def test_the_other_rules():
@@ -179,6 +179,23 @@ async def test_a_session_stays_where_its_last_turn_was(routing):
             load(made, pace=10)
             others.add((await served(made, long))[0])
         assert others == {0, 1}, "other requests take turns"
+
+
+async def test_a_prompt_that_is_being_computed_counts_as_there(monkeypatch):
+    """Of many requests with one prompt that come at once, all but the first one go where that is."""
+    monkeypatch.setattr(placing, "REQUEST_TOKENS", 0)  # the prompt is short
+    async with pairs() as made:
+        for engine in (*made.prefills, *made.decodes):
+            engine.fault = "hold"
+        load(made, tokens=0)
+        new = {**IDS, "prompt": [*range(50, 100), *TOKENS]}
+        asking = [asyncio.create_task(made.post(COMPLETIONS, new)) for _ in range(4)]
+        await until(lambda: sum(len(each.bodies) for each in made.prefills) == 4)
+        assert sorted(len(each.bodies) for each in made.prefills) == [0, 4]
+        for engine in (*made.prefills, *made.decodes):
+            engine.released.set()
+        await asyncio.gather(*asking)
+        assert not made.proxy._locating._coming._keys
 
 
 async def test_the_pace_of_an_engine_is_measured_and_its_backlog_ends_with_its_legs():
