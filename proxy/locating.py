@@ -134,15 +134,15 @@ class Locating:
     def told(exchange: Exchange, leg: Body, engine: Engine, *, decodes: bool) -> Body:
         """The leg for this engine, told where what lacks on its node may be, and of the future of its chunks.
 
-        Only an engine that PDX is in: others may not take transfer parameters, and understand none of it.
+        Only a decode leg may go to an engine that PDX is not known to be in: others may not take transfer parameters.
         """
+        if decodes and "kv_transfer_params" in leg:
+            prefilled_at = exchange.planned.prefiller.node if exchange.planned is not None else ""
+            leg = body.located(leg, prefilled_at) if prefilled_at not in ("", engine.node) else leg
         if not engine.node or engine.detached:
             return leg
-        prefilled_at = exchange.planned.prefiller.node if exchange.planned is not None else ""
-        if not decodes or "kv_transfer_params" not in leg:
-            leg = body.led(leg, exchange.prompt.better(engine.node) if exchange.prompt is not None else "")
-        elif prefilled_at and prefilled_at != engine.node:
-            leg = body.located(leg, prefilled_at)
+        if exchange.prompt is not None and not (decodes and "kv_transfer_params" in leg):
+            leg = body.led(leg, exchange.prompt.better(engine.node))
         return body.hinted(leg, exchange.hints)
 
     def over(self, exchange: Exchange) -> None:
