@@ -119,15 +119,21 @@ class Locating:
         prompt = exchange.prompt
         return prompt is not None and prompt.chunk_tokens > 0 and prompt.missing(engine.node) < self._split_tokens
 
+    def chosen(self, exchange: Exchange, engine: Engine) -> None:
+        """This engine is to compute what is missing of the prompt: it counts as there from now on."""
+        prompt, is_known = exchange.prompt, any(node == engine.node for node, _ in exchange.coming)
+        if prompt is None or exchange.keys is None or not engine.node or is_known:
+            return
+        first = (prompt.tokens - prompt.missing(engine.node)) // prompt.chunk_tokens
+        exchange.coming.append((engine.node, self._coming.add(engine.node, exchange.keys, first)))
+
     def work(self, exchange: Exchange, engine: Engine, *, decodes: bool) -> Work:
         """What a leg has this engine do with the prompt."""
         prompt = exchange.prompt
         if prompt is None or (decodes and exchange.mode is not Mode.ALONE):
             return NO_WORK
+        self.chosen(exchange, engine)
         missing = prompt.missing(engine.node)
-        if exchange.keys is not None and engine.node and missing:
-            first = (prompt.tokens - missing) // prompt.chunk_tokens
-            exchange.coming.append((engine.node, self._coming.add(engine.node, exchange.keys, first)))
         return Work(missing, prompt.tokens - missing, is_timed=exchange.streams or not decodes)
 
     @staticmethod

@@ -141,6 +141,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         if self.locating.has_all(exchange, pair.decoder):
             exchange.set_mode(Mode.ALONE, "cached")
             return await self._alone(exchange)
+        self.locating.chosen(exchange, pair.prefiller)
         if exchange.hints.session:
             arriving = Arriving(exchange.hints.session, exchange.hints.salt)
             self.control.tell(arriving, {pair.prefiller.node, pair.decoder.node} - {""})
