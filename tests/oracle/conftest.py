@@ -43,7 +43,7 @@ def node_here() -> Iterator[NodeThread]:
     """A node in a thread of this process, with room for all that the tests of a file save: chunks of several sizes
     do not fit in each other's place."""
     with tempfile.TemporaryDirectory(prefix="pdx-test-") as folder:
-        node = NodeThread(NodeConfig(address=f"ipc://{folder}/node.sock", arena_bytes=64 * MIB))
+        node = NodeThread(NodeConfig(address=f"ipc://{folder}/node.sock", arena_bytes=512 * MIB))
         try:
             yield node
         finally:
