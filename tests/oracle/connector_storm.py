@@ -55,6 +55,12 @@ SHAPES = {
     "async": [Shape(**ALWAYS, asynchronous=True)] * 2,
     "mixed": [Shape(**SMALL), Shape(**SMALL, asynchronous=True), Shape(**SMALL, threshold=48)],
     "drafts": [Shape(**SMALL, drafts=True), Shape(**SMALL)],
+    "drafters": [
+        Shape(**ALWAYS, drafts=True, draft_layers=1),
+        Shape(**ALWAYS, drafts=True, draft_layers=1, threshold=48),
+        Shape(**ALWAYS, drafts=True, draft_layers=1, drafter="another one"),
+        Shape(**ALWAYS, kind="undrafted", asynchronous=True),
+    ],
     "beside": [Shape(**SMALL, beside=(FOREIGN, PDX)), Shape(**SMALL, beside=(FOREIGN, PDX), asynchronous=True)],
     "graphs": [Shape(**ALWAYS, asynchronous=True, graphs=100)] * 2,
     "stages": [
@@ -148,7 +154,9 @@ class Adapters:
 
 
 def of_kind(shape: Shape, kind: str) -> Shape:
-    """The same for another kind of model, with room for as many requests."""
+    """The same for another kind of model, with room for as many requests, unless it is of one of its own."""
+    if shape.kind != "full":
+        return shape
     groups = KINDS[kind].groups
     blocks = shape.blocks * KINDS["full"].block // KINDS[kind].block + 20 * (len(groups) - 1)
     return replace(shape, kind=kind, blocks=blocks)
