@@ -137,7 +137,7 @@ class Requests(RuleBasedStateMachine):
         if answer is None:
             self.prompt.turn()
             self.tier.keys -= {part.key for job in self.tier.jobs for part in job.parts}
-            self.tier.end(error=TierError("torn"))
+            self.tier.end(error=TierError("torn", "torn"))
             (answer,) = self.settle()
         assert answer.hits == self.most(self.in_memory)
         self.keep(answer)

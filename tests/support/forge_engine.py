@@ -130,9 +130,9 @@ class Host:
         Pace.chunk_s = property(lambda pace: 0.0)
 
     def spoil(self, group: int) -> None:
-        def pages_of(load: LoadPlan, share: Any) -> list[Any]:
+        def pages_of(load: LoadPlan, share: Any, groups: Any = None) -> list[Any]:
             found = []
-            for pages in _pages_of(load, share):
+            for pages in _pages_of(load, share, groups):
                 if pages.group == group:
                     self._zero(group, pages.block_ids)
                 else:
