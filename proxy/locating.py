@@ -20,7 +20,7 @@ from pdx.proxy.exchange import Exchange
 from pdx.proxy.following import Following
 from pdx.proxy.health import NO_WORK, Health, Record, Work
 from pdx.proxy.leg import Legs
-from pdx.proxy.placing import Coming, Keys, Prompt, cost
+from pdx.proxy.placing import Coming, Keys, Prompt, cost, pace
 from pdx.proxy.plan import Body, Mode
 from pdx.proxy.routes import Route
 from pdx.security.address import base_url
@@ -79,6 +79,13 @@ class Locating:
                 exchange.prompt = await self._found(exchange, engines) or exchange.prompt
         except (TimeoutError, LegFailed, Exhausted, SelectionError, msgspec.MsgspecError):
             self._counters["placed_without_tokens"] += 1
+        finally:
+            records = [self._health.of(engine.url) for engine in engines]
+            exchange.prompt = msgspec.structs.replace(
+                exchange.prompt,
+                computing=pace(record.computing for record in records),
+                loading=pace(record.loading for record in records),
+            )
 
     async def _found(self, exchange: Exchange, engines: Sequence[Engine]) -> Prompt | None:
         models = {base_url(model.url): model for model in self._instances.models() if model.url}

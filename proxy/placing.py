@@ -8,8 +8,9 @@ how fast the other one is (`pdx.node.peers.fetches`).
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, takewhile
 
 import msgspec
@@ -21,8 +22,9 @@ from pdx.telemetry.rate import Rate
 
 TICK_S = 0.01  # engines that differ by less take turns
 COMPUTES, LOADS = 10_000, 1_000_000  # tokens per second of an engine whose pace is not known yet
-REQUEST_TOKENS = 1_000  # as computing so many, each request under way delays the next: its share of steps, and room
+REQUEST_TOKENS = 500  # as computing so many, each request under way delays the next: its share of steps, and room
 MISSING = 2  # times
+APART = 2.0  # an engine so much faster or slower than most has a pace of its own
 MOST_COMING = 32  # chunks of a request that are remembered until it is over: to make more keys takes too long
 STICKS = 4  # a session moves to an engine that has so many requests less
 
@@ -34,6 +36,8 @@ class Prompt(msgspec.Struct, frozen=True):
     hits: Mapping[str, int] = {}  # how many leading tokens nodes have, in one tier or another
     chunk_tokens: int = 0  # 0: it is an estimate, and so are the hits
     urls: frozenset[str] = frozenset()  # the engines of its session's last turn
+    computing: float = 0.0  # tokens per second of most engines that could have it, as `pace` tells; 0: not known
+    loading: float = 0.0
 
     def missing(self, node: str) -> int:
         return self.tokens - min(self.tokens, self.hits.get(node, 0))
@@ -63,11 +67,21 @@ def seconds(engine: Engine, record: Record, prompt: Prompt) -> float:
     missing = prompt.missing(engine.node)
     ahead = record.backlog + record.load * REQUEST_TOKENS + (MISSING - 1) * missing
     found = prompt.tokens - missing
-    return _takes_s(record.computing, ahead + missing, COMPUTES) + _takes_s(record.loading, found, LOADS)
+    computing = _per_second(record.computing, prompt.computing, COMPUTES)
+    return (ahead + missing) / computing + found / _per_second(record.loading, prompt.loading, LOADS)
 
 
-def _takes_s(rate: Rate, tokens: int, guess: int) -> float:
-    return rate.seconds(tokens) if rate.is_known else tokens / guess
+def pace(rates: Iterable[Rate]) -> float:
+    """Tokens per second of most engines; 0: of none it is known."""
+    known = [rate.gb_s * 1e9 for rate in rates if rate.is_known]
+    return statistics.median(known) if known else 0.0
+
+
+def _per_second(own: Rate, common: float, guess: int) -> float:
+    """An engine's pace. One much like the others' counts as theirs: what is measured depends on what else an engine
+    does, and the one that seems a little faster would get all requests."""
+    measured = own.gb_s * 1e9 if own.is_known else common or guess
+    return common if common and common / APART < measured < common * APART else measured
 
 
 class Keys:

@@ -9,7 +9,7 @@ from pdx.bench.sim.node import SimulatedNode
 from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Record, Use, Work
-from pdx.proxy.placing import Coming, Keys, Prompt, cost
+from pdx.proxy.placing import Coming, Keys, Prompt, cost, pace
 
 
 class Router:
@@ -62,7 +62,12 @@ class Router:
         keys = Keys(iter(served.request.keys))
         there = {str(at): node.leading(served.request.keys) for at, node in enumerate(self._nodes)}
         leads = self._coming.leads(keys, there, lambda node, key: self._nodes[int(node)].leading([key]) > 0)
-        return Prompt(served.request.tokens, {node: lead * self._block_tokens for node, lead in leads.items()})
+        return Prompt(
+            served.request.tokens,
+            {node: lead * self._block_tokens for node, lead in leads.items()},
+            computing=pace(record.computing for record in self._records),
+            loading=pace(record.loading for record in self._records),
+        )
 
     def over(self, served: Served) -> None:
         """It is."""

@@ -11,7 +11,7 @@ from pdx.proxy import locating, placing
 from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Record
-from pdx.proxy.placing import Prompt, cost
+from pdx.proxy.placing import Prompt, cost, pace
 from pdx.telemetry.rate import Rate
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import Model
@@ -43,8 +43,8 @@ def record(url="", **fields):
         ({}, {"b": 10_000}, 200),
         ({}, {"a": 5_000}, 105),
         ({"backlog": 2_000}, {"a": 10_000}, 30),
-        ({"others": 1}, {"a": 10_000}, 20),  # a request counts like 1,000 tokens
-        ({"in_flight": 3}, {"a": 10_000}, 40),
+        ({"others": 1}, {"a": 10_000}, 15),  # a request counts like 500 tokens
+        ({"in_flight": 3}, {"a": 10_000}, 25),
     ],
 )
 def test_by_prefix_an_engine_costs_the_seconds_until_it_has_the_prompt(fields, hits, wanted):
@@ -55,6 +55,18 @@ def test_where_no_pace_is_known_one_is_guessed():
     unknown = {"computing": Rate(), "loading": Rate()}
     found = [cost(Routing.PREFIX, at(node), record(**unknown), Prompt(10_000, {"a": 10_000})) for node in "ab"]
     assert found == [1, 200]
+
+
+@pytest.mark.parametrize(("common", "wanted"), [(15_000, 133), (30_000, 200), (0, 200)])
+def test_an_engine_is_as_fast_as_the_others_unless_it_is_far_from_them(common, wanted):
+    assert cost(Routing.PREFIX, at("a"), record(), Prompt(10_000, computing=common)) == wanted
+
+
+def test_the_pace_of_most_engines_is_the_middle_one_of_those_that_are_known():
+    assert (
+        pace([Rate(), Rate(30.0, 1_000_000_000, 1), Rate(10.0, 1_000_000_000, 1), Rate(11.0, 1_000_000_000, 1)]) == 11
+    )
+    assert pace([Rate()]) == 0
 
 
 def test_the_other_rules():
