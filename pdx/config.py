@@ -46,6 +46,7 @@ GpuNames = Annotated[list[Annotated[str, Meta(min_length=1, max_length=64)]], Me
 SchemeNames = Annotated[list[SchemeName], Meta(max_length=32), shown_as("SCHEME")]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z"), shown_as("auto|none|N")]
 HashForm = Literal["int", "bytes"]
+MediaForm = Literal["vllm", "tiers"]
 StoreChoice = Literal["all", "twice-seen", "write-back"]
 CodecChoice = Literal["none", "lossless"]
 DigestChoice = Literal["wire", "always", "never"]
@@ -239,16 +240,16 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = ""
     events: Annotated[
-        Address,
-        option(
-            "Publish there which blocks came and went, as vLLM does: ipc:///path or tcp://IP:PORT.", default="nowhere"
-        ),
+        Address, option("Publish there which blocks came and went, as vLLM does: ipc or tcp.", default="nowhere")
     ] = ""
     events_replay: Annotated[Address, option("Readers that missed some of --events ask there.", default="nowhere")] = ""
     events_topic: Annotated[Topic, option("Of what --events publishes.")] = ""
     events_hashes: Annotated[
         HashForm, option("How --events names blocks: by 64 bits of the engine's hash, vLLM's default, or by 16 bytes.")
     ] = "int"
+    events_media: Annotated[
+        MediaForm, option("How --events names tiers: GPU, CPU and STORAGE, as vLLM does, or each by its own name.")
+    ] = "vllm"
     events_open: Annotated[
         bool, option("Readers of --events on other hosts need no keys: all who reach it learn which blocks are where.")
     ] = False
@@ -456,12 +457,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = ""
     lookup_s: Annotated[PositiveSeconds, option("A lookup that the node has not answered by then is a miss.")] = 1.0
     reserve_wait_s: Annotated[
-        PositiveSeconds,
-        option("A prefill waits this long for room for a transfer; then what fits goes."),
+        PositiveSeconds, option("A prefill waits this long for room for a transfer; then what fits goes.")
     ] = 5.0
     transfer_wait_s: Annotated[
-        PositiveSeconds,
-        option("A decode waits this long for its transfer; then it computes the rest."),
+        PositiveSeconds, option("A decode waits this long for its transfer; then it computes the rest.")
     ] = 30.0
     lease_s: Annotated[PositiveSeconds, option("Found chunks are held this long.")] = 60.0
     trace: Annotated[FileName, option("Private folder (mode 0700) for spans.", default="PDX_TRACE, else none")] = ""

@@ -3,7 +3,7 @@
     with Subscriber("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558") as blocks:
         while True:
             blocks.poll(1.0)
-            blocks.leading(hashes)  # {"host": 12, "disk": 40}
+            blocks.leading(hashes)  # {"CPU": 12, "STORAGE": 40}
 
 Events get lost: a subscriber that is slow, or away, does not get them. Their numbers tell. What is missing is asked for
 at the publisher's second address; a PDX node answers with all that is there where it has not kept the events
@@ -30,15 +30,18 @@ log = logging.getLogger("pdx")
 
 MAX_PENDING = 10_000  # batches that wait until those before them have come
 HOLES = 3  # answers that begin with the same hole: the publisher has not kept more
+_WHOLE = ("full_attention", "mla_attention", "sink_full_attention")  # kinds of groups that need all of a prompt
 _BURST = 1000  # messages taken at a time
 _END = int.from_bytes(kv_events.END_SEQ, "big")  # no batch has this number: there is none behind it to ask for
 
 
 class BlockIndex:
-    """Which tiers have a block. What is not known is nowhere."""
+    """Which tiers have a block, by the names of their media; those of other hosts are `STORAGE remote`. What is not
+    known is nowhere. Of several cache groups, whose blocks have one name, those count that need all of a prompt."""
 
     def __init__(self) -> None:
         self._tiers: dict[kv_events.Hash, frozenset[str]] = {}
+        self._others: set[int | None] = set()  # groups of windows and states
         self._sets: dict[frozenset[str], frozenset[str]] = {}  # equal ones are one object
 
     def __len__(self) -> int:
@@ -71,7 +74,11 @@ class BlockIndex:
             if isinstance(event, kv_events.AllBlocksCleared):
                 self._tiers.clear()
                 continue
-            tier = frozenset((event.medium or "",))
+            if isinstance(event, kv_events.BlockStored) and event.kv_cache_spec_kind is not None:
+                (self._others.discard if event.kv_cache_spec_kind in _WHOLE else self._others.add)(event.group_idx)
+            if event.group_idx in self._others:
+                continue
+            tier = frozenset(((event.medium or "") + (" remote" if event.locality == "REMOTE" else ""),))
             for block in event.block_hashes:
                 here = self._tiers.get(block, frozenset())
                 if isinstance(event, kv_events.BlockStored):

@@ -156,6 +156,7 @@ class Daemon:
                     replay=config.events_replay,
                     topic=config.events_topic,
                     as_bytes=config.events_hashes == "bytes",
+                    places=self.service.events.places() if config.events_media == "vllm" else {},
                     readers=Readers(
                         connections.own,
                         lambda: connections.roster.listeners,

@@ -5,7 +5,7 @@ some sends the first that he lacks to another socket, a ROUTER, and gets the bat
 kept, and at last the number -1 with an empty batch.
 
 A block is named by the engine's chained hash of it: the last 64 bits as a number, or the bytes. What is written here is
-the form of vLLM 0.32, which readers of others take as well. What is read is also in the forms of its releases before:
+the form of vLLM 0.33, which readers of others take as well. What is read is also in the forms of its releases before:
 batches and events as arrays or as maps, answers of two frames.
 """
 
@@ -26,7 +26,8 @@ Hash = int | bytes
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
-    """These blocks came into a tier (`medium`), one behind the other; the first one behind `parent_block_hash`."""
+    """These blocks came into a place (`medium` and `locality`), one behind the other; the first one behind
+    `parent_block_hash`. `group_idx`: their cache group, which is of such a kind; None: not known."""
 
     block_hashes: Sequence[Hash]
     parent_block_hash: Hash | None
@@ -35,17 +36,22 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    locality: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):
-    """These blocks are not in a tier any more."""
+    """These blocks are not in a place any more."""
 
     block_hashes: Sequence[Hash]
     medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """No block is in any tier."""
+    """No block is in any place."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -58,8 +64,10 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     events: Sequence[KvEvent]
 
 
-_FIELDS: dict[str, tuple[str, ...]] = {
-    kind.__name__: kind.__struct_fields__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+_FIELDS: dict[str, tuple[str, ...]] = {  # of events as arrays, which have others behind these
+    BlockStored.__name__: BlockStored.__struct_fields__[:7],
+    BlockRemoved.__name__: BlockRemoved.__struct_fields__[:2],
+    AllBlocksCleared.__name__: (),
 }
 _encoder = msgspec.msgpack.Encoder()
 

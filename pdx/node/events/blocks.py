@@ -1,8 +1,9 @@
-"""From changes by chunk to events by block: which blocks are in which tiers. Pure; one thread.
+"""From changes by chunk to events by block: which blocks are in which places. Pure; one thread.
 
 A chunk is told of when its blocks' names are known. A block may be in several chunks, as in the end of one prompt and
-in a whole chunk of a longer one: it is gone when the last of them is. Such chunks begin with the same block, because a
-block's name covers all that leads up to it; so a look at the neighbours of a chunk in the order of names is enough.
+in a whole chunk of a longer one, and a chunk in several tiers of one place: it is told as stored with the first of them
+and as removed with the last, for readers that count both. Such chunks begin with the same block, because a block's name
+covers all that leads up to it; so a look at the neighbours of a chunk in the order of names is enough.
 (Not where engines of one model have chunks of different lengths: then a block is told as gone though a chunk of the
 other length has it, which costs a router a hit.)
 """
@@ -11,16 +12,21 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
 from pdx.memory.keys import KEY_BYTES
-from pdx.node.events.log import Change
+from pdx.node.events.log import Change, Place
 from pdx.store.siblings import Siblings
 from pdx.wire.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 
 PIECE_KEYS = 1024
+GROUP, KIND = (
+    0,
+    "full_attention",
+)  # names of blocks are told by engines that have one cache group, which is of that kind
 
 
 class _Known(msgspec.Struct, gc=False):
@@ -35,13 +41,16 @@ class _Known(msgspec.Struct, gc=False):
 class Blocks:
     """What all changes so far amount to."""
 
-    def __init__(self, *, as_bytes: bool = False) -> None:
-        """`as_bytes`: hashes are told as 16 bytes, else as their last 64 bits in a number."""
+    def __init__(self, places: Mapping[str, Place] = MappingProxyType({}), *, as_bytes: bool = False) -> None:
+        """`places`: how tiers are told, the others by their names. `as_bytes`: hashes are told as 16 bytes, else as
+        their last 64 bits in a number."""
+        self._places = places
         self._as_bytes = as_bytes
         self._known: dict[bytes, _Known] = {}
         self._bits: dict[str, int] = {}  # by tier
-        # By a tier's bit and the name of a first block: the key there that begins so, or several keys.
-        self._alike: defaultdict[int, dict[bytes, bytes | Siblings]] = defaultdict(dict)
+        self._masks: dict[Place, int] = {}  # the bits of its tiers
+        # By place and the name of a first block: the key there that begins so, or several keys. They have been told.
+        self._alike: defaultdict[Place, dict[bytes, bytes | Siblings]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -63,15 +72,17 @@ class Blocks:
         events: list[KvEvent] = []
         for change in changes:
             bit = self._bits.setdefault(change.tier, 1 << len(self._bits))
+            place = self._places.get(change.tier) or Place(change.tier)
+            self._masks[place] = self._masks.get(place, 0) | bit
             if change.is_stored:
-                events += self._stored(change, bit)
+                events += self._stored(change, bit, place)
             else:
-                hashes = [each for key in change.keys for each in self._removed(key, bit)]
+                hashes = [each for key in change.keys for each in self._removed(key, bit, place)]
                 if hashes:
-                    events.append(BlockRemoved(hashes, change.tier))
+                    events.append(BlockRemoved(hashes, place.medium, GROUP, place.locality))
         return events
 
-    def _stored(self, change: Change, bit: int) -> list[KvEvent]:
+    def _stored(self, change: Change, bit: int, place: Place) -> list[KvEvent]:
         late: dict[bytes, int] = {}  # tiers that had what is told only now
         for named in change.named:
             known = self._known.setdefault(named.key, _Known())
@@ -81,48 +92,53 @@ class Blocks:
                     named.blocks,
                     named.block_tokens,
                 )
-                late[named.key] = known.tiers & ~bit
+                late[named.key] = known.tiers
         for key in change.keys:
             self._known.setdefault(key, _Known()).tiers |= bit
-        events = self._told(change.keys, change.tier)
-        for tier, other in self._bits.items():
-            events += self._told([key for key, tiers in late.items() if tiers & other], tier)
+        events = self._told(change.keys, place)
+        for other, mask in self._masks.items():
+            events += self._told([key for key, tiers in late.items() if tiers & mask], other)
         return events
 
-    def _removed(self, key: bytes, bit: int) -> Sequence[Hash]:
+    def _removed(self, key: bytes, bit: int, place: Place) -> Sequence[Hash]:
         known = self._known.get(key)
         if known is None or not known.tiers & bit:
             return ()
         known.tiers &= ~bit
         if not known.tiers:
             del self._known[key]
-        if not known.blocks:
+        if not known.blocks or known.tiers & self._masks[place]:
             return ()
-        alike, first, left = self._alike[bit], known.blocks[:KEY_BYTES], 0
+        alike, first, left = self._alike[place], known.blocks[:KEY_BYTES], 0
         others = alike[first]
         if isinstance(others, Siblings):
             others.discard(key)
-            left = next((count for _, count in others.like(b"", known.blocks)), 0)
+            left = _like(others, known.blocks)
         if not left:
             del alike[first]
         return self._hashes(known.blocks[left * KEY_BYTES :])
 
-    def _note(self, alike: dict[bytes, bytes | Siblings], key: bytes, blocks: bytes) -> None:
-        """It is in the tier. Idempotent."""
+    def _note(self, alike: dict[bytes, bytes | Siblings], key: bytes, blocks: bytes) -> int:
+        """It is in the place, where so many of its leading blocks have been told. Idempotent."""
         first = blocks[:KEY_BYTES]
-        others = alike.setdefault(first, key)
+        others = alike.get(first)
+        if others is None:
+            alike[first] = key
+            return 0  # as nearly always
         if isinstance(others, bytes):
             if others == key:
-                return  # as nearly always
+                return len(blocks) // KEY_BYTES
             alone, others = others, Siblings()
             others.add(b"", self._known[alone].blocks, alone)
             alike[first] = others
+        told = _like(others, blocks)
         if key not in others:
             others.add(b"", blocks, key)
+        return told
 
-    def _told(self, keys: Iterable[bytes], tier: str) -> list[KvEvent]:
-        """These are in a tier, which is noted: those that follow one another in one event."""
-        alike = self._alike[self._bits[tier]]
+    def _told(self, keys: Iterable[bytes], place: Place) -> list[KvEvent]:
+        """These are in a place, which is noted: what was not told before, and what follows one another in one event."""
+        alike = self._alike[place]
         events: list[KvEvent] = []
         before, block_tokens = b"", 0
         run: list[Hash] = []  # of the last event
@@ -130,12 +146,16 @@ class Blocks:
             known = self._known[key]
             if not known.blocks:
                 continue
-            if not events or known.parent != before or known.block_tokens != block_tokens:
+            at = self._note(alike, key, known.blocks) * KEY_BYTES
+            if at == len(known.blocks):
+                continue
+            if at or not events or known.parent != before or known.block_tokens != block_tokens:
                 run, block_tokens = [], known.block_tokens
-                events.append(BlockStored(run, self._parent(known), [], block_tokens, medium=tier))
-            run += self._hashes(known.blocks)
+                parent = self._hashes(known.blocks[at - KEY_BYTES : at])[0] if at else self._parent(known)
+                where = (place.medium, None, GROUP, KIND, place.locality)
+                events.append(BlockStored(run, parent, [], block_tokens, None, *where))
+            run += self._hashes(known.blocks[at:])
             before = key
-            self._note(alike, key, known.blocks)
         return events
 
     def _parent(self, known: _Known) -> Hash | None:
@@ -149,8 +169,14 @@ class Blocks:
 
     def everything(self) -> Iterator[list[KvEvent]]:
         """What is where now, in pieces. Nothing may be taken in meanwhile."""
+        self._alike.clear()  # for readers that have been told of nothing
         keys = list(self._known)
         for at in range(0, len(keys), PIECE_KEYS):
             piece = keys[at : at + PIECE_KEYS]
-            for tier, bit in self._bits.items():
-                yield self._told([key for key in piece if self._known[key].tiers & bit], tier)
+            for place, mask in self._masks.items():
+                yield self._told([key for key in piece if self._known[key].tiers & mask], place)
+
+
+def _like(others: Siblings, blocks: bytes) -> int:
+    """How many leading blocks one of these has in common with it."""
+    return next((count for _, count in others.like(b"", blocks)), 0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -28,6 +29,14 @@ RING_KEYS = 1 << 17  # in the batches that are kept: about 10 MB …
 RING_BATCHES = 4096  # … and so many of them: to tell of all at once takes 5 ms of the control loop
 PIECE_KEYS = 4096  # of a snapshot at a time: a millisecond of the control loop
 FIRST_SHIFT = 10  # of the milliseconds since 1970 in the first number
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What readers of events are told of a tier: vLLM's name of its medium, or its own name; and whether it is this
+    host's, None: not said."""
+
+    medium: str
+    locality: Literal["LOCAL", "REMOTE"] | None = None
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
@@ -88,6 +97,11 @@ class EventLog:
         self._ring: deque[Batch] = deque()
         self._kept = 0  # keys in the ring
         self.seq = int(self._time() * 1000) << FIRST_SHIFT
+
+    def places(self) -> dict[str, Place]:
+        """By tier, as vLLM tells them."""
+        memory = {name: Place("CPU" if name == HOST else "GPU", "LOCAL") for name in self._names}
+        return memory | {t.name: Place("STORAGE", "REMOTE" if t.is_shared else "LOCAL") for t in self._below()}
 
     def _time(self) -> float:
         """Seconds since 1970."""

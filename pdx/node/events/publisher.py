@@ -19,7 +19,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -28,7 +29,7 @@ import zmq
 from pdx.config import private_folder, socket_path
 from pdx.errors import ConfigError
 from pdx.node.events.blocks import Blocks
-from pdx.node.events.log import Batch, Change, EventLog
+from pdx.node.events.log import Batch, Change, EventLog, Place
 from pdx.security.address import address_host, check_address, is_loopback, tcp_endpoint
 from pdx.security.curve_keys import KeyPair
 from pdx.security.gate import Gate
@@ -89,18 +90,20 @@ class Publisher:
         replay: str = "",
         topic: str = "",
         as_bytes: bool = False,
+        places: Mapping[str, Place] = MappingProxyType({}),
         readers: Readers | None = None,
         max_kept: int = MAX_KEPT,
         max_queued: int = MAX_QUEUED,
     ) -> None:
-        """`replay`: where what was missed is asked for; empty: nowhere. `readers`: on other hosts; None: nobody.
+        """`replay`: where what was missed is asked for; empty: nowhere. `as_bytes`, `places`: see `Blocks`. `readers`:
+        on other hosts; None: nobody.
 
         :raises ConfigError: an address is none, or cannot be had, or is beyond this host, where there are no keys.
         """
         # For the node's status: batches, batches, and answers with all that is there; the thread's.
         self.counts = {"events_seq": 0, "events_published": 0, "events_replayed": 0, "events_snapshots": 0}
         self._events = events
-        self._blocks = Blocks(as_bytes=as_bytes)
+        self._blocks = Blocks(places, as_bytes=as_bytes)
         self._topic = topic.encode()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_kept)
         self._kept_bytes = 0

@@ -1,13 +1,17 @@
-"""From changes by chunk to events by block: what it costs, whatever the prompts are."""
+"""From changes by chunk to events by block: what is told, and what it costs, whatever the prompts are."""
 
 import os
+import random
+import struct
 import time
+from collections import Counter
 
+import msgspec
 import plain_chunk
 
 from pdx.memory.slot import Slot
 from pdx.node.events.blocks import Blocks
-from pdx.node.events.log import Change
+from pdx.node.events.log import Change, Place
 from pdx.wire.kv_events import BlockStored
 
 BLOCKS = 4  # of a chunk
@@ -73,3 +77,44 @@ def test_a_first_chunk_of_which_nothing_else_is_known_is_told_of():
     assert [(len(event.block_hashes), event.parent_block_hash, event.block_size) for event in events] == [
         (BLOCKS, None, 0)
     ]
+
+
+def test_each_block_comes_once_to_a_place_and_goes_once():
+    """Readers that count find nothing twice: not a block of several chunks, nor a chunk in several tiers of a place."""
+    places = {"host": Place("CPU", "LOCAL"), "disk": Place("STORAGE", "LOCAL"), "remote": Place("STORAGE", "REMOTE")}
+    places["other disk"] = places["disk"]
+    rng = random.Random(7)
+    names = [os.urandom(16) for _ in range(12)]
+    chunks = [chunk(b"".join(names[first:end])) for first, end in ((0, 4), (0, 3), (0, 1), (4, 8), (4, 5), (8, 9))]
+    blocks, there, counted = Blocks(places), set(), Counter()
+
+    def count(events):
+        for event in events:
+            step = 1 if isinstance(event, BlockStored) else -1
+            counted.update({(each, event.medium, event.locality): step for each in event.block_hashes})
+
+    def truth():
+        return {
+            (hashed, *msgspec.structs.astuple(places[tier]))
+            for tier, each in there
+            for hashed in struct.unpack(">" + "8xQ" * (len(chunks[each].blocks) // 16), chunks[each].blocks)
+        }
+
+    for number in range(2000):
+        one = (rng.choice(list(places)), rng.randrange(len(chunks)))
+        named = chunks[one[1]]
+        if one in there:
+            there.remove(one)
+            count(blocks.apply([Change(one[0], False, [named.key])]))
+        else:
+            there.add(one)
+            count(blocks.apply([Change(one[0], True, [named.key], [named] if rng.random() < 0.9 else [])]))
+        if number % 100 == 99:  # all names are known, and somebody asks for everything
+            for tier, each in sorted(there):
+                count(blocks.apply([Change(tier, True, [chunks[each].key], [chunks[each]])]))
+            assert +counted == dict.fromkeys(truth(), 1)
+            assert not -counted
+            counted.clear()
+            for events in blocks.everything():
+                count(events)
+            assert counted == dict.fromkeys(truth(), 1)

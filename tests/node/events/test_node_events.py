@@ -59,22 +59,22 @@ def test_a_subscriber_knows_what_is_where_while_nodes_come_and_go(start_node, at
     node = start_node(**settings)
     with Subscriber(*where.values(), check_s=0.3) as subscriber:
         keys, blocks = Engine(attach, node).write(3)
-        full = {"host": 12, "disk": 12}
+        full = {"CPU": 12, "STORAGE": 12}
         wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(blocks)) == full)
         attach(node).ask(Delete(keys[1:]))
-        wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(blocks)) == {"host": 4, "disk": 4})
+        wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(blocks)) == {"CPU": 4, "STORAGE": 4})
         wait_until(lambda: node.status().counters.get("events_seq", 0) >= subscriber.last)
         assert node.status().counters["events"] > 0
         node.kill()
         node = start_node(**settings)
         _, others = Engine(attach, node).write(2, first=100)
-        wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(others)) == {"host": 8, "disk": 8})
+        wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(others)) == {"CPU": 8, "STORAGE": 8})
         assert subscriber.leading(ints(blocks)) == {}  # it is on the disk, but nobody has told what its blocks are
         wait_until(lambda: subscriber.is_complete or (subscriber.poll(0.05) and False), what="the answer has its end")
 
 
 def test_the_form_of_what_is_published(start_node, attach, where):
-    node = start_node(**where, events_topic="kv@here", events_hashes="bytes")
+    node = start_node(**where, events_topic="kv@here", events_hashes="bytes", events_media="tiers")
     context = zmq.Context()
     try:
         replay = context.socket(zmq.REQ)
