@@ -123,6 +123,7 @@ def test_the_form_of_releases_before():
     encode = msgspec.msgpack.encode
     for payload in (
         encode([1.0, [event, ["Another", 1]]]),
+        encode([1.0, [[*event, None, [["a salt"]], 1]]]),
         encode([1.0, [of_map, {"type": "Another"}], 0]),
         encode({"ts": 1.0, "events": [of_map]}),
     ):

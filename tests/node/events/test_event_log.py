@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.node.events import log
+from pdx.node.events.log import Place
 from pdx.store.history import Cause
 from pdx.store.lifecycle import State
 
@@ -150,6 +151,14 @@ def test_events_have_the_time_of_the_host_also_after_it_was_set(bed, monkeypatch
     at = 2e9
     first.disk.put(key(1))
     assert own.turn().ts == 2e9
+
+
+def test_tiers_have_vllms_media_and_what_other_hosts_have_is_remote(bed):
+    bed = bed(gpus=("GPU-a",))
+    bed.remote.is_shared = True
+    cpu, gpu = Place("CPU", "LOCAL"), Place("GPU", "LOCAL")
+    disk, remote = Place("STORAGE", "LOCAL"), Place("STORAGE", "REMOTE")
+    assert bed.log.places() == {"host": cpu, "GPU-a": gpu, "disk": disk, "remote": remote}
 
 
 @pytest.mark.parametrize("gpus", [(), ("GPU-a",)])
