@@ -29,6 +29,10 @@ GROUP, KIND = (
 )  # names of blocks are told by engines that have one cache group, which is of that kind
 
 
+# By the name of a first block: the key in one place that begins so, or several keys. They have been told.
+_Alike = dict[bytes, bytes | Siblings]
+
+
 class _Known(msgspec.Struct, gc=False):
     """One key: the tiers that have it, as bits, and what it is to its engine."""
 
@@ -49,8 +53,7 @@ class Blocks:
         self._known: dict[bytes, _Known] = {}
         self._bits: dict[str, int] = {}  # by tier
         self._masks: dict[Place, int] = {}  # the bits of its tiers
-        # By place and the name of a first block: the key there that begins so, or several keys. They have been told.
-        self._alike: defaultdict[Place, dict[bytes, bytes | Siblings]] = defaultdict(dict)
+        self._alike: defaultdict[Place, _Alike] = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -73,11 +76,12 @@ class Blocks:
         for change in changes:
             bit = self._bits.setdefault(change.tier, 1 << len(self._bits))
             place = self._places.get(change.tier) or Place(change.tier)
-            self._masks[place] = self._masks.get(place, 0) | bit
+            mask = self._masks[place] = self._masks.get(place, 0) | bit
             if change.is_stored:
                 events += self._stored(change, bit, place)
             else:
-                hashes = [each for key in change.keys for each in self._removed(key, bit, place)]
+                alike = self._alike[place]
+                hashes = [each for key in change.keys for each in self._removed(key, bit, mask, alike)]
                 if hashes:
                     events.append(BlockRemoved(hashes, place.medium, GROUP, place.locality))
         return events
@@ -100,16 +104,16 @@ class Blocks:
             events += self._told([key for key, tiers in late.items() if tiers & mask], other)
         return events
 
-    def _removed(self, key: bytes, bit: int, place: Place) -> Sequence[Hash]:
+    def _removed(self, key: bytes, bit: int, mask: int, alike: _Alike) -> Sequence[Hash]:
         known = self._known.get(key)
         if known is None or not known.tiers & bit:
             return ()
         known.tiers &= ~bit
         if not known.tiers:
             del self._known[key]
-        if not known.blocks or known.tiers & self._masks[place]:
+        if not known.blocks or known.tiers & mask:
             return ()
-        alike, first, left = self._alike[place], known.blocks[:KEY_BYTES], 0
+        first, left = known.blocks[:KEY_BYTES], 0
         others = alike[first]
         if isinstance(others, Siblings):
             others.discard(key)
@@ -118,7 +122,7 @@ class Blocks:
             del alike[first]
         return self._hashes(known.blocks[left * KEY_BYTES :])
 
-    def _note(self, alike: dict[bytes, bytes | Siblings], key: bytes, blocks: bytes) -> int:
+    def _note(self, alike: _Alike, key: bytes, blocks: bytes) -> int:
         """It is in the place, where so many of its leading blocks have been told. Idempotent."""
         first = blocks[:KEY_BYTES]
         others = alike.get(first)
