@@ -146,11 +146,15 @@ def _planned_chat(route: Route, body: Body, min_split_tokens: int) -> Plan:
         return Plan(Mode.ALONE, "tools")
     if token_limit(route, body) == 1:
         return Plan(Mode.ALONE, ONE_TOKEN)
-    parts = [memoryview(body[name]) for name in route.prompt if isinstance(body.get(name), Raw)]
-    is_short = sum(map(len, parts)) // _BYTES_PER_TOKEN < min_split_tokens
+    is_short = prompt_bytes(route, body) // _BYTES_PER_TOKEN < min_split_tokens
     if is_short and _CONTENT_PARTS.search(memoryview(messages)) is None:  # else it is more than text
         return Plan(Mode.ALONE, "short_prompt")
     return Plan(Mode.SAMPLED, "chat")
+
+
+def prompt_bytes(route: Route, body: Body) -> int:
+    """All that the prompt is made of, as it was written."""
+    return sum(len(memoryview(body[name])) for name in route.prompt if isinstance(body.get(name), Raw))
 
 
 def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None, prompt_tokens: int = 0) -> str:

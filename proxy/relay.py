@@ -20,7 +20,7 @@ from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
 from pdx.proxy.leg import Asked, Legs, failed
 from pdx.proxy.locating import Locating
 from pdx.proxy.metrics import Metrics, Outcome
-from pdx.proxy.plan import ONE_TOKEN, Body, Mode, forward_limit, obstacle
+from pdx.proxy.plan import ONE_TOKEN, Body, Mode, forward_limit, obstacle, prompt_bytes
 from pdx.proxy.router import Pair
 from pdx.proxy.timelines import Timelines
 from pdx.telemetry.faults import Faults, printable
@@ -40,6 +40,9 @@ _RETRY_AFTER_S = 1
 # A prefill leg that lasts longer than its decode leg by more than this is late. Until then its answer may be here
 # already, and a busy loop has not read it yet: ending the leg would close its connection for nothing.
 UNREAD_S = 0.02
+# The decode leg of a longer prompt is sent when a node says that prefill will end soon: while it waits, vLLM makes
+# empty steps, for which the workers of an engine of several processes (on a CPU, of any) look without a pause.
+LONG_BYTES = 2048
 USAGE_S = 5.0  # a chat's usage waits so long for the prefill leg; then the decode engine has computed the prompt itself
 
 
@@ -150,7 +153,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return await self._split(exchange, pair)
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
-        """Both legs at once: the decode engine reads the prompt, and waits for its KV while that is computed. Its leg
+        """Both legs: the decode engine reads the prompt, and waits for its KV while that is computed. Its leg
         follows the other one where no node could tell it what became of prefill, and where nodes would take the
         transfer for complete when the first of several prompts is.
         """
@@ -183,6 +186,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 await asyncio.sleep(0)
             if not is_early:
                 await asyncio.wait([prefill])
+            elif prompt_bytes(exchange.route, exchange.body) > LONG_BYTES:
+                await self._until_near(exchange, prefill)
             if exchange.mode is Mode.FORWARD:
                 await self._forward(exchange, leg, answer.Forwarded(exchange.route, counts, prefill, early), prefill)
             else:
@@ -195,6 +200,14 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             prefill.cancel()
             await asyncio.wait([prefill])
         self._note_refusal(exchange, None if prefill.cancelled() else prefill.result())
+
+    @staticmethod
+    async def _until_near(exchange: Exchange, prefill: asyncio.Future[Any]) -> None:
+        near = asyncio.ensure_future(exchange.timeline.near.wait())
+        try:
+            await asyncio.wait([prefill, near], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            near.cancel()
 
     async def _prefill_beside(
         self, exchange: Exchange, pair: Pair, *, is_early: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from pdx.proxy.engines import MAX_NODES
 from pdx.proxy.plan import Mode
 from pdx.proxy.routes import Route
 from pdx.telemetry.recent import remember
-from pdx.telemetry.timeline import Moment, breakdown
+from pdx.telemetry.timeline import Event, Moment, breakdown
 from pdx.wire.messages import Mark
 from pdx.wire.proxy import NodeReport
 
@@ -30,11 +31,14 @@ class Timeline(msgspec.Struct):
     prompt_tokens: int = 0
     outcome: str = ""  # empty: still under way
     moments: list[Moment] = []
+    near: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a node says that prefill will end soon
 
     def add(self, moment: Moment) -> None:
         """Note a moment, unless there are absurdly many."""
         if len(self.moments) < MAX_MOMENTS:
             self.moments.append(moment)
+        if moment.event == Event.NEAR:
+            self.near.set()
 
     def view(self) -> dict[str, Any]:
         """As told to whoever asks."""

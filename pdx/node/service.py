@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -205,9 +206,16 @@ class Service:
     def _changed(self, chunks: Sequence[Chunk]) -> None:
         """Slices of these chunks were filled, or they are whole, or never will be: copies and questions go on."""
         names = self.transfers.filled(chunks, self.env.clock())
+        self._note_near(names)
         self.copies.changed(chunks)
         self.tiers.storing.changed(chunks)
         self.admissions.changed(chunks, names)
+
+    def _note_near(self, transfers: Iterable[str]) -> None:
+        """The proxy sends decode legs of long prompts then: while one waits, its engine's processes are busy."""
+        for name in transfers:
+            if self.transfers.comes_near(name):
+                self.marks.append(Mark(name, Event.NEAR, time.monotonic_ns()))
 
     def handle(self, session: Session, ask: Ask) -> Answer | None:
         """The answer; None: it comes later, from `admissions.late_answers`.
@@ -392,6 +400,8 @@ class Service:
 
     def _mark(self, session: Session, ask: Mark) -> Answer:
         self.marks.append(msgspec.structs.replace(ask, engine=session.hello.engine))
+        if ask.event == Event.ADMITTED:
+            self._note_near([ask.transfer])
         if ask.event == Event.PREFILL_END:
             self.peers.tiers.prefill_ended(ask.transfer, ask.at_ns)
         return Done()

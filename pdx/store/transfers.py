@@ -22,6 +22,10 @@ from pdx.telemetry.faults import counted
 log = logging.getLogger("pdx.node")
 
 KEPT_S = 60.0  # how long a finished transfer's tail and record are kept for a decoder that comes late
+NEAR_S = (
+    0.5  # before its end a decode engine is to know of a transfer: HTTP, tokenizer, a turn, and copying begin then …
+)
+NEAR_CHUNKS = 2.0  # … or at once, where no more than this is left: that has no pace yet
 EPSILON = 1e-6  # of a chunk: less than a slice
 MAX_TRANSFERS = 10_000  # that one process or peer has made known
 
@@ -48,6 +52,7 @@ class Transfer(msgspec.Struct):
     filled: float = 0.0  # chunks that were, after the first slices came …
     first_at: float = -1.0  # … at this time; less than 0: nothing came …
     last_at: float = 0.0  # … until this time
+    is_near: bool = False
 
 
 class Transfers:
@@ -149,6 +154,14 @@ class Transfers:
             return 0.0
         took_s = transfer.last_at - transfer.first_at
         return transfer.left / transfer.filled * took_s if transfer.filled > EPSILON and took_s > 0 else math.inf
+
+    def comes_near(self, name: str) -> bool:
+        """Whether little of it is left to be filled; once."""
+        transfer = self._transfers.get(name)
+        if transfer is None or transfer.is_near or transfer.progress is Progress.GIVEN_UP:
+            return False
+        transfer.is_near = transfer.left <= NEAR_CHUNKS or self.left_s(name) <= NEAR_S
+        return transfer.is_near
 
     def sealed(self, chunks: Iterable[Chunk], now: float) -> None:
         """These chunks are sealed."""

@@ -17,6 +17,7 @@ class Event(StrEnum):
     RECEIVED = "received"  # proxy: the client's request is parsed
     PREFILL_SENT = "prefill_sent"  # proxy: the prefill leg starts
     ADMITTED = "admitted"  # prefill scheduler: slots granted; tokens = tokens reused from the store
+    NEAR = "near"  # a node of it: prefill will end soon
     PREFILL_END = "prefill_end"  # prefill worker: last step's forward done; nbytes = gathered by then
     ACROSS = "across"  # prefill's node, at prefill end: nbytes = what the decode's node had acknowledged by then
     SEALED = "sealed"  # prefill worker: everything gathered and sealed; nbytes = gathered in all

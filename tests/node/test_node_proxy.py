@@ -117,6 +117,20 @@ def test_load_and_room_are_in_the_report(node, proxy, attach):
     worker.ask(Abort(slots))
 
 
+@pytest.mark.parametrize(("chunks", "events"), [(2, ["admitted", "near"]), (3, ["admitted"])])
+def test_a_transfer_of_which_little_is_to_be_computed_is_said_to_be_near(node, proxy, attach, chunks, events):
+    scheduler, worker = attach(node, kind="scheduler", engine="e"), attach(node, kind="worker", engine="e")
+    keys = [bytes([number]) * 16 for number in range(chunks)]
+    slots = scheduler.ask(Admit(keys, GRANULE_BYTES, transfer=TRANSFER, part="writes")).granted_slots
+    for event in ("admitted", "prefill_end"):
+        scheduler.ask(Mark(TRANSFER, event, 1))
+    marks = []
+    while not marks or marks[-1] != "prefill_end":
+        marks += [mark.event for mark in proxy.report().marks]
+    assert marks == [*events, "prefill_end"]
+    worker.ask(Abort(slots))
+
+
 def test_how_engines_name_their_chunks_is_in_the_report_as_soon_as_it_changes(node, proxy, attach):
     scheduler = attach(node, kind="scheduler", engine="e", layout=b"l" * 16, shape={"root": "00ff"})
     (engine,) = proxy.report_where(lambda report: report.engines).engines

@@ -12,6 +12,7 @@ from proxy_harness import BODY, CHAT, COMPLETIONS, FORWARDED, HALF, TALK, cluste
 
 from pdx.proxy import leg, relay
 from pdx.proxy.health import Health
+from pdx.wire.messages import Mark
 
 
 def text_of(raw, *, stream=False):
@@ -154,6 +155,52 @@ async def test_both_legs_of_a_chat_are_sent_at_once():
         assert (status, headers["x-pdx-mode"]) == (200, "sampled")
         assert (len(made.prefill.seen), len(made.decode.seen)) == (1, 1)
         assert await made.node.prefilled() == transfer
+
+
+LONG = {"messages": [{"role": "user", "content": "word " * 200 * 3}], "temperature": 0, "max_tokens": 12}
+
+
+@asynccontextmanager
+async def held_long_chat():
+    """A chat of a long prompt, whose prefill engine holds its leg: the request, and its transfer."""
+    async with cluster(server=Server(model_len=8192)) as made:
+        made.prefill.fault = "hold"
+        request = asyncio.create_task(made.post(CHAT, LONG))
+        await within(made.prefill.arrived.wait())
+        for _ in range(5):  # all in one event loop: the decode leg would be there by then
+            await made.get("/health")
+        assert not made.decode.seen
+        yield made, request, transfer_of(made.prefill)
+
+
+async def test_the_decode_leg_of_a_long_prompt_is_sent_when_prefill_comes_to_its_end():
+    """A node says so: an engine with a request that waits is busy, although it computes nothing."""
+    async with held_long_chat() as (made, request, transfer):
+        near = Mark(transfer=transfer, event="near", at_ns=time.monotonic_ns())
+        engines = [("p0", "prefill", made.prefill.url), ("d0", "decode", made.decode.url)]
+        await made.node.report(*engines, marks=[near], facts=made.decode.server.facts)
+        await within(made.decode.arrived.wait())
+        assert made.decode.bodies[0]["kv_transfer_params"]["is_early"]
+        assert not request.done()
+        made.prefill.released.set()
+        status, headers, _ = await within(request)
+        assert (status, headers["x-pdx-mode"]) == (200, "sampled")
+
+
+async def test_a_long_prompt_of_which_no_node_says_anything_has_its_decode_leg_behind_prefill():
+    async with held_long_chat() as (made, request, transfer):
+        made.prefill.released.set()
+        assert (await within(request))[0] == 200
+        params = made.decode.bodies[0]["kv_transfer_params"]
+        assert (params["transfer_id"], "is_early" in params) == (transfer, False)
+
+
+async def test_a_client_that_leaves_before_the_decode_leg_of_a_long_prompt():
+    async with held_long_chat() as (made, request, transfer):
+        request.cancel()
+        await within(made.prefill.closed.wait())
+        assert await made.node.cancelled() == transfer
+        assert not made.decode.seen
 
 
 async def test_where_no_node_could_be_told_the_legs_of_a_chat_follow_each_other():

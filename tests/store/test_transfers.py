@@ -173,3 +173,24 @@ def test_of_what_will_not_come_nothing_is_said(transfers, end):
     else:
         other = plain_chunk.chunk(bytes(16), Slot(9 << 20, 1 << 20, 1), 4, transfer="another")
         assert fill(transfers, [other], 1, 3.0) == set()
+
+
+def test_a_transfer_comes_near_once_when_little_time_is_left(transfers):
+    chunks = chunks_of(6)
+    transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
+    assert not transfers.comes_near("t")
+    fill(transfers, chunks, 1, 10.0)
+    assert not transfers.comes_near("t"), "it has no pace yet"
+    fill(transfers, chunks, 2, 11.0)
+    assert not transfers.comes_near("t"), "two seconds are left"
+    fill(transfers, chunks[:5], 4, 11.2)
+    assert [transfers.comes_near("t") for _ in range(2)] == [True, False]
+
+
+def test_a_transfer_of_which_little_is_to_be_computed_is_near_from_the_start(transfers):
+    transfers.open("t", [chunk.slot for chunk in chunks_of(2)], 100.0, "process 7")
+    assert transfers.comes_near("t")
+    assert not transfers.comes_near("another"), "nobody knows it"
+    transfers.open("gone", [chunk.slot for chunk in chunks_of(1)], 100.0, "process 7")
+    transfers.give_up("gone", 1.0, "process 7")
+    assert not transfers.comes_near("gone")
