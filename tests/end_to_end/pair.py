@@ -53,9 +53,17 @@ class Pair:
         command = [sys.executable, "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", self.control]
         command += ["--min-split-tokens", "0"]  # every case is about two legs
         command += ["--admin", f"127.0.0.1:{admin_port}", "--debug-headers"]
+        self._proxy = command, port, admin_port
         self.proxy = Server(command, port, workplace / "proxy.log", admin_port=admin_port)
         self.prefill = self.serve("prefill", core=0)
         self.decode = self.serve("decode", core=1)
+
+    def serve_anew(self, *options: str) -> None:
+        """The proxy is replaced by one that also has these options."""
+        self.proxy.stop()
+        command, port, admin_port = self._proxy
+        self.proxy = Server([*command, *options], port, self.workplace / "proxy.log", admin_port=admin_port)
+        self.proxy.wait_ready()
 
     def config(self, role: str, channel: str | None) -> NodeConfig:
         name = role if channel else "node"

@@ -172,6 +172,26 @@ def test_eight_at_once(wired: Wired, expected: dict[str, Any]) -> None:
     wired.pair.wait_at_rest()
 
 
+def test_a_prompt_that_the_decoders_node_has_needs_no_prefill_engine(wired: Wired) -> None:
+    """By the tokens that an engine makes of a text, and what nodes tell of their chunks."""
+    pair, request = wired.pair, completion(text(7120, 520))
+    pair.serve_anew("--routing", "prefix", "--min-split-tokens", "16")
+    try:
+        wired.wait_handing_over()
+        answers = [wired.post(*request)]
+
+        def is_cached() -> bool:
+            before = computed_prompt_tokens(pair.decode)
+            answers.append(wired.post(*request))
+            return answers[-1]["pdx"]["x-pdx-mode"] == "alone" and computed_prompt_tokens(pair.decode) - before < 16
+
+        assert answers[0]["pdx"]["x-pdx-mode"] != "alone"
+        wait_until(is_cached, timeout_s=30, what="the proxy knows of the chunks")
+        assert {str(essence(answer)) for answer in answers} == {str(essence(wired.decoder_alone(*request)))}
+    finally:
+        pair.serve_anew()
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_node_is_killed_while_a_prompt_is_pushed(role: str, wired: Wired) -> None:
     """Its engine computes what is missing, attaches to the next node at that address, and all goes on."""
