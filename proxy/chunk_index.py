@@ -177,10 +177,16 @@ class ChunkIndex:
         known = self._nodes.get(node)
         return known is not None and bool(self._places[key[0]].get(key, 0) >> known.first_bit & (1 << TIERS) - 1)
 
+    def is_known(self, key: bytes) -> bool:
+        """Whether any node has it, or had it lately."""
+        return key in self._places[key[0]]
+
     def lookup(self, keys: Iterable[bytes]) -> dict[str, dict[str, int]]:
         """Of each node that has the first of these keys: how many leading ones each of its tiers has, and (ANY) how
         many are in one tier or another."""
         alive, nodes = self._live, self._firsts
+        if not nodes:
+            return {}
         ends: list[tuple[int, int]] = []  # of places: how many leading keys they have, and which
         node_ends: list[tuple[int, int]] = []
         before = -1

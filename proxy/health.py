@@ -83,6 +83,7 @@ class Record(msgspec.Struct, eq=False):
     backlog: int = 0  # prompt tokens that legs of this proxy have it compute now, as far as that is known
     computing: Rate = msgspec.field(default_factory=Rate)  # how fast it does, in tokens …
     loading: Rate = msgspec.field(default_factory=Rate)  # … and takes in what its node has
+    untold: int = 0  # texts that it was asked to make tokens of, and has made none
 
     @property
     def load(self) -> int:
@@ -132,11 +133,11 @@ class Use:
             self.record.backlog -= self.work.missing
             self._count(-1)
 
-    def answered(self, since: float, now: float) -> None:
-        """The first of its answer is here: its prompt is computed. Idempotent."""
+    def answered(self, since: float, now: float, *, is_served: bool = True) -> None:
+        """The first of its answer is here: its prompt is computed, unless it was not served. Idempotent."""
         work, self.work = self.work, NO_WORK
         self.record.backlog -= work.missing
-        if not work.is_timed:
+        if not work.is_timed or not is_served:
             return
         if work.found > 4 * work.missing:  # most of the time went into loading, unless it waited
             rate, tokens = self.record.loading, work.found * self._is_first

@@ -147,7 +147,7 @@ class Answer:
         self.waits_for_engine = False
         self.limit_s = self._idle_s
         if found:
-            self.use.answered(self.began_at, self.since)
+            self.use.answered(self.began_at, self.since, is_served=self.status == HTTPStatus.OK)
             self.use.record.heard_at = self.since
             if self.use.is_trial and self.is_stream:
                 self._health.proved(self.use)

@@ -29,6 +29,8 @@ from pdx.telemetry.recent import remember
 from pdx.wire.tokens import each_chunk_key, number_of
 
 FIND_S = 0.02  # for the tokens of a prompt; a request that would wait longer is placed without
+MOST_IDS = 1 << 18  # of a prompt: to read more of them would keep everybody waiting
+_AT_ONCE = 8  # keys of chunks that are made before others have their turn
 SESSIONS = 100_000  # that are remembered
 _TOKENIZED = {  # fields of a request that decide what its tokens are
     Route.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
@@ -75,9 +77,9 @@ class Locating:
         if len({engine.node for engine in engines} - {""}) < 2:  # all find the same
             return
         try:
-            async with asyncio.timeout(FIND_S):
-                exchange.prompt = await self._found(exchange, engines) or exchange.prompt
-        except (TimeoutError, LegFailed, Exhausted, SelectionError, msgspec.MsgspecError):
+            exchange.prompt = await self._found(exchange, engines) or exchange.prompt
+        except (TimeoutError, LegFailed, Exhausted, SelectionError, ValueError, RecursionError):
+            # Or the client or the engine has sent nonsense, which is for an engine to refuse.
             self._counters["placed_without_tokens"] += 1
         finally:
             records = [self._health.of(engine.url) for engine in engines]
@@ -90,32 +92,54 @@ class Locating:
     async def _found(self, exchange: Exchange, engines: Sequence[Engine]) -> Prompt | None:
         models = {base_url(model.url): model for model in self._instances.models() if model.url}
         able = [engine for engine in engines if engine.url in models]
-        if exchange.route not in _TOKENIZED or not able or self._chunks is None:
+        is_cut = exchange.body.get("truncate_prompt_tokens") is not None  # then its chunks are other ones
+        if exchange.route not in _TOKENIZED or not able or self._chunks is None or is_cut:
             return None
-        engine = min(able, key=lambda each: self._health.of(each.url).in_flight)
-        tokens = await self._tokens(exchange, engine)
+        engine = min(able, key=self._asked_first)
+        async with asyncio.timeout(FIND_S):
+            tokens = await self._tokens(exchange, engine)
         salt = exchange.body.get("cache_salt")
         named = msgspec.json.decode(salt, type=str | None) if isinstance(salt, Raw) else None
         model = models[engine.url]
-        keys = exchange.keys = Keys(each_chunk_key(model, tokens, named or ""))
         index, per_chunk = self._chunks.index, number_of(model, "chunk_tokens")
+        if len(tokens) < per_chunk:
+            return Prompt(len(tokens), chunk_tokens=per_chunk)
+        keys, known = Keys(each_chunk_key(model, tokens, named or "")), 0
+        while (key := keys.get(known)) is not None and (index.is_known(key) or self._coming.is_known(key)):
+            known += 1
+            if not known % _AT_ONCE:
+                await asyncio.sleep(0)
         there = {node: tiers[ANY] for node, tiers in index.lookup(keys).items()}
         leads = self._coming.leads(keys, there, index.has)
+        exchange.keys = keys
         return Prompt(len(tokens), {node: lead * per_chunk for node, lead in leads.items()}, per_chunk)
+
+    def _asked_first(self, engine: Engine) -> tuple[bool, int, int]:
+        """Each text without tokens puts its engine behind the others: one that hangs is asked as seldom."""
+        record = self._health.of(engine.url)
+        return record.avoided, record.untold, record.in_flight
 
     async def _tokens(self, exchange: Exchange, engine: Engine) -> list[int]:
         said, route = exchange.body, exchange.route
         prompt = said.get("prompt")
         if route is Route.COMPLETIONS and isinstance(prompt, Raw) and bytes(memoryview(prompt)[:1]) == b"[":
+            if len(raw := memoryview(prompt)) > 8 * MOST_IDS or bytes(raw).count(b",") >= MOST_IDS:
+                raise SelectionError(f"a prompt of {len(raw)} bytes is too long to be read here")
             return msgspec.json.decode(prompt, type=list[int])
         asked: dict[str, Any] = {name: said[name] for name in _TOKENIZED[route] if said.get(name) is not None}
-        payload = msgspec.json.encode(asked)
-        answer, raw = await self.legs.ask(
+        payload = body.encode(asked)
+        if not isinstance(payload, bytes):
+            raise SelectionError(f"no engine makes tokens of {len(payload)} bytes in time")
+        record = self._health.of(engine.url)
+        record.untold += 1
+        answer, told = await self.legs.ask(
             engine, "/tokenize", headers=exchange.headers, timeout_s=FIND_S, payload=payload
         )
         if answer.status != 200:
             raise SelectionError(f"engine {engine.name} makes no tokens: status {answer.status}")
-        return msgspec.json.decode(raw, type=_Tokens).tokens
+        tokens = msgspec.json.decode(told, type=_Tokens).tokens
+        record.untold -= 1
+        return tokens
 
     def cost(self, engine: Engine, record: Record, prompt: Prompt | None) -> int:
         """See `pdx.proxy.placing.cost`."""
@@ -141,7 +165,8 @@ class Locating:
             return NO_WORK
         self.chosen(exchange, engine)
         missing = prompt.missing(engine.node)
-        return Work(missing, prompt.tokens - missing, is_timed=exchange.streams or not decodes)
+        is_timed = prompt.chunk_tokens > 0 and (exchange.streams or not decodes)
+        return Work(missing, prompt.tokens - missing, is_timed)
 
     @staticmethod
     def told(exchange: Exchange, leg: Body, engine: Engine, *, decodes: bool) -> Body:

@@ -116,6 +116,10 @@ class Coming:
             self._keys.setdefault(node, Counter()).update(found)
         return found
 
+    def is_known(self, key: bytes) -> bool:
+        """Whether any node will have it."""
+        return any(key in coming for coming in self._keys.values())
+
     def over(self, node: str, keys: Sequence[bytes]) -> None:
         known = self._keys.get(node, Counter())  # of none there is nothing
         known.subtract(keys)

@@ -68,6 +68,12 @@ def test_a_lookup_is_that_of_the_model(seed):
     assert index.is_complete
 
 
+def test_where_no_node_has_anything_no_key_is_asked_for():
+    index, keys = ChunkIndex(9, Counter()), iter([key(1), key(2)])
+    assert index.lookup(keys) == {}
+    assert next(keys) == key(1)
+
+
 def test_nothing_of_a_node_that_is_gone_is_left(monkeypatch):
     monkeypatch.setattr(chunk_index, "SWEEP_S", 0.0)
     index = ChunkIndex(1000, Counter())

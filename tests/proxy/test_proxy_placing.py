@@ -221,3 +221,84 @@ async def test_the_pace_of_an_engine_is_measured_and_its_backlog_ends_with_its_l
         made.prefills[1].released.set()
         await asking
         assert [each.backlog for each in records] == [0, 0]
+
+
+# ---- what clients and engines may send -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'"prompt":[1,2,3]',  # fills no chunk
+        b'"prompt":"beta"',
+        b'"prompt":[%s],"cache_salt":"\xed\xa0\x80"' % b",".join([b"1"] * 64),  # half of a surrogate pair
+        b'"prompt":[%s],"cache_salt":[1]' % b",".join([b"1"] * 64),
+        b'"prompt":[%s]' % b",".join([b"9" * 30] * 64),
+        b'"prompt":"beta","model":"\\ud800"',
+    ],
+)
+async def test_a_prompt_without_keys_is_served(said):
+    async with pairs() as made:
+        for engine in (*made.prefills, *made.decodes):
+            engine.tokens = [1, 2]
+        kind = {"Content-Type": "application/json"}
+        raw = b'{"temperature":0,"max_tokens":4,%s}' % said
+        async with made.client.post(made.url + COMPLETIONS, data=raw, headers=kind) as response:
+            assert response.status == (404 if b"model" in said else 200), await response.read()
+        assert not made.proxy._locating._coming._keys
+
+
+async def test_an_engine_that_makes_no_tokens_is_not_asked_again_and_again():
+    async with pairs() as made:
+        for engine in (*made.prefills, *made.decodes):
+            engine.tokens = TOKENS if engine is made.decodes[1] else None
+        for _ in range(8):
+            load(made)
+            await served(made, {"prompt": "beta", "temperature": 0, "max_tokens": 4})
+        assert made.proxy.env.counters["placed_without_tokens"] == 3
+
+
+async def test_a_prompt_of_too_many_ids_is_not_read(monkeypatch):
+    monkeypatch.setattr(locating, "MOST_IDS", 100)
+    async with pairs() as made:
+        load(made, made.prefills[1].url)
+        at, params = await served(made)
+        assert (at, "prefix_node" in params) == (0, False)
+
+
+async def test_what_an_engine_cuts_has_other_chunks():
+    async with pairs() as made:
+        load(made, made.prefills[1].url)
+        at, params = await served(made, {**IDS, "truncate_prompt_tokens": 100})
+        assert (at, "prefix_node" in params) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "is_known"),
+    [({}, 200, True), ({"min_tokens": 9}, 400, False), ({"truncate_prompt_tokens": 9}, 200, False)],
+)
+async def test_the_pace_is_of_prompts_that_were_computed(more, status, is_known):
+    """A refusal comes at once: by it an engine would seem to have computed millions of tokens in a second."""
+    async with pairs() as made:
+        answer, *_ = await made.post(COMPLETIONS, {**IDS, "prompt": [1] * 64, "stream": True, **more})
+        assert answer == status
+        records = [made.proxy._health.of(each.url) for each in (*made.prefills, *made.decodes)]
+        assert any(record.computing.is_known for record in records) == is_known
+
+
+async def test_others_have_their_turn_while_keys_are_made(monkeypatch):
+    turns = []
+
+    def counted(*_):
+        for key in KEYS:
+            asyncio.get_running_loop().call_soon(turns.append, key)
+            yield key
+            before.append(len(turns))
+
+    before = []
+    monkeypatch.setattr(locating, "_AT_ONCE", 1)
+    monkeypatch.setattr(locating, "each_chunk_key", counted)
+    async with pairs() as made:
+        load(made)
+        await served(made)
+        assert before == [1, 2, 3, 4]
