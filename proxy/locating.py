@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,8 @@ _TOKENIZED = {  # fields of a request that decide what its tokens are
     ),
 }
 _BYTES_PER_TOKEN = 4
+# In messages: what an engine would fetch and look at once more, and what is in no key that is made here.
+_MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video|file)[a-z_]*"\s*:')
 
 
 class _Tokens(msgspec.Struct):
@@ -128,8 +131,8 @@ class Locating:
             return msgspec.json.decode(prompt, type=list[int])
         asked: dict[str, Any] = {name: said[name] for name in _TOKENIZED[route] if said.get(name) is not None}
         payload = body.encode(asked)
-        if not isinstance(payload, bytes):
-            raise SelectionError(f"no engine makes tokens of {len(payload)} bytes in time")
+        if not isinstance(payload, bytes) or _MEDIA.search(payload) is not None:
+            raise SelectionError(f"no engine is to make tokens of these {len(payload)} bytes")
         record = self._health.of(engine.url)
         record.untold += 1
         answer, told = await self.legs.ask(
@@ -187,7 +190,7 @@ class Locating:
         """The nodes of its engines have its prompt now, as far as it was answered."""
         for node, keys in exchange.coming:
             self._coming.over(node, keys)
-        if exchange.hints.session and exchange.used:
+        if exchange.hints.session and exchange.used and self._routing in (Routing.SESSION, Routing.PREFIX):
             tokens = exchange.timeline.prompt_tokens or (exchange.prompt.tokens if exchange.prompt is not None else 0)
             hits = {engine.node: tokens for engine in exchange.used.values() if engine.node}
             turn = Prompt(tokens, hits, urls=frozenset(exchange.used))

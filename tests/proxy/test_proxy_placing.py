@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from cache_stage import LAYOUT, SHAPE
-from proxy_harness import COMPLETIONS, cluster, until
+from proxy_harness import CHAT, COMPLETIONS, cluster, until
 
 from pdx.proxy import locating, placing
 from pdx.proxy.config import Routing
@@ -302,3 +302,21 @@ async def test_others_have_their_turn_while_keys_are_made(monkeypatch):
         load(made)
         await served(made)
         assert before == [1, 2, 3, 4]
+
+
+async def test_pictures_are_not_looked_at_once_more_for_their_tokens():
+    async with pairs() as made:
+        load(made)
+        parts = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
+        for content in ("hello", parts):
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+            assert (await made.post(CHAT, body))[0] == 200
+        (asked,) = [each for engine in (*made.prefills, *made.decodes) for each in engine.tokenized]
+        assert asked[0]["messages"][0]["content"] == "hello"
+
+
+@pytest.mark.parametrize(("routing", "kept"), [(Routing.LEAST_LOADED, 0), (Routing.SESSION, 1)])
+async def test_sessions_are_remembered_where_somebody_looks(routing, kept):
+    async with pairs(routing) as made:
+        await served(made, headers={"X-Session-ID": "s"})
+        assert len(made.proxy._locating._sessions) == kept
