@@ -76,7 +76,10 @@ class Locating:
             return
         fields = (exchange.body.get(name) for name in exchange.route.prompt)
         nbytes = sum(len(memoryview(field)) for field in fields if isinstance(field, Raw))
-        exchange.prompt = Prompt(nbytes // _BYTES_PER_TOKEN, last.hits if last is not None else {})
+        longest = max((engine.facts.max_model_len for engine in engines if engine.facts is not None), default=nbytes)
+        # A picture in its bytes has few tokens: by its length an engine would be busy for minutes.
+        estimate = min(nbytes // _BYTES_PER_TOKEN, longest)
+        exchange.prompt = Prompt(estimate, last.hits if last is not None else {})
         if len({engine.node for engine in engines} - {""}) < 2:  # all find the same
             return
         try:

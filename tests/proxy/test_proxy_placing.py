@@ -320,3 +320,19 @@ async def test_sessions_are_remembered_where_somebody_looks(routing, kept):
     async with pairs(routing) as made:
         await served(made, headers={"X-Session-ID": "s"})
         assert len(made.proxy._locating._sessions) == kept
+
+
+async def test_no_prompt_is_estimated_longer_than_engines_take():
+    async with pairs() as made:
+        for engine in (*made.prefills, *made.decodes):
+            engine.fault, engine.tokens = "hold", None
+        load(made)
+        body = {"messages": [{"role": "user", "content": "x" * 100_000}], "max_tokens": 4}
+        asking = asyncio.create_task(made.post(CHAT, body))
+        await until(lambda: any(each.bodies for each in made.prefills))
+        backlogs = [made.proxy._health.of(each.url).backlog for each in made.prefills]
+        assert sorted(backlogs) == [0, made.prefill.server.model_len]
+        for engine in (*made.prefills, *made.decodes):
+            engine.fault = None
+            engine.released.set()
+        await asking
