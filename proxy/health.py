@@ -77,6 +77,7 @@ class Record(msgspec.Struct, eq=False):
     heard_at: float = float("-inf")  # the last byte of any leg
     # Names of models it serves, adapters included, its own first. None: not known; empty: it has no list, and is asked.
     models: dict[str, None] | None = None
+    adapters: frozenset[str] = frozenset()  # those of them that are adapters
     listed_at: float = float("-inf")  # when it was last asked for that list by itself
     list_at: float = float("-inf")  # no request asks for it before
     served_at: float = float("-inf")  # the last leg that succeeded

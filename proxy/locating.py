@@ -102,6 +102,8 @@ class Locating:
         if exchange.route not in _TOKENIZED or not able or self._chunks is None or is_cut:
             return None
         engine = min(able, key=self._asked_first)
+        if exchange.model in self._health.of(engine.url).adapters:  # whose chunks have other keys
+            return None
         async with asyncio.timeout(FIND_S):
             tokens = await self._tokens(exchange, engine)
         salt = exchange.body.get("cache_salt")

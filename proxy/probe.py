@@ -212,6 +212,7 @@ class Probes:
         cards = _cards(raw) if answer.status == HTTPStatus.OK else None
         if cards is not None:
             record.models = dict.fromkeys(card["id"] for card in cards)
+            record.adapters = frozenset(card["id"] for card in cards if card.get("parent"))
         elif answer.status in _REFUSED:
             record.list_at = float("-inf")  # the next client's key may be the right one
         else:

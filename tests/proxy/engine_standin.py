@@ -134,6 +134,7 @@ class StandIn:
         self.ranks = 8  # data parallel
         self.released = asyncio.Event()  # what ends the fault "hold"
         self.models_served = ["hash"]
+        self.adapters = set()  # of these
         self.tokenized = []  # (body, headers) of every POST /tokenize …
         self.tokens = []  # … and the answer; None: 500
         self.done = []  # (method, path, headers, body) of every request to a route that is none of the above …
@@ -180,7 +181,9 @@ class StandIn:
         if self.key and request.headers.get("Authorization") != self.key:
             return refusal(401, "a key is needed")
         card = {"object": "model", "max_model_len": self.server.model_len, "owner": self.name}
-        return web.json_response({"object": "list", "data": [{"id": name, **card} for name in self.models_served]})
+        parents = {name: {"parent": self.models_served[0]} for name in self.adapters}
+        cards = [{"id": name, **card, **parents.get(name, {})} for name in self.models_served]
+        return web.json_response({"object": "list", "data": cards})
 
     async def tokenize(self, request):
         self.tokenized.append((json.loads(await request.read()), dict(request.headers)))

@@ -336,3 +336,17 @@ async def test_no_prompt_is_estimated_longer_than_engines_take():
             engine.fault = None
             engine.released.set()
         await asking
+
+
+async def test_an_adapter_has_other_chunks_than_its_model():
+    """Else a decoder would compute for itself all that another one's node has of the model."""
+    async with pairs(min_split_tokens=16) as made:
+        engines = [*made.prefills, *made.decodes]
+        for engine in engines:
+            engine.models_served, engine.adapters = ["hash", "tuned"], {"tuned"}
+            found = next(each for each in made.proxy.engines.all() if each.url == engine.url)
+            await made.proxy._probes.learn(found, {})
+        load(made, made.prefills[1].url)
+        assert await served(made, {**IDS, "model": "hash"}) == (None, "alone")
+        at, params = await served(made, {**IDS, "model": "tuned"})
+        assert (at, "prefix_node" in params) == (0, False)
