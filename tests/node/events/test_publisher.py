@@ -276,11 +276,17 @@ def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage):
         unread.setsockopt(zmq.SUBSCRIBE, b"")
         unread.connect(stage.address)
         wait_until(lambda: stage.publisher._subscribed, what="it subscribes")
-        chunks = [plain_chunk.chunk(key(number), Slot(0, 0, 1), 1, blocks=names(number) * 1000) for number in range(8)]
-        change = Change("host", True, [chunk.key for chunk in chunks], chunks)
+        chunks = [
+            plain_chunk.chunk(key(number), Slot(0, 0, 1), 1, blocks=names(*range(1000 * number, 1000 * number + 1000)))
+            for number in range(8)
+        ]
+        keys = [chunk.key for chunk in chunks]
+        changes = [
+            Change("host", is_stored, keys, chunks) for is_stored in (False, True)
+        ]  # in turns, or nothing is told
         sent = 2500
         for number in range(1, sent + 1):
-            stage.publisher.put(Batch(stage.bed.log.seq + number, 0.0, [change]))
+            stage.publisher.put(Batch(stage.bed.log.seq + number, 0.0, [changes[number % 2]]))
             if number % 100 == 0:
                 wait_until(lambda: not stage.publisher._queue, what="they are published")
         count = 0
