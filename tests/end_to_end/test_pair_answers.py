@@ -159,7 +159,8 @@ def test_timeline_shows_that_nothing_moved_after_prefill(pair: Pair) -> None:
     wait_until(is_complete, timeout_s=30, what="both engines' moments have arrived")
     assert timeline["breakdown"]["hidden_share"] >= 0.95
     assert timeline["breakdown"]["moved_bytes"] == 2048 * 4 * 2 * 4 * 64 * 4  # 16 blocks, 4 layers of 4 heads of 64
-    assert 0 < timeline["breakdown"]["handoff_ms"] < 10_000
+    # Below 0: the decode engine had all layers before the prefill engine was through with its step.
+    assert -10_000 < timeline["breakdown"]["handoff_ms"] < 10_000
 
 
 def test_requests_of_another_model_name_are_refused_by_the_engine(pair: Pair) -> None:
