@@ -50,15 +50,15 @@ def test_breakdown_of_real_requests(tmp_path):
     assert {span.first_layer for span in gathered} == set(range(LAYERS))
     assert sum(span.nbytes for span in gathered) == alone.moved_bytes == -(-TOKENS // BLOCK) * BLOCK * KV_BYTES
     received, prefill_end, runnable, decode_first = (trace.marks[name] for name in MARKS)
-    assert received < prefill_end < decode_first
+    assert received < prefill_end
     assert received < runnable < decode_first, "it may be ready before prefill's step ends"
-    assert trace.marks["first_token"] < trace.marks["decode_first"]  # sent before the decode leg
+    assert trace.marks["first_token"] <= decode_first, "of whichever engine has it first"
 
     plain = [each for each in result.requests if each.system == "plain"]
     assert all(each.parts.prefill.exposed_ms > 0 and each.decode_first_ms is None for each in plain)
     figures = {each["name"]: each["value"] for each in json.loads((out / "breakdown.json").read_text())["figures"]}
     assert figures["answers equal to plain vLLM's"] == 1.0
-    assert figures[f"{TOKENS} tokens: pdx: prefill's end until the decoder may run, by its timeline"] > 0
+    assert figures[f"{TOKENS} tokens: pdx: prefill's end until the decoder may run, by its timeline"] < 10_000
     for name in ("breakdown.png", "ttft-cdf.png", "itl-cdf.png", "concurrency.png", f"timeline-pdx-{TOKENS}.png"):
         assert (out / name).stat().st_size > 10_000
 
