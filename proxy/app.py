@@ -108,7 +108,14 @@ class Proxy:
         self._cache = CacheControl(
             config, self._control, self.env, engines=self.engines, metrics=self._metrics, chunks=self.chunks
         )
-        self._locating = Locating(config, self._health, self._cache.instances, self.chunks, self.env)
+        self._locating = Locating(
+            config,
+            self.env,
+            engines=self.engines,
+            health=self._health,
+            instances=self._cache.instances,
+            chunks=self.chunks,
+        )
 
     def app(self) -> web.Application:
         """The web application; it starts and closes this proxy with itself."""

@@ -299,19 +299,21 @@ def hinted(leg: Body, hints: Hints) -> Body:
     """A leg with what its request says of the future of its chunks, if it says something."""
     if not hints.asks:
         return leg
-    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), "pdx_hints": hints.as_object()}}
+    return _told(leg, pdx_hints=hints.as_object())
 
 
 def located(leg: Body, prefill_node: str) -> Body:
     """A decode leg for an engine of another node than `prefill_node`, where what does not arrive can be asked for."""
-    return {**leg, "kv_transfer_params": {**leg["kv_transfer_params"], "prefill_node": prefill_node}}
+    return _told(leg, prefill_node=prefill_node)
 
 
 def led(leg: Body, prefix_node: str) -> Body:
     """A leg that computes its prompt, of which `prefix_node` has more than the engine's own node; empty: none has."""
-    if not prefix_node:
-        return leg
-    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), "prefix_node": prefix_node}}
+    return _told(leg, prefix_node=prefix_node) if prefix_node else leg
+
+
+def _told(leg: Body, **params: Any) -> Body:
+    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), **params}}
 
 
 def check_kind(request: web.Request) -> None:

@@ -12,8 +12,9 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 
-from pdx.errors import ClientGone, ConfigError, Exhausted, LegFailed, Refusal
+from pdx.errors import ClientGone, ConfigError, Exhausted, LegFailed, ProtocolError, Refusal
 from pdx.proxy.body import Payload
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
@@ -57,6 +58,10 @@ def engine_tls(ca: str) -> ssl.SSLContext | bool:
 
 def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | None = None) -> LegFailed:
     return LegFailed(reason, engine.name, engine.url, text, unsent=reason in UNSENT, answer=answer)
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 class Asked(NamedTuple):
@@ -237,6 +242,21 @@ class Legs:
         leg = Answer(engine, self._health, None, timeout_s, timeout_s)
         async with self._sent(leg, method, path, payload=payload, headers=sent):
             return leg, await leg.read_small()
+
+    async def tokens(
+        self, engine: Engine, payload: bytes, *, headers: Mapping[str, str], timeout_s: float
+    ) -> list[int]:
+        """What an engine makes of a text or a conversation.
+
+        :raises LegFailed, Exhausted: as `ask`. :raises ProtocolError: it makes no tokens of that.
+        """
+        answer, raw = await self.ask(engine, "/tokenize", headers=headers, timeout_s=timeout_s, payload=payload)
+        if answer.status != HTTPStatus.OK:
+            raise ProtocolError(f"status {answer.status}")
+        try:
+            return msgspec.json.decode(raw, type=_Tokens).tokens
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolError(str(error)) from error
 
     async def _check(self, answer: Answer) -> None:
         """:raises LegFailed: it is none, or another engine may give a better one."""

@@ -11,18 +11,19 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from pdx.errors import Exhausted, LegFailed, SelectionError
+from pdx.errors import Exhausted, LegFailed, ProtocolError, SelectionError
 from pdx.proxy import body
 from pdx.proxy.cache.verbs import Instances
 from pdx.proxy.chunk_index import ANY
 from pdx.proxy.config import ProxyConfig, Routing
-from pdx.proxy.engines import Engine
+from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Exchange
 from pdx.proxy.following import Following
 from pdx.proxy.health import NO_WORK, Health, Record, Work
 from pdx.proxy.leg import Legs
-from pdx.proxy.placing import Coming, Keys, Prompt, cost, pace
-from pdx.proxy.plan import Body, Mode
+from pdx.proxy.placing import Coming, Keys, Prompt, cost, paced
+from pdx.proxy.plan import BYTES_PER_TOKEN, Body, Mode, prompt_bytes
+from pdx.proxy.router import serving
 from pdx.proxy.routes import Route
 from pdx.security.address import base_url
 from pdx.telemetry.env import Env
@@ -40,13 +41,8 @@ _TOKENIZED = {  # fields of a request that decide what its tokens are
         *("continue_final_message", "add_special_tokens", "mm_processor_kwargs"),
     ),
 }
-_BYTES_PER_TOKEN = 4
 # In messages: what an engine would fetch and look at once more, and what is in no key that is made here.
 _MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video|file)[a-z_]*"\s*:')
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
 
 
 class Locating:
@@ -55,11 +51,19 @@ class Locating:
     legs: Legs
 
     def __init__(
-        self, config: ProxyConfig, health: Health, instances: Instances, chunks: Following | None, env: Env
+        self,
+        config: ProxyConfig,
+        env: Env,
+        *,
+        engines: Engines,
+        health: Health,
+        instances: Instances,
+        chunks: Following | None,
     ) -> None:
         """`instances`: how engines name chunks. `chunks`: what nodes tell of theirs."""
         self._routing = config.routing
         self._split_tokens = config.min_split_tokens
+        self._engines = engines
         self._health = health
         self._instances = instances
         self._chunks = chunks
@@ -67,33 +71,28 @@ class Locating:
         self._coming = Coming()
         self._sessions: OrderedDict[str, Prompt] = OrderedDict()  # their last turns
 
-    async def locate(self, exchange: Exchange, engines: Sequence[Engine]) -> None:
-        """Note what is known of a request's prompt, in at most FIND_S. `engines`: that may serve it."""
+    async def locate(self, exchange: Exchange) -> None:
+        """Note what is known of a request's prompt, in at most FIND_S."""
         last = self._sessions.get(exchange.hints.session) if exchange.hints.session else None
         if self._routing is Routing.SESSION:
             exchange.prompt = last
         if self._routing is not Routing.PREFIX or exchange.whole is not None:
             return
-        fields = (exchange.body.get(name) for name in exchange.route.prompt)
-        nbytes = sum(len(memoryview(field)) for field in fields if isinstance(field, Raw))
+        engines = serving(self._engines.all(), self._health, exchange.model)
+        nbytes = prompt_bytes(exchange.route, exchange.body)
         longest = max((engine.facts.max_model_len for engine in engines if engine.facts is not None), default=nbytes)
         # A picture in its bytes has few tokens: by its length an engine would be busy for minutes.
-        estimate = min(nbytes // _BYTES_PER_TOKEN, longest)
+        estimate = min(nbytes // BYTES_PER_TOKEN, longest)
         exchange.prompt = Prompt(estimate, last.hits if last is not None else {})
         if len({engine.node for engine in engines} - {""}) < 2:  # all find the same
             return
         try:
             exchange.prompt = await self._found(exchange, engines) or exchange.prompt
-        except (TimeoutError, LegFailed, Exhausted, SelectionError, ValueError, RecursionError):
+        except (TimeoutError, LegFailed, Exhausted, ProtocolError, SelectionError, ValueError, RecursionError):
             # Or the client or the engine has sent nonsense, which is for an engine to refuse.
             self._counters["placed_without_tokens"] += 1
         finally:
-            records = [self._health.of(engine.url) for engine in engines]
-            exchange.prompt = msgspec.structs.replace(
-                exchange.prompt,
-                computing=pace(record.computing for record in records),
-                loading=pace(record.loading for record in records),
-            )
+            exchange.prompt = paced(exchange.prompt, [self._health.of(engine.url) for engine in engines])
 
     async def _found(self, exchange: Exchange, engines: Sequence[Engine]) -> Prompt | None:
         models = {base_url(model.url): model for model in self._instances.models() if model.url}
@@ -140,12 +139,7 @@ class Locating:
             raise SelectionError(f"no engine is to make tokens of these {len(payload)} bytes")
         record = self._health.of(engine.url)
         record.untold += 1
-        answer, told = await self.legs.ask(
-            engine, "/tokenize", headers=exchange.headers, timeout_s=FIND_S, payload=payload
-        )
-        if answer.status != 200:
-            raise SelectionError(f"engine {engine.name} makes no tokens: status {answer.status}")
-        tokens = msgspec.json.decode(told, type=_Tokens).tokens
+        tokens = await self.legs.tokens(engine, payload, headers=exchange.headers, timeout_s=FIND_S)
         record.untold -= 1
         return tokens
 
@@ -172,9 +166,7 @@ class Locating:
         if prompt is None or (decodes and exchange.mode is not Mode.ALONE):
             return NO_WORK
         self.chosen(exchange, engine)
-        missing = prompt.missing(engine.node)
-        is_timed = prompt.chunk_tokens > 0 and (exchange.streams or not decodes)
-        return Work(missing, prompt.tokens - missing, is_timed)
+        return prompt.work(engine.node, is_timed=prompt.chunk_tokens > 0 and (exchange.streams or not decodes))
 
     @staticmethod
     def told(exchange: Exchange, leg: Body, engine: Engine, *, decodes: bool) -> Body:

@@ -17,7 +17,7 @@ import msgspec
 
 from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
-from pdx.proxy.health import Record
+from pdx.proxy.health import Record, Work
 from pdx.telemetry.rate import Rate
 
 TICK_S = 0.01  # engines that differ by less take turns
@@ -41,6 +41,11 @@ class Prompt(msgspec.Struct, frozen=True):
 
     def missing(self, node: str) -> int:
         return self.tokens - min(self.tokens, self.hits.get(node, 0))
+
+    def work(self, node: str, *, is_timed: bool) -> Work:
+        """What an engine there would do with it. `is_timed`: see `Work`."""
+        missing = self.missing(node)
+        return Work(missing, self.tokens - missing, is_timed)
 
     def better(self, node: str) -> str:
         """The node that has most of it, where this one has less; else empty."""
@@ -75,6 +80,12 @@ def pace(rates: Iterable[Rate]) -> float:
     """Tokens per second of most engines; 0: of none it is known."""
     known = [rate.gb_s * 1e9 for rate in rates if rate.is_known]
     return statistics.median(known) if known else 0.0
+
+
+def paced(prompt: Prompt, records: Sequence[Record]) -> Prompt:
+    """With the pace of most of these engines, which could have it."""
+    computing, loading = pace(each.computing for each in records), pace(each.loading for each in records)
+    return msgspec.structs.replace(prompt, computing=computing, loading=loading)
 
 
 def _per_second(own: Rate, common: float, guess: int) -> float:

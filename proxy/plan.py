@@ -24,7 +24,7 @@ Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked 
 FORWARD_BYTES = 1 << 20  # of a prompt: the prefill engine sends all its token ids back, which takes everybody's time
 ONE_TOKEN = "one_token"  # why a request goes to one engine, and to one that prefills: that is all it has to do
 XARGS = "vllm_xargs"
-_BYTES_PER_TOKEN = 4  # of text, roughly
+BYTES_PER_TOKEN = 4  # of text, roughly
 _MOST_PROMPTS = 1024  # of a request that is shared
 _CONTENT_PARTS = re.compile(rb'"content"\s*:\s*\[')  # text in parts, or pictures: few bytes may be many tokens
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
@@ -108,7 +108,7 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
     least_length = ids if body.get("truncate_prompt_tokens") is None else 0
     if token_limit(route, body) == 1:
         return Plan(Mode.ALONE, ONE_TOKEN, least_length)
-    if (ids or nbytes // _BYTES_PER_TOKEN) < min_split_tokens:
+    if (ids or nbytes // BYTES_PER_TOKEN) < min_split_tokens:
         return Plan(Mode.ALONE, "short_prompt", least_length)
     if nbytes > FORWARD_BYTES:
         return Plan(Mode.SAMPLED, "prompt_size", least_length)
@@ -129,7 +129,7 @@ def _planned_prompts(route: Route, body: Body, min_split_tokens: int) -> Steps[P
         return Plan(Mode.ALONE, "prompt")
     if token_limit(route, body) == 1:
         return Plan(Mode.ALONE, ONE_TOKEN)
-    if len(memoryview(prompts)) // _BYTES_PER_TOKEN < min_split_tokens * count:
+    if len(memoryview(prompts)) // BYTES_PER_TOKEN < min_split_tokens * count:
         return Plan(Mode.ALONE, "short_prompt")
     return Plan(Mode.SAMPLED, "prompts", prompts=count)
 
@@ -146,7 +146,7 @@ def _planned_chat(route: Route, body: Body, min_split_tokens: int) -> Plan:
         return Plan(Mode.ALONE, "tools")
     if token_limit(route, body) == 1:
         return Plan(Mode.ALONE, ONE_TOKEN)
-    is_short = prompt_bytes(route, body) // _BYTES_PER_TOKEN < min_split_tokens
+    is_short = prompt_bytes(route, body) // BYTES_PER_TOKEN < min_split_tokens
     if is_short and _CONTENT_PARTS.search(memoryview(messages)) is None:  # else it is more than text
         return Plan(Mode.ALONE, "short_prompt")
     return Plan(Mode.SAMPLED, "chat")

@@ -132,7 +132,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         return Outcome.UNAVAILABLE
 
     async def _run(self, exchange: Exchange) -> None:
-        await self.locating.locate(exchange, router.serving(self.engines.all(), self.health, exchange.model))
+        await self.locating.locate(exchange)
         if exchange.mode is Mode.ALONE:
             return await self._alone(exchange)
         pair = exchange.planned = router.pair(self._candidates(exchange))

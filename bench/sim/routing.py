@@ -8,8 +8,8 @@ from pdx.bench.sim.engine import Served, SimulatedEngine
 from pdx.bench.sim.node import SimulatedNode
 from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
-from pdx.proxy.health import Record, Use, Work
-from pdx.proxy.placing import Coming, Keys, Prompt, cost, pace
+from pdx.proxy.health import NO_WORK, Record, Use
+from pdx.proxy.placing import Coming, Keys, Prompt, cost, paced
 
 
 class Router:
@@ -43,12 +43,10 @@ class Router:
         ]
         at = ranks.index(min(ranks))
         self._turns += 1
-        missing = prompt.missing(self._known[at].node) if prompt is not None else 0
-        found = prompt.tokens - missing if prompt is not None else 0
-        work = Work(missing, found, is_timed=True)
-        served.use = Use(self._records[at], self._turns, is_planned=False, work=work)
         node = self._known[at].node
-        coming = self._coming.add(node, Keys(iter(served.request.keys)), found // self._block_tokens)
+        work = prompt.work(node, is_timed=True) if prompt is not None else NO_WORK
+        served.use = Use(self._records[at], self._turns, is_planned=False, work=work)
+        coming = self._coming.add(node, Keys(iter(served.request.keys)), work.found // self._block_tokens)
         self._given[served.number] = node, coming
         if served.request.session:
             self._sessions[served.request.session] = Prompt(served.request.tokens, urls=frozenset({str(at)}))
@@ -62,12 +60,8 @@ class Router:
         keys = Keys(iter(served.request.keys))
         there = {str(at): node.leading(served.request.keys) for at, node in enumerate(self._nodes)}
         leads = self._coming.leads(keys, there, lambda node, key: self._nodes[int(node)].leading([key]) > 0)
-        return Prompt(
-            served.request.tokens,
-            {node: lead * self._block_tokens for node, lead in leads.items()},
-            computing=pace(record.computing for record in self._records),
-            loading=pace(record.loading for record in self._records),
-        )
+        hits = {node: lead * self._block_tokens for node, lead in leads.items()}
+        return paced(Prompt(served.request.tokens, hits), self._records)
 
     def over(self, served: Served) -> None:
         """It is."""

@@ -221,10 +221,9 @@ class _Run:
 
     def _go_on(self) -> None:
         """Whatever comes of what has just happened."""
-        is_alone = len(self._nodes) == 1
         while True:
             for node in self._nodes:
-                if is_alone or node.is_due:
+                if node.is_due:
                     node.turn()
             for engine in self._engines:
                 engine.go_on()

@@ -17,10 +17,9 @@ from collections.abc import Callable
 import msgspec
 
 from pdx.client.connection import Connection
-from pdx.config import ConnectorConfig
 from pdx.engine.plan import PagesPlan
 from pdx.engine.request import SlotGrant, State, Step, TrackedRequest
-from pdx.engine.step import BlockHasher, StepRequest
+from pdx.engine.step import StepRequest
 from pdx.engine.store_lookup import StoreLookup
 from pdx.memory.layout import CacheGroups
 from pdx.wire.hints import Envelope, Hints
@@ -33,17 +32,11 @@ WAIT_S = 0.2
 class Drafts:
     """The draft model of one engine. One thread: the scheduler's."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        groups: CacheGroups,
-        hasher: BlockHasher,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`groups`: those of its layers."""
+    def __init__(self, groups: CacheGroups, lookup: StoreLookup, clock: Callable[[], float] = time.monotonic) -> None:
+        """`groups`: those of its layers, of which `lookup` asks."""
+        self.lookup = lookup
         self._groups = groups
         self._clock = clock
-        self.lookup = StoreLookup(config, groups, hasher, clock)
         self._bare: set[int] = set()  # blocks that were filled from the store, but not with its KV
 
     def track(self, tracked: TrackedRequest, fingerprint: bytes) -> None:

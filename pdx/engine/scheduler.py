@@ -73,7 +73,7 @@ class SchedulerHalf:
         self._hashing = hashing
         self._fingerprint = groups.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, groups, hashing.tail)
-        self._drafts = Drafts(config, drafts, hashing.tail) if drafts is not None else None
+        self._drafts = None if drafts is None else Drafts(drafts, StoreLookup(config, drafts, hashing.tail))
         self._requests: dict[str, TrackedRequest] = {}
         self._counts = Counter(dict.fromkeys(State, 0))  # of these
         self._turns = Turns(limits)  # of new ones

@@ -22,9 +22,8 @@ from pdx.telemetry.faults import counted
 log = logging.getLogger("pdx.node")
 
 KEPT_S = 60.0  # how long a finished transfer's tail and record are kept for a decoder that comes late
-NEAR_S = (
-    0.5  # before its end a decode engine is to know of a transfer: HTTP, tokenizer, a turn, and copying begin then …
-)
+# So long before its end a decode engine is to know of a transfer: HTTP, tokenizer, a turn, and copying begin then …
+NEAR_S = 0.5
 NEAR_CHUNKS = 2.0  # … or at once, where no more than this is left: that has no pace yet
 EPSILON = 1e-6  # of a chunk: less than a slice
 MAX_TRANSFERS = 10_000  # that one process or peer has made known

@@ -24,6 +24,7 @@ from pdx.wire.verbs import Model
 # (hash of the block before, its tokens, what else is in it) -> its hash
 _Extra = tuple[object, ...] | None
 _Hash = Callable[[bytes, tuple[int, ...], _Extra], bytes]
+_WIDTHS = ((24, 1), (25, 2), (26, 4), (27, 8))  # in CBOR, of numbers above 23: what says so, and bytes
 _FRAME_BYTES = 1 << 16  # pickle begins another frame behind so many
 _LEAST = 4  # characters of a name's beginning
 _MOST_LISTED = 8
@@ -200,11 +201,9 @@ def _number_cbor(value: int) -> bytes:
 
 
 def _head(major: int, number: int) -> bytes:
-    if number < 24:
+    if number < _WIDTHS[0][0]:
         return bytes([major << 5 | number])
-    mark, width = (
-        (24, 1) if number < 1 << 8 else (25, 2) if number < 1 << 16 else (26, 4) if number < 1 << 32 else (27, 8)
-    )
+    mark, width = next((mark, width) for mark, width in _WIDTHS if number < 1 << 8 * width)
     return bytes([major << 5 | mark]) + number.to_bytes(width, "big")
 
 

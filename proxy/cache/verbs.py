@@ -11,7 +11,16 @@ from typing import Any
 
 import msgspec
 
-from pdx.errors import Exhausted, LegFailed, NodeUnavailable, NoEngine, PdxError, SelectionError, VerbRefused
+from pdx.errors import (
+    Exhausted,
+    LegFailed,
+    NodeUnavailable,
+    NoEngine,
+    PdxError,
+    ProtocolError,
+    SelectionError,
+    VerbRefused,
+)
 from pdx.proxy.cache.orders import Orders
 from pdx.proxy.chunk_index import ANY
 from pdx.proxy.control import Control
@@ -45,10 +54,6 @@ _NAMED = 16  # names in an error's text
 ALL = "*"
 _TOKENIZE_S = 30.0
 _AGAIN_S, _SELDOM_S = 0.02, 0.5  # between two questions to a node whose tiers have not answered, doubling
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -261,10 +266,7 @@ class Verbs:
             raise NoEngine(f"engine {model.engine!r} serves no HTTP that this proxy knows, so give token ids")
         try:
             assert self.legs is not None
-            answer, raw = await self.legs.ask(engine, "/tokenize", headers={}, timeout_s=_TOKENIZE_S, payload=body)
-            if answer.status == 200:
-                return msgspec.json.decode(raw, type=_Tokens).tokens
-            why = f"status {answer.status}"
-        except (LegFailed, Exhausted, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            why = str(error)
-        raise NoEngine(f"engine {model.engine!r} made no tokens of the text ({why[:200]}), so give token ids")
+            return await self.legs.tokens(engine, body, headers={}, timeout_s=_TOKENIZE_S)
+        except (LegFailed, Exhausted, ProtocolError) as error:
+            why = str(error)[:200]
+            raise NoEngine(f"engine {model.engine!r} made no tokens of the text ({why}), so give token ids") from error

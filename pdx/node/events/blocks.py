@@ -23,12 +23,8 @@ from pdx.store.siblings import Siblings
 from pdx.wire.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 
 PIECE_KEYS = 1024
-GROUP, KIND = (
-    0,
-    "full_attention",
-)  # names of blocks are told by engines that have one cache group, which is of that kind
-
-
+# Names of blocks are told by engines that have one cache group, which is of that kind.
+GROUP, KIND = 0, "full_attention"
 # By the name of a first block: the key in one place that begins so, or several keys. They have been told.
 _Alike = dict[bytes, bytes | Siblings]
 
