@@ -87,14 +87,15 @@ def of_transfer(
     queue_ns = time.claim(waits)
     scatter_ns = time.claim([load])
     wire_ns = time.claim(_behind(writes, prefill_end))
-    first_ns = time.claim([(runnable, runnable + round(first_step_ms * 1e6))])
+    first = (runnable, runnable + round(first_step_ms * 1e6))
+    first_ns = time.claim([first])
     return Parts(
         queue=_all(queue_ns),
         prefill=_all(prefill_ns),
-        gather=Part(max(gather_ns, _length(gathers)) / 1e6, gather_ns / 1e6),
-        wire=Part(max(wire_ns, _length(writes)) / 1e6, wire_ns / 1e6),
-        scatter=_all(scatter_ns),
-        first_decode=_all(first_ns),
+        gather=_beside(gather_ns, gathers),
+        wire=_beside(wire_ns, writes),
+        scatter=_beside(scatter_ns, [load]),
+        first_decode=_beside(first_ns, [first]),
         rest=_all(time.left_ns),
     )
 
@@ -188,6 +189,11 @@ def _length(intervals: Iterable[Interval]) -> int:
         total += max(0, end - begin)
         reached = end if reached is None else max(reached, end)
     return total
+
+
+def _beside(exposed_ns: int, whole: Sequence[Interval]) -> Part:
+    """A part that may have run beside others, in these intervals."""
+    return Part(max(exposed_ns, _length(whole)) / 1e6, exposed_ns / 1e6)
 
 
 def _all(ns: int) -> Part:

@@ -70,6 +70,14 @@ def test_a_wire_is_hidden_until_prefill_ends_and_while_something_else_is_waited_
     assert found.scatter.exposed_ms == 25
 
 
+def test_what_is_loaded_while_prefill_goes_on_is_hidden_and_has_its_length():
+    found = of_transfer(
+        clock(0, 2, 10, 110, 60, 105, 108, 150), [], queued_ms=0, first_step_ms=30, is_gather_beside=False
+    )
+    assert (found.scatter.total_ms, found.scatter.exposed_ms) == (45, 0)
+    assert (found.first_decode.total_ms, found.first_decode.exposed_ms) == (30, 28)
+
+
 def test_the_last_shard_decides_and_the_first_one_begins():
     moments = [Moment(event, at * MS) for event, at in zip(ORDER, USUAL, strict=True)]
     moments += [
