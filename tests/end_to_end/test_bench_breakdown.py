@@ -41,7 +41,7 @@ def test_breakdown_of_real_requests(tmp_path):
     for request in requests:
         _check_parts(request)
     alone = requests[0]
-    assert alone.engines.computed_tokens == 1  # the decode engine computes the first token, and nothing else
+    assert alone.engines.computed_tokens <= 1  # vLLM counts 0 where all was loaded, though it computes the last again
     assert alone.output_tokens == OUTPUT
     assert 1 <= len(alone.itl_ms) < OUTPUT  # a server that is late sends several tokens in one event
 
