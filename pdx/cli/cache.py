@@ -167,7 +167,7 @@ def clear(place: str, everything: bool, dry_run: bool, detach: bool, as_json: bo
         sys.exit(1)
 
 
-def _pinning(name: str, done_is: str, text: str) -> None:
+def _placing(name: str, done_is: str, text: str) -> None:
     @cache.command(name, help=text)
     @click.argument("place")
     @choosing
@@ -180,8 +180,9 @@ def _pinning(name: str, done_is: str, text: str) -> None:
         _effects(done, done_is, as_json=as_json)
 
 
-_pinning("pin", "pinned", "Keep the prompt's chunks in PLACE until they are unpinned there.")
-_pinning("unpin", "unpinned", "Take one pin off each of the prompt's chunks in PLACE.")
+_placing("pin", "pinned", "Keep the prompt's chunks in PLACE until they are unpinned there.")
+_placing("unpin", "unpinned", "Take one pin off each of the prompt's chunks in PLACE.")
+_placing("prefetch", "being loaded", "Load the prompt's chunks into memory: PLACE is a node, NODE/host or NODE/gpu.")
 
 
 def _recoding(name: str, text: str, *words: str) -> None:

@@ -115,6 +115,13 @@ class Controller:
         verb = verbs.Move(_NOTHING, from_.tier, to.tier, node, keep, dry_run)
         return self._job(verb, from_.node, prompt_of(tokens))
 
+    def prefetch(
+        self, tokens: Tokens, instance: str = "", to: str = "", *, dry_run: bool = False
+    ) -> dict[str, verbs.Effect | Refused]:
+        """Load a prompt's chunks into memory, "host" or "gpu" (the first arena where it is not said), as if a request
+        for them were on its way; how many are not there yet."""
+        return self._each(verbs.Prefetch(_NOTHING, to, dry_run), instance, prompt_of(tokens))
+
     def clear(
         self,
         tokens: Tokens | None,

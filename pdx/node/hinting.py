@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdx.errors import NodeError
 from pdx.store.cache_groups import whole
-from pdx.store.chunk import NO_HINTS, Chunk, Wanted
+from pdx.store.chunk import Chunk, Wanted
 from pdx.store.hints import Demotions, Ends
 from pdx.store.history import Cause
 from pdx.store.lifecycle import State
-from pdx.wire.hints import OWN, Hints, Verdict
+from pdx.wire.hints import NO_HINTS, OWN, Hints, Verdict
 from pdx.wire.messages import Admit
 from pdx.wire.verbs import Advise, Advised
 
 if TYPE_CHECKING:
+    from pdx.node.look_ahead import Of
     from pdx.node.service import Service
 
 AGAIN_S = 1.0  # what is being filled when it should be forgotten is looked at again after that
@@ -48,6 +50,7 @@ class Hinting:
         self._store = service.store
         self._tiers = service.tiers
         self._look_ahead = service.look_ahead
+        self._places = service.places
         self._counters = service.counters
         self._clock = service.env.clock
         self.ends = Ends()
@@ -109,6 +112,8 @@ class Hinting:
             is_as_it_is = hints.codec == "none"
             text = "" if is_as_it_is else "a request asks for it, or pdx cache compress: its chunks have other keys"
             found.append(_verdict("codec", ("accepted" if is_as_it_is else "refused", text, "")))
+        if hints.prefetch_to is not None:
+            found.append(_verdict("prefetch_to", self._check(hints.prefetch_to)))
         if hints.session:
             found.append(Verdict("session", "accepted"))
         for verdict in found:
@@ -216,12 +221,36 @@ class Hinting:
         return self._demote(hints, name or hints.session, wanted)
 
     def _prefetch(self, hints: Hints, name: str, wanted: Wanted) -> Outcome:
-        in_host = msgspec.structs.replace(wanted, arenas=())
-        if not self._tiers.below and len([*self._runs(hints, in_host)]) < len(whole(wanted).keys):
+        in_first = msgspec.structs.replace(wanted, arenas=())
+        if not self._tiers.below and len([*self._runs(hints, in_first)]) < len(whole(wanted).keys):
             return "refused", "this node has no tier below memory to load from (--disk, --remote)", ""
-        if not self._look_ahead.prefetch((hints.salt, name), in_host):
-            return "refused", "too many requests are looked ahead for", ""
+        try:
+            self.prefetch((hints.salt, name), wanted, hints.prefetch_to or "")
+        except NodeError as error:
+            return "refused", str(error), ""
         return "accepted", "", ""
+
+    def _check(self, memory: str) -> Outcome:
+        try:
+            self._places.at(memory)
+        except NodeError as error:
+            return "refused", str(error), ""
+        return "accepted", "", ""
+
+    def prefetch(self, session: Of, wanted: Wanted, to: str) -> None:
+        """Load this into the arenas that are called so (empty: the first one), as if a request were on its way.
+
+        :raises NodeError: it cannot be loaded there.
+        """
+        place = self._places.at(to) if to else self._places.first
+        if place.tier is not None:
+            raise NodeError(f"{to} is no memory that chunks are prefetched into; move stores them there")
+        arenas: Sequence[int] = () if place == self._places.first else wanted.arenas
+        if place != self._places.first and not (arenas and all(arenas)):  # no engine has used it there
+            self._places.check_homes(place, wanted.shards)
+            arenas = self._places.homes(wanted.shards)
+        if not self._look_ahead.prefetch(session, msgspec.structs.replace(wanted, arenas=arenas)):
+            raise NodeError("too many requests are looked ahead for")
 
     def _demote(self, hints: Hints, name: str, wanted: Wanted) -> Outcome:
         if hints.lease_s:

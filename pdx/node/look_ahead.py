@@ -20,11 +20,12 @@ import msgspec
 from msgspec.structs import replace
 
 from pdx.node.sessions import Session
-from pdx.store.cache_groups import goals, restorable
-from pdx.store.chunk import NODE, Wanted
+from pdx.store.cache_groups import goals, restorable, whole
+from pdx.store.chunk import NODE, Chunk, Wanted
 from pdx.store.copy import Copy
 from pdx.store.deadlines import Deadlines
 from pdx.store.index import Groups
+from pdx.store.lifecycle import State
 from pdx.wire.messages import Admit, Expect
 
 if TYPE_CHECKING:
@@ -49,8 +50,11 @@ class Expected(msgspec.Struct, eq=False):
     number: int  # its place in the order in which they came
     wanted: Wanted
     until: float  # then it is given up
+    lifts: bool = False  # whether it shall be in the arenas that are wanted, by way of the first one
     nbytes: int = 0  # of its chunks that were here, or were being loaded, when that was looked up
     copies: list[Copy] = []
+    is_loaded: bool = False  # once: what could not be loaded is not lifted
+    coming: set[Chunk] = set()  # that are being loaded, to be lifted when all of them are here or will never be
 
 
 class LookAhead:
@@ -71,6 +75,7 @@ class LookAhead:
         self._keys = 0
         self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
         self._nbytes = 0  # of all that were looked up
+        self._num_lifting = 0  # of all, those that lift what is loaded for them
         self._clock = service.env.clock
         self._last: OrderedDict[Of, Wanted] = OrderedDict()  # the one that came last at the end
         self._last_keys = 0  # of all of them
@@ -121,18 +126,19 @@ class LookAhead:
             self._counters["arrivals"] += 1
 
     def prefetch(self, session: Of, wanted: Wanted) -> bool:
-        """Load this now, as if a request of the session were on its way; whether that is heeded."""
+        """Load this now, as if a request of the session were on its way, to where it is wanted; whether that is
+        heeded."""
         known = self._expected.get((NODE, session))
-        if known is not None and known.wanted.keys != wanted.keys:
+        if known is not None and (known.wanted.keys, known.wanted.arenas) != (wanted.keys, wanted.arenas):
             self._end(NODE, session, is_over=False)
             known = None
-        heeded = known is not None or self._await(session, wanted)
+        heeded = known is not None or self._await(session, wanted, lifts=any(wanted.arenas))
         self.turn()
         return heeded
 
-    def _await(self, session: Of, wanted: Wanted) -> bool:
+    def _await(self, session: Of, wanted: Wanted, *, lifts: bool = False) -> bool:
         until = self._clock() + ARRIVAL_S
-        heeded = self._add(NODE, session, wanted, until)
+        heeded = self._add(NODE, session, wanted, until, lifts=lifts)
         if heeded:
             self._arrivals.add((session,), until)
         return heeded
@@ -167,7 +173,9 @@ class LookAhead:
         for session in self._arrivals.take(self._clock()):
             self._end(NODE, session, is_over=True)
 
-    def _add(self, session: int, request: Name, wanted: Wanted, until: float = math.inf) -> bool:
+    def _add(
+        self, session: int, request: Name, wanted: Wanted, until: float = math.inf, *, lifts: bool = False
+    ) -> bool:
         name = session, request
         share = SESSIONS_SHARE if session == NODE else 1.0  # a request that waits is surer than one that may come
         full = len(self._expected) >= share * MAX_REQUESTS or self._keys + len(wanted.keys) > share * MAX_KEYS
@@ -176,8 +184,9 @@ class LookAhead:
             self._counters["expected_too_many"] += full
             return False
         self._numbers += 1
-        expected = self._expected[name] = Expected(request, self._numbers, wanted, until)
+        expected = self._expected[name] = Expected(request, self._numbers, wanted, until, lifts)
         self._by_number[self._numbers] = expected
+        self._num_lifting += lifts
         self._of_session.add(session, [request])
         self._keys += len(wanted.keys)
         self._tiers.want(wanted.keys, expected.number)
@@ -204,6 +213,7 @@ class LookAhead:
         if is_over:
             self._counters["prefetches_cancelled"] += self._copies.give_up(expected.copies)
         self._nbytes -= expected.nbytes
+        self._num_lifting -= expected.lifts
         if len(self._due) > 2 * len(self._by_number) + SPARE:
             self._due = sorted(number for number in set(self._due) if number in self._by_number)
         return True
@@ -213,6 +223,16 @@ class LookAhead:
         keys = [each for each in news if isinstance(each, bytes)]
         for number in {number for key in keys for number in self._store.wanted.get(key, ())}:
             heapq.heappush(self._due, number)
+
+    def landed(self, chunks: Iterable[Chunk]) -> None:
+        """These were loaded, or never will be."""
+        for chunk in chunks if self._num_lifting else ():
+            for number in self._store.wanted.get(chunk.key, ()):
+                expected = self._by_number[number]
+                if chunk in expected.coming:
+                    expected.coming.discard(chunk)
+                    if not expected.coming:
+                        heapq.heappush(self._due, number)
 
     def turn(self) -> None:
         """Load what the first requests of the queue want, as many as there is room for."""
@@ -230,6 +250,9 @@ class LookAhead:
 
     def _look_up(self, expected: Expected, room_bytes: int) -> None:
         wanted = replace(expected.wanted, who=_who(expected.request))
+        if expected.lifts:
+            self._lift(expected, whole(wanted), room_bytes)
+            return
         if wanted.rules:
             hits, found = restorable(self._store, wanted)
         else:
@@ -249,6 +272,28 @@ class LookAhead:
             return
         expected.copies += copies
         expected.nbytes += sum(copy.held_bytes for copy in copies)
+        self._counters["prefetched_chunks"] += sum(len(copy.keys) for copy in copies)
+
+    def _lift(self, expected: Expected, wanted: Wanted, room_bytes: int) -> None:
+        """Have it copied from the first arena, where it is loaded first; to look at it costs its keys."""
+        shards, arenas = wanted.shards, wanted.arenas
+        here = [chunks for key in wanted.keys for chunks in self._store.find([key], shards, arenas)]
+        expected.nbytes = sum(chunk.room_bytes for chunks in here for chunk in chunks)
+        there = {chunks[0].key for chunks in here}
+        missing = [key for key in wanted.keys if key not in there]
+        low = [key for key in missing if not self._store.find([key], shards)]
+        room_bytes = min(room_bytes, int(min(self._store.pools[arena].total_bytes for arena in arenas) * SHARE))
+        copies = self._tiers.lift(replace(wanted, keys=missing), room_bytes - expected.nbytes)
+        expected.nbytes += sum(copy.held_bytes for copy in copies)
+        if low and not expected.is_loaded:
+            loads = self._tiers.prefetch(replace(wanted, keys=low, arenas=()), 0, room_bytes - expected.nbytes)
+            known = (chunk for key in low for chunk in self._store.index.known(key, shards) or ())
+            # Also what is being loaded for others.
+            expected.coming = {chunk for chunk in known if chunk.state is State.FILLING and chunk.writer == NODE}
+            expected.is_loaded = bool(expected.coming)
+            expected.nbytes += sum(copy.held_bytes for copy in loads)
+            copies += loads
+        expected.copies += copies
         self._counters["prefetched_chunks"] += sum(len(copy.keys) for copy in copies)
 
 

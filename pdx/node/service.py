@@ -18,6 +18,7 @@ from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
 from pdx.node.arena_tier import ArenaTier
+from pdx.node.control.places import Places
 from pdx.node.control.verbs import Controls
 from pdx.node.events.log import EventLog
 from pdx.node.hinting import Hinting
@@ -150,6 +151,7 @@ class Service:
         if len(arenas) > 1:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, env)
         self.look_ahead = LookAhead(self)
+        self.places = Places(self)
         self.hinting = Hinting(self)
         self.admissions = Admissions(self)
         self.controls = Controls(self)
@@ -254,6 +256,7 @@ class Service:
             self._changed([*self.peers.turn(), *landed])
             self.tiers.storing.turn()
             self.look_ahead.answered(self.env.news)
+            self.look_ahead.landed(landed)
             self.look_ahead.turn()
             self.copies.pump()
         with self.env.faults.contain("the jobs of controllers"):

@@ -282,6 +282,27 @@ class Tiers(TierHost):
         deadline = self._clock() + self._store_s
         return self._copies.load(found, wanted, priority=Priority.PREFETCH, deadline=deadline)
 
+    def lift(self, wanted: Wanted, room_bytes: int) -> list[Copy]:
+        """Copy those of these that the first arena has to the arenas where they are wanted, as far as `room_bytes`
+        goes; nobody waits for them yet."""
+        keys: list[bytes] = []
+        for key in wanted.keys if self.arenas is not None else ():
+            for chunks in self._store.find([key], wanted.shards):
+                room_bytes -= sum(chunk.room_bytes for chunk in chunks)
+                keys.append(key)
+            if room_bytes < 0:
+                break
+        if self.arenas is None or not (keys := keys[: len(keys) - (room_bytes < 0)]):
+            return []
+        return self._copies.store(
+            self.arenas,
+            keys,
+            wanted.shards,
+            to=wanted.arenas,
+            priority=Priority.PREFETCH,
+            deadline=self._clock() + self._store_s,
+        )
+
     def _patience(self, tier: Tier, key: bytes, count: int, computing: Computing) -> float:
         """For how long to wait until a tier has said whether it has this key and those behind it, `count` in all.
 

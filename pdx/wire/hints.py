@@ -27,6 +27,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=64)]
 Outcome = Literal["accepted", "clipped", "refused"]
 Codec = Literal["none", "fp8", "int8"]
+Memory = Literal["host", "gpu"]
 
 FormText = Annotated[str, Meta(max_length=96)]  # of a `pdx.memory.form.Form`; whoever encodes by it parses it
 
@@ -47,6 +48,7 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
     demote: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_NAMED)] = []  # likewise
     codec: Codec | None = None  # by which they are stored below memory, as a request asks for it; None: not said
     form: FormText = ""  # what an engine has made of that: how much of them is left there; empty: all, exactly
+    prefetch_to: Memory | None = None  # where `prefetch` loads to; None: the node's first arena
 
     @property
     def asks(self) -> list[str]:
@@ -54,7 +56,7 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
         said = [name for name in ("session", "priority", "reuse_s", "ttl_s") if getattr(self, name)]
         said += ["lease_s"] if self.lease_s is not None else []
         said += [name for name in ("prefetch", "demote") if getattr(self, name)]
-        return said + (["codec"] if self.codec is not None else [])
+        return said + [name for name in ("codec", "prefetch_to") if getattr(self, name) is not None]
 
     def as_object(self) -> dict[str, Any]:
         """The envelope that says the same, but for the salt, which a request has a field of its own for."""
@@ -67,7 +69,8 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
         return {"version": VERSION, **said}
 
 
-_DEFAULTS: dict[str, Any] = msgspec.structs.asdict(Hints(""))
+NO_HINTS = Hints("")
+_DEFAULTS: dict[str, Any] = msgspec.structs.asdict(NO_HINTS)
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
@@ -146,6 +149,7 @@ _TYPES: dict[str, Any] = {
     "prefetch": bool | Annotated[list[SessionName], Meta(max_length=MAX_NAMED)],
     "demote": bool | Annotated[list[SessionName], Meta(max_length=MAX_NAMED)],
     "codec": Codec,
+    "prefetch_to": Memory,
 }
 
 

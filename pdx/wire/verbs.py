@@ -187,6 +187,18 @@ class Move(Verb, frozen=True):
     dry_run: bool = False
 
 
+class Prefetch(Verb, frozen=True):
+    """Load chunks from the other tiers of this node into memory, `to` "host" or "gpu" (empty: the first arena), as if a
+    request for them were on its way: behind what requests wait for, and evicted last for half a minute. Answers how
+    many are not there yet."""
+
+    name = "prefetch"
+    answers = (Effect,)
+    what: Selection
+    to: Name = ""
+    dry_run: bool = False
+
+
 class Clear(Verb, frozen=True):
     """Forget chunks in a tier (empty: in all of this node), pinned or not; the last lease of those that are read frees
     them. `everything`: all that the tier has, whatever `what` says, which is a job."""
@@ -310,7 +322,21 @@ class Advise(Verb, frozen=True):
 
 
 AnyVerb = (
-    Find | Move | Clear | PinIn | Recode | Evict | List | Jobs | CheckFinish | EndJob | Models | Status | Why | Advise
+    Find
+    | Move
+    | Prefetch
+    | Clear
+    | PinIn
+    | Recode
+    | Evict
+    | List
+    | Jobs
+    | CheckFinish
+    | EndJob
+    | Models
+    | Status
+    | Why
+    | Advise
 )
 VERBS: dict[str, type[Verb]] = {verb.name: verb for verb in get_args(AnyVerb)}
 AnyAnswer = Found | Effect | JobStatus | JobList | Listing | ModelList | NodeStatus | Explained | Advised

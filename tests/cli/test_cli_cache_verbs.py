@@ -121,6 +121,19 @@ def test_a_job_goes_on_without_the_command_and_is_asked_for(two, pdx):
     assert job in [each["job"] for each in json.loads(pdx("jobs", "--json").stdout)]
 
 
+def test_a_prompt_is_loaded_ahead_into_memory(two, pdx):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    ids = ("--ids", listed(tokens))
+    pdx("move", "alpha/host", "alpha/disk", *ids)
+    assert cells(pdx("prefetch", "alpha", *ids, "--dry-run")) == [["alpha", "host", "4", "256.0 KiB"]]
+    assert "this node has no tier 'gpu'; it has 'host', 'disk'" in pdx("prefetch", "alpha/gpu", *ids, status=1).stderr
+    assert host(pdx, tokens) == {"alpha": 0, "beta": 0}
+    assert "being loaded" in pdx("prefetch", "alpha/host", *ids).stdout
+    wait_until(lambda: host(pdx, tokens)["alpha"] == 64, timeout_s=60)
+    assert cells(pdx("prefetch", "alpha/host", *ids))[0][2] == "0"
+
+
 def test_clear_pin_and_evict(two, pdx):
     tokens = prompt()
     two.save("alpha", tokens)

@@ -145,6 +145,17 @@ def test_evict_asks_until_a_node_has_evicted_what_it_was_asked_for(two, cache):
     assert cache.evict(2, 1 << 40, "*")["beta"].tiers == [Kept("host", some - 1, (some - 1) * small)]
 
 
+def test_a_prompt_is_loaded_ahead_into_memory(two, cache):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    cache.wait(cache.move("alpha/host", "alpha/disk", tokens))
+    assert cache.prefetch(tokens, "alpha", dry_run=True)["alpha"].chunks == 4
+    assert cache.prefetch(tokens, "alpha", "host") == {"alpha": Effect([Kept("host", 4, 4 * CHUNK_BYTES)])}
+    wait_until(lambda: cache.lookup(tokens)["alpha"] == {"host": 64, "disk": 64})
+    with pytest.raises(TierUnknown, match="this node has no tier 'gpu'; it has 'host', 'disk'"):
+        cache.prefetch(tokens, "alpha", "gpu")
+
+
 def test_clear_pin_and_evict(two, cache):
     tokens = prompt()
     two.save("alpha", tokens)

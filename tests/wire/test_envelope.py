@@ -22,6 +22,7 @@ FULL = {
     "prefetch": ["chat 6"],
     "demote": True,
     "codec": "fp8",
+    "prefetch_to": "gpu",
 }
 
 
@@ -31,7 +32,9 @@ def refused(envelope):
 
 def test_an_envelope_is_what_nodes_are_told():
     found = parse(FULL, "tenant")
-    assert found.hints == Hints("chat 7", 5, 60.0, tenant("tenant"), 3600.0, 0.0, ["chat 6"], [""], "fp8")
+    assert found.hints == Hints(
+        "chat 7", 5, 60.0, tenant("tenant"), 3600.0, 0.0, ["chat 6"], [""], "fp8", prefetch_to="gpu"
+    )
     assert found.said == tuple(FULL)[1:]
     assert found.hints.as_object() == FULL
     assert decode_to_node(encode(ToNode(1, True, Admit([], hints=found.hints)))).body.hints == found.hints
@@ -78,6 +81,7 @@ def test_what_is_no_envelope_is_refused_as_a_whole(envelope):
             for bad in (1, "s", None, [""], [1], [None], [["s"]], ["x" * 65], ["s"] * (MAX_NAMED + 1), {"s": True})
         ),
         *(("codec", bad) for bad in ("", "zstd", 8, None, ["fp8"])),
+        *(("prefetch_to", bad) for bad in ("", "disk", 0, None, ["gpu"])),
     ],
 )
 def test_a_field_that_makes_no_sense_is_refused_and_the_others_are_taken(field, bad):

@@ -10,10 +10,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
+from pdx.memory.keys import is_named
 from pdx.node.control.jobs import Job, JobTable, Steps
 from pdx.node.control.moves import Errand, Mover
-from pdx.node.control.places import Place, Places
-from pdx.store.chunk import Chunk
+from pdx.node.control.places import Place
+from pdx.store.chunk import Chunk, Wanted
 from pdx.store.history import Cause
 from pdx.store.store_tier import check_recoding
 from pdx.telemetry.faults import printable
@@ -42,6 +43,7 @@ from pdx.wire.verbs import (
     Models,
     Move,
     PinIn,
+    Prefetch,
     Recode,
     Selection,
 )
@@ -64,15 +66,17 @@ class Controls:
         self._sessions = service.sessions
         self._admissions = service.admissions
         self._look_ahead = service.look_ahead
+        self._hinting = service.hinting
         self._pin_share = service.config.pin_share  # of all arenas, what may be pinned
         self._counters = service.counters
-        self.places = Places(service)
+        self.places = service.places
         self.jobs = JobTable(service.name, service.epoch, service.env)
         self._mover = Mover(service, self.places)
         service.peers.on_settle = self._mover.settle
         self._handlers: dict[type[AnyVerb], Callable[[Any], Outcome]] = {
             Find: self._find,
             Move: self._move,
+            Prefetch: self._prefetch,
             Clear: self._clear,
             PinIn: self._pin,
             Recode: self._recode,
@@ -224,6 +228,19 @@ class Controls:
         for key, place in found:
             if place.name in pinning and self.places.is_pinned(place, key, shards):
                 raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, {instead}")
+
+    def _prefetch(self, ask: Prefetch) -> Effect:
+        keys, shards = self._selected(ask.what)
+        place = self.places.at(ask.to) if ask.to else self.places.first
+        there = self.places.found(place, keys, shards)
+        others = [each for each in self.places.all if each != place]
+        places, nbytes = self._whence(others, [key for key in keys if key not in there], shards, is_named=False)
+        if not (there or places):
+            raise ChunkMissing(f"none of {len(keys)} chunks is in any tier of this node")
+        if not ask.dry_run:
+            name = f"prefetch of {keys[-1].hex()}"
+            self._hinting.prefetch((b"", name), Wanted(keys, shards, is_named=is_named(keys[0])), ask.to)
+        return Effect([Kept(place.name, len(places) * shards, nbytes)], ask.dry_run)
 
     # ---- dropping ---------------------------------------------------------------------------
 
