@@ -191,6 +191,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = []
     disk_limit_bytes: Annotated[DiskBytes, option("The most that chunks take of each of these disks.")] = 100 << 30
     disk_reserve_bytes: Annotated[ReserveBytes, option("So much of each of these disks is left to others.")] = 1 << 30
+    disk_policy: Annotated[PolicyName, option("Which chunks leave these disks first, as with --policy.")] = "lru"
     disk_codec: Annotated[
         CodecChoice,
         option("Encode chunks for these disks: they take less there, and time of a core. They come back as they were."),
@@ -203,9 +204,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = ""
     remote_codec: Annotated[CodecChoice, option("Encode chunks for the remote store, as with --disk-codec.")] = "none"
     remote_ttl_s: Annotated[Seconds, option("What is older there is not used.", default="no limit")] = 0.0
-    remote_ca: Annotated[
-        FileName, option("Certificates that sign that of the remote store.", default="the system's")
-    ] = ""
+    remote_ca: Annotated[FileName, option("Certificates that sign that of the store.", default="the system's")] = ""
     remote_credentials: Annotated[FileName, option("For the remote store.", default="the environment's")] = ""
     remote_s: Annotated[
         PositiveSeconds,

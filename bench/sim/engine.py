@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -67,7 +68,7 @@ class Served(msgspec.Struct, eq=False):
 
 
 class SimulatedEngine:
-    """One engine. Whoever runs the clock calls `go_on` after each event."""
+    """One engine. Whoever runs the clock calls `go_on` after each of its events."""
 
     def __init__(
         self,
@@ -77,8 +78,9 @@ class SimulatedEngine:
         node: SimulatedNode,
         block_tokens: int,
         on_over: Callable[[Served], None],
+        on_event: Callable[[SimulatedEngine], None],
     ) -> None:
-        """`on_over`: a request has its last token."""
+        """`on_over`: a request has its last token. `on_event`: `go_on` is to be called."""
         self.busy_s = 0.0
         self.prefill_s = 0.0  # of steps with a part of a prompt
         self.loaded_blocks = 0  # into the KV cache
@@ -88,6 +90,7 @@ class SimulatedEngine:
         self._node = node
         self._block_tokens = block_tokens
         self._on_over = on_over
+        self._on_event = partial(on_event, self)
         self._link = Pipe(settings.host_bytes_s, 0.0)
         self._room = model.kv_room_tokens
         self._used = 0  # tokens of the KV cache that requests have taken
@@ -111,6 +114,7 @@ class SimulatedEngine:
 
     def arrive(self, served: Served) -> None:
         served.in_memory = self._node.in_memory(served.request.keys)
+        self._on_event()
         self._waiting.append(served)
         if len(self._waiting) <= self._settings.early:
             self._ask(served)
@@ -122,6 +126,7 @@ class SimulatedEngine:
         served.is_asked = True
 
         def answered(answer: Admitted) -> None:
+            self._on_event()
             served.answer = answer
             served.origins = self._node.origins(served.request.keys[: answer.hits])
 
@@ -163,6 +168,7 @@ class SimulatedEngine:
         _, end = self._link.carry(tokens * self._model.kv_token_bytes, self._clock.now)
 
         def loaded() -> None:
+            self._on_event()
             served.loaded_at = self._clock.now
             assert served.answer is not None
             self._node.release(served.answer)
@@ -207,6 +213,7 @@ class SimulatedEngine:
     def _end_step(self, number: int, count: int, chunk: int) -> None:
         if number != self._step:
             return  # it was cut
+        self._on_event()
         if self._run is not None:
             self.busy_s += self._run[1] * count
             self._run = None

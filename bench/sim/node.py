@@ -15,7 +15,8 @@ from pdx.errors import PdxError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.node.sessions import Session
-from pdx.store.policies.by_name import Maker
+from pdx.store.policies.by_name import Maker, find
+from pdx.store.store import LRU
 from pdx.store.tier import Job, Tier
 from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Admit, Admitted, Answer, Ask, Expect, Fill, Hello, Ping, Release
@@ -39,15 +40,17 @@ class SimulatedNode:
         block_bytes: float,
         devices: Sequence[Device] = (),
         policy: str = "lru",
+        disk_policy: str = "lru",
         maker: Maker | None = None,
-        wants: Callable[[bytes], Mapping[int, int]] | None = None,
+        wanted: Mapping[bytes, Mapping[int, int]] | None = None,
         store: StoreChoice = "all",
         window: float = 0.1,
     ) -> None:
-        """`blocks`: room in memory. `maker`: in place of the eviction policy that `policy` names. `wants`: likewise, in
-        place of the queue for the tiers (`LeavingOrder`). `store`, `window`: as in `pdx.store.storing`."""
+        """`blocks`: room in memory. `maker`: in place of the eviction policy that `policy` names. `wanted`: likewise,
+        in place of what the queue wants of the tiers. `store`, `window`: as in `pdx.store.storing`."""
         self._clock = clock
-        self._wants = wants
+        self._wanted = wanted
+        self._disk_policy = find(disk_policy, clock)
         self._arena = sparse_arena(folder / "arena", blocks + PROBE_BYTES // GRANULE_BYTES)
         config = NodeConfig(
             address=f"ipc://{folder}/node.sock",
@@ -71,9 +74,10 @@ class SimulatedNode:
         self._scheduler = self._attach("scheduler")
         self._worker = self._attach("worker")
         self._late: dict[int, Callable[[Admitted], None]] = {}
-        self._tick_at = 0.0
+        self.tick_at = 0.0  # when its deadlines are looked at next
         self.most_blocks = 0  # that memory had at a time
-        self.is_touched = False  # whether a turn would change something now
+        self.is_touched = False  # whether a turn would change something now …
+        self.on_touched: Callable[[SimulatedNode], None] = lambda node: None  # … of which somebody is told
 
     def meet(self, others: Sequence[SimulatedNode], device: Device) -> None:
         """What these have in memory is fetched, as over a network, where that pays."""
@@ -92,12 +96,18 @@ class SimulatedNode:
             chunk_bytes=GRANULE_BYTES,
             on_removed=service.tiers.storing.removed,
             is_used=service.tiers.is_used,
-            wants=self._wants or service.store.wanted.get,
+            wanted=service.store.wanted if self._wanted is None else self._wanted,
+            policy=self._disk_policy if device.kind == "disk" else LRU,
         )
 
     def _done(self, tier: Tier, job: Job, error: PdxError | None) -> None:
-        self.is_touched = True
+        self._touch()
         self.service.copies.done(tier, job, error)
+
+    def _touch(self) -> None:
+        if not self.is_touched:
+            self.is_touched = True
+            self.on_touched(self)
 
     def _attach(self, kind: str) -> Session:
         hello = Hello(VERSION, os.getpid(), kind, name="simulated", engine="simulated")  # type: ignore[arg-type]
@@ -166,7 +176,7 @@ class SimulatedNode:
 
     def _ask(self, session: Session, ask: Ask) -> Answer | None:
         self._tick()
-        self.is_touched = True
+        self._touch()
         session.last_seq += 1
         return self.service.handle(session, ask)
 
@@ -179,23 +189,18 @@ class SimulatedNode:
         self.most_blocks = max(self.most_blocks, (store.total_bytes - store.free_bytes) // GRANULE_BYTES)
         for _, number, answer in self.service.admissions.late_answers():
             if isinstance(answer, Admitted):
-                self.is_touched = True
+                self._touch()
                 self._late.pop(number)(answer)
 
     def _tick(self) -> None:
-        if self._clock.now >= self._tick_at:
-            self._tick_at = self._clock.now + TICK_S
+        if self._clock.now >= self.tick_at:
+            self.tick_at = self._clock.now + TICK_S
             self.service.tick()
 
     @property
-    def is_due(self) -> bool:
-        """Whether a turn would change something now."""
-        return self.is_touched or self._clock.now >= self._tick_at or self.due_in <= 0
-
-    @property
-    def due_in(self) -> float:
-        """Seconds until a late answer comes, whatever else happens."""
-        return self.service.admissions.due_in(self._clock.now)
+    def due_at(self) -> float:
+        """When a late answer comes, whatever else happens."""
+        return self.service.admissions.due_in(0.0)
 
     def close(self) -> None:
         """Detach, and forget all. :raises PdxError: the node has contained an error of its own meanwhile."""

@@ -63,6 +63,7 @@ def case_of(options: Any) -> Case:
     if not model.kv_room_tokens:
         raise ConfigError(f"the weights of {shapes.name} do not fit into {options.tp} x {gpu.name}: give a larger --tp")
     policy = policy_of(options)
+    by_name.find(options.disk_policy, option="--disk-policy")
     return Case(
         model=model,
         nodes=options.nodes,
@@ -85,6 +86,7 @@ def case_of(options: Any) -> Case:
             if room
         ],
         policy=policy,
+        disk_policy=options.disk_policy,
         store=options.store,
         window=options.store_window,
         queue=options.queue_depth,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pdx.bench.sim.requests import Request
-from pdx.store.chunk import Chunk
+from pdx.store.policies.policy import E
 from pdx.store.policies.ranks import Ranked
 
 NEVER = 1 << 60
 
 
-class Future:
-    """When each key is wanted again, and where in its prompt it is then. `now`: the request that has its turn."""
+class Future(Mapping[bytes, Mapping[int, int]]):
+    """When each key is wanted again, and where in its prompt it is then, in the form of what a queue wants
+    (`TierHost.wanted`). `now`: the request that has its turn."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.now = -1
@@ -30,17 +31,24 @@ class Future:
         at = bisect_right(numbers, self.now)
         return numbers[at] if at < len(numbers) else NEVER
 
-    def get(self, key: bytes) -> dict[int, int]:
-        """The same for tiers (`TierHost.wanted`); empty: nobody wants it again."""
-        number = self.next(key)
-        return {} if number == NEVER else {number: self.place(key)}
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and self.next(key) != NEVER
+
+    def __getitem__(self, key: bytes) -> Mapping[int, int]:
+        return {self.next(key): self.place(key)}
+
+    def __iter__(self) -> Iterator[bytes]:
+        return filter(self.__contains__, self._wanted)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
     def place(self, key: bytes) -> int:
         """Where in its prompt it is."""
         return self._places.get(key, NEVER)
 
 
-class Belady(Ranked):
+class Belady(Ranked[E]):
     """Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
 
     Who replays a trace has the store refresh the chunks of each request when it is over: what a request wanted next
@@ -52,11 +60,11 @@ class Belady(Ranked):
         super().__init__()
         self._numbers = 0
 
-    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+    def insert(self, chunk: E, before: E | None = None) -> None:
         self._numbers += 1
         chunk.rank = -self._future.next(chunk.key), -self._future.place(chunk.key), self._numbers
         self._ranks.add(chunk)
 
-    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
+    def victims(self, start: E | None) -> Iterator[E]:
         """See `EvictionPolicy.victims`. The order may have changed since a search: each begins anew."""
         return self._ranks.within(None)

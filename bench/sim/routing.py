@@ -30,6 +30,7 @@ class Router:
         ]
         self._records = [Record(str(at), 0.0, 0.0) for at in range(len(engines))]
         self._sessions: dict[str, Prompt] = {}
+        self._begun: dict[bytes, set[int]] = {}  # by the first key of prompts, the nodes that any of those was given
         self._coming = Coming()
         self._given: dict[int, tuple[str, list[bytes]]] = {}
         self._turns = 0
@@ -44,6 +45,7 @@ class Router:
         at = ranks.index(min(ranks))
         self._turns += 1
         node = self._known[at].node
+        self._begun.setdefault(served.request.keys[0], set()).add(int(node))
         work = prompt.work(node, is_timed=True) if prompt is not None else NO_WORK
         served.use = Use(self._records[at], self._turns, is_planned=False, work=work)
         coming = self._coming.add(node, Keys(iter(served.request.keys)), work.found // self._block_tokens)
@@ -58,7 +60,9 @@ class Router:
         if self._routing is not Routing.PREFIX:
             return None
         keys = Keys(iter(served.request.keys))
-        there = {str(at): node.leading(served.request.keys) for at, node in enumerate(self._nodes)}
+        asked = served.request.keys
+        there = dict.fromkeys(map(str, range(len(self._nodes))), 0)
+        there |= {str(at): self._nodes[at].leading(asked) for at in sorted(self._begun.get(asked[0], ()))}
         leads = self._coming.leads(keys, there, lambda node, key: self._nodes[int(node)].leading([key]) > 0)
         hits = {node: lead * self._block_tokens for node, lead in leads.items()}
         return paced(Prompt(served.request.tokens, hits), self._records)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import statistics
 import tempfile
 from collections import Counter, defaultdict, deque
@@ -14,7 +16,7 @@ import msgspec
 from pdx.bench.plan.machines import Engine as Model
 from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.engine import Served, Settings, SimulatedEngine
-from pdx.bench.sim.node import SimulatedNode
+from pdx.bench.sim.node import TICK_S, SimulatedNode
 from pdx.bench.sim.oracle import Belady, Future
 from pdx.bench.sim.replay import BELADY
 from pdx.bench.sim.requests import Request, Trace
@@ -50,6 +52,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     devices: Sequence[Device] = ()
     policy: str = "lru"
+    disk_policy: str = "lru"
     store: StoreChoice = "all"
     window: float = 0.1
     queue: int = 0  # requests come as soon as fewer than so many wait; 0: when the trace says
@@ -150,8 +153,9 @@ def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda coun
                 block_bytes=block_bytes(case, trace),
                 devices=case.devices,
                 policy="lru" if future is not None else case.policy,
+                disk_policy=case.disk_policy,
                 maker=(lambda _: Belady(future)) if future is not None else None,
-                wants=future.get if future is not None else None,
+                wanted=future,
                 store=case.store,
                 window=case.window,
             )
@@ -196,8 +200,17 @@ class _Run:
         self._ready: deque[int] = deque()  # those that wait no more
         self._counted_at = 0.0  # when what counts began, and what there was by then
         self._before: dict[str, float] = {}
+        # Of a hundred nodes an event is about one, and the others are not looked at.
+        self._touched: dict[int, SimulatedNode] = {}
+        self._events: dict[SimulatedEngine, None] = {}
+        self._ticks = [(0.0, number) for number in range(len(nodes))]  # a heap: when each node's tick is due at most
+        self._due_at = [math.inf] * len(nodes)  # of each when an answer is due that is late …
+        self._late: list[tuple[float, int]] = []  # … and a heap of that, which may be over
+        numbers = {id(node): number for number, node in enumerate(nodes)}
+        for node in nodes:
+            node.on_touched = lambda node: self._touched.update({numbers[id(node)]: node})
         self._engines = [
-            SimulatedEngine(case.model, case.settings, clock, node, trace.block_tokens, self._ended)
+            SimulatedEngine(case.model, case.settings, clock, node, trace.block_tokens, self._ended, self._has_event)
             for node in nodes
             for _ in range(case.engines)
         ]
@@ -211,25 +224,41 @@ class _Run:
             self._go_on()
             if self._over == len(self._trace.requests):
                 return
-            due_at = self._clock.now + min(node.due_in for node in self._nodes)
-            if due_at < self._clock.next_at:
-                self._clock.at(due_at, lambda: None)
+            if self._late and self._late[0][0] < self._clock.next_at:
+                self._clock.at(self._late[0][0], lambda: None)
             if not self._clock.step():
                 raise PdxError("the simulation stands still, though requests are not over")
             while self._clock.next_at <= self._clock.now:
                 self._clock.step()
 
+    def _has_event(self, engine: SimulatedEngine) -> None:
+        self._events[engine] = None
+
     def _go_on(self) -> None:
         """Whatever comes of what has just happened."""
+        now = self._clock.now
+        while self._ticks[0][0] <= now:
+            number = heapq.heappop(self._ticks)[1]
+            node = self._nodes[number]
+            if node.tick_at <= now:
+                self._touched[number] = node
+            heapq.heappush(self._ticks, (max(node.tick_at, now + TICK_S), number))
+        while self._late and self._late[0][0] <= now:
+            number = heapq.heappop(self._late)[1]
+            self._touched[number] = self._nodes[number]
         while True:
-            for node in self._nodes:
-                if node.is_due:
-                    node.turn()
-            for engine in self._engines:
+            touched, self._touched = self._touched, {}
+            for number, node in sorted(touched.items()):
+                node.turn()
+                if (due_at := node.due_at) != self._due_at[number]:
+                    self._due_at[number] = due_at
+                    heapq.heappush(self._late, (due_at, number))
+            events, self._events = self._events, {}
+            for engine in events:
                 engine.go_on()
             if self._case.queue:
                 self._come()
-            if not any(node.is_touched for node in self._nodes):
+            if not (self._touched or self._events):
                 return
 
     def _come(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 import msgspec
 
@@ -10,9 +12,12 @@ from pdx.bench.sim.clock import Clock
 from pdx.errors import PdxError, TransferAborted
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.store.copy import Copy
-from pdx.store.disk.order import LeavingOrder
-from pdx.store.store import Store
+from pdx.store.eviction import EvictionOrder
+from pdx.store.policies.by_name import Maker
+from pdx.store.policies.policy import Evictable
+from pdx.store.store import LRU, Store
 from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.telemetry.env import Env
 from pdx.wire.status import TierStatus
 
 INFLIGHT_CHUNKS = 32
@@ -50,8 +55,14 @@ class Pipe:
         return self.busy_s - max(0.0, self._free_at - now)
 
 
+class Entry(Evictable, eq=False, gc=False):
+    """What a modelled tier has of one chunk."""
+
+    held: Held
+
+
 class ModelledTier(Tier):
-    """See `Tier`. It keeps what `DiskTier` does (`LeavingOrder`), and knows of each chunk its key and its size alone.
+    """See `Tier`. It keeps what `DiskTier` does (`EvictionOrder`), and knows of each chunk its key and its size alone.
 
     Sizes are those of the arena's slots; `scale` is how many real bytes stand behind one of theirs.
     """
@@ -68,10 +79,11 @@ class ModelledTier(Tier):
         chunk_bytes: int,
         on_removed: Callable[[Sequence[bytes]], None] = lambda keys: None,
         is_used: Callable[[bytes], bool] = lambda key: False,
-        wants: Callable[[bytes], Mapping[int, int] | None] = lambda key: None,
+        wanted: Mapping[bytes, Mapping[int, int]] = MappingProxyType({}),
+        policy: Maker = LRU,
     ) -> None:
-        """`on_done`: `Copies.done`; `on_removed`: `Storing.removed`; `is_used`: see `TierHost`; `wants`: see
-        `LeavingOrder`. `chunk_bytes`: of a slot."""
+        """`on_done`: `Copies.done`; `on_removed`: `Storing.removed`; `is_used`: see `TierHost`; `wanted`, `policy`: see
+        `EvictionOrder`. `chunk_bytes`: of a slot."""
         self.name, self.kind = device.name, device.kind
         self.max_job_bytes = chunk_bytes
         self.max_inflight_bytes = INFLIGHT_CHUNKS * chunk_bytes
@@ -84,7 +96,8 @@ class ModelledTier(Tier):
         self._on_done = on_done
         self._on_removed = on_removed
         self._is_used = is_used
-        self._held: LeavingOrder[Held] = LeavingOrder(wants)
+        self._held: dict[bytes, Entry] = {}
+        self._order: EvictionOrder[Entry] = EvictionOrder(partial(policy, self._room_bytes), wanted, None, Env(clock))
         self._nbytes = 0
         self._cancelled: set[int] = set()  # copies
 
@@ -97,18 +110,22 @@ class ModelledTier(Tier):
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         found: list[Held] = []
         for key in keys:
-            held = self._held.get(key)
-            if held is None:
+            entry = self._held.get(key)
+            if entry is None:
                 break
-            found.append(held)
+            found.append(entry.held)
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):  # the end of the prompt becomes the older one
-            self._held.touch(key)
+        self._each(keys, self._order.access)
 
     def refresh(self, keys: Sequence[bytes]) -> None:
-        self._held.refresh(keys)
+        self._each(keys, self._order.refresh)
+
+    def _each(self, keys: Sequence[bytes], call: Callable[[Entry], None]) -> None:
+        for key in reversed(keys):  # the end of the prompt becomes the older one
+            if (entry := self._held.get(key)) is not None:
+                call(entry)
 
     def admit(self, copy: Copy) -> Grant:
         fits = copy.chunks[0].slot.nbytes <= self._room_bytes
@@ -136,9 +153,11 @@ class ModelledTier(Tier):
         for part in job.parts:
             if part.key in self._held:
                 continue
-            if self._make_room(part.slot.nbytes, part.key):
-                self._held.set(part.key, Held(part.slot.nbytes, part.layers))
-                self._nbytes += part.slot.nbytes
+            nbytes = part.slot.nbytes
+            if self._make_room(nbytes, part.key):
+                entry = self._held[part.key] = Entry(Held(nbytes, part.layers), key=part.key, room_bytes=nbytes)
+                self._order.insert(entry, self._held.get(part.lead))
+                self._nbytes += nbytes
         self.most_bytes = max(self.most_bytes, self._nbytes)
 
     def _make_room(self, nbytes: int, instead: bytes) -> bool:
@@ -146,18 +165,18 @@ class ModelledTier(Tier):
         lack = self._nbytes + nbytes - self._room_bytes
         gone: list[bytes] = []
         spared: list[bytes] = []
-        for key, held in self._held.leaving(instead) if lack > 0 else ():
-            if self._is_used(key) and len(spared) < INFLIGHT_CHUNKS:  # requests find it in memory, and do not ask here
-                spared.append(key)
+        for entry in self._order.victims(instead) if lack > 0 else ():
+            if self._is_used(entry.key) and len(spared) < INFLIGHT_CHUNKS:  # requests find it in memory, not here
+                spared.append(entry.key)
                 continue
-            gone.append(key)
-            lack -= held.nbytes
+            gone.append(entry.key)
+            lack -= entry.room_bytes
             if lack <= 0:
                 break
         if lack > 0:
             return False
         for key in spared:
-            self._held.touch(key)
+            self.use([key])
         for key in gone:
             self._remove(key)
         self.removed += len(gone)
@@ -166,9 +185,11 @@ class ModelledTier(Tier):
         return True
 
     def _remove(self, key: bytes) -> bool:
-        held = self._held.pop(key)
-        self._nbytes -= held.nbytes if held is not None else 0
-        return held is not None
+        entry = self._held.pop(key, None)
+        if entry is not None:
+            self._order.remove(entry)
+            self._nbytes -= entry.room_bytes
+        return entry is not None
 
     def cancel(self, copy: Copy) -> None:
         self._cancelled.add(copy.number)
@@ -177,7 +198,7 @@ class ModelledTier(Tier):
         """See `Tier.over`. What was stored counts as used now."""
         self._cancelled.discard(copy.number)
         if not copy.is_load:
-            self.use([key for key in copy.keys if key in self._held])
+            self.refresh(copy.keys)
 
     def evict(self, keys: Iterable[bytes], shards: int = 0) -> int:
         return sum([self._remove(key) for key in keys])

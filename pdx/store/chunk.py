@@ -12,9 +12,9 @@ from pdx.memory.layout import slice_span
 from pdx.memory.rules import Rule
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
-from pdx.wire.hints import Hints
+from pdx.store.policies.policy import ORDINARY, Evictable
+from pdx.wire.hints import NO_HINTS, Hints
 
-NO_HINTS = Hints("")
 NODE = 0  # the session that fills what a copy loads: the node itself
 
 
@@ -44,9 +44,6 @@ def from_node(name: str) -> Origin:
     return Origin(f"node {name}", "peer")
 
 
-Rank = tuple[int, int, int]  # of a chunk in its eviction policy; less goes first
-
-
 class Reservation(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """What is the same for all chunks that were reserved together, or loaded by one copy."""
 
@@ -66,58 +63,22 @@ class Reservation(msgspec.Struct, kw_only=True, eq=False, gc=False):
         return len(self.writers)
 
 
-class Keep(msgspec.Struct, frozen=True, gc=False):
-    """What was asked of how long one chunk stays."""
+class Chunk(Evictable, eq=False, gc=False):
+    """Where a chunk lies and who holds it. Owned by the node's control loop; no other thread touches it."""
 
-    pins: int = 0
-    expected_at: float = 0.0  # a request has said that it is wanted again then (`Hints.reuse_s`); 0: none has
-    leased_until: float = 0.0  # a tenant keeps it from being evicted (`pdx.store.tenant_leases`) …
-    lessee: bytes = b""  # … this one
-    expires_at: float = 0.0  # when it goes, if its eviction policy says so
-
-
-ORDINARY = Keep()  # nothing was asked
-NOBODYS = Reservation(layers=1, owner=NODE, writers=())
-
-
-# Of a chunk in the order of eviction; plain numbers, because each hold and insert looks at them.
-OUT = 0
-IN = 1  # it may be evicted now
-PARKED = 2  # it may not, but its eviction policy has not been told
-
-
-class Chunk(msgspec.Struct, eq=False, gc=False):
-    """Where a chunk lies and who holds it. Owned by the node's control loop; no other thread touches it.
-
-    Python's collector does not look at chunks, because a node holds a million of them and would stand still meanwhile.
-    Nothing is lost by that: `before`, `older` and `newer` are taken back when a chunk goes.
-    """
-
-    key: bytes
-    shard: int
     slot: Slot
     reservation: Reservation
-    room_bytes: int  # what its slot takes of the arena
-    hints: Hints = NO_HINTS  # of the request for which it was reserved
     tail: bool = False  # fewer blocks than a chunk has: the end of a prompt
     blocks: bytes = b""  # names of its full blocks (`pdx.store.siblings`), where the engine has told them …
     parent: bytes = b""  # … and the key of the chunk that leads up to it
     state: State = State.FILLING  # changed by the index alone
     filled: int = 0  # bit l: slice l is filled
     leases: int = 0
-    keep: Keep = ORDINARY
     is_shared: bool = False  # a prompt was found that begins as it does
     is_found: bool = False  # a request has found it since it is here
     is_stored: bool = False  # the tiers below were given it, or it came from one
     is_stored_again: bool = False  # they were, a second time, and no request has found it since
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
-    standing: int = OUT  # in the order of eviction (`pdx.store.eviction`): `OUT`, `IN` or `PARKED` …
-    level: int = 0  # … on this level
-    is_over: bool = False  # its cache salt has used so much since that this one goes first (`pdx.store.eviction`)
-    rank: Rank | None = None  # its eviction policy's …
-    uses: int = 0  # … own knowledge of it
-    older: Chunk | None = None  # its neighbours in `pdx.store.policies.lru`; None: it is not there
-    newer: Chunk | None = None
 
     def __repr__(self) -> str:
         return f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"
@@ -200,8 +161,17 @@ class Claim(Reservation, kw_only=True, eq=False):
             blocks = self.blocks[index * width : (index + 1) * width]
             for shard in range(shards):
                 slot = slots[at * shards + shard]
+                room, is_tail = rooms[slot.nbytes], index == tail
                 chunk = Chunk(
-                    keys[index], shard, slot, reservation, rooms[slot.nbytes], hints, index == tail, blocks, parent
+                    slot,
+                    reservation,
+                    is_tail,
+                    blocks,
+                    parent,
+                    key=keys[index],
+                    shard=shard,
+                    room_bytes=room,
+                    hints=hints,
                 )
                 chunk.before = before[shard]
                 before[shard] = chunk

@@ -232,8 +232,8 @@ class Copy(msgspec.Struct, eq=False):
                 if parts:
                     break
                 fitting = 1  # a slice that is larger than a job goes alone
-            form = chunk.hints.form
-            parts.append(Part(chunk.key, chunk.shard, slices, first, fitting, chunk.slot, item.remote, form))
+            form, lead = chunk.hints.form, self._lead(item) if self.tier.is_whole else b""
+            parts.append(Part(chunk.key, chunk.shard, slices, first, fitting, chunk.slot, item.remote, form, lead))
             item.sent |= ((1 << fitting) - 1) << first
             if item.sent == item.ready:
                 heapq.heappop(self.left.ready)
@@ -245,6 +245,10 @@ class Copy(msgspec.Struct, eq=False):
         self.left.ready_slices -= count
         self.left.ungiven -= count
         return Job(self.number, parts, nbytes, transfer=self.transfer)
+
+    def _lead(self, item: Item) -> bytes:
+        before = self.items[item.index - self.shards].chunk.key if item.index >= self.shards else b""
+        return before if before == item.chunk.parent else b""
 
     def copied(self, job: Job) -> None:
         self.copied_bytes += job.nbytes

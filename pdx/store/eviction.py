@@ -1,15 +1,15 @@
-"""Which chunks of an arena may be evicted, and in which order: levels, and in each of them a policy."""
+"""Which chunks of an arena, or files of a disk, may be evicted, and in which order: levels, and in each a policy."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic
 
 from sortedcontainers import SortedKeyList
 
-from pdx.store.chunk import IN, ORDINARY, OUT, PARKED, Chunk
-from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.policies.policy import IN, ORDINARY, OUT, PARKED, E, EvictionPolicy
 from pdx.store.policies.ranks import Expected, Wanted
 from pdx.telemetry.env import Env
 
@@ -18,8 +18,9 @@ ENDS = -1  # level of the ends of prompts that nobody is known to share: they ar
 WANTED = 20  # level of what requests in a queue will use, above all priorities
 
 
-class EvictionOrder:
-    """The sealed chunks of one arena that nobody leases or pins.
+class EvictionOrder(Generic[E]):
+    """The sealed chunks of one arena that nobody leases or pins; or the files of one disk that nobody pins, which have
+    no priority, no quota and no partial chunks.
 
     A priority that the application gave (`Hints.priority`) is two levels: what it expects to be wanted again, until
     that time (`Keep.expected_at`), stays longer than the rest. Below all of them are what is over the quota of its
@@ -29,9 +30,9 @@ class EvictionOrder:
 
     def __init__(
         self,
-        make: Callable[[], EvictionPolicy],
+        make: Callable[[], EvictionPolicy[E]],
         wanted: Mapping[bytes, Mapping[int, int]],
-        quota: Quota | None,
+        quota: Quota[E] | None,
         env: Env,
     ) -> None:
         """`make`: makes the policy of one level. `wanted`: see `Wanted`; after a change of it `refresh` is called for
@@ -41,17 +42,17 @@ class EvictionOrder:
         self._wanted = wanted
         self._clock = env.clock
         # A policy by which chunks go at their time knows only of those on its own level.
-        self._spare: EvictionPolicy | None = make()  # for the first level that needs one
+        self._spare: EvictionPolicy[E] | None = make()  # for the first level that needs one
         self.weighs_reuse = type(self._spare).overdue is EvictionPolicy.overdue
-        self._levels: dict[int, EvictionPolicy] = {}
+        self._levels: dict[int, EvictionPolicy[E]] = {}
         self._sorted: list[int] = []
         self._heeds_uses = False  # whether a policy wants to know of each use, which costs a call
         self.nbytes = 0  # room of all that may be evicted
 
-    def __contains__(self, chunk: Chunk | None) -> bool:
+    def __contains__(self, chunk: E | None) -> bool:
         return chunk is not None and chunk.standing == IN
 
-    def insert(self, chunk: Chunk, before: Chunk | None = None, *, goes_first: bool = False) -> None:
+    def insert(self, chunk: E, before: E | None = None, *, goes_first: bool = False) -> None:
         """The chunk may be evicted from now on. `before`: one that leads up to it, which should stay longer.
 
         `goes_first`: it is the end of a prompt, which no other prompt has been found to share.
@@ -83,7 +84,7 @@ class EvictionOrder:
         if over:
             self._go_first(over)
 
-    def _go_first(self, chunks: Iterable[Chunk]) -> None:
+    def _go_first(self, chunks: Iterable[E]) -> None:
         """These are over their quota from now on."""
         for chunk in chunks:
             if chunk.standing == IN and chunk.level not in (OVER, WANTED):
@@ -92,7 +93,7 @@ class EvictionOrder:
                 chunk.level = OVER
                 (self._levels.get(OVER) or self._new_level(OVER)).insert(chunk, None)
 
-    def hold(self, chunk: Chunk, *, is_use: bool = False, keeps_place: bool = False) -> None:
+    def hold(self, chunk: E, *, is_use: bool = False, keeps_place: bool = False) -> None:
         """The chunk may not be evicted for now: it is read or pinned. `is_use`: a request has found it.
 
         `keeps_place`: when it is inserted again, without another `hold` before that, all is as if nothing had been.
@@ -108,37 +109,43 @@ class EvictionOrder:
         if is_use and self._heeds_uses and chunk.level in self._levels:
             self._levels[chunk.level].access(chunk)
 
-    def remove(self, chunk: Chunk) -> None:
+    def remove(self, chunk: E) -> None:
         self.hold(chunk)
         self._leave(chunk)
         if self._quota is not None:
             self._quota.remove(chunk)
 
-    def _leave(self, chunk: Chunk) -> None:
+    def _leave(self, chunk: E) -> None:
         if chunk.rank is not None:  # else its policy knows nothing of it
             self._levels[chunk.level].remove(chunk)
 
-    def access(self, chunk: Chunk) -> None:
+    def access(self, chunk: E) -> None:
         """A request has found the chunk; from then on it is on the level of its priority."""
         was_there = chunk.standing == IN
         self.hold(chunk, is_use=True)
         if was_there:
             self.insert(chunk)
 
-    def refresh(self, chunk: Chunk) -> None:
+    def refresh(self, chunk: E) -> None:
         """A request that has found the chunk still waits for others, or what the queue wants has changed."""
         if chunk.standing == IN:
             self.hold(chunk)
             self.insert(chunk)
 
-    def victims(self) -> Iterator[Chunk]:
-        """The chunks in the order in which they should go.
+    def victims(self, instead: bytes | None = None) -> Iterator[E]:
+        """The chunks in the order in which they should go. `instead`: of one that would come in their place: if the
+        queue wants it, too, then none that is wanted sooner.
 
         Nothing may be inserted, held or removed meanwhile.
         """
-        return itertools.chain.from_iterable(self.levels())
+        found = itertools.chain.from_iterable(self.levels())
+        wanted = self._levels.get(WANTED) if instead is not None and instead in self._wanted else None
+        if not isinstance(wanted, Wanted) or instead is None:
+            return found
+        rank = wanted.rank(instead)
+        return itertools.takewhile(lambda chunk: chunk.level != WANTED or (chunk.rank or rank) < rank, found)
 
-    def levels(self, start: Chunk | None = None) -> Iterator[Iterator[Chunk]]:
+    def levels(self, start: E | None = None) -> Iterator[Iterator[E]]:
         """The same, level by level, from `start` where that may be evicted."""
         if start is None or start not in self:
             found = (self._levels[level].victims(None) for level in self._sorted)
@@ -150,7 +157,7 @@ class EvictionOrder:
             )
         return ((chunk for chunk in of_level if chunk.standing == IN) for of_level in found)
 
-    def peek(self) -> Iterator[Chunk]:
+    def peek(self) -> Iterator[E]:
         """About the order in which they would go now, also those that keep their place in it; looking changes nothing.
 
         Nothing may be inserted, held or removed meanwhile.
@@ -167,14 +174,14 @@ class EvictionOrder:
                 if was_there:
                     self.insert(chunk)
 
-    def overdue(self) -> list[Chunk]:
+    def overdue(self) -> list[E]:
         """Chunks, held or not, that should go even if there is room. Each is told of once."""
         return [chunk for policy in self._levels.values() for chunk in policy.overdue()]
 
-    def _new_level(self, level: int) -> EvictionPolicy:
+    def _new_level(self, level: int) -> EvictionPolicy[E]:
         is_expected = 0 < level < WANTED and level % 2 == 1
         if level == WANTED:
-            policy: EvictionPolicy = Wanted(self._wanted)
+            policy: EvictionPolicy[E] = Wanted(self._wanted)
         elif is_expected:
             policy = Expected()
         else:
@@ -185,7 +192,7 @@ class EvictionOrder:
         return policy
 
 
-class Quota:
+class Quota(Generic[E]):
     """Of each cache salt, the chunks that were used last and together take no more than `most_bytes`.
 
     The others are over the quota: they go first (`pdx.store.eviction`), but stay as long as nobody wants their room.
@@ -196,16 +203,16 @@ class Quota:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._numbers = itertools.count(1)
-        self._ranks: dict[Chunk, tuple[int, int]] = {}  # of those within the quota; less is over it sooner
-        self._within: dict[bytes, SortedKeyList[Chunk, tuple[int, int]]] = {}  # by salt
+        self._ranks: dict[E, tuple[int, int]] = {}  # of those within the quota; less is over it sooner
+        self._within: dict[bytes, SortedKeyList[E, tuple[int, int]]] = {}  # by salt
         self._nbytes: Counter[bytes] = Counter()
 
     @classmethod
-    def of(cls, total_bytes: int, share: float) -> Quota | None:
+    def of(cls, total_bytes: int, share: float) -> Quota[E] | None:
         """Of so many bytes this share; None: all of them, and nothing is to be counted."""
         return cls(int(total_bytes * share)) if share < 1.0 else None
 
-    def use(self, chunk: Chunk, before: Chunk | None) -> list[Chunk]:
+    def use(self, chunk: E, before: E | None) -> list[E]:
         """The chunk was just used, or is new; those of its salt that are over the quota from now on, but were not.
 
         `before`: one that leads up to it and was used with it, which is over the quota later.
@@ -223,13 +230,13 @@ class Quota:
         within = self._within[salt]
         within.add(chunk)
         self._nbytes[salt] += chunk.room_bytes
-        over: list[Chunk] = []
+        over: list[E] = []
         while self._nbytes[salt] > self._most_bytes:
             over.append(within[0])
             self.remove(over[-1])
         return over
 
-    def remove(self, chunk: Chunk) -> None:
+    def remove(self, chunk: E) -> None:
         """The chunk is gone, or over the quota. Idempotent."""
         if chunk not in self._ranks:
             return

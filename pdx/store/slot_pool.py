@@ -33,7 +33,7 @@ class SlotPool:
         arena: Arena,
         nbytes: int,
         index: Index,
-        order: EvictionOrder,
+        order: EvictionOrder[Chunk],
         history: History,
         env: Env,
     ) -> None:

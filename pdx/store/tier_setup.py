@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from pdx.config import NodeConfig, disk_names
 from pdx.errors import ConfigError
 from pdx.store.disk.tier import DiskTier
+from pdx.store.policies import by_name
 from pdx.store.remote.backend import SCHEMES, RemoteSettings, open_backend
 from pdx.store.remote.tier import RemoteTier
 from pdx.store.tier import Tier, TierHost
@@ -30,9 +31,10 @@ GROUP = "pdx.tiers"
 def open_below(config: NodeConfig, host: TierHost) -> list[list[Tier]]:
     """The levels below the first arena, the fastest first.
 
-    :raises ConfigError: a folder cannot be this node's alone, or an address or file is not what it should be.
+    :raises ConfigError: a folder cannot be this node's alone, or an address, file or policy is not what it should be.
     """
     levels: list[list[Tier]] = []
+    by_name.find(config.disk_policy, option="--disk-policy")
     for option, value in (("--disk", " ".join(config.disks)), ("--remote", config.remote)):
         if value and host.memory[0].gpu:
             raise ConfigError(
@@ -49,6 +51,7 @@ def open_below(config: NodeConfig, host: TierHost) -> list[list[Tier]]:
                 reserve_bytes=config.disk_reserve_bytes,
                 codec=config.disk_codec,
                 name=name,
+                policy=config.disk_policy,
             )
             disks.append(disk)
             undo.callback(disk.close)

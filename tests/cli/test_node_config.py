@@ -175,6 +175,7 @@ SAID = {
     "policy": ("s3fifo", "s3fifo"), "salt_quota": ("0.5", 0.5), "pin_share": ("0", 0.0),
     "tenant_lease_share": ("0", 0.0), "lease_max_s": ("30", 30.0), "disk": ("cache", [os.path.abspath("cache")]),
     "disk_limit": ("2GiB", 2 << 30), "disk_reserve": ("2GiB", 2 << 30), "disk_codec": ("lossless", "lossless"),
+    "disk_policy": ("gittins", "gittins"),
     "remote": ("rediss://[fd00::1]:6380/2?prefix=team",) * 2, "remote_codec": ("lossless", "lossless"),
     "remote_ttl": ("3600", 3600.0), "remote_ca": ("ca.pem", os.path.abspath("ca.pem")),
     "remote_credentials": ("secret.toml", os.path.abspath("secret.toml")), "remote_timeout": ("30", 30.0),

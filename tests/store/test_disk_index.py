@@ -14,10 +14,10 @@ def never(key):
     return False
 
 
-def filled(count, wanted=None):
-    index = FileIndex(1 << 40, Env(), ({} if wanted is None else wanted).get)
+def filled(count, wanted=None, policy="lru"):
+    index = FileIndex(1 << 40, Env(), {} if wanted is None else wanted, policy)
     for number in range(count):
-        index.add(ChunkFile(number.to_bytes(16, "big"), 0, 4, 4096))
+        index.add_oldest(ChunkFile(number.to_bytes(16, "big"), 0, 4, 4096))
     return index
 
 
@@ -52,11 +52,12 @@ def test_pins_change_what_goes_first_and_not_what_is_found():
     index.pin(keys[3], 1)
     assert index.pinned_bytes == charge
     assert sorted(index.keys()) == sorted(keys)
-    assert {file.key for file in index.last_used()} == set(keys)
+    assert {file.key for file in index.some()} == set(keys)
+    assert {file.key for file in index.peek()} == set(keys[:3])
     for key in keys:
         assert key in index
         assert index.held(key, 1) is not None
-    index.touch(keys)
+    index.use(keys)
     assert keys[3] not in {file.key for file in index.oldest(1 << 30, 0, never)[0]}
     index.add(ChunkFile(keys[3], 1, 4, 4096))
     assert index.pinned_bytes == 2 * charge
@@ -64,12 +65,12 @@ def test_pins_change_what_goes_first_and_not_what_is_found():
     index.pin(keys[3], -1)
     assert index.pinned_bytes == 2 * charge
     index.pin(keys[3], -1)
-    assert (index.pinned_bytes, dict(index.pins), index._pinned) == (0, {}, {})
+    assert (index.pinned_bytes, dict(index.pins)) == (0, {})
     assert keys[3] in {file.key for file in index.oldest(1 << 30, 0, never)[0]}
     index.pin(keys[3], 1)
     index.remove(index.of(keys[3]))
     assert keys[3] not in index
-    assert (index.pinned_bytes, dict(index.pins), index._pinned, index.num_files) == (0, {}, {}, 3)
+    assert (index.pinned_bytes, dict(index.pins), index.num_files) == (0, {}, 3)
 
 
 def test_a_pinned_chunk_in_another_file_is_pinned_still():
@@ -78,7 +79,7 @@ def test_a_pinned_chunk_in_another_file_is_pinned_still():
     index.add(old)
     index.pin(old.key, 1)
     index.replace(old, new)
-    assert (index.of(old.key), index.pinned_bytes, index.nbytes) == ((new,), new.charge, new.charge)
+    assert (index.of(old.key), index.pinned_bytes, index.nbytes) == ([new], new.charge, new.charge)
     assert index.oldest(1, 0, never) == ([], [])
     index.pin(old.key, -1)
     assert (index.pinned_bytes, index.oldest(1, 0, never)[0]) == (0, [new])
@@ -96,11 +97,11 @@ def test_what_the_queue_wants_goes_last_and_of_that_what_the_last_request_wants(
     wanted = {}
     index = filled(6, wanted)
     keys = [number.to_bytes(16, "big") for number in range(6)]
-    index.touch(keys[::-1])  # the first number was used longest ago
+    index.use(keys[::-1])  # the first number was used longest ago
     wanted |= {keys[0]: {7: 0, 9: 3}, keys[1]: {7: 1}, keys[2]: {8: 0}, keys[3]: {8: 1}}
-    index.refresh(keys)
+    index.refresh(keys[:4])
     assert leaves(index, 6) == [4, 5, 3, 2, 1, 0]
-    assert [int.from_bytes(file.key, "big") for file in index.last_used()] == [0, 1, 2, 3, 5, 4]
+    assert [int.from_bytes(file.key, "big") for file in index.peek()] == [4, 5, 3, 2, 1, 0]
     assert all(key in index and index.held(key, 1) for key in keys)
     index.pin(keys[3], 1)
     index.pin(keys[2], 1)

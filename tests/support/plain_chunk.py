@@ -10,4 +10,4 @@ def chunk(
 ) -> Chunk:
     """One of one shard; `of_all`: see `Reservation`."""
     reservation = Reservation(**{"layers": layers, "owner": 1, "writers": (1,), **of_all})
-    return Chunk(key, 0, slot, reservation, round_up(slot.nbytes), blocks=blocks, parent=parent)
+    return Chunk(slot, reservation, key=key, room_bytes=round_up(slot.nbytes), blocks=blocks, parent=parent)

@@ -31,7 +31,7 @@ THREADS = 8  # while one compares digests, the others keep the disk busy
 SILENT_S = 5.0  # for so long a system call may take
 LOOK_S = 0.1  # between two looks whether one does
 MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
-_PROBED = 64  # files, those that were used last, one of which is read for a probe
+_PROBED = 64  # files, one of which is read for a probe
 _DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
 # Why a load fails though its file may be good: for no reason of the disk, …
 _NOT_OF_THE_DISK = ("exhausted", "failed")
@@ -50,9 +50,9 @@ class DiskFiles(StoreTier):
 
     kind = "disk"
 
-    def __init__(self, host: TierHost, folder: Folder, limit_bytes: int, codec: str) -> None:
+    def __init__(self, host: TierHost, folder: Folder, limit_bytes: int, codec: str, policy: str) -> None:
         self._folder = folder
-        self._index = FileIndex(limit_bytes, host.env, host.wanted.get)
+        self._index = FileIndex(limit_bytes, host.env, host.wanted, policy)
         self._numbers = itertools.count(-1, -1)  # of jobs that recode: no copy has such
         self._looked_at = -math.inf
         # By key: shards of which files are being written or removed, whether or not they can be found, and by what …
@@ -292,7 +292,7 @@ class DiskFiles(StoreTier):
             self._warn(TierError(text, "silent"))
             self._doubt(SILENT)
         if self._health.begins_probe():
-            files = list(itertools.islice(self._index.last_used(), _PROBED))
+            files = list(itertools.islice(self._index.some(), _PROBED))
             file = files[self._health.probes % len(files)] if files else None  # another one each time
             self._call(self._loads, partial(self._folder.probe, file), self._probed)
 
@@ -322,7 +322,8 @@ class DiskFiles(StoreTier):
             if file in task.removed:
                 continue
             if file.key not in task.forgotten:
-                self._insert(file)
+                self._index.add_oldest(file)
+                self.note([file.key])
             elif task.error is not None and task.error.kind == "paused":  # nobody has tried to remove it
                 self._remove_unfound(file)
             else:
@@ -374,11 +375,6 @@ class DiskFiles(StoreTier):
         if error is not None and kind in _OF_THE_DISK:
             self._warn(error)
 
-    def _insert(self, file: ChunkFile) -> None:
-        """There is this file; it counts as not used for longest."""
-        self._index.add(file)
-        self.note([file.key])
-
     def _stored(self, task: Task, part: Part) -> None:
         error = task.error
         self._index.coming -= 1
@@ -398,8 +394,8 @@ class DiskFiles(StoreTier):
                     self._index.replace(source, file)
                     self._remove_unfound(source)
             else:
-                self._insert(file)
-                self._index.touch([part.key])
+                self._index.add(file, part.lead)
+                self.note([file.key])
                 is_gone |= source is not None and source.key == part.key  # it has made room for another
             if is_gone:
                 self._remove([file], is_forgotten=True)

@@ -5,9 +5,9 @@ bytes. Threads read, write and remove the files (`pdx.store.disk.folder`).
 
     <root>/<two hex digits>/<key>-<shard>-<slices>-<bytes>[-<bytes when encoded>].chunk
 
-A file is begun when the cap has room for all of it, not encoded, if need be in place of the files that were not used
-for longest, which the same thread removes first. A file that is encoded takes less in the end. Until all files from
-before are counted nothing is stored.
+A file is begun when the cap has room for all of it, not encoded, if need be in place of the files that should go first
+(`pdx.store.eviction`), which the same thread removes first. A file that is encoded takes less in the end. Until all
+files from before are counted nothing is stored.
 
 What was forgotten, or is broken, is never found again, even if its file stays: a client's name says nothing of bytes.
 """
@@ -19,6 +19,7 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -64,8 +65,10 @@ class DiskTier(DiskFiles):
         reserve_bytes: int = 0,
         codec: str = NONE,
         name: str = "disk",
+        policy: str = "lru",
     ) -> None:
-        """`reserve_bytes` of the file system are left to others, whatever the cap.
+        """`reserve_bytes` of the file system are left to others, whatever the cap. `policy`: which chunks go first, see
+        `pdx.store.policies.by_name`.
 
         :raises ConfigError: the folder cannot be this node's alone.
         """
@@ -81,7 +84,7 @@ class DiskTier(DiskFiles):
         self._lock = contextlib.ExitStack()
         lock = self._lock.enter_context(owned(root / "tier", partial(self._taken, root), may_be_read_only=True))
         limit_bytes = folder.attainable(root, limit_bytes, reserve_bytes, env.counters)
-        super().__init__(host, Folder(root, host, reserve_bytes), limit_bytes, codec)
+        super().__init__(host, Folder(root, host, reserve_bytes), limit_bytes, codec, policy)
         if not lock.is_written:
             self._health.begins_read_only(is_ours=lock.is_held)
             self._warn(TierError(f"{root} is read-only: chunks are loaded from there, and none stored", "read_only"))
@@ -139,7 +142,7 @@ class DiskTier(DiskFiles):
         return found
 
     def use(self, keys: Sequence[bytes]) -> None:
-        self._index.touch(keys)
+        self._index.use(keys)
 
     def refresh(self, keys: Sequence[bytes]) -> None:
         self._index.refresh(keys)
@@ -225,7 +228,7 @@ class DiskTier(DiskFiles):
 
     def over(self, copy: Copy) -> None:
         if self._admitted.pop(copy.number, None) is not None:
-            self._index.touch(copy.keys)
+            self._index.refresh(copy.keys)
 
     def evict(self, keys: Sequence[bytes], shards: int = 0) -> int:
         files: list[ChunkFile] = []
@@ -242,6 +245,11 @@ class DiskTier(DiskFiles):
             count += key in self._index
         self._remove(files, is_forgotten=True)
         return count
+
+    def tick(self) -> None:
+        overdue = self._index.overdue()
+        self._count("expired", len(overdue))
+        self._remove(overdue, is_forgotten=True)
 
     def is_pinned(self, key: bytes) -> bool:
         return key in self._index.pins
@@ -276,7 +284,7 @@ class DiskTier(DiskFiles):
 
     def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:
         """Files from before, with their times; those that were used last come first."""
-        self._heard_at = self.env.clock()
+        self._heard_at, now = self.env.clock(), time.time()
         for time_ns, file in batch:
             if isinstance(file, Useless):
                 self._index.used_bytes += file.nbytes
@@ -291,7 +299,8 @@ class DiskTier(DiskFiles):
             if is_old or self._index.file(file.key, file.shard) is not None:
                 self._remove_unfound(file)
             else:
-                self._insert(file)
+                self._index.add_oldest(file, max(0.0, now - time_ns / 1e9))
+                self.note([file.key])
             if file.key in self._evicted:
                 self.evict([file.key])
         surplus = self.num_chunks - disk_files.MAX_FILES

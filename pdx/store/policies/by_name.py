@@ -3,8 +3,8 @@
     [project.entry-points."pdx.policies"]
     mine = "mypackage.mymodule:make"
 
-`make(total_bytes, argument)` returns a `pdx.store.policies.policy.EvictionPolicy` for an arena of so many bytes;
-`argument` is what stands behind the colon in `--policy mine:argument`, or empty.
+`make(total_bytes, argument)` returns a `pdx.store.policies.policy.EvictionPolicy` for an arena or disk of so many
+bytes; `argument` is what stands behind the colon in `--policy mine:argument`, or empty.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
 
 from pdx.errors import ConfigError
 from pdx.store.policies.gittins import Gittins
@@ -23,7 +24,7 @@ from pdx.store.policies.s3fifo import S3Fifo
 
 GROUP = "pdx.policies"
 clock = time.monotonic
-Maker = Callable[[int], EvictionPolicy]  # of one policy, for an arena of so many bytes
+Maker = Callable[[int], EvictionPolicy[Any]]  # of one policy, for an arena or a disk of so many bytes
 _SIZED: dict[str, Maker] = {"lru": lambda _: Lru(), "s3fifo": S3Fifo, "gittins": Gittins}
 _TIMED = {"age": False, "idle": True}  # whether use lengthens a life
 
@@ -34,35 +35,35 @@ def names() -> list[str]:
     return [*ours, *sorted({point.name for point in entry_points(group=GROUP)}.difference(ours))]
 
 
-def find(setting: str, now: Callable[[], float] | None = None) -> Maker:
-    """What makes the policy that `--policy` names. `now`: its clock, if it has one; this process's by default.
+def find(setting: str, now: Callable[[], float] | None = None, option: str = "--policy") -> Maker:
+    """What makes the policy that `option` names. `now`: its clock, if it has one; this process's by default.
 
     :raises ConfigError: there is none, or what stands behind the colon makes no sense to it.
     """
     name, colon, argument = setting.partition(":")
+    said = f"{option} {setting}"
     if name in _TIMED:
-        seconds = _seconds(setting, argument)
+        seconds = _seconds(said, name, argument)
         return lambda _: Age(seconds, now or clock, is_idle=_TIMED[name])
     if name in _SIZED:
         if colon:
-            raise ConfigError(f"--policy {setting}: {name} takes nothing behind a colon")
+            raise ConfigError(f"{said}: {name} takes nothing behind a colon")
         return _SIZED[name]
     point = next((point for point in entry_points(group=GROUP) if point.name == name), None)
     if point is None:
-        raise ConfigError(f"--policy {setting}: no policy is named {name!r}; there are {', '.join(names())}")
+        raise ConfigError(f"{said}: no policy is named {name!r}; there are {', '.join(names())}")
     try:
         make = point.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--policy {setting}: {point.value} cannot be had: {error}") from error
+        raise ConfigError(f"{said}: {point.value} cannot be had: {error}") from error
     return lambda total_bytes: make(total_bytes, argument)
 
 
-def _seconds(setting: str, argument: str) -> float:
+def _seconds(said: str, name: str, argument: str) -> float:
     try:
         seconds = float(argument)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= 1e9:
-        name = setting.partition(":")[0]
-        raise ConfigError(f"--policy {setting}: say after how many seconds a chunk goes, as in {name}:3600")
+        raise ConfigError(f"{said}: say after how many seconds a chunk goes, as in {name}:3600")
     return seconds

@@ -16,8 +16,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from pdx.store.chunk import Chunk, Rank
-from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.policies.policy import E, EvictionPolicy, Rank
 from pdx.store.policies.ranks import Ranks
 
 NEW, FOUND = 0, 1  # kinds: what a rank begins with
@@ -106,12 +105,12 @@ def worths(shares: Sequence[float], widths: Sequence[float]) -> list[float]:
     return found
 
 
-class Gittins(EvictionPolicy):
+class Gittins(EvictionPolicy[E]):
     """See above. Of each kind the chunk that was used longest ago is looked at, and the one that is worth less goes."""
 
     def __init__(self, total_bytes: int) -> None:
         """`total_bytes`: of the arena."""
-        self._queues = Ranks(), Ranks()
+        self._queues: tuple[Ranks[E], Ranks[E]] = Ranks(), Ranks()
         self._ages = Ages(total_bytes, PRIOR[NEW]), Ages(total_bytes, PRIOR[FOUND])
         self._now = 0
         self._look_each = max(1, int(total_bytes * LOOK))
@@ -121,7 +120,7 @@ class Gittins(EvictionPolicy):
         self._ghost_bytes = 0
         self._most_ghost_bytes = total_bytes * GHOSTS
 
-    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+    def insert(self, chunk: E, before: E | None = None) -> None:
         """See `EvictionPolicy.insert`. What was found becomes the newest when its last reader is done."""
         if chunk.rank is None:
             ghost = self._ghosts.pop((chunk.key, chunk.shard), None)
@@ -136,14 +135,14 @@ class Gittins(EvictionPolicy):
         assert chunk.rank is not None
         self._queues[chunk.rank[0]].add(chunk)
 
-    def hold(self, chunk: Chunk) -> None:
+    def hold(self, chunk: E) -> None:
         assert chunk.rank is not None
         self._queues[chunk.rank[0]].discard(chunk)
 
-    def access(self, chunk: Chunk) -> None:
+    def access(self, chunk: E) -> None:
         chunk.uses += 1
 
-    def remove(self, chunk: Chunk) -> None:
+    def remove(self, chunk: E) -> None:
         if chunk.rank is not None:
             if chunk.uses:
                 self._found(chunk)
@@ -157,7 +156,7 @@ class Gittins(EvictionPolicy):
                 self._ages[kind].ends(since, self._now, nbytes, is_found=False)
         super().remove(chunk)
 
-    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
+    def victims(self, start: E | None) -> Iterator[E]:
         reached: list[Rank | None] = [None, None]  # in each queue
         if start is not None and start.rank is not None:
             kind, since, depth = start.rank
@@ -170,17 +169,17 @@ class Gittins(EvictionPolicy):
             kind = chunk.rank[0]
             heads[kind] = self._queues[kind].behind(chunk.rank)
 
-    def _worth(self, chunk: Chunk) -> float:
+    def _worth(self, chunk: E) -> float:
         assert chunk.rank is not None
         ages = self._ages[chunk.rank[0]]
         return ages.worths[ages.step(self._now - chunk.rank[1])]
 
-    def _found(self, chunk: Chunk) -> None:
+    def _found(self, chunk: E) -> None:
         assert chunk.rank is not None
         kind, since, _ = chunk.rank
         self._ages[kind].ends(since, self._now, chunk.room_bytes, is_found=True)
 
-    def _place(self, chunk: Chunk, kind: int, before: Chunk | None) -> None:
+    def _place(self, chunk: E, kind: int, before: E | None) -> None:
         """It is the newest of its kind, or as old as `before` and behind it."""
         self._now += chunk.room_bytes
         if before is not None and before.rank is not None and before.rank[0] == kind:

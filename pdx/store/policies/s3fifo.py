@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from pdx.store.chunk import Chunk, Rank
-from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.policies.policy import E, EvictionPolicy, Rank
 from pdx.store.policies.ranks import Ranks
 
 SMALL_SHARE = 0.1  # of the arena, for chunks that are new
@@ -19,7 +18,7 @@ USES_TO_STAY = 2  # in the small queue, to get into the main queue
 _SMALL, _MAIN = 0, 1  # what a rank begins with
 
 
-class S3Fifo(EvictionPolicy):
+class S3Fifo(EvictionPolicy[E]):
     """New chunks pass through a small queue, from which only what was found twice gets into the main queue.
 
     In the main queue each use spares a chunk once. A key that left the small queue not long ago comes back into the
@@ -28,14 +27,14 @@ class S3Fifo(EvictionPolicy):
 
     def __init__(self, total_bytes: int) -> None:
         """`total_bytes`: of the arena."""
-        self._queues = Ranks(), Ranks()
+        self._queues: tuple[Ranks[E], Ranks[E]] = Ranks(), Ranks()
         self._small_bytes = 0  # of chunks in the small queue, held ones included
         self._most_small_bytes = total_bytes * SMALL_SHARE
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()  # keys that left the small queue, and their bytes
         self._ghost_bytes = 0
         self._most_ghost_bytes = total_bytes - self._most_small_bytes
 
-    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+    def insert(self, chunk: E, before: E | None = None) -> None:
         if chunk.rank is None:
             ghost_bytes = self._ghosts.pop(chunk.key, 0)
             self._ghost_bytes -= ghost_bytes
@@ -45,14 +44,14 @@ class S3Fifo(EvictionPolicy):
                 self._small_bytes += chunk.room_bytes
         self._queues[chunk.rank[0]].add(chunk)
 
-    def hold(self, chunk: Chunk) -> None:
+    def hold(self, chunk: E) -> None:
         assert chunk.rank is not None
         self._queues[chunk.rank[0]].discard(chunk)
 
-    def access(self, chunk: Chunk) -> None:
+    def access(self, chunk: E) -> None:
         chunk.uses = min(MAX_USES, chunk.uses + 1)
 
-    def remove(self, chunk: Chunk) -> None:
+    def remove(self, chunk: E) -> None:
         if chunk.rank is not None and chunk.rank[0] == _SMALL:
             self._small_bytes -= chunk.room_bytes
             self._ghost_bytes += chunk.room_bytes - self._ghosts.pop(chunk.key, 0)
@@ -61,7 +60,7 @@ class S3Fifo(EvictionPolicy):
                 self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
         super().remove(chunk)
 
-    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
+    def victims(self, start: E | None) -> Iterator[E]:
         """See `EvictionPolicy.victims`. What was used moves on while the queues are looked through."""
         reached: list[Rank | None] = [None, None]  # in each queue
         if start is not None and start.rank is not None:
@@ -85,7 +84,7 @@ class S3Fifo(EvictionPolicy):
             reached[_SMALL if takes_small else _MAIN] = chunk.rank
             yield chunk
 
-    def peek(self) -> Iterator[Chunk]:
+    def peek(self) -> Iterator[E]:
         """See `EvictionPolicy.peek`: what is not moved on, the small queue's share of it first."""
         over = self._small_bytes - self._most_small_bytes
         small = (chunk for chunk in self._queues[_SMALL].within(None) if chunk.uses < USES_TO_STAY)
@@ -97,7 +96,7 @@ class S3Fifo(EvictionPolicy):
             yield chunk
         yield from main
 
-    def _move_on(self, chunk: Chunk) -> None:
+    def _move_on(self, chunk: E) -> None:
         """It becomes the newest of the main queue."""
         self.hold(chunk)
         assert chunk.rank is not None

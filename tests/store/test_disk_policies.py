@@ -1,0 +1,241 @@
+"""Which files a disk gives up first, by each eviction policy, beside what requests in a queue want."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections import Counter
+
+import pytest
+from disk_bed import Bed, closing_all, key
+from examples import examples
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from policy_models import ACCESSES, MODELS, POLICIES, ROOM
+
+from pdx.errors import ConfigError
+from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.index import FileIndex
+from pdx.telemetry.env import Env
+
+FILE_BYTES = ChunkFile(b"", 0, 1, 4096).charge
+
+
+def never(one):
+    return False
+
+
+def put(index, number, shards=1, before=None):
+    """As a tier that stores it; whether it had room, or has made some."""
+    files = [ChunkFile(key(number), shard, 1, 4096) for shard in range(shards)]
+    lack = index.lack(shards * FILE_BYTES)
+    gone, _ = index.oldest(lack, 0, never, key(number))
+    if lack > sum(file.charge for file in gone):
+        return False
+    index.remove(gone)
+    index.used_bytes -= sum(file.charge for file in gone)
+    for file in files:
+        index.add(file, None if before is None else key(before))
+    return True
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=examples(150))
+@given(accesses=ACCESSES)
+@example(accesses=[*range(12), *range(12), *range(3), *range(20), *range(12)])
+def test_hits_are_those_of_the_plain_model(policy, accesses):
+    """The same as of an arena with that policy."""
+    index = FileIndex(ROOM * FILE_BYTES, Env(), policy=policy)
+
+    def use(number):
+        if is_here := key(number) in index:
+            index.use([key(number)])
+        else:
+            put(index, number)
+        return is_here
+
+    assert [use(number) for number in accesses] == list(MODELS[policy](accesses))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_goes_from_its_end(policy):
+    """Its chunks are stored from its beginning on, and what leads up to one of them is told."""
+    index = FileIndex(ROOM * FILE_BYTES, Env(), policy=policy)
+    for number in range(ROOM):
+        put(index, number, before=number - 1 if number else None)
+    index.refresh([key(number) for number in range(ROOM)])  # their copy is over
+    for number in range(100, 103):
+        put(index, number)
+    assert [number for number in range(ROOM) if key(number) in index] == list(range(ROOM - 3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_shards_of_a_chunk_go_together_and_what_is_pinned_stays(policy):
+    index = FileIndex(8 * FILE_BYTES, Env(), policy=policy)
+    for number in range(4):
+        assert put(index, number, shards=2)
+    index.pin(key(0), 1)
+    for number in range(4, 8):
+        assert put(index, number, shards=2)
+    assert key(0) in index
+    assert sorted(len(index.of(one)) for one in index.keys()) == [2] * 4  # noqa: SIM118 - no dict
+    index.pin(key(0), -1)
+    for number in range(8, 12):
+        assert put(index, number, shards=2)
+    assert key(0) not in index
+    assert (index.num_files, index.nbytes, index.pinned_bytes) == (8, 8 * FILE_BYTES, 0)
+
+
+# ---- what the queue wants, whatever the policy ------------------------------------------------
+
+requests = st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True)
+steps = st.lists(
+    st.tuples(st.just("want"), requests)
+    | st.tuples(st.sampled_from(["store", "use", "pin", "unpin", "turn", "leave"]), st.integers(0, 15)),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=examples(100))
+@given(steps=steps, shards=st.integers(1, 2))
+def test_in_a_storm_the_queues_wants_leave_last_and_nothing_is_above_the_cap(policy, steps, shards):
+    wanted, queue, limit_bytes = {}, {}, 6 * shards * FILE_BYTES
+    index = FileIndex(limit_bytes, Env(), wanted, policy)
+
+    def turn(number):
+        return next(iter(wanted.get(key(number), {}).items()), None)
+
+    def stored(number):
+        pinned = set(index.pins)
+        before = {each for each in range(16) if key(each) in index}
+        is_stored = put(index, number, shards)
+        gone = {each for each in before if key(each) not in index}
+        assert not pinned & set(map(key, gone)), "what is pinned stays"
+        may_go = {each for each in before if key(each) not in pinned}
+        if turn(number) is not None:
+            may_go = {each for each in may_go if turn(each) is None or turn(each) > turn(number)}
+        assert is_stored == (len(before) < 6 or bool(may_go)), "whoever may have room has it"
+        if gone:
+            (victim,) = gone
+            others = may_go - gone
+            assert victim in may_go
+            assert turn(victim) is None or all(turn(each) and turn(each) < turn(victim) for each in others)
+
+    for what, argument in steps:
+        one = argument if what != "want" else -1
+        if what == "want":
+            request = max(queue, default=0) + 1
+            queue[request] = argument
+            for place, number in enumerate(argument):
+                wanted.setdefault(key(number), {})[request] = place
+            index.refresh(list(map(key, argument)))
+        elif what in ("turn", "leave") and queue:
+            request = (min if what == "turn" else max)(queue)
+            for number in (left := queue.pop(request)):
+                del wanted[key(number)][request]
+                if not wanted[key(number)]:
+                    del wanted[key(number)]
+            index.refresh(list(map(key, left)))
+        elif what == "store" and key(one) not in index:
+            stored(one)
+        elif what == "use" and key(one) in index:
+            index.use([key(one)])
+        elif what in ("pin", "unpin") and key(one) in index:
+            index.pin(key(one), 1 if what == "pin" else -1)
+        assert index.used_bytes == index.nbytes == index.num_files * FILE_BYTES <= limit_bytes
+        assert index._order.nbytes == index.nbytes - index.pinned_bytes
+    for request in list(queue):
+        del queue[request]
+    wanted.clear()
+    index.refresh(index.keys())
+    index.remove([file for one in index.keys() for file in index.of(one)])  # noqa: SIM118 - no dict
+    assert (index.num_files, index.nbytes, index._order.nbytes, list(index.peek())) == (0, 0, 0, [])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing wanted", "half of it", "all of it"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_victim_costs_as_much_among_many_files_as_among_few(policy, share):
+    def lines(count):
+        wanted, counted = {}, Counter()
+        index = FileIndex(count * FILE_BYTES, Env(), wanted, policy)
+        for number in range(count):
+            put(index, number)
+        wanted |= {key(number): {1 + number: 0} for number in range(int(share * count))}
+        index.refresh(index.keys())
+
+        def trace(frame, event, arg):
+            counted[event] += 1
+            return trace
+
+        sys.settrace(trace)
+        try:
+            assert put(index, count)
+        finally:
+            sys.settrace(None)
+        return counted["line"]
+
+    assert lines(900) <= lines(9) + 40  # a sorted list of more than a thousand has parts of that size
+
+
+# ---- in a tier --------------------------------------------------------------------------------
+
+CHARGE = 40_960  # of the cap, for a chunk of 32 KiB
+
+
+@pytest.fixture
+def make(tmp_path):
+    with closing_all(functools.partial(Bed, tmp_path)) as make_bed:
+        yield make_bed
+
+
+def test_what_was_asked_for_once_goes_before_what_was_asked_for_again(make):
+    """By S3-FIFO what comes once passes by."""
+    bed = make(limit_bytes=10 * CHARGE, policy="s3fifo")
+    for number in range(10):
+        assert bed.store(number)
+    for _ in range(2):
+        bed.tier.use([key(number) for number in range(3)])
+    for number in range(10, 30):
+        assert bed.store(number)
+    assert [number for number in range(10) if bed.has(number)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_a_restart_files_go_by_when_they_were_used(make, policy):
+    bed = make(limit_bytes=8 * CHARGE, policy=policy)
+    now_ns = time.time_ns()
+    for number in range(8):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, now_ns - (number * 5 % 8) * 10**9))
+    bed.restart()
+    order = sorted(range(8), key=lambda number: -(number * 5 % 8))
+    assert [file.key for file in bed.tier._index.peek()] == list(map(key, order))
+    for number in range(8, 11):
+        assert bed.store(number)
+    assert [number for number in order if bed.has(number)] == order[3:]
+
+
+@pytest.mark.parametrize("name", ["age", "idle"])
+def test_after_its_time_a_file_is_removed_though_there_is_room_also_after_a_restart(make, name):
+    bed = make(policy=f"{name}:3600")
+    for number in range(4):
+        assert bed.store(number)
+    bed.tier.pin([key(2)], pinned=True, share=1.0)
+    bed.tier.tick()
+    bed.settle()
+    for number in (1, 2, 3):
+        os.utime(bed.file(number), ns=(0, time.time_ns() - (3600 if number < 3 else 1000) * 10**9))
+    bed.restart()
+    bed.tier.tick()
+    bed.settle()
+    assert [number for number in range(4) if bed.has(number)] == [0, 2, 3], "what is pinned stays"
+    assert bed.files == sorted(map(bed.file, (0, 2, 3)))
+    assert bed.counters["disk_expired"] == 1
+
+
+def test_a_policy_that_there_is_not_is_refused_by_the_name_of_its_option():
+    with pytest.raises(ConfigError, match=r"--disk-policy fifo: no policy is named 'fifo'; there are lru, s3fifo"):
+        FileIndex(1 << 20, Env(), policy="fifo")
