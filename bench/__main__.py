@@ -34,6 +34,7 @@ BENCHES = {
     "channels": "pdx bench transfer",
     "across": "python -m pdx.bench.node.across",
     "stalls": "python -m pdx.bench.proxy.stalls",
+    "workers": "python -m pdx.bench.proxy.workers",
     "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }
 # Their last results are shown, too: they need a GPU (`python -m pdx.bench.gpu`).

@@ -141,7 +141,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Settings of a node, each said once: the command line, TOML, the connector and docs/vllm.md follow from it."""
 
     address: str
-    proxy: Address = ""  # where to report engines and timelines; empty: nowhere
+    proxy: Annotated[str, Meta(max_length=4096)] = ""  # where to report engines and timelines, see `proxies_of`
     exit_when_idle_s: Annotated[Seconds, option("End when nothing is attached for so long.", default="never")] = 0.0
     arena_bytes: Annotated[
         ArenaBytes,
@@ -343,6 +343,11 @@ def node_name(config: NodeConfig) -> str:
         return config.name
     digest = hashlib.blake2b(config.address.encode(), digest_size=4).hexdigest()
     return f"{socket.gethostname()[:200]}-{digest}"
+
+
+def proxies_of(config: NodeConfig) -> list[str]:
+    """Where to report: the addresses of all proxies, which a setting has with commas between them."""
+    return list(dict.fromkeys(each for word in config.proxy.split(",") if (each := word.strip())))
 
 
 def listen_address(config: NodeConfig) -> str:

@@ -21,8 +21,8 @@ from pdx.proxy.cache.routes import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig, Routing
 from pdx.proxy.control import Control, FromNode
-from pdx.proxy.engines import Engines
-from pdx.proxy.exchange import Drain, Exchange
+from pdx.proxy.engines import Engine, Engines
+from pdx.proxy.exchange import Drain, Exchange, Seat
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.leg import Asked, Legs, engine_socket, engine_tls
@@ -42,9 +42,7 @@ from pdx.proxy.reply import (
 )
 from pdx.proxy.router import serving
 from pdx.proxy.routes import FORMS, GENERATING, PASSED, Route
-from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
-from pdx.security import descriptors
 from pdx.telemetry.env import Env, WakingClock
 from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
@@ -74,7 +72,8 @@ class Proxy:
     _relay: Relay
     _probes: Probes
 
-    def __init__(self, config: ProxyConfig) -> None:
+    def __init__(self, config: ProxyConfig, seat: Seat | None = None) -> None:
+        """`seat`: of a worker that serves beside others."""
         self._config = config
         self.env = Env(WakingClock(2 * _LOOK_S, time.monotonic), log=log)
         self._faults = self.env.faults
@@ -88,10 +87,16 @@ class Proxy:
         )
         self._timelines = Timelines()
         self._clocks = Clocks(host_id())
-        self._told_peers: dict[tuple[str, int], PeerEntry] = {}
-        self.drain = Drain()
+        self._told_peers: dict[tuple[str, int], PeerEntry] | None = None
+        self.drain = Drain(seat)
+        self.found = asyncio.Event()  # an engine that can decode, ever
         self._control = Control(
-            config.control or default_proxy(), self.env, self._take, keys=config.keys, roster=config.roster
+            config.control or default_proxy(),
+            self.env,
+            self._take,
+            keys=config.keys,
+            roster=config.roster,
+            workers=config.workers,
         )
         self._metrics = Metrics(
             engines=self.engines, health=self._health, events=self.env.counters, dropped=self._control.dropped
@@ -214,6 +219,8 @@ class Proxy:
             self.engines.log_changes()
         with self._faults.contain("the look at probes"):
             self._probes.look()
+        if not self.found.is_set() and self.num_decoders:
+            self.found.set()
 
     def _take(self, node: str, message: FromNode) -> None:
         match message:
@@ -251,7 +258,8 @@ class Proxy:
         listed = {engine.url for engine in self.engines.all()} if urls else set()
         for url in urls:
             now = "it serves alone" if url in listed else "it gets no requests any more"
-            self._faults.warn(f"detached {url}", printable(f"engine {url} is attached to no node ({why}): {now}"))
+            text = f"{self.engines.titled(url)} is attached to no node ({why}): {now}"
+            self._faults.warn(f"detached {url}", printable(text, 1000))
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         reply = Reply(request, debug_headers=self._config.debug_headers)
@@ -346,7 +354,9 @@ class Proxy:
             only=holder.url if holder is not None else "",
             headers=passed,
             reply=reply,
-            timeline=Timeline(transfer=new_transfer(), route=Route.WHOLE, mode=Mode.ALONE, why="whole", moments=[]),
+            timeline=Timeline(
+                transfer=new_transfer(self._control.tag), route=Route.WHOLE, mode=Mode.ALONE, why="whole", moments=[]
+            ),
             metrics=self._metrics,
         )
 
@@ -378,7 +388,7 @@ class Proxy:
             plan = Plan(Mode.SAMPLED, "configured")
         if plan.mode is Mode.FORWARD and headers.RANK in passed:  # which the decode engine may refuse: it answers first
             plan = Plan(Mode.SAMPLED, "rank")
-        transfer = new_transfer()
+        transfer = new_transfer(self._control.tag)
         timeline = Timeline(transfer=transfer, route=route, mode=plan.mode, why=plan.why, moments=[])
         self._timelines.open(timeline)
         if headers.REQUEST_ID not in passed and body.get("request_id") is None:
@@ -420,21 +430,35 @@ class Proxy:
             self._metrics.exhausted.labels(error.lack).inc()
             return error_response(503, "the proxy has too many connections; come back later", retry_after_s=1)
 
+    def _ready(self) -> list[Engine]:
+        return [each for each in self.engines.all() if self._health.of(each.url).is_ready]
+
+    @property
+    def num_decoders(self) -> int:
+        """That are known to take requests."""
+        return sum(engine.decodes for engine in self._ready())
+
     async def _tell_health(self, _request: web.Request) -> web.Response:
-        """Readiness: 200 as long as somebody can decode, else 503."""
-        ready = [each for each in self.engines.all() if self._health.of(each.url).is_ready]
-        decoders = sum(engine.decodes for engine in ready)
-        state = {
+        """Readiness: 200 as long as somebody can decode, else 503. `pairs`: of nodes between which KV goes,
+        because a probe has gone that way, or they are one."""
+        decoders = self.num_decoders
+        pairs, missing = self.engines.pairs()
+        state: dict[str, Any] = {
             "status": "ok" if decoders else "unavailable",
             "decoders": decoders,
-            "prefillers": sum(engine.prefills for engine in ready),
+            "prefillers": sum(engine.prefills for engine in self._ready()),
             "nodes": self.engines.nodes(),
+            "pairs": pairs,
         }
+        if missing:
+            state["not_reached"] = [f"{first} > {last}" for first, last in missing]
+        if apart := self.engines.apart():
+            state["apart"] = apart
         return web.json_response(state, status=200 if decoders else 503)
 
     async def _tell_load(self, _request: web.Request) -> web.Response:
-        """In vLLM's form: what a balancer before several proxies wants to know of this one."""
-        return web.json_response({"server_load": len(self.drain)})
+        """In vLLM's form: what a balancer before several proxies wants to know of this one, with all its workers."""
+        return web.json_response({"server_load": self.drain.load})
 
     async def _expose(self, _request: web.Request) -> web.Response:
         return web.Response(
@@ -450,39 +474,6 @@ class Proxy:
         if found is None:
             return error_response(404, "no such transfer (any more)")
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
-
-
-async def serve(config: ProxyConfig) -> None:
-    """Serve until SIGINT or SIGTERM; then requests under way have `drain_s`, and a second signal ends them at once.
-
-    :raises ConfigError: an engine's URL is not one, or an address cannot be had.
-    """
-    descriptors.raise_limit()
-    proxy = Proxy(config)
-    signalled = asyncio.Event()
-
-    def stop() -> None:
-        if signalled.is_set():
-            proxy.drain.end()
-        signalled.set()
-
-    when_signalled(stop)
-    server = Server(proxy.app(), proxy.env, engines=proxy.engines)
-    admin = Server(proxy.admin_app(), proxy.env)
-    try:
-        if config.admin:
-            await admin.start(config.admin)
-            log.info("metrics and timelines at %s, for everybody who reaches it", admin.url)
-        await server.start(endpoint(config.host, config.port))
-        log.info("listening on %s; nodes report at %s", server.url, config.control or default_proxy())
-        await signalled.wait()
-        proxy.drain.begin()
-        log.info("stopping: %d requests under way have %g s", len(proxy.drain), config.drain_s)
-        await proxy.drain.wait(config.drain_s)
-        proxy.drain.end()
-    finally:
-        await server.close()
-        await admin.close()
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -33,6 +33,14 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     host: Annotated[str, option("Address to serve HTTP on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535), option("0: any.")] = 8000
+    workers: Annotated[
+        int,
+        Meta(ge=1, le=64),
+        option(
+            "Processes that serve the port together. --control and --admin are the first one's; each further one has "
+            "the next port, or that path with its number behind it."
+        ),
+    ] = 1
     control: Annotated[
         Place,
         option("Where nodes report: ipc:///path or tcp://IP:PORT.", default="$PDX_PROXY, else this user's socket"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections import Counter
 from collections.abc import Callable, Collection
 
@@ -33,6 +34,7 @@ from pdx.wire import messages
 from pdx.wire.burst import burst
 from pdx.wire.messages import Cancel
 from pdx.wire.proxy import (
+    TAG_CHARS,
     Arriving,
     Changes,
     EngineReport,
@@ -58,15 +60,24 @@ class Control:
     """A socket that nodes dial; `start` acquires, `close` (idempotent) releases."""
 
     def __init__(
-        self, address: str, env: Env, take: Callable[[str, FromNode], None], *, keys: str = "", roster: str = ""
+        self,
+        address: str,
+        env: Env,
+        take: Callable[[str, FromNode], None],
+        *,
+        keys: str = "",
+        roster: str = "",
+        workers: int = 1,
     ) -> None:
         """`take` is handed what a node of this name said and may say. `keys` and `roster`: files, see
-        `pdx.security.curve_keys` and `pdx.security.roster`; both or none.
+        `pdx.security.curve_keys` and `pdx.security.roster`; both or none. `workers`: of this proxy, see `PeerList`.
 
         :raises ConfigError: the address, the keys or the roster are wrong.
         """
         check_address(address, has_keys=bool(keys and roster), listens=True, is_control=True)
         self.address = address
+        self.tag = secrets.token_hex(TAG_CHARS // 2)
+        self._workers = workers
         self._own_keys = KeyPair.load(keys) if keys else None
         self._roster = Roster(roster, has_keys=self._own_keys is not None)
         self._take = take
@@ -158,7 +169,7 @@ class Control:
 
         A node that cannot take the message is told again with the next change. At most MAX_PEERS are told.
         """
-        self._list = messages.encode(PeerList(entries[:MAX_PEERS]))
+        self._list = messages.encode(PeerList(entries[:MAX_PEERS], self._workers, self.tag))
         self._send(self._list, list(self._peers))
 
     def _send(self, frame: bytes, peers: list[bytes]) -> None:

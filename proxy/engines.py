@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import msgspec
 
 from pdx.errors import ConfigError
+from pdx.memory.apart import differing
 from pdx.proxy.health import Health
 from pdx.security.address import base_url, is_wildcard, url_host
 from pdx.telemetry.env import Env
@@ -29,6 +30,8 @@ MAX_ENGINES = 1024  # that nodes have reported
 MAX_ENGINES_OF_NODE = 64
 Drop = tuple[str, str]  # why something that a node said is not believed: for counting, and as a text
 _MOST_NAMES = 4  # of models in the log, of an engine with many adapters
+_MOST_CHARS = 1000  # of a line there
+_MOST_TOLD = 16  # pairs, and sentences about them
 FORGET_S = 300.0  # an engine that no node reports is forgotten when it has not answered for so long
 
 
@@ -42,13 +45,21 @@ class Engine(msgspec.Struct, frozen=True):
     named: bool  # on the command line
     node: str = ""
     detached: bool = False  # a node has reported it, and none does now: it shares no KV
+    draining: bool = False  # others are asked first
     facts: EngineFacts | None = None  # None: nobody tells
+    layout: bytes = b""  # of its chunks: those of other layouts are none to it; empty: nobody tells
+    reaches: frozenset[str] = frozenset()  # nodes to which its own one has written a probe
+
+    def shares_with(self, other: Engine) -> bool:
+        """Whether one can read the other's chunks, as far as that is known."""
+        return self.layout == other.layout or not (self.layout and other.layout)
 
 
 class _Node(msgspec.Struct):
     seen_at: float
     engines: dict[str, EngineReport]  # by URL
     peer: PeerEntry  # without an address: it takes no peers
+    reaches: frozenset[str]  # see `NodeReport`
 
 
 class _View(msgspec.Struct, frozen=True):
@@ -57,6 +68,7 @@ class _View(msgspec.Struct, frozen=True):
     oldest: float  # when the node was seen that was seen longest ago
     reported: dict[str, str]  # the node of each engine that is reported, by URL
     engines: list[Engine]
+    by_url: dict[str, Engine]
     places: Counter[str]  # that each node's engines take
 
 
@@ -72,6 +84,7 @@ class Engines:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._health = health
         self._clock = env.clock
+        health.titled = self.titled
         # A restarted node has a new epoch. Its engines take a moment to attach again and are not detached
         # meanwhile: the old epoch's report holds for them until its heartbeat runs out.
         self._nodes: dict[tuple[str, int], _Node] = {}
@@ -80,6 +93,7 @@ class Engines:
         self._view: _View | None = None
         self._logged: dict[str, str] = {}  # what the log says of each engine, by URL
         self._logged_nodes: frozenset[str] = frozenset()
+        self._logged_apart: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"Engines({len(self._named)} named engines, {len(self._nodes)} nodes)"
@@ -134,13 +148,20 @@ class Engines:
         engines = {base_url(engine.url): engine for engine in report.engines}
         if known is None:
             self._epochs.setdefault(report.node, []).append(key)
+        reaches = frozenset(report.reaches)
         is_news = known is None or known.seen_at < self._oldest() or before.keys() != engines.keys()
+        is_news = is_news or known is None or known.reaches != reaches
         if is_news or not all(self._is_said(report.node, url, engine) for url, engine in engines.items()):
             self._view = None
         self._nodes[key] = _Node(
-            seen_at=self._clock(), engines=engines, peer=PeerEntry(report.node, report.listen, report.public_key)
+            seen_at=self._clock(),
+            engines=engines,
+            peer=PeerEntry(report.node, report.listen, report.public_key),
+            reaches=reaches,
         )
         for url, engine in engines.items():
+            if (last := self._last_reports.get(url)) is not None and _life(last[1]) != _life(engine):
+                self._health.renew(url)
             self._last_reports[url] = report.node, engine
             self._health.running(url, engine.running)
         return self._detached(before)
@@ -217,19 +238,23 @@ class Engines:
             reported: dict[str, str] = {}
             for name, node in heard:  # a later node's word replaces an earlier one's
                 reported.update(dict.fromkeys(node.engines, name))
+            reaches = {name: node.reaches for name, node in heard}
             urls = dict.fromkeys((*self._named, *self._last_reports))
+            listed = {url: self._engine(url, reported.get(url, ""), reaches) for url in urls}
             view = self._view = _View(
                 oldest=min((node.seen_at for _, node in heard), default=float("inf")),
                 reported=reported,
-                engines=[self._engine(url, reported.get(url, "")) for url in urls],
+                engines=[*listed.values()],
+                by_url=listed,
                 places=Counter(node for node, _ in self._last_reports.values()),
             )
         return view
 
-    def _engine(self, url: str, node: str) -> Engine:
+    def _engine(self, url: str, node: str, reaches: Mapping[str, frozenset[str]]) -> Engine:
         named = url in self._named
         _, report = self._last_reports.get(url, ("", None))
         role = report.role if report is not None else "both"
+        told = report if node else None
         return Engine(
             url=url,
             name=report.engine if report is not None and report.engine else url,
@@ -238,8 +263,59 @@ class Engines:
             named=named,
             node=node,
             detached=report is not None and not node,
-            facts=report.facts if report is not None and node else None,
+            draining=told is not None and told.draining,
+            facts=told.facts if told is not None else None,
+            layout=told.layout if told is not None else b"",
+            reaches=reaches.get(node, frozenset()),
         )
+
+    # ---- who can share KV -------------------------------------------------------------------
+
+    def pairs(self) -> tuple[int, list[tuple[str, str]]]:
+        """Of the nodes of prefill and of decode engines: how many have a way between them through which a probe has
+        gone, or are one; and some of those that have not."""
+        engines = self.all()
+        decoding = {engine.node for engine in engines if engine.decodes and engine.node}
+        prefilling = {engine.node: engine for engine in engines if engine.prefills and engine.node}
+        count, missing = 0, list[tuple[str, str]]()
+        for node, engine in prefilling.items():
+            reached = decoding & {node, *engine.reaches}
+            count += len(reached)
+            if len(missing) < _MOST_TOLD and len(reached) < len(decoding):
+                missing += [(node, other) for other in sorted(decoding - reached)]
+        return count, missing[:_MOST_TOLD]
+
+    def apart(self) -> list[str]:
+        """Of engines that could share requests, but can read none of the KV of any that they could share them with: a
+        sentence for each that names one of those, and says why."""
+        models: dict[str, list[Engine]] = {}
+        for engine in self.all():
+            if engine.layout and (model := self._model(engine)):
+                models.setdefault(model, []).append(engine)
+        found: list[str] = []
+        for engines in models.values():
+            layouts: dict[bytes, list[Engine]] = {}
+            for engine in engines:
+                layouts.setdefault(engine.layout, []).append(engine)
+            if len(layouts) == 1:
+                continue
+            for alike in layouts.values():
+                if not _can_share(alike):
+                    others = (each for each in engines if each.layout != alike[0].layout)
+                    other = next((each for each in others if _can_share([alike[0], each])), None)
+                    found += [self.why_apart(alike[0], other)] if other is not None else []
+        return list(dict.fromkeys(found))[:_MOST_TOLD]
+
+    def why_apart(self, one: Engine, other: Engine) -> str:
+        """Of two engines of different layouts, whichever comes first."""
+        one, other = sorted((one, other), key=lambda each: (each.decodes, each.url))
+        reports = [self._last_reports[each.url][1] for each in (one, other)]
+        why = differing(*reports) or "one of them has had its weights changed, or its cache reset"
+        return f"{self.titled(one.url)} and {self.titled(other.url)} share no KV: {why}"
+
+    def _model(self, engine: Engine) -> str:
+        models = self._health.of(engine.url).models
+        return next(iter(models), "") if models else self._last_reports[engine.url][1].shape.get("model", "")
 
     # ---- the log ----------------------------------------------------------------------------
 
@@ -248,18 +324,26 @@ class Engines:
         answered."""
         names = self.node_names()
         for name in sorted(names - self._logged_nodes):
-            log.info("node %s reports", printable(name))
+            log.info("joined: node %s", printable(name))
         for name in sorted(self._logged_nodes - names):
-            log.info("node %s does not report any more", printable(name))
+            log.info("left: node %s", printable(name))
         self._logged_nodes = names
-        engines = {engine.url: engine for engine in self.all()}
-        for url, engine in engines.items():
+        for url, engine in self._viewed().by_url.items():
             line = self._described(engine)
             if self._logged.get(url) != line and (url in self._logged or self._health.of(url).is_ready):
-                log.info("%s engine %s", "now" if url in self._logged else "found", printable(line))
+                log.info("%s: %s", "changed" if url in self._logged else "joined", printable(line, _MOST_CHARS))
                 self._logged[url] = line
-        for url in self._logged.keys() - engines.keys():
-            log.info("gone: engine %s", printable(self._logged.pop(url)))
+        for url in self._logged.keys() - self._viewed().by_url.keys():
+            log.info("left: %s", printable(self._logged.pop(url), _MOST_CHARS))
+        apart = frozenset(self.apart())
+        for text in sorted(apart - self._logged_apart):
+            log.warning("%s", printable(text, _MOST_CHARS))
+        self._logged_apart = apart
+
+    def titled(self, url: str) -> str:
+        """The engine at this URL, with its role, its models and its node."""
+        engine = self._viewed().by_url.get(url)
+        return f"engine {url}" if engine is None else self._described(engine)
 
     def _described(self, engine: Engine) -> str:
         models = list(self._health.of(engine.url).models or ())
@@ -268,11 +352,23 @@ class Engines:
         role = "both" if engine.prefills and engine.decodes else "prefill" if engine.prefills else "decode"
         node = f"node {engine.node}" if engine.node else "no node"
         name = f"{engine.name} at {engine.url}" if engine.name != engine.url else engine.url
-        return f"{name}: {role}, {model}, {node}"
+        return f"engine {name} ({role}, {model}, {node}{', draining' if engine.draining else ''})"
+
+
+def _can_share(engines: Sequence[Engine]) -> bool:
+    """Whether there are two among them of which one prefills and the other one decodes."""
+    prefill = [each.url for each in engines if each.prefills]
+    decode = [each.url for each in engines if each.decodes]
+    return bool(prefill and decode) and len({*prefill, *decode}) > 1
 
 
 def _lasting(engine: EngineReport) -> tuple[object, ...]:
-    return (engine.engine, engine.role, engine.facts)
+    return (engine.engine, engine.role, engine.facts, engine.layout, engine.draining)
+
+
+def _life(engine: EngineReport) -> tuple[object, ...]:
+    """What stays as long as it runs."""
+    return (engine.engine, engine.facts, engine.shape)
 
 
 def _unroutable(node: str, engine: EngineReport) -> Drop | None:

@@ -109,10 +109,18 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
         self.mark(Event.FIRST_TOKEN, engine)
 
 
+class Seat(msgspec.Struct, frozen=True):
+    """A worker's place among those that serve one port together."""
+
+    number: int
+    loads: memoryview  # of all of them, which they share: how many requests each has
+
+
 class Drain:
     """Nothing until `begin`; all calls on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, seat: Seat | None = None) -> None:
+        self._seat = seat or Seat(0, memoryview(bytearray(8)).cast("q"))
         self.has_begun = False  # new requests are to be refused
         self.is_over = False  # requests under way are being ended, or have been
         self._scopes: set[asyncio.Timeout] = set()
@@ -120,6 +128,11 @@ class Drain:
 
     def __len__(self) -> int:
         return len(self._scopes)
+
+    @property
+    def load(self) -> int:
+        """Requests of this process, and of those that serve beside it."""
+        return sum(self._seat.loads)
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[asyncio.Timeout]:
@@ -131,12 +144,17 @@ class Drain:
         try:
             async with scope:
                 self._scopes.add(scope)
+                self._count()
                 if self.is_over:
                     self._expire(scope)
                 yield scope
         finally:
             self._scopes.discard(scope)
+            self._count()
             self._changed.set()
+
+    def _count(self) -> None:
+        self._seat.loads[self._seat.number] = len(self._scopes)
 
     def begin(self) -> None:
         self.has_begun = True

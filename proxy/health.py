@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from pdx.telemetry.rate import Rate
 FIRST_S = 1.0  # an engine is suspect for so long after its first failure; each further one doubles that
 LONGEST_S = 30.0
 PROBE_S = 3.0  # between two probes of an engine that is not suspect
+_MOST_CHARS = 600  # of a line in the log
 SERVES_S = 30.0  # an engine that has answered a request within this time is at work
 
 
@@ -172,6 +173,7 @@ class Health:
         self._faults = env.faults
         self._records: dict[str, Record] = {}
         self._turns = itertools.count(1)
+        self.titled: Callable[[str], str] = lambda url: f"engine {url}"  # what the log calls the one at this URL
         self.failures: Counter[str] = Counter()  # of engines, by reason
 
     def of(self, url: str) -> Record:
@@ -196,6 +198,16 @@ class Health:
     def next_probe_s(self, urls: Collection[str]) -> int:
         """In how many whole seconds the next of these engines is asked whether it is well; at least one."""
         return max(1, math.ceil(min((self.of(url).probe_at for url in urls), default=0.0) - self.clock()))
+
+    def renew(self, url: str) -> None:
+        """Another engine is there now, or another life of it: what it has and how it is has to be found out anew."""
+        record = self.of(url)
+        if record.state is EngineState.WELL:
+            record.state = EngineState.NEW
+        record.models, record.adapters = None, frozenset()
+        record.listed_at = record.list_at = float("-inf")
+        record.computing, record.loading = Rate(), Rate()
+        record.probe_at = self.clock()
 
     def lacks(self, url: str, model: str | None) -> None:
         """An engine has answered that it has no such model: if it should have, its list is not true any more."""
@@ -252,12 +264,13 @@ class Health:
         record.is_probing = True
         return True
 
-    def probed(self, record: Record, fault: str, *, generates: bool = False) -> None:
-        """A probe has ended; `fault` is empty if all was well. `generates`: a token was seen."""
+    def probed(self, record: Record, fault: str, *, generates: bool = False, answers: bool = True) -> None:
+        """A probe has ended; `fault` is empty if all was well. `generates`: a token was seen. `answers`: it serves
+        HTTP; one that does not costs nobody anything, so it is asked as often as one that is well."""
         record.is_probing = False
         record.probe_at = self.clock() + PROBE_S * (0.75 + self._chance.random() / 2)
         if fault:
-            self._suspect(record, fault)
+            self._suspect(record, fault, answers=answers)
         elif record.state is EngineState.SUSPECT and record.unproven and not generates:
             record.state = EngineState.TRIAL
             self._warn(record, "answers again; it gets one request at a time until one succeeds")
@@ -273,16 +286,19 @@ class Health:
 
     def _warn(self, record: Record, text: str) -> None:
         """Once in a minute for each engine and state: a client can make engines fail as often as it likes."""
-        self._faults.warn(f"{text.partition(' (')[0]} {record.url}", printable(f"engine {record.url} {text}"))
+        about = f"{text.partition(' (')[0]} {record.url}"
+        self._faults.warn(about, printable(f"{self.titled(record.url)} {text}", _MOST_CHARS))
 
     def _speaks(self, record: Record) -> bool:
         return self.clock() - record.heard_at < self._silence_s
 
-    def _suspect(self, record: Record, why: str) -> None:
-        record.failures += 1
-        delay_s = min(LONGEST_S, FIRST_S * 2.0 ** min(record.failures - 1, 10)) * (0.75 + self._chance.random() / 4)
+    def _suspect(self, record: Record, why: str, *, answers: bool = True) -> None:
+        is_known = record.state is EngineState.SUSPECT
+        record.failures += answers or not record.failures
+        delay_s = min(LONGEST_S, FIRST_S * 2.0 ** min(record.failures - 1, 10)) if answers or not is_known else PROBE_S
+        delay_s *= 0.75 + self._chance.random() / 4
         record.probe_at = self.clock() + delay_s
-        if record.state is not EngineState.SUSPECT:
+        if not is_known:
             self._warn(record, f"is suspect ({why}); it is probed in {delay_s:.1f} s")
         record.state = EngineState.SUSPECT
 

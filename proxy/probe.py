@@ -99,7 +99,7 @@ class Probes:
                     with suppress(LegFailed):
                         await self.learn(engine, {})
             if answer.status != 200:
-                self._health.probed(record, f"GET /health answered {answer.status}")
+                self._health.probed(record, f"GET /health answered {answer.status}", answers=False)
             elif record.unproven:
                 fault, generates = await self._generates(engine)
                 self._health.probed(record, fault, generates=generates)
@@ -109,7 +109,7 @@ class Probes:
             if failure.reason is Reason.TIMEOUT and record.heard_at >= began_at:
                 self._health.not_probed(record)  # it is busy: streams go on
             else:
-                self._health.probed(record, f"GET /health: {failure.why}")
+                self._health.probed(record, f"GET /health: {failure.why}", answers=False)
         except Exhausted:
             self._health.not_probed(record)
         except Exception as error:  # noqa: BLE001 - the root of a probe's task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -46,9 +46,9 @@ LONG_BYTES = 2048
 USAGE_S = 5.0  # a chat's usage waits so long for the prefill leg; then the decode engine has computed the prompt itself
 
 
-def new_transfer() -> str:
-    """The id of a transfer that nobody can guess."""
-    return secrets.token_urlsafe(24)
+def new_transfer(tag: str) -> str:
+    """The id of a transfer that nobody can guess. `tag`: of this proxy, by which nodes know whose it is."""
+    return tag + secrets.token_urlsafe(24)
 
 
 class Relay(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,10 +135,10 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         await self.locating.locate(exchange)
         if exchange.mode is Mode.ALONE:
             return await self._alone(exchange)
-        pair = exchange.planned = router.pair(self._candidates(exchange))
+        candidates = self._candidates(exchange)
+        pair = exchange.planned = router.pair(candidates)
         if pair is None:
-            self._warn("no pair", "no engine can prefill beside a decoder: a request is served by one engine alone")
-            return await self._fall_back(exchange, "no_prefiller")
+            return await self._fall_back(exchange, self._why_no_pair(candidates))
         if pair.decoder.detached:
             return await self._fall_back(exchange, "detached")
         if self.locating.has_all(exchange, pair.decoder):
@@ -255,7 +255,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             if exchange.told and exchange.blamed and not is_early:
                 # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
                 self._cancel(exchange, "prefill_failed_over")
-                self.timelines.rename(exchange.timeline, new_transfer())
+                self.timelines.rename(exchange.timeline, new_transfer(self.control.tag))
                 exchange.set_mode(exchange.mode, exchange.timeline.why)
             return await self._ask_prefill(exchange, exchange.planned)
 
@@ -444,6 +444,16 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         if status == HTTPStatus.NOT_FOUND and exchange.whole is None:  # else it may be the route that it lacks
             self.health.lacks(engine.url, exchange.model)
 
+    def _why_no_pair(self, candidates: Sequence[router.Candidate]) -> str:
+        apart = router.pair(candidates, shares_kv=False)
+        if apart is None:
+            self._warn("no pair", "no engine can prefill beside a decoder: a request is served by one engine alone")
+            return "no_prefiller"
+        first, last = apart.prefiller, apart.decoder
+        text = f"a request is served by one engine alone: {self.engines.why_apart(first, last)}"
+        self._warn(f"apart {first.url} {last.url}", text)
+        return "layouts"
+
     def _note_unplaced(self, pair: Pair) -> None:
         """Where no node has reported an engine, chunks are pushed to nobody: fine with one node, slow with two."""
         unplaced = [engine.name for engine in (pair.prefiller, pair.decoder) if not engine.node]
@@ -454,7 +464,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
     def _warn(self, about: str, text: str) -> None:
         """Once in a minute for each `about`."""
-        self.faults.warn(about, printable(text))
+        self.faults.warn(about, printable(text, 1000))
 
     def _candidates(self, exchange: Exchange) -> list[router.Candidate]:
         able = router.serving(self.engines.all(), self.health, exchange.model)

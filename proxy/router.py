@@ -2,8 +2,9 @@
 
 The prefill engine is one for which this prompt costs least (`pdx.proxy.placing`), and the decode engine one with the
 fewest outstanding requests among those fit to decode. Among pairs of equal load, one on a single node is taken before
-one with a wire between them; what is equal even then takes turns. An engine whose node is not known counts as beyond a
-wire.
+one with a wire between them, and that before one with a wire through which no probe has gone; what is equal even then
+takes turns. An engine whose node is not known counts as beyond such a wire. Engines of different layouts, which can
+read none of each other's KV, are never a pair.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pdx.proxy.engines import Engine
 from pdx.proxy.health import Health, Record
 
 _Rank = tuple[bool, bool, bool, int]
+_NEAR = 2  # of the best decoders of each kind: the best one may be the prefill engine itself
+_LOOKED_AT = 32  # of the best decoders, for one to whose node there is a way
 _TRIED = 8  # where all engines are suspect, a request has tried enough of them, though no connection stood
 
 
@@ -25,7 +28,7 @@ class Candidate(msgspec.Struct, frozen=True):
     engine: Engine
     load: int = 0  # requests of anybody, those that are planned included; less is better
     last_used: int = 0  # grows with every leg; breaks ties, so that idle engines take turns
-    suspect: bool = False  # or on trial, with a request already
+    suspect: bool = False  # or on trial, with a request already; or it is to be drained
     cost: int = 0  # of having it prefill this prompt, see `pdx.proxy.placing.cost`; likewise
 
 
@@ -68,7 +71,7 @@ def candidates(
             load=costs if is_alone else record.load,
             cost=costs,
             last_used=record.last_used,
-            suspect=record.avoided,
+            suspect=record.avoided or engine.draining,
         )
         for engine in engines
         for record in (health.of(engine.url),)
@@ -76,34 +79,53 @@ def candidates(
     ]
 
 
-def pair(candidates: Sequence[Candidate]) -> Pair | None:
+def pair(candidates: Sequence[Candidate], *, shares_kv: bool = True) -> Pair | None:
     """The engines for a request in two legs; None: a second leg would gain nothing. Linear in the candidates.
+    `shares_kv`: without it, what would be chosen if all had one layout.
 
     The only decoder is left alone: sending it the same prompt twice gains nothing. Where the command line names
     one engine for both roles, that is what the user wants.
     """
-    able = _prefillers(candidates)
+    ranked = sorted(candidates, key=lambda each: (_decoder_rank(each, ""), each.last_used))
+    nearest = _Nearest(ranked, shares_kv=shares_kv)
+    able = [(first, last) for first in _prefillers(candidates) if (last := nearest.to(first)) is not None]
     if not able:
         return None
-    least = min(each.cost for each in able)
-    # The best decoder for a prefill engine is the best one of all, or of its node; the second best counts, because the
-    # best one may be the prefill engine itself.
-    ranked = sorted(candidates, key=lambda each: (_decoder_rank(each, ""), each.last_used))
-    by_node: dict[str, list[Candidate]] = {}
-    for each in ranked:
-        by_node.setdefault(each.engine.node, []).append(each)
-
-    def nearest(first: Candidate) -> Candidate:
-        near = [*ranked[:2], *by_node.get(first.engine.node, [])[:2]]
-        return min(near, key=lambda last: (*_pair_rank(first, last), last.last_used))
-
-    chosen = [(first, nearest(first)) for first in able if first.cost == least]
-    # An engine that only prefills is not sent the same prompt again as the decoder of last resort.
-    pairs = [(first, last) for first, last in chosen if last.engine.url != first.engine.url or first.engine.decodes]
-    if not pairs:
-        return None
+    least = min(first.cost for first, _ in able)
+    pairs = [each for each in able if each[0].cost == least]
     first, last = min(pairs, key=lambda found: (_pair_rank(*found), found[0].last_used, found[1].last_used))
     return Pair(first.engine, last.engine)
+
+
+class _Nearest:
+    """The best decoder for a prefill engine is one of a few: the best ones of all, and of its node."""
+
+    def __init__(self, ranked: Sequence[Candidate], *, shares_kv: bool) -> None:
+        """`ranked`: the best decoder is first."""
+        self._ranked = ranked
+        self._shares_kv = shares_kv
+        self._best: dict[tuple[bytes | None, str | None], list[Candidate]] = {}  # of a layout and a node; None: of all
+        for each in ranked:
+            for layout in {each.engine.layout, None}:
+                for node in {each.engine.node, None}:
+                    best = self._best.setdefault((layout, node), [])
+                    if len(best) < _NEAR:
+                        best.append(each)
+
+    def to(self, first: Candidate) -> Candidate | None:
+        engine = first.engine
+        layouts = {engine.layout, b""} if self._shares_kv and engine.layout else {None}
+        near = [
+            each for layout in layouts for node in {engine.node, None} for each in self._best.get((layout, node), ())
+        ]
+        if engine.reaches and not any(_is_reached(engine, each.engine) for each in near):
+            some = self._ranked[:_LOOKED_AT]
+            near += [each for each in some if _is_reached(engine, each.engine) and engine.shares_with(each.engine)]
+        last = min(near, key=lambda each: (*_pair_rank(first, each), each.last_used), default=None)
+        if last is None or last.engine.url != engine.url:
+            return last
+        # An engine that only prefills is not sent the same prompt again as the decoder of last resort.
+        return last if engine.decodes and engine.named else None
 
 
 def prefiller(candidates: Sequence[Candidate], *, planned: Pair, tried: Collection[str]) -> Engine | None:
@@ -111,7 +133,11 @@ def prefiller(candidates: Sequence[Candidate], *, planned: Pair, tried: Collecti
     if planned.prefiller.url not in tried:
         return planned.prefiller
     last = planned.decoder
-    able = [each for each in _prefillers(candidates) if each.engine.url not in {*tried, last.url}]
+    able = [
+        each
+        for each in _prefillers(candidates)
+        if each.engine.url not in {*tried, last.url} and each.engine.shares_with(last)
+    ]
 
     def rank(each: Candidate) -> tuple[int, bool, int]:
         return (each.cost, not last.node or each.engine.node != last.node, each.last_used)
@@ -164,6 +190,11 @@ def _decoder_rank(each: Candidate, prefilled_by: str, *, only_prefill: bool = Fa
     return (each.suspect, not is_apt, each.engine.url == prefilled_by, each.load)
 
 
-def _pair_rank(first: Candidate, last: Candidate) -> tuple[_Rank, bool]:
+def _pair_rank(first: Candidate, last: Candidate) -> tuple[_Rank, bool, bool]:
     same_node = bool(first.engine.node) and first.engine.node == last.engine.node
-    return (_decoder_rank(last, first.engine.url), not same_node)
+    is_reached = same_node or _is_reached(first.engine, last.engine)
+    return (_decoder_rank(last, first.engine.url), not is_reached, not same_node)
+
+
+def _is_reached(first: Engine, last: Engine) -> bool:
+    return last.node in first.reaches

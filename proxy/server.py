@@ -142,20 +142,16 @@ class Server:
         self._undo = contextlib.AsyncExitStack()
         self.url = ""  # where it is reached, once it is started; of a Unix socket, its path
 
-    async def start(self, address: str) -> None:
+    async def start(self, address: str, *, is_shared: bool = False) -> None:
         """Listen at `HOST:PORT` (port 0: any free one), or at the path of a Unix socket, which is this user's alone.
+        `is_shared`: where other processes of this user listen as well.
 
         :raises ConfigError: the address is not one, or cannot be had.
         """
-        try:
-            await self._start(address)
-        except (socket.gaierror, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{address!r} names no host: {why}; name an IP address of this one") from error
-        except OSError as error:
-            raise ConfigError(f"{address!r} cannot be had: {error.strerror or error}") from error
+        with _explained(address):
+            await self._start(address, is_shared=is_shared)
 
-    async def _start(self, address: str) -> None:
+    async def _start(self, address: str, *, is_shared: bool) -> None:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self._runner.cleanup)
             await self._runner.setup()
@@ -163,8 +159,7 @@ class Server:
                 self._sockets = [undo.enter_context(_unix_socket(Path(address)))]
                 self.url = address
             else:
-                host, port = host_and_port(address)
-                self._sockets = await _tcp_sockets(host, port)
+                self._sockets = await _tcp_sockets(address, is_shared=is_shared)
                 shown = self._sockets[0].getsockname()
                 self.url = f"http://{endpoint(shown[0], shown[1])}"
             undo.callback(self._take_no_more)
@@ -372,13 +367,35 @@ def host_and_port(address: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-async def _tcp_sockets(host: str, port: int) -> list[socket.socket]:
+async def bound(address: str) -> list[socket.socket]:
+    """The sockets of a `Server` at `HOST:PORT` that does not listen.
+
+    :raises ConfigError: the address is not one, or cannot be had.
+    """
+    with _explained(address):
+        return await _tcp_sockets(address)
+
+
+async def _tcp_sockets(address: str, *, is_shared: bool = False) -> list[socket.socket]:
     """Bound to every address that the host has, as asyncio binds them."""
-    bound = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port, start_serving=False)
+    host, port = host_and_port(address)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False, reuse_port=is_shared or None)
     try:
-        return [each.dup() for each in bound.sockets]
+        return [each.dup() for each in server.sockets]
     finally:
-        bound.close()
+        server.close()
+
+
+@contextlib.contextmanager
+def _explained(address: str) -> Iterator[None]:
+    try:
+        yield
+    except (socket.gaierror, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{address!r} names no host: {why}; name an IP address of this one") from error
+    except OSError as error:
+        raise ConfigError(f"{address!r} cannot be had: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ def test_every_file_is_in_a_room():
         ("pdx.node", "from pdx.transports.tcp import TcpRegion"),
         ("pdx.node.peers", "from pdx.node.service import Service"),
         ("pdx.vllm", "from pdx.node.daemon import run"),
-        ("pdx.cli", "from pdx.proxy.app import serve"),
+        ("pdx.cli", "from pdx.proxy.workers import run"),
         ("pdx.kernels", "from pdx.memory.layout import KvLayout"),
         ("pdx.proxy", "def f():\n    from pdx.client.api import connect"),
         ("pdx.proxy", "from . import router"),

@@ -28,6 +28,7 @@ from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
 from pdx.node.events.publisher import Publisher
+from pdx.node.proxies import Proxies
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
     VERSION,
@@ -75,8 +76,9 @@ class Bed:
         self._session, _ = self.service.attach(b"route", Hello(VERSION, os.getpid(), "client"), os.getpid())
         self._seq = 0
         self._parent = os.urandom(16)
-        assert self._daemon._follower is not None
-        self._follower, self._daemon._follower = self._daemon._follower, None  # until there is a proxy
+        daemon = self._daemon
+        self._proxies, (self._proxy,) = daemon._proxies, daemon._proxies._all.values()
+        self._nobody = daemon._proxies = Proxies((), self.service, daemon._context, daemon._poller)
         self._is_followed = False
         self._turns = 0
         proxy = ("proxy", "--port", str(port), "--control", control, "--chunk-index", "--log-level", "warning")
@@ -101,7 +103,7 @@ class Bed:
         self.service.turn()
         self._turns += 1
         if self._is_followed and self._turns % READ_TURNS == 0:  # a node polls it with its other sockets
-            self._daemon._serve_proxy()
+            self._proxies.serve(self._proxy.line.sockets[0])
         self._daemon._tell_changes(time.monotonic())
 
     def request(self) -> None:
@@ -132,12 +134,12 @@ class Bed:
             wait_until(is_ready, what=name)
         self._is_followed = name == PROXY
         if self._is_followed:
-            follower = self._daemon._follower = self._follower
+            follower, self._daemon._proxies = self._proxy.follower, self._proxies
             self.service.events.follow(follower)
 
             def is_told() -> bool:
                 self.turn()
-                self._daemon._report(time.monotonic())
+                self._proxies.report(time.monotonic())
                 return bool(follower._stream and follower._feed is None and not follower._frames)
 
             wait_until(is_told, what=name)
@@ -147,8 +149,8 @@ class Bed:
             self._daemon._publisher = None
         if self._is_followed:
             self._is_followed = False
-            self.service.events.leave(self._follower)
-            self._daemon._follower = None
+            self.service.events.leave(self._proxy.follower)
+            self._daemon._proxies = self._nobody
 
 
 @contextlib.contextmanager

@@ -22,11 +22,13 @@ import zmq
 from pdx.bench.proxy.stand_in_engine import MODEL_LEN, Pace
 from pdx.bench.systems.system import Command, Servers
 from pdx.cli.ports import free_ports
+from pdx.security.address import worker_address
 from pdx.wire.messages import VERSION, EngineFacts, encode
 from pdx.wire.proxy import EngineReport, NodeReport
 
 START_S = 60.0
 LOOK_S = 0.05
+_LOOKS = 4
 REPORT_S = 1.0
 
 
@@ -49,11 +51,13 @@ class Stage:
     engine_pids: tuple[int, int]
     proxy: Front
     before: Front | None = None  # of another checkout
+    shared: Front | None = None  # by several workers; `pid` is that of the process that started them
 
 
 @contextlib.contextmanager
-def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
+def stage(pace: Pace, before: Path | None = None, *, workers: int = 0) -> Iterator[Stage]:
     """All of them; they end with this context, and also if this process is killed. `before`: another checkout.
+    `workers`: a further proxy has so many.
 
     :raises CannotRun: one of them did not start; the message has the decisive line of its log.
     :raises RuntimeError: the proxy takes no reports.
@@ -62,7 +66,7 @@ def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
         tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder,
         contextlib.closing(Servers(Path(folder))) as servers,
     ):
-        ports = free_ports(6)
+        ports = free_ports(8)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
         engines = [
@@ -71,25 +75,30 @@ def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
             )
             for name, port, url, link in zip(("prefill", "decode"), ports, urls, ("kv-to", "kv-from"), strict=False)
         ]
-        checkouts = {"proxy": None} if before is None else {"proxy": None, "before": before}
-        controls = {}
+        ways = {"proxy": 2} | ({"before": 4} if before is not None else {}) | ({"shared": 6} if workers else {})
+        controls: dict[str, int] = {}
         proxies = []
-        for (name, checkout), at in zip(checkouts.items(), (2, 4), strict=False):
-            control = f"ipc://{folder}/{name}.sock"
-            controls[control] = VERSION if checkout is None else _version(checkout)
+        for name, at in ways.items():
+            control, checkout = f"ipc://{folder}/{name}.sock", before if name == "before" else None
+            of_it = range(workers if name == "shared" else 1)
+            version = VERSION if checkout is None else _version(checkout)
+            controls |= {worker_address(control, number): version for number in of_it}
             options = ["--port", str(ports[at]), "--log-level", "warning", "--max-body", "8M", "--control", control]
-            options += ["--prefill", urls[0], "--decode", urls[1], "--admin", f"127.0.0.1:{ports[at + 1]}"]
+            options += ["--prefill", urls[0], "--decode", urls[1]]
+            alone = ["--admin", f"127.0.0.1:{ports[at + 1]}"]
+            options += alone if name != "shared" else ["--workers", str(workers)]
             env = {} if checkout is None else {"PYTHONPATH": str(checkout)}
             proxies.append(_python("pdx.cli.main", name, urls[at], "proxy", *options, "--debug-headers", env=env))
         servers.start(engines, START_S)
         servers.start(proxies, START_S)
-        fronts = [
-            Front(urls[at], urls[at + 1], servers.pid(each.name)) for each, at in zip(proxies, (2, 4), strict=False)
-        ]
+        fronts = {name: Front(urls[at], urls[at + 1], servers.pid(name)) for name, at in ways.items()}
         with _reported(controls, urls[0], urls[1]):
-            for front in fronts:
-                _wait_for_nodes(front.url)
-            yield Stage(pace, urls[0], urls[1], (servers.pid("prefill"), servers.pid("decode")), *fronts)
+            for name, front in fronts.items():
+                for _ in range(_LOOKS * workers if name == "shared" else 1):  # connections, of any worker
+                    _wait_for_nodes(front.url)
+            pids = servers.pid("prefill"), servers.pid("decode")
+            others = fronts.get("before"), fronts.get("shared")
+            yield Stage(pace, urls[0], urls[1], pids, fronts["proxy"], *others)
 
 
 def _python(module: str, name: str, url: str, *options: str, env: dict[str, str] | None = None) -> Command:

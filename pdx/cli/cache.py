@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -35,7 +36,7 @@ _MAX_LINES = 20  # of bad files
 
 @click.group()
 def cache() -> None:
-    """Look after the chunks that nodes keep.
+    """Look after the chunks that nodes keep, and drain engines.
 
     \b
     A prompt is named by --ids, --text, --file or --request.
@@ -256,6 +257,29 @@ def verify(folder: Path, remove: bool, as_json: bool) -> None:
         click.echo(f"{report.good:,} chunks are good ({size(report.nbytes)}), {bad}{others}")
     if report.left:
         sys.exit(1)
+
+
+# ---- engines ------------------------------------------------------------------------------------
+
+
+@cache.command()
+@click.argument("engine")
+@option("--wait", "is_waited_for", is_flag=True, help="Until it has no requests any more.")
+@option("--undo", is_flag=True, help="Give it requests again.")
+@reaching
+def drain(engine: str, is_waited_for: bool, undo: bool, as_json: bool, **options: Any) -> None:
+    """Give ENGINE, a URL or a name, no more requests as long as others can serve them: before it is stopped."""
+    with controller(**options) as made:
+        told, _ = _split(made.drain(engine, undo=undo))
+        while is_waited_for and not undo and any(each.running for each in told.values()):
+            time.sleep(_LOOK_S)
+            told, _ = _split(made.drain(engine))
+    if as_json:
+        click.echo(to_json(told))
+        return
+    for node, each in told.items():
+        is_what = "gets no more requests" if each.draining else "gets requests again"
+        click.echo(printable(f"{each.engine} of node {node} {is_what}, and has {each.running:,}", 1024))
 
 
 # ---- jobs ---------------------------------------------------------------------------------------

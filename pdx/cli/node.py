@@ -44,7 +44,11 @@ PAUSE_S = 0.25
 )
 @file_option("--node-config", NODE_EXAMPLE)
 @settings_of(NodeConfig)
-@option("--proxy", help="Where the proxy listens; '' for none. [default: $PDX_PROXY, else this user's]")
+@option(
+    "--proxy",
+    help="Where the proxy listens; of several, with commas between them; '' for none. [default: $PDX_PROXY, else this "
+    "user's]",
+)
 @option("--status", is_flag=True, help="Show the state of the running node and exit.", section="A running node")
 @option("--json", "as_json", is_flag=True, help="With --status: one JSON object.", section="A running node")
 @option("--watch", is_flag=True, help="With --status: refresh every second until Ctrl-C.", section="A running node")

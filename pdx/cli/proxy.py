@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -28,10 +27,10 @@ def proxy(log_level: str, **settings: Any) -> None:
     Each option is also read from the environment: --max-body from PDX_PROXY_MAX_BODY. The command line comes before the
     environment, and that before the file of --config.
     """
-    from pdx.proxy.app import serve
+    from pdx.proxy.workers import run
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(serve(parse(ProxyConfig, from_words(ProxyConfig, said(settings)))))
+        run(parse(ProxyConfig, from_words(ProxyConfig, said(settings))))
     except OSError as error:
         raise click.ClickException(str(error)) from error

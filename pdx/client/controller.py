@@ -184,6 +184,16 @@ class Controller:
             kept = verbs.Kept(kept.name, kept.chunks + last.chunks, kept.nbytes + last.nbytes)
         return verbs.Effect([kept])
 
+    # ---- engines ----------------------------------------------------------------------------
+
+    def drain(self, engine: str, instance: str = ALL, *, undo: bool = False) -> dict[str, verbs.Drained | Refused]:
+        """Have proxies give an engine, by its URL or its name, no more requests as long as others can serve them; or
+        (`undo`) some again. By node, how many it has still; nodes that do not have it refuse.
+
+        :raises NodeError: also where no node has it.
+        """
+        return self._each(verbs.Drain(engine, not undo), instance)
+
     # ---- jobs -------------------------------------------------------------------------------
 
     def check_finish(self, job: Job | str) -> Job:

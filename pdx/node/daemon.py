@@ -1,4 +1,4 @@
-"""`pdx node`: the daemon's control loop. One thread, one ROUTER socket for processes, one DEALER to the proxy.
+"""`pdx node`: the daemon's control loop. One thread, one ROUTER socket for processes, one DEALER to each proxy.
 
 The lock beside the socket is held as long as the node lives, so there is one node per socket, and what a killed
 node left behind is removed by the next one.
@@ -19,19 +19,18 @@ from types import FrameType, TracebackType
 
 import zmq
 
-from pdx.config import NodeConfig, handover_path, private_folder, socket_path, trace_folder
+from pdx.config import NodeConfig, handover_path, private_folder, proxies_of, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
-from pdx.node.events.follower import Follower
 from pdx.node.events.publisher import Publisher, Readers
 from pdx.node.handover import HandoverServer
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
 from pdx.node.process_socket import ProcessSocket, sender_pid
-from pdx.node.proxy_line import ProxyLine
-from pdx.node.reports import heartbeat, node_status
+from pdx.node.proxies import Proxies
+from pdx.node.reports import node_status
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.security import descriptors
 from pdx.security.address import check_address
@@ -39,20 +38,15 @@ from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.env import Env, WakingClock
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
-    MAX_FRAME_BYTES,
     Answer,
     Bye,
-    Cancel,
     FromNode,
     Hello,
-    Outcome,
     Refused,
     ToNode,
     decode_to_node,
     encode,
 )
-from pdx.wire.proxy import Arriving, Follow, Order, PeerList, Prefilled, Reply
-from pdx.wire.verbs import AnyVerb
 
 log = logging.getLogger("pdx.node")
 
@@ -96,8 +90,8 @@ class Daemon:
     def __init__(self, config: NodeConfig, *, near: int | None = None) -> None:
         """`near`: the NUMA node where an arena in host memory should lie; None: anywhere."""
         path = socket_path(config.address)
-        if config.proxy:
-            check_address(config.proxy, has_keys=bool(config.keys), is_control=True)
+        for address in proxies_of(config):
+            check_address(address, has_keys=bool(config.keys), is_control=True)
         trace_folder(config.trace)  # before anything is opened
         private_folder(path.parent)
         self._config = config
@@ -165,19 +159,12 @@ class Daemon:
                     ),
                 )
                 undo.callback(self._publisher.close)
-            self._proxy: ProxyLine | None = None
-            self._follower: Follower | None = None
-            if config.proxy:
-                self._proxy = ProxyLine(self._context, config.proxy, connections.roster, connections.own, self._faults)
-                undo.callback(self._proxy.close)
-                self._follower = Follower(self.service.events, epoch)
-                for line in self._proxy.sockets:
-                    self._poller.register(line, zmq.POLLIN)
+            self._proxies = Proxies(proxies_of(config), self.service, self._context, self._poller)
+            undo.callback(self._proxies.close)
             self._undo = undo.pop_all()
         self._next_tick = time.monotonic()
         self._next_changes = time.monotonic()  # from then on they are told
         self._next_touch = time.monotonic() + TOUCH_S
-        self._next_report = time.monotonic()
         self._waking = WakingClock(2 * TICK_S, time.monotonic)
         self._last_busy = self._waking()
 
@@ -213,13 +200,13 @@ class Daemon:
         with self._faults.contain("what is told of chunks"):
             self._tell_changes(now)
         with self._faults.contain("the report to the proxy"):
-            self._report(now)
+            self._proxies.report(now)
 
     def _serve_source(self, source: object) -> None:
         if source is self._process_socket.socket:
             self._serve_burst()
-        elif self._proxy is not None and source in self._proxy.sockets:
-            self._serve_proxy()
+        elif self._proxies.serve(source):
+            pass
         elif source == self.env.mailbox.fd:
             self.env.mailbox.deliver()
         elif source == self._process_socket.queue.fd:
@@ -242,8 +229,7 @@ class Daemon:
             if batch is not None:
                 self._publisher.put(batch)
             self._publisher.turn()
-        if self._follower is not None and self._proxy is not None:
-            self._follower.turn(self._proxy.send)
+        self._proxies.tell_changes()
 
     def _tick(self, now: float) -> None:
         self.service.tick()
@@ -336,59 +322,6 @@ class Daemon:
             self.env.counters["deaths"] += 1
             with self._faults.contain("the end of a session"):
                 self.service.end(session)
-
-    # ---- the proxy --------------------------------------------------------------------------
-
-    def _serve_proxy(self) -> None:
-        assert self._proxy is not None
-        assert self._follower is not None
-        self._proxy.heed_events()
-        if not self._proxy.is_up:
-            self._follower.gone()
-        for message in self._proxy.receive():
-            with self._faults.contain("a message of the proxy"):
-                match message:
-                    case Arriving(session, salt):
-                        self.service.look_ahead.arriving((salt, session))
-                    case Cancel(transfer):
-                        self.service.cancel(transfer, "the proxy")
-                    case Follow():
-                        self._follower.asked(message)
-                    case Prefilled(transfer):
-                        self.service.transfers.prefilled(transfer, self.env.clock(), "the proxy")
-                    case PeerList(peers):
-                        self._peers.told(peers)
-                    case Order(number, verb):
-                        self._reply(number, self._carried_out(verb))
-
-    def _carried_out(self, verb: AnyVerb) -> Outcome:
-        """What came of a verb that a controller has said to the proxy."""
-        name = type(verb).__name__
-        outcome: Outcome = Refused(NodeError.__name__, f"an internal error ended this {name}; see the node's log")
-        try:
-            with self._faults.contain(f"a {name} of the proxy's", passing=(NodeError, ProtocolError)):
-                outcome = self.service.control(verb)
-        except (NodeError, ProtocolError) as error:
-            self.env.counters["refused"] += 1
-            outcome = Refused.of(error)
-        return outcome
-
-    def _reply(self, number: int, outcome: Outcome) -> None:
-        assert self._proxy is not None
-        reply = Reply(number, outcome)
-        if len(encode(reply)) > MAX_FRAME_BYTES:
-            reply = Reply(number, Refused(NodeError.__name__, f"the answer has more than {MAX_FRAME_BYTES} bytes"))
-        if not self._proxy.send(reply):
-            self.env.counters["replies_dropped"] += 1
-
-    def _report(self, now: float) -> None:
-        if self._proxy is None or not self._proxy.is_up:
-            return  # marks wait for it, the last 4,096 of them
-        if now < self._next_report and not (self.service.has_news or self.service.marks):
-            return
-        self._next_report = now + self._config.report_s
-        if not self._proxy.send(heartbeat(self.service)):
-            self.env.counters["reports_dropped"] += 1
 
     # ---- the end ----------------------------------------------------------------------------
 

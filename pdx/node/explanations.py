@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pdx.memory.apart import differing
 from pdx.memory.keys import KEY_BYTES
-from pdx.node.sessions import Session, differing
+from pdx.node.sessions import Session
 from pdx.store.chunk import Chunk, Origin
 from pdx.store.history import ago
 from pdx.store.lifecycle import State

@@ -34,8 +34,10 @@ class ProxyLine:
         roster: Roster,
         own: KeyPair | None,
         faults: Faults,
+        *,
+        base: str,
     ) -> None:
-        """`roster` may say the proxy's key; `own`: this node's.
+        """`roster` may say the proxy's key; `own`: this node's. `base`: of a worker, where the first of them is.
 
         :raises ConfigError: see `Roster.secure_proxy`.
         """
@@ -54,7 +56,7 @@ class ProxyLine:
                 self._dealer.setsockopt(option, value)
             self._events = undo.enter_context(self._monitor(context))
             undo.callback(self._dealer.disable_monitor)
-            roster.secure_proxy(self._dealer, own, address)
+            roster.secure_proxy(self._dealer, own, base)
             self._dealer.connect(address)
             self._undo = undo.pop_all()
 
@@ -72,12 +74,16 @@ class ProxyLine:
         """Those to be polled."""
         return self._dealer, self._events
 
-    def heed_events(self) -> None:
+    def heed_events(self) -> bool:
+        """Whether it has just been connected."""
+        is_news = False
         while self._events.poll(0):
             was_up = self.is_up
             self.is_up = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            is_news = is_news or self.is_up
             if self.is_up is not was_up:
                 log.info("the proxy at %s %s", self._address, "is connected" if self.is_up else "is gone")
+        return is_news
 
     def receive(self) -> Iterator[FromProxy]:
         """A burst of what it says; what makes no sense is dropped and counted."""

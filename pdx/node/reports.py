@@ -19,6 +19,8 @@ from pdx.wire.status import ArenaStatus, AttachedStatus, NodeStatus
 if TYPE_CHECKING:
     from pdx.node.service import Service
 
+MAX_REACHED = 1024
+
 
 def node_status(service: Service) -> NodeStatus:
     """Everything `pdx node --status` shows."""
@@ -57,11 +59,13 @@ def heartbeat(service: Service) -> NodeReport:
         EngineReport(
             hello.engine,
             hello.role,
-            _url(service, session),
+            engine_url(service, session),
             session.running,
             hello.facts,
             session.layout,
             hello.shape,
+            hello.groups,
+            session.is_draining,
         )
         for session in service.sessions
         if (hello := session.hello).kind == "scheduler"
@@ -81,10 +85,12 @@ def heartbeat(service: Service) -> NodeReport:
         public_key=service.peers.connections.public_key,
         host=host_id(),
         sent_ns=time.monotonic_ns(),
+        reaches=service.peers.tiers.reached[:MAX_REACHED],
     )
 
 
-def _url(service: Service, session: Session) -> str:
+def engine_url(service: Service, session: Session) -> str:
+    """Where others reach the engine of a session."""
     return reachable_url(session.hello.url, service.peers.connections.address)
 
 
@@ -97,7 +103,7 @@ def _attached(service: Service, session: Session, now: float) -> AttachedStatus:
         engine=hello.engine,
         shard=hello.shard,
         role=hello.role,
-        url=_url(service, session),
+        url=engine_url(service, session),
         running=session.running,
         silent_s=now - session.last_seen,
         unshared=session.unshared,

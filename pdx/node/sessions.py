@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pdx.errors import NodeError, ProtocolError
+from pdx.memory.apart import differing, fields_of_groups
 from pdx.memory.layout import group_title
 from pdx.security import descriptors
 from pdx.wire.base import MAX_SHARDS
@@ -27,19 +28,6 @@ TICKET_BYTES = 16
 MAX_SESSIONS = 4096
 MAX_OF_ONE_PROCESS = 256
 MAX_GONE = 256  # models whose last engine is remembered
-
-# What makes the fields of a layout that two engines of one model mostly differ in.
-_SET_BY = {
-    "backend": "--attention-backend",
-    "block_tokens": "--block-size",
-    "chunk_tokens": "chunk_tokens",
-    "dtype": "--dtype and --kv-cache-dtype",
-    "hashing": "--prefix-caching-hash-algo",
-    "isa": "the CPU",
-    "num_shards": "--tensor-parallel-size, or shards",
-    "release": "the release",
-    "stages": "--pipeline-parallel-size, or stages",
-}
 
 
 class Session:
@@ -60,6 +48,7 @@ class Session:
         self.block_tokens = _number(hello.shape.get("block_tokens", ""))
         self.unshared = ""  # with which engine of its model it cannot share chunks, and why …
         self.unshared_before = ""  # … and with which that has gone
+        self.is_draining = False  # its engine is to get no requests any more
         self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
         self.ticket = secrets.token_bytes(TICKET_BYTES)  # what its process shows to map memory of a GPU
 
@@ -75,7 +64,7 @@ class Session:
     @property
     def groups(self) -> list[str]:
         """The cache groups of its engine, in a few words each."""
-        return [group_title(fields) for fields in _of_groups(self.hello)] if self.hello.shape else []
+        return [group_title(fields) for fields in fields_of_groups(self.hello)] if self.hello.shape else []
 
     @property
     def shards(self) -> int:
@@ -235,40 +224,6 @@ def _places(hello: Hello) -> list[tuple[str, int]]:
     if hello.kind != "worker":
         return []
     return [(hello.engine, shard) for shard in range(hello.shard, hello.shard + hello.shards)]
-
-
-def differing(mine: Hello, other: Hello) -> str:
-    """The fields in which the layouts of two engines differ, with both values and what sets them; empty: in none. Those
-    of some cache groups alone have the group's name."""
-    groups, others = _of_groups(mine), _of_groups(other)
-    if len(groups) != len(others) and mine.shape.get("stages") != other.shape.get("stages"):
-        [text] = _differing(*({"stages": each.shape.get("stages", "")} for each in (mine, other)))
-        return text
-    if len(groups) != len(others):
-        return f"cache groups {len(groups)} and {len(others)} (--disable-hybrid-kv-cache-manager)"
-    apart = [_differing(*both) for both in zip(groups, others, strict=True)]
-    of_all = [text for text in apart[0] if all(text in each for each in apart)]
-    of_some = [
-        f"{text} of {group_title(fields)}"
-        for fields, each in zip(groups, apart, strict=True)
-        for text in each
-        if text not in of_all
-    ]
-    return ", ".join([*of_all, *of_some])
-
-
-def _differing(mine: dict[str, str], other: dict[str, str]) -> list[str]:
-    return [
-        f"{name} {mine.get(name, '')[:64]!r} and {other.get(name, '')[:64]!r}"
-        + (f" ({_SET_BY[name]})" if name in _SET_BY else "")
-        for name in sorted(mine.keys() | other.keys())
-        if mine.get(name) != other.get(name)
-    ]
-
-
-def _of_groups(hello: Hello) -> list[dict[str, str]]:
-    """All fields of each cache group of an engine."""
-    return [hello.shape | group for group in hello.groups or [{}]]
 
 
 def _number(text: str) -> int:

@@ -89,6 +89,17 @@ def is_loopback(host: str) -> bool:
     return ip.is_loopback if ip is not None else host == "localhost"
 
 
+def worker_address(address: str, number: int) -> str:
+    """Where worker `number` of a proxy listens whose worker 0 is at `address`: at the socket of that name with the
+    number behind it, or so many ports on. An address may also be HOST:PORT, or the path of a socket."""
+    if not number or not address:
+        return address
+    host, _, port = address.rpartition(":")
+    if address.startswith(("ipc://", "/")) or not port.isdigit():
+        return f"{address}.{number}"
+    return f"{host}:{int(port) + number}"
+
+
 def is_wildcard(host: str) -> bool:
     """Whether a host means all interfaces."""
     ip = _ip(host)

@@ -9,6 +9,10 @@
     address = "tcp://10.0.0.9:7600"
     key = "..."
 
+    [proxies.second]                    # each further one, if there are several
+    address = "tcp://10.0.0.10:7600"
+    key = "..."
+
     [readers.router]                    # may read the events of nodes, and say nothing
     key = "..."
 
@@ -39,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_NODES = 1024
 MAX_READERS = 256
+MAX_PROXIES = 64
 _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNED = 4096
 
@@ -65,6 +70,7 @@ class RosterFile(msgspec.Struct, frozen=True):
 
     nodes: dict[str, RosterEntry]
     proxy: RosterEntry | None = None
+    proxies: dict[str, RosterEntry] = {}
     readers: dict[str, ReaderEntry] = {}
 
     @classmethod
@@ -106,19 +112,21 @@ class RosterFile(msgspec.Struct, frozen=True):
                 each: _entry(value, kind, f"roster {path}: {name}.{each}", has_keys) for each, value in found.items()
             }
 
-        known = "[nodes.NAME], [proxy] or [readers.NAME]"
-        if unknown := sorted(tables.keys() - {"nodes", "proxy", "readers"}):
+        known = "[nodes.NAME], [proxy], [proxies.NAME] or [readers.NAME]"
+        if unknown := sorted(tables.keys() - {"nodes", "proxy", "proxies", "readers"}):
             raise ConfigError(f"roster {path}: {', '.join(unknown)} is not {known}")
         nodes, readers = all_of("nodes", RosterEntry, MAX_NODES), all_of("readers", ReaderEntry, MAX_READERS)
+        proxies = all_of("proxies", RosterEntry, MAX_PROXIES)
         proxy = _entry(tables["proxy"], RosterEntry, f"roster {path}: proxy", has_keys) if "proxy" in tables else None
         owners: dict[str, str] = {}
         keys = {f"nodes.{name}": entry.key for name, entry in nodes.items()}
         keys |= {f"readers.{name}": entry.key for name, entry in readers.items()}
+        keys |= {f"proxies.{name}": entry.key for name, entry in proxies.items()}
         keys |= {"proxy": proxy.key} if proxy else {}
         for where, key in keys.items():
             if key and owners.setdefault(key, where) != where:
                 raise ConfigError(f"roster {path}: {owners[key]} and {where} have the same key")
-        return cls(nodes, proxy, readers)
+        return cls(nodes, proxy, proxies, readers)
 
 
 def _entry(value: object, kind: type[_Entry], where: str, has_keys: bool) -> _Entry:
@@ -157,10 +165,12 @@ class Roster:
             self._stamp = self._stamped()
             self._set(RosterFile.load(path, has_keys=has_keys))
 
-    @property
-    def proxy(self) -> RosterEntry | None:
-        """The proxy, as the file names it."""
-        return self._file.proxy if self._file is not None else None
+    def proxy_at(self, address: str) -> RosterEntry | None:
+        """The proxy, as the file names it: of several, the one at this address, else the one of `[proxy]`."""
+        if self._file is None:
+            return None
+        named = (each for each in self._file.proxies.values() if each.address == address)
+        return next(named, self._file.proxy)
 
     def node(self, name: str) -> RosterEntry | None:
         """A node, as the file names it."""
@@ -219,13 +229,14 @@ class Roster:
         return entry is not None and (entry.address, entry.key) == (address, key)
 
     def secure_proxy(self, socket: zmq.Socket[bytes], own: KeyPair | None, address: str = "") -> None:
-        """Before a socket connects to the proxy at `address`: CURVE, if this node has keys, its `own`.
+        """Before a socket connects to the proxy at `address`, or to a worker of it: CURVE, if this node has keys, its
+        `own`.
 
         A Unix socket that the roster does not name as the proxy's is this user's alone, and needs none.
 
         :raises ConfigError: it has keys, and the roster does not say the proxy's.
         """
-        proxy = self.proxy
+        proxy = self.proxy_at(address)
         if not address.startswith("ipc://") or (proxy is not None and proxy.address == address):
             secure_client(socket, own=own, server_key=proxy.key if proxy is not None else "")
 

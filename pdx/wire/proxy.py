@@ -10,6 +10,7 @@ from msgspec import Meta
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Bytes
 from pdx.wire.base import (
+    MAX_GROUPS,
     MAX_RUN_KEYS,
     MAX_RUNS,
     Count,
@@ -25,6 +26,9 @@ from pdx.wire.base import (
 from pdx.wire.messages import Cancel, EngineFacts, Mark, Outcome, decode_frame
 from pdx.wire.verbs import AnyVerb
 
+MAX_WORKERS = 64
+TAG_CHARS = 8
+
 
 class EngineReport(msgspec.Struct, array_like=True, frozen=True):
     """One engine attached to the reporting node."""
@@ -36,6 +40,8 @@ class EngineReport(msgspec.Struct, array_like=True, frozen=True):
     facts: EngineFacts | None = None  # not known: nothing may be taken for granted
     layout: Layout = b""  # see `Model` …
     shape: Shape = {}
+    groups: Annotated[list[Shape], Meta(max_length=MAX_GROUPS)] = []  # of several cache groups the fields of each
+    draining: bool = False  # it is to get no requests any more, see `Drain`
 
 
 class NodeReport(Message, frozen=True):
@@ -43,6 +49,7 @@ class NodeReport(Message, frozen=True):
 
     `listen` is where peers reach the node, `public_key` its CURVE key (Z85), both empty where it has none. `host` is
     equal exactly on one running kernel; `sent_ns` is the node's clock, so that the proxy can compare marks of hosts.
+    `reaches`: the peers to which it has written a probe by the channel that it uses now.
     """
 
     version: Count
@@ -56,6 +63,7 @@ class NodeReport(Message, frozen=True):
     public_key: PublicKey = ""
     host: Annotated[str, Meta(max_length=64)] = ""
     sent_ns: Stamp = 0
+    reaches: Annotated[list[Name], Meta(max_length=1024)] = []
 
 
 class PeerEntry(msgspec.Struct, array_like=True, frozen=True):
@@ -89,9 +97,15 @@ class Follow(Message, frozen=True):
 
 class PeerList(Message, frozen=True):
     """Proxy to nodes, whenever it changes: the nodes that report to it. Believed only as far as a node's own roster
-    file allows; without one, for addresses on this host."""
+    file allows; without one, for addresses on this host.
+
+    `workers`: as many processes serve together, and nodes report to each (`pdx.security.address.worker_address`).
+    `tag`: how the names of this one's transfers begin, so that the others are told nothing of them.
+    """
 
     peers: Annotated[list[PeerEntry], Meta(max_length=1024)]
+    workers: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] = 1
+    tag: Annotated[str, Meta(max_length=TAG_CHARS)] = ""
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):

@@ -114,6 +114,14 @@ class Listing(Message, frozen=True):
     more: Count = 0
 
 
+class Drained(Message, frozen=True):
+    """The engine of this name is being drained, or not any more; it has `running` unfinished requests."""
+
+    engine: Name
+    running: Count
+    draining: bool = True
+
+
 class Model(msgspec.Struct, array_like=True, frozen=True):
     """How one engine names the chunks of a prompt: see `pdx.wire.tokens`."""
 
@@ -282,6 +290,16 @@ class EndJob(Verb, frozen=True):
     job: JobName
 
 
+class Drain(Verb, frozen=True):
+    """Have proxies give an engine, by its URL or its own name, no more requests, as long as others can serve them; or
+    give it some again. Holds until it attaches anew."""
+
+    name = "drain"
+    answers = (Drained,)
+    engine: Annotated[str, Meta(min_length=1, max_length=256)]
+    draining: bool = True
+
+
 class Models(Verb, frozen=True):
     """Say how the engines here name the chunks of a prompt."""
 
@@ -333,10 +351,11 @@ AnyVerb = (
     | Jobs
     | CheckFinish
     | EndJob
+    | Drain
     | Models
     | Status
     | Why
     | Advise
 )
 VERBS: dict[str, type[Verb]] = {verb.name: verb for verb in get_args(AnyVerb)}
-AnyAnswer = Found | Effect | JobStatus | JobList | Listing | ModelList | NodeStatus | Explained | Advised
+AnyAnswer = Found | Effect | JobStatus | JobList | Listing | ModelList | NodeStatus | Explained | Drained | Advised

@@ -18,6 +18,7 @@ from pdx.cli.main import main
 from pdx.client.controller import Controller
 from pdx.errors import SelectionError
 from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Ping
 
 SALT = "PDX_CACHE_SALT"
 
@@ -59,6 +60,20 @@ def host(pdx, tokens):
 
 
 # ---- each command -------------------------------------------------------------------------------
+
+
+def test_an_engine_is_drained_wherever_it_is_attached(two, pdx):
+    name, alpha = "e" * 16, two.engines["alpha"].scheduler
+    alpha.ask(Ping(running=3))
+    told = pdx("drain", name).stdout.splitlines()
+    assert told == [
+        f"{name} of node {node} gets no more requests, and has {n}" for node, n in (("alpha", 3), ("beta", 0))
+    ]
+    threading.Timer(0.3, alpha.tell, [Ping(running=0)]).start()
+    assert "alpha gets no more requests, and has 0" in pdx("drain", name, "--wait").stdout
+    undone = json.loads(pdx("drain", name, "--undo", "--json").stdout)
+    assert {node: each["draining"] for node, each in undone.items()} == {"alpha": False, "beta": False}
+    assert "no engine http://h:1 is attached to node alpha" in pdx("drain", "http://h:1", status=1).stderr
 
 
 def test_lookup_shows_tokens_by_node_and_tier(two, pdx):

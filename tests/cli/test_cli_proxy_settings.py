@@ -14,10 +14,7 @@ def settings(monkeypatch):
     """What `pdx proxy` would serve with, given these arguments."""
     found: list[ProxyConfig] = []
 
-    async def serve(config: ProxyConfig) -> None:
-        found.append(config)
-
-    monkeypatch.setattr("pdx.proxy.app.serve", serve)
+    monkeypatch.setattr("pdx.proxy.workers.run", found.append)
 
     def run(*arguments: str) -> ProxyConfig:
         result = CliRunner().invoke(main, ["proxy", *arguments])

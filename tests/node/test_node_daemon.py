@@ -19,6 +19,7 @@ from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
 from pdx.node import daemon as module
 from pdx.node.daemon import TICK_S, Daemon
+from pdx.node.proxy_line import ProxyLine
 from pdx.security import descriptors
 from pdx.telemetry.faults import Faults
 from pdx.telemetry.mailbox import Mailbox
@@ -403,7 +404,7 @@ PARTS = {
     "pushes": lambda daemon: (daemon._peers.inbound, "turn"),
     "fetches": lambda daemon: (daemon._peers.fetches, "tick"),
     "warm up": lambda daemon: (daemon._peers, "_warm_up"),
-    "report": lambda daemon: (daemon, "_report"),
+    "report": lambda daemon: (daemon._proxies, "report"),
     "lock": lambda daemon: (daemon._lock, "touch"),
 }
 
@@ -446,7 +447,7 @@ def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(prox
 
 def test_reports_that_a_proxy_leaves_unread_are_counted(proxied, monkeypatch):
     daemon, _ = proxied
-    monkeypatch.setattr(daemon._proxy, "send", lambda report: False)
+    monkeypatch.setattr(ProxyLine, "send", lambda line, report: False)
     daemon.service.has_news = True
     daemon.turn(0.0)
     assert daemon.service.counters["reports_dropped"] == 1

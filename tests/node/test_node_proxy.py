@@ -25,8 +25,8 @@ from pdx.wire.messages import (
     Ping,
     encode,
 )
-from pdx.wire.proxy import Arriving, Order, Prefilled, Reply, decode_to_proxy
-from pdx.wire.verbs import Advise, Clear, Find, Selection, Status
+from pdx.wire.proxy import Arriving, NodeReport, Order, Prefilled, Reply, decode_to_proxy
+from pdx.wire.verbs import Advise, Clear, Drain, Drained, Find, Selection, Status
 
 TRANSFER = "transfer-0123456789"
 OTHER_TRANSFER, THIRD_TRANSFER = "other-" + TRANSFER, "third-" + TRANSFER
@@ -306,8 +306,26 @@ def test_a_verb_in_which_the_node_fails_is_refused_and_the_node_lives_on(place, 
         assert daemon.service.counters["internal_errors"] == 1
         monkeypatch.setattr(daemon.service, "control", carry_out)
         assert outcome_of(Find(Selection([KEY]))).hits == 0
-        monkeypatch.setattr("pdx.node.daemon.MAX_FRAME_BYTES", 10)
+        monkeypatch.setattr("pdx.node.proxies.MAX_FRAME_BYTES", 10)
         assert "more than 10 bytes" in outcome_of(Find(Selection([KEY]))).text
+
+
+def test_an_engine_that_is_drained_is_told_of_at_once(node, proxy, attach):
+    url = "http://127.0.0.1:8000"
+    scheduler = attach(node, kind="scheduler", engine="e", url=f"{url}/")
+    scheduler.ask(Ping(running=7))
+    proxy.report_where(lambda report: report.engines)
+    assert proxy.order(Drain(url)) == Drained("e", 7)
+
+    def says(draining):
+        return lambda said: isinstance(said, NodeReport) and [each.draining for each in said.engines] == [draining]
+
+    assert proxy.report_where(says(draining=True))
+    assert proxy.order(Drain("e", draining=False)) == Drained("e", 7, draining=False)
+    assert proxy.report_where(says(draining=False))
+    refused = proxy.order(Drain("http://127.0.0.1:8001"))
+    assert refused.error == "NodeError"
+    assert f"is attached to node {node_name(node.config)}; there are: {url}" in refused.text
 
 
 def test_the_node_answers_advice_that_comes_by_way_of_the_proxy(node, proxy, attach):

@@ -30,6 +30,7 @@ from pdx.wire.verbs import (
     Advise,
     CheckFinish,
     Clear,
+    Drain,
     EndJob,
     Evict,
     Find,
@@ -57,6 +58,7 @@ VERBS = [
     Jobs(),
     CheckFinish("a:1-1"),
     EndJob("a:1-1"),
+    Drain("e"),
     Models(),
 ]
 SAID = [

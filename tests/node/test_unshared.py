@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdx.memory.apart import differing
 from pdx.memory.layout import CacheGroups, KvLayout
-from pdx.node.sessions import differing
 from pdx.wire.messages import VERSION, Hello
 
 LAYOUT = KvLayout(

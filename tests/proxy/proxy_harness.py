@@ -64,13 +64,15 @@ class Node:
         self.socket.connect(address)
         self.address, self.name, self.epoch = address, name, epoch
 
-    async def report(self, *engines, marks=(), version=messages.VERSION, facts=PLAIN, naming=(b"", {}), **fields):
-        """`facts`: of each engine, or of one after the other. `naming`: how their chunks are named."""
-        layout, shape = naming
+    async def report(
+        self, *engines, marks=(), version=messages.VERSION, facts=PLAIN, naming=(b"", {}), draining=(), **fields
+    ):
+        """`facts` and `naming`, how chunks are named: of each engine, or of one after the other. `draining`: names."""
         told = facts if isinstance(facts, list) else [facts] * len(engines)
+        named = naming if isinstance(naming, list) else [naming] * len(engines)
         listed = [
-            EngineReport(name, role, url, sum(running), known, layout, shape)
-            for (name, role, url, *running), known in zip(engines, told, strict=True)
+            EngineReport(name, role, url, sum(running), known, *chunks, draining=name in draining)
+            for (name, role, url, *running), known, chunks in zip(engines, told, named, strict=True)
         ]
         report = NodeReport(
             version=version,

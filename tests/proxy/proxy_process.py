@@ -49,6 +49,13 @@ class ProxyProcess:
             return response.status
 
 
+async def started(log, options, **more):
+    """`pdx proxy` in a process of its own."""
+    with log.open("wb") as out:
+        command = [sys.executable, "-P", "-m", "pdx.cli.main", "proxy", *options]
+        return await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, **more)
+
+
 @asynccontextmanager
 async def proxy_process(folder, *options, limit=0, control=None):
     """A proxy with one engine for both roles."""
@@ -56,16 +63,14 @@ async def proxy_process(folder, *options, limit=0, control=None):
     await engine.start()
     (port,) = free_ports(1)
     control = control or f"ipc://{folder}/control/p.sock"
-    command = [sys.executable, "-P", "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", control]
-    command += ["--prefill", engine.url, "--decode", engine.url, *options]
+    options = ["--port", str(port), "--control", control, "--prefill", engine.url, "--decode", engine.url, *options]
 
     def limited():
         if limit:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit if isinstance(limit, tuple) else (limit, limit))
 
     folder = Path(folder)
-    with (folder / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, preexec_fn=limited)
+    process = await started(folder / "log", options, preexec_fn=limited)
     connector = aiohttp.TCPConnector(force_close=False)
     client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=6 * DEADLINE_S))
     made = ProxyProcess(process, folder, port, control, client, engine)

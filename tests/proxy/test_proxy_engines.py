@@ -291,6 +291,30 @@ def test_the_time_until_the_next_probe_doubles_up_to_a_limit(chance):
     assert record.probe_at - clock.now <= FIRST_S
 
 
+def test_an_engine_that_does_not_answer_is_asked_every_few_seconds_however_long_it_is_away(clock, health):
+    """One that was started again is to serve within 5 s; one that answers, and fails requests, may have longer."""
+    record = refused_once(health)
+    for _ in range(50):
+        assert record.probe_at - clock.now <= PROBE_S
+        clock.now = record.probe_at
+        health.probed(record, "GET /health: refused", answers=False)
+    health.probed(record, "one token: status 500")
+    assert record.probe_at - clock.now <= 2 * FIRST_S, "it was away: that is one failure"
+
+
+def test_another_life_of_an_engine_is_looked_at_anew(clock, found):
+    health = found._health
+    found.report(report(A))
+    health.probed(health.of("http://a:1"), "")
+    record = health.of("http://a:1")
+    record.models = {"m": None}
+    found.report(report(A))
+    found.report(report(("a", "both", "http://a:1")))
+    assert (record.models, record.is_ready) == ({"m": None}, True), "another role is no other life"
+    found.report(report(("a-anew", "both", "http://a:1")))
+    assert (record.models, record.is_ready, record.probe_at) == (None, False, clock.now)
+
+
 def test_many_legs_that_fail_together_are_one_failure(health):
     uses = [health.begin(URL) for _ in range(8)]
     for use in uses:

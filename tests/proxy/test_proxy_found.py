@@ -24,13 +24,13 @@ async def test_the_log_says_who_is_there_and_who_is_gone(caplog):
         p, d = made.prefill.url, made.decode.url
         await made.node.report(("p", "prefill", p), ("d", "decode", d))
         found = {
-            "node alpha reports",
-            f"found engine p at {p}: prefill, model hash, node alpha",
-            f"found engine d at {d}: decode, model m, adapter, node alpha",
+            "joined: node alpha",
+            f"joined: engine p at {p} (prefill, model hash, node alpha)",
+            f"joined: engine d at {d} (decode, model m, adapter, node alpha)",
         }
         await until(lambda: found <= set(said()))
-        gone = f"now engine p at {p}: prefill, model hash, no node"
-        await until(lambda: {gone, "node alpha does not report any more"} <= set(said()))
+        gone = f"changed: engine p at {p} (prefill, model hash, no node)"
+        await until(lambda: {gone, "left: node alpha"} <= set(said()))
         assert len(said()) == len(set(said()))
 
 
@@ -75,7 +75,7 @@ async def test_engines_with_tls(certificates, trusts, monkeypatch, caplog):
                 assert status == 200
                 return
             assert (status, "(tls)" in raw.decode()) == (503, True)
-            assert re.search(r"engine https://\S+ is suspect \(.*certificate verify failed", caplog.text)
+            assert re.search(r"engine https://\S+ \(.*\) is suspect \(.*certificate verify failed", caplog.text)
             assert "--engine-ca" in caplog.text
     finally:
         await engine.stop()

@@ -110,6 +110,8 @@ async def test_a_transfer_is_cancelled_where_it_is_known(gone, detached, told):
             await node.report((node.name, role, engine.url, running))
         await nodes[3].report()
         await made.metric_reaches(5, "pdx_proxy_reports_total")
+        for node in nodes:
+            assert await node.peers() == {}
         if detached:
             await nodes[2].report()
             await made.metric_reaches(6, "pdx_proxy_reports_total")

@@ -202,7 +202,7 @@ def test_a_list_of_the_proxy_replaces_the_one_before():
             roster.entry(name)
     assert roster.admits_name("whoever can reach the socket")
     assert not roster.refresh()
-    assert roster.proxy is None
+    assert roster.proxy_at("tcp://10.0.0.1:7600") is None
 
 
 def test_warnings_about_names_without_end_are_bounded():

@@ -14,6 +14,7 @@ from pdx.memory.keys import is_named
 from pdx.node.control.jobs import Job, JobTable, Steps
 from pdx.node.control.moves import Errand, Mover
 from pdx.node.control.places import Place
+from pdx.node.reports import engine_url
 from pdx.store.chunk import Chunk, Wanted
 from pdx.store.history import Cause
 from pdx.store.store_tier import check_recoding
@@ -27,6 +28,8 @@ from pdx.wire.verbs import (
     AnyVerb,
     CheckFinish,
     Clear,
+    Drain,
+    Drained,
     Effect,
     EndJob,
     Evict,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_NAMED = 16  # engines in an error's text
 STEP_KEYS = 256  # that a job drops, or begins to recode, between two messages of the control loop
 
 
@@ -69,6 +73,7 @@ class Controls:
         self._hinting = service.hinting
         self._pin_share = service.config.pin_share  # of all arenas, what may be pinned
         self._counters = service.counters
+        self._service = service
         self.places = service.places
         self.jobs = JobTable(service.name, service.epoch, service.env)
         self._mover = Mover(service, self.places)
@@ -86,6 +91,7 @@ class Controls:
             CheckFinish: lambda ask: self.jobs.status(ask.job),
             EndJob: lambda ask: self.jobs.cancel(ask.job),
             Models: self._models,
+            Drain: self._drain,
         }
 
     def handle(self, verb: AnyVerb) -> Outcome:
@@ -312,6 +318,23 @@ class Controls:
             for chunk in victims:
                 self._store.pools[chunk.slot.arena].drop(chunk, Cause.BY_CONTROLLER)
         return effect
+
+    # ---- engines ----------------------------------------------------------------------------
+
+    def _drain(self, ask: Drain) -> Drained:
+        names = {
+            each: (each.hello.engine, each.hello.url, engine_url(self._service, each))
+            for each in self._sessions
+            if each.hello.kind == "scheduler"
+        }
+        found = [each for each, of_it in names.items() if ask.engine.rstrip("/") in of_it]
+        if not found:
+            there = ", ".join(of_it[2] or of_it[0] for of_it in itertools.islice(names.values(), _NAMED)) or "none"
+            raise NodeError(f"no engine {printable(ask.engine)} is attached to node {self._name}; there are: {there}")
+        for each in found:  # several: data parallel ranks of one server
+            each.is_draining = ask.draining
+        self._service.has_news = True  # proxies hear of it at once
+        return Drained(found[0].hello.engine, sum(each.running for each in found), ask.draining)
 
     # ---- pinning ----------------------------------------------------------------------------
 

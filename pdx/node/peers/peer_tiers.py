@@ -182,6 +182,11 @@ class PeerTiers:
         """Peers that were ever written to, or tried."""
         return set(self._tiers)
 
+    @property
+    def reached(self) -> list[str]:
+        """Peers to which a channel is chosen: a probe has gone through it."""
+        return [name for name, tier in self._tiers.items() if tier.is_ready]
+
     # ---- pushes -----------------------------------------------------------------------------
 
     def push(

@@ -177,8 +177,11 @@ class Peers:
         return f"not asked of node {ask.source}: it would take {takes_s:.3g} s, and computing takes {computing_s:.3g} s"
 
     def told(self, entries: Sequence[PeerEntry]) -> None:
-        """The proxy's list of nodes."""
+        """What proxies tell of the nodes there are; new ones are dialled at once."""
+        before = self.connections.roster.names
         self.connections.told([entry for entry in entries if entry.name != self._name])
+        if {*before} != {*self.connections.roster.names}:
+            self._warm_up_at = 0.0
 
     # ---- connections: connections.Handler ---------------------------------------------------
 

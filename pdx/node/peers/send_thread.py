@@ -28,6 +28,7 @@ log = logging.getLogger("pdx.node")
 PROBE_S = 1.0  # a scheme that takes longer than that for a few megabytes is not worth waiting for
 PROBE_ROUNDS = 5
 PROBE_WRITES = 4  # at a time
+TRY_BYTES = 4096
 POLL_S = 0.0002  # between looks at channels that cannot wake us
 
 
@@ -226,8 +227,11 @@ class SendThread:
             try:
                 region, timeout_s = self._tiers.regions.regions[scheme], self._tiers.config.peer_timeout_s
                 connected[scheme] = region.connect(self._remotes[scheme], timeout_s=timeout_s, wake=self._event)
+                self._try(connected[scheme])
             except ChannelError as error:
                 why.append(self._without(scheme, error))
+                if (channel := connected.pop(scheme, None)) is not None:
+                    channel.close()
         rates = self._measure(connected, why) if len(connected) > 1 else {}
         if not connected:
             raise ChannelBroken(f"no channel to {self.tier.name}: {'; '.join(why) or 'none in common'}")
@@ -257,22 +261,34 @@ class SendThread:
 
     def _rate(self, channel: Channel, probe: Slot) -> float:
         """GB/s of a few writes to the peer's probe slot at a time, as in a push."""
-        notify = encode(Landed(0, []))
         nbytes = min(probe.nbytes, self._tiers.regions.arena.nbytes - self._tiers.regions.probe.offset)
+        seconds = self._write_probe(channel, probe, nbytes, PROBE_WRITES, PROBE_S)
+        return PROBE_WRITES * nbytes / seconds / 1e9
+
+    def _try(self, channel: Channel) -> None:
+        """One small write to the peer's probe slot: a channel through which nothing goes is none, though it has
+        connected. :raises ChannelError: it does not go."""
+        if self._probe is not None:
+            nbytes = min(TRY_BYTES, self._probe.nbytes)
+            self._write_probe(channel, self._probe, nbytes, 1, self._tiers.config.peer_timeout_s)
+
+    def _write_probe(self, channel: Channel, probe: Slot, nbytes: int, count: int, limit_s: float) -> float:
+        """How long so many writes at a time took."""
+        notify = encode(Landed(0, []))
         piece = Piece(self._tiers.regions.probe.offset, probe.offset, nbytes)
         start = time.perf_counter()
-        transfers = [channel.write([piece], notify) for _ in range(PROBE_WRITES)]
+        transfers = [channel.write([piece], notify) for _ in range(count)]
         while not all([transfer.poll() for transfer in transfers]):
-            if time.perf_counter() - start > PROBE_S or self._closing:
+            if time.perf_counter() - start > limit_s or self._closing:
                 for transfer in transfers:
                     transfer.abort()
-                raise ChannelBroken(f"took longer than {PROBE_S} s to write {PROBE_WRITES * nbytes} bytes")
+                raise ChannelBroken(f"took longer than {limit_s:g} s to write {count * nbytes} bytes")
             self._event.wait(POLL_S)
             self._event.clear()
         for transfer in transfers:
             if transfer.error is not None:
                 raise transfer.error
-        return PROBE_WRITES * nbytes / (time.perf_counter() - start) / 1e9
+        return time.perf_counter() - start
 
 
 def slices(part: Part, its_digests: bytes = b"") -> Slices:

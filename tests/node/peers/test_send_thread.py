@@ -55,16 +55,22 @@ class FakeChannel:
         self.wake = wake
         self.transfers = []
         self.notes = []
+        self.probes = 0
         self.is_closed = False
 
     def write(self, pieces, notify):
+        note, made = decode_landed(notify), FakeTransfer(self)
+        if note.admit == 0:
+            self.probes += 1
+            made.end(self.region.probe_fault)
+            return made
         if self.region.bug is not None:
             raise self.region.bug
-        self.notes.append(decode_landed(notify))
-        self.transfers.append(FakeTransfer(self))
-        if self.region.is_quick or self.notes[-1].admit == 0:
-            self.transfers[-1].end()
-        return self.transfers[-1]
+        self.notes.append(note)
+        self.transfers.append(made)
+        if self.region.is_quick:
+            made.end()
+        return made
 
     def close(self):
         self.is_closed = True
@@ -73,13 +79,13 @@ class FakeChannel:
 
 
 class FakeRegion:
-    """`fault`: what connecting raises."""
+    """`fault`: what connecting raises; `probe_fault`: what becomes of a probe."""
 
     crosses_wire = True
     is_polled = False
 
-    def __init__(self, *, is_quick=False, fault=None, bug=None):
-        self.is_quick, self.fault, self.bug = is_quick, fault, bug
+    def __init__(self, *, is_quick=False, fault=None, bug=None, probe_fault=None):
+        self.is_quick, self.fault, self.bug, self.probe_fault = is_quick, fault, bug, probe_fault
         self.channels = []
 
     def connect(self, remote, *, timeout_s, wake):
@@ -232,6 +238,15 @@ def test_the_first_that_connects_is_used(stage_with):
     assert stage.channel is stage.regions.regions["s1"].channels[0]
     assert stage.chosen == [("s1", {})]
     assert stage.regions.regions["s2"].channels == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"measure": True}, {"measure": True, "preferred": "s0"}], ids=str)
+def test_a_channel_through_which_no_probe_goes_is_not_used(stage_with, settings):
+    stage = stage_with(FakeRegion(probe_fault=ChannelBroken("no way")), FakeRegion(), **settings)
+    assert stage.channel is stage.regions.regions["s1"].channels[0]
+    assert stage.channel.probes == 1
+    assert stage.regions.regions["s0"].channels[0].is_closed
+    assert stage.sender.missing == {"s0": "no way"}
 
 
 def test_the_fastest_is_used_where_they_are_measured(stage_with):

@@ -1,0 +1,143 @@
+"""How many requests several workers of a proxy serve, beside one: `python -m pdx.bench.proxy.workers [SHARE]`.
+
+Engines are stand-ins that answer at once; chats go through a proxy of one process and through one of WORKERS, in turns,
+as many at a time as keep all of them busy. Each process of the proxies has SHARE of a core, because it is stopped for
+the rest of each 20 ms: so what else it takes, a client and two engines, finds room on a machine of few cores. What the
+workers share, a port and engines, shows in the ratio; what a core's caches and memory share does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from pdx.bench.harness.ask import ask, completion, session
+from pdx.bench.harness.report import Figure, at_least, plain, publish
+from pdx.bench.harness.timing import CpuClock
+from pdx.bench.proxy.stage import Front, Stage, stage
+from pdx.bench.proxy.stand_in_engine import MODEL, Pace
+
+WORKERS = 4
+SHARE = 0.1
+PERIOD_S = 0.02
+ROUNDS, ROUND_S = 7, 6.0
+CLIENTS = 64
+GOAL = 3.0
+_PROMPT = "a" * 2000
+
+
+def processes(front: Front) -> list[int]:
+    """Those of a proxy that serve."""
+    children = Path(f"/proc/{front.pid}/task/{front.pid}/children").read_text().split()
+    return [int(each) for each in children] or [front.pid]
+
+
+@contextlib.contextmanager
+def limited(pids: Sequence[int], share: float) -> Iterator[None]:
+    """Each of these has so much of a core, one after the other within a period. A whole one: as it is."""
+    ended = threading.Event()
+
+    def hold(pid: int, delay_s: float) -> None:
+        time.sleep(delay_s)
+        due = time.monotonic()
+        while not ended.is_set():
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(max(0.0, due + share * PERIOD_S - time.monotonic()))
+            os.kill(pid, signal.SIGSTOP)
+            due = max(due + PERIOD_S, time.monotonic())
+            time.sleep(max(0.0, due - time.monotonic()))
+
+    threads = [
+        threading.Thread(target=hold, args=(pid, at * PERIOD_S / len(pids)), daemon=True)
+        for at, pid in enumerate(pids if share < 1 else ())
+    ]
+    for each in threads:
+        each.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for each in threads:
+            each.join()
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+class _Rounds:
+    def __init__(self, made: Stage, share: float) -> None:
+        assert made.shared is not None
+        self._ways = {1: made.proxy, WORKERS: made.shared}
+        self._share = share
+        self._numbers = itertools.count()
+        self.rates: dict[int, list[float]] = {1: [], WORKERS: []}
+        self.cpu_ms: dict[int, list[float]] = {1: [], WORKERS: []}
+        self.cores: dict[int, list[float]] = {1: [], WORKERS: []}
+
+    async def run(self) -> None:
+        for number in range(ROUNDS):
+            for count in sorted(self._ways, reverse=bool(number % 2)):
+                await self._round(count, self._ways[count], counts=number > 0)
+
+    async def _round(self, count: int, front: Front, *, counts: bool) -> None:
+        pids = processes(front)
+        assert len(pids) == count
+        clocks = [CpuClock(pid) for pid in pids]
+        with limited(pids, self._share):
+            async with session() as http:
+                tasks = [asyncio.create_task(self._client(http, front.url)) for _ in range(CLIENTS)]
+                await asyncio.sleep(ROUND_S / 4)
+                done, since, spent = next(self._numbers), time.monotonic(), sum(each.seconds() for each in clocks)
+                await asyncio.sleep(ROUND_S)
+                served, took_s = next(self._numbers) - done - 1, time.monotonic() - since
+                spent = sum(each.seconds() for each in clocks) - spent
+                for each in tasks:
+                    if each.done():
+                        each.result()
+                    each.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        if counts:
+            self.rates[count].append(served / took_s)
+            self.cpu_ms[count].append(spent * 1e3 / served)
+            self.cores[count].append(spent / took_s)
+
+    async def _client(self, http: aiohttp.ClientSession, url: str) -> None:
+        body = completion(MODEL, "", 4)
+        del body["prompt"]
+        while True:
+            number = next(self._numbers)
+            body["messages"] = [{"role": "user", "content": f"{number}{_PROMPT}"}]
+            await ask(http, url, body, f"workers-{number}", path="/v1/chat/completions")
+
+
+async def measure(share: float) -> list[Figure]:
+    with stage(Pace(0.0, 0.0), workers=WORKERS) as made:
+        rounds = _Rounds(made, share)
+        await rounds.run()
+    ratios = [many / one for one, many in zip(rounds.rates[1], rounds.rates[WORKERS], strict=True)]
+    found = []
+    for count in (1, WORKERS):
+        name = f"workers: {count}"
+        cores = f"{statistics.median(rounds.cores[count]):.2f} cores in all"
+        found += [
+            plain(f"{name}: requests", statistics.median(rounds.rates[count]), "1/s", cores),
+            plain(f"{name}: CPU of the proxy per request", statistics.median(rounds.cpu_ms[count]), "ms"),
+        ]
+    name = f"requests of {WORKERS} workers / of one, {share:g} of a core each"
+    return [*found, at_least(name, statistics.median(ratios), "×", GOAL)]
+
+
+if __name__ == "__main__":
+    share_of_each = float(sys.argv[1]) if len(sys.argv) > 1 else SHARE
+    title = "a proxy of several workers beside one of one process"
+    publish("workers", title, asyncio.run(measure(share_of_each)))

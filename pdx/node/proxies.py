@@ -1,0 +1,195 @@
+"""The proxies that a node reports to, side by side, and all workers of each: what they are told, and what they want.
+
+Each is a proxy of its own. Those that the node is told of by its settings say how many workers they have; where these
+are follows from that number (`pdx.security.address.worker_address`), so nothing is dialled that a message names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from pdx.errors import ConfigError, NodeError, ProtocolError
+from pdx.node.events.follower import Follower
+from pdx.node.proxy_line import ProxyLine
+from pdx.node.reports import heartbeat
+from pdx.security.address import worker_address
+from pdx.wire.messages import MAX_FRAME_BYTES, Cancel, Outcome, Refused, encode
+from pdx.wire.proxy import Arriving, Follow, NodeReport, Order, PeerEntry, PeerList, Prefilled, Reply
+from pdx.wire.verbs import AnyVerb
+
+if TYPE_CHECKING:
+    from pdx.node.service import Service
+
+log = logging.getLogger("pdx.node")
+
+
+class _Proxy:
+    """One process, worker `number` of the proxy at `base`."""
+
+    def __init__(self, base: str, number: int, line: ProxyLine, follower: Follower) -> None:
+        self.base = base
+        self.number = number
+        self.line = line
+        self.follower = follower
+        self.peers: list[PeerEntry] = []  # as it told last
+        self.tag = ""  # of its transfers
+
+    def concerns(self, transfer: str) -> bool:
+        return bool(self.tag) and transfer.startswith(self.tag)
+
+
+class Proxies:
+    """Owned by the control loop. Open from construction to `close`; nothing waits."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        service: Service,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+    ) -> None:
+        """:raises ConfigError: see `Roster.secure_proxy`."""
+        self._service = service
+        self._faults = service.env.faults
+        self._context = context
+        self._poller = poller
+        self._all: dict[str, _Proxy] = {}  # by address
+        self._by_socket: dict[zmq.Socket[bytes], _Proxy] = {}
+        self._next_report = 0.0
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for address in addresses:
+                self._open(address, address, 0)
+            undo.pop_all()
+
+    def _open(self, address: str, base: str, number: int) -> None:
+        connections = self._service.peers.connections
+        line = ProxyLine(self._context, address, connections.roster, connections.own, self._faults, base=base)
+        made = self._all[address] = _Proxy(base, number, line, Follower(self._service.events, self._service.epoch))
+        for socket in line.sockets:
+            self._by_socket[socket] = made
+            self._poller.register(socket, zmq.POLLIN)
+
+    def _end(self, address: str) -> None:
+        gone = self._all.pop(address)
+        gone.follower.gone()
+        for socket in gone.line.sockets:
+            del self._by_socket[socket]
+            self._poller.unregister(socket)
+        gone.line.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for address in list(self._all):
+            self._end(address)
+
+    # ---- what they say ----------------------------------------------------------------------
+
+    def serve(self, source: object) -> bool:
+        """Take what has come on a socket; False: it is none of theirs."""
+        proxy = self._by_socket.get(source) if isinstance(source, zmq.Socket) else None
+        if proxy is None:
+            return False
+        if proxy.line.heed_events():
+            self._next_report = 0.0
+        if not proxy.line.is_up:
+            proxy.follower.gone()
+        for message in proxy.line.receive():
+            with self._faults.contain("a message of the proxy"):
+                self._heed(proxy, message)
+        return True
+
+    def _heed(self, proxy: _Proxy, message: object) -> None:
+        service = self._service
+        match message:
+            case Arriving(session, salt):
+                service.look_ahead.arriving((salt, session))
+            case Cancel(transfer):
+                service.cancel(transfer, "the proxy")
+            case Follow():
+                proxy.follower.asked(message)
+            case Prefilled(transfer):
+                service.transfers.prefilled(transfer, service.env.clock(), "the proxy")
+            case PeerList(peers, workers, tag):
+                proxy.peers, proxy.tag = peers, tag
+                if not proxy.number:
+                    self._heed_workers(proxy.base, workers)
+                service.peers.told(self._peers())
+            case Order(number, verb):
+                self._reply(proxy, number, self._carried_out(verb))
+
+    def _peers(self) -> list[PeerEntry]:
+        """All that any of them tells of that is there, or of the last ones that were: one that was just started does
+        not know all nodes yet."""
+        up = [each for each in self._all.values() if each.line.is_up]
+        return list({peer.name: peer for each in up or self._all.values() for peer in each.peers}.values())
+
+    def _heed_workers(self, base: str, workers: int) -> None:
+        wanted = {worker_address(base, number): number for number in range(1, workers)}
+        for address, number in wanted.items():
+            if address not in self._all:
+                try:
+                    self._open(address, base, number)
+                except (ConfigError, zmq.ZMQError) as error:
+                    self._faults.warn(f"worker {address}", f"worker {number} of the proxy is not reported to: {error}")
+        for address, each in list(self._all.items()):
+            if each.base == base and each.number and address not in wanted:
+                self._end(address)
+
+    def _carried_out(self, verb: AnyVerb) -> Outcome:
+        """What came of a verb that a controller has said to a proxy."""
+        name = type(verb).__name__
+        outcome: Outcome = Refused(NodeError.__name__, f"an internal error ended this {name}; see the node's log")
+        try:
+            with self._faults.contain(f"a {name} of the proxy's", passing=(NodeError, ProtocolError)):
+                outcome = self._service.control(verb)
+        except (NodeError, ProtocolError) as error:
+            self._service.counters["refused"] += 1
+            outcome = Refused.of(error)
+        return outcome
+
+    def _reply(self, proxy: _Proxy, number: int, outcome: Outcome) -> None:
+        reply = Reply(number, outcome)
+        if len(encode(reply)) > MAX_FRAME_BYTES:
+            reply = Reply(number, Refused(NodeError.__name__, f"the answer has more than {MAX_FRAME_BYTES} bytes"))
+        if not proxy.line.send(reply):
+            self._service.counters["replies_dropped"] += 1
+
+    # ---- what they are told -----------------------------------------------------------------
+
+    def tell_changes(self) -> None:
+        """What changed among chunks, to those that follow."""
+        for proxy in self._all.values():
+            proxy.follower.turn(proxy.line.send)
+
+    def report(self, now: float) -> None:
+        """The heartbeat, when it is due, or there is news. Marks of transfers are news to whose they are, and wait, the
+        last 4,096 of them, as long as no proxy is there."""
+        service = self._service
+        up = [proxy for proxy in self._all.values() if proxy.line.is_up]
+        is_due = now >= self._next_report or service.has_news
+        if not up or not (is_due or service.marks):
+            return
+        if is_due:
+            self._next_report = now + service.config.report_s
+        report = heartbeat(service)
+        for proxy in up:
+            mine = report if len(up) == 1 else self._marks_of(proxy, report)
+            if (is_due or mine.marks) and not proxy.line.send(mine):
+                service.counters["reports_dropped"] += 1
+
+    def _marks_of(self, proxy: _Proxy, report: NodeReport) -> NodeReport:
+        """With those of its transfers, and of such as nobody has named."""
+        others = [each for each in self._all.values() if each is not proxy]
+        found = [
+            mark
+            for mark in report.marks
+            if proxy.concerns(mark.transfer) or not any(each.concerns(mark.transfer) for each in others)
+        ]
+        return msgspec.structs.replace(report, marks=found)

@@ -1,0 +1,308 @@
+"""Serves a proxy: in this process, or in several workers that take connections at one port.
+
+A worker is a whole proxy, with a control socket and an admin address of its own (`pdx.security.address`), so nodes tell
+each of them everything. The kernel deals connections out among their sockets (SO_REUSEPORT). They share nothing but how
+many requests each has. This process starts them, starts one that has died again, and ends them; they end when it dies.
+It has no threads, so it may fork, and what it has imported need not be imported again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, suppress
+
+import msgspec
+from aiohttp import web
+
+from pdx.config import default_proxy
+from pdx.errors import ConfigError, PdxError
+from pdx.proxy.app import Proxy
+from pdx.proxy.config import ProxyConfig
+from pdx.proxy.exchange import Seat
+from pdx.proxy.server import SHUTDOWN_S, Server, bound, endpoint, when_signalled
+from pdx.security import descriptors
+from pdx.security.address import worker_address
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0  # at least between two starts of one worker
+FIND_S = 3.0  # a worker that is started again listens when it has found a decoder, or then
+END_S = 2 * SHUTDOWN_S  # behind `drain_s`, a worker that has not ended is killed
+_LOOK_S = 0.05
+_IDLE_S = 60.0  # nothing is due: a signal ends it
+_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM})
+_SERVES = b"+"  # what a worker says when it listens; what it says before that is why it cannot
+
+
+def run(config: ProxyConfig) -> None:
+    """Serve until SIGINT or SIGTERM; then requests under way have `drain_s`, and a second signal ends them at once.
+
+    :raises ConfigError: an engine's URL is not one, or an address cannot be had.
+    """
+    if config.workers == 1:
+        asyncio.run(serve(config))
+        return
+    for name, address in (("--control", config.control), ("--admin", config.admin)):
+        if address.endswith(":0"):
+            raise ConfigError(f"{name} {address}: with several workers, name a port: each further one has the next")
+    held = _held(config)
+    try:
+        port = held[0].getsockname()[1]
+        _Workers(msgspec.structs.replace(config, port=port)).run()
+    finally:
+        for each in held:
+            each.close()
+
+
+async def serve(config: ProxyConfig, place: _Place | None = None) -> None:
+    """Serve in this process; `place`: as a worker. See `run`."""
+    descriptors.raise_limit()
+    proxy = Proxy(config, place.seat if place is not None else None)
+    signalled = asyncio.Event()
+
+    def stop() -> None:
+        if signalled.is_set():
+            proxy.drain.end()
+        signalled.set()
+
+    app = proxy.app()
+    if place is None:
+        when_signalled(stop)
+    else:
+        place.heed(signalled.set, proxy.drain.end)
+        if place.is_again:
+            app.cleanup_ctx.append(_finding(proxy))
+    server = Server(app, proxy.env, engines=proxy.engines)
+    admin = Server(proxy.admin_app(), proxy.env)
+    try:
+        if config.admin:
+            await admin.start(config.admin)
+            log.info("metrics and timelines at %s, for everybody who reaches it", admin.url)
+        await server.start(endpoint(config.host, config.port), is_shared=place is not None)
+        log.info("listening on %s; nodes report at %s", server.url, config.control or default_proxy())
+        if place is not None:
+            os.write(place.says, _SERVES)
+        await signalled.wait()
+        proxy.drain.begin()
+        log.info("stopping: %d requests under way have %g s", len(proxy.drain), config.drain_s)
+        await proxy.drain.wait(config.drain_s)
+        proxy.drain.end()
+    finally:
+        await server.close()
+        await admin.close()
+
+
+def _finding(proxy: Proxy) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Before the port is listened at: others serve there, and know the engines."""
+
+    async def find(_app: web.Application) -> AsyncIterator[None]:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIND_S):
+                await proxy.found.wait()
+        yield
+
+    return find
+
+
+def _held(config: ProxyConfig) -> list[socket.socket]:
+    """The port, which workers of this process share, and no other process of this user has from now on.
+
+    :raises ConfigError: it cannot be had.
+    """
+    held = asyncio.run(bound(endpoint(config.host, config.port)))
+    for each in held:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return held
+
+
+def _pipe(undo: ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for end in ends:
+        undo.callback(os.close, end)
+    return ends
+
+
+class _Place(msgspec.Struct):
+    """What a worker has of the process that started it."""
+
+    seat: Seat
+    orders: int  # a pipe: a byte means what a signal means; at its end that process is dead
+    says: int  # a pipe: see `_SERVES`
+    is_again: bool
+
+    def heed(self, drain: Callable[[], None], end: Callable[[], None]) -> None:
+        """Have the running loop call `drain` at the first order, and `end` at the second. SIGTERM, which may come to a
+        whole group and so to the parent, too, is no order."""
+        loop = asyncio.get_running_loop()
+        count = 0
+
+        def read() -> None:
+            nonlocal count
+            told = os.read(self.orders, 16)
+            count += len(told)
+            drain()
+            if count > 1:
+                end()
+            if not told:
+                loop.remove_reader(self.orders)
+
+        loop.add_reader(self.orders, read)
+        loop.add_signal_handler(signal.SIGTERM, drain)
+
+
+class _Worker(msgspec.Struct):
+    """One of them, as long as it runs and until it is started again."""
+
+    number: int
+    pid: int = 0  # it does not run
+    started_at: float = float("-inf")
+    orders: int = -1
+    heard: int = -1
+    has_served: bool = False  # ever
+
+
+class _Workers:
+    """The process that starts them."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self._control = config.control or default_proxy()
+        self._loads = memoryview(mmap.mmap(-1, 8 * config.workers)).cast("q")
+        self._all = [_Worker(number) for number in range(config.workers)]
+        self._stopping_at = 0.0
+        self._failed = ""  # why it ends
+
+    def run(self) -> None:
+        """:raises ConfigError: one cannot serve."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        gc.collect()
+        gc.freeze()  # the pages of what is here already stay shared
+        try:
+            while not self._stopping_at or any(each.pid for each in self._all):
+                self._start_due()
+                self._heed(signal.sigtimedwait(_SIGNALS, _LOOK_S if self._is_busy else _IDLE_S))
+        finally:
+            for each in self._all:
+                if each.pid:
+                    os.kill(each.pid, signal.SIGKILL)
+                    os.waitpid(each.pid, 0)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if self._failed:
+            raise ConfigError(self._failed)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._stopping_at) or not all(each.pid for each in self._all)
+
+    def _heed(self, told: signal.struct_siginfo | None) -> None:
+        if told is not None and told.si_signo != signal.SIGCHLD:
+            self._stop()
+        while (ended := self._ended()) is not None:
+            self._over(*ended)
+        if self._stopping_at and time.monotonic() > self._stopping_at + self._config.drain_s + END_S:
+            for each in self._all:
+                if each.pid:
+                    log.warning("worker %d does not end: it is killed", each.number)
+                    os.kill(each.pid, signal.SIGKILL)
+
+    def _stop(self) -> None:
+        self._stopping_at = self._stopping_at or time.monotonic()
+        for each in self._all:
+            if each.pid:
+                with suppress(BrokenPipeError):
+                    os.write(each.orders, b"x")
+
+    @staticmethod
+    def _ended() -> tuple[int, int] | None:
+        with suppress(ChildProcessError):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                return pid, os.waitstatus_to_exitcode(status)
+        return None
+
+    def _over(self, pid: int, status: int) -> None:
+        worker = next((each for each in self._all if each.pid == pid), None)
+        if worker is None:
+            return
+        said = os.read(worker.heard, 1 << 12)
+        os.close(worker.heard)
+        os.close(worker.orders)
+        worker.pid = 0
+        worker.has_served = worker.has_served or said.startswith(_SERVES)
+        self._loads[worker.number] = 0
+        if self._stopping_at:
+            return
+        why = said.removeprefix(_SERVES).decode(errors="replace") or f"it ended with status {status}"
+        if worker.has_served:
+            log.warning("worker %d (process %d) is started again: %s", worker.number, pid, why)
+        else:
+            self._failed = self._failed or why
+            self._stop()
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for each in self._all:
+            if not each.pid and not self._stopping_at and now >= each.started_at + AGAIN_S:
+                self._start(each)
+
+    def _start(self, worker: _Worker) -> None:
+        worker.started_at = time.monotonic()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with ExitStack() as undo:
+            try:
+                (orders, worker.orders), (worker.heard, says) = [_pipe(undo) for _ in range(2)]
+                os.set_blocking(worker.heard, False)
+                worker.pid = os.fork()
+            except OSError as error:
+                log.warning("worker %d cannot be started now: %s", worker.number, error)
+                return
+            undo.pop_all()
+        if worker.pid:
+            os.close(orders)
+            os.close(says)
+            return
+        status = 1
+        try:
+            for each in self._all:  # else nobody would see that this process's parent is dead
+                if each is worker or each.pid:
+                    os.close(each.orders)
+                    os.close(each.heard)
+            status = self._serve(worker, orders, says)
+        finally:
+            os._exit(status)
+
+    def _serve(self, worker: _Worker, orders: int, says: int) -> int:
+        """In the worker."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the parent says so, too
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        number = worker.number
+        for handler in logging.root.handlers:
+            handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s worker {number}: %(name)s: %(message)s"))
+        if number:  # who came and went, the first one says
+            logging.getLogger("pdx.proxy.engines").setLevel(logging.WARNING)
+        config = msgspec.structs.replace(
+            self._config,
+            control=worker_address(self._control, number),
+            admin=worker_address(self._config.admin, number),
+        )
+        try:
+            asyncio.run(serve(config, _Place(Seat(number, self._loads), orders, says, worker.has_served)))
+        except (PdxError, OSError) as error:
+            os.write(says, str(error).encode()[:4000])
+            return 1
+        except BaseException:  # noqa: BLE001 - the root of the process
+            traceback.print_exc()
+            return 1
+        return 0

@@ -1,0 +1,183 @@
+"""Engines that are drained, that come back as others, that share no KV, and nodes between which nothing goes (yet)."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from proxy_harness import BODY, CHAT, COMPLETIONS, TALK, cluster, until, within
+
+PATIENT = {"named": False, "heartbeat_timeout_s": 600.0}
+
+
+def of(*engines):
+    """As a node reports stand-ins: a name begins with p or d."""
+    return [(each.name, {"p": "prefill", "d": "decode"}[each.name[0]], each.url) for each in engines]
+
+
+async def ready(made, *engines):
+    for engine in engines:
+        await made.metric_reaches(1, "pdx_proxy_engine_ready", url=engine.url)
+
+
+async def health(made):
+    return json.loads((await made.get("/health"))[1])
+
+
+def naming(layout, **fields):
+    return layout.encode() * 16, {"model": "m", "dtype": "bf16", **fields}
+
+
+async def test_engines_of_two_layouts_are_no_pair_and_a_sentence_says_why(caplog):
+    caplog.set_level(logging.INFO, "pdx.proxy")
+    async with cluster(**PATIENT) as made:
+        p, d = made.prefill, made.decode
+        wide, narrow = naming("w", block_tokens="32"), naming("n", block_tokens="16")
+        await made.node.report(*of(p, d), naming=[wide, narrow])
+        await ready(made, p, d)
+        why = (
+            f"engine p0 at {p.url} (prefill, model hash, node node) and engine d0 at {d.url} (decode, model hash, node "
+            "node) share no KV: block_tokens '32' and '16' (--block-size)"
+        )
+        assert (await health(made))["apart"] == [why]
+        await until(lambda: [each.message for each in caplog.records].count(why) == 1, 1.0)
+        status, headers, _ = await made.post(CHAT, TALK)
+        assert (status, headers["x-pdx-mode"], len(p.seen), len(d.seen)) == (200, "alone", 0, 1)
+        assert await made.metric("pdx_proxy_fallbacks_total", reason="layouts") == 1
+        assert any(each.message == f"a request is served by one engine alone: {why}" for each in caplog.records)
+        await made.node.report(*of(p, d), naming=narrow)
+        await until(lambda: _served_by_two(made))
+        assert "apart" not in await health(made)
+
+
+async def _served_by_two(made):
+    return (await made.post(CHAT, TALK))[1]["x-pdx-mode"] == "sampled"
+
+
+async def test_what_differs_in_no_field_is_said_as_far_as_it_is_known():
+    async with cluster(**PATIENT) as made:
+        await made.node.report(*of(made.prefill, made.decode), naming=[naming("a"), naming("b")])
+        await ready(made, made.prefill, made.decode)
+        (said,) = (await health(made))["apart"]
+        assert said.endswith("share no KV: one of them has had its weights changed, or its cache reset")
+
+
+async def test_each_prefill_engine_gets_a_decoder_that_can_read_its_chunks():
+    async with cluster(prefills=2, decodes=2, **PATIENT) as made:
+        engines = (*made.prefills, *made.decodes)
+        await made.node.report(*of(*engines), naming=[naming("a"), naming("b"), naming("b"), naming("a")])
+        await ready(made, *engines)
+        assert "apart" not in await health(made)
+        for _ in range(6):
+            assert (await made.post(CHAT, TALK))[1]["x-pdx-mode"] == "sampled"
+        (p0, p1), (d0, d1) = made.prefills, made.decodes
+        assert (len(p0.seen), len(p1.seen)) == (len(d1.seen), len(d0.seen))
+        assert len(p0.seen) == len(p1.seen) == 3
+
+
+async def test_an_engine_that_is_drained_finishes_and_gets_no_more():
+    async with cluster(decodes=2, **PATIENT) as made:
+        engines = of(made.prefill, *made.decodes)
+        first, second = made.decodes
+        await made.node.report(*engines)
+        await ready(made, made.prefill, first, second)
+        first.fault = "hold"
+        while not first.seen:
+            under_way = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "best_of": 2}))
+            await until(lambda task=under_way: task.done() or first.seen)
+        await made.node.report(*engines, draining={"d0"})
+        await made.metric_reaches(3, "pdx_proxy_reports_total")
+        seen = len(second.seen)
+        for _ in range(6):
+            assert (await made.post(CHAT, TALK))[0] == 200
+        assert (len(first.seen), len(second.seen)) == (1, seen + 6)
+        first.released.set()
+        assert (await within(under_way))[0] == 200
+        await made.node.report(*engines)
+        await made.metric_reaches(4, "pdx_proxy_reports_total")
+        for _ in range(4):
+            await made.post(CHAT, TALK)
+        assert len(first.seen) > 1
+
+
+@pytest.mark.parametrize("drained", [["d0"], ["p0"], ["d0", "p0"]], ids=" and ".join)
+async def test_nobody_is_refused_because_engines_are_drained(drained):
+    async with cluster(**PATIENT) as made:
+        await made.node.report(*of(made.prefill, made.decode), draining=drained)
+        await ready(made, made.prefill, made.decode)
+        assert (await made.post(CHAT, TALK))[0] == 200
+        spared = [each.seen for each in (made.prefill, made.decode) if each.name in drained]
+        assert len(drained) == 2 or spared == [[]]
+
+
+async def test_an_engine_that_comes_back_with_another_model_serves_that():
+    """Its list was believed until it was asked for the next time, in half a minute."""
+    async with cluster(decodes=2, prefills=0, models={"d0": ["a"], "d1": ["b"]}, **PATIENT) as made:
+        changed, gone = made.decodes
+        await made.node.report(*of(changed, gone))
+        await ready(made, changed, gone)
+        assert (await made.post(COMPLETIONS, {**BODY, "model": "a"}))[0] == 200
+        changed.models_served = ["b"]
+        await gone.stop()
+        await made.node.report(("d0-anew", "decode", changed.url), *of(gone))
+
+        async def is_served():
+            return (await made.post(COMPLETIONS, {**BODY, "model": "b"}))[0] == 200
+
+        await until(is_served, 5.0)
+        assert len(changed.seen) >= 2
+
+
+async def test_an_engine_that_comes_back_with_another_role_has_that_one(caplog):
+    caplog.set_level(logging.INFO, "pdx.proxy")
+    async with cluster(prefills=1, decodes=2, **PATIENT) as made:
+        (p,), (d, turned) = made.prefills, made.decodes
+        await made.node.report(*of(p, d, turned))
+
+        async def is_said(what, role):
+            line = f"{what}: engine d1 at {turned.url} ({role}, model hash, node node)"
+            await until(lambda: line in [each.message for each in caplog.records])
+
+        await is_said("joined", "decode")
+        await made.node.report(*of(p, d), ("d1", "prefill", turned.url))
+        await is_said("changed", "prefill")
+        for _ in range(4):
+            assert (await made.post(CHAT, TALK))[1]["x-pdx-mode"] == "sampled"
+        assert (len(p.seen), len(d.seen), len(turned.seen)) == (2, 4, 2)
+        assert all("do_remote_decode" in body["kv_transfer_params"] for body in turned.bodies)
+
+
+async def test_a_pair_between_which_a_probe_has_gone_is_taken_first():
+    async with cluster(decodes=2, **PATIENT) as made:
+        near, far = made.decodes
+        nodes = {name: made.other_node(name) for name in ("a", "b", "c")}
+        await nodes["b"].report(*of(near))
+        await nodes["c"].report(*of(far))
+        await nodes["a"].report(*of(made.prefill), reaches=["c"])
+        await ready(made, made.prefill, near, far)
+        told = await health(made)
+        assert (told["pairs"], told["not_reached"]) == (1, ["a > b"])
+        for _ in range(4):
+            assert (await made.post(CHAT, TALK))[1]["x-pdx-mode"] == "sampled"
+        assert (len(near.seen), len(far.seen)) == (0, 4)
+        await nodes["a"].report(*of(made.prefill), reaches=["b", "c"])
+        await until(lambda: _all_are_reached(made))
+        for _ in range(4):
+            await made.post(CHAT, TALK)
+        assert len(near.seen) >= 2
+
+
+async def _all_are_reached(made):
+    told = await health(made)
+    return told["pairs"] == 2 and "not_reached" not in told
+
+
+async def test_a_suspect_is_named_with_role_model_and_node(caplog):
+    async with cluster(decodes=2, **PATIENT) as made:
+        await made.node.report(*of(made.prefill, *made.decodes))
+        await ready(made, made.prefill, *made.decodes)
+        made.decode.fault = 500
+        for _ in range(2):
+            assert (await made.post(CHAT, TALK))[0] == 200
+        line = f"engine d0 at {made.decode.url} (decode, model hash, node node) is suspect (status_5xx"
+        assert any(each.message.startswith(line) and each.levelno == logging.WARNING for each in caplog.records)

@@ -1,0 +1,220 @@
+"""Several processes of one proxy at one port: real ones, with a stand-in for the engine."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from node_harness import has_ended
+from proxy_harness import DEADLINE_S, Node, until, within
+from proxy_process import proxy_process
+from test_proxy_drain import stream
+
+from pdx.security.address import worker_address
+
+PATIENT_S = 6 * DEADLINE_S
+
+
+class Workers:
+    """What a test knows of a proxy with so many of them."""
+
+    def __init__(self, made, folder, count):
+        self.made, self.count = made, count
+        self.admins = [worker_address(f"{folder}/admin/a.sock", number) for number in range(count)]
+
+    @property
+    def pids(self):
+        return [int(each) for each in Path(f"/proc/{self.made.pid}/task/{self.made.pid}/children").read_text().split()]
+
+    @property
+    def num_starts(self):
+        return self.made.log.count("listening on")
+
+    async def told(self, number, path):
+        """What one of them tells the administrator."""
+        connector = aiohttp.UnixConnector(self.admins[number])
+        async with aiohttp.ClientSession(connector=connector) as session, session.get(f"http://x{path}") as response:
+            return await within(response.text())
+
+    async def served(self):
+        """How many requests each has served."""
+        texts = [await self.told(number, "/metrics") for number in range(self.count)]
+        return [sum(map(float, re.findall(r"^pdx_proxy_requests_total\{[^}]*\} (\S+)$", each, re.M))) for each in texts]
+
+    async def fresh(self, path="/health"):
+        """By a connection of its own, which the kernel gives to any of them."""
+        async with aiohttp.ClientSession() as session, session.get(self.made.url + path) as response:
+            return response.status, json.loads(await within(response.read()))
+
+    async def ask(self):
+        async with aiohttp.ClientSession() as session:
+            return await self.made.ask(session)
+
+
+@asynccontextmanager
+async def workers(folder, *options, count=3):
+    options = ("--workers", str(count), "--admin", f"{folder}/admin/a.sock", *options)
+    async with proxy_process(folder, *options) as made:
+        found = Workers(made, folder, count)
+        await until(lambda: found.num_starts == count, PATIENT_S)
+        yield found
+
+
+@contextmanager
+def node_at(folder):
+    """A stand-in for a node, which reports to one worker."""
+    made = Node(f"ipc://{folder}/control/p.sock.1", "alpha")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def test_all_of_them_take_requests_and_each_tells_of_its_own(tmp_path):
+    async with workers(tmp_path) as them:
+        for _ in range(40):
+            assert await them.ask() == 200
+        served = await them.served()
+        assert sum(served) == 41, "all, and that of who waited for the port"
+        assert sum(each > 0 for each in served) > 1
+        with node_at(tmp_path) as node:
+            beat = asyncio.create_task(node.keep_reporting())
+            await node.peers()
+            seen = set()
+            while len(seen) < 2:  # a node that is no real one reports to one of them alone
+                seen.add((await them.fresh())[1]["nodes"])
+            beat.cancel()
+
+
+async def test_the_load_is_that_of_all(tmp_path):
+    async with workers(tmp_path) as them:
+        them.made.engine.fault = "hold"
+        under_way = [asyncio.create_task(them.ask()) for _ in range(12)]
+        await until(lambda: len(them.made.engine.seen) >= 12)
+        assert {(await them.fresh("/load"))[1]["server_load"] for _ in range(12)} == {12}
+        them.made.engine.released.set()
+        assert await within(asyncio.gather(*under_way)) == [200] * 12
+        assert (await them.fresh("/load"))[1]["server_load"] == 0
+
+
+async def test_one_that_dies_is_started_again_and_nobody_else_notices(tmp_path):
+    async with workers(tmp_path) as them:
+        them.made.engine.fault = "hold"
+        under_way = [asyncio.create_task(them.ask()) for _ in range(12)]
+        await until(lambda: len(them.made.engine.seen) >= 12)
+        them.made.engine.fault = None
+        (victim, *others) = them.pids
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: has_ended(victim))
+        asked = 0
+        while them.num_starts < them.count + 1:
+            assert await them.ask() == 200
+            asked += 1
+        assert asked > 0
+        them.made.engine.released.set()
+        answers = await within(asyncio.gather(*under_way, return_exceptions=True))
+        assert {each for each in answers if not isinstance(each, aiohttp.ClientError)} <= {200}
+        assert len([each for each in answers if each == 200]) > 0, "those of the others go on"
+        assert set(others) < set(them.pids)
+        assert len(them.pids) == them.count
+        assert re.search(r"worker \d \(process \d+\) is started again: it ended with status -9", them.made.log)
+        assert (await them.fresh("/load"))[1]["server_load"] == 0
+        for _ in range(20):
+            assert await them.ask() == 200
+
+
+async def test_requests_under_way_at_all_of_them_finish_at_a_signal(tmp_path):
+    """Also where a terminal, or whoever ends a whole group, signals each of them, too."""
+    async with workers(tmp_path, "--drain", "600") as them:
+        them.made.engine.fault = "hold"
+        under_way = [asyncio.create_task(them.ask()) for _ in range(12)]
+        await until(lambda: len(them.made.engine.seen) >= 12)
+        pids = them.pids
+        for number, to in ((signal.SIGINT, pids), (signal.SIGTERM, [*pids, them.made.pid])):
+            for pid in to:
+                os.kill(pid, number)
+        await until(lambda: them.made.log.count("stopping:") == them.count, PATIENT_S)
+        assert await them.ask() == 503
+        them.made.engine.released.set()
+        assert await within(asyncio.gather(*under_way)) == [200] * 12
+        assert await within(them.made.process.wait(), PATIENT_S) == 0
+        assert all(map(has_ended, pids))
+
+
+async def test_a_second_signal_ends_them_at_once(tmp_path):
+    async with workers(tmp_path, "--drain", "600") as them:
+        begun = [asyncio.Event() for _ in range(6)]
+        them.made.engine.fault = "hang_mid"
+        streams = []
+        for each in begun:
+            streams.append(asyncio.create_task(stream(them.made, each)))
+            await within(each.wait())
+        them.made.process.send_signal(signal.SIGTERM)
+        await until(lambda: them.made.log.count("stopping:") == them.count, PATIENT_S)
+        them.made.process.send_signal(signal.SIGTERM)
+        for each in streams:
+            assert json.loads((await within(each))[-1])["error"]["code"] == 503
+        assert await within(them.made.process.wait(), PATIENT_S) == 0
+
+
+async def test_they_end_with_the_process_that_started_them(tmp_path):
+    async with workers(tmp_path, "--drain", "0") as them:
+        pids = them.pids
+        them.made.process.kill()
+        await until(lambda: all(map(has_ended, pids)), PATIENT_S)
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(("127.0.0.1", them.made.port))  # though connections of theirs may be remembered
+            taken.listen()
+
+
+async def test_one_that_is_signalled_alone_finishes_and_comes_again(tmp_path):
+    async with workers(tmp_path) as them:
+        os.kill(them.pids[0], signal.SIGTERM)
+        await until(lambda: them.num_starts == them.count + 1, PATIENT_S)
+        assert "is started again: it ended with status 0" in them.made.log
+        for _ in range(10):
+            assert await them.ask() == 200
+
+
+def start(folder, port, *options):
+    """`pdx proxy` until it ends: its status, and what it says."""
+    command = [sys.executable, "-P", "-m", "pdx.cli.main", "proxy", "--port", str(port), "--workers", "2", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S, check=False)
+    return done.returncode, done.stderr
+
+
+async def test_a_port_or_a_control_address_that_is_taken_is_said_once(tmp_path):
+    async with workers(tmp_path, count=2) as them:
+        port, control = them.made.port, f"ipc://{tmp_path}/control/p.sock"
+        for at, where, why in (
+            (port, f"ipc://{tmp_path}/other/p.sock", f"Error: '127.0.0.1:{port}' cannot be had: "),
+            (0, f"{control}.1", "Error: another proxy listens on"),
+        ):
+            status, said = await asyncio.to_thread(start, tmp_path, at, "--control", where)
+            assert (status, said.count("Error: ")) == (1, 1)
+            assert why in said
+        assert await them.ask() == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "wanted"),
+    [
+        ("ipc:///run/p.sock", "ipc:///run/p.sock.2"),
+        ("tcp://10.0.0.1:7600", "tcp://10.0.0.1:7602"),
+        ("tcp://[::1]:7600", "tcp://[::1]:7602"),
+        ("127.0.0.1:9000", "127.0.0.1:9002"),
+        ("/run/admin", "/run/admin.2"),
+        ("", ""),
+    ],
+)
+def test_where_a_worker_is(address, wanted):
+    assert (worker_address(address, 0), worker_address(address, 2)) == (address, wanted)
