@@ -34,7 +34,6 @@ from pdx.wire import messages
 from pdx.wire.burst import burst
 from pdx.wire.messages import Cancel
 from pdx.wire.proxy import (
-    TAG_CHARS,
     Arriving,
     Changes,
     EngineReport,
@@ -49,6 +48,7 @@ from pdx.wire.proxy import (
 )
 
 MAX_PEERS = 1024
+_TAG_BYTES = 4
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
 _SOON_S = 0.02  # until ZMQ has taken more of those who connect
 
@@ -76,7 +76,7 @@ class Control:
         """
         check_address(address, has_keys=bool(keys and roster), listens=True, is_control=True)
         self.address = address
-        self.tag = secrets.token_hex(TAG_CHARS // 2)
+        self.tag = secrets.token_hex(_TAG_BYTES)
         self._workers = workers
         self._own_keys = KeyPair.load(keys) if keys else None
         self._roster = Roster(roster, has_keys=self._own_keys is not None)

@@ -27,7 +27,6 @@ from pdx.wire.messages import Cancel, EngineFacts, Mark, Outcome, decode_frame
 from pdx.wire.verbs import AnyVerb
 
 MAX_WORKERS = 64
-TAG_CHARS = 8
 
 
 class EngineReport(msgspec.Struct, array_like=True, frozen=True):
@@ -105,7 +104,7 @@ class PeerList(Message, frozen=True):
 
     peers: Annotated[list[PeerEntry], Meta(max_length=1024)]
     workers: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] = 1
-    tag: Annotated[str, Meta(max_length=TAG_CHARS)] = ""
+    tag: Annotated[str, Meta(max_length=16)] = ""
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):

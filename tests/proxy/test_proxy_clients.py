@@ -169,7 +169,7 @@ async def test_transfer_ids_are_new_each_time(made):
     for _ in range(20):
         seen.add((await made.post(COMPLETIONS, BODY))[1]["x-pdx-transfer-id"])
     assert len(seen) == 20
-    assert all(len(each) == 32 for each in seen)
+    assert all(len(each) == 40 and each.startswith(made.proxy._control.tag) for each in seen)
 
 
 async def test_one_engine_named_for_both_roles():
@@ -192,7 +192,7 @@ async def test_surface(made):
     status, raw = await made.get("/v1/models")
     assert (status, json.loads(raw)["data"][0]["owner"]) == (200, "d0")
     status, raw = await made.get("/health")
-    assert (status, json.loads(raw)) == (200, {"status": "ok", "decoders": 1, "prefillers": 1, "nodes": 1})
+    assert (status, json.loads(raw)) == (200, {"status": "ok", "decoders": 1, "prefillers": 1, "nodes": 1, "pairs": 1})
     _, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
     assert events(raw)[-1] == "[DONE]"
     listed = json.loads((await made.tell("/pdx/requests"))[1])["requests"]

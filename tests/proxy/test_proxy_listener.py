@@ -164,8 +164,8 @@ async def test_an_accept_that_fails_is_tried_again_later(caplog):
     """asyncio logs a traceback for each, a hundred at a time."""
     real = listener._tcp_sockets
 
-    async def failing(host, port):
-        return [Failing(each) for each in await real(host, port)]
+    async def failing(address, **how):
+        return [Failing(each) for each in await real(address, **how)]
 
     with mock.patch.object(listener, "_tcp_sockets", failing), mock.patch.object(listener, "_REST_S", 0.01):
         async with cluster() as made:

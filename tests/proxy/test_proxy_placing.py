@@ -81,6 +81,10 @@ def test_the_other_rules():
 # ---- the proxy -------------------------------------------------------------------------------
 
 
+def _count_of(made, node):
+    return sum(engine.node == node for engine in made.proxy.engines.all())
+
+
 @asynccontextmanager
 async def pairs(routing=Routing.PREFIX, **settings):
     """Two nodes with an engine of each role; the second one has all of the prompt but the last five tokens."""
@@ -90,6 +94,7 @@ async def pairs(routing=Routing.PREFIX, **settings):
         for each, at in ((made.node, 0), (other, 1)):
             roles = (("prefill", made.prefills[at]), ("decode", made.decodes[at]))
             await each.report(*((one.name, role, one.url) for role, one in roles), naming=naming)
+            await until(lambda name=each.name: _count_of(made, name) == 2)  # whose they are, the first one says
         await until(lambda: len(made.proxy._cache.instances.models()) == 4)
         await until(lambda: made.proxy.engines.node_names() == {"node", "other"})
         if made.proxy.chunks is not None:
