@@ -39,6 +39,7 @@ from pdx.wire.verbs import (
     Models,
     Move,
     PinIn,
+    Prefetch,
     Recode,
     Selection,
     Status,
@@ -50,6 +51,7 @@ NOTHING = Selection()
 VERBS = [
     Find(NOTHING),
     Move(NOTHING, "host", "disk"),
+    Prefetch(NOTHING),
     Clear(NOTHING, "host"),
     PinIn(NOTHING),
     Recode(NOTHING, "disk", "none"),
