@@ -38,7 +38,10 @@ class Outcome(StrEnum):
 # What counters count, by their labels: each has a series from the start, so that the first event counts for `rate`.
 _PREFILL_FAILED = [f"prefill_{reason}" for reason in (*Reason, "exhausted", "internal")]
 _FALLBACKS = ["no_prefiller", "layouts", "detached", *_PREFILL_FAILED]
-_NOT_FORWARDED = ["engine_unknown", "engine_looks_back", "min_tokens", "first_token", "near_ceiling"]
+_NOT_FORWARDED = [
+    *("engine_unknown", "engine_looks_back", "engine_stops_short"),
+    *("min_tokens", "first_token", "near_ceiling"),
+]
 _CANCELS = [
     *_FALLBACKS,
     *("client_gone", "stopped", "internal", "no_decoder", "exhausted", "decode_failed", "decode_refused"),

@@ -163,6 +163,8 @@ def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | N
         return "engine_unknown"
     if prefill.looks_back or decode.looks_back:
         return "engine_looks_back"
+    if prefill.stops_short:
+        return "engine_stops_short"
     limit = forward_limit(body, decode)
     if (body.get("min_tokens") or 0) > limit:
         return "min_tokens"  # which an engine refuses

@@ -298,7 +298,7 @@ def baselines() -> list[System]:
         Nixl("nixl", "vLLM's NixlConnector (pull)"),
         Nixl("nixl-yield", "NixlConnector (pull), its polling thread at idle priority", yields=True),
         Nixl("nixl-push", "vLLM's NixlPushConnector", push=True),
-        Nixl("nixl-yield-1-2", "NixlConnector (pull), idle polling threads, 1 rank to 2", yields=True, ranks=2),
+        Nixl("nixl-1-2", "vLLM's NixlConnector (pull), 1 rank to 2", ranks=2),
         Offloading(
             "offloading",
             "OffloadingConnector",

@@ -50,7 +50,7 @@ class TransferParams(msgspec.Struct, frozen=True):
     prefill_node: NodeName = ""  # of a decode leg: the node that has them, should some be missing
     prefix_node: NodeName = ""  # of any other request: a node that may have more of its prompt than the engine's own
     is_early: bool = False  # a decode leg sent together with the prefill leg: nodes may not know of the transfer yet
-    prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg
+    prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg, as asked
 
 
 def parse_params(params: Any, *, may_name: bool = True) -> TransferParams:
@@ -230,6 +230,7 @@ class TrackedRequest:
         self.room_until: float | None = None
         self.needed_since: float | None = None  # of drafts: since when the request waits for nothing else
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
+        self.is_short = False  # its engine leaves the prompt's last token to the decode leg
         self.tables: list[list[int]] = [[] for _ in range(groups.num_tables)]  # its block ids
         self.saved_blocks = [0] * len(groups)  # by cache group: blocks before this one need no more saving
         self.gathered_bytes = Counter[int]()  # of one shard, by cache group
@@ -323,7 +324,7 @@ class TrackedRequest:
         if not self.is_prefill or self.request.kv_transfer_params.get("transfer_id") is not None:
             return {}
         params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer}
-        return params | {"prefill_node": node, "prefill_tokens": self.request.num_prompt_tokens}
+        return params | {"prefill_node": node, "prefill_tokens": self.request.num_prompt_tokens + self.is_short}
 
     @property
     def part(self) -> Literal["reads", "writes", "expects", "keeps"]:
@@ -347,14 +348,15 @@ class TrackedRequest:
 
     @property
     def transfer_tokens(self) -> int:
-        """How many leading tokens the transfer carries; 0 if this request is in none, or its claim is absurd."""
+        """How many leading tokens the transfer carries; 0 if this request is in none, or its claim is absurd. The prompt's
+        last token is computed again from the state before it: prefill of a model with states stops there."""
         num_prompt = int(self.request.num_prompt_tokens)
         if self.is_prefill:
             return num_prompt
         if not self.is_decode:
             return 0
         claimed = self.params.prefill_tokens or num_prompt
-        return claimed if claimed <= num_prompt else 0
+        return claimed - self._groups.has_state if claimed <= num_prompt else 0
 
     # ---- what becomes void ------------------------------------------------------------------
 

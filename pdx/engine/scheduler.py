@@ -134,6 +134,7 @@ class SchedulerHalf:
             envelope, state = Envelope(), State.LEFT_OUT
         fingerprint = self._fingerprint_of(envelope.hints)
         tracked = TrackedRequest(request, self._groups, params, fingerprint, envelope, state, self._counts)
+        tracked.is_short = is_new and tracked.is_prefill and self._groups.has_state and self._hashing.shorten(request)
         self._requests[request.request_id] = tracked
         if self._drafts is not None:
             self._drafts.track(tracked, self._fingerprint)

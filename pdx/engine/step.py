@@ -36,6 +36,10 @@ class BlockHashing:
         the engine has looked hashes up already."""
         return None
 
+    def shorten(self, request: Any) -> bool:
+        """From now on the request's prompt is without its last token. False: the engine cannot do that."""
+        return False
+
 
 class EngineRequest(Protocol):
     """A request as its engine has it. The scheduler half keeps it until `finished` and reads these names, no others but

@@ -339,7 +339,7 @@ class StoreLookup:
         if request.num_preemptions and not tracked.is_prefill:
             # What was generated may be there, too; the tail was for one reader.
             return self._keys(tracked, request.num_tokens if self._saves_decoded else request.num_prompt_tokens), 0
-        tokens = self._tail_end(tracked)
+        tokens = tracked.transfer_tokens
         whole = groups.whole_chunks(tokens)
         # Of a prompt so long that a message cannot name all of it the tail would not follow the keys.
         if tracked.transfer is not None and tokens > 0 and whole <= self._max_chunks:
@@ -353,13 +353,6 @@ class StoreLookup:
             if end is not None:
                 return [*keys, end[0]], end[1] * self._layout.block_tokens
         return keys, 0
-
-    def _tail_end(self, tracked: TrackedRequest) -> int:
-        """How many tokens the transfer carries, its tail included; 0: none that this request has use for. A state after
-        a prompt's last token is of none to who computes that token again."""
-        tokens = tracked.transfer_tokens
-        has_use = tracked.is_prefill or not self._groups.has_state or tokens < tracked.request.num_prompt_tokens
-        return tokens if has_use else 0
 
     def _end_block(self, tracked: TrackedRequest, tail_tokens: int) -> int:
         """Behind the last full block that a question is about; a tail has nothing of what was generated behind it."""

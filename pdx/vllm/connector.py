@@ -123,7 +123,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # A part of what is loaded is worth nothing to windows and states: vLLM is told of requests then, not of blocks.
         has_one_group = groups.is_single and len(kv_cache_config.kv_cache_groups) == 1  # in vLLM, too
         self._reports_blocks = reports_blocks() and has_one_group
-        self._facts = facts_of(vllm_config) if is_scheduler else None
+        self._facts = facts_of(vllm_config, stops_short=groups.has_state) if is_scheduler else None
         self._content = Content(vllm_config) if is_scheduler else None
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()

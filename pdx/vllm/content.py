@@ -118,6 +118,20 @@ class Content(BlockHashing):
             self.claims[request.request_id] = remember(self._claimed, claim.adapter.number, claim, MAX_KNOWN)
         return _UNTOLD_ADAPTER if lora and not claim else None
 
+    def shorten(self, request: Any) -> bool:
+        """As `NixlConnector` has it of models with states. A new request's tokens alone are what vLLM has read so far."""
+        length = request.num_prompt_tokens - 1
+        is_text = not request.prompt_is_token_ids and all(
+            each.mm_position.offset + each.mm_position.length <= length for each in request.mm_features or ()
+        )
+        if not (length and is_text and request.prompt_token_ids) or request.resumable or request.num_tokens > length + 1:
+            return False
+        del request.prompt_token_ids[length:], request._all_token_ids[length:]
+        request.num_prompt_tokens = length
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        return True
+
     def forget(self, request_id: str) -> bool:
         """The request is over. Whether other weights are loaded than it is hashed by: nobody should find its blocks."""
         claim = self.claims.pop(request_id, None)

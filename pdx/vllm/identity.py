@@ -412,7 +412,7 @@ def _checked_hash(cache: Any) -> str:
     return name
 
 
-def facts_of(vllm_config: Any) -> EngineFacts:
+def facts_of(vllm_config: Any, *, stops_short: bool = False) -> EngineFacts:
     """What this server adds to every request by its own configuration: the proxy must know before it may forward.
 
     `--generation-config` and `--override-generation-config` give defaults to requests that say nothing (in vLLM
@@ -431,7 +431,7 @@ def facts_of(vllm_config: Any) -> EngineFacts:
     # As vLLM's own servers find it: the model's own generation_config.json is only what a request gets by default.
     own = model.generation_config in ("auto", "vllm")
     cap = model.override_generation_config.get("max_new_tokens") if own else defaults.get("max_tokens")
-    return EngineFacts(max_model_len=model.max_model_len, max_new_tokens=cap or 0, looks_back=bool(backward))
+    return EngineFacts(model.max_model_len, cap or 0, looks_back=bool(backward), stops_short=stops_short)
 
 
 def _looking_back(vllm_config: Any, defaults: dict[str, Any]) -> Iterator[str]:

@@ -63,6 +63,7 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
     max_model_len: Count  # tokens of prompt and answer together
     max_new_tokens: Count = 0  # no answer is longer, whatever a request asks for; 0: no such cap
     looks_back: bool = True  # tokens may depend on how many were generated before: penalties, logits processors, …
+    stops_short: bool = False  # prefill legs leave the prompt's last token to decode legs, and have no first token
 
 
 # ---- from a session to its node -----------------------------------------------------------------

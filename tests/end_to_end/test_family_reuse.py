@@ -158,8 +158,8 @@ def check_that_each_group_matters(node: NodeProcess, engine: Engine, family: str
 def test_a_prompt_that_one_engine_prefills_another_goes_on_with(
     forge: Forge, place: Path, family: str, is_same_node: bool
 ) -> None:
-    """The decode leg has the first token, so that all of the prompt is found; or samples it again, for which a state
-    after the last token is of no use."""
+    """The decode leg has the first token, so that all of the prompt is found; or samples it. Prefill of a model with
+    states stops before the prompt's last token."""
     prompts = prompts_of(family)
     plain = plain_answers(forge, family, prompts)
     where = {"decode_node": "b"}, {"prefill_node": "a"}
@@ -173,12 +173,9 @@ def test_a_prompt_that_one_engine_prefills_another_goes_on_with(
                 reads = {"do_remote_prefill": True, **name, "prefill_tokens": len(prompt)}
                 reads |= {} if is_same_node else where[1]
                 first = prefill.generate_all([prompt], 1, transfers=[writes])[0].tokens
-                assert first == tokens[:1]
-                given = number % 2
+                has_states = "MambaSpec" in {group.spec for group in FAMILIES[family].groups}
+                assert has_states or first == tokens[:1]
+                first, given = tokens[:1], number % 2
                 [answer] = decode.generate_all([prompt + first[:given]], COUNT - given, transfers=[reads])
                 assert first[:given] + answer.tokens == tokens, len(prompt)
-                least = len(prompt) - 1 + given
-                if not given and "MambaSpec" in {group.spec for group in FAMILIES[family].groups}:
-                    chunk = max(CHUNK, *(group.block for group in FAMILIES[family].groups))
-                    least = (len(prompt) - 1) // chunk * chunk
-                assert answer.cached >= least, len(prompt)
+                assert answer.cached >= len(prompt) - 1 + (given and not has_states), len(prompt)

@@ -254,8 +254,11 @@ class Engine:
         if lora is not None or pictures:
             self._inputs[name] = lora, tuple(pictures)
         self.requests[name], self.outputs[name] = request, []
-        self._prompts[name] = list(prompt), count
         self.scheduler.add_request(request)
+        if request.num_prompt_tokens < len(prompt):  # states stop before the last token, which is the decode leg's
+            assert params is not None and params["do_remote_decode"] and self.shape.model_kind.state_block
+            prompt = prompt[:-1]
+        self._prompts[name] = list(prompt), count
 
     def abort(self, name: str) -> None:
         """Its client is gone."""

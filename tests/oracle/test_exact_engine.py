@@ -109,12 +109,12 @@ def test_the_rest_is_loaded_of_a_prompt_that_vllm_has_the_beginning_of(
 @each_kind
 @both
 @pytest.mark.parametrize("length", [40, 640, 1000])
-def test_a_decode_leg_computes_less_than_a_chunk(bed: OracleBed, asynchronous: bool, kind: str, length: int) -> None:
+def test_a_decode_leg_computes_a_token_or_two(bed: OracleBed, asynchronous: bool, kind: str, length: int) -> None:
     prefill, decode = bed.engine("prefill", **of(kind)), reader_of(bed, asynchronous=asynchronous, **of(kind))
     prompt, transfer = bed.tokens(length, "p"), f"transfer-of-{kind}-{asynchronous:d}-{length}"
     prefill.ask("p", prompt, 1, params={"do_remote_decode": True, "transfer_id": transfer})
     params = {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": length}
-    assert found(decode, "d", prompt + prefill.outputs["p"], 40, params=params) > length - CHUNK
+    assert found(decode, "d", prompt + prefill.outputs["p"], 40, params=params) >= length - 1
 
 
 @each_kind
@@ -124,10 +124,12 @@ def test_both_legs_may_come_at_once(bed: OracleBed, asynchronous: bool, kind: st
     prompt, transfer = bed.tokens(1000, "p"), f"transfer-of-both-{kind}-{asynchronous:d}"
     prefill.add("p", prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
     decode.add("d", prompt, 40, {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True})
+    before = decode.runner.computed
     while prefill.requests or decode.requests:
         prefill.step()
         decode.step()
     decode.check("d")
+    assert decode.runner.computed - before <= 40, "the prompt's last token, and all of the answer but its last"
 
 
 @each_kind
@@ -144,8 +146,7 @@ def test_several_answers_read_one_transfer(bed: OracleBed, asynchronous: bool, k
         prefill.step()
         decode.step()
     decode.check(*names)
-    rest = 256 if kind in ("state", "mixed") else CHUNK  # states are where steps end
-    assert decode.runner.computed - before < len(names) * (rest + 12)
+    assert decode.runner.computed - before <= len(names) * 12
 
 
 @each_kind

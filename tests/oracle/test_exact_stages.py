@@ -74,7 +74,7 @@ def test_a_prompt_is_handed_over_while_stages_are_behind(bed: OracleBed, kind: s
         prefill.step()
         decode.step()
     decode.check("d")
-    assert decode.runner.computed - before < 256 + 40
+    assert decode.runner.computed - before <= 40
 
 
 @each_kind

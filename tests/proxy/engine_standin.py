@@ -33,13 +33,14 @@ class Server(msgspec.Struct, frozen=True):
     logits_processor: bool = False  # --logits-processors, one that counts the generated tokens
     details: bool = False  # --enable-prompt-tokens-details
     model_len: int = MODEL_LEN
+    has_states: bool = False  # its model: prefill legs leave the prompt's last token out
     first: int | None = None  # what it samples first behind a prompt that another engine has computed
 
     @property
     def facts(self):
         """What its connector tells."""
         looks_back = bool(self.presence_penalty) or self.logits_processor
-        return EngineFacts(self.model_len, self.max_new_tokens, looks_back)
+        return EngineFacts(self.model_len, self.max_new_tokens, looks_back, self.has_states)
 
 
 def tokenize(text):
@@ -84,6 +85,9 @@ def generate(body, prompt, limit, server):
     output, text, detokenizer = [], "", Detokenizer()
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
+    params = body.get("kv_transfer_params") or {}
+    if server.has_states and "do_remote_decode" in params:
+        prompt = prompt[:-1]
     while True:
         salt = f"processor{len(output)}" if server.logits_processor else ""
         penalty = body.get("presence_penalty")
@@ -95,7 +99,7 @@ def generate(body, prompt, limit, server):
             salt += f"seed{body['seed']},{len(output)}"
         may_end = not body.get("ignore_eos") and len(output) >= (body.get("min_tokens") or 0)
         token = next_token([*prompt, *output], salt=salt, may_end=may_end)
-        if not output and server.first is not None and "do_remote_prefill" in (body.get("kv_transfer_params") or {}):
+        if not output and server.first is not None and "do_remote_prefill" in params:
             token = server.first
         output.append(token)
         delta = detokenizer.step(token)

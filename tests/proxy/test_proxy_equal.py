@@ -236,6 +236,7 @@ SERVERS = {
     "cap": Server(max_new_tokens=5),
     "cap of one": Server(max_new_tokens=1),
     "short": Server(model_len=24),
+    "states": Server(has_states=True),
 }
 
 
@@ -248,7 +249,7 @@ async def test_what_a_server_adds_to_every_request(name, stream):
                 body = {"model": "hash", "temperature": 0, "prompt": prompt, "stream": stream, **fields}
                 modes.add(await assert_equal(made, COMPLETIONS, body))
         looks_back = SERVERS[name].facts.looks_back
-        is_sampled = looks_back or not stream or name == "cap of one"
+        is_sampled = looks_back or not stream or name in ("cap of one", "states")
         assert modes == ({"sampled"} if is_sampled else {"forward", "sampled"})
         counted = bool(await made.metric("pdx_proxy_fallbacks_total", reason="engine_looks_back"))
         assert counted == (looks_back and stream)

@@ -8,7 +8,7 @@ from installed import config_of, packages
 from pdx.bench.systems import baselines
 from pdx.bench.systems.names import SYSTEMS, CannotRun
 
-PAIRS = ["nixl", "nixl-yield", "nixl-push", "nixl-yield-1-2"]
+PAIRS = ["nixl", "nixl-yield", "nixl-push", "nixl-1-2"]
 
 
 def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):

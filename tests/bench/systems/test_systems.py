@@ -18,10 +18,10 @@ ORDER = [
     *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx"),
     *("pdx-gpu", "pdx-cuda_ipc", "pdx-1-2"),
     *("pdx-both", "pdx-both-128"),
-    *("nixl", "nixl-yield", "nixl-push", "nixl-yield-1-2"),
+    *("nixl", "nixl-yield", "nixl-push", "nixl-1-2"),
     *("offloading", "simple-offload", "lmcache", "lmcache-128", "plain"),
 ]
-PAIRS = ["nixl", "nixl-yield", "nixl-push", "nixl-yield-1-2"]
+PAIRS = ["nixl", "nixl-yield", "nixl-push", "nixl-1-2"]
 WITH_STORE = ["pdx-both", "pdx-both-128", "lmcache", "lmcache-128"]  # a process beside the engine
 # Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
 SERVER = """
