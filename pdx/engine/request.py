@@ -348,8 +348,8 @@ class TrackedRequest:
 
     @property
     def transfer_tokens(self) -> int:
-        """How many leading tokens the transfer carries; 0 if this request is in none, or its claim is absurd. The prompt's
-        last token is computed again from the state before it: prefill of a model with states stops there."""
+        """How many leading tokens the transfer carries; 0 if this request is in none, or its claim is absurd. Who
+        computes a prompt's last token again needs the state before it: prefill of a model with states stops there."""
         num_prompt = int(self.request.num_prompt_tokens)
         if self.is_prefill:
             return num_prompt

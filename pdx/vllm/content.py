@@ -119,12 +119,11 @@ class Content(BlockHashing):
         return _UNTOLD_ADAPTER if lora and not claim else None
 
     def shorten(self, request: Any) -> bool:
-        """As `NixlConnector` has it of models with states. A new request's tokens alone are what vLLM has read so far."""
+        """As `NixlConnector` does it. vLLM has read nothing of a new request but its tokens."""
         length = request.num_prompt_tokens - 1
-        is_text = not request.prompt_is_token_ids and all(
-            each.mm_position.offset + each.mm_position.length <= length for each in request.mm_features or ()
-        )
-        if not (length and is_text and request.prompt_token_ids) or request.resumable or request.num_tokens > length + 1:
+        ends = (each.mm_position.offset + each.mm_position.length for each in request.mm_features)
+        is_text = request.prompt_token_ids and not request.prompt_is_token_ids and max(ends, default=0) <= length
+        if not length or not is_text or request.resumable:
             return False
         del request.prompt_token_ids[length:], request._all_token_ids[length:]
         request.num_prompt_tokens = length

@@ -256,7 +256,8 @@ class Engine:
         self.requests[name], self.outputs[name] = request, []
         self.scheduler.add_request(request)
         if request.num_prompt_tokens < len(prompt):  # states stop before the last token, which is the decode leg's
-            assert params is not None and params["do_remote_decode"] and self.shape.model_kind.state_block
+            is_prefill = bool(params and params.get("do_remote_decode"))
+            assert (is_prefill, bool(self.shape.model_kind.state_block)) == (True, True)
             prompt = prompt[:-1]
         self._prompts[name] = list(prompt), count
 

@@ -190,7 +190,8 @@ def test_a_transfer_comes_near_once_when_little_time_is_left(transfers):
 def test_a_long_transfer_comes_near_sooner(transfers):
     """What is there by then is to be copied, too."""
     nbytes = 100 << 20
-    chunks = [plain_chunk.chunk(bytes([number]) * 16, Slot(number * nbytes, nbytes, 1), 4, transfer="t") for number in range(6)]
+    slots = [Slot(number * nbytes, nbytes, 1) for number in range(6)]
+    chunks = [plain_chunk.chunk(bytes([at]) * 16, slot, 4, transfer="t") for at, slot in enumerate(slots)]
     transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
     fill(transfers, chunks, 1, 10.0)
     fill(transfers, chunks, 3, 10.8)
