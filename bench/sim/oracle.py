@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdx.bench.sim.requests import Request
@@ -14,34 +14,44 @@ NEVER = 1 << 60
 
 class Future(Mapping[bytes, Mapping[int, int]]):
     """When each key is wanted again, and where in its prompt it is then, in the form of what a queue wants
-    (`TierHost.wanted`). `now`: the request that has its turn."""
+    (`TierHost.wanted`). A request wants its keys until it is `over`: until it has had its turn."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self.now = -1
-        self._wanted: dict[bytes, list[int]] = {}
+        self._wanted: dict[bytes, deque[int]] = {}
         self._places: dict[bytes, int] = {}
+        self._over: set[int] = set()
+        self._arrived: dict[int, int] = {}  # requests, in the order in which they have
         for number, request in enumerate(requests):
             for place, key in enumerate(request.keys):
-                self._wanted.setdefault(key, []).append(number)
+                self._wanted.setdefault(key, deque()).append(number)
                 self._places[key] = place
 
+    def arrives(self, number: int) -> None:
+        """This request is in a queue now. Of a session it may come later than the trace has it."""
+        self._arrived[number] = len(self._arrived)
+
+    def over(self, number: int) -> None:
+        """This request has had its turn."""
+        self._over.add(number)
+
     def next(self, key: bytes) -> int:
-        """The number of the next request that wants it, behind the one that has its turn."""
+        """At which turn it is wanted next, as far as that is known."""
         numbers = self._wanted.get(key, ())
-        at = bisect_right(numbers, self.now)
-        return numbers[at] if at < len(numbers) else NEVER
+        while numbers and numbers[0] in self._over:
+            numbers.popleft()
+        return self._arrived.get(numbers[0], max(numbers[0], len(self._arrived))) if numbers else NEVER
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, bytes) and self.next(key) != NEVER
+        return True  # what is never wanted again goes first, and takes no other's place
 
     def __getitem__(self, key: bytes) -> Mapping[int, int]:
         return {self.next(key): self.place(key)}
 
     def __iter__(self) -> Iterator[bytes]:
-        return filter(self.__contains__, self._wanted)
+        return iter(self._wanted)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._wanted)
 
     def place(self, key: bytes) -> int:
         """Where in its prompt it is."""

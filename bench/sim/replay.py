@@ -55,7 +55,7 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
             clock.now = request.at_s
             store.expire()
             if future is not None:
-                future.now = number
+                future.over(number)
             hits = _ONE[way](store, request, blocks)
             found += min(hits * trace.block_tokens, request.tokens)
             if request.more:

@@ -210,7 +210,16 @@ class _Run:
         for node in nodes:
             node.on_touched = lambda node: self._touched.update({numbers[id(node)]: node})
         self._engines = [
-            SimulatedEngine(case.model, case.settings, clock, node, trace.block_tokens, self._ended, self._has_event)
+            SimulatedEngine(
+                case.model,
+                case.settings,
+                clock,
+                node,
+                trace.block_tokens,
+                on_event=self._has_event,
+                on_turn=self._has_turn,
+                on_over=self._ended,
+            )
             for node in nodes
             for _ in range(case.engines)
         ]
@@ -295,9 +304,15 @@ class _Run:
         if len(self._served) == self._case.warm_up:
             self._counted_at, self._before = self._clock.now, self._totals()
         if self._future is not None:
-            self._future.now = max(self._future.now, number)
+            self._future.arrives(number)
+            self._nodes[0].refresh(request.keys)
         self._served.append(served)
         self._router.place(served).arrive(served)
+
+    def _has_turn(self, served: Served) -> None:
+        if self._future is not None:
+            self._future.over(served.number)
+            self._nodes[0].refresh(served.request.keys)
 
     def _ended(self, served: Served) -> None:
         self._over += 1

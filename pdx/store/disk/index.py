@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pdx.store.disk.chunk_file import ChunkFile
-from pdx.store.eviction import EvictionOrder
+from pdx.store.eviction import WANTED, EvictionOrder
 from pdx.store.policies import by_name
 from pdx.store.policies.policy import IN, Evictable
 from pdx.store.tier import Held
@@ -59,6 +59,7 @@ class FileIndex:
         # What cannot be found, nor removed, until it is replaced: which file, and whether it is unfinished.
         self.stuck: set[tuple[ChunkFile, bool]] = set()
         self._clock = env.clock
+        self._oldest: FileEntry | None = None  # the file that was added as that, if the order is still the same
         self._age_s = 0.0  # for so long the file has not been used that is being added
         self._reached = limit_bytes  # bytes of files when the disk was full, until …
         self._reached_until = 0.0
@@ -128,6 +129,7 @@ class FileIndex:
         else:
             del self.pins[key]
         self.pinned_bytes += _bytes(self.of(key)) * ((key in self.pins) - (was > 0))
+        self._oldest = None
         for entry in self._entries(key):
             if key in self.pins:
                 self._order.hold(entry)
@@ -177,6 +179,7 @@ class FileIndex:
         self._each(keys, self._order.refresh)
 
     def _each(self, keys: Sequence[bytes], call: Callable[[FileEntry], None]) -> None:
+        self._oldest = None
         for key in reversed(keys):  # the end of the prompt becomes the older one
             for entry in self._entries(key):
                 call(entry)
@@ -187,6 +190,7 @@ class FileIndex:
         """So many bytes of files, and so many files at the least, that should go first; and files that would have been
         among them, but for requests that find their chunks in memory (`is_used`): these count as used now. `instead`:
         the chunk that is to have their place: there may be too few that it may take."""
+        self._oldest = None  # a policy may move on what it is asked for
         gone: dict[bytes, None] = {}
         spared: dict[bytes, None] = {}
         files: list[ChunkFile] = []
@@ -262,8 +266,12 @@ class FileIndex:
         entry = self._new(file)
         if file.key not in self.pins:
             self._age_s = age_s
-            self._order.insert(entry, next(self._order.victims(), None))
+            if self._oldest is None or self._oldest.standing != IN:
+                self._oldest = next(self._order.victims(), None)
+            self._order.insert(entry, self._oldest)
             self._age_s = 0.0
+            if entry.level != WANTED:
+                self._oldest = entry
 
     def _new(self, file: ChunkFile) -> FileEntry:
         key, charge = file.key, file.charge
