@@ -91,11 +91,8 @@ def test_all_shards_of_a_chunk_go_together_and_what_is_pinned_stays(policy):
 # ---- what the queue wants, whatever the policy ------------------------------------------------
 
 requests = st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True)
-steps = st.lists(
-    st.tuples(st.just("want"), requests)
-    | st.tuples(st.sampled_from(["store", "use", "pin", "unpin", "turn", "leave"]), st.integers(0, 15)),
-    max_size=60,
-)
+kinds = st.sampled_from(["store"] * 6 + ["use", "use", "pin", "unpin", "turn", "leave"])
+steps = st.lists(st.tuples(st.just("want"), requests) | st.tuples(kinds, st.integers(0, 15)), min_size=20, max_size=60)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -124,6 +121,8 @@ def test_in_a_storm_the_queues_wants_leave_last_and_nothing_is_above_the_cap(pol
             assert victim in may_go
             assert turn(victim) is None or all(turn(each) and turn(each) < turn(victim) for each in others)
 
+    for number in range(6):
+        assert put(index, number, shards)
     for what, argument in steps:
         one = argument if what != "want" else -1
         if what == "want":
@@ -153,6 +152,14 @@ def test_in_a_storm_the_queues_wants_leave_last_and_nothing_is_above_the_cap(pol
     index.refresh(index.keys())
     index.remove([file for one in index.keys() for file in index.of(one)])  # noqa: SIM118 - no dict
     assert (index.num_files, index.nbytes, index._order.nbytes, list(index.peek())) == (0, 0, 0, [])
+
+
+def test_a_shard_never_takes_the_place_of_another_one_of_its_chunk():
+    wanted = {key(0): {1: 0}, key(1): {2: 0}}
+    index = FileIndex(2 * FILE_BYTES, Env(), wanted)
+    for number in range(2):
+        assert put(index, number)
+    assert index.oldest(FILE_BYTES, 0, never, key(1)) == ([], [])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing wanted", "half of it", "all of it"])

@@ -247,9 +247,9 @@ class DiskTier(DiskFiles):
         return count
 
     def tick(self) -> None:
-        overdue = self._index.overdue()
-        self._count("expired", len(overdue))
-        self._remove(overdue, is_forgotten=True)
+        if overdue := self._index.overdue():
+            self._count("expired", len(overdue))
+            self._remove(overdue, is_forgotten=True)
 
     def is_pinned(self, key: bytes) -> bool:
         return key in self._index.pins
