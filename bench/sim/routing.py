@@ -45,7 +45,8 @@ class Router:
         at = ranks.index(min(ranks))
         self._turns += 1
         node = self._known[at].node
-        self._begun.setdefault(served.request.keys[0], set()).add(int(node))
+        for key in (served.request.keys[0], *served.request.more[:1]):  # the prompt may have been less than a block
+            self._begun.setdefault(key, set()).add(int(node))
         work = prompt.work(node, is_timed=True) if prompt is not None else NO_WORK
         served.use = Use(self._records[at], self._turns, is_planned=False, work=work)
         coming = self._coming.add(node, Keys(iter(served.request.keys)), work.found // self._block_tokens)
