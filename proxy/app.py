@@ -204,6 +204,7 @@ class Proxy:
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:
+        self.drain.beat()
         members: set[str] | None = None
         with self._faults.contain("the look at silent legs"):
             self._legs.end_silent()

@@ -208,9 +208,8 @@ class Engines:
         return gone
 
     def nodes(self) -> int:
-        """How many nodes are to be believed in now."""
-        oldest = self._oldest()
-        return sum(node.seen_at >= oldest for node in self._nodes.values())
+        """How many nodes are to be believed in now; one that was started again is one."""
+        return len(self.node_names())
 
     def node_names(self) -> frozenset[str]:
         oldest = self._oldest()

@@ -113,14 +113,19 @@ class Seat(msgspec.Struct, frozen=True):
     """A worker's place among those that serve one port together."""
 
     number: int
-    loads: memoryview  # of all of them, which they share: how many requests each has
+    loads: memoryview  # of all of them, which they share: how many requests each has …
+    beats: memoryview  # … and how often it has looked at its clock
+
+    @staticmethod
+    def alone() -> Seat:
+        return Seat(0, *(memoryview(bytearray(8)).cast("q") for _ in range(2)))
 
 
 class Drain:
     """Nothing until `begin`; all calls on one event loop."""
 
     def __init__(self, seat: Seat | None = None) -> None:
-        self._seat = seat or Seat(0, memoryview(bytearray(8)).cast("q"))
+        self._seat = seat or Seat.alone()
         self.has_begun = False  # new requests are to be refused
         self.is_over = False  # requests under way are being ended, or have been
         self._scopes: set[asyncio.Timeout] = set()
@@ -155,6 +160,10 @@ class Drain:
 
     def _count(self) -> None:
         self._seat.loads[self._seat.number] = len(self._scopes)
+
+    def beat(self) -> None:
+        """This process does not hang."""
+        self._seat.beats[self._seat.number] += 1
 
     def begin(self) -> None:
         self.has_begun = True

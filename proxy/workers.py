@@ -32,14 +32,15 @@ from pdx.proxy.exchange import Seat
 from pdx.proxy.server import SHUTDOWN_S, Server, bound, endpoint, when_signalled
 from pdx.security import descriptors
 from pdx.security.address import worker_address
+from pdx.telemetry.env import WakingClock
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 1.0  # at least between two starts of one worker
 FIND_S = 3.0  # a worker that is started again listens when it has found a decoder, or then
 END_S = 2 * SHUTDOWN_S  # behind `drain_s`, a worker that has not ended is killed
+HUNG_S = 30.0  # so is one whose loop does not turn for so long: the kernel goes on giving it connections
 _LOOK_S = 0.05
-_IDLE_S = 60.0  # nothing is due: a signal ends it
 _SIGNALS = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM})
 _SERVES = b"+"  # what a worker says when it listens; what it says before that is why it cannot
 
@@ -170,6 +171,8 @@ class _Worker(msgspec.Struct):
     orders: int = -1
     heard: int = -1
     has_served: bool = False  # ever
+    beat: int = 0
+    beat_at: float = 0.0
 
 
 class _Workers:
@@ -178,7 +181,8 @@ class _Workers:
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
         self._control = config.control or default_proxy()
-        self._loads = memoryview(mmap.mmap(-1, 8 * config.workers)).cast("q")
+        self._loads, self._beats = (memoryview(mmap.mmap(-1, 8 * config.workers)).cast("q") for _ in range(2))
+        self._clock = WakingClock(2 * AGAIN_S, time.monotonic)
         self._all = [_Worker(number) for number in range(config.workers)]
         self._stopping_at = 0.0
         self._failed = ""  # why it ends
@@ -191,7 +195,8 @@ class _Workers:
         try:
             while not self._stopping_at or any(each.pid for each in self._all):
                 self._start_due()
-                self._heed(signal.sigtimedwait(_SIGNALS, _LOOK_S if self._is_busy else _IDLE_S))
+                self._heed(signal.sigtimedwait(_SIGNALS, _LOOK_S if self._is_busy else AGAIN_S))
+                self._end_hung()
         finally:
             for each in self._all:
                 if each.pid:
@@ -215,6 +220,17 @@ class _Workers:
                 if each.pid:
                     log.warning("worker %d does not end: it is killed", each.number)
                     os.kill(each.pid, signal.SIGKILL)
+
+    def _end_hung(self) -> None:
+        now = self._clock()
+        for each in self._all:
+            beat = self._beats[each.number]
+            if beat != each.beat:
+                each.beat, each.beat_at = beat, now
+            elif each.pid and beat and now - each.beat_at > HUNG_S:
+                log.warning("worker %d (process %d) hangs: it is killed", each.number, each.pid)
+                os.kill(each.pid, signal.SIGKILL)
+                each.beat_at = now
 
     def _stop(self) -> None:
         self._stopping_at = self._stopping_at or time.monotonic()
@@ -240,7 +256,7 @@ class _Workers:
         os.close(worker.orders)
         worker.pid = 0
         worker.has_served = worker.has_served or said.startswith(_SERVES)
-        self._loads[worker.number] = 0
+        self._loads[worker.number] = self._beats[worker.number] = worker.beat = 0
         if self._stopping_at:
             return
         why = said.removeprefix(_SERVES).decode(errors="replace") or f"it ended with status {status}"
@@ -298,7 +314,7 @@ class _Workers:
             admin=worker_address(self._config.admin, number),
         )
         try:
-            asyncio.run(serve(config, _Place(Seat(number, self._loads), orders, says, worker.has_served)))
+            asyncio.run(serve(config, _Place(Seat(number, self._loads, self._beats), orders, says, worker.has_served)))
         except (PdxError, OSError) as error:
             os.write(says, str(error).encode()[:4000])
             return 1

@@ -1,9 +1,9 @@
 """How many requests several workers of a proxy serve, beside one: `python -m pdx.bench.proxy.workers [SHARE]`.
 
 Engines are stand-ins that answer at once; chats go through a proxy of one process and through one of WORKERS, in turns,
-as many at a time as keep all of them busy. Each process of the proxies has SHARE of a core, because it is stopped for
-the rest of each 20 ms: so what else it takes, a client and two engines, finds room on a machine of few cores. What the
-workers share, a port and engines, shows in the ratio; what a core's caches and memory share does not.
+as many at a time as keep all of them busy. Each process of the proxies has SHARE of a core, because it is stopped when
+it has used that up: so what else it takes, a client and two engines, finds room on a machine of few cores. What the
+workers share, a port and engines, shows in the ratio; what cores share, caches and memory, does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdx.bench.proxy.stand_in_engine import MODEL, Pace
 
 WORKERS = 4
 SHARE = 0.1
-PERIOD_S = 0.02
+LOOK_S, SPARE_S = 0.002, 0.02  # between two looks at what it has used, and that it may have left
 ROUNDS, ROUND_S = 7, 6.0
 CLIENTS = 64
 GOAL = 3.0
@@ -45,23 +45,19 @@ def processes(front: Front) -> list[int]:
 
 @contextlib.contextmanager
 def limited(pids: Sequence[int], share: float) -> Iterator[None]:
-    """Each of these has so much of a core, one after the other within a period. A whole one: as it is."""
+    """Each of these computes for so much of the time, and is stopped when it has. A whole core: as it is."""
     ended = threading.Event()
 
-    def hold(pid: int, delay_s: float) -> None:
-        time.sleep(delay_s)
-        due = time.monotonic()
-        while not ended.is_set():
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(max(0.0, due + share * PERIOD_S - time.monotonic()))
-            os.kill(pid, signal.SIGSTOP)
-            due = max(due + PERIOD_S, time.monotonic())
-            time.sleep(max(0.0, due - time.monotonic()))
+    def hold(pid: int) -> None:
+        clock, spare = CpuClock(pid), 0.0
+        looked_at, used = time.monotonic(), clock.seconds()
+        while not ended.wait(LOOK_S):
+            now, using = time.monotonic(), clock.seconds()
+            spare = min(spare + share * (now - looked_at) - (using - used), SPARE_S)
+            looked_at, used = now, using
+            os.kill(pid, signal.SIGCONT if spare > 0 else signal.SIGSTOP)
 
-    threads = [
-        threading.Thread(target=hold, args=(pid, at * PERIOD_S / len(pids)), daemon=True)
-        for at, pid in enumerate(pids if share < 1 else ())
-    ]
+    threads = [threading.Thread(target=hold, args=(pid,), daemon=True) for pid in (pids if share < 1 else ())]
     for each in threads:
         each.start()
     try:

@@ -218,6 +218,12 @@ def test_who_leaves_the_roster_file_gets_nothing_more():
     assert found.nodes() == 1
 
 
+def test_a_node_that_was_started_again_is_one_node(clock, found):
+    found.report(report(A))
+    found.report(report(A, epoch=2))
+    assert found.nodes() == 1
+
+
 def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again(clock, found):
     found.report(report(A, epoch=1))
     assert found.report(report(epoch=2)) == frozenset()

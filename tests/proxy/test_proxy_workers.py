@@ -18,6 +18,7 @@ from proxy_harness import DEADLINE_S, Node, until, within
 from proxy_process import proxy_process
 from test_proxy_drain import stream
 
+from pdx.proxy.workers import HUNG_S
 from pdx.security.address import worker_address
 
 PATIENT_S = 6 * DEADLINE_S
@@ -174,6 +175,19 @@ async def test_they_end_with_the_process_that_started_them(tmp_path):
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind(("127.0.0.1", them.made.port))  # though connections of theirs may be remembered
             taken.listen()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_one_that_hangs_is_started_again(tmp_path):
+    """The kernel gives it connections as before, which nobody would ever answer."""
+    async with workers(tmp_path, count=2) as them:
+        hung = them.pids[0]
+        os.kill(hung, signal.SIGSTOP)
+        await until(lambda: them.num_starts == 3, HUNG_S + PATIENT_S)
+        assert f"(process {hung}) hangs: it is killed" in them.made.log
+        for _ in range(10):
+            assert await them.ask() == 200
 
 
 async def test_one_that_is_signalled_alone_finishes_and_comes_again(tmp_path):

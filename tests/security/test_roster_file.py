@@ -110,6 +110,16 @@ def entry(name, address="tcp://10.0.0.1:7700", key=KEYS[0]):
     return f'[{name}]\naddress = "{address}"\nkey = "{key}"\n'
 
 
+def test_of_several_proxies_each_has_its_key(write):
+    second = "tcp://10.0.0.3:7600"
+    text = entry("proxy", "tcp://10.0.0.1:7600", KEYS[0]) + entry("proxies.second", second, KEYS[1])
+    roster = Roster(write(text), has_keys=True)
+    found = [roster.proxy_at(address).key for address in (second, "tcp://10.0.0.1:7600", "tcp://elsewhere:1")]
+    assert found == [KEYS[1], KEYS[0], KEYS[0]]
+    with pytest.raises(ConfigError, match="have the same key"):
+        RosterFile.load(write(text.replace(KEYS[1], KEYS[0])), has_keys=True)
+
+
 def test_a_file_is_read(write):
     text = entry("nodes.alpha") + entry('nodes."b.c"', "tcp://[fe80::1]:1", KEYS[1]) + entry("proxy", key=KEYS[2])
     file = RosterFile.load(write(text), has_keys=True)
