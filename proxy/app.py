@@ -370,12 +370,13 @@ class Proxy:
         if not facts or None in facts:
             return
         limit = max(each.max_model_len for each in facts if each is not None)
-        if plan.least_length > limit:
+        if (count := plan.least_length) > limit:
+            said = f"at least {count}" if count == limit + 1 else str(count)  # engines stop counting there
             raise RequestRefused(
                 400,
-                f"This model's maximum context length is {limit} tokens. However, your prompt contains "
-                f"{plan.least_length} input tokens, which exceeds this limit even without any output tokens. "
-                "Please reduce the length of the input prompt.",
+                f"This model's maximum context length is {limit} tokens. However, your prompt contains {said} input "
+                "tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
+                f"input prompt. (parameter=input_tokens, value={count})",
                 param="input_tokens",
             )
 

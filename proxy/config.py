@@ -16,6 +16,7 @@ Origins = Annotated[tuple[str, ...], shown_as("ORIGIN")]
 Place = Annotated[str, shown_as("ADDRESS")]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31), shown_as("TOKENS")]
 BodyBytes = Annotated[int, Meta(ge=1 << 10, le=1 << 32), shown_as("SIZE")]
+HeaderBytes = Annotated[int, Meta(ge=8 << 10, le=512 << 10), shown_as("SIZE")]  # all together have 1 MiB
 BodiesBytes = Annotated[int, Meta(ge=1 << 10), shown_as("SIZE")]
 
 
@@ -80,6 +81,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 9
     max_body_bytes: Annotated[BodyBytes, option("The largest body of a request.")] = 64 << 20  # pictures are in it
     max_bodies_bytes: Annotated[BodiesBytes, option("Of all requests under way together.")] = 512 << 20
+    max_header_bytes: Annotated[HeaderBytes, option("The largest header of a request: tokens, cookies.")] = 64 << 10
     allowed_origins: Annotated[
         Origins,
         option(

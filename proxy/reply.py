@@ -32,7 +32,7 @@ def error_response(
 
 def http_error(error: web.HTTPException) -> web.StreamResponse:
     """What the web framework raises, as HTTP wants it told: where to go instead, or which methods there are."""
-    response = error_response(error.status, error.reason)
+    response = web.Response(status=error.status) if error.status < 400 else error_response(error.status, error.reason)
     response.headers.update({name: error.headers[name] for name in ("Allow", "Location") if name in error.headers})
     return response
 

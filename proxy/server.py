@@ -35,7 +35,7 @@ _REST_S = 0.25  # after the system had no descriptor, or no memory, for one
 _LOOK_S = 0.5  # between two looks for heads that take too long
 _CROWD = 0.25  # from this share of all connections on, those on which a head or a body is due make room first
 _UNREAD_MS = 120_000  # a client that reads nothing for so long, though something is there, is gone
-_FIELD_BYTES = 64 << 10  # of one header: tokens and cookies may be long
+FIELD_BYTES = 64 << 10  # of one header: tokens and cookies may be long
 _HEAD_BYTES = 1 << 20  # of all of them
 KEEPALIVE_S = 75.0  # a connection without a request is kept for so long
 HEAD_S = 10.0  # a request's head arrives within this time
@@ -56,8 +56,8 @@ class HttpConnection(web.RequestHandler):
             keepalive_timeout=KEEPALIVE_S,
             auto_decompress=False,
             access_log=None,  # type: ignore[arg-type]
-            max_line_size=_FIELD_BYTES,
-            max_field_size=_FIELD_BYTES,
+            max_line_size=listener.field_bytes,
+            max_field_size=listener.field_bytes,
         )
         self._listener = listener
         self._head_bytes = 0
@@ -121,10 +121,11 @@ class Server:
         head_s: float = HEAD_S,
         shutdown_s: float = SHUTDOWN_S,
         engines: Sized = (),
+        field_bytes: int = FIELD_BYTES,
     ) -> None:
         """A request that is due or has begun has its whole head after `head_s`, or its connection is closed. At
         `close`, answers under way have `shutdown_s`. `engines`: descriptors are left for connections to those, beside
-        those that every process keeps in reserve.
+        those that every process keeps in reserve. `field_bytes`: the largest header.
         """
         app.middlewares.insert(0, _begin)
         app.on_response_prepare.append(_name)
@@ -132,6 +133,7 @@ class Server:
         self._env = env
         self._head_s = head_s
         self._engines = engines
+        self.field_bytes = field_bytes
         self._sockets: list[socket.socket] = []
         self._taking: set[asyncio.Task[object]] = set()
         self._all: set[HttpConnection] = set()

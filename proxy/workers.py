@@ -83,7 +83,7 @@ async def serve(config: ProxyConfig, place: _Place | None = None) -> None:
         place.heed(signalled.set, proxy.drain.end)
         if place.is_again:
             app.cleanup_ctx.append(_finding(proxy))
-    server = Server(app, proxy.env, engines=proxy.engines)
+    server = Server(app, proxy.env, engines=proxy.engines, field_bytes=config.max_header_bytes)
     admin = Server(proxy.admin_app(), proxy.env)
     try:
         if config.admin:

@@ -20,6 +20,7 @@ COMMANDS = {
     "why": "pdx.cli.why:why",
     "keygen": "pdx.cli.keygen:keygen",
     "doctor": "pdx.cli.doctor:doctor",
+    "parity": "pdx.bench.parity.command:parity",
     "bench": "pdx.cli.main:bench",
     "plan": "pdx.bench.plan.command:plan",
     "sim": "pdx.bench.sim.command:sim",

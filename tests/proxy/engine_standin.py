@@ -365,7 +365,8 @@ class StandIn:
         for delta, token, finish in generate(body, prompt, limit, self.server):
             count += 1
             choice = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
-            choice |= {"delta": {"content": delta}} if chat else {"text": delta}
+            ids = {"prompt_token_ids": None, "token_ids": None}
+            choice |= {"delta": {"content": delta}} if chat else {"text": delta, **ids}
             if body.get("logprobs"):
                 choice["logprobs"] = {"tokens": [token]}
             chunk = {**head, "choices": [choice]}

@@ -281,11 +281,12 @@ async def test_large_bodies_reach_both_engines_whole(path):
 
 
 async def test_token_ids_that_no_engine_takes_go_to_none(made):
-    for prompt in ([7] * 513, [[7] * 600]):
+    for prompt, count in (([7] * 513, "at least 513"), ([[7] * 600], "600")):
         status, _, raw = await made.post(COMPLETIONS, {**BODY, "prompt": prompt})
         fault = json.loads(raw)["error"]
         assert (status, fault["type"], fault["param"]) == (400, "BadRequestError", "input_tokens")  # as vLLM does
-        assert "maximum context length is 512 tokens" in fault["message"]
+        assert f"length is 512 tokens. However, your prompt contains {count} input tokens" in fault["message"]
+        assert fault["message"].endswith(f"(parameter=input_tokens, value={count.split()[-1]})")
     assert made.prefill.seen == made.decode.seen == []
     for taken in ({"prompt": [7] * 505}, {"prompt": [7] * 600, "truncate_prompt_tokens": 9}):
         await made.post(COMPLETIONS, {**BODY, **taken})

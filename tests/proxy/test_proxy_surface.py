@@ -5,6 +5,7 @@ import json
 
 import pytest
 from proxy_harness import BODY, CHAT, COMPLETIONS, begin, cluster, dial, within
+from proxy_process import proxy_process
 
 from pdx.proxy.body import as_engines_read
 from pdx.proxy.plan import SWITCHES, WHOLE
@@ -49,6 +50,16 @@ async def test_a_long_token_is_passed_on(made):
     status, _, _ = await made.post(COMPLETIONS, BODY, headers={"Authorization": token, "Cookie": "c" * 40_000})
     assert status == 200
     assert {engine.seen[-1][2]["Authorization"] for engine in (made.prefill, made.decode)} == {token}
+
+
+async def test_the_size_of_headers_is_an_option(tmp_path):
+    header = {"Authorization": f"Bearer {'t' * 100_000}"}
+    for options, status in (((), 400), (("--max-header", "128K"), 200)):
+        async with (
+            proxy_process(tmp_path, *options) as made,
+            made.client.get(f"{made.url}/health", headers=header) as response,
+        ):
+            assert response.status == status
 
 
 async def talk(url, said):
@@ -112,6 +123,8 @@ async def test_a_slash_too_many(made, path, leads):
     async with made.client.post(url, json=BODY, allow_redirects=False) as response:
         assert response.status == (307 if leads else 404)
         assert response.headers.get("Location") == (f"{path}?a=b" if leads else None)
+        if leads:
+            assert (await response.read(), response.headers.get("Content-Type")) == (b"", None)
     if path == COMPLETIONS:
         assert (await made.post(f"{path}/", BODY))[0] == 200
 

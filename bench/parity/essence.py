@@ -1,0 +1,233 @@
+"""What of an answer has to be equal: all but names, times, and what is counted of caches.
+
+A stream becomes what its client makes of it: events that follow each other are joined where they are of one form, and
+tokens in any case, because engines send those of several steps together when they are busy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from pdx.bench.parity.records import Answer
+
+ABSENT = "(nothing)"
+OWN_ID = "parity-"  # ids that cases give their requests begin so; an answer has them as they are
+_ORIGIN = re.compile(r"https?://[^/]*")
+_TOLERANCE = 1e-3  # of log probabilities and vectors, whose last digits depend on what is computed beside them
+# Of how the answer travels, or of the moment.
+_PASSING = {"date", "content-length", "transfer-encoding", "connection", "keep-alive"}
+_IDS = {"id", "item_id", "request_id", "response_id"}
+_TIMES = {"created", "created_at", "completed_at"}
+# Which engine it was, and what its connector says to a router.
+_OF_AN_ENGINE = {"system_fingerprint", "kv_transfer_params", "service_tier_used"}
+# How much of the prompt was cached, here or there.
+_CACHED = {"cached_tokens", "created_cache_tokens", "cache_write_tokens"}
+_READ = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")  # of messages: the sum is the prompt
+# Texts that grow from event to event; all other values stand for themselves.
+_TOKENS = "tokens"
+_GROWING = {"text", "content", "delta", "arguments", "partial_json", "reasoning", "reasoning_content", "thinking"}
+
+
+Path = tuple[str | int, ...]  # names of fields, and numbers in lists
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Where two answers differ: a path in their essences, and what is there."""
+
+    path: Path
+    want: Any
+    got: Any
+
+
+def essence(answer: Answer) -> dict[str, Any]:
+    """What has to be equal, as JSON."""
+    headers = {name: value for name, value in answer.headers.items() if name not in _PASSING}
+    if headers.get("content-type", "").startswith("application/json"):
+        headers["content-type"] = "application/json"  # which is in UTF-8, whether it says so or not
+    if "location" in headers:
+        headers["location"] = _ORIGIN.sub("", headers["location"])
+    if "endpoint-load-metrics" in headers:
+        headers["endpoint-load-metrics"] = f"{headers['endpoint-load-metrics'].partition(' ')[0]} …"
+    found: dict[str, Any] = {"status": answer.status, "headers": headers}
+    found["body"] = _content(headers.get("content-type", ""), answer.content)
+    return found | {name: said for name in ("fault", "left") if (said := getattr(answer, name))}
+
+
+def differences(want: Any, got: Any, loose: frozenset[Path] = frozenset()) -> list[Difference]:
+    """Where two essences differ. Of paths in `loose`, and of all below them, only the form has to be equal."""
+    return list(_compared((), want, got, loose))
+
+
+def place(path: Path) -> Path:
+    """A path without the numbers in its lists: all answers of a list are alike."""
+    return tuple("[]" if isinstance(step, int) else step for step in path)
+
+
+def told(path: Path) -> str:
+    """As people write it: `body.choices[0].text`."""
+    steps = (f"[{step}]" if isinstance(step, int) else step if step == "[]" else f".{step}" for step in path)
+    return "".join(steps).removeprefix(".")
+
+
+# ---- bodies -----------------------------------------------------------------------------------
+
+
+def _content(kind: str, content: bytes) -> Any:
+    if kind.startswith("text/event-stream"):
+        return _streamed(content)
+    if kind.startswith("application/json"):
+        try:
+            return _plain(json.loads(content))
+        except (ValueError, RecursionError):
+            return {"no JSON": content.decode("utf-8", "replace")}
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _streamed(content: bytes) -> dict[str, Any]:
+    """The events, joined; how many names and models they have, and whether their numbers count up."""
+    joined: list[tuple[str, Any]] = []
+    names, models = set(), set()
+    numbers: list[int] = []
+    for name, data in _events(content):
+        try:
+            found = json.loads(data)
+            event = _plain(found)
+        except (ValueError, RecursionError):
+            joined.append((name, data))  # [DONE], and what is no event
+            continue
+        if isinstance(event, dict):
+            names.add(str(found.get("id")))
+            models.add(str(found.get("model")))
+            numbers.append(event.pop("sequence_number", len(numbers)))
+        form = _TOKENS if _has_tokens(event) else f"{name} {_form(event)}".strip()
+        if joined and joined[-1][0] == form:
+            joined[-1] = form, _joined(joined[-1][1], event)
+        else:
+            joined.append((form, event))
+    return {
+        "events": [{"form": form, "data": data} for form, data in joined],
+        "ids": len(names),
+        "models": sorted(models),
+        "counts up": numbers == list(range(len(numbers))),
+    }
+
+
+def _events(content: bytes) -> Iterator[tuple[str, str]]:
+    """The name and the data of each event; of a piece that is none, the piece."""
+    for piece in content.decode("utf-8", "replace").replace("\r\n", "\n").split("\n\n"):
+        name, data = "", []
+        for line in piece.split("\n"):
+            field, _, value = line.partition(":")
+            if field == "event":
+                name = value.strip()
+            elif field == "data":
+                data.append(value.removeprefix(" "))
+            elif field:  # a comment has none
+                data.append(f"no field of an event: {line}")
+        if data:
+            yield name, "\n".join(data)
+
+
+def _has_tokens(event: Any) -> bool:
+    """Whether it is of a completion or a chat, and not the one that says who speaks."""
+    choices = event.get("choices") if isinstance(event, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(first, dict) and "role" not in (first.get("delta") or ())
+
+
+def _form(value: Any) -> str:
+    """The names of an event's fields, and of those in its choices."""
+    if isinstance(value, dict):
+        inner = {
+            key: _form(each) if isinstance(each, dict | list) and key != "logprobs" else ""
+            for key, each in value.items()
+        }
+        return "{" + " ".join(f"{key}{form}" for key, form in sorted(inner.items())) + "}"
+    return f"[{_form(value[0])}]" if isinstance(value, list) and value and isinstance(value[0], dict) else ""
+
+
+def _joined(one: Any, other: Any, key: str = "") -> Any:
+    """Two events of one form as one."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = dict.fromkeys([*one, *other])
+        return {name: _joined(one.get(name), other.get(name), name) for name in keys}
+    if isinstance(one, list) and isinstance(other, list):
+        if not all(isinstance(each, dict) and isinstance(each.get("index"), int) for each in (*one, *other)):
+            return one + other
+        by_index = {each["index"]: each for each in one}
+        for each in other:
+            at = each["index"]
+            by_index[at] = _joined(by_index[at], each) if at in by_index else each
+        return [by_index[at] for at in sorted(by_index)]
+    if isinstance(one, str) and isinstance(other, str) and key in _GROWING:
+        return one + other
+    return one if other is None else other
+
+
+def _plain(value: Any, key: str = "", beside: Mapping[str, Any] | None = None) -> Any:
+    """Without what is another one in each answer."""
+    if isinstance(value, dict):
+        found = {name: _plain(each, name, value) for name, each in value.items() if name not in _OF_AN_ENGINE}
+        if "cache_read_input_tokens" in value and all(isinstance(value.get(name) or 0, int) for name in _READ):
+            found["prompt tokens"] = sum(value.get(name) or 0 for name in _READ)
+            found |= {name: "…" for name in _READ if name in value}
+        return found
+    if isinstance(value, list):
+        return [_plain(each, key, beside) for each in value]
+    if key in _IDS and isinstance(value, str) and OWN_ID not in value and (beside or {}).get("object") != "model":
+        return _prefix(value)
+    if key in _TIMES and isinstance(value, int | float):
+        return "a time"
+    if key in _CACHED and isinstance(value, int | None):
+        return "…"
+    return value
+
+
+def _prefix(name: str) -> str:
+    """What says of which kind a name is: `cmpl-`, `resp_`."""
+    ends = [at for mark in "-_" if (at := name.find(mark)) >= 0]
+    return name[: min(ends) + 1] + "…" if ends else "…"
+
+
+# ---- comparing --------------------------------------------------------------------------------
+
+
+def _compared(path: Path, want: Any, got: Any, loose: frozenset[Path]) -> Iterator[Difference]:
+    if place(path) in loose:
+        if _alike(want) != _alike(got):
+            yield Difference(path, want, got)
+    elif isinstance(want, dict) and isinstance(got, dict):
+        for name in dict.fromkeys([*want, *got]):
+            if name in want and name in got:
+                yield from _compared((*path, name), want[name], got[name], loose)
+            elif (*place(path), name) not in loose:
+                yield Difference((*path, name), want.get(name, ABSENT), got.get(name, ABSENT))
+    elif isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
+        for number, (one, other) in enumerate(zip(want, got, strict=True)):
+            yield from _compared((*path, number), one, other, loose)
+    elif not _equal(want, got):
+        yield Difference(path, want, got)
+
+
+def _equal(want: Any, got: Any) -> bool:
+    if isinstance(want, float) and isinstance(got, float):
+        return abs(want - got) <= _TOLERANCE * max(1.0, abs(want))
+    return type(want) is type(got) and bool(want == got)
+
+
+def _alike(value: Any) -> Any:
+    """The form of a value: of two texts it is the same."""
+    if isinstance(value, dict):
+        return {name: _alike(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_alike(value[0])] if value else []
+    return "text" if isinstance(value, str | None) else "number" if isinstance(value, int | float) else value
