@@ -28,6 +28,7 @@ class Reason(NamedTuple):
     name: str
     sentence: str
     covers: Covers
+    is_general: bool = False  # of headers that all answers have
 
 
 def _header(*names: str, added: bool = True) -> Covers:
@@ -99,19 +100,21 @@ def _at_once(_case: Case, plain: Answer, got: Answer, _found: Difference) -> boo
 
 
 REASONS = (
-    Reason("server", "The header `Server` says pdx, and not what is behind it.", _header("server", added=False)),
+    Reason("server", "The header `Server` says pdx, and not what is behind it.", _header("server", added=False), True),
     Reason(
         "no buffering",
         "Streams have `Cache-Control: no-cache` and `X-Accel-Buffering: no`, for gateways that would hold them back.",
         _header("cache-control", "x-accel-buffering"),
+        True,
     ),
     Reason(
         "debug headers",
         "With `--debug-headers` the proxy says how an answer came about.",
         _header("x-pdx-transfer-id", "x-pdx-mode"),
+        True,
     ),
-    Reason("request id", "A client's own `X-Request-Id` comes back.", _header("x-request-id")),
-    Reason("pages", "Scripts of web pages are let in by `--allowed-origins` only; vLLM's default is all.", _page),
+    Reason("request id", "A client's own `X-Request-Id` comes back.", _header("x-request-id"), True),
+    Reason("pages", "Scripts of web pages are let in by `--allowed-origins` only; vLLM's default is all.", _page, True),
     Reason("health", "`/health` and `/ping` tell of all engines, as JSON.", _state),
     Reason("head", "`HEAD` is answered where `GET` is.", _head),
     Reason(

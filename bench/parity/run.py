@@ -12,13 +12,15 @@ from pdx.bench.parity import cases as making
 from pdx.bench.parity.asking import LIBRARIES, Server, missing_libraries
 from pdx.bench.parity.cases import Maker
 from pdx.bench.parity.essence import Difference, Path, differences, essence, place
-from pdx.bench.parity.reasons import reason
+from pdx.bench.parity.reasons import REASONS, reason
 from pdx.bench.parity.records import Answer, Asked, Case, Recording
 from pdx.errors import ConfigError
 from pdx.extras import install
 
 DEFAULT_LENGTH = 2048  # of the context of a server that does not say it
 _MOST_FAULTS = 5  # without an answer, one after the other: nobody is there
+
+_GENERAL = {each.name for each in REASONS if each.is_general}
 
 Told = Callable[[str, int, int], None]  # what is being done, how far it is, of how many
 
@@ -132,7 +134,7 @@ class Row(msgspec.Struct, kw_only=True):
     cases: int = 0
     equal: int = 0  # but for what a reason covers
     loose: int = 0  # of these, those in which plain differs from plain somewhere
-    listed: int = 0  # of these, those in which a reason covers something
+    listed: int = 0  # of these, those in which a reason covers more than headers that all answers have
     differ: int = 0
     uncompared: int = 0
 
@@ -148,7 +150,7 @@ def rows(verdicts: Sequence[Verdict]) -> list[Row]:
         if not each.uncompared and not each.differences:
             row.equal += 1
             row.loose += bool(each.loose)
-            row.listed += bool(each.reasons)
+            row.listed += bool(each.reasons.keys() - _GENERAL)
     return list(found.values())
 
 
