@@ -55,7 +55,7 @@ def test_a_nodes_options_are_under_headings(name):
     for heading in ("Options:", "Memory:", "Disks:", "Remote store:", "Metrics and events:"):
         assert f"\n{heading}\n" in text
     sections = {part.partition(":\n")[0]: len(entries(part)) for part in text.split("\n\n") if ":\n" in part}
-    assert sections["Disks"] == 4
+    assert sections["Disks"] == 5
     assert max(sections.values()) <= 14
 
 
