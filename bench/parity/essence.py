@@ -141,7 +141,8 @@ def _has_tokens(event: Any) -> bool:
     """Whether it is of a completion or a chat, and not the one that says who speaks."""
     choices = event.get("choices") if isinstance(event, dict) else None
     first = choices[0] if isinstance(choices, list) and choices else None
-    return isinstance(first, dict) and "role" not in (first.get("delta") or ())
+    delta = first.get("delta") if isinstance(first, dict) else None
+    return isinstance(first, dict) and (not isinstance(delta, dict) or delta.get("role") is None)
 
 
 def _form(value: Any) -> str:

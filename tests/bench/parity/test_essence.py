@@ -119,6 +119,19 @@ def test_answers_side_by_side_in_a_stream_are_joined_each_for_itself():
     assert paths(one, chunks((0, "a"), (1, "y"), (0, "b"), (1, "x"))) == ["body.events[0].data.choices[1].text"]
 
 
+def test_the_event_that_says_who_speaks_is_none_of_tokens():
+    """The client of OpenAI writes all fields of each event, null where there is none."""
+
+    def chunks(*deltas):
+        return stream(*({"choices": [{"index": 0, "delta": each}]} for each in deltas))
+
+    said = {"role": "assistant", "content": ""}
+    for more in ({}, {"role": None}):
+        one, two, both = ({"content": text, **more} for text in ("a", "b", "ab"))
+        assert paths(chunks(said, one, {**two, "end": 1}), chunks(said, {**both, "end": 1})) == []
+    assert paths(chunks(said, {"content": "a"}), chunks({"role": "assistant", "content": "a"})) == ["body.events"]
+
+
 def test_events_that_are_numbered_count_up():
     def numbered(*numbers):
         return stream(*({"type": "a", "sequence_number": each} for each in numbers), end="")
