@@ -159,7 +159,8 @@ def test_a_prompt_that_one_engine_prefills_another_goes_on_with(
     forge: Forge, place: Path, family: str, is_same_node: bool
 ) -> None:
     """The decode leg has the first token, so that all of the prompt is found; or samples it. Prefill of a model with
-    states stops before the prompt's last token."""
+    states stops before the prompt's last token, which here is one that the plain engine, too, has computed alone: in
+    bfloat16 a state has other bits behind a token that is computed with others."""
     prompts = prompts_of(family)
     plain = plain_answers(forge, family, prompts)
     where = {"decode_node": "b"}, {"prefill_node": "a"}
@@ -167,15 +168,18 @@ def test_a_prompt_that_one_engine_prefills_another_goes_on_with(
         cluster.start(*cluster.names)
         configs = [attached_to(cluster.address(name), chunk_tokens=CHUNK) for name in ("a", cluster.names[-1])]
         with forge.engine(family, configs[0]) as prefill, forge.engine(family, configs[1]) as decode:
+            has_states = "MambaSpec" in {group.spec for group in FAMILIES[family].groups}
+            if has_states:
+                prompts = [prompt + tokens[:1] for prompt, tokens in zip(prompts, plain, strict=True)]
+                plain = [tokens[1:] for tokens in plain]
             for number, (prompt, tokens) in enumerate(zip(prompts, plain, strict=True)):
                 name = {"transfer_id": f"transfer-{family.replace('_', '-')}-{number:04}"}
                 writes = {"do_remote_decode": True, **name, **({} if is_same_node else where[0])}
                 reads = {"do_remote_prefill": True, **name, "prefill_tokens": len(prompt)}
                 reads |= {} if is_same_node else where[1]
                 first = prefill.generate_all([prompt], 1, transfers=[writes])[0].tokens
-                has_states = "MambaSpec" in {group.spec for group in FAMILIES[family].groups}
                 assert has_states or first == tokens[:1]
-                first, given = tokens[:1], number % 2
-                [answer] = decode.generate_all([prompt + first[:given]], COUNT - given, transfers=[reads])
+                given = 0 if has_states else number % 2
+                [answer] = decode.generate_all([prompt + first[:given]], len(tokens) - given, transfers=[reads])
                 assert first[:given] + answer.tokens == tokens, len(prompt)
-                assert answer.cached >= len(prompt) - 1 + (given and not has_states), len(prompt)
+                assert answer.cached >= len(prompt) - 1 + given, len(prompt)
