@@ -12,6 +12,7 @@ from node_harness import MIB, attached, run
 from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
 
 from pdx.config import NodeConfig
+from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Fill, Ping, Release
 from pdx.wire.verbs import (
@@ -28,6 +29,7 @@ from pdx.wire.verbs import (
     Models,
     Move,
     PinIn,
+    Prefetch,
     Recode,
     Selection,
 )
@@ -276,6 +278,9 @@ def test_chunks_move_to_a_gpu_are_pinned_there_and_come_back(place):
         assert run(wire, Move(what, "gpu", "host")).state == "done"
         assert wire.ask(Find(what)).tiers == {"gpu": 0, "host": 8}
         assert engine.look(list(contents)) == list(contents.values())
+        assert wire.ask(Prefetch(what, "gpu")).chunks == 8
+        wait_until(lambda: wire.ask(Find(what)).tiers == {"gpu": 8, "host": 8})
+        assert wire.ask(Prefetch(what, "gpu", dry_run=True)).chunks == 0
         engine.close()
         wire.close()
     finally:
