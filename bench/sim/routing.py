@@ -63,8 +63,9 @@ class Router:
         keys = Keys(iter(served.request.keys))
         asked = served.request.keys
         there = dict.fromkeys(map(str, range(len(self._nodes))), 0)
-        there |= {str(at): self._nodes[at].leading(asked) for at in sorted(self._begun.get(asked[0], ()))}
-        leads = self._coming.leads(keys, there, lambda node, key: self._nodes[int(node)].leading([key]) > 0)
+        begun = {str(at): self._nodes[at] for at in sorted(self._begun.get(asked[0], ()))}
+        there |= {name: node.leading(asked) for name, node in begun.items()}
+        leads = self._coming.leads(keys, there, lambda name, key: name in begun and begun[name].leading([key]) > 0)
         hits = {node: lead * self._block_tokens for node, lead in leads.items()}
         return paced(Prompt(served.request.tokens, hits), self._records)
 
