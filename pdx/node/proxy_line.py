@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ log = logging.getLogger("pdx.node")
 
 RECONNECT_MS = 1000  # at most between two attempts to reach the proxy
 _UNREAD = 64  # reports that the proxy may leave unread
+_numbers = itertools.count()  # ZMQ may have the name of a monitor for a while after it was closed
 
 
 class ProxyLine:
@@ -61,7 +63,7 @@ class ProxyLine:
             self._undo = undo.pop_all()
 
     def _monitor(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        name = f"inproc://proxy-line-{id(self)}"
+        name = f"inproc://proxy-line-{next(_numbers)}"
         self._dealer.monitor(name, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         events = context.socket(zmq.PAIR)
         events.setsockopt(zmq.LINGER, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 import zmq
@@ -48,6 +49,21 @@ def test_each_proxy_and_each_worker_hears_of_engines_at_once(start_here, attach,
         tell(a, workers=1)
         assert monitor.poll(30_000), "a worker that is none any more is not reported to"
         worker.router.disable_monitor()
+
+
+def test_workers_may_come_and_go_any_number_of_times(place, proxies):
+    """Once a name that ZMQ had not let go of yet was given to the next one's monitor."""
+    a, *_ = proxies
+    with Daemon(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=2 << 20, proxy=a.address)) as daemon:
+        wait_until(lambda: daemon.turn(0.01) or a.router.poll(0), what="a report")
+        a.report()
+        files = []
+        for _ in range(8):
+            for workers in (64, 1):
+                tell(a, workers=workers)
+                wait_until(lambda workers=workers: daemon.turn(0.01) or len(daemon._proxies._all) == workers)
+            files.append(len(os.listdir("/proc/self/fd")))
+        assert files[-1] <= max(files[:2]) + 64, "ZMQ closes sockets later"
 
 
 def test_only_the_first_worker_says_how_many_there_are(start_here, attach, proxies):
