@@ -77,14 +77,13 @@ class RealNode:
 class RealProxy:
     """Processes."""
 
-    def __init__(self, folder, port, control):
-        self.folder, self.control = folder, control
+    def __init__(self, log, port, control):
+        self.log, self.control = log, control
         self.url = f"http://127.0.0.1:{port}"
         self.options = ["--port", str(port), "--workers", str(WORKERS), "--control", control, "--debug-headers"]
         self.options += ["--min-split-tokens", "0"]
 
     async def start(self):
-        self.log = self.folder / "log"
         self.process = await started(self.log, self.options)
         await until(lambda: self.log.read_text().count("listening on") == WORKERS, START_S)
 
@@ -107,40 +106,45 @@ class RealProxy:
 class Fleet:
     """All of them, by name."""
 
-    def __init__(self, folder):
-        ports = free_ports(3)
-        control = f"ipc://{folder}/control/p.sock"
+    def __init__(self, folder, num_proxies):
+        ports = free_ports(2 + num_proxies)
         nodes = [f"ipc://{folder}/{name}/n.sock" for name in "ab"]
-        self.proxy = RealProxy(folder, ports[2], control)
-        self.all = {"proxy": self.proxy}
+        self.proxies = [
+            RealProxy(folder / f"log{number}", port, f"ipc://{folder}/control/{number}.sock")
+            for number, port in enumerate(ports[2:])
+        ]
+        self.proxy = self.proxies[0]
+        self.all = {"proxy": self.proxy} | {f"proxy {number}": each for number, each in enumerate(self.proxies[1:], 2)}
+        control = ",".join(each.control for each in self.proxies)
         for name, role, address, port in zip("ab", ("prefill", "decode"), nodes, ports, strict=False):
             self.all[f"node {name}"] = RealNode(address, control)
             self.all[role] = Engine(role, address, port)
 
-    async def fresh(self, path, body=None):
+    async def fresh(self, path, body=None, proxy=None):
         """By a connection of its own."""
+        url = (proxy or self.proxy).url
         async with (
             aiohttp.ClientSession() as session,
-            session.request("POST" if body else "GET", self.proxy.url + path, json=body) as response,
+            session.request("POST" if body else "GET", url + path, json=body) as response,
         ):
             return response.status, response.headers, await within(response.json())
 
-    async def is_whole(self):
+    async def is_whole(self, proxy=None):
         """Whether each worker has all engines and nodes, and gives a request to both engines."""
         try:
             for _ in range(4 * WORKERS):
-                _, _, told = await self.fresh("/health")
+                _, _, told = await self.fresh("/health", proxy=proxy)
                 if [told[name] for name in ("decoders", "prefillers", "nodes", "pairs")] != [1, 1, 2, 1]:
                     return False
-            status, headers, _ = await self.fresh(CHAT, TALK)
+            status, headers, _ = await self.fresh(CHAT, TALK, proxy)
         except aiohttp.ClientError:
             return False
         return status == 200 and headers["x-pdx-mode"] == "sampled"
 
 
 @asynccontextmanager
-async def fleet(folder):
-    made = Fleet(folder)
+async def fleet(folder, num_proxies=1):
+    made = Fleet(folder, num_proxies)
     async with AsyncExitStack() as undo:
         for each in made.all.values():
             await each.start()
@@ -161,3 +165,15 @@ async def test_whoever_is_started_again_in_any_order_serves_within_five_seconds(
             since = time.monotonic()
             await until(made.is_whole, START_S)
             assert time.monotonic() - since <= HEALED_S, order
+
+
+async def test_two_proxies_share_nodes_and_engines_and_one_goes_on_without_the_other(place):
+    async with fleet(place, num_proxies=2) as made:
+        first, second = made.proxies
+        await until(lambda: made.is_whole(second), START_S)
+        await first.stop()
+        for _ in range(10):
+            assert await made.is_whole(second)
+        await first.start()
+        await until(lambda: made.is_whole(first), START_S)
+        assert await made.is_whole(second)
