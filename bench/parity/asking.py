@@ -24,7 +24,7 @@ _LOOK_S = 0.02
 _RUNNING = re.compile(rb"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
 _PATIENCE_S = 0.05  # of a client that goes before it has an answer
 _PIECE = 64
-_MOST_BYTES = 64 << 20  # of an answer
+_MOST_BYTES = 8 << 20  # of an answer
 
 
 class Server:

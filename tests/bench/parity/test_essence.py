@@ -128,8 +128,26 @@ def test_the_event_that_says_who_speaks_is_none_of_tokens():
     said = {"role": "assistant", "content": ""}
     for more in ({}, {"role": None}):
         one, two, both = ({"content": text, **more} for text in ("a", "b", "ab"))
-        assert paths(chunks(said, one, {**two, "end": 1}), chunks(said, {**both, "end": 1})) == []
+        assert paths(chunks(said, one, two), chunks(said, both)) == []
     assert paths(chunks(said, {"content": "a"}), chunks({"role": "assistant", "content": "a"})) == ["body.events"]
+
+
+def test_events_of_tokens_have_one_form_and_count_up():
+    def chunks(*texts, **first):
+        """The last one ends it."""
+        made: list = [{"index": 0, "text": text, "finish_reason": None} for text in texts]
+        made[0] |= first
+        made[-1] |= {"finish_reason": "length", "stop_reason": None}
+        return stream(*({"choices": [each]} for each in made))
+
+    def counted(*counts):
+        return stream(*({"choices": [{"text": "a" * 9}], "usage": {"completion_tokens": each}} for each in counts))
+
+    whole = chunks("a", "b", "c")
+    assert paths(whole, chunks("ab", "c")) == paths(whole, chunks("abc")) == paths(chunks("abc"), whole) == []
+    assert paths(whole, chunks("a", "b", "c", stop_reason=None)) == ["body.forms of tokens"]
+    assert paths(counted(1, 2, 9), counted(1, 5, 9))[1:] == []
+    assert "body.counts up" in paths(counted(1, 2, 9), counted(2, 2, 9))
 
 
 def test_events_that_are_numbered_count_up():
