@@ -108,7 +108,7 @@ def test_the_rest_is_loaded_of_a_prompt_that_vllm_has_the_beginning_of(
 
 @each_kind
 @both
-@pytest.mark.parametrize("length", [40, 640, 1000])
+@pytest.mark.parametrize("length", [1, 2, 256, 640, 1000])
 def test_a_decode_leg_computes_a_token_or_two(bed: OracleBed, asynchronous: bool, kind: str, length: int) -> None:
     prefill, decode = bed.engine("prefill", **of(kind)), reader_of(bed, asynchronous=asynchronous, **of(kind))
     prompt, transfer = bed.tokens(length, "p"), f"transfer-of-{kind}-{asynchronous:d}-{length}"
