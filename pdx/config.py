@@ -141,7 +141,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Settings of a node, each said once: the command line, TOML, the connector and docs/vllm.md follow from it."""
 
     address: str
-    proxy: Annotated[str, Meta(max_length=4096)] = ""  # where to report engines and timelines, see `proxies_of`
+    proxy: Annotated[str, Meta(max_length=4096, pattern="^[^,]{0,256}(,[^,]{0,256})*$")] = (
+        ""  # where to report engines and timelines, see `proxies_of`
+    )
     exit_when_idle_s: Annotated[Seconds, option("End when nothing is attached for so long.", default="never")] = 0.0
     arena_bytes: Annotated[
         ArenaBytes,

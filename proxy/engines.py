@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -127,8 +128,11 @@ class Engines:
                 text = f"engine {engine.engine!r} of node {report.node!r} gets no requests: there are too many"
                 drop = ("engines", text)
             if drop is None:
-                others = engines[url].running if url in engines else 0  # other data parallel ranks of one server
-                engines[url] = msgspec.structs.replace(engine, running=engine.running + others)
+                if (other := engines.get(url)) is not None:  # another data parallel rank of one server
+                    running, draining = engine.running + other.running, engine.draining or other.draining
+                    one = min(engine, other, key=lambda each: each.engine)  # always the same: it names the server
+                    engine = msgspec.structs.replace(one, running=running, draining=draining)
+                engines[url] = engine
                 places, own = places - is_new, own - is_new
             else:
                 dropped.append(drop)
@@ -291,19 +295,25 @@ class Engines:
         for engine in self.all():
             if engine.layout and (model := self._model(engine)):
                 models.setdefault(model, []).append(engine)
-        found: list[str] = []
+        found: dict[str, None] = {}
         for engines in models.values():
             layouts: dict[bytes, list[Engine]] = {}
             for engine in engines:
                 layouts.setdefault(engine.layout, []).append(engine)
             if len(layouts) == 1:
                 continue
+            # Of two layouts one is another one than that of any engine.
+            prefill = {engine.layout: engine for engine in reversed(engines) if engine.prefills}
+            decode = {engine.layout: engine for engine in reversed(engines) if engine.decodes}
+            candidates = [*islice(prefill.values(), 2), *islice(decode.values(), 2)]
             for alike in layouts.values():
+                if len(found) == _MOST_TOLD:
+                    return list(found)
+                one = alike[0]
                 if not _can_share(alike):
-                    others = (each for each in engines if each.layout != alike[0].layout)
-                    other = next((each for each in others if _can_share([alike[0], each])), None)
-                    found += [self.why_apart(alike[0], other)] if other is not None else []
-        return list(dict.fromkeys(found))[:_MOST_TOLD]
+                    others = (each for each in candidates if each.layout != one.layout and _can_share([one, each]))
+                    found |= {self.why_apart(one, other): None for other in islice(others, 1)}
+        return list(found)
 
     def why_apart(self, one: Engine, other: Engine) -> str:
         """Of two engines of different layouts, whichever comes first."""

@@ -153,7 +153,7 @@ class _Place(msgspec.Struct):
             told = os.read(self.orders, 16)
             count += len(told)
             drain()
-            if count > 1:
+            if count > 1 or not told:  # nobody who was killed may hold the port, which is to be served again
                 end()
             if not told:
                 loop.remove_reader(self.orders)
@@ -189,6 +189,7 @@ class _Workers:
 
     def run(self) -> None:
         """:raises ConfigError: one cannot serve."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody hears of a worker's end
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         gc.collect()
         gc.freeze()  # the pages of what is here already stay shared
@@ -227,7 +228,7 @@ class _Workers:
             beat = self._beats[each.number]
             if beat != each.beat:
                 each.beat, each.beat_at = beat, now
-            elif each.pid and beat and now - each.beat_at > HUNG_S:
+            elif each.pid and now - each.beat_at > HUNG_S:
                 log.warning("worker %d (process %d) hangs: it is killed", each.number, each.pid)
                 os.kill(each.pid, signal.SIGKILL)
                 each.beat_at = now
@@ -273,7 +274,7 @@ class _Workers:
                 self._start(each)
 
     def _start(self, worker: _Worker) -> None:
-        worker.started_at = time.monotonic()
+        worker.started_at, worker.beat_at = time.monotonic(), self._clock()
         sys.stdout.flush()
         sys.stderr.flush()
         with ExitStack() as undo:

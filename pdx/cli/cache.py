@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _INTERRUPTED = 130  # the exit status of what SIGINT has ended
 _LOOK_S = 0.25  # between two looks at a job, and whether Ctrl-C was pressed
+_IDLE = (
+    13  # looks in a row at an engine without requests: it says how many it has once a second, and some are on the way
+)
 _MAX_LINES = 20  # of bad files
 
 
@@ -271,9 +274,11 @@ def drain(engine: str, is_waited_for: bool, undo: bool, as_json: bool, **options
     """Give ENGINE, a URL or a name, no more requests as long as others can serve them: before it is stopped."""
     with controller(**options) as made:
         told, _ = _split(made.drain(engine, undo=undo))
-        while is_waited_for and not undo and any(each.running for each in told.values()):
+        idle = 0
+        while is_waited_for and not undo and idle < _IDLE:
             time.sleep(_LOOK_S)
             told, _ = _split(made.drain(engine))
+            idle = 0 if any(each.running for each in told.values()) else idle + 1
     if as_json:
         click.echo(to_json(told))
         return

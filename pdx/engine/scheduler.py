@@ -195,7 +195,7 @@ class SchedulerHalf:
         return lossy_fingerprint(self._fingerprint, hints.form) if hints.form else self._fingerprint
 
     def _tell_load(self, connection: Connection) -> None:
-        connection.running = len(self._requests) - self._counts[State.LEFT_OUT]
+        connection.running = len(self._requests)
 
     # ---- how much is there ------------------------------------------------------------------
 

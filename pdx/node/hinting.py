@@ -23,6 +23,7 @@ from pdx.wire.messages import Admit
 from pdx.wire.verbs import Advise, Advised
 
 if TYPE_CHECKING:
+    from pdx.node.control.places import Place
     from pdx.node.look_ahead import Of
     from pdx.node.service import Service
 
@@ -237,14 +238,19 @@ class Hinting:
             return "refused", str(error), ""
         return "accepted", "", ""
 
+    def memory_at(self, to: str) -> Place:
+        """The arenas that are called so; empty: the first one. :raises NodeError: there are none."""
+        place = self._places.at(to) if to else self._places.first
+        if place.tier is not None:
+            raise NodeError(f"{to} is no memory that chunks are prefetched into; move stores them there")
+        return place
+
     def prefetch(self, session: Of, wanted: Wanted, to: str) -> None:
         """Load this into the arenas that are called so (empty: the first one), as if a request were on its way.
 
         :raises NodeError: it cannot be loaded there.
         """
-        place = self._places.at(to) if to else self._places.first
-        if place.tier is not None:
-            raise NodeError(f"{to} is no memory that chunks are prefetched into; move stores them there")
+        place = self.memory_at(to)
         arenas: Sequence[int] = () if place == self._places.first else wanted.arenas
         if place != self._places.first and not (arenas and all(arenas)):  # no engine has used it there
             self._places.check_homes(place, wanted.shards)

@@ -180,7 +180,7 @@ class Proxies:
             self._next_report = now + service.config.report_s
         report = heartbeat(service)
         for proxy in up:
-            mine = report if len(up) == 1 else self._marks_of(proxy, report)
+            mine = self._marks_of(proxy, report)
             if (is_due or mine.marks) and not proxy.line.send(mine):
                 service.counters["reports_dropped"] += 1
 

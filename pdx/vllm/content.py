@@ -125,7 +125,8 @@ class Content(BlockHashing):
         is_text = request.prompt_token_ids and not request.prompt_is_token_ids and max(ends, default=0) <= length
         if not length or not is_text or request.resumable:
             return False
-        del request.prompt_token_ids[length:], request._all_token_ids[length:]
+        request.prompt_token_ids = request.prompt_token_ids[:length]  # the list may be its caller's, or other requests'
+        del request._all_token_ids[length:]
         request.num_prompt_tokens = length
         request.block_hashes.clear()
         request.update_block_hashes()

@@ -46,6 +46,14 @@ def test_nothing_is_asked_saved_or_found(engines: Engines, is_announced: bool) -
     assert not engine.scheduler._requests, "what is over is forgotten"
 
 
+def test_they_are_load_for_who_chooses_engines_and_drains_them(engines: Engines) -> None:
+    engine = engines(left_out=lambda request: LeftOut("", ""))
+    engine.scheduler_guard.arrived(Request("one", PROMPT, None))
+    connection = engine.scheduler.link.connection
+    assert connection is not None
+    assert connection.running == 1
+
+
 def test_the_reason_is_counted_for_each_and_logged_for_the_first(
     engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -98,9 +98,8 @@ def test_engines_that_come_and_go_are_told_at_once(node, proxy, attach):
         ("e", "prefill", "http://127.0.0.1:8000", 0, facts)
     ]
     told = {one.kind: one.facts for one in node.status().attached if one.engine == "e"}
-    assert told == {"scheduler": {"max_model_len": 2048, "max_new_tokens": 7, "looks_back": False}} | dict.fromkeys(
-        ("worker", "client"), {}
-    )
+    of_scheduler = {"max_model_len": 2048, "max_new_tokens": 7, "looks_back": False, "stops_short": False}
+    assert told == {"scheduler": of_scheduler, "worker": {}, "client": {}}
     scheduler.ask(Bye())
     assert proxy.report_where(lambda report: not report.engines)
 
@@ -323,6 +322,10 @@ def test_an_engine_that_is_drained_is_told_of_at_once(node, proxy, attach):
     assert proxy.report_where(says(draining=True))
     assert proxy.order(Drain("e", draining=False)) == Drained("e", 7, draining=False)
     assert proxy.report_where(says(draining=False))
+    rank = attach(node, kind="scheduler", engine="e_dp1", url=url)  # of the same server
+    rank.ask(Ping(running=2))
+    assert proxy.order(Drain("e_dp1")) == Drained("e", 9)
+    assert proxy.order(Drain("/")).error == "NodeError"
     refused = proxy.order(Drain("http://127.0.0.1:8001"))
     assert refused.error == "NodeError"
     assert f"is attached to node {node_name(node.config)}; there are: {url}" in refused.text

@@ -207,8 +207,9 @@ def test_where_there_is_no_such_memory_one_sentence_says_so(beds):
     bed.below.keys |= set(keys(range(6)))
     with pytest.raises(TierUnknown, match="^this node has no tier 'gpu'; it has 'host', 'below'$"):
         bed.prefetch(range(6), "gpu")
-    with pytest.raises(NodeError, match="below is no memory that chunks are prefetched into; move stores them there"):
-        bed.prefetch(range(6), "below")
+    for dry_run in (False, True):
+        with pytest.raises(NodeError, match="below is no memory that chunks are prefetched into; move stores them"):
+            bed.prefetch(range(6), "below", dry_run=dry_run)
     with pytest.raises(ChunkMissing, match="none of 2 chunks is in any tier of this node"):
         bed.prefetch([8, 9])
     bed.service.handle(bed.engine, Admit(keys(range(6)), lease_s=1.0, request="r", hints=Hints("s")))

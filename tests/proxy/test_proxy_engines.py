@@ -7,6 +7,7 @@ import pytest
 
 from pdx.errors import ConfigError
 from pdx.proxy.engines import FORGET_S, MAX_ENGINES, MAX_ENGINES_OF_NODE, MAX_NODES, Engines
+from pdx.proxy.engines import _can_share as can_share
 from pdx.proxy.health import FIRST_S, LONGEST_S, PROBE_S, EngineState, Health, Reason
 from pdx.security.address import base_url
 from pdx.telemetry.env import Env
@@ -89,6 +90,32 @@ def test_data_parallel_ranks_of_one_server_are_one_engine_with_the_load_of_all(c
     believed, dropped = found.screen(report(("e_dp0", "both", "http://a:1"), ("e_dp1", "both", "http://a:1/")))
     found.report(believed)
     assert (urls(found), dropped, health.of("http://a:1").others) == (["http://a:1"], [], 4)
+
+
+@pytest.mark.parametrize("drained", [0, 1])
+def test_a_server_is_drained_if_a_rank_of_it_is_and_is_the_same_in_any_order_of_its_ranks(found, drained):
+    ranks = report(("e_dp0", "both", "http://a:1"), ("e_dp1", "both", "http://a:1")).engines
+    ranks[drained] = msgspec.structs.replace(ranks[drained], draining=True)
+    told = [found.screen(msgspec.structs.replace(report(), engines=each))[0] for each in (ranks, ranks[::-1])]
+    assert [[(one.engine, one.draining) for one in each.engines] for each in told] == [[("e_dp0", True)]] * 2
+
+
+def test_of_engines_that_share_no_kv_each_is_compared_with_few(found, monkeypatch):
+    """After weights were changed everywhere each engine has a layout of its own."""
+    asked = []
+    monkeypatch.setattr("pdx.proxy.engines._can_share", lambda engines: asked.append(engines) or can_share(engines))
+    steps = []
+    for count in (20, 40):
+        told = report(*((f"e{n}", "prefill" if n % 2 else "decode", f"http://e{n}:1") for n in range(count)))
+        apart = [
+            msgspec.structs.replace(one, layout=bytes([n]) * 16, shape={"model": "m"})
+            for n, one in enumerate(told.engines)
+        ]
+        found.report(msgspec.structs.replace(told, engines=apart))
+        asked.clear()
+        assert found.apart()
+        steps.append(len(asked))
+    assert steps[1] <= 2 * steps[0]
 
 
 class Walked(dict):

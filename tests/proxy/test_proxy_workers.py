@@ -167,14 +167,20 @@ async def test_a_second_signal_ends_them_at_once(tmp_path):
 
 
 async def test_they_end_with_the_process_that_started_them(tmp_path):
-    async with workers(tmp_path, "--drain", "0") as them:
+    """Whoever is to serve there again does not wait until the last of their requests is over."""
+    async with workers(tmp_path, "--drain", "600") as them:
         pids = them.pids
+        them.made.engine.fault = "hang_mid"
+        begun = asyncio.Event()
+        under_way = asyncio.create_task(stream(them.made, begun))
+        await within(begun.wait())
         them.made.process.kill()
         await until(lambda: all(map(has_ended, pids)), PATIENT_S)
         with socket.socket() as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind(("127.0.0.1", them.made.port))  # though connections of theirs may be remembered
             taken.listen()
+        await within(asyncio.gather(under_way, return_exceptions=True))
 
 
 @pytest.mark.long

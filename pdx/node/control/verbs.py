@@ -237,7 +237,7 @@ class Controls:
 
     def _prefetch(self, ask: Prefetch) -> Effect:
         keys, shards = self._selected(ask.what)
-        place = self.places.at(ask.to) if ask.to else self.places.first
+        place = self._hinting.memory_at(ask.to)
         there = self.places.found(place, keys, shards)
         others = [each for each in self.places.all if each != place]
         places, nbytes = self._whence(others, [key for key in keys if key not in there], shards, is_named=False)
@@ -327,11 +327,14 @@ class Controls:
             for each in self._sessions
             if each.hello.kind == "scheduler"
         }
-        found = [each for each, of_it in names.items() if ask.engine.rstrip("/") in of_it]
+        name = ask.engine.rstrip("/")
+        urls = {of_it[2] for of_it in names.values() if name in of_it} - {""}
+        # All data parallel ranks of one server: a request comes to any of them.
+        found = [each for each, of_it in names.items() if name and (name in of_it or of_it[2] in urls)]
         if not found:
             there = ", ".join(of_it[2] or of_it[0] for of_it in itertools.islice(names.values(), _NAMED)) or "none"
             raise NodeError(f"no engine {printable(ask.engine)} is attached to node {self._name}; there are: {there}")
-        for each in found:  # several: data parallel ranks of one server
+        for each in found:
             each.is_draining = ask.draining
         self._service.has_news = True  # proxies hear of it at once
         return Drained(found[0].hello.engine, sum(each.running for each in found), ask.draining)
