@@ -22,11 +22,9 @@ from pdx.telemetry.faults import counted
 log = logging.getLogger("pdx.node")
 
 KEPT_S = 60.0  # how long a finished transfer's tail and record are kept for a decoder that comes late
-# So long before its end a decode engine is to know of a transfer, for HTTP, tokenizer and a turn; and for copying what
-# is there by then. Not sooner: an engine that waits takes time from prefill, where they share cores.
-NEAR_S = 0.2
-COPY_RATE = 2e9  # bytes per second
-NEAR_CHUNKS = 2.0  # where no more than this is left, it is near before it has a pace
+# So long before its end a decode engine is to know of a transfer: HTTP, tokenizer, a turn, and copying begin then …
+NEAR_S = 0.5
+NEAR_CHUNKS = 2.0  # … or at once, where no more than this is left: that has no pace yet
 EPSILON = 1e-6  # of a chunk: less than a slice
 MAX_TRANSFERS = 10_000  # that one process or peer has made known
 
@@ -53,7 +51,6 @@ class Transfer(msgspec.Struct):
     filled: float = 0.0  # chunks that were, after the first slices came …
     first_at: float = -1.0  # … at this time; less than 0: nothing came …
     last_at: float = 0.0  # … until this time
-    nbytes: float = 0.0  # all that was filled
     is_near: bool = False
 
 
@@ -137,7 +134,6 @@ class Transfers:
             transfer.pending[chunk.slot] = count
             part = (count - before) / chunk.reservation.layers
             transfer.left -= part
-            transfer.nbytes += part * chunk.slot.nbytes
             if transfer.first_at < 0:
                 transfer.first_at = now
             elif now > transfer.first_at:
@@ -163,8 +159,7 @@ class Transfers:
         transfer = self._transfers.get(name)
         if transfer is None or transfer.is_near or transfer.progress is Progress.GIVEN_UP:
             return False
-        left_s, near_s = self.left_s(name), NEAR_S + transfer.nbytes / COPY_RATE
-        transfer.is_near = left_s <= near_s or (left_s == math.inf and transfer.left <= NEAR_CHUNKS)
+        transfer.is_near = transfer.left <= NEAR_CHUNKS or self.left_s(name) <= NEAR_S
         return transfer.is_near
 
     def sealed(self, chunks: Iterable[Chunk], now: float) -> None:

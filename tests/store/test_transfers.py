@@ -187,18 +187,6 @@ def test_a_transfer_comes_near_once_when_little_time_is_left(transfers):
     assert [transfers.comes_near("t") for _ in range(2)] == [True, False]
 
 
-def test_a_long_transfer_comes_near_sooner(transfers):
-    """What is there by then is to be copied, too."""
-    nbytes = 100 << 20
-    slots = [Slot(number * nbytes, nbytes, 1) for number in range(6)]
-    chunks = [plain_chunk.chunk(bytes([at]) * 16, slot, 4, transfer="t") for at, slot in enumerate(slots)]
-    transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
-    fill(transfers, chunks, 1, 10.0)
-    fill(transfers, chunks, 3, 10.8)
-    assert transfers.left_s("t") == pytest.approx(0.4)
-    assert transfers.comes_near("t"), "472 MB take a quarter of a second"
-
-
 def test_a_transfer_of_which_little_is_to_be_computed_is_near_from_the_start(transfers):
     transfers.open("t", [chunk.slot for chunk in chunks_of(2)], 100.0, "process 7")
     assert transfers.comes_near("t")
