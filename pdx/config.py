@@ -33,6 +33,7 @@ ReserveBytes = Annotated[int, Meta(ge=0, le=1 << 50), shown_as("SIZE")]
 Share = Annotated[float, Meta(gt=0.0, le=1.0), shown_as("SHARE")]
 ShareOrNone = Annotated[float, Meta(ge=0.0, le=1.0), shown_as("SHARE")]
 Address = Annotated[str, Meta(max_length=256), shown_as("ADDRESS")]  # as messages have it
+Addresses = Annotated[str, Meta(max_length=4096, pattern="^[^,]{0,256}(,[^,]{0,256})*$")]
 HostPort = Annotated[str, Meta(max_length=256), shown_as("HOST:PORT")]
 Url = Annotated[str, Meta(max_length=1024), shown_as("URL")]
 Topic = Annotated[str, Meta(max_length=256), shown_as("TOPIC")]
@@ -141,9 +142,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Settings of a node, each said once: the command line, TOML, the connector and docs/vllm.md follow from it."""
 
     address: str
-    proxy: Annotated[str, Meta(max_length=4096, pattern="^[^,]{0,256}(,[^,]{0,256})*$")] = (
-        ""  # where to report engines and timelines, see `proxies_of`
-    )
+    proxy: Addresses = ""  # where to report engines and timelines, with commas between; empty: nowhere
     exit_when_idle_s: Annotated[Seconds, option("End when nothing is attached for so long.", default="never")] = 0.0
     arena_bytes: Annotated[
         ArenaBytes,
@@ -345,11 +344,6 @@ def node_name(config: NodeConfig) -> str:
         return config.name
     digest = hashlib.blake2b(config.address.encode(), digest_size=4).hexdigest()
     return f"{socket.gethostname()[:200]}-{digest}"
-
-
-def proxies_of(config: NodeConfig) -> list[str]:
-    """Where to report: the addresses of all proxies, which a setting has with commas between them."""
-    return list(dict.fromkeys(each for word in config.proxy.split(",") if (each := word.strip())))
 
 
 def listen_address(config: NodeConfig) -> str:

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _INTERRUPTED = 130  # the exit status of what SIGINT has ended
 _LOOK_S = 0.25  # between two looks at a job, and whether Ctrl-C was pressed
-_IDLE = (
-    13  # looks in a row at an engine without requests: it says how many it has once a second, and some are on the way
-)
+# Looks in a row at an engine without requests: it says how many it has once a second, and some may be on the way.
+_IDLE = 13
 _MAX_LINES = 20  # of bad files
 
 

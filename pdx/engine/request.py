@@ -319,8 +319,7 @@ class TrackedRequest:
         return self.params.transfer_id
 
     def handed_on(self, node: str) -> dict[str, Any]:
-        """The `kv_transfer_params` that the decode leg needs, where this engine has named the transfer: a router passes
-        them on. `node`: where the chunks are."""
+        """The decode leg's parameters, where this engine has named the transfer. `node`: where the chunks are."""
         if not self.is_prefill or self.request.kv_transfer_params.get("transfer_id") is not None:
             return {}
         params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer}

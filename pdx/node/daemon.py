@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 
 import zmq
 
-from pdx.config import NodeConfig, handover_path, private_folder, proxies_of, socket_path, trace_folder
+from pdx.config import NodeConfig, handover_path, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
@@ -29,7 +29,7 @@ from pdx.node.handover import HandoverServer
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
 from pdx.node.process_socket import ProcessSocket, sender_pid
-from pdx.node.proxies import Proxies
+from pdx.node.proxies import Proxies, proxies_of
 from pdx.node.reports import node_status
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.security import descriptors

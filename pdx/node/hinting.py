@@ -226,7 +226,7 @@ class Hinting:
         if not self._tiers.below and len([*self._runs(hints, in_first)]) < len(whole(wanted).keys):
             return "refused", "this node has no tier below memory to load from (--disk, --remote)", ""
         try:
-            self.prefetch((hints.salt, name), wanted, hints.prefetch_to or "")
+            self.prefetch((hints.salt, name), wanted, self.memory_at(hints.prefetch_to or ""))
         except NodeError as error:
             return "refused", str(error), ""
         return "accepted", "", ""
@@ -245,12 +245,11 @@ class Hinting:
             raise NodeError(f"{to} is no memory that chunks are prefetched into; move stores them there")
         return place
 
-    def prefetch(self, session: Of, wanted: Wanted, to: str) -> None:
-        """Load this into the arenas that are called so (empty: the first one), as if a request were on its way.
+    def prefetch(self, session: Of, wanted: Wanted, place: Place) -> None:
+        """Load this into memory, as if a request were on its way.
 
         :raises NodeError: it cannot be loaded there.
         """
-        place = self.memory_at(to)
         arenas: Sequence[int] = () if place == self._places.first else wanted.arenas
         if place != self._places.first and not (arenas and all(arenas)):  # no engine has used it there
             self._places.check_homes(place, wanted.shards)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from pdx.config import NodeConfig
 from pdx.errors import ConfigError, NodeError, ProtocolError
 from pdx.node.events.follower import Follower
 from pdx.node.proxy_line import ProxyLine
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from pdx.node.service import Service
 
 log = logging.getLogger("pdx.node")
+
+
+def proxies_of(config: NodeConfig) -> list[str]:
+    """Where to report: the addresses of all proxies, which a setting has with commas between them."""
+    return list(dict.fromkeys(each for word in config.proxy.split(",") if (each := word.strip())))
 
 
 class _Proxy:

@@ -53,7 +53,7 @@ def test_pins_change_what_goes_first_and_not_what_is_found():
     assert index.pinned_bytes == charge
     assert sorted(index.keys()) == sorted(keys)
     assert {file.key for file in index.some()} == set(keys)
-    assert {file.key for file in index.peek()} == set(keys[:3])
+    assert {each.file.key for each in index._order.peek()} == set(keys[:3])
     for key in keys:
         assert key in index
         assert index.held(key, 1) is not None
@@ -101,7 +101,7 @@ def test_what_the_queue_wants_goes_last_and_of_that_what_the_last_request_wants(
     wanted |= {keys[0]: {7: 0, 9: 3}, keys[1]: {7: 1}, keys[2]: {8: 0}, keys[3]: {8: 1}}
     index.refresh(keys[:4])
     assert leaves(index, 6) == [4, 5, 3, 2, 1, 0]
-    assert [int.from_bytes(file.key, "big") for file in index.peek()] == [4, 5, 3, 2, 1, 0]
+    assert [int.from_bytes(each.file.key, "big") for each in index._order.peek()] == [4, 5, 3, 2, 1, 0]
     assert all(key in index and index.held(key, 1) for key in keys)
     index.pin(keys[3], 1)
     index.pin(keys[2], 1)

@@ -151,7 +151,7 @@ def test_in_a_storm_the_queues_wants_leave_last_and_nothing_is_above_the_cap(pol
     wanted.clear()
     index.refresh(index.keys())
     index.remove([file for one in index.keys() for file in index.of(one)])  # noqa: SIM118 - no dict
-    assert (index.num_files, index.nbytes, index._order.nbytes, list(index.peek())) == (0, 0, 0, [])
+    assert (index.num_files, index.nbytes, index._order.nbytes, list(index._order.peek())) == (0, 0, 0, [])
 
 
 def test_a_shard_never_takes_the_place_of_another_one_of_its_chunk():
@@ -219,7 +219,7 @@ def test_after_a_restart_files_go_by_when_they_were_used(make, policy):
         os.utime(bed.file(number), ns=(0, now_ns - (number * 5 % 8) * 10**9))
     bed.restart()
     order = sorted(range(8), key=lambda number: -(number * 5 % 8))
-    assert [file.key for file in bed.tier._index.peek()] == list(map(key, order))
+    assert [each.file.key for each in bed.tier._index._order.peek()] == list(map(key, order))
     for number in range(8, 11):
         assert bed.store(number)
     assert [number for number in order if bed.has(number)] == order[3:]

@@ -245,7 +245,7 @@ class Controls:
             raise ChunkMissing(f"none of {len(keys)} chunks is in any tier of this node")
         if not ask.dry_run:
             name = f"prefetch of {keys[-1].hex()}"
-            self._hinting.prefetch((b"", name), Wanted(keys, shards, is_named=is_named(keys[0])), ask.to)
+            self._hinting.prefetch((b"", name), Wanted(keys, shards, is_named=is_named(keys[0])), place)
         return Effect([Kept(place.name, len(places) * shards, nbytes)], ask.dry_run)
 
     # ---- dropping ---------------------------------------------------------------------------

@@ -117,10 +117,6 @@ class FileIndex:
         """Files, those that came last first."""
         return (entry.file for entry in reversed(self._files.values()))
 
-    def peek(self) -> Iterator[ChunkFile]:
-        """About the order in which they would go now."""
-        return (entry.file for entry in self._order.peek())
-
     def pin(self, key: bytes, change: int) -> None:
         """Count so many pins more, or fewer, of a chunk that is there; it never has fewer than none."""
         was = self.pins[key]

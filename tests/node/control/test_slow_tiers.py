@@ -342,7 +342,7 @@ def test_what_a_controller_looks_at_or_plans_is_no_use(bed):
     keys = bed.put(1, 8)
     assert bed.move(keys, "host", "disk").state == "done"
     disk = bed.disk
-    before = [file.key for file in disk._index.peek()]
+    before = [each.file.key for each in disk._index._order.peek()]
     what = Selection([keys[-1], keys[3]])
     for verb in (
         Find(what),
@@ -353,6 +353,6 @@ def test_what_a_controller_looks_at_or_plans_is_no_use(bed):
         Recode(what, "disk", "lossless", dry_run=True),
     ):
         bed.service.control(verb)
-    assert [file.key for file in disk._index.peek()] == before
+    assert [each.file.key for each in disk._index._order.peek()] == before
     bed.service.tiers.may_come(Wanted([keys[3]], 1), 0)
-    assert [*disk._index.peek()][-1].key == keys[3], "what a request finds is used"
+    assert [*disk._index._order.peek()][-1].file.key == keys[3], "what a request finds is used"
