@@ -186,6 +186,8 @@ class Admissions:
             lease = self._store.lease(chunks, session.number, lease_s)
         else:
             self._store.touch(chunks)
+        if lease and ask.moved:
+            self._counters["moved_tokens"] += sum([part.count for part in ask.moved[:hits] if part.shift])
         try:
             granted, room, full = self._reserve(session, ask, hits, part_blocks, arenas)
         except (NodeError, ProtocolError):

@@ -72,7 +72,7 @@ class Explanations:
         if ask.groups:
             return [*self._of_groups(session, ask, hits, found, now)]
         chunks, blocks = part
-        reasons = [*self._of_hits(found, now)]
+        reasons = [*self._of_hits(found, now, [part.shift for part in ask.moved])]
         if chunks:
             text = f"the leading {blocks} blocks, {_came_from(chunks[0].reservation.origin, now)}"
             reasons.append(Reason(hits, 1, True, _kind(chunks[0].reservation.origin), text))
@@ -186,12 +186,14 @@ class Explanations:
         found = (replace(told, age_s=now - at) for (_, name), (at, told) in newest_first if request in name)
         return Explained(list(itertools.islice(found, MAX_SHOWN)), len(self._of_request))
 
-    def _of_hits(self, hits: Sequence[tuple[Chunk, ...]], now: float) -> Iterator[Reason]:
-        first = 0
-        for _, run in itertools.groupby(hits, key=lambda chunks: id(chunks[0].reservation.origin)):
-            chunks = list(run)
+    def _of_hits(self, hits: Sequence[tuple[Chunk, ...]], now: float, shifts: Sequence[int] = ()) -> Iterator[Reason]:
+        """`shifts`: by how many positions each was moved; empty: none was."""
+        first, pairs = 0, zip(hits, shifts or itertools.repeat(0), strict=False)
+        for (_, shift), run in itertools.groupby(pairs, key=lambda pair: (id(pair[0][0].reservation.origin), pair[1])):
+            chunks = [chunks for chunks, _ in run]
             origin = chunks[0][0].reservation.origin
-            yield Reason(first, len(chunks), True, _kind(origin), _came_from(origin, now))
+            moved = f"moved by {shift:+,}: " if shift else ""
+            yield Reason(first, len(chunks), True, _kind(origin), moved + _came_from(origin, now))
             first += len(chunks)
 
     def _of_groups(

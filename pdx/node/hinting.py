@@ -52,6 +52,7 @@ class Hinting:
         self._tiers = service.tiers
         self._look_ahead = service.look_ahead
         self._places = service.places
+        self._names = service.names
         self._counters = service.counters
         self._clock = service.env.clock
         self.ends = Ends()
@@ -113,6 +114,8 @@ class Hinting:
             is_as_it_is = hints.codec == "none"
             text = "" if is_as_it_is else "a request asks for it, or pdx cache compress: its chunks have other keys"
             found.append(_verdict("codec", ("accepted" if is_as_it_is else "refused", text, "")))
+        if hints.reuse is not None:  # likewise
+            found.append(Verdict("reuse", "refused", "a request asks for it"))
         if hints.prefetch_to is not None:
             found.append(_verdict("prefetch_to", self._check(hints.prefetch_to)))
         if hints.session:
@@ -283,6 +286,7 @@ class Hinting:
             filling = {key for key in over if any(one.state is State.FILLING for one in self._store.index.of(key))}
             self.ends.postpone(filling, now + AGAIN_S)
             gone = [key for key in over if key not in filling]
+            self._names.forget(gone)
             self._counters["ttl_deleted"] += max(self._tiers.forget(gone), self._store.delete(gone, Cause.ENDED))
         self.demotions.tick()
 

@@ -28,6 +28,7 @@ from pdx.node.peers.regions import Regions
 from pdx.node.reports import node_status
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
+from pdx.store.content_names import ContentNames
 from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
 from pdx.store.policies.by_name import Maker
@@ -55,8 +56,10 @@ from pdx.wire.messages import (
     Done,
     Expect,
     Fill,
+    FindMoved,
     Hello,
     Mark,
+    Moved,
     Outcome,
     Pin,
     Ping,
@@ -152,6 +155,7 @@ class Service:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, env)
         self.look_ahead = LookAhead(self)
         self.places = Places(self)
+        self.names = ContentNames()
         self.hinting = Hinting(self)
         self.admissions = Admissions(self)
         self.controls = Controls(self)
@@ -274,6 +278,7 @@ class Service:
             Ping: self._ping,
             Admit: self._admit,
             Expect: self._expect,
+            FindMoved: self._find_moved,
             Push: self._push,
             Fill: self._fill,
             Abort: self._abort,
@@ -307,7 +312,12 @@ class Service:
             self.look_ahead.asks(session, ask.request)
         if ask.hints.session and ask.lease_s:
             self.look_ahead.came(session, ask, self.sessions.arenas(session, ask.shards))
+        if ask.tokens is not None and session.hello.kind == "scheduler":
+            self.names.tell(ask.tokens, ask.keys, ask.parent)
         return self.admissions.ask(session, ask)
+
+    def _find_moved(self, session: Session, ask: FindMoved) -> Answer:
+        return Moved(self.names.find(ask.scope, ask.ids, ask.chunk_tokens))
 
     def _expect(self, session: Session, ask: Expect) -> Answer:
         check_slots(len(ask.keys), ask.shards)
@@ -376,6 +386,7 @@ class Service:
 
     def _delete(self, session: Session, ask: Delete) -> Answer:
         is_named = session.hello.kind == "client"
+        self.names.forget(ask.keys)
         below = [self.tiers.forget([key], is_named=is_named) for key in ask.keys]
         return Done(sum(max(count, self.store.delete([key])) for key, count in zip(ask.keys, below, strict=True)))
 

@@ -29,6 +29,7 @@ from pdx.wire.base import (
     Verdicts,
 )
 from pdx.wire.hints import Hints, Seconds
+from pdx.wire.moved import Part, Told
 
 
 class Group(Rule, array_like=True, frozen=True, kw_only=True):
@@ -74,6 +75,9 @@ class Admit(Message, frozen=True):
     `tail_nbytes` say nothing. All groups have a tail, or none. Such an engine tells no `blocks`. Who asks for room
     alone (`lease_s` 0) gets it for all chunks that are missing, also where the prompt would not need them.
 
+    `tokens`: those of its leading whole chunks, for prompts that will find these at other positions. `moved`: what the
+    request takes of each of `keys`, which are such chunks, found by `FindMoved`; it asks for no room then.
+
     From a peer: room for what it has, or is filling. `layout`: of these chunks; a process has said its own when it
     attached. `wait_s`: how long it may wait for room for all of it. `want`: the number of the `Push` that this answers.
     """
@@ -99,6 +103,8 @@ class Admit(Message, frozen=True):
     request: Name = ""
     early: bool = False
     groups: Groups = []
+    tokens: Told | None = None
+    moved: Annotated[list[Part], Meta(max_length=MAX_KEYS)] = []
 
     @property
     def chunks(self) -> int:

@@ -28,6 +28,7 @@ SessionName = Annotated[str, Meta(min_length=1, max_length=64)]
 Outcome = Literal["accepted", "clipped", "refused"]
 Codec = Literal["none", "fp8", "int8"]
 Memory = Literal["host", "gpu"]
+Reuse = Literal["moved"]
 
 FormText = Annotated[str, Meta(max_length=96)]  # of a `pdx.memory.form.Form`; whoever encodes by it parses it
 
@@ -49,6 +50,7 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
     codec: Codec | None = None  # by which they are stored below memory, as a request asks for it; None: not said
     form: FormText = ""  # what an engine has made of that: how much of them is left there; empty: all, exactly
     prefetch_to: Memory | None = None  # where `prefetch` loads to; None: the node's first arena
+    reuse: Reuse | None = None  # what is found of a request beside its beginning: nodes are not told
 
     @property
     def asks(self) -> list[str]:
@@ -56,7 +58,7 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
         said = [name for name in ("session", "priority", "reuse_s", "ttl_s") if getattr(self, name)]
         said += ["lease_s"] if self.lease_s is not None else []
         said += [name for name in ("prefetch", "demote") if getattr(self, name)]
-        return said + [name for name in ("codec", "prefetch_to") if getattr(self, name) is not None]
+        return said + [name for name in ("codec", "prefetch_to", "reuse") if getattr(self, name) is not None]
 
     def as_object(self) -> dict[str, Any]:
         """The envelope that says the same, but for the salt, which a request has a field of its own for."""
@@ -99,11 +101,13 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 class Envelope(msgspec.Struct, frozen=True):
     """An envelope that was parsed: `said` names the fields that it had, `decided` has the answer to those of which
-    nodes are not told, or not all."""
+    nodes are not told, or not all. `form`: how its engine keeps its chunks apart from those of exact requests, beside
+    `Hints.form`; empty: not at all."""
 
     hints: Hints = Hints("")
     said: tuple[str, ...] = ()
     decided: tuple[Verdict, ...] = ()
+    form: str = ""
 
     def within(self, most_priority: int) -> Envelope:
         """The same, which asks for no more priority than that."""
@@ -150,6 +154,7 @@ _TYPES: dict[str, Any] = {
     "demote": bool | Annotated[list[SessionName], Meta(max_length=MAX_NAMED)],
     "codec": Codec,
     "prefetch_to": Memory,
+    "reuse": Reuse,
 }
 
 

@@ -49,11 +49,13 @@ from pdx.wire.base import (
     TransferId,
 )
 from pdx.wire.hints import Seconds
+from pdx.wire.moved import FindMoved as FindMoved
+from pdx.wire.moved import Moved as Moved
 from pdx.wire.verbs import VERBS, AnyAnswer, AnyVerb, Found
 
 _T = TypeVar("_T")
 
-VERSION = 11
+VERSION = 12
 MAX_FRAME_BYTES = 4 << 20
 
 
@@ -281,9 +283,10 @@ class Refused(Message, frozen=True):
 
 
 _Keep = Release | Renew | Pin | Delete
-Ask = Hello | Bye | Ping | Expect | Admit | Push | Fill | Abort | _Keep | Cancel | Mark | Chosen | Settle | AnyVerb
+_Found = Expect | Admit | FindMoved
+Ask = Hello | Bye | Ping | _Found | Push | Fill | Abort | _Keep | Cancel | Mark | Chosen | Settle | AnyVerb
 Outcome = AnyAnswer | Refused
-Answer = Welcome | Admitted | Done | Outcome
+Answer = Welcome | Admitted | Moved | Done | Outcome
 
 
 class ToNode(msgspec.Struct, array_like=True, frozen=True):
@@ -312,7 +315,7 @@ def _verbs(kind: Kind) -> frozenset[type[Message]]:
 # What each kind of session may say once it is attached. A peer fills by its writes (`Landed`).
 RIGHTS: dict[Kind, frozenset[type[Message]]] = {
     "worker": _ENGINE,
-    "scheduler": _ENGINE - {Fill} | _REQUESTS | _verbs("scheduler"),
+    "scheduler": _ENGINE - {Fill} | _REQUESTS | {FindMoved} | _verbs("scheduler"),
     "client": _ENGINE | _REQUESTS | _verbs("client"),
     "peer": frozenset({Bye, Ping, Chosen, Admit, Release, Push, Cancel, Settle}),
     "controller": _verbs("controller") | {Bye, Ping},

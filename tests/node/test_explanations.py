@@ -14,6 +14,7 @@ from pdx.store.history import Cause
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.hints import Hints
 from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, Hello, Pin, Ping, Release
+from pdx.wire.moved import Part
 from pdx.wire.status import Explained
 from pdx.wire.verbs import Why
 
@@ -554,3 +555,16 @@ def test_what_is_remembered_and_what_is_told_is_bounded(service, session, monkey
         keep(service, session, [number], "y")
     service.handle(session, Admit(keys([9_999, *range(200)]), lease_s=1.0, request="striped"))
     assert len(why(service, session, "striped").reasons) == MAX_REASONS
+
+
+def test_what_was_moved_is_told_with_how_far(service, session):
+    keep(service, session, range(4), "before")
+    parts = [Part(256, 0), Part(20, -1234), Part(256, -1234), Part(256, 1000)]
+    service.handle(session, Admit(keys(range(4)), lease_s=1.0, request="a", moved=parts))
+    texts = [
+        (reason.first, reason.count, reason.text.partition(": ")[0]) for reason in why(service, session, "a").reasons
+    ]
+    assert texts[1:] == [(1, 2, "moved by -1,234"), (3, 1, "moved by +1,000")]
+    assert texts[0][:2] == (0, 1)
+    assert "moved" not in texts[0][2]
+    assert service.counters["moved_tokens"] == 20 + 2 * 256

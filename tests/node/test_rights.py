@@ -16,6 +16,7 @@ from pdx.wire.messages import (
     Delete,
     Expect,
     Fill,
+    FindMoved,
     Hello,
     Mark,
     Pin,
@@ -82,12 +83,13 @@ SAID = [
     Why(),
     Chosen("tcp"),
     Settle([]),
+    FindMoved(bytes(16), b"", 256),
     *VERBS,
 ]
 ENGINE = {Bye, Ping, Abort, Mark}
 EXPECTED = {
     "worker": ENGINE | {Fill},
-    "scheduler": ENGINE | {Expect, Admit, Push, Release, Renew, Pin, Delete, Advise, Cancel, Status, Why},
+    "scheduler": ENGINE | {Expect, Admit, FindMoved, Push, Release, Renew, Pin, Delete, Advise, Cancel, Status, Why},
     "client": ENGINE | {Fill, Expect, Admit, Push, Release, Renew, Pin, Delete, Advise, Cancel, Status, Why},
     "peer": {Bye, Ping, Chosen, Admit, Release, Push, Cancel, Settle},
     "controller": {Bye, Ping, Status, Why, Advise, *map(type, VERBS)},

@@ -23,6 +23,7 @@ FULL = {
     "demote": True,
     "codec": "fp8",
     "prefetch_to": "gpu",
+    "reuse": "moved",
 }
 
 
@@ -33,7 +34,7 @@ def refused(envelope):
 def test_an_envelope_is_what_nodes_are_told():
     found = parse(FULL, "tenant")
     assert found.hints == Hints(
-        "chat 7", 5, 60.0, tenant("tenant"), 3600.0, 0.0, ["chat 6"], [""], "fp8", prefetch_to="gpu"
+        "chat 7", 5, 60.0, tenant("tenant"), 3600.0, 0.0, ["chat 6"], [""], "fp8", prefetch_to="gpu", reuse="moved"
     )
     assert found.said == tuple(FULL)[1:]
     assert found.hints.as_object() == FULL

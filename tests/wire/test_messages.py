@@ -77,7 +77,7 @@ def test_the_bytes_of_a_message_are_pinned():
     frame = messages.encode(messages.ToNode(7, True, messages.Fill([Slot(4096, 100, 3)], first_layer=2, seal=True)))
     assert msgpack.unpackb(frame) == [7, True, ["Fill", [[4096, 100, 3, 0]], 2, 1, True]]
     assert frame.hex() == "9307c395a446696c6c9194cd10006403000201c3"
-    assert messages.VERSION == 11
+    assert messages.VERSION == 12
     frame = messages.encode(
         messages.PeerFrame(7, 3, messages.Admitted(granted=[0, 2], granted_slots=[Slot(4096, 100, 3)]))
     )

@@ -71,6 +71,7 @@ class Controls:
         self._admissions = service.admissions
         self._look_ahead = service.look_ahead
         self._hinting = service.hinting
+        self._names = service.names
         self._pin_share = service.config.pin_share  # of all arenas, what may be pinned
         self._counters = service.counters
         self._service = service
@@ -258,6 +259,7 @@ class Controls:
         self.jobs.check(keys)
         if ask.dry_run:
             return Effect([self._drops(place, keys, shards) for place in places], dry_run=True)
+        self._names.forget(keys)
         done = [self.places.drop(place, keys, shards if place.tier is not None else 0) for place in places]
         for place in places:
             if place.is_shared and not place.may_have_more:
@@ -284,6 +286,8 @@ class Controls:
         count = sum(len(self._store.index.slots[arena]) for _, arena in arenas)
         count += sum(len(place.tier.keys()) for place in own if place.tier is not None)
         nbytes = sum(pool.total_bytes - pool.free_bytes for pool in pools) + sum(each.used_bytes for each in statuses)
+        if not dry_run:
+            self._names.clear()
         what = f"clear {', '.join(place.name for place in own)}"
         job = Job("clear", what, (), count, nbytes)
         below = [place for place in own if place.tier is not None]

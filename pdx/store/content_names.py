@@ -1,0 +1,242 @@
+"""Chunks by their own tokens, wherever in a prompt they were computed (ADR 80).
+
+A chunk's key names all tokens that lead up to it. Here it has a second name, of its own tokens alone; by that a prompt
+finds chunks whose beginning it does not share: of a conversation that was cut, or whose parts stand in another order.
+What is found here is a hint: whether a chunk is there, and in which tier, is asked by its key as ever. Nothing of it is
+stored, nor told to other nodes: it is lost with this one, and told again when requests ask for room again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+import xxhash
+
+from pdx.wire.base import MAX_KEYS
+from pdx.wire.moved import TOKEN_BYTES, Piece, Told
+
+MAX_BYTES = 64 << 20  # of all that is known
+RECORD_BYTES = 1100  # of a record beside its tokens, as measured
+MAX_ALIKE = 8  # chunks of one name that are looked at; the newest
+MAX_BEHIND = 64  # chunks behind one whose beginnings are compared; the newest
+NAME_TOKENS = 256  # a chunk is found by its first ones, and then compared: a name costs the same for chunks of any size
+MAX_LOOKS = 1 << 13  # names that one question makes, and chunks that it follows: some 25 ms at worst
+
+_T = TypeVar("_T", bound=Hashable)
+
+
+class _Record(NamedTuple):
+    scope: bytes
+    parent: bytes  # the key before it; of the first chunk of a prompt the scope; empty: not known
+    first: int  # position of its first token
+    ids: bytes
+    is_moved: bool
+
+
+class ContentNames:
+    """Owned by the control loop; each call costs what it names."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._seed = int.from_bytes(os.urandom(8), "little")
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()  # the last that was told or found comes last
+        self._named: dict[int, dict[bytes, None]] = {}  # keys by their names; the newest comes last
+        self._behind: dict[bytes, dict[bytes, None]] = {}  # keys by the one before them, likewise
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def tell(self, told: Told, keys: Sequence[bytes], before: bytes) -> None:
+        """These are the keys of chunks with these tokens; `before`: the key that leads up to the first one."""
+        width = told.chunk_tokens * TOKEN_BYTES
+        parent = before if told.first else told.scope
+        for at, key in enumerate(keys[: len(told.ids) // width]):
+            if key in self._records:
+                self._records.move_to_end(key)
+            else:
+                ids = told.ids[at * width : (at + 1) * width]
+                first = told.first + at * told.chunk_tokens
+                self._add(key, _Record(told.scope, parent, first, ids, told.is_moved))
+            parent = key
+        while self.nbytes > self._max_bytes:
+            self.forget([next(iter(self._records))])
+
+    def _add(self, key: bytes, record: _Record) -> None:
+        self._records[key] = record
+        self.nbytes += RECORD_BYTES + len(record.ids)
+        self._named.setdefault(self.name(record.scope, record.ids), {})[key] = None
+        self._behind.setdefault(record.parent, {})[key] = None
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Nobody finds these any more, and their tokens are not kept."""
+        for key in keys:
+            record = self._records.pop(key, None)
+            if record is not None:
+                self.nbytes -= RECORD_BYTES + len(record.ids)
+                _discard(self._named, self.name(record.scope, record.ids), key)
+                _discard(self._behind, record.parent, key)
+
+    def clear(self) -> None:
+        self._records.clear()
+        self._named.clear()
+        self._behind.clear()
+        self.nbytes = 0
+
+    def find(self, scope: bytes, ids: bytes, chunk_tokens: int) -> list[Piece]:
+        """Pieces of known chunks that are the prompt with these tokens, from its first token on and without a gap.
+
+        The leading ones are chunks of prompts that begin so, too: these are exact. Empty: there are none, whatever is
+        known of what follows.
+        """
+        pieces = _Search(self, scope, ids, chunk_tokens).run()
+        for piece in pieces:
+            self._records.move_to_end(piece.key)
+        return pieces[:MAX_KEYS]
+
+    # ---- for a search -----------------------------------------------------------------------
+
+    def name(self, scope: bytes, ids: bytes) -> int:
+        """It decides nothing: whoever finds a chunk by it compares the scope, and all tokens."""
+        seed = self._seed ^ int.from_bytes(scope[:8], "little")
+        return xxhash.xxh3_64_intdigest(ids[: NAME_TOKENS * TOKEN_BYTES], seed)
+
+    def record(self, key: bytes) -> _Record | None:
+        return self._records.get(key)
+
+    def alike(self, scope: bytes, ids: bytes) -> list[bytes]:
+        """Chunks with exactly these tokens, those first that were computed, and of these the newest."""
+        known = self._named.get(self.name(scope, ids))
+        if known is None:
+            return []
+        of_scope = [(self._records[key], key) for key in islice(reversed(known), MAX_ALIKE)]
+        found = [(record, key) for record, key in of_scope if record.scope == scope and record.ids == ids]
+        return [key for _, key in sorted(found, key=lambda each: each[0].is_moved)]
+
+    def behind(self, scope: bytes, key: bytes) -> Iterator[tuple[bytes, _Record]]:
+        for each in islice(reversed(self._behind.get(key, {})), MAX_BEHIND):
+            if (record := self._records[each]).scope == scope:
+                yield each, record
+
+
+class _Search:
+    """One question. `looks`: what is left of `MAX_LOOKS`; without any, what was found by then is the answer."""
+
+    def __init__(self, names: ContentNames, scope: bytes, ids: bytes, chunk_tokens: int) -> None:
+        self._names, self._scope, self._ids = names, scope, ids
+        self._size = chunk_tokens
+        self._end = len(ids) // TOKEN_BYTES
+        self._known: dict[int, list[bytes]] = {}  # chunks that the tokens from here on are, whole
+        self._looks = MAX_LOOKS
+
+    def run(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        at, last = 0, self._scope  # behind which chunk, as a whole; empty: behind a part of one
+        while at < self._end and self._looks > 0:
+            more = self._whole(at, last, is_first=not pieces) or self._beginning(at, last)
+            if not more and pieces:
+                more = self._jump(at)
+            if not more:
+                break
+            pieces += more
+            at += sum(piece.count for piece in more)
+            last = more[-1].key if more[-1].count == self._size else b""
+        return pieces
+
+    def _tokens(self, first: int, end: int) -> bytes:
+        return self._ids[first * TOKEN_BYTES : end * TOKEN_BYTES]
+
+    def _piece(self, key: bytes, at: int, first: int, count: int) -> Piece:
+        record = self._names.record(key)
+        assert record is not None
+        return Piece(key, first, count, at - record.first - first)
+
+    def _chunks(self, at: int) -> list[bytes]:
+        if at + self._size > self._end or self._looks <= 0:
+            return []
+        found = self._known.get(at)
+        if found is None:
+            self._looks -= 1
+            found = self._known[at] = self._names.alike(self._scope, self._tokens(at, at + self._size))
+        return found
+
+    def _next(self, at: int, last: bytes) -> bytes | None:
+        """The chunk that is there behind the last one."""
+        self._looks -= 1
+        return next((key for key in self._chunks(at) if self._parent(key) == last), None) if last else None
+
+    def _parent(self, key: bytes) -> bytes:
+        record = self._names.record(key)
+        assert record is not None
+        return record.parent
+
+    def _whole(self, at: int, last: bytes, *, is_first: bool) -> list[Piece]:
+        """A whole chunk: the one that follows the last one, else any that is alike."""
+        key = self._next(at, last)
+        if key is None and not is_first:
+            key = max(self._chunks(at), key=lambda each: self._reach(at, each), default=None)
+        return [] if key is None else [self._piece(key, at, 0, self._size)]
+
+    def _reach(self, at: int, key: bytes) -> int:
+        """How far the chunks reach that follow this one."""
+        at += self._size
+        while self._looks > 0 and (more := self._next(at, key)) is not None:
+            at, key = at + self._size, more
+        return at
+
+    def _beginning(self, at: int, last: bytes) -> list[Piece]:
+        """As many tokens as a chunk that follows the last one begins with."""
+        if not last:
+            return []
+        tokens = self._tokens(at, at + self._size)
+        most, best = 0, b""
+        for key, record in self._names.behind(self._scope, last):
+            self._looks -= 1
+            if (count := _common(record.ids, tokens, more_than=most)) > most:
+                most, best = count, key
+        return [self._piece(best, at, 0, most)] if most else []
+
+    def _jump(self, at: int) -> list[Piece]:
+        """Into another prompt, or elsewhere into the same: the next whole chunk that is known, and before it the end
+        of the one that it follows there. Of several the one that reaches furthest."""
+        best: tuple[int, int, bytes, bytes] | None = None
+        for start in range(at + 1, min(at + self._size, self._end)):
+            for key in self._chunks(start):
+                before, gap = self._parent(key), self._tokens(at, start)
+                record = self._names.record(before)
+                if record is None or record.scope != self._scope or not record.ids.endswith(gap):
+                    continue
+                reach = self._reach(start, key)
+                if best is None or reach > best[0]:
+                    best = reach, start, key, before
+        if best is None:
+            return []
+        _, start, key, before = best
+        gap_tokens = start - at
+        first = self._piece(before, at, self._size - gap_tokens, gap_tokens)
+        return [first, self._piece(key, start, 0, self._size)]
+
+
+def _common(one: bytes, other: bytes, *, more_than: int) -> int:
+    """How many tokens both begin with, if that is more than so many."""
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    if more_than and one[: more_than * TOKEN_BYTES] != other[: more_than * TOKEN_BYTES]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _discard(table: dict[_T, dict[bytes, None]], name: _T, key: bytes) -> None:
+    keys = table[name]
+    del keys[key]
+    if not keys:
+        del table[name]

@@ -1,0 +1,86 @@
+"""What engines tell a node of their chunks' tokens, and ask by them."""
+
+import os
+import struct
+
+import pytest
+from service_stage import Clock, keys, serving
+
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.wire.messages import VERSION, Admit, Delete, FindMoved, Hello
+from pdx.wire.moved import Told
+from pdx.wire.verbs import Clear, Selection
+
+SCOPE = b"s" * 16
+HISTORY = range(100, 140)
+
+
+@pytest.fixture
+def service(place):
+    with serving(place, Clock()) as made:
+        yield made
+
+
+@pytest.fixture
+def session(service):
+    attach(service, "worker")
+    return attach(service, "scheduler")
+
+
+def attach(service, kind):
+    return service.attach(kind.encode(), Hello(VERSION, os.getpid(), kind, engine="e", name="n"), os.getpid())[0]
+
+
+def ids(tokens):
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def save(service, session, tokens=HISTORY, **more):
+    told = Told(SCOPE, ids(tokens), 4)
+    return service.handle(session, Admit(keys(range(len(tokens) // 4)), GRANULE_BYTES, 1, tokens=told, **more))
+
+
+def found(service, session, tokens):
+    pieces = service.handle(session, FindMoved(SCOPE, ids(tokens), 4)).pieces
+    return [(int.from_bytes(piece.key, "big"), piece.first, piece.count, piece.shift) for piece in pieces]
+
+
+@pytest.fixture
+def first(service):
+    """The key of the first chunk, as a number."""
+    return int.from_bytes(keys([0])[0], "big")
+
+
+CUT = [*HISTORY[:4], *HISTORY[22:30]]
+PIECES = [(0, 0, 4, 0), (5, 2, 2, -18), (6, 0, 4, -18), (7, 0, 2, -18)]
+
+
+def test_what_was_told_with_a_request_for_room_is_found_moved(service, session, first):
+    save(service, session)
+    assert found(service, session, CUT) == [(first + key, *rest) for key, *rest in PIECES]
+
+
+def test_a_tail_has_no_tokens_that_others_find(service, session, first):
+    told = Told(SCOPE, ids(HISTORY[:8]), 4)
+    service.handle(session, Admit(keys(range(3)), GRANULE_BYTES, 1, part="keeps", tail_nbytes=16, tokens=told))
+    assert found(service, session, list(HISTORY[:12])) == [(first, 0, 4, 0), (first + 1, 0, 4, 0)]
+
+
+@pytest.mark.parametrize("kind", ["client", "controller"])
+def test_tokens_that_others_than_engines_tell_are_nothing(service, session, kind):
+    if kind == "client":
+        save(service, attach(service, kind))
+    assert found(service, session, CUT) == []
+
+
+def test_what_is_deleted_is_not_found_and_its_tokens_are_forgotten(service, session, first):
+    save(service, session)
+    service.handle(session, Delete(keys([6])))
+    assert found(service, session, CUT) == [(first, 0, 4, 0)]
+    assert len(service.names) == 9
+    service.control(Clear(Selection(keys([7]))))
+    assert len(service.names) == 8
+    service.control(Clear(Selection(), everything=True, dry_run=True))
+    assert len(service.names) == 8
+    service.control(Clear(Selection(), everything=True))
+    assert len(service.names) == 0
