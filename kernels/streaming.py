@@ -56,7 +56,7 @@ def _store_element(_typing: Any, target: Any, source: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _fence(_typing: Any) -> Any:
+def fence(_typing: Any) -> Any:
     """Streaming stores pass others, so whoever is told that the copy is done must not be told before they are."""
 
     def code(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
@@ -86,7 +86,8 @@ def _copy_spans(target: Any, source: Any, at: Any, nbytes: Any, streams: Any) ->
 
 
 @numba.njit("void(uintp, uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
-def _copy_page(target: Any, source: Any, nbytes: Any) -> None:
+def copy_page(target: Any, source: Any, nbytes: Any) -> None:
+    """Addresses and bytes are multiples of 16. Other threads may see it behind a `fence`."""
     element, line = numba.uintp(ELEMENT_BYTES), numba.uintp(LINE_BYTES)
     at = numba.uintp(0)
     while at < nbytes and (target + at) % line:
@@ -122,8 +123,8 @@ def copy_pages(copies: Any, block_ids: Any, to_pages: Any) -> int:
             page = numba.uintp(line[0] + block_ids[line[6] + row] * line[1])
             other = numba.uintp(line[3] + row * line[4])
             if to_pages:
-                _copy_page(page, other, numba.uintp(line[5]))
+                copy_page(page, other, numba.uintp(line[5]))
             else:
-                _copy_page(other, page, numba.uintp(line[5]))
-    _fence()
+                copy_page(other, page, numba.uintp(line[5]))
+    fence()
     return -1

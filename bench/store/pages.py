@@ -27,7 +27,9 @@ from pdx.bench.harness.report import Figure, at_least, publish, show_rows
 from pdx.bench.harness.timing import measure
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter
+from pdx.kernels.turned import PageElements, Turn, scatter_turned, spans
 from pdx.memory.arena import populate_in_background
+from pdx.memory.rope import Rope
 
 TOTAL_BYTES = 128 << 20
 PAGE_KIB = (16, 32, 64, 128)
@@ -38,6 +40,8 @@ REPEATS = 11
 GOALS = {1: 0.95, 2: 0.8}  # by threads; two are torch's
 SHARDS = 2  # that pages are cut into for engines of another tensor parallel size
 CUT_GOAL = 1 / 1.3  # of the rate of whole pages
+TURNED_GOAL = 0.7
+TURNED_HEAD, TURNED_TOKENS = 64, 128  # elements of a key, tokens of a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,34 @@ def cut_figures(cache: Tensor, arena: Tensor) -> Iterator[Figure]:
             yield at_least(title, timing.ratio, "", CUT_GOAL)
 
 
+def turned_figures(cache: Tensor, arena: Tensor) -> Iterator[Figure]:
+    """Scatter of keys that are turned to other positions, against plain scatter, on one thread. In the arena a moved
+    run begins within a page, as it mostly does; pages as vLLM packs them on CPUs with vector units, and token by token.
+    """
+    torch.set_num_threads(1)
+    rope = Rope(tuple(1e5 ** (-2 * pair / TURNED_HEAD) for pair in range(TURNED_HEAD // 2)))
+    turn, tokens, ids = Turn.of(rope, -1234), numpy.arange(TURNED_TOKENS), numpy.arange(TURNED_HEAD)
+    head = 2 * TURNED_TOKENS * TURNED_HEAD
+    packed = (tokens // 32 * 32 * TURNED_HEAD + tokens % 32, ids * 32, (TURNED_TOKENS + tokens) * TURNED_HEAD, ids)
+    by_token = (tokens * 2 * TURNED_HEAD, ids, tokens * 2 * TURNED_HEAD, ids + TURNED_HEAD)
+    for dtype, (kind, tables) in itertools.product(("float32", "uint16"), (("packed", packed), ("by token", by_token))):
+        elements = PageElements(8, head, *tables)
+        size = 8 * head * numpy.dtype(dtype).itemsize
+        num_blocks = TOTAL_BYTES // size
+        block_ids = block_order("random", num_blocks)
+        old, new = (memory.numpy().view(dtype).reshape(num_blocks, -1) for memory in (arena, cache))
+        lines = spans(elements, 37, 0, (num_blocks - 1) * TURNED_TOKENS, block_ids.tolist())
+        whole = [PageCopy(page_rows(arena.view(num_blocks, -1)), block_ids, page_rows(cache.view(num_blocks, -1)))]
+        calls = {
+            "plain": partial(scatter, whole),
+            "turned": partial(scatter_turned, old, new, lines, elements, turn),
+        }
+        timing = measure(calls, reference="plain", repeats=REPEATS)["turned"]
+        name = "bfloat16" if dtype == "uint16" else dtype
+        title = f"scatter, turned, {name} {kind}: share of the rate of a plain scatter"
+        yield at_least(title, timing.ratio, "", TURNED_GOAL)
+
+
 def figures(rows: list[Row]) -> list[Figure]:
     """The slowest case of each operation, on one thread and on two."""
     found = []
@@ -135,8 +167,9 @@ def main() -> None:
     rows = list(cases(caches, shared_memory(TOTAL_BYTES).fill_(2)))
     show_rows(rows, f"KV pages against a plain copy, {TOTAL_BYTES >> 20} MiB each, median of {REPEATS}")
     title = "gather and scatter of KV pages of 16 to 128 KiB"
-    cut = list(cut_figures(caches[0], shared_memory(TOTAL_BYTES).fill_(2)))
-    publish("pages", title, [*figures(rows), *cut], {"rows": [asdict(row) for row in rows]})
+    arena = shared_memory(TOTAL_BYTES).fill_(2)
+    others = [*cut_figures(caches[0], arena), *turned_figures(caches[0], arena)]
+    publish("pages", title, [*figures(rows), *others], {"rows": [asdict(row) for row in rows]})
 
 
 COPIES = 5  # in one go, of memory that has just been in use

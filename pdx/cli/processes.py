@@ -192,7 +192,9 @@ class Processes:
                 stdout=log,
                 stderr=log,
                 pass_fds=[pipe],
-                start_new_session=True,
+                # A group of its own, and no session: Linux shares the cores out among sessions (autogroups), where
+                # workers of one engine that spin by sched_yield have left others nothing for 30 s (kernel 6.18).
+                process_group=0,
             )
         process = Process(name, child, path, is_ready)
         if not self._stages:

@@ -39,7 +39,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # no session: see pdx/cli/processes.py
             )
 
     def is_healthy(self) -> bool:
