@@ -30,6 +30,10 @@ class Rule(msgspec.Struct, array_like=True, frozen=True):
     tail_reach: _Chunks = ALL
     period: _Chunks = 0  # 0: none
 
+    @property
+    def needs_all(self) -> bool:
+        return self.reach == ALL and not self.period
+
     def first(self, end: int, *, has_tail: bool = False) -> int:
         """The first chunk that the leading `end` chunks need, the tail counted; `end`: none."""
         if self.period:

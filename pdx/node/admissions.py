@@ -369,6 +369,8 @@ class Admissions:
                     origin=origin,
                     layout=session.hello.layout,
                     who=who,
+                    rule=size if isinstance(size, Group) and ask.lease_s else None,
+                    chunks_before=hits,
                 ),
             )
 

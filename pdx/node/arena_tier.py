@@ -79,6 +79,7 @@ class ArenaTier(Tier):
             deadline=copy.deadline,
             origin=Origin("another arena"),
             who="a copy between arenas",
+            passed={at for at in range(len(copy.keys)) if copy.chunks[at * copy.shards].is_passed},
         )
         try:
             granted, slots, _ = self._store.reserve(claim)

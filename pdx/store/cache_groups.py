@@ -129,11 +129,33 @@ def _reserve(store: Store, claims: Sequence[Claim]) -> tuple[list[list[int]], li
             end = (first + end + 1) // 2
             slots, fits = _take(store, claims, wanted, end)
         end = fits if claims[0].partial else 0
+    _pass(store, claims, wanted, end)
     granted = [[index for index in indices if index < end] for indices in wanted]
     slots = _cut(store, claims, slots, [len(indices) for indices in granted])
     for claim, indices, of_claim in zip(claims, granted, slots, strict=True):
         store.index.add(claim.chunks(indices, of_claim))
     return granted, slots, is_full
+
+
+def _pass(store: Store, claims: Sequence[Claim], wanted: Sequence[Sequence[int]], end: int) -> None:
+    """Have each claim say what its prompt passes: what of these chunks neither the first `end` need, nor one chunk less
+    (the same prompt again: its last token is computed), nor the leading ones that others have left here of all groups
+    that need all of them: there prompts part."""
+    of_others = [
+        indices[0] if indices else len(claim.keys)
+        for claim, indices in zip(claims, wanted, strict=True)
+        if claim.rule is not None and claim.rule.needs_all
+    ]
+    if not of_others:  # where prompts part is not to be seen
+        return
+    parting = min(of_others)
+    for claim in claims:
+        if claim.rule is None or claim.rule.needs_all:
+            continue
+        before = claim.chunks_before
+        shared = range(max(0, claim.rule.first(before + parting) - before), parting)
+        store.refresh([chunk for at in shared for chunk in store.index.of(claim.keys[at])])
+        claim.passed = {at for at in range(claim.rule.first(before + end - 1) - before) if at not in shared}
 
 
 def _take(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -143,6 +143,9 @@ class Claim(Reservation, kw_only=True, eq=False):
     partial: bool = False
     hints: Hints = NO_HINTS  # of the request, for whoever decides what is kept
     who: str = ""  # wants them, for the explanation of what goes for that
+    rule: Rule | None = None  # of several cache groups, that of theirs; None: they are not a whole prompt's …
+    chunks_before: int = 0  # … behind the first so many chunks
+    passed: Collection[int] = ()  # indices of those that leave first until a request finds them
 
     def sizes(self, indices: Sequence[int]) -> list[int]:
         tail = len(self.keys) - 1 if self.tail_nbytes else -1
@@ -172,6 +175,7 @@ class Claim(Reservation, kw_only=True, eq=False):
                     shard=shard,
                     room_bytes=room,
                     hints=hints,
+                    is_passed=index in self.passed,
                 )
                 chunk.before = before[shard]
                 before[shard] = chunk

@@ -233,7 +233,8 @@ class Copy(msgspec.Struct, eq=False):
                     break
                 fitting = 1  # a slice that is larger than a job goes alone
             form, lead = chunk.hints.form, self._lead(item) if self.tier.is_whole else b""
-            parts.append(Part(chunk.key, chunk.shard, slices, first, fitting, chunk.slot, item.remote, form, lead))
+            where = chunk.slot, item.remote
+            parts.append(Part(chunk.key, chunk.shard, slices, first, fitting, *where, form, lead, chunk.is_passed))
             item.sent |= ((1 << fitting) - 1) << first
             if item.sent == item.ready:
                 heapq.heappop(self.left.ready)

@@ -14,7 +14,8 @@ from pdx.store.policies.ranks import Expected, Wanted
 from pdx.telemetry.env import Env
 
 OVER = -2  # level of what is over the quota of its cache salt
-ENDS = -1  # level of the ends of prompts that nobody is known to share: they are worth the least
+# Level of what is worth the least: the ends of prompts that nobody is known to share, and what prompts have passed.
+LEAST = -1
 WANTED = 20  # level of what requests in a queue will use, above all priorities
 
 
@@ -24,8 +25,8 @@ class EvictionOrder(Generic[E]):
 
     A priority that the application gave (`Hints.priority`) is two levels: what it expects to be wanted again, until
     that time (`Keep.expected_at`), stays longer than the rest. Below all of them are what is over the quota of its
-    cache salt and the ends of prompts, and above them what requests in a queue will use. What is on a lower level goes
-    first. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
+    cache salt, the ends of prompts and what prompts have passed, and above them what requests in a queue will use. What
+    is on a lower level goes first. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class EvictionOrder(Generic[E]):
             chunk.is_over = False
             for each in over:
                 each.is_over = True
-        level = ENDS if goes_first else 2 * chunk.hints.priority
-        if chunk.keep is not ORDINARY and chunk.keep.expected_at and not goes_first and self.weighs_reuse:
+        is_least = goes_first or chunk.is_passed
+        level = LEAST if is_least else 2 * chunk.hints.priority
+        if chunk.keep is not ORDINARY and chunk.keep.expected_at and not is_least and self.weighs_reuse:
             level += chunk.keep.expected_at > self._clock()
         if chunk.is_over:
             level = OVER
@@ -106,8 +108,10 @@ class EvictionOrder(Generic[E]):
         elif chunk.standing == PARKED and not keeps_place:
             chunk.standing = OUT
             self._levels[chunk.level].hold(chunk)
-        if is_use and self._heeds_uses and chunk.level in self._levels:
-            self._levels[chunk.level].access(chunk)
+        if is_use:
+            chunk.is_passed = False
+            if self._heeds_uses and chunk.level in self._levels:
+                self._levels[chunk.level].access(chunk)
 
     def remove(self, chunk: E) -> None:
         self.hold(chunk)

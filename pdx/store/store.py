@@ -104,10 +104,8 @@ class Store:
     def part(
         self, parent: bytes, blocks: bytes, shards: int, arenas: Sequence[int] = ()
     ) -> tuple[tuple[Chunk, ...], int] | None:
-        """A sealed chunk behind `parent` that begins with the most of these blocks, in every shard, and with how many.
-
-        :returns: None if there is none with at least one of them.
-        """
+        """A sealed chunk behind `parent` that begins with the most of these blocks, in every shard, and with how many;
+        None: there is none with one of them."""
         for key, count in self.index.siblings.like(parent, blocks):
             for chunks in self.find([key], shards, arenas):
                 for chunk in chunks:
@@ -199,8 +197,9 @@ class Store:
             self.pools[chunk.slot.arena].order.access(chunk)
 
     def refresh(self, chunks: Sequence[Chunk]) -> None:
-        """A request that has found these waits for others: they should not go meanwhile."""
+        """A request that has found these waits for others, or will ask for them: they should not go meanwhile."""
         for chunk in reversed(chunks):
+            chunk.is_passed = False
             self.pools[chunk.slot.arena].order.refresh(chunk)
 
     def want(self, keys: Sequence[bytes], number: int) -> None:

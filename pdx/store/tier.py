@@ -42,6 +42,7 @@ class Part(msgspec.Struct, frozen=True):
     remote: Slot | None = None  # of the whole chunk in the tier, where the tier has slots
     form: str = ""  # the lossy codec by which the chunk is stored below memory, as its request asked; empty: none
     lead: bytes = b""  # the key that leads up to it, if the same copy has that, too
+    is_passed: bool = False  # see `Evictable`
 
     @property
     def span(self) -> tuple[int, int]:

@@ -53,6 +53,8 @@ from pdx.vllm.releases import check_nested, check_release, moves_groups, reports
 from pdx.vllm.stages import cut_of
 from pdx.vllm.step import limits_of, step_record
 
+ATTACH_S = 2.0  # at start-up only
+
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's plan on its way to the workers. `adapters`: of its requests that have one."""
@@ -220,6 +222,8 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             names_transfers=bool(told),
             drafts=drafts,
         )
+        if told:  # the engine starts: its first request may come at once. Where no node is, workers have waited longer.
+            half.link.wait_attached(ATTACH_S)
         self._scheduler = SchedulerGuard(half, layouts[0].block_tokens)
         if self._unnamed:
             text = "chunks of this engine are found by no other one, nor by itself when it starts again: %s"

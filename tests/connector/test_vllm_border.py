@@ -724,7 +724,12 @@ def connector_of(
 def layouts(monkeypatch: pytest.MonkeyPatch) -> list[KvLayout]:
     """Those of the scheduler halves that were made. Workers are made, too, and do nothing."""
     made: list[KvLayout] = []
-    monkeypatch.setattr(connector, "SchedulerHalf", lambda _config, layouts, *_, **__: made.extend(layouts))
+
+    def half(_: Any, layouts: list[KvLayout], *__: Any, **___: Any) -> Mock:
+        made.extend(layouts)
+        return Mock()
+
+    monkeypatch.setattr(connector, "SchedulerHalf", half)
     monkeypatch.setattr(connector, "WorkerHalf", lambda *_, **__: SimpleNamespace(register=lambda *_: None))
     monkeypatch.setattr(connector, "_place", lambda: (0, 0))
     return made

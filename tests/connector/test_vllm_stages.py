@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -119,7 +120,7 @@ class Engine:
 
     def _scheduler(self, groups: CacheGroups) -> Any:
         self.groups = groups
-        return SimpleNamespace()
+        return Mock()
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_what_memory_has_evicted_is_found_in_a_remote_store_beside_aborts_and_pr
         store = made("redis", tmp_path / "redis").start()
         undo.callback(store.kill)
         node = start_node(arena_bytes=64 * MIB, remote=store.url, remote_s=20.0, remote_lookup_s=20.0)
-        config = attached_to(node.address, chunk_tokens=CHUNK, lookup_s=30.0, load="always")
+        config = attached_to(node.address, chunk_tokens=CHUNK, load="always")
         with forge.engine(family, config) as engine:
             assert [engine.generate(prompt, COUNT)[0] for prompt in prompts] == plain
             for prompt in filling[::2]:

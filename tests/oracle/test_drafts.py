@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exact_engine import tokens
+from exact_config import DRAFTS
+from exact_engine import BLOCK, tokens
 from exact_model import answer
 from node_harness import MIB, NodeThread
 from oracle_bed import OracleBed
@@ -99,6 +100,22 @@ def test_drafts_behind_a_handoff_are_as_good(bed: OracleBed, kind: str, length: 
     assert decode.faults.loads == 1
     without = alone(bed, prompt + prefill.outputs["p"], **drafting(kind))
     assert with_pdx == pytest.approx(without, abs=0.02)
+
+
+@pytest.mark.parametrize("over", [-DRAFTS, -1, 0, 1, DRAFTS])
+def test_a_decoder_that_looks_ahead_of_what_comes_loads_no_more_than_that(bed: OracleBed, over: int) -> None:
+    """As in vllm#46694, where slots for drafts were among those that a transfer was to fill: the decoder had a block
+    more than the prefill engine, or drafts in the last one, of which a part was valid."""
+    prefill, decode = bed.engine("prefill", **drafting("apart")), bed.engine("decode", **drafting("apart"))
+    length = 40 * BLOCK + over
+    prompt, transfer = bed.tokens(length, "p"), f"transfer-beside-a-block-{over}"
+    prefill.ask("p", prompt, 1, params={"do_remote_decode": True, "transfer_id": transfer})
+    params = {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": length}
+    with_pdx = rate(decode, "d", prompt + prefill.outputs["p"], params=params)
+    assert decode.faults.loads == 1
+    assert with_pdx == pytest.approx(alone(bed, prompt + prefill.outputs["p"], **drafting("apart")), abs=0.02)
+    bed.settled()
+    assert found(decode, "again", prompt + prefill.outputs["p"]) == length // BLOCK * BLOCK
 
 
 def test_drafts_behind_a_handoff_of_both_legs_at_once_are_as_good(bed: OracleBed) -> None:

@@ -50,13 +50,14 @@ class Answer(NamedTuple):
 
 
 def attached_to(address: str, **settings: Any) -> dict[str, Any]:
-    """The `kv_transfer_config` of an engine with `PdxConnector`, attached to the node at this address."""
+    """The `kv_transfer_config` of an engine with `PdxConnector`, attached to the node at this address. A node may be
+    silent for some seconds where the machine is busy; its answer counts all the same."""
     return {
         "kv_connector": "PdxConnector",
         "kv_connector_module_path": "pdx.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"node": address, "start_node": False, **settings},
+        "kv_connector_extra_config": {"node": address, "start_node": False, "lookup_s": 30.0, **settings},
     }
 
 

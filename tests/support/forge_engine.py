@@ -60,6 +60,8 @@ class Host:
         self._llm = LLM(model=folder, kv_transfer_config=config, disable_log_stats=False, **options)
         self._core = self._llm.llm_engine.engine_core.engine_core
         self._cache = self._core.scheduler.kv_cache_config
+        if transfer is not None:  # who asks before that is answered without PDX
+            assert self._core.scheduler.connector.scheduler._half.link.wait_attached(60.0), "not attached"  # noqa: SLF001
 
     def describe(self) -> dict[str, Any]:
         return {

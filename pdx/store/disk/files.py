@@ -394,7 +394,7 @@ class DiskFiles(StoreTier):
                     self._index.replace(source, file)
                     self._remove_unfound(source)
             else:
-                self._index.add(file, part.lead)
+                self._index.add(file, part.lead, is_passed=part.is_passed)
                 self.note([file.key])
                 is_gone |= source is not None and source.key == part.key  # it has made room for another
             if is_gone:

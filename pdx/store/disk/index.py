@@ -251,9 +251,11 @@ class FileIndex:
 
     # ---- what is there ----------------------------------------------------------------------
 
-    def add(self, file: ChunkFile, before: bytes | None = None) -> None:
-        """There is this file now. `before`: the chunk that leads up to it, and should stay longer."""
+    def add(self, file: ChunkFile, before: bytes | None = None, *, is_passed: bool = False) -> None:
+        """There is this file now. `before`: the chunk that leads up to it, and should stay longer. `is_passed`: see
+        `Evictable`; after a restart of the node nobody knows."""
         entry = self._new(file)
+        entry.is_passed = is_passed
         if file.key not in self.pins:
             self._order.insert(entry, self._files.get(before) if before is not None else None)
 

@@ -46,6 +46,7 @@ class Evictable(msgspec.Struct, kw_only=True, eq=False, gc=False):
     standing: int = OUT  # in the order of eviction (`pdx.store.eviction`): `OUT`, `IN` or `PARKED` …
     level: int = 0  # … on this level
     is_over: bool = False  # its cache salt has used so much since that this one goes first (`pdx.store.eviction`)
+    is_passed: bool = False  # its prompt has gone on, and needs it no more; no request has found it since
     rank: Rank | None = None  # its eviction policy's …
     uses: int = 0  # … own knowledge of it
     older: Evictable | None = None  # its neighbours in `pdx.store.policies.lru`; None: it is not there
