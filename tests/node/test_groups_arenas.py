@@ -7,6 +7,7 @@ from service_stage import CHUNKS, Clock
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import Service
+from pdx.store.eviction import LEAST
 from pdx.store.history import Cause
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
@@ -83,6 +84,17 @@ def test_what_is_needed_comes_from_the_other_arena(stored):
     assert (answer.hits, {slot.arena for slot in answer.slots}) == (6, {1})
     assert of_arena(stored, 1) == stored.needs(6)
     stored.release(answer)
+
+
+def test_what_a_prompt_has_passed_is_worth_the_least_in_both(prompt):
+    answer = prompt.ask_room()
+    prompt.fill(answer.granted_slots)
+    prompt.release(answer)
+    settle(prompt)
+    passed = {(1, 0), (1, 1), (1, 2), *((2, chunk) for chunk in range(4))}
+    for arena in (0, 1):
+        chunks = prompt.service.store.index.slots[arena].values()
+        assert set(prompt.named([each.key for each in chunks if each.level == LEAST])) == passed
 
 
 def test_only_what_is_of_use_is_copied(stored):
