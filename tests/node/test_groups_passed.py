@@ -128,9 +128,8 @@ def test_where_not_all_has_room_the_end_is_that_of_what_has(gemma):
 
 @pytest.mark.parametrize("has_tier", [False, True], ids=["memory", "beside a tier"])
 def test_more_prompts_are_found_to_their_end(gemma, has_tier):
-    """Conversations that take half as much again as there is; each goes on, and each is found. By the order of use alone
-    there is room for five of eight, and what is computed takes the place of the one that goes on next: none is found.
-    """
+    """Conversations that take half as much again as there is; each goes on, and each is found. By the order of use
+    alone there is room for five of eight, and what is computed takes the place of the next one: none is found."""
     tier = gemma.below() if has_tier else None
     assert PROMPTS * GRANULES == 1.5 * CHUNKS
     for at in range(PROMPTS):
