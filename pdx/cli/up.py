@@ -93,10 +93,13 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     metavar="SCHEME",
     help="A node for each role, joined by this channel, as if on two hosts; auto: the fastest. [default: one node]",
 )
-@option("--admin", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]")
-@option("--cache-token-file", metavar="FILE", help="See `pdx proxy`. [default: none]")
-@option("--debug-headers", is_flag=True, help="See `pdx proxy`.")
-@option("--forward/--no-forward", default=True, help="See `pdx proxy`.")
+@option("--admin", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]", section="Proxy")
+@option("--cache-token-file", metavar="FILE", help="See `pdx proxy`. [default: none]", section="Proxy")
+@option("--debug-headers", is_flag=True, help="See `pdx proxy`.", section="Proxy")
+@option("--forward/--no-forward", default=True, help="See `pdx proxy`.", section="Proxy")
+@option(
+    "--workers", default=1, type=_WHOLE, help="Processes of the proxy, which serve its port together.", section="Proxy"
+)
 @option("--logs", type=FOLDER, default="pdx-logs", help="Folder for logs; another pdx up needs another.")
 @option("--wait", default=900.0, metavar="SECONDS", callback=_seconds, help="Give up starting after this long.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -112,6 +115,7 @@ def up(
     cache_token_file: str | None,
     debug_headers: bool,
     forward: bool,
+    workers: int,
     logs: Path,
     wait: float,
     flags: tuple[str, ...],
@@ -144,6 +148,7 @@ def up(
     proxy_options = [*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])]
     proxy_options += ["--cache-token-file", cache_token_file] if cache_token_file else []
     proxy_options += [] if forward else ["--no-forward"]
+    proxy_options += ["--workers", str(workers)] if workers > 1 else []
     with _signals() as signals, _owned(folder, port), held_port(host, port) as share_port:
         private_folder(folder)
         control = default_proxy() if node else f"ipc://{folder}/proxy.sock"

@@ -23,6 +23,7 @@ from pdx.cli.processes import Processes
 from pdx.cli.up import exposure, nodes_of, up
 from pdx.client.api import connect
 from pdx.errors import ConfigError, PdxError
+from pdx.security.address import worker_address
 
 STANDIN = Path(__file__).parent / "standin"
 ROOT = Path(__file__).parent.parent.parent
@@ -110,10 +111,15 @@ def _get(url: str) -> bytes:
 
 
 def test_two_runs_on_one_port_one_ended_by_ctrl_c_and_one_killed(start_up):
-    first = start_up("--decode", "2", "--", "--max-model-len", "99").wait_ready()
-    health = json.loads(_get(f"http://127.0.0.1:{first.port}/health"))
-    assert (health["prefillers"], health["decoders"]) == (1, 2)
-    assert len(first.everyone()) >= 10  # up, guard, node, proxy, three engines with a child each
+    first = start_up("--decode", "2", "--workers", "2", "--", "--max-model-len", "99").wait_ready()
+    for _ in range(20):  # the kernel deals them out
+        health = json.loads(_get(f"http://127.0.0.1:{first.port}/health"))
+        assert (health["prefillers"], health["decoders"]) == (1, 2)
+    assert len(first.everyone()) >= 12  # up, guard, node, proxy and two workers of it, three engines with a child each
+    control = f"ipc://{first.place}/pdx/up-{first.port}/proxy.sock"
+    assert [Path(worker_address(control, number).removeprefix("ipc://")).is_socket() for number in (0, 1, 2)] == [
+        *(True, True, False)
+    ]
     prefill = first.facts("prefill-0")
     for role, facts in (("prefill", prefill), ("decode", first.facts("decode-0"))):
         argv, settings = facts["argv"], first.connector(f"{role}-0")
