@@ -148,9 +148,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ArenaBytes,
         option("Host memory for chunks.", default="4GiB; none with --gpu", section="Memory", for_engines=True),
     ] = 4 << 30
-    gpu: Annotated[str, Meta(max_length=64)] = (
-        ""  # ordinal or UUID of the GPU that has the first arena; empty: host memory
-    )
+    gpu: Annotated[str, Meta(max_length=64)] = ""  # ordinal or UUID of the GPU of the first arena; empty: host memory
     more_gpus: Annotated[
         GpuNames,
         option(
@@ -226,6 +224,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             section="Disks and remote store",
         ),
     ] = 5.0
+    peer_lookup_s: Annotated[
+        Seconds, option("Ask peers what they have of a prompt, for so long; 0: never.", flag="peer-lookup-timeout")
+    ] = 0.005
     store: Annotated[
         StoreChoice,
         option("Chunks that go to --disk and --remote: all, those requested twice, or those that leave memory next."),

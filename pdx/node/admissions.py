@@ -466,10 +466,10 @@ class Admissions:
         has_more = self._tiers.below or arenas or missing in self._store.index.partial
         if has_more and (patience_s := self._tiers.may_come(wanted, hits, computing=computing)):
             return patience_s
-        if ask.source in ("", self._name):
-            return 0.0
+        if not ask.source and (is_named or not self._peers.lookups.is_on):
+            return 0.0  # a name says nothing of the bytes that a peer has under it
         try:
-            return math.inf if self._peers.may_come(ask, goal, computing) else 0.0
+            return math.inf if self._peers.may_come(ask, goal, arenas, computing) else 0.0
         except (PeerError, ConfigError) as error:
             counted(log, self._counters, "fetch_impossible", "%s", error)
             return 0.0

@@ -217,7 +217,8 @@ class Explanations:
     def _of_misses(self, session: Session, ask: Admit, first: int, now: float, most: int) -> Iterator[Reason]:
         end = min(ask.sought, first + most)
         chunk_s = self._sessions.chunk_s(session, ask.shards)
-        slow = self._peers.why_not(ask, ask.sought - first, chunk_s) if ask.source else ""
+        may_be_elsewhere = ask.source or self._peers.lookups.is_on
+        slow = self._peers.why_not(ask, ask.sought - first, chunk_s) if may_be_elsewhere else ""
         why = [self._why(session, ask, index, now, chunk_s, slow) for index in range(first, end)]
         why += [("gap", "behind the first that are missing")] * (ask.sought - end)
         for (kind, text), run in itertools.groupby(why):

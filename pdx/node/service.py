@@ -268,7 +268,7 @@ class Service:
 
     def due_in(self, now: float) -> float:
         """Seconds until the next turn is due, whatever else happens."""
-        return min(self.admissions.due_in(now), self.controls.jobs.due_in)
+        return min(self.admissions.due_in(now), self.controls.jobs.due_in, self.peers.lookups.due_in(now))
 
     # ---- one method per message -------------------------------------------------------------
 
@@ -327,6 +327,8 @@ class Service:
     def _push(self, session: Session, ask: Push) -> Answer:
         arenas = self.sessions.arenas(session, ask.shards)
         found = self.store.find(ask.keys, ask.shards, arenas)
+        if ask.dry_run:
+            return Done(len(found))
         if len(found) < len(ask.keys):
             raise ChunkMissing(f"{len(ask.keys) - len(found)} of {len(ask.keys)} chunks are not there")
         if ask.peer != self.name:

@@ -133,7 +133,8 @@ class Push(Message, frozen=True):
 
     From a process: sealed chunks, to `peer`. From a peer: to itself, the leading run of these keys and, of a
     `transfer`, also what is still being filled; a `Done` of 0 may take it back later. `groups`: from a peer, of the
-    keys of several cache groups, as in `Admit`, what the longest part of the prompt needs that is there.
+    keys of several cache groups, as in `Admit`, what the longest part of the prompt needs that is there. `dry_run`:
+    nothing is copied, and `Done.count` says how many leading chunks could be.
     """
 
     keys: Keys
@@ -141,6 +142,7 @@ class Push(Message, frozen=True):
     shards: ShardCount = 1
     transfer: TransferId | None = None
     groups: Groups = []
+    dry_run: bool = False
 
 
 class Fill(Message, frozen=True):

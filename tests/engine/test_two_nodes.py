@@ -172,13 +172,28 @@ def test_a_decoder_asks_for_what_was_not_pushed(pair: Pair) -> None:
 def test_a_prefix_is_fetched_from_the_node_that_is_named(pair: Pair, params: Any) -> None:
     prompt = numbers(0, 2 * CHUNK + 7)
     pair.first.finish(pair.first.save(prompt))
-    assert pair.second.run([*prompt, 9], params) == 0, "nobody is asked"
+    nobody = {**(params or {}), "prefix_node": "two"}
+    assert pair.second.run([*prompt, 9], nobody) == 0, "nobody is asked"
     other = numbers(5000, 2 * CHUNK + 7)
     pair.first.finish(pair.first.save(other))
     pair.nodes[0].wait_sealed(6)  # two chunks and a part, twice
     named = {**(params or {}), "prefix_node": "one", "transfer_id": "z" * 20} if params else {"prefix_node": "one"}
     assert pair.second.run([*other, 9], named) == 2 * CHUNK
     assert pair.nodes[0].counter("wants_served") == 1
+    assert pair.nodes[1].counter("peer_lookups") == 0
+
+
+@pytest.mark.parametrize("params", [None, {**PREFILL, "decode_node": ""}], ids=["alone", "a prefill leg"])
+def test_where_no_node_is_named_peers_are_asked(
+    place: Path, start_node: Callable[..., NodeProcess], params: Any
+) -> None:
+    with contextlib.closing(Pair(two_nodes(start_node, place, peer_lookup_s=20.0))) as pair:
+        prompt = numbers(0, 3 * CHUNK + 7)
+        pair.first.finish(pair.first.save(prompt[: 2 * CHUNK + 7]))
+        pair.nodes[0].wait_sealed(3)
+        assert pair.second.run(prompt, params) == 2 * CHUNK
+        assert pair.nodes[0].counter("wants_served") == pair.nodes[1].counter("peer_lookups") == 1
+        assert pair.first.load(numbers(900, CHUNK)) == 0, "and nobody has another one"
 
 
 # ---- a decoder that copies what its prefill has computed while that still computes the rest ---

@@ -87,6 +87,7 @@ class PeerConnection:
         self.is_wanted = False  # something waited for it since it was dialled
         self.is_invited = False  # the peer has said where its memory may be written
         self.has_welcomed = False  # this node has said so
+        self.is_silent = False  # it owes the answer to a question of `Lookups` that did not come in time
         self.fault = ""  # sending failed: to be lost at the next tick
         self._said = said
         self._heard = 0

@@ -24,6 +24,7 @@ from pdx.node.peers.connections import Connections
 from pdx.node.peers.fetches import Fetches
 from pdx.node.peers.inbound_push import InboundPush
 from pdx.node.peers.inbound_pushes import InboundPushes
+from pdx.node.peers.lookups import Lookups
 from pdx.node.peers.peer_tiers import PeerTiers
 from pdx.node.peers.regions import Regions
 from pdx.store.cache_groups import Goal, restorable
@@ -99,6 +100,7 @@ class Peers:
         self.regions = regions
         self.connections = Connections(self, config, env, sessions.numbers, context, poller)
         self.fetches = Fetches(self.connections, config.fetch_s, env)
+        self.lookups = Lookups(self.connections, config.peer_lookup_s, env, self._numbers)
         self.inbound = InboundPushes(config, env, store=store, transfers=transfers, regions=regions)
         self.tiers = PeerTiers(
             config,
@@ -156,25 +158,41 @@ class Peers:
             return
         self._asked[about] = answer
 
-    def may_come(self, ask: messages.Admit, goal: Goal, computing: Computing) -> bool:
-        """Whether what is missing here may still come from the peer that a question names, sooner than it is computed.
+    def may_come(self, ask: messages.Admit, goal: Goal, arenas: Sequence[int], computing: Computing) -> bool:
+        """Whether what is missing here may still come from a peer, sooner than it is computed: from the one that a
+        question names; where it names none, from the one that has the most of a prompt, which is asked of all.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
+        now = self._env.clock()
+        if not ask.source and ask.wait_s and ask.awaits is None:
+            count = (len(goal.keys) if ask.groups else ask.sought) - goal.hits
+            source = self.lookups.source(ask, now, computing.seconds(count), lambda: self._hits(ask, goal, arenas))
+            if source is None:
+                return True
+            ask = replace(ask, source=source)
         if ask.source in ("", self._name):
             return False
-        keys = goal.keys if ask.groups else ()
-        return self.fetches.is_waiting(ask, goal.hits, self._env.clock(), computing, keys)
+        return self.fetches.is_waiting(ask, goal.hits, now, computing, goal.keys if ask.groups else ())
+
+    def _hits(self, ask: messages.Admit, goal: Goal, arenas: Sequence[int]) -> int:
+        """How many leading chunks of a prompt can be restored here."""
+        if not ask.groups:
+            return goal.hits
+        return restorable(self._store, Wanted(ask.sought_keys, ask.shards, arenas, rules=ask.groups))[0]
 
     def why_not(self, ask: messages.Admit, count: int, chunk_s: float) -> str:
         """Why the peer that a question names was not asked for what is missing, `count` chunks; empty: it may have
         been."""
-        if ask.source in ("", self._name) or ask.awaits is not None or not count:
+        if ask.awaits is not None or not count:
             return ""
-        takes_s, computing_s = self.fetches.takes_s(ask.source, count), count * chunk_s
+        source = ask.source or self.lookups.known(ask)
+        if source in ("", self._name):
+            return ""
+        takes_s, computing_s = self.fetches.takes_s(source, count), count * chunk_s
         if takes_s <= computing_s:
             return ""
-        return f"not asked of node {ask.source}: it would take {takes_s:.3g} s, and computing takes {computing_s:.3g} s"
+        return f"not asked of node {source}: it would take {takes_s:.3g} s, and computing takes {computing_s:.3g} s"
 
     def told(self, entries: Sequence[PeerEntry]) -> None:
         """What proxies tell of the nodes there are; new ones are dialled at once."""
@@ -225,6 +243,7 @@ class Peers:
     def invited(self, peer: PeerConnection, welcome: messages.Welcome, schemes: list[str]) -> None:
         """The peer says where it may be written, by these schemes of this node, best first."""
         self.fetches.ready(peer)
+        self.lookups.ready()
         at_once = peer.is_dialled or (bool(self.connections.address_of(peer.name)) and self._is_warm())
         self.regions.when_open(lambda: self.tiers.ready(peer, welcome, schemes, at_once=at_once))
 
@@ -259,6 +278,8 @@ class Peers:
                 now = self._env.clock()
                 self._transfers.give_up(transfer, now, peer.source)
                 self.fetches.over(peer.name, 0, transfer, now)
+            case messages.Done() if about >= FIRST_QUESTION:
+                self.lookups.answered(peer, about, body.count, self._env.clock())
             case messages.Done():
                 self.fetches.answered(peer, about, body.count, self._env.clock())
             case messages.Chosen():
@@ -287,19 +308,19 @@ class Peers:
         if ask.transfer is not None and self.tiers.is_pushing(ask.transfer, peer.name):
             peer.send(messages.Done(len(ask.keys)), number)
             return
-        keys = self._restorable(ask) if ask.groups else ask.keys
+        length, keys = self._restorable(ask) if ask.groups else (0, ask.keys)
         hits = self._leading(peer.name, replace(ask, keys=keys))
         hits = 0 if ask.groups and hits < len(keys) else hits  # a part of what a length needs is of no use
-        peer.send(messages.Done(hits), number)
-        if not hits:
+        peer.send(messages.Done(length if hits and ask.groups and ask.dry_run else hits), number)
+        if not hits or ask.dry_run:
             return
         self.tiers.push(peer.name, keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
         self._env.counters["wants_served"] += 1
 
-    def _restorable(self, want: messages.Push) -> list[bytes]:
-        """What the longest part of a prompt of several cache groups needs that is here."""
-        wanted = Wanted(want.keys, want.shards, rules=want.groups)
-        return [chunks[0].key for chunks in restorable(self._store, wanted)[1]]
+    def _restorable(self, want: messages.Push) -> tuple[int, list[bytes]]:
+        """How long the longest part of a prompt of several cache groups is that is here, and what that needs."""
+        length, found = restorable(self._store, Wanted(want.keys, want.shards, rules=want.groups))
+        return length, [chunks[0].key for chunks in found]
 
     def _leading(self, name: str, want: messages.Push) -> int:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
@@ -334,6 +355,8 @@ class Peers:
     def turn(self) -> list[Chunk]:
         """After each turn of the control loop: of which chunks slices have landed, or never will."""
         changed: list[Chunk] = []
+        with self._env.faults.contain("the turn of questions to peers"):
+            self.lookups.turn(self._env.clock())
         with self._env.faults.contain("the turn of pushes from peers"):
             self.inbound.turn()
             changed, self.inbound.changed = self.inbound.changed, changed

@@ -207,3 +207,11 @@ def test_questions_that_nobody_answers_are_forgotten(stage, monkeypatch):
     assert peers.answer(numbers[0]) is None
     peers.message(stage.peer, Found(1, 1, {}), numbers[-1])
     assert peers.answer(numbers[-1]) == Found(1, 1, {})
+
+
+def test_a_peer_may_ask_what_is_here_without_getting_it(stage):
+    seal(stage, [0, 1, 2])
+    assert stage.want([0, 1, 2, 3], dry_run=True) == 3
+    assert stage.want([4], 2, dry_run=True) == 0
+    assert stage.holds() == stage.counters["wants_served"] == 0
+    assert stage.want([0, 1], 3) == 2

@@ -1,0 +1,139 @@
+"""Which peer has the most of a prompt: asked before an engine computes it that no proxy has placed. No sockets here.
+
+The answer is a number of chunks, and worth a fetch from that peer (`pdx.node.peers.fetches`), nothing else: a peer that
+is silent, wrong or gone costs a request `lookup_s` at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from pdx.node.peers.connection import ConnectionState, PeerConnection
+from pdx.node.peers.connections import Connections
+from pdx.store import paying
+from pdx.store.deadlines import Deadlines
+from pdx.telemetry.env import Env
+from pdx.wire.messages import Admit, Push
+
+KEPT_S = 2.0  # for so long the answer holds for others with the same prompt
+MAX_ASKED = 8  # peers, for one prompt
+MAX_KEYS = 1024  # in one question: a peer looks each up
+
+
+class Lookup(msgspec.Struct, eq=False):
+    """One question to some peers: how many of a prompt's leading chunks each can restore. `name`: the last key that is
+    sought, which the hash chain makes name all before it."""
+
+    number: int
+    name: bytes
+    first: int  # the chunk that the question begins with …
+    end: int  # … and that behind its last one
+    most: int  # leading chunks that `source` can restore; before an answer those that this node can
+    deadline: float
+    asked: set[PeerConnection]  # who have not answered
+    source: str = ""
+    is_over: bool = False
+
+
+class Lookups:
+    """All of them. Owned by the control loop; the clock is a parameter. Each call costs what it changes."""
+
+    def __init__(self, connections: Connections, lookup_s: float, env: Env, numbers: Iterator[int]) -> None:
+        """`lookup_s`: how long a request waits for the answers; 0: nobody is asked. `numbers`: of questions."""
+        self._connections = connections
+        self._lookup_s = lookup_s
+        self._counters = env.counters
+        self._news = env.news
+        self._numbers = numbers
+        self.is_on = False  # some peer was there that may be asked
+        self._lookups: dict[bytes, Lookup] = {}
+        self._open: dict[int, Lookup] = {}  # those that are not over, by number
+        self._deadlines: Deadlines[Lookup] = Deadlines()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ready(self) -> None:
+        """A peer is connected."""
+        self.is_on = self._lookup_s > 0
+
+    def source(self, ask: Admit, now: float, computing_s: float, here: Callable[[], int]) -> str | None:
+        """The peer that can restore more of a prompt than this node; empty: none is known; None: that is not known yet.
+        Asks, the first time.
+
+        `computing_s`: what computing the rest takes. `here`: says how many leading chunks this node can restore.
+        """
+        lookup = self._lookups.get(ask.last_sought) or self._begin(ask, now, computing_s, here)
+        if lookup is not None and not lookup.is_over:
+            return None
+        return self.known(ask) if lookup is not None and (ask.groups or lookup.most > here()) else ""
+
+    def known(self, ask: Admit) -> str:
+        """The peer that was found for this prompt a moment ago, if it is connected; else empty."""
+        lookup = self._lookups.get(ask.last_sought)
+        peer = self._connections.of(lookup.source) if lookup is not None and lookup.source else None
+        return peer.name if peer is not None and peer.state is ConnectionState.READY else ""
+
+    def _begin(self, ask: Admit, now: float, computing_s: float, here: Callable[[], int]) -> Lookup | None:
+        patience_s = min(self._lookup_s, computing_s - paying.LOAD_S)  # no longer than a fetch can gain
+        able = (peer for peer in self._connections.peers if peer.state is ConnectionState.READY and not peer.is_silent)
+        peers = [*itertools.islice(able, MAX_ASKED)] if patience_s > 0 else []
+        if not peers:
+            return None
+        hits = here()
+        if ask.groups:
+            first, end = 0, min(ask.sought, MAX_KEYS // len(ask.groups))
+            keys = [key for at in range(0, len(ask.keys), ask.chunks) for key in ask.keys[at : at + end]]
+        else:
+            first, end = hits, min(ask.sought, hits + MAX_KEYS)
+            keys = ask.keys[first:end]
+        if hits >= end:
+            return None
+        number = next(self._numbers)
+        lookup = Lookup(number, ask.last_sought, first, end, hits, now + patience_s, set(peers))
+        self._lookups[lookup.name] = self._open[number] = lookup
+        self._deadlines.add([lookup], lookup.deadline)
+        self._counters["peer_lookups"] += 1
+        for peer in peers:
+            peer.send(Push(keys, "", ask.shards, groups=ask.groups, dry_run=True), number)
+        return lookup
+
+    def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:
+        """The peer can restore so many of the chunks that it was asked about."""
+        peer.is_silent = False
+        lookup = self._open.get(number)
+        if lookup is None or peer not in lookup.asked:
+            return
+        lookup.asked.discard(peer)
+        length = min(lookup.first + count, lookup.end)
+        if length > lookup.most:
+            lookup.most, lookup.source = length, peer.name
+        if not lookup.asked or lookup.most == lookup.end:
+            self._end(lookup, now)
+
+    def turn(self, now: float) -> None:
+        """After each turn of the control loop: nobody waits any longer for what has not come by now."""
+        for lookup in self._deadlines.take(now):
+            if lookup.is_over:
+                del self._lookups[lookup.name]
+                continue
+            self._counters["peer_lookups_late"] += 1
+            for peer in lookup.asked:
+                peer.is_silent = True
+            self._end(lookup, now)
+
+    def due_in(self, now: float) -> float:
+        """Seconds until there is something to be done, whatever else happens."""
+        return max(0.0, self._deadlines.first - now)
+
+    def _end(self, lookup: Lookup, now: float) -> None:
+        lookup.is_over = True
+        lookup.asked = set()
+        self._deadlines.discard(lookup, lookup.deadline)
+        lookup.deadline = now + KEPT_S
+        self._deadlines.add([lookup], lookup.deadline)
+        del self._open[lookup.number]
+        self._news.append(("fetch", lookup.name))

@@ -1,0 +1,215 @@
+"""Engines that no proxy places: their node asks its peers what they have of a prompt, and fetches the most of it."""
+
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+from connection_stage import Raw
+from node_harness import MIB, NodeProcess, attached
+from peers_harness import Cluster, LocalCluster
+
+from pdx.config import NodeConfig
+from pdx.memory.arena import GRANULE_BYTES as G
+from pdx.memory.rules import needed
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Admit, Delete, Done, Fill, Group, Ping, Push, Release, decode_peer
+from pdx.wire.verbs import Why
+
+COUNT = 6
+KEYS = [bytes([at + 1]) * 16 for at in range(COUNT)]
+PATIENT = {"peer_lookup_s": 20.0}  # a slow machine makes nobody late
+
+
+@pytest.fixture
+def cluster(place):
+    with LocalCluster(place, "abc", channels=["tcp"], **PATIENT) as made:
+        made.start("a", "b", "c")
+        wait_connected(made, "abc")
+        yield made
+
+
+def wait_connected(cluster, names):
+    def are_all() -> bool:
+        states = [cluster.peer(name, other) for name in names for other in names if other != name]
+        return all(peer is not None and peer.state == "ready" for peer in states)
+
+    wait_until(are_all, what="all know each other")
+
+
+def engine(cluster, name):
+    return attached(cluster.address(name), kind="scheduler", engine=f"engine-{name}")
+
+
+def store(cluster, name, keys):
+    with attached(cluster.address(name)) as client:
+        granted = client.ask(Admit(keys, nbytes=G, layers=1)).granted_slots
+        client.ask(Fill(granted, layers=1, seal=True))
+
+
+def look(scheduler, keys=KEYS, **fields):
+    answer = scheduler.ask(Admit(keys, lease_s=5.0, wait_s=20.0, part="keeps", request="r", **fields))
+    if answer.lease:
+        scheduler.ask(Release(answer.lease))
+    assert not answer.waiting
+    return answer.hits
+
+
+def test_a_prompt_is_fetched_from_the_peer_that_has_most_of_it(cluster):
+    store(cluster, "b", KEYS[:2])
+    store(cluster, "c", KEYS[:5])
+    with engine(cluster, "a") as a:
+        assert look(a) == 5
+        assert look(a) == 5
+    assert [cluster.counter(name, "wants_served") for name in "bc"] == [0, 1]
+    assert cluster.counter("a", "peer_lookups") == 1
+    cluster.settle()
+
+
+def test_what_is_here_counts(cluster):
+    store(cluster, "a", KEYS[:3])
+    store(cluster, "b", KEYS[:3])
+    with engine(cluster, "a") as a:
+        assert look(a) == 3, "nobody has more"
+        store(cluster, "c", KEYS[:4])
+        assert look(a, KEYS[:5]) == 4, "another prompt is another question"
+        assert look(a, KEYS[:4]) == 4
+    assert [cluster.counter(name, "wants_served") for name in "bc"] == [0, 1]
+    assert cluster.counter("a", "peer_lookups") == 2
+    assert cluster.counter("c", "copies") == 1
+    cluster.settle()
+
+
+def test_nobody_is_asked_where_a_client_or_a_leg_asks_or_computing_is_faster(cluster):
+    store(cluster, "b", KEYS)
+    with (
+        engine(cluster, "a") as a,
+        attached(cluster.address("a"), kind="worker", engine="engine-a") as worker,
+        attached(cluster.address("a")) as client,
+    ):
+        assert look(client) == 0, "its keys are names"
+        assert a.ask(Admit(KEYS, lease_s=5.0)).hits == 0, "it does not wait"
+        assert look(a, source="a") == 0, "a proxy says that nobody has more"
+        worker.ask(Ping(chunk_s=1e-6))
+        assert look(a) == 0
+        assert cluster.counter("a", "peer_lookups") == 0
+        worker.ask(Ping(chunk_s=60.0))
+        assert look(a) == COUNT
+    cluster.settle()
+
+
+def test_an_answer_says_why_a_peer_that_has_it_was_not_asked_for_it(cluster):
+    store(cluster, "b", KEYS)
+    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
+        assert look(a, KEYS[:1]) == 1
+        wait_until(lambda: not cluster.peer("a", "b").landing, what="b has said that all was written, so it is known")
+        a.ask(Delete(KEYS))
+        worker.ask(Ping(chunk_s=0.002))
+        cluster.nodes["a"]._daemon.service.peers.fetches._rates["b"].moved(1, 0, int(60e9))
+        assert look(a, KEYS[:5]) == 0
+        reasons = a.ask(Why("r")).requests[0].reasons
+    assert reasons[-1].text.startswith("not asked of node b: it would take")
+
+
+# ---- of several cache groups ----------------------------------------------------------------
+
+GROUPS = [
+    Group(nbytes=4 * G, layers=4),
+    Group(reach=2, tail_reach=1, nbytes=2 * G, layers=2),
+    Group(reach=1, tail_reach=0, nbytes=3 * G, layers=1),
+]
+OF_GROUPS = [bytes([group + 1, chunk + 1]) * 8 for group in range(len(GROUPS)) for chunk in range(COUNT)]
+
+
+def test_of_several_groups_the_longest_part_that_can_be_restored_counts(cluster):
+    """And not the number of chunks: a state alone is of no use, and of a window few are needed."""
+    gone = {"b": [(0, 5), (1, 2), (2, 3)], "c": [(0, 4)]}  # all full chunks but the last; few, and all of the others
+    for name in "bc":
+        with (
+            attached(cluster.address(name), kind="scheduler", engine="e") as scheduler,
+            attached(cluster.address(name), kind="worker", engine="e") as worker,
+        ):
+            granted = scheduler.ask(Admit(OF_GROUPS, groups=GROUPS, part="writes"))
+            for slot, at in zip(granted.granted_slots, granted.granted, strict=True):
+                worker.ask(Fill([slot], 0, GROUPS[at // COUNT].layers, seal=True))
+            scheduler.ask(Delete([OF_GROUPS[group * COUNT + chunk] for group, chunk in gone[name]]))
+    sizes = [Group(reach=each.reach, tail_reach=each.tail_reach, layers=each.layers, nbytes=0) for each in GROUPS]
+    with engine(cluster, "a") as a:
+        assert look(a, OF_GROUPS, groups=sizes) == 5
+        here = [at for at, key in enumerate(OF_GROUPS) if a.ask(Admit([key])).hits]
+        assert here == [*needed(GROUPS, COUNT, 5, has_tail=False)]
+        assert look(a, OF_GROUPS, groups=sizes) == 5
+    assert [cluster.counter(name, "wants_served") for name in "bc"] == [1, 0]
+    cluster.settle()
+
+
+# ---- peers that do not keep their word --------------------------------------------------------
+
+
+def test_a_peer_that_is_stopped_is_waited_for_once_and_not_long(place):
+    with Cluster(place, "abc", channels=["tcp"], peer_lookup_s=0.2) as cluster:
+        cluster.start("a", "b", "c")
+        wait_connected(cluster, "abc")
+        store(cluster, "c", KEYS[:4])
+        cluster.nodes["b"].signal(signal.SIGSTOP)
+        try:
+            with engine(cluster, "a") as a:
+                assert look(a) == 4, "of those that have answered"
+                assert cluster.counter("a", "peer_lookups_late") == 1
+                for at in range(1, COUNT):
+                    assert look(a, [bytes([at, 8]) * 8]) == 0
+                assert cluster.counter("a", "peer_lookups") == COUNT
+                assert cluster.counter("a", "peer_lookups_late") == 1
+        finally:
+            cluster.nodes["b"].signal(signal.SIGCONT)
+        store(cluster, "b", [b"x" * 16])
+        with engine(cluster, "a") as a:  # its late answer has come: it is asked again
+            keys = iter(bytes([at, 7]) * 8 for at in range(256))
+            wait_until(lambda: look(a, [b"x" * 16, next(keys)]) or a.ask(Delete([b"x" * 16])) and None)
+
+
+class Liar:
+    """A peer that says that it has as many chunks as it is told to say, and has none."""
+
+    def __init__(self, address, count, kept):
+        self.raw = Raw(None, SimpleNamespace(connections=SimpleNamespace(address=f"{address}.peers")))
+        self.raw.hello(name="liar")
+        self.count, self.kept, self.asked = count, kept, []
+        wait_until(self.raw.hear, what="it is let in")
+
+    def serve(self):
+        """Answer what has come."""
+        while self.raw.socket.poll(0):
+            frame = decode_peer(self.raw.socket.recv())
+            if isinstance(frame.body, Push):
+                self.asked.append(frame.body)
+                is_question = frame.body.dry_run
+                if is_question or self.kept:
+                    self.raw.send(Done(self.count if is_question else 0), frame.about)
+            self.raw.send(Ping())
+
+
+@pytest.mark.parametrize(("count", "asks"), [(0, 1), (COUNT, 2), (1 << 19, 2)])
+def test_a_peer_that_has_not_what_it_says_costs_its_answers(place, count, asks):
+    node = NodeProcess.ready(
+        NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=8 * MIB, channels=["tcp"], **PATIENT)
+    )
+    liar = Liar(node.address, count, kept=True)
+    try:
+        with attached(node.address, kind="scheduler", engine="e") as a:
+            number = a.tell(Admit(KEYS, lease_s=5.0, wait_s=20.0, part="keeps"), reply=True)
+
+            def answered():
+                liar.serve()
+                return a.answer(0.01)
+
+            seq, answer = wait_until(answered, what="the request goes on")
+            assert (seq, answer.hits, answer.waiting) == (number, 0, False)
+            assert [push.dry_run for push in liar.asked] == [True, False][:asks]
+            since = time.monotonic()
+            assert look(a) == 0
+            assert time.monotonic() - since < 5.0, "it was found out"
+            assert len(liar.asked) == asks
+    finally:
+        liar.raw.close()
+        node.close()
