@@ -40,6 +40,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     outcome: Outcome = Outcome.OK
     answered: bool = False  # the client was sent a stream to its end: whatever happens now costs it nothing
     told: set[str] = msgspec.field(default_factory=set)  # nodes of engines that know of the transfer; "": one not known
+    expecting: set[str] = msgspec.field(default_factory=set)  # those of decode legs that were sent before prefill's end
     prompt: Prompt | None = None  # what is known of it and of its cache
     keys: Keys | None = None  # of its prompt, where they can be made
     coming: list[tuple[str, list[bytes]]] = msgspec.field(default_factory=list)  # nodes where some are computed

@@ -222,7 +222,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             if not exchange.reply.started:
                 exchange.set_mode(Mode.ALONE, reason)
             return failure
-        self.control.tell(Prefilled(exchange.transfer), exchange.told)
+        if exchange.expecting:
+            self.control.tell(Prefilled(exchange.transfer), exchange.expecting)
         return prefill
 
     def _prefill_failed(self, exchange: Exchange, failure: Exception) -> str:
@@ -382,6 +383,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             exchange.mark(Event.DECODE_SENT, engine)
             if exchange.told and not engine.detached:
                 exchange.told.add(engine.node)
+                exchange.expecting |= {engine.node} if after is not None and not after.done() else set()
             asked = exchange.whole
             if asked is None:
                 leg_body = self.locating.told(exchange, leg(), engine, decodes=True)
