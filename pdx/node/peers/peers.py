@@ -223,6 +223,7 @@ class Peers:
     def greeted(self, peer: PeerConnection, schemes: list[str]) -> None:
         """A peer is to be told by which of these schemes it may write here; any earlier connection of that name is
         over. The regions are opened to it as soon as the arena is registered."""
+        self.lookups.ready()
         for old in self.inbound.sessions:
             if old.name == peer.name and old.is_dead_if(peer.epoch, peer.host):
                 self.inbound.session_over(old, is_dead=True)
@@ -243,7 +244,6 @@ class Peers:
     def invited(self, peer: PeerConnection, welcome: messages.Welcome, schemes: list[str]) -> None:
         """The peer says where it may be written, by these schemes of this node, best first."""
         self.fetches.ready(peer)
-        self.lookups.ready()
         at_once = peer.is_dialled or (bool(self.connections.address_of(peer.name)) and self._is_warm())
         self.regions.when_open(lambda: self.tiers.ready(peer, welcome, schemes, at_once=at_once))
 
