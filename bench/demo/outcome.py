@@ -12,7 +12,6 @@ from rich.table import Table
 from pdx.bench.demo.workload import Request
 
 AUTO = "auto"  # the nodes choose their channel
-KV_BYTES = 64 << 10  # of one token of the demo's model
 SHORT = "short_prompt"  # the proxy's word for what is not worth two engines
 BLOCK_TOKENS = 128  # of vLLM on CPUs; the largest of all devices
 
@@ -54,7 +53,8 @@ class Wire:
     rates: dict[str, float]  # GB/s by channel: the nodes' own where they had a choice, else of the trial beforehand
 
 
-def table(rows: Sequence[Row], wire: Wire | None) -> Table:
+def table(rows: Sequence[Row], wire: Wire | None, kv_bytes: int) -> Table:
+    """What became of each request; `kv_bytes`: of a token."""
     way = f", {wire.channel} between their nodes" if wire else ""
     shown = Table(title=f"through PDX: prefill on one engine, decode on another{way}", title_justify="left")
     names = ("prompt\ntokens", "reused\ntokens", "pushed\ntokens", "pushed\nMB", "moved when\nprefill ended")
@@ -68,7 +68,7 @@ def table(rows: Sequence[Row], wire: Wire | None) -> Table:
             f"{row.request.name}{', one engine' if row.alone else ''}",
             f"{row.prompt_tokens:,}",
             f"{reused:,}",
-            f"{min(row.prompt_tokens, row.sent_bytes // KV_BYTES):,}",
+            f"{min(row.prompt_tokens, row.sent_bytes // kv_bytes):,}",
             _number(row.sent_bytes / 1e6),
             _number(row.part("hidden_share"), "{:.0%}"),
             *(_number(row.part(name)) for name in ("prefill_ms", "handoff_ms", "first_decode_ms")),
@@ -129,7 +129,7 @@ def complaints(rows: Sequence[Row], changes: Sequence[int | None], pair: str | N
         f"{row.request.name}: one engine served it alone ({row.alone})" for row in rows if row.alone not in ("", SHORT)
     ]
     if None in changes:
-        found.append("the model does not depend on its whole prompt, so the same answers prove nothing")
+        found.append("an answer does not depend on its whole prompt, so that it is the same proves nothing")
     if wire is not None:
         if wire.channel != pair and pair != AUTO:
             found.append(f"the nodes were to use channel {pair}, but used {wire.channel or 'none'}")

@@ -32,6 +32,7 @@ BENCHES = {
     "store": "pdx.bench.harness.commands:store",
     "proxy": "pdx.bench.harness.commands:proxy",
     "serve": "pdx.bench.serve.command:serve",
+    "quality": "pdx.bench.quality.command:quality",
 }
 
 
@@ -78,6 +79,7 @@ def bench() -> None:
     And the tiers of the store?          pdx bench store
     What does the proxy cost?            pdx bench proxy
     How does a running service do?       pdx bench serve --url http://127.0.0.1:8000
+    What does a lossy codec change?      pdx bench quality
     """
 
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -20,6 +20,17 @@ from pdx.memory.layout import KvLayout
 LossyName = Literal["fp8", "int8"]
 Elements = Literal["bf16", "fp16", "fp32"]
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+class Loss(NamedTuple):
+    """What approximate KV may change in what follows, on average: `pdx bench quality` measures it, ADR 79 says how."""
+
+    perplexity: float  # at most so many times that of exact KV
+    divergence: float  # Kullback and Leibler's, at most so many nats in 1,000 tokens
+    agreement: float  # at least such a share of positions has the same most likely token
+
+
+PROMISED: dict[str, Loss] = {"fp8": Loss(1.02, 5, 0.95), "int8": Loss(1.01, 2, 0.96)}
 _FORM = re.compile(r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}")
 _MAX_PAGE_BYTES = 1 << 31
 _DTYPES: dict[str, Elements] = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}

@@ -13,8 +13,11 @@ import aiohttp  # noqa: F401 - fail early where the proxy could not run
 import pytest
 from cases import CASES
 from pair import Pair, plain_answers
-from real_models import gemma3_270m
+from real_models import made_or_skipped
 from tiny import make_tiny
+
+from pdx.bench.harness.real_models import gemma3_270m, smollm2
+from pdx.bench.harness.report import SCRATCH
 
 pytest.importorskip("vllm")
 
@@ -34,8 +37,14 @@ def model(workplace: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with real weights."""
-    return gemma3_270m(tmp_path_factory.mktemp("gemma"))
+    """A model with real weights and windows."""
+    return made_or_skipped(gemma3_270m, tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.fixture(scope="session", name="smollm2")
+def smollm2_folder() -> Path:
+    """A model with real weights that speaks; the demo uses it, too."""
+    return made_or_skipped(smollm2, SCRATCH)
 
 
 @pytest.fixture(scope="session")

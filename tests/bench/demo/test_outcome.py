@@ -55,7 +55,7 @@ def test_a_short_prompt_may_be_served_by_one_engine():
     rows = [row(55), alone("short_prompt")]
     assert complaints(rows, [1], "tcp", wire(tcp=1.25)) == []
     assert summary(rows, wire(tcp=1.25))["requests"] == 2
-    assert table(rows, None).row_count == 2
+    assert table(rows, None, 64 << 10).row_count == 2
 
 
 def test_any_other_prompt_may_not():

@@ -1,0 +1,105 @@
+"""The kinds of KV that are judged: a function that makes it for a sample, and one that makes what it stands for.
+
+A codec's goes through PDX's own encoder and decoder, as a tier stores it: the pages of each layer of each chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from pdx.bench.quality.model import Model
+from pdx.bench.quality.texts import Sample
+from pdx.memory.form import PROMISED, Loss, LossyName, form_of
+from pdx.memory.layout import KvLayout
+from pdx.store.codecs.codec import codec_of, decode_slice, encode_slice
+
+CHUNK_TOKENS = 256
+INT4 = "int4"
+Exact = Callable[[Model, Sample], Tensor]
+Make = Callable[[Model, Sample, Tensor], Tensor]  # the last one is what `Exact` has made
+
+
+def computed(model: Model, sample: Sample) -> Tensor:
+    """Exact KV of the whole context."""
+    return model.kv(sample.context)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`make` makes KV of any number of tokens, at positions from 0 on; `exact` what it is compared with, once for all
+    kinds that have the same. A kind without a promise is a control."""
+
+    about: str
+    make: Make
+    promise: Loss | None = None
+    exact: Exact = computed
+
+
+def kinds(block_tokens: int) -> dict[str, Kind]:
+    """All kinds by name, for an engine with blocks of so many tokens."""
+    scales = f"a scale per head and block of {block_tokens}"
+    controls = {
+        "bf16": Kind("control: rounded as in an engine's cache", lambda _, __, kv: kv.bfloat16().float()),
+        INT4: Kind(f"control: 15 levels, {scales}; no codec of PDX", lambda _, __, kv: int4(kv, block_tokens)),
+    }
+    return controls | {name: _codec(name, block_tokens, scales) for name in get_args(LossyName)}
+
+
+def _codec(name: str, block_tokens: int, scales: str) -> Kind:
+    return Kind(f"{name}, {scales}", lambda _, __, kv: stored(kv, name, block_tokens), PROMISED[name])
+
+
+def stored(kv: Tensor, codec: str, block_tokens: int) -> Tensor:
+    """KV as it comes back from a tier that keeps it in a lossy codec, of an engine that has it in bfloat16."""
+    pages = _pages(kv, block_tokens)
+    layers, blocks, heads, _, _, dim = pages.shape
+    layout = KvLayout(
+        model="",
+        dtype="torch.bfloat16",
+        num_layers=layers,
+        num_heads=heads,
+        head_dim=dim,
+        block_tokens=block_tokens,
+        page_bytes=pages[0, 0].numel() * pages.element_size(),
+        chunk_tokens=CHUNK_TOKENS,
+        order="LBHNC",
+        backend="",
+        isa="",
+        num_shards=1,
+        hashing="",
+    )
+    coder = codec_of(str(form_of(layout, codec)))
+    for layer in pages:
+        for chunk in layer.split(CHUNK_TOKENS // block_tokens):
+            data = chunk.view(torch.uint8).reshape(-1).numpy().data
+            encoded = memoryview(bytearray(len(data)))
+            size = encode_slice(coder, data, encoded, _nothing)
+            decode_slice(coder, encoded[:size], data, _nothing)
+    return _tokens(pages)
+
+
+def int4(kv: Tensor, block_tokens: int) -> Tensor:
+    """With four bits, which lose more than a codec may: a bench that does not see that sees nothing."""
+    pages = _pages(kv, block_tokens)
+    scales = pages.abs().amax(dim=(3, 5), keepdim=True) / 7
+    return _tokens((pages / scales).round() * scales)
+
+
+def _pages(kv: Tensor, block_tokens: int) -> Tensor:
+    """Of whole chunks, in bfloat16: [layers, blocks, heads, tokens of a block, 2, dim], a copy."""
+    assert kv.shape[3] % CHUNK_TOKENS == 0
+    return kv.unflatten(3, (-1, block_tokens)).permute(0, 3, 2, 4, 1, 5).bfloat16().contiguous()
+
+
+def _tokens(pages: Tensor) -> Tensor:
+    """The KV that these pages hold, in float32."""
+    return pages.permute(0, 4, 2, 1, 3, 5).flatten(3, 4).float()
+
+
+def _nothing() -> None:
+    """A tier lets others in between two pieces."""

@@ -1,0 +1,81 @@
+"""What each kind of KV changes in what follows, sample by sample, and the figures of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from pdx.bench.harness.report import Figure
+from pdx.bench.quality.kinds import Exact, Kind
+from pdx.bench.quality.model import Model
+from pdx.bench.quality.texts import Sample
+
+RESAMPLES = 4000  # of a confidence interval
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample with one kind. `loss`: nats per token that follows, whose exponential is the perplexity;
+    `divergence`: Kullback and Leibler's of exact KV from this one, nats per token; `agreement`: share of positions with
+    the same most likely token."""
+
+    kind: str
+    text: str
+    context_tokens: int
+    exact_loss: float
+    loss: float
+    divergence: float
+    agreement: float
+
+
+def judged(model: Model, sample: Sample, kinds: Mapping[str, Kind]) -> Iterator[Row]:
+    """One row for each kind."""
+    right = torch.tensor(sample.following[1:])[:, None]
+
+    def loss(scores: Tensor) -> float:
+        return -float(scores.gather(1, right).mean())
+
+    known: dict[Exact, tuple[Tensor, Tensor]] = {}
+    for name, kind in kinds.items():
+        if kind.exact not in known:
+            kv = kind.exact(model, sample)
+            known[kind.exact] = kv, model.scores(kv, sample.following)
+        kv, exact = known[kind.exact]
+        made = model.scores(kind.make(model, sample, kv), sample.following)
+        divergence = float((exact.exp() * (exact - made)).sum(-1).mean())
+        agreement = float((exact.argmax(-1) == made.argmax(-1)).float().mean())
+        yield Row(name, sample.name, len(sample.context), loss(exact), loss(made), divergence, agreement)
+
+
+def figures(rows: Sequence[Row], kinds: Mapping[str, Kind]) -> Iterator[Figure]:
+    """Means over samples with their intervals of 95 %. What is promised holds where the worse end of that does."""
+    for name, kind in kinds.items():
+        mine = [row for row in rows if row.kind == name]
+        promise = kind.promise
+        ratio = _interval([row.loss - row.exact_loss for row in mine])
+        yield _figure(f"{name}: perplexity, exact = 1", map(math.exp, ratio), promise and promise.perplexity)
+        divergence = _interval([1000 * row.divergence for row in mine])
+        yield _figure(f"{name}: divergence, nats in 1,000 tokens", divergence, promise and promise.divergence)
+        agreement = _interval([row.agreement for row in mine])
+        yield _figure(f"{name}: same most likely token", agreement, promise and promise.agreement, is_least=True)
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, and both ends of its interval, by drawing samples again (bootstrap)."""
+    drawn = numpy.random.default_rng(0).choice(numpy.array(values), (RESAMPLES, len(values))).mean(axis=1)
+    low, high = numpy.quantile(drawn, (0.025, 0.975))
+    return float(numpy.mean(values)), float(low), float(high)
+
+
+def _figure(name: str, interval: Iterable[float], bound: float | None, *, is_least: bool = False) -> Figure:
+    value, low, high = interval
+    note = f"95 %: {low:.4g} to {high:.4g}"
+    if bound is None:
+        return Figure(name, round(value, 5), "", note=note)
+    is_met = low >= bound if is_least else high <= bound
+    return Figure(name, round(value, 5), "", f"{'≥' if is_least else '≤'} {bound:g}", is_met, note)

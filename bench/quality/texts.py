@@ -1,0 +1,64 @@
+"""Texts to measure with: what each Python brings, so that nothing is fetched and nothing of it is ours to pass on.
+
+Prose is what `help()` says of Python's topics (`pydoc_data.topics`), code are the modules of the standard library; both
+under the PSF License Agreement, version 2. They change a little from one Python to the next: results name it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdx.errors import ConfigError
+
+CONTEXT_TOKENS = (256, 512, 1024, 2048)  # whole chunks; of one sample after the other
+FOLLOWING_TOKENS = 129  # behind each of which but the last one, what comes next is scored
+_CHARACTERS = 12  # of a token, more than the mean of any text
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The beginning of a text. `context`: whole chunks, whose KV is what is judged, by what then `following` loses."""
+
+    name: str
+    context: list[int]
+    following: list[int]
+
+
+def topics() -> dict[str, str]:
+    """Pages of documentation by their names."""
+    from pydoc_data.topics import topics as found
+
+    return {f"topic {name}": text.strip() for name, text in found.items()}
+
+
+def modules() -> dict[str, str]:
+    """Sources of the standard library by their names."""
+    return {f"module {file.stem}": file.read_text(errors="replace") for file in Path(os.__file__).parent.glob("*.py")}
+
+
+def samples(tokenizer: Any, count: int, seed: int) -> Iterator[Sample]:
+    """So many different texts, prose and code in turns, with contexts of all lengths.
+
+    :raises ConfigError: there are not so many.
+    """
+    draw = random.Random(seed)
+    sources = [sorted(topics().items()), sorted(modules().items())]
+    for source in sources:
+        draw.shuffle(source)
+    for number in range(count):
+        source = sources[number % len(sources)]
+        length = CONTEXT_TOKENS[number // len(sources) % len(CONTEXT_TOKENS)]
+        need = length + FOLLOWING_TOKENS
+        for name, text in source:
+            tokens = tokenizer.encode(text[: _CHARACTERS * need]).ids[:need]
+            if len(tokens) == need:
+                source.remove((name, text))
+                yield Sample(name, tokens[:length], tokens[length:])
+                break
+        else:
+            raise ConfigError(f"Python brings no more than {number} texts that are long enough; fewer --samples")
