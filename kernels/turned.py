@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
@@ -22,7 +22,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pdx.kernels.streaming import copy_page, fence
-from pdx.memory.rope import Rope
+
+if TYPE_CHECKING:
+    from pdx.memory.rope import Rope
 
 Offsets = NDArray[np.int64]
 _I32 = ir.IntType(32)

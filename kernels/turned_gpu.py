@@ -7,7 +7,7 @@ rounded once. As in `pdx.kernels.paged` launching neither allocates nor waits, b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pdx.kernels.page_map import PageMap
-from pdx.memory.rope import Rope
+
+if TYPE_CHECKING:
+    from pdx.memory.rope import Rope
 
 _TOKENS = 16  # of a program
 

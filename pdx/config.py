@@ -451,6 +451,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Literal["auto", "always"],
         option("`auto`: beside running requests a hit is loaded only if that is sooner than computing it."),
     ] = "auto"
+    moved: Annotated[
+        bool,
+        option(
+            "Tell the node the token ids of chunks, so that requests with the hint `reuse: moved` find them at other "
+            "positions."
+        ),
+    ] = False
     any_release: Annotated[bool, option("Run with a release of vLLM that PDX was not tested with, too.")] = False
     role: Annotated[Literal["prefill", "decode", "both"], option("Told to the proxy; decides nothing here.")] = "both"
     url: Annotated[

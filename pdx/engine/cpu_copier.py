@@ -11,8 +11,11 @@ import torch
 from pdx.engine.copier import Action, PageCopier, Scatter
 from pdx.engine.link import NodeLink
 from pdx.engine.plan import PagesPlan
+from pdx.engine.turning import Turning
+from pdx.errors import LayoutError
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter
+from pdx.kernels.turned import warm_up
 from pdx.memory.arena import Arena
 from pdx.memory.layout import CacheGroups
 from pdx.memory.share import Share
@@ -42,8 +45,15 @@ class CpuCopier(PageCopier):
         groups: CacheGroups,
         share: Share,
         link: NodeLink,
+        turning: Turning | None = None,
     ) -> None:
+        """`turning`: what loads tokens at other positions; None: nothing does."""
         self._layers = layers
+        self._turning = turning
+        if turning is not None:
+            warm_up()
+        # The same pages, by layer and shard of the rank, as elements that can be turned.
+        self._elements = [[turning.pages(rows) for rows in of_shard] for of_shard in layers[0]] if turning else []
         self._groups = groups
         self._share = share
         self._link = link
@@ -119,10 +129,24 @@ class CpuCopier(PageCopier):
     def load(self, source: Scatter, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
         arena, data = source.mapped
         targets = self._targets_of(pages, arena, data)
-        scatter([self._copy(target, layer) for target in targets for layer in layers])
+        scatter([self._copy(target, layer) for target in targets if not target.pages.moved for layer in layers])
+        for target in targets:
+            if target.pages.moved:
+                self._move(target, layers)
         begun = {id(target.pages) for target in targets}
         return [
             each
             for each in pages
             if id(each) not in begun or not all(map(arena.is_current, each.slots_of(self._share)))
         ]
+
+    def _move(self, target: _Target, layers: range) -> None:
+        """Load tokens of a chunk that was computed at other positions."""
+        pages, turning = target.pages, self._turning
+        if turning is None or pages.moved is None:
+            raise LayoutError("tokens at other positions, where nothing turns keys")
+        source, num_blocks = turning.pages(target.rows), pages.num_blocks
+        lines = turning.lines(pages.moved, pages.block_ids)
+        for layer in layers:
+            of_layer = source[layer * num_blocks : (layer + 1) * num_blocks]
+            turning.scatter(of_layer, self._elements[target.part][layer], lines, pages.moved.shift)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,11 +15,22 @@ _SLOT_BYTES = 3 * 8
 NO_EPOCH = -1  # of no life at all: such a load fails
 
 
+class MovedTokens(NamedTuple):
+    """Tokens [first, first + num_tokens) of a chunk, which go to those from `target` on of the blocks beside it; their
+    keys turn by `shift` positions."""
+
+    first: int
+    target: int
+    num_tokens: int
+    shift: int
+
+
 class PagesPlan(msgspec.Struct, frozen=True):
     """Pages [first, first + len(block_ids)) of every layer of one chunk, and the engine's blocks they belong to.
 
     `slots` has one slot per shard, or those alone that a rank has; a layer's slice in each has `num_blocks` pages.
     `group`: the number of the cache group whose layers these are (`Place.number`), or where a worker half has it.
+    `moved`: not these pages go to the blocks, but these tokens.
     """
 
     slots: list[Slot]
@@ -28,6 +40,7 @@ class PagesPlan(msgspec.Struct, frozen=True):
     completes: bool = False  # with these pages the chunk is whole
     by_layer: bool = False  # the node wants to hear of layers as they are filled, not only of the whole
     group: int = 0
+    moved: MovedTokens | None = None
 
     def slots_of(self, share: Share) -> Sequence[Slot]:
         return share.among(self.slots) if len(self.slots) > share.count else self.slots
@@ -56,7 +69,8 @@ class LoadPlan(msgspec.Struct, frozen=True):
     It goes to the workers of all ranks, each of which reads its part alone: thousands of objects would be made and
     encoded for nothing, so `packed` has arrays of machine words. First the slots, for one shard after the other: all
     offsets, all sizes, all generations. Then, in half words, four numbers for each chunk (its cache group, its blocks,
-    the first of them that is loaded, how many are), and all block ids.
+    the first of them that is loaded, how many are), and all block ids. `moved`, if any of it is: four numbers for each
+    chunk, in words (`MovedTokens`).
     """
 
     request_id: str
@@ -65,6 +79,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
     num_shards: int
     packed: bytes
     epoch: int  # the node's life that its slots are of
+    moved: bytes = b""
 
     @classmethod
     def of(
@@ -87,17 +102,23 @@ class LoadPlan(msgspec.Struct, frozen=True):
         for each in pages:
             halves.extend(each.block_ids)
         packed = words.tobytes() + halves.tobytes()
-        return cls(request_id, transfer, len(pages), num_shards, packed, epoch)
+        moved = array("q")
+        for each in pages if any([each.moved for each in pages]) else ():
+            moved.extend(each.moved or (0, 0, 0, 0))
+        return cls(request_id, transfer, len(pages), num_shards, packed, epoch, moved.tobytes())
 
     def pages_of(self, share: Share, groups: Mapping[int, int] | None = None) -> list[PagesPlan]:
         """What the worker with this share is to load. `groups`: see `SavePlan.of_stage`; None: it has all of them."""
-        halves = self._halves()
+        halves, moved = self._halves(), memoryview(self.moved).cast("q").tolist()
         pages, end = [], 4 * self.num_chunks
         for index, slots in enumerate(zip(*map(self._slots, share.among(range(self.num_shards))), strict=True)):
             group, num_blocks, first, length = halves[4 * index : 4 * index + 4]
             if groups is None or group in groups:
                 own = group if groups is None else groups[group]
-                pages.append(PagesPlan(list(slots), num_blocks, first, halves[end : end + length], group=own))
+                block_ids = halves[end : end + length]
+                of_chunk = moved[4 * index : 4 * index + 4]
+                tokens = MovedTokens(*of_chunk) if any(of_chunk) else None
+                pages.append(PagesPlan(list(slots), num_blocks, first, block_ids, group=own, moved=tokens))
             end += length
         return pages
 

@@ -13,78 +13,23 @@ asked, found or saved, but others may rest on the same blocks (`pdx.engine.trust
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import msgspec
-from msgspec import Meta
-
+from pdx.engine.moved import Moving, Run, pages_of
+from pdx.engine.params import TransferParams
 from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan
 from pdx.engine.request_keys import RequestKeys
 from pdx.engine.step import EngineRequest
-from pdx.errors import LayoutError, ProtocolError
+from pdx.errors import LayoutError
 from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
-from pdx.wire.base import TransferId
-from pdx.wire.hints import Envelope, Hints, Verdict, parse, worst
+from pdx.wire.hints import Envelope, Hints, Verdict, worst
 
 NULL_BLOCK = 0  # in a table: the engine has no block there
-NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roster, never an address
-
-
-class TransferParams(msgspec.Struct, frozen=True):
-    """A request's part in a transfer. Names that PDX does not know are left to whoever put them there.
-
-    No address, key or block id is taken from here: a transfer is found by its unguessable id, and its bytes by the
-    content of the request's own prompt.
-    """
-
-    do_remote_decode: bool = False  # this engine prefills for another
-    do_remote_prefill: bool = False  # another engine has prefilled for this one
-    transfer_id: TransferId | None = None  # of a prefill leg without one, its engine draws it
-    decode_node: NodeName = ""  # of a prefill leg: the node that its chunks are pushed to
-    prefill_node: NodeName = ""  # of a decode leg: the node that has them, should some be missing
-    prefix_node: NodeName = ""  # of any other request: a node that may have more of its prompt than the engine's own
-    is_early: bool = False  # a decode leg sent together with the prefill leg: nodes may not know of the transfer yet
-    prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg, as asked
-
-
-def parse_params(params: Any, *, may_name: bool = True) -> TransferParams:
-    """The request's part in a transfer, if it has one. A ProtocolError if what it claims makes no sense.
-
-    Routers made for NIXL name no transfer: the engine that prefills does, and its answer tells the decode leg
-    (`TrackedRequest.handed_on`). `may_name`: no other connector of this engine may be meant.
-    """
-    if params is None:
-        return TransferParams()
-    try:
-        parsed = msgspec.convert(params, TransferParams)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"kv_transfer_params: {error}") from error
-    if not parsed.do_remote_decode and not parsed.do_remote_prefill:
-        return TransferParams(prefix_node=parsed.prefix_node)
-    if parsed.do_remote_decode and parsed.do_remote_prefill:
-        raise ProtocolError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
-    if parsed.transfer_id is None and parsed.do_remote_decode and may_name:
-        return msgspec.structs.replace(parsed, transfer_id=secrets.token_hex(16))
-    if parsed.transfer_id is None:
-        raise ProtocolError(
-            "kv_transfer_params: a leg without a transfer_id, as for another connector; give a decode leg what the "
-            "answer to its prefill leg has as kv_transfer_params"
-        )
-    return parsed
-
-
-def parse_hints(params: Any, salt: str | None = None) -> Envelope:
-    """What a request says of the future of its chunks: the envelope `pdx_hints` among its parameters. Never fails.
-
-    `salt`: its cache salt.
-    """
-    return parse(params.get("pdx_hints") if isinstance(params, Mapping) else None, salt)
 
 
 class State(IntEnum):
@@ -161,6 +106,7 @@ class Hits(NamedTuple):
     tokens: int = 0  # in all of it
     lease: int = 0
     lease_s: float = 0.0  # from the answer on
+    moved: Sequence[Run] = ()  # in place of `slots`
 
 
 @dataclass(slots=True)
@@ -220,6 +166,7 @@ class TrackedRequest:
         self.verdicts: list[Verdict] = []  # what became of its hints, as far as the node has answered
         self._groups = groups
         self.keys = RequestKeys(request, groups, fingerprint)
+        self.moving = Moving() if envelope.form else None  # what is known of its tokens at other positions
         self.drafts: TrackedRequest | None = None  # the same request, of a draft model's layers (`pdx.engine.drafts`)
         self.state = state
         self._counts = Counter[State]() if counts is None else counts
@@ -302,7 +249,8 @@ class TrackedRequest:
     @property
     def hints_answer(self) -> dict[str, str]:
         """What became of each field of its envelope, in words; empty: it had none."""
-        return {verdict.field: verdict.told for verdict in self.envelope.answer(self.verdicts)}
+        own = [self.moving.verdict] if self.moving is not None else []
+        return {verdict.field: verdict.told for verdict in self.envelope.answer([*self.verdicts, *own])}
 
     @property
     def is_prefill(self) -> bool:
@@ -362,6 +310,7 @@ class TrackedRequest:
     def reset(self, fingerprint: bytes) -> None:
         """The engine's cache was reset: what the node said of it is void, its keys are other ones from now on."""
         self.keys = RequestKeys(self.request, self._groups, fingerprint)
+        self.moving = Moving() if self.moving is not None else None
         self.step(Step.VOID)
         self.decoded_end = 0
         node = self.node
@@ -413,6 +362,10 @@ class TrackedRequest:
     def load_pages(self, num_external: int) -> list[PagesPlan]:
         """What of its hits holds `num_external` tokens behind the local ones, and where it goes."""
         end_tokens = self.local_tokens + num_external
+        if self.node.hits.moved:
+            place = self._groups.places[0]
+            blocks = self.tables[place.table]
+            return pages_of(self.node.hits.moved, self.local_tokens, end_tokens, blocks, self._groups[0], place.number)
         pages = []
         for group, first, slots in self.node.hits.slots:
             layout, place = self._groups[group], self._groups.places[group]

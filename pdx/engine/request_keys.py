@@ -9,6 +9,7 @@ from typing import Any
 from pdx.engine.step import BlockHasher, EngineRequest
 from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
 from pdx.memory.layout import CacheGroups, KvLayout, Place
+from pdx.wire.base import MAX_BLOCKS
 from pdx.wire.messages import Group
 
 
@@ -58,6 +59,15 @@ class RequestKeys:
     def parent(self, chunk: int) -> bytes:
         """What leads up to the chunk of this number."""
         return self.leading(chunk)[-1] if chunk else root_key(self._fingerprint)
+
+    def told(self, first_chunk: int, end_block: int) -> dict[str, Any]:
+        """What an `Admit` says of the blocks from this chunk on, so that a chunk is found in part."""
+        blocks_per_chunk = self._groups[0].blocks_per_chunk
+        first_block = first_chunk * blocks_per_chunk
+        if end_block - first_block > MAX_BLOCKS or not self._groups.is_single:
+            return {}
+        names = self.block_names(first_block, end_block)
+        return {"blocks": names, "chunk_blocks": blocks_per_chunk, "parent": self.parent(first_chunk)}
 
     def end(self, num_tokens: int) -> tuple[bytes, int] | None:
         """Key and number of the full blocks behind the last whole chunk, up to `num_tokens`; None: there are none."""

@@ -19,31 +19,23 @@ import msgspec
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.drafts import Drafts
+from pdx.engine.forms import Forms
 from pdx.engine.link import NodeLink
+from pdx.engine.moved import MovedLookup
 from pdx.engine.pace import StepTimes
+from pdx.engine.params import TransferParams, parse_hints, parse_params
 from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan, StepPlan, WorkerNews
-from pdx.engine.request import (
-    LOADING,
-    SEATED,
-    SlotGrant,
-    State,
-    Step,
-    TrackedRequest,
-    TransferParams,
-    parse_hints,
-    parse_params,
-)
+from pdx.engine.request import LOADING, SEATED, SlotGrant, State, Step, TrackedRequest
 from pdx.engine.step import BlockHashing, EngineRequest, StepLimits, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
 from pdx.engine.trust import NEVER, Trust
 from pdx.engine.turns import Turns
-from pdx.errors import LayoutError, ProtocolError
-from pdx.memory.form import form_of, lossy_fingerprint
+from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
-from pdx.wire.hints import Envelope, Hints, Verdict
+from pdx.wire.hints import Envelope
 from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello
 
 log = logging.getLogger("pdx")
@@ -64,15 +56,22 @@ class SchedulerHalf:
         *,
         names_transfers: bool = True,
         drafts: CacheGroups | None = None,
+        not_moved: str = "this engine does not say how its keys turn with their positions",
     ) -> None:
         """`layout`: of one shard; of a model with several cache groups one for each, in the engine's order.
         `naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
         `hashing` can. `names_transfers`: of prefill legs whose router has not, as no other connector is meant.
-        `drafts`: the cache groups of a draft model."""
+        `drafts`: the cache groups of a draft model. `not_moved`: why the worker halves cannot load tokens at other
+        positions; empty: they can."""
         self._groups = groups = CacheGroups.of(layout)
         self._hashing = hashing
-        self._fingerprint = groups.fingerprint()  # what keys are made with
-        self._lookup = StoreLookup(config, groups, hashing.tail)
+        if not config.moved:
+            not_moved = "this engine runs without the option moved"
+        elif not groups.is_single or drafts is not None:
+            not_moved = "it is for models of one cache group of full attention, without a draft model"
+        self._forms = forms = Forms(groups, hashing, not_moved=not_moved)
+        self._lookup = StoreLookup(config, groups, hashing.tail, forms=forms)
+        self._moved = MovedLookup(config, forms, self._lookup, groups[0])
         self._drafts = None if drafts is None else Drafts(drafts, StoreLookup(config, drafts, hashing.tail))
         self._requests: dict[str, TrackedRequest] = {}
         self._counts = Counter(dict.fromkeys(State, 0))  # of these
@@ -93,7 +92,7 @@ class SchedulerHalf:
             engine=engine,
             role=config.role,
             url=config.url,
-            layout=self._fingerprint,
+            layout=forms.fingerprint,
             shape={**groups.described(), **(naming or {})},
             groups=groups.described_groups(),
             facts=facts,
@@ -118,6 +117,7 @@ class SchedulerHalf:
 
     def _begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         self._lookup.begin(tracked, connection)
+        self._moved.begin(tracked, connection)
         if self._drafts is not None:
             self._drafts.begin(tracked, connection)
 
@@ -129,15 +129,16 @@ class SchedulerHalf:
         why = self._hashing.name_inputs(request, is_new)
         params, envelope = self._params(request)
         if why is None:
-            envelope, state = self._with_form(request, envelope, is_new=is_new), State.WAITING
+            envelope = self._forms.of(request, envelope, is_new=is_new, count=self.link.count)
+            state = State.WAITING
         else:
             envelope, state = Envelope(), State.LEFT_OUT
-        fingerprint = self._fingerprint_of(envelope.hints)
+        fingerprint = self._forms.fingerprint_of(envelope)
         tracked = TrackedRequest(request, self._groups, params, fingerprint, envelope, state, self._counts)
         tracked.is_short = is_new and tracked.is_prefill and self._groups.has_state and self._hashing.shorten(request)
         self._requests[request.request_id] = tracked
         if self._drafts is not None:
-            self._drafts.track(tracked, self._fingerprint)
+            self._drafts.track(tracked, self._forms.fingerprint)
         connection = self.link.connection
         if connection is not None:
             self._tell_load(connection)
@@ -164,36 +165,6 @@ class SchedulerHalf:
             self.link.count("hints_refused", text, request.request_id, verdict.field, verdict.text)
         return params, envelope
 
-    def _with_form(self, request: EngineRequest, envelope: Envelope, *, is_new: bool) -> Envelope:
-        """The envelope with what is left of the request's chunks below memory, where it asks for a lossy codec.
-
-        A request that cannot have the codec gets exact chunks, and never another's that are not.
-        """
-        codec = envelope.hints.codec
-        wants = codec not in (None, "none")
-        form, why = "", ""
-        if codec is not None and wants:
-            try:
-                if not self._groups.is_single:
-                    raise LayoutError("it is for models of one cache group of full attention")
-                form = str(form_of(self._groups[0], codec))
-            except LayoutError as error:
-                why = str(error)
-        if not self._hashing.keep_apart(request, form if is_new else "") or (form and not is_new):
-            form, why = "", "the engine's own cache would give its blocks to requests that are exact"
-        if codec is None:
-            return envelope
-        if wants and not form:
-            text = "request %s is stored exactly, not by the codec that it asks for: %s"
-            self.link.count("codec_refused", text, request.request_id, why)
-        verdict = Verdict("codec", "refused", why[:200]) if wants and not form else Verdict("codec", "accepted")
-        hints = msgspec.structs.replace(envelope.hints, form=form, codec=None)  # nodes are told the form
-        return Envelope(hints, envelope.said, (*envelope.decided, verdict))
-
-    def _fingerprint_of(self, hints: Hints) -> bytes:
-        """What keys are made with: of exact chunks, or of those of one form."""
-        return lossy_fingerprint(self._fingerprint, hints.form) if hints.form else self._fingerprint
-
     def _tell_load(self, connection: Connection) -> None:
         connection.running = len(self._requests)
 
@@ -216,7 +187,7 @@ class SchedulerHalf:
         may_ask = self._turns.is_near(tracked, self._num_seated)
         is_decided = self._lookup.advance(tracked, connection, may_ask=may_ask)
         self._turns.pass_by(tracked)
-        if not is_decided:
+        if not is_decided or not self._moved.find(tracked, connection):
             return None
         tokens = max(0, self._usable(tracked) - local_tokens)
         # What a transfer brings was computed for this engine; and where nobody else runs, there is no step to miss.
@@ -437,6 +408,7 @@ class SchedulerHalf:
     def _let_go(self, tracked: TrackedRequest) -> None:
         """What the request holds in the node is given back, but for what is being loaded."""
         connection = self.link.connection
+        self._moved.forget(tracked, connection)
         for lookup, each in self._asked_for(tracked):
             node = each.node
             if connection is None or node.epoch != connection.epoch:
@@ -459,12 +431,12 @@ class SchedulerHalf:
 
         What requests in the engine have computed, or are loading, belongs to the old weights: nothing of it is saved.
         """
-        self._fingerprint = secrets.token_bytes(KEY_BYTES)
-        self.link.key_by(self._fingerprint)
+        self._forms.fingerprint = secrets.token_bytes(KEY_BYTES)
+        self.link.key_by(self._forms.fingerprint)
         self._loads = [msgspec.structs.replace(load, epoch=NO_EPOCH) for load in self._loads]
         for tracked in self._requests.values():
             self._let_go(tracked)
-            tracked.reset(self._fingerprint_of(tracked.hints))
+            tracked.reset(self._forms.fingerprint_of(tracked.envelope))
         self._due.clear()
         log.info("the cache was reset: this engine saves and finds chunks under other keys from now on")
 

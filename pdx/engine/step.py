@@ -31,6 +31,15 @@ class BlockHashing:
         was kept apart by the same word; empty: as ever. False: the engine cannot do that."""
         return not form
 
+    def beside(self, request: Any) -> bytes | None:
+        """What is in the hashes of this request's blocks beside its tokens and its cache salt, for a digest; None: more
+        than this engine can say, or than its KV at other positions could be used with."""
+        return None
+
+    def tokens(self, request: Any, first: int, end: int) -> Sequence[int]:
+        """The request's tokens [first, end), as far as they are known. Asked where `beside` is not None."""
+        raise NotImplementedError
+
     def name_inputs(self, request: Any, is_new: bool) -> LeftOut | None:
         """Hashes of this request's blocks are of content alone from now on, or why it is left out. `is_new`: of others
         the engine has looked hashes up already."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
@@ -23,8 +23,13 @@ from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import CacheGroups
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
-from pdx.wire.base import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS
-from pdx.wire.messages import Admit, Admitted, Cancel, Expect, Mark, Release
+from pdx.wire.base import MAX_KEYS, MAX_NAME, MAX_SLOTS
+from pdx.wire.messages import Admit, Admitted, Cancel, Expect, FindMoved, Mark, Moved, Release
+
+if TYPE_CHECKING:
+    from pdx.engine.forms import Forms
+
+_A = TypeVar("_A", Admitted, Moved)
 
 ASK_S = 0.002
 BUSY_SHARE = 0.1  # of a step's time
@@ -41,8 +46,12 @@ class StoreLookup:
         groups: CacheGroups,
         hasher: BlockHasher,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        forms: Forms | None = None,
     ) -> None:
+        """`forms`: what says which tokens the node is told; None: none."""
         self._config = config
+        self._forms = forms
         self._groups = groups
         self._layout = groups[0]
         self._hasher = hasher
@@ -66,7 +75,7 @@ class StoreLookup:
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request: ask what the engine will want to know when the request's turn comes. Never waits."""
-        if self._is_silent(connection):
+        if self.is_silent(connection):
             return  # it may be heard again until then
         self._try(tracked, connection, self._ask)
         # What may still come is waited for; and a transfer whose room goes is given up.
@@ -119,7 +128,7 @@ class StoreLookup:
             tracked.forget_node()
             tracked.node.epoch = connection.epoch
         try:
-            if self._is_silent(connection):
+            if self.is_silent(connection):
                 raise NodeError(f"the node has said nothing for {connection.silent_s():.1f} s")
             step(tracked, connection)
         except (NodeError, ProtocolError) as error:
@@ -132,7 +141,7 @@ class StoreLookup:
             tracked.node.reserved = True
             tracked.step(Step.DECIDE)
 
-    def _is_silent(self, connection: Connection) -> bool:
+    def is_silent(self, connection: Connection) -> bool:
         """Whether one request was not answered in time, or would not be: the others need not find that out, too."""
         return connection.silent_s() >= self._config.lookup_s
 
@@ -149,7 +158,7 @@ class StoreLookup:
             tracked.step(Step.DECIDE)
             return
         try:
-            answer = self._collect(connection, asked)
+            answer = self.collect(connection, asked, Admitted)
         except ArenaTooSmall:
             tracked.node.asked = None
             tracked.room_until = self._clock()  # waiting does not help
@@ -179,7 +188,8 @@ class StoreLookup:
     def _is_fresh(self, tracked: TrackedRequest) -> bool:
         """Whether the last answer is young enough to say what is there."""
         found = tracked.node.found
-        limit_s = tracked.node.hits.lease_s / 2 if tracked.node.hits.slots else MISS_S
+        hits = tracked.node.hits
+        limit_s = hits.lease_s / 2 if hits.slots or hits.moved else MISS_S
         return found is None or self._clock() - found.at <= limit_s
 
     # ---- room that is not waited for --------------------------------------------------------
@@ -193,7 +203,9 @@ class StoreLookup:
         try:
             if tracked.node.late is None:
                 self._ask_decoded(tracked, connection, end)
-            elif (answer := self._collect(connection, tracked.node.late, wait=self._groups.has_state)) is not None:
+                return
+            answer = self.collect(connection, tracked.node.late, Admitted, wait=self._groups.has_state)
+            if answer is not None:
                 tracked.take_verdicts(answer.verdicts)
                 self._take_grants(tracked, answer, tracked.node.late)
                 tracked.node.late = None
@@ -251,18 +263,10 @@ class StoreLookup:
             transfer=tracked.transfer if tracked.is_prefilling else None,  # which has the prompt alone
             part="writes",
             hints=tracked.hints,
-            **self._names(tracked, first, end * self._layout.blocks_per_chunk),
+            **tracked.keys.told(first, end * self._layout.blocks_per_chunk),
+            tokens=self._forms.told(tracked, first, end - first) if self._forms else None,
         )
         tracked.node.late = self._ask_now(connection, ask, first, end * self._groups.chunk_tokens)
-
-    def _names(self, tracked: TrackedRequest, first_chunk: int, end_block: int) -> dict[str, Any]:
-        """What the node is told of the blocks from this chunk on, so that a chunk is found in part."""
-        first_block = first_chunk * self._layout.blocks_per_chunk
-        if end_block - first_block > MAX_BLOCKS or not self._groups.is_single:
-            return {}
-        names = tracked.keys.block_names(first_block, end_block)
-        parent = tracked.keys.parent(first_chunk)
-        return {"blocks": names, "chunk_blocks": self._layout.blocks_per_chunk, "parent": parent}
 
     # ---- the request's one question ---------------------------------------------------------
 
@@ -289,11 +293,12 @@ class StoreLookup:
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
             source=tracked.source if may_be_elsewhere else "",
-            **self._names(tracked, 0, self._end_block(tracked, tail_tokens)),
+            **tracked.keys.told(0, self._end_block(tracked, tail_tokens)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
             request=tracked.request.request_id[:MAX_NAME],
             hints=tracked.hints,
             early=tracked.is_decode and bool(tracked.node.awaited) and not tracked.request.num_preemptions,
+            tokens=self._forms.told(tracked, 0, num_chunks - (tail_tokens > 0)) if self._forms and wants_room else None,
         )
         whole = num_chunks - (tail_tokens > 0)
         end_tokens = whole * self._groups.chunk_tokens + tail_tokens
@@ -445,10 +450,13 @@ class StoreLookup:
     # ---- answers, leases, the end -----------------------------------------------------------
 
     def _ask_now(self, connection: Connection, body: Admit, first_chunk: int, end_tokens: int) -> Asked:
-        num_chunks = len(body.keys) // len(self._groups)
-        return Asked(connection.ask(body), self._clock(), self._step, first_chunk, num_chunks, end_tokens)
+        return Asked(*self.ask(connection, body)[:3], first_chunk, len(body.keys) // len(self._groups), end_tokens)
 
-    def _collect(self, connection: Connection, asked: Asked, *, wait: bool = True) -> Admitted | None:
+    def ask(self, connection: Connection, body: Admit | FindMoved) -> Asked:
+        """A question, whose answer somebody will `collect`."""
+        return Asked(connection.ask(body), self._clock(), self._step)
+
+    def collect(self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True) -> _A | None:
         """The answer, if it is there; a NodeError if the node refused, or has been silent for too long for who
         waits."""
         start = time.monotonic()
@@ -459,8 +467,8 @@ class StoreLookup:
         self._left_s = 0.0 if has_others else max(0.0, self._left_s - took_s)
         if answer is None and wait and self._clock() - asked.at >= self._config.lookup_s:
             raise NodeError(f"the node did not answer within {self._config.lookup_s} s")
-        if answer is not None and not isinstance(answer, Admitted):
-            raise ProtocolError(f"the node answers {type(answer).__name__} to {Admit.__name__}")
+        if answer is not None and not isinstance(answer, kind):
+            raise ProtocolError(f"the node answers {type(answer).__name__}, where {kind.__name__} is expected")
         return answer
 
     def release(self, tracked: TrackedRequest, connection: Connection | None) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -33,6 +34,9 @@ from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.messages import VERSION, Abort, Hello
+
+if TYPE_CHECKING:
+    from pdx.engine.turning import Turning  # needs Numba
 
 log = logging.getLogger("pdx")
 
@@ -86,6 +90,7 @@ class WorkerHalf:
         self._loader = Loader(self._groups, self._share, self._tracer, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # while there is a KV cache
         self._cache: tuple[Sequence[Sequence[torch.Tensor]], int] = (), 0  # by cache group; how many blocks
+        self._turning: Turning | None = None
         self._idle = True
         self._pace = Pace(self._groups.chunk_tokens)
         self._number = 0  # of this step
@@ -97,11 +102,18 @@ class WorkerHalf:
         self._epoch = 0  # the node's life that these are of
 
     def register(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, group_of: Mapping[str, int] | None = None
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        num_blocks: int,
+        group_of: Mapping[str, int] | None = None,
+        turning: Turning | None = None,
     ) -> None:
         """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order; `group_of`: the cache
-        group of each layer, the first by default. A LayoutError if they are not what the layout says, or not all in one
-        place; GpuUnavailable if PDX cannot call the driver of their GPU."""
+        group of each layer, the first by default; `turning`: how tokens are loaded at other positions (on a CPU).
+
+        :raises LayoutError: they are not what the layout says, or not all in one place.
+        :raises GpuUnavailable: PDX cannot call the driver of their GPU.
+        """
         layers: list[list[torch.Tensor]] = [[] for _ in self._groups]
         rows: dict[tuple[int, int], tuple[int, int, int]] = {}
         for name, tensor in kv_caches.items():
@@ -116,7 +128,7 @@ class WorkerHalf:
         for layout, of_group in zip(self._groups, layers, strict=True):
             if len(of_group) != layout.num_layers:
                 raise LayoutError(f"{len(of_group)} layers with a KV cache, expected {layout.num_layers}")
-        self._cache = layers, num_blocks
+        self._cache, self._turning = (layers, num_blocks), turning
         self._serve()
         if not self.link.wait_attached(START_UP_S):
             log.warning("not attached to a node after %s s: running without PDX until one answers", START_UP_S)
@@ -159,7 +171,7 @@ class WorkerHalf:
                 [[_block_rows(tensor, num_blocks, layout.page_bytes) for tensor in of_shard] for of_shard in of_group]
                 for layout, of_group in zip(self._groups, self._by_shard(layers), strict=True)
             ]
-            return CpuCopier(blocks, self._groups, self._share, self.link)
+            return CpuCopier(blocks, self._groups, self._share, self.link, self._turning)
         from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
         pages = [

@@ -317,7 +317,13 @@ class Service:
         return self.admissions.ask(session, ask)
 
     def _find_moved(self, session: Session, ask: FindMoved) -> Answer:
-        return Moved(self.names.find(ask.scope, ask.ids, ask.chunk_tokens))
+        return Moved(self.names.find(ask.scope, ask.ids, ask.chunk_tokens, self._may_be_there))
+
+    def _may_be_there(self, key: bytes) -> bool:
+        """Whether a chunk is whole, here or in a tier, as far as is known. It may have been told and never filled."""
+        if chunks := self.store.index.of(key):
+            return all(chunk.state is State.SEALED for chunk in chunks)
+        return any(tier.is_shared or tier.find([key], 1) for level in self.tiers.below for tier in level)
 
     def _expect(self, session: Session, ask: Expect) -> Answer:
         check_slots(len(ask.keys), ask.shards)

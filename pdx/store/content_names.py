@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -27,6 +27,10 @@ NAME_TOKENS = 256  # a chunk is found by its first ones, and then compared: a na
 MAX_LOOKS = 1 << 13  # names that one question makes, and chunks that it follows: some 25 ms at worst
 
 _T = TypeVar("_T", bound=Hashable)
+
+
+def _any(key: bytes) -> bool:
+    return True
 
 
 class _Record(NamedTuple):
@@ -87,13 +91,15 @@ class ContentNames:
         self._behind.clear()
         self.nbytes = 0
 
-    def find(self, scope: bytes, ids: bytes, chunk_tokens: int) -> list[Piece]:
+    def find(
+        self, scope: bytes, ids: bytes, chunk_tokens: int, is_there: Callable[[bytes], bool] = _any
+    ) -> list[Piece]:
         """Pieces of known chunks that are the prompt with these tokens, from its first token on and without a gap.
 
         The leading ones are chunks of prompts that begin so, too: these are exact. Empty: there are none, whatever is
-        known of what follows.
+        known of what follows. `is_there`: of a key, whether its chunk is worth a question.
         """
-        pieces = _Search(self, scope, ids, chunk_tokens).run()
+        pieces = _Search(self, scope, ids, chunk_tokens, is_there).run()
         for piece in pieces:
             self._records.move_to_end(piece.key)
         return pieces[:MAX_KEYS]
@@ -126,8 +132,11 @@ class ContentNames:
 class _Search:
     """One question. `looks`: what is left of `MAX_LOOKS`; without any, what was found by then is the answer."""
 
-    def __init__(self, names: ContentNames, scope: bytes, ids: bytes, chunk_tokens: int) -> None:
+    def __init__(
+        self, names: ContentNames, scope: bytes, ids: bytes, chunk_tokens: int, is_there: Callable[[bytes], bool]
+    ) -> None:
         self._names, self._scope, self._ids = names, scope, ids
+        self._is_there = is_there
         self._size = chunk_tokens
         self._end = len(ids) // TOKEN_BYTES
         self._known: dict[int, list[bytes]] = {}  # chunks that the tokens from here on are, whole
@@ -161,7 +170,8 @@ class _Search:
         found = self._known.get(at)
         if found is None:
             self._looks -= 1
-            found = self._known[at] = self._names.alike(self._scope, self._tokens(at, at + self._size))
+            alike = self._names.alike(self._scope, self._tokens(at, at + self._size))
+            found = self._known[at] = [key for key in alike if self._is_there(key)]
         return found
 
     def _next(self, at: int, last: bytes) -> bytes | None:
@@ -196,7 +206,8 @@ class _Search:
         most, best = 0, b""
         for key, record in self._names.behind(self._scope, last):
             self._looks -= 1
-            if (count := _common(record.ids, tokens, more_than=most)) > most:
+            count = _common(record.ids, tokens, more_than=most)
+            if count > most and self._is_there(key):
                 most, best = count, key
         return [self._piece(best, at, 0, most)] if most else []
 
@@ -209,6 +220,8 @@ class _Search:
                 before, gap = self._parent(key), self._tokens(at, start)
                 record = self._names.record(before)
                 if record is None or record.scope != self._scope or not record.ids.endswith(gap):
+                    continue
+                if not self._is_there(before):
                     continue
                 reach = self._reach(start, key)
                 if best is None or reach > best[0]:

@@ -54,6 +54,8 @@ from pdx.vllm.stages import cut_of
 from pdx.vllm.step import limits_of, step_record
 
 ATTACH_S = 2.0  # at start-up only
+_INSIDE = "PdxConnector is inside another connector"
+log = logging.getLogger("pdx")
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -67,11 +69,13 @@ class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What only a worker knows of the layout, on its way to the scheduler half at start-up."""
 
-    def __init__(self, backend: str, order: str, layers: list[list[int]]) -> None:
-        """`layers`: where the engine has a pipeline, the numbers of those of each cache group."""
+    def __init__(self, backend: str, order: str, layers: list[list[int]], not_moved: str = "") -> None:
+        """`layers`: where the engine has a pipeline, the numbers of those of each cache group. `not_moved`: why tokens
+        cannot be loaded at other positions; empty: they can."""
         self.backend = backend
         self.order = order
         self.layers = layers
+        self.not_moved = not_moved
 
 
 class PdxWorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -142,6 +146,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
                 "that is possible with one group of full attention only so far; use PdxConnector alone"
             )
         self._backend = ""
+        self._not_moved = ""  # why tokens are not loaded at other positions
         self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout
         self._worker: WorkerGuard | None = None
         if not is_scheduler:
@@ -221,6 +226,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             *(self._config, layouts, self._engine, self._names, self._facts, naming, limits),
             names_transfers=bool(told),
             drafts=drafts,
+            not_moved=next((each.not_moved for each in told if each.not_moved), "" if told else _INSIDE),
         )
         if told:  # the engine starts: its first request may come at once. Where no node is, workers have waited longer.
             half.link.wait_attached(ATTACH_S)
@@ -322,7 +328,20 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         group_of = {name: by_number[number] for name, number in number_of.items()}
         if self._cut.text:
             kv_caches = dict(sorted(kv_caches.items(), key=lambda each: layer_number(each[0])))
-        self.worker.register(kv_caches, self._num_blocks, group_of)
+        self.worker.register(kv_caches, self._num_blocks, group_of, self._turning())
+
+    def _turning(self) -> Any:
+        """How tokens are loaded at other positions; None: they are not."""
+        if not self._config.moved:
+            return None
+        from pdx.vllm.turning import turning_of
+
+        try:
+            return turning_of(self._vllm_config, self._groups, self._backend)
+        except LayoutError as error:
+            self._not_moved = str(error)
+            log.warning("requests with the hint `reuse: moved` are refused: %s", error)
+            return None
 
     def unregister_kv_caches(self) -> None:
         """The engine goes to sleep: the cache's memory is unmapped, and another one mapped in its place later."""
@@ -336,7 +355,8 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         # MultiConnector would give it to its other children, of which NIXL's refuses what is not its own.
         if self._is_nested or self._worker is None:
             return None
-        return PdxHandshake(self._backend, self._groups[0].order, self._layers if self._groups.is_part else [])
+        layers = self._layers if self._groups.is_part else []
+        return PdxHandshake(self._backend, self._groups[0].order, layers, self._not_moved)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -13,7 +13,7 @@ import logging
 import secrets
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +83,23 @@ class Content(BlockHashing):
         request.block_hashes.clear()
         request.update_block_hashes()
         return True
+
+    def beside(self, request: Any) -> bytes | None:
+        """The digest of its adapter. Pictures and embeddings are in blocks' hashes, too, and an input of a session may
+        bring them later."""
+        has_more = request.mm_features or getattr(request, "prompt_embeds", None) is not None
+        if has_more or getattr(request, "resumable", False):
+            return None
+        if not request.lora_request:
+            return b""
+        hasher = getattr(request, "_block_hasher", None)
+        if not isinstance(hasher, ByContent) or not hasher.adapter or request.request_id not in self.claims:
+            return None
+        return hasher.adapter.encode()
+
+    def tokens(self, request: Any, first: int, end: int) -> Sequence[int]:
+        found: Sequence[int] = request.all_token_ids[first:end]
+        return found
 
     def name_inputs(self, request: Any, is_new: bool) -> LeftOut | None:
         """Have the request's blocks hashed by content, or say why it is left out. `is_new`: vLLM has looked none of

@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdx.engine.params import TransferParams, parse_params
 from pdx.engine.plan import WorkerNews
-from pdx.engine.request import TransferParams, parse_params
 from pdx.errors import ConfigError, LayoutError, ProtocolError
 from pdx.memory.form import apart_salt, form_of, lossy_fingerprint
 from pdx.memory.keys import chunk_key

@@ -108,7 +108,7 @@ class Engine:
     def _worker(self, args: Any, named: Any) -> Any:
         _, groups, _, rank = args
 
-        def register(caches: dict[str, Any], num_blocks: int, group_of: dict[str, int]) -> None:
+        def register(caches: dict[str, Any], num_blocks: int, group_of: dict[str, int], turning: Any) -> None:
             layers: list[list[int]] = [[] for _ in groups]
             for name in caches:
                 layers[group_of[name]].append(int(name.split(".")[2]))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from toy_engine import CHUNK, Engines, Request, ToyEngine, tokens
 
-from pdx.engine.request import parse_hints
+from pdx.engine.params import parse_hints
 from pdx.engine.step import StepLimits
 from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from toy_engine import BLOCK, Request, decode_of, layout, prefill_of
 
+from pdx.engine.params import parse_params
 from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan
-from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, SlotGrant, State, Step, TrackedRequest, parse_params
+from pdx.engine.request import LOADING, TRANSITIONS, Asked, Hits, SlotGrant, State, Step, TrackedRequest
 from pdx.engine.request_keys import RequestKeys
 from pdx.engine.step import StepLimits, StepRequest
 from pdx.engine.trust import NEVER, Trust

@@ -13,7 +13,8 @@ import pytest
 from toy_engine import CHUNK, Request, decode_of, hasher, layout, prefill_of
 
 from pdx.config import ConnectorConfig
-from pdx.engine.request import Step, TrackedRequest, parse_params
+from pdx.engine.params import parse_params
+from pdx.engine.request import Step, TrackedRequest
 from pdx.engine.store_lookup import ASK_S, IDLE_S, StoreLookup
 from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot

@@ -109,12 +109,20 @@ class Request(SimpleNamespace):
 
 
 class Hashing(BlockHashing):
-    def __init__(self, keeps_apart: bool, left_out: Callable[[Request], LeftOut | None]) -> None:
+    def __init__(
+        self, keeps_apart: bool, left_out: Callable[[Request], LeftOut | None], beside: bytes | None = b""
+    ) -> None:
         super().__init__(hasher)
-        self._keeps_apart, self._left_out = keeps_apart, left_out
+        self._keeps_apart, self._left_out, self._beside = keeps_apart, left_out, beside
 
     def keep_apart(self, request: Request, form: str) -> bool:
         return self._keeps_apart or not form
+
+    def beside(self, request: Request) -> bytes | None:
+        return self._beside
+
+    def tokens(self, request: Request, first: int, end: int) -> list[int]:
+        return request.all_token_ids[first:end]
 
     def name_inputs(self, request: Request, is_new: bool) -> LeftOut | None:
         return self._left_out(request)
@@ -124,6 +132,7 @@ class ToyEngine:
     """One engine in this process, of as many ranks as its chunks have shards, if nothing else is said. `streams`: where
     its first rank works, and `more_streams` where the others do; the caller's to close. `shape`: what of its layout is
     another's. `heads`: of the model, one for each shard by default; ranks that are more than these have them twice.
+    `turning`: how its keys turn with their positions, if they do.
     `stages`: how many layers each stage of its pipeline has, one stage by default, each of as many ranks; `cut`: how
     many each part of the layers has that its chunks are of, by default each stage's."""
 
@@ -146,6 +155,8 @@ class ToyEngine:
         keeps_apart: bool = True,
         left_out: Callable[[Request], LeftOut | None] = lambda request: None,
         limits: StepLimits = StepLimits(),  # noqa: B008 - frozen
+        turning: Any = None,
+        beside: bytes | None = b"",
         **settings: Any,
     ) -> None:
         settings.setdefault("lookup_s", 20.0)  # so that only an answer decides, on a loaded machine, too
@@ -183,13 +194,15 @@ class ToyEngine:
         for worker, cache, layers in zip(self.workers, self.caches, self.layers, strict=True):
             parts = [of_part for of_part in _ranges(self.cut) if of_part.start in layers]
             group_of = {f"layer.{index}": at for at, of_part in enumerate(parts) for index in of_part}
-            worker.register({f"layer.{index}": cache[index] for index in layers}, num_blocks, group_of)
+            tensors = {f"layer.{index}": cache[index] for index in layers}
+            worker.register(tensors, num_blocks, group_of, turning)
         self.scheduler = SchedulerHalf(
             config,
             self._groups(whole, stages, None),
             name,
-            Hashing(keeps_apart, left_out),
+            Hashing(keeps_apart, left_out, beside),
             limits=limits,
+            not_moved="" if turning is not None else "the toy has no positions",
         )
         assert self.scheduler.link.wait_attached(10)
         # Steps go through the guards, as vLLM's hooks do; tests may ask the halves themselves.

@@ -53,8 +53,8 @@ with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"}), warnings.catch_war
     from pdx.vllm.connector import PdxConnector
 
 from pdx.engine.copier import Scatter
+from pdx.engine.params import parse_params
 from pdx.engine.plan import PagesPlan
-from pdx.engine.request import parse_params
 
 # vLLM is imported here first
 __all__ = ["BLOCK", "FOREIGN", "PDX", "KVConnectorOutput", "LoRARequest", "Shape", "WorkerLoRAManager", "connector"]

@@ -7,7 +7,7 @@ import pytest
 from service_stage import Clock, keys, serving
 
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.wire.messages import VERSION, Admit, Delete, FindMoved, Hello
+from pdx.wire.messages import VERSION, Admit, Delete, Fill, FindMoved, Hello
 from pdx.wire.moved import Told
 from pdx.wire.verbs import Clear, Selection
 
@@ -36,8 +36,16 @@ def ids(tokens):
 
 
 def save(service, session, tokens=HISTORY, **more):
+    """Chunks of all of it are there from now on."""
     told = Told(SCOPE, ids(tokens), 4)
-    return service.handle(session, Admit(keys(range(len(tokens) // 4)), GRANULE_BYTES, 1, tokens=told, **more))
+    answer = service.handle(session, Admit(keys(range(len(tokens) // 4)), GRANULE_BYTES, 1, tokens=told, **more))
+    service.handle(worker_of(service, session), Fill(answer.granted_slots, 0, 1, True))
+
+
+def worker_of(service, session):
+    if session.hello.kind == "client":
+        return session
+    return service.sessions.workers("e", 1)[0]
 
 
 def found(service, session, tokens):
@@ -61,15 +69,26 @@ def test_what_was_told_with_a_request_for_room_is_found_moved(service, session, 
 
 
 def test_a_tail_has_no_tokens_that_others_find(service, session, first):
-    told = Told(SCOPE, ids(HISTORY[:8]), 4)
-    service.handle(session, Admit(keys(range(3)), GRANULE_BYTES, 1, part="keeps", tail_nbytes=16, tokens=told))
+    told, sizes = Told(SCOPE, ids(HISTORY[:8]), 4), {"nbytes": GRANULE_BYTES, "tail_nbytes": 16}
+    answer = service.handle(session, Admit(keys(range(3)), layers=1, part="keeps", tokens=told, **sizes))
+    service.handle(worker_of(service, session), Fill(answer.granted_slots, 0, 1, True))
     assert found(service, session, list(HISTORY[:12])) == [(first, 0, 4, 0), (first + 1, 0, 4, 0)]
 
 
-@pytest.mark.parametrize("kind", ["client", "controller"])
-def test_tokens_that_others_than_engines_tell_are_nothing(service, session, kind):
-    if kind == "client":
-        save(service, attach(service, kind))
+def test_what_is_not_whole_yet_is_not_found_nor_what_is_gone(service, session, first):
+    told = Told(SCOPE, ids(HISTORY), 4)
+    answer = service.handle(session, Admit(keys(range(10)), GRANULE_BYTES, 1, tokens=told))
+    assert found(service, session, CUT) == []
+    service.handle(worker_of(service, session), Fill(answer.granted_slots[:6], 0, 1, True))
+    assert found(service, session, CUT) == [(first, 0, 4, 0)], "where the next run begins is not known"
+    service.handle(worker_of(service, session), Fill(answer.granted_slots[6:], 0, 1, True))
+    assert len(found(service, session, CUT)) == len(PIECES)
+    service.store.delete(keys([7]))
+    assert found(service, session, CUT) == [(first + key, *rest) for key, *rest in PIECES[:-1]]
+
+
+def test_tokens_that_others_than_engines_tell_are_nothing(service, session):
+    save(service, attach(service, "client"))
     assert found(service, session, CUT) == []
 
 

@@ -1,0 +1,230 @@
+"""Chunks that a request finds at other positions: which they are, leased, and what of them is loaded where (ADR 80).
+
+This is a second lookup beside the request's own (`pdx.engine.store_lookup`), for requests of the form "moved". The node
+says which known chunks its prompt is made of, and which of these are there is asked as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from pdx.client.connection import Connection
+from pdx.config import ConnectorConfig
+from pdx.engine.plan import MovedTokens, PagesPlan
+from pdx.errors import NodeError, ProtocolError
+from pdx.memory.layout import KvLayout
+from pdx.memory.slot import Slot
+from pdx.wire.base import MAX_KEYS, MAX_NAME, MAX_SLOTS
+from pdx.wire.hints import Hints, Verdict
+from pdx.wire.messages import Admit, Admitted, FindMoved, Moved, Release
+from pdx.wire.moved import MAX_TOKENS, Part, Piece
+
+if TYPE_CHECKING:
+    from pdx.engine.forms import Forms
+    from pdx.engine.request import Asked, Hits, TrackedRequest
+    from pdx.engine.store_lookup import StoreLookup
+
+
+class Run(NamedTuple):
+    """Tokens [first, first + num_tokens) of a chunk that is leased, which are the prompt's from `target` on; their keys
+    turn by `shift` positions. `slots`: one per shard."""
+
+    slots: list[Slot]
+    first: int
+    num_tokens: int
+    target: int
+    shift: int
+
+
+def pages_of(
+    runs: Iterable[Run], local_tokens: int, end_tokens: int, table: Sequence[int], layout: KvLayout, number: int
+) -> list[PagesPlan]:
+    """What of these is loaded into the blocks of `table`, for tokens [local_tokens, end_tokens) of the prompt.
+    `number`: that of their cache group."""
+    pages = []
+    for run in runs:
+        start, end = max(run.target, local_tokens), min(run.target + run.num_tokens, end_tokens)
+        if start < end:
+            first_block = start // layout.block_tokens
+            moved = MovedTokens(
+                run.first + start - run.target, start - first_block * layout.block_tokens, end - start, run.shift
+            )
+            block_ids = list(table[first_block : layout.num_blocks(end)])
+            num_blocks = layout.blocks_in(run.slots[0].nbytes)
+            pages.append(PagesPlan(run.slots, num_blocks, 0, block_ids, group=number, moved=moved))
+    return pages
+
+
+class Moving:
+    """What is known of one request's tokens at other positions."""
+
+    def __init__(self) -> None:
+        self.epoch = 0  # the node's life that all of this is of
+        self.asked: Asked | None = None  # which pieces there are, or, once these are known, whether they are there
+        self.pieces: list[Piece] | None = None
+        self.hits: Hits | None = None  # that were found last
+        self.until: float | None = None  # for what is loaded from a tier
+        self.verdict = Verdict("reuse", "refused", "the node was not asked")
+
+    def refuse(self, text: str) -> None:
+        """Nothing more is found."""
+        self.pieces, self.verdict = [], Verdict("reuse", "refused", text)
+
+
+class MovedLookup:
+    """Asks the node where tokens of requests were computed. One thread: the scheduler's."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        forms: Forms,
+        lookup: StoreLookup,
+        layout: KvLayout,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._forms = forms
+        self._lookup = lookup
+        self._layout = layout
+        self._clock = clock
+        # What one question may name, and its answer hold.
+        self._max_keys = min(MAX_KEYS, MAX_SLOTS // layout.num_shards)
+
+    def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
+        """A new request, whose turn is near: ask where its tokens are. Never waits."""
+        moving = tracked.moving
+        if moving is None or tracked.is_decode or self._lookup.is_silent(connection):
+            return
+        with contextlib.suppress(NodeError, ProtocolError):  # it is asked again when its turn comes
+            self._ask(tracked, moving, connection)
+
+    def _ask(self, tracked: TrackedRequest, moving: Moving, connection: Connection) -> None:
+        if moving.epoch != connection.epoch:
+            moving.__init__()  # type: ignore[misc]
+            moving.epoch = connection.epoch
+        if moving.asked is not None or moving.pieces is not None:
+            return
+        scope = self._forms.scope(tracked)
+        if scope is None:
+            moving.refuse("its tokens have no names")
+            return
+        ids = self._forms.ids(tracked, 0, min(tracked.request.num_prompt_tokens, MAX_TOKENS))
+        name = tracked.request.request_id[:MAX_NAME]
+        moving.asked = self._lookup.ask(connection, FindMoved(scope, ids, self._layout.chunk_tokens, name))
+
+    def find(self, tracked: TrackedRequest, connection: Connection) -> bool:
+        """Once the request's own chunks are known: whether it is known, too, what is found elsewhere. If that is more,
+        it is what its hits are then. False: ask again."""
+        moving = tracked.moving
+        if moving is None or tracked.is_decode or self._lookup.is_silent(connection):
+            return True  # of a decode leg the prefill leg has found it
+        try:
+            return self._find(tracked, moving, connection)
+        except (NodeError, ProtocolError) as error:
+            text = "request %s goes on with its own chunks alone: %s"
+            connection.count("moved_failed", text, tracked.request.request_id, error)
+            self.forget(tracked, connection)
+            moving.refuse("the node did not answer")
+            return True
+
+    def _find(self, tracked: TrackedRequest, moving: Moving, connection: Connection) -> bool:
+        if moving.hits is not None and tracked.node.hits is moving.hits:
+            return True  # as fresh as its own would be
+        self._ask(tracked, moving, connection)
+        if moving.pieces is None:
+            assert moving.asked is not None
+            found = self._lookup.collect(connection, moving.asked, Moved)
+            if found is None:
+                return False
+            moving.asked, moving.pieces = None, self._leading(found.pieces, tracked.request.num_prompt_tokens - 1)
+            if not moving.pieces:
+                moving.refuse("nothing is there that begins as this prompt does")
+        if not self._is_more(tracked, sum(piece.count for piece in moving.pieces)):
+            self.forget(tracked, connection)
+            if moving.pieces and tracked.node.hits.tokens:
+                moving.verdict = Verdict("reuse", "accepted", "its own chunks have as much")
+            return True
+        if moving.asked is None:
+            moving.asked = self._lookup.ask(connection, self._question(tracked, moving.pieces))
+        answer = self._lookup.collect(connection, moving.asked, Admitted)
+        if answer is None:
+            return False
+        asked, moving.asked = moving.asked, None
+        if answer.waiting:
+            moving.until = moving.until or self._clock() + self._config.transfer_wait_s
+            if self._clock() < moving.until:
+                return False
+        self._take(tracked, moving, connection, asked, answer)
+        return True
+
+    def _leading(self, pieces: Sequence[Piece], most_tokens: int) -> list[Piece]:
+        """So many tokens of them, which are of as many chunks as can be asked for."""
+        found, keys, at = list[Piece](), set[bytes](), 0
+        for piece in pieces:
+            keys.add(piece.key)
+            count = min(piece.count, most_tokens - at)
+            if count <= 0 or len(keys) > self._max_keys:
+                break
+            found.append(msgspec.structs.replace(piece, count=count))
+            at += count
+        return found
+
+    def _is_more(self, tracked: TrackedRequest, tokens: int) -> bool:
+        """Whether so many tokens are worth it: a block more than the engine and the store have of its own."""
+        return tokens >= max(tracked.node.hits.tokens, tracked.local_tokens) + self._layout.block_tokens
+
+    def _question(self, tracked: TrackedRequest, pieces: Sequence[Piece]) -> Admit:
+        parts: dict[bytes, Part] = {}
+        for piece in pieces:  # a chunk may stand there more than once
+            before = parts.get(piece.key)
+            parts[piece.key] = Part(piece.count + (before.count if before else 0), piece.shift)
+        return Admit(
+            list(parts),
+            layers=self._layout.num_layers,
+            shards=self._layout.num_shards,
+            lease_s=self._config.lease_s,
+            source=tracked.params.prefix_node,
+            wait_s=self._config.lookup_s / 2,
+            request=tracked.request.request_id[:MAX_NAME],
+            hints=Hints("", salt=tracked.hints.salt),
+            moved=list(parts.values()),
+        )
+
+    def _take(
+        self, tracked: TrackedRequest, moving: Moving, connection: Connection, asked: Asked, answer: Admitted
+    ) -> None:
+        """What is there from the first token on is what is loaded, if it is more than the request's own."""
+        shards, pieces = self._layout.num_shards, moving.pieces or []
+        keys = list(dict.fromkeys(piece.key for piece in pieces))[: 0 if answer.waiting else answer.hits]
+        if len(answer.slots) < len(keys) * shards:
+            raise ProtocolError(f"the node answers with {len(answer.slots)} slots of {len(keys)} chunks")
+        slots = {key: answer.slots[at * shards : (at + 1) * shards] for at, key in enumerate(keys)}
+        runs, at = list[Run](), 0
+        for piece in itertools.takewhile(lambda piece: piece.key in slots, pieces):
+            runs.append(Run(slots[piece.key], piece.first, piece.count, at, piece.shift))
+            at += piece.count
+        if not self._is_more(tracked, at):
+            if answer.lease:
+                connection.tell(Release(answer.lease))
+            moving.refuse("what was known of it is not there any more")
+            return
+        self._lookup.release(tracked, connection)
+        hits = tracked.node.hits._replace(tokens=at, lease=answer.lease, lease_s=answer.lease_s, moved=runs)
+        tracked.node.found, tracked.node.hits, moving.hits = asked, hits, hits
+        moved = sum(run.num_tokens for run in runs if run.shift)
+        moving.verdict = Verdict("reuse", "accepted", f"{moved:,} of {at:,} tokens that are there are moved")
+
+    def forget(self, tracked: TrackedRequest, connection: Connection | None) -> None:
+        """Nobody waits for what the node was asked."""
+        moving = tracked.moving
+        if moving is None or moving.asked is None:
+            return
+        if connection is not None and moving.epoch == connection.epoch:
+            connection.forget(moving.asked.seq)
+        moving.asked = None

@@ -1,0 +1,38 @@
+"""What a worker half needs to load tokens at other positions than they were computed at (ADR 80)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+
+from pdx.engine.plan import MovedTokens
+from pdx.kernels.turned import Offsets, PageElements, Turn, scatter_turned, spans
+from pdx.memory.rope import Rope
+
+_BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}  # as which torch shows elements to NumPy
+
+turn_of = lru_cache(Turn.of)
+
+
+class Turning(NamedTuple):
+    """How keys turn with their positions, and where elements lie in the pages of a shard. `dtype`: of the elements."""
+
+    rope: Rope
+    elements: PageElements
+    dtype: torch.dtype
+
+    def pages(self, rows: torch.Tensor) -> NDArray[Any]:
+        """Pages, as rows of whatever type, for `scatter`: a view."""
+        found: NDArray[Any] = rows.view(_BITS[self.dtype]).numpy()
+        return found if self.dtype == torch.float32 else found.view("uint16")
+
+    def lines(self, moved: MovedTokens, block_ids: list[int]) -> Offsets:
+        """Which tokens of a chunk go where in these blocks."""
+        return spans(self.elements, moved.first, moved.target, moved.num_tokens, block_ids)
+
+    def scatter(self, source: NDArray[Any], target: NDArray[Any], lines: Offsets, shift: int) -> None:
+        """Copy them from a chunk's pages of one layer to the engine's. Any thread."""
+        scatter_turned(source, target, lines, self.elements, turn_of(self.rope, shift))
