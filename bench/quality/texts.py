@@ -38,7 +38,10 @@ def topics() -> dict[str, str]:
 
 def modules() -> dict[str, str]:
     """Sources of the standard library by their names."""
-    return {f"module {file.stem}": file.read_text(errors="replace") for file in Path(os.__file__).parent.glob("*.py")}
+    return {
+        f"module {file.stem}": file.read_text("utf-8", errors="replace")
+        for file in Path(os.__file__).parent.glob("*.py")
+    }
 
 
 def samples(tokenizer: Any, count: int, seed: int) -> Iterator[Sample]:

@@ -82,8 +82,9 @@ def test_what_the_numbers_mean():
     sample = Sample("text", [0], [0] * 5)
     same = Kind("", lambda model, sample, kv: kv)
     turned = Kind("", lambda model, sample, kv: kv.flip(0))
+    surer = Kind("", lambda model, sample, kv: kv * 2)
     stage = Stage()
-    first, second = judged(stage, sample, {"same": same, "turned": turned})
+    first, second, third = judged(stage, sample, {"same": same, "turned": turned, "surer": surer})
     assert stage.computed == 1
     sure = 1 / (1 + math.exp(-2))
     assert (first.loss, first.divergence, first.agreement) == (pytest.approx(first.exact_loss), pytest.approx(0), 1)
@@ -91,6 +92,10 @@ def test_what_the_numbers_mean():
     assert second.loss == pytest.approx(-math.log(1 - sure))
     assert second.divergence == pytest.approx(2 * sure - 2 * (1 - sure))
     assert second.agreement == 0
+    very_sure = 1 / (1 + math.exp(-4))
+    parts = ((sure, very_sure), (1 - sure, 1 - very_sure))
+    assert third.divergence == pytest.approx(sum(p * math.log(p / q) for p, q in parts))
+    assert (third.loss < third.exact_loss, third.agreement) == (True, 1)
 
 
 def test_what_is_compared_may_be_something_else():
@@ -141,11 +146,12 @@ def test_every_codec_that_is_offered_was_measured_and_keeps_what_it_promises():
 def test_the_page_on_codecs_says_what_was_measured():
     page = (ROOT / "docs" / "codecs.md").read_text()
     found = json.loads((ROOT / "bench" / "results" / "quality.json").read_text())["figures"]
-    for name in PROMISED:
+    for name, promise in PROMISED.items():
         (line,) = re.findall(rf"^\| {name} \|.*$", page, re.MULTILINE)
         ratio, divergence, agreement = (figure for figure in found if figure["name"].startswith(f"{name}:"))
         said = f"| {name} | {ratio['value'] - 1:+.2%} | {divergence['value']:.2f} | {agreement['value']:.1%} |"
-        assert line.startswith(said.replace("%", " %"))
+        promised = f" {promise.perplexity - 1:+.0%}, {promise.divergence:g}, {promise.agreement:.0%} |"
+        assert line == (said + promised).replace("%", " %")
 
 
 # ---- the command ------------------------------------------------------------------------------
