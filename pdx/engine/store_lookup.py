@@ -158,7 +158,9 @@ class StoreLookup:
             tracked.step(Step.DECIDE)
             return
         try:
-            answer = self.collect(connection, asked, Admitted)
+            # What a decode leg would compute is done: a node that is late, and not silent, is waited for.
+            until = tracked.wait_until if tracked.is_decode and tracked.node.awaited else None
+            answer = self.collect(connection, asked, Admitted, until=until)
         except ArenaTooSmall:
             tracked.node.asked = None
             tracked.room_until = self._clock()  # waiting does not help
@@ -283,6 +285,7 @@ class StoreLookup:
             return
         num_chunks = len(keys) // len(self._groups)
         may_be_elsewhere = tracked.is_decode or num_chunks > (tail_tokens > 0)
+        nobody = connection.node_name if tracked.node.awaited is not Awaited.SOURCE else ""  # peers had their turn
         ask = Admit(
             keys,
             **sizes(self._groups, tail_tokens, has_room=wants_room),
@@ -292,7 +295,7 @@ class StoreLookup:
             transfer=tracked.transfer if tracked.is_prefill or tracked.node.awaited else None,
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
-            source=tracked.source if may_be_elsewhere else "",
+            source=(tracked.source or nobody) if may_be_elsewhere else "",
             **tracked.keys.told(0, self._end_block(tracked, tail_tokens)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
             request=tracked.request.request_id[:MAX_NAME],
@@ -456,17 +459,19 @@ class StoreLookup:
         """A question, whose answer somebody will `collect`."""
         return Asked(connection.ask(body), self._clock(), self._step)
 
-    def collect(self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True) -> _A | None:
+    def collect(
+        self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True, until: float | None = None
+    ) -> _A | None:
         """The answer, if it is there; a NodeError if the node refused, or has been silent for too long for who
-        waits."""
+        waits: for `lookup_s`, or `until` then."""
         start = time.monotonic()
         answer = connection.collect(asked.seq, self._left_s if wait else 0.0, or_another=not self._is_busy)
         took_s = time.monotonic() - start
         # Where another answer has come, its request is not kept waiting: it runs now, and this one in the next step.
         has_others = answer is None and wait and took_s < self._left_s
         self._left_s = 0.0 if has_others else max(0.0, self._left_s - took_s)
-        if answer is None and wait and self._clock() - asked.at >= self._config.lookup_s:
-            raise NodeError(f"the node did not answer within {self._config.lookup_s} s")
+        if answer is None and wait and (now := self._clock()) >= (until or asked.at + self._config.lookup_s):
+            raise NodeError(f"the node did not answer within {now - asked.at:.1f} s")
         if answer is not None and not isinstance(answer, kind):
             raise ProtocolError(f"the node answers {type(answer).__name__}, where {kind.__name__} is expected")
         return answer

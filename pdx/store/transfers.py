@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -18,6 +19,7 @@ from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
+from pdx.telemetry.recent import remember
 
 log = logging.getLogger("pdx.node")
 
@@ -27,6 +29,7 @@ NEAR_S = 0.5
 NEAR_CHUNKS = 2.0  # … or at once, where no more than this is left: that has no pace yet
 EPSILON = 1e-6  # of a chunk: less than a slice
 MAX_TRANSFERS = 10_000  # that one process or peer has made known
+MAX_ENDED = 16_384  # names of transfers that are forgotten: who waits for one waits for nothing
 
 
 class Progress(StrEnum):
@@ -66,6 +69,7 @@ class Transfers:
         self._transfers: dict[str, Transfer] = {}
         self._of_source: dict[str, dict[str, None]] = {}  # names, in the order in which they became known
         self._deadlines: Deadlines[str] = Deadlines()
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._under_way = 0
         self._crowded_out: list[str] = []  # since the last `expire`
         self._news = env.news
@@ -110,8 +114,8 @@ class Transfers:
         return transfer is not None and transfer.progress is Progress.UNDER_WAY
 
     def is_known(self, name: str) -> bool:
-        """Whether anybody has said something of it, and it is not forgotten."""
-        return name in self._transfers
+        """Whether anybody has said something of it; it may be over, and forgotten but for its name."""
+        return name in self._transfers or name in self._ended
 
     def is_given_up(self, name: str) -> bool:
         transfer = self._transfers.get(name)
@@ -119,7 +123,7 @@ class Transfers:
 
     def prefilled(self, name: str, now: float, source: str) -> None:
         """Its prefill is over, `source` says. Where nothing was heard of it, whoever expects it waits no more."""
-        if name not in self._transfers:
+        if not self.is_known(name):
             self._add(name, source, Progress.SEALED, now + KEPT_S)
             self._news.append(name)
 
@@ -228,6 +232,7 @@ class Transfers:
 
     def _forget(self, name: str) -> None:
         transfer = self._transfers.pop(name)
+        remember(self._ended, name, None, MAX_ENDED)
         self._under_way -= transfer.progress is Progress.UNDER_WAY
         names = self._of_source[transfer.source]
         del names[name]

@@ -39,6 +39,7 @@ class ScriptedNode:
         self.counted: Counter[str] = Counter()
         self.waited: list[float] = []
         self.silence = 0.0
+        self.node_name = "here"
 
     def silent_s(self) -> float:
         return self.silence
@@ -197,18 +198,18 @@ def test_a_prefill_does_not_wait_for_ever_and_keeps_what_is_here(caplog: pytest.
     """Should the node not end the waiting, the connector does, and asks again for what is here: leased this time."""
 
     def script(ask: Any) -> Answer | None:
-        return answers(1, waiting=bool(ask.source))(ask)
+        return answers(1, waiting=ask.source != "here")(ask)
 
     asking = Asking(3 * CHUNK, TO_TWO, script, transfer_wait_s=10.0)
     for after_s in (0.0, 9.9, 0.2):
         assert not asking.advance(after_s=after_s)
     assert asking.advance()
     assert (asking.state.hits.tokens, asking.state.hits.lease) == (CHUNK, 7)
-    assert asking.node.sources == ["two", "two", "two", ""]
+    assert asking.node.sources == ["two", "two", "two", "here"]
     assert asking.node.counted == {"source_late": 1}
     assert "goes on without chunks of two" in caplog.text
     assert asking.advance(after_s=1000)
-    assert asking.node.sources[4:] == [""], "its lease has ended long ago: asked again"
+    assert asking.node.sources[4:] == ["here"], "its lease has ended long ago: asked again"
     assert asking.node.told.count(Release(7)) == 1, "the old one is given back"
 
 
@@ -238,7 +239,7 @@ def test_the_peer_is_asked_once() -> None:
     asking.tracked.step(Step.RUN)
     asking.tracked.step(Step.PREEMPT)
     assert asking.advance()
-    assert asking.node.sources == ["two", "", "", ""]
+    assert asking.node.sources == ["two", "here", "here", "here"], "and its node asks nobody, either"
     room_for = [body.push_to for body in asking.node.asked if body.nbytes]
     assert room_for == ["two"] * 3, "the push is part of the reservation"
 
@@ -254,13 +255,37 @@ def test_the_next_node_is_asked_everything_anew() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_slow_step_does_not_make_a_new_question_late(waits: bool) -> None:
     """Steps of a CPU engine may be further apart than `lookup_s`: each question has a deadline of its own."""
-    asking = Asking(4 * CHUNK, DECODE, answers(0, waiting=True), lookup_s=1.0)
+    asking = Asking(4 * CHUNK, PREFILL, answers(0, waiting=True), lookup_s=1.0)
     assert not asking.advance()
     asking.node = ScriptedNode(silent)
     assert not asking.advance(after_s=5.0)
     assert len(asking.node.asked) == 1
     assert asking.advance(after_s=0.5 if waits else 1.0) is not waits
     assert asking.node.counted["request_without_pdx"] == (not waits)
+
+
+@pytest.mark.parametrize(("params", "waits_s"), [(None, 0.9), (DECODE, 29.9), ({**DECODE, "is_early": True}, 29.9)])
+def test_a_decode_leg_waits_for_a_late_answer_as_long_as_its_node_says_anything(params: Any, waits_s: float) -> None:
+    """A busy node is late for many at once, and what a decode leg would compute is done already."""
+    asking = Asking(2 * CHUNK + 5, params, silent, lookup_s=1.0, transfer_wait_s=30.0)
+    assert not asking.advance()
+    assert not asking.advance(after_s=waits_s)
+    assert len(asking.node.asked) == 1
+    assert not asking.node.counted
+    assert asking.advance(after_s=0.2)
+    assert asking.node.counted == {"request_without_pdx": 1}
+
+
+def test_a_decode_leg_takes_the_late_answer(caplog: pytest.LogCaptureFixture) -> None:
+    asking = Asking(2 * CHUNK + 5, DECODE, silent, lookup_s=1.0)
+    assert not asking.advance()
+    assert not asking.advance(after_s=7.0)
+    assert asking.advance(script=answers(3))
+    assert asking.state.hits.tokens == 2 * CHUNK + 5
+    asking = Asking(2 * CHUNK + 5, DECODE, silent, lookup_s=1.0)
+    assert not asking.advance()
+    asking.node.silence = 1.0
+    assert asking.advance(after_s=1.0), "of a node that says nothing at all it expects nothing"
 
 
 # ---- how much is asked, and when ------------------------------------------------------------

@@ -7,7 +7,7 @@ import plain_chunk
 import pytest
 
 from pdx.memory.slot import Slot
-from pdx.store.transfers import KEPT_S, MAX_TRANSFERS, Transfers
+from pdx.store.transfers import KEPT_S, MAX_ENDED, MAX_TRANSFERS, Transfers
 from pdx.telemetry.env import Env
 
 MANY = MAX_TRANSFERS + 25
@@ -89,6 +89,34 @@ def test_the_count_of_those_under_way_follows_each_of_them(transfers):
     assert set(transfers.expire(99.0)) == {"a", "c"}
     assert transfers.expire(100.0) == ["b"]
     assert len(transfers) == 0
+
+
+@pytest.mark.parametrize("end", ["sealed", "given up", "late"])
+def test_who_comes_when_a_transfer_is_forgotten_is_told_that_it_is_over(transfers, end):
+    """Else a decode leg that stood in a queue for a minute would wait as if its prefill was still to begin."""
+    (chunk,) = chunks_of(1)
+    transfers.open("t", [chunk.slot], 100.0, "process 7")
+    if end == "sealed":
+        fill(transfers, [chunk], 4, 1.0)
+        transfers.sealed([chunk], 1.0)
+    elif end == "given up":
+        transfers.give_up("t", 1.0, "process 7")
+    assert transfers.expire(100.0) == ["t"]
+    assert (transfers.is_known("t"), transfers.is_under_way("t"), transfers.is_given_up("t")) == (True, False, False)
+    assert not transfers.is_known("another")
+    transfers.prefilled("t", 101.0, "the proxy")
+    assert not transfers.is_under_way("t")
+    transfers.open("t", [chunk.slot], 900.0, "process 7")
+    assert transfers.is_under_way("t"), "its engine begins it again"
+
+
+def test_names_of_forgotten_transfers_are_bounded(transfers):
+    for number in range(MAX_ENDED + 10):
+        transfers.give_up(f"t {number}", float(number), "process 7")
+        transfers.expire(number + KEPT_S)
+    assert not transfers.is_known("t 0")
+    assert transfers.is_known("t 10")
+    assert len(transfers._ended) == MAX_ENDED
 
 
 @pytest.mark.parametrize("end", ["sealed", "given up"])
