@@ -99,7 +99,7 @@ class MovedLookup:
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request, whose turn is near: ask where its tokens are. Never waits."""
         moving = tracked.moving
-        if moving is None or tracked.is_decode or self._lookup.is_silent(connection):
+        if moving is None or tracked.is_decode or self._lookup.is_silent(tracked, connection):
             return
         with contextlib.suppress(NodeError, ProtocolError):  # it is asked again when its turn comes
             self._ask(tracked, moving, connection)
@@ -122,7 +122,7 @@ class MovedLookup:
         """Once the request's own chunks are known: whether it is known, too, what is found elsewhere. If that is more,
         it is what its hits are then. False: ask again."""
         moving = tracked.moving
-        if moving is None or tracked.is_decode or self._lookup.is_silent(connection):
+        if moving is None or tracked.is_decode or self._lookup.is_silent(tracked, connection):
             return True  # of a decode leg the prefill leg has found it
         try:
             return self._find(tracked, moving, connection)

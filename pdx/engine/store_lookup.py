@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from pdx.engine.forms import Forms
 
 _A = TypeVar("_A", Admitted, Moved)
+_Question = Callable[[TrackedRequest, Connection], None]
 
 ASK_S = 0.002
 BUSY_SHARE = 0.1  # of a step's time
 IDLE_S = 0.01  # an engine that asks more often takes time from others' prefill, where they share cores or caches
+PATIENT = 5  # times `lookup_s`: a decode leg that computes does so a second time, and keeps others waiting
 MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
 
 
@@ -75,7 +77,7 @@ class StoreLookup:
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request: ask what the engine will want to know when the request's turn comes. Never waits."""
-        if self.is_silent(connection):
+        if self.is_silent(tracked, connection):
             return  # it may be heard again until then
         self._try(tracked, connection, self._ask)
         # What may still come is waited for; and a transfer whose room goes is given up.
@@ -107,28 +109,21 @@ class StoreLookup:
 
     def advance(self, tracked: TrackedRequest, connection: Connection, *, may_ask: bool = True) -> bool:
         """Ask the node, as far as needed; whether the request is decided now. `may_ask`: its turn is near."""
-        if tracked.is_decided and self._is_fresh(tracked):
-            pass
-        elif may_ask or (tracked.node.asked is not None and tracked.node.epoch == connection.epoch):
+        if not (tracked.is_decided and self._is_fresh(tracked)):
+            if not may_ask and (tracked.node.asked is None or tracked.node.epoch != connection.epoch):
+                return False
             self._try(tracked, connection, self._decide)
-        else:
-            return False
         if not tracked.is_decided:
             return False
         self._left_s = min(self._left_s, ASK_S)  # it can be scheduled in this step, and waits for the others meanwhile
         return True
 
-    def _try(
-        self,
-        tracked: TrackedRequest,
-        connection: Connection,
-        step: Callable[[TrackedRequest, Connection], None],
-    ) -> None:
+    def _try(self, tracked: TrackedRequest, connection: Connection, step: _Question) -> None:
         if tracked.node.epoch != connection.epoch:
             tracked.forget_node()
             tracked.node.epoch = connection.epoch
         try:
-            if self.is_silent(connection):
+            if self.is_silent(tracked, connection):
                 raise NodeError(f"the node has said nothing for {connection.silent_s():.1f} s")
             step(tracked, connection)
         except (NodeError, ProtocolError) as error:
@@ -141,9 +136,10 @@ class StoreLookup:
             tracked.node.reserved = True
             tracked.step(Step.DECIDE)
 
-    def is_silent(self, connection: Connection) -> bool:
+    def is_silent(self, tracked: TrackedRequest, connection: Connection) -> bool:
         """Whether one request was not answered in time, or would not be: the others need not find that out, too."""
-        return connection.silent_s() >= self._config.lookup_s
+        times = PATIENT if tracked.is_decode and tracked.node.awaited else 1  # what a decode leg would compute is done
+        return connection.silent_s() >= times * self._config.lookup_s
 
     def _decide(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Ask, or take the answer; asked again in the next step if that is not the last word."""
@@ -158,7 +154,6 @@ class StoreLookup:
             tracked.step(Step.DECIDE)
             return
         try:
-            # What a decode leg would compute is done: a node that is late, and not silent, is waited for.
             until = tracked.wait_until if tracked.is_decode and tracked.node.awaited else None
             answer = self.collect(connection, asked, Admitted, until=until)
         except ArenaTooSmall:
@@ -462,8 +457,7 @@ class StoreLookup:
     def collect(
         self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True, until: float | None = None
     ) -> _A | None:
-        """The answer, if it is there; a NodeError if the node refused, or has been silent for too long for who
-        waits: for `lookup_s`, or `until` then."""
+        """The answer, if it is there; a NodeError if the node refused, or kept who waits for `lookup_s`, or `until`."""
         start = time.monotonic()
         answer = connection.collect(asked.seq, self._left_s if wait else 0.0, or_another=not self._is_busy)
         took_s = time.monotonic() - start
