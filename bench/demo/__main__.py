@@ -134,8 +134,8 @@ def changes(answers: dict[str, str], work: Workload) -> list[int | None]:
     for request, changed in work.cold:
         pair = [answers[request.name], answers[changed.name]]
         at = None if pair[0] == pair[1] else len(os.path.commonprefix(pair))
-        effect = "changes nothing!" if at is None else f"changes its answer from character {at + 1} on"
-        say(f"  {request.name}: a little of it changed {effect}")
+        where = "nowhere!" if at is None else f"from character {at + 1} of the answer on"
+        say(f"  {request.name}: a change in the prompt shows {where}")
         found.append(at)
     return found
 

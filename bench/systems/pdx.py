@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import time
@@ -242,11 +243,17 @@ class PdxRunning(Running):
         self._is_one_node = is_one_node
 
     def find_engines(self) -> None:
-        """Wait until the nodes know where the engines are. :raises CannotRun: they do not in time."""
+        """Wait until the nodes know where the engines are, and the proxy knows the nodes, without which it serves
+        prompts otherwise. :raises CannotRun: they do not in time."""
         self.prefill_url, self.decode_url = (
-            self._until(lambda role=role: self._engine(role), f"the {role} engine's address")  # type: ignore[misc]
+            self._until(lambda role=role: self._engine(role), f"no node learned the {role} engine's address")  # type: ignore[misc]
             for role in ("prefill", "decode")
         )
+        self._until(self._reports, "the proxy heard of no node")
+
+    def _reports(self) -> str:
+        nodes = json.loads(web.get(f"{self.url}/health"))["nodes"]
+        return str(nodes) if nodes >= (1 if self._is_one_node else 2) else ""
 
     def _engine(self, role: str) -> str:
         node = "node" if self._is_one_node else role
@@ -256,7 +263,7 @@ class PdxRunning(Running):
         deadline = time.monotonic() + ANNOUNCED_S
         while not (answer := ask()):
             if time.monotonic() > deadline:
-                raise CannotRun(f"no node learned {what} within {ANNOUNCED_S:.0f} s")
+                raise CannotRun(f"{what} within {ANNOUNCED_S:.0f} s")
             time.sleep(POLL_S)
         return answer
 
