@@ -118,7 +118,10 @@ class Forms:
 
     def ids(self, tracked: TrackedRequest, first: int, end: int) -> bytes:
         """Its tokens, as messages have them."""
-        ids = array("I", self._hashing.tokens(tracked.request, first, end))
+        try:
+            ids = array("I", self._hashing.tokens(tracked.request, first, end))
+        except (OverflowError, TypeError):  # what stands there is no token: nothing is the same
+            return b""
         if sys.byteorder == "big":
             ids.byteswap()
         return ids.tobytes()

@@ -122,8 +122,10 @@ class MovedLookup:
         """Once the request's own chunks are known: whether it is known, too, what is found elsewhere. If that is more,
         it is what its hits are then. False: ask again."""
         moving = tracked.moving
+        if moving is not None and tracked.is_decode:
+            moving.verdict = Verdict("reuse", "accepted", "as its prefill leg has found it")
         if moving is None or tracked.is_decode or self._lookup.is_silent(tracked, connection):
-            return True  # of a decode leg the prefill leg has found it
+            return True
         try:
             return self._find(tracked, moving, connection)
         except (NodeError, ProtocolError) as error:
@@ -147,11 +149,13 @@ class MovedLookup:
                 moving.refuse("nothing is there that begins as this prompt does")
         if not self._is_more(tracked, sum(piece.count for piece in moving.pieces)):
             self.forget(tracked, connection)
-            if moving.pieces and tracked.node.hits.tokens:
+            if max(tracked.node.hits.tokens, tracked.local_tokens):
                 moving.verdict = Verdict("reuse", "accepted", "its own chunks have as much")
+            elif moving.pieces:
+                moving.refuse("less than a block of it is there")
             return True
         if moving.asked is None:
-            moving.asked = self._lookup.ask(connection, self._question(tracked, moving.pieces))
+            moving.asked = self._lookup.ask(connection, self._question(tracked, moving.pieces, connection))
         answer = self._lookup.collect(connection, moving.asked, Admitted)
         if answer is None:
             return False
@@ -179,7 +183,7 @@ class MovedLookup:
         """Whether so many tokens are worth it: a block more than the engine and the store have of its own."""
         return tokens >= max(tracked.node.hits.tokens, tracked.local_tokens) + self._layout.block_tokens
 
-    def _question(self, tracked: TrackedRequest, pieces: Sequence[Piece]) -> Admit:
+    def _question(self, tracked: TrackedRequest, pieces: Sequence[Piece], connection: Connection) -> Admit:
         parts: dict[bytes, Part] = {}
         for piece in pieces:  # a chunk may stand there more than once
             before = parts.get(piece.key)
@@ -189,7 +193,7 @@ class MovedLookup:
             layers=self._layout.num_layers,
             shards=self._layout.num_shards,
             lease_s=self._config.lease_s,
-            source=tracked.params.prefix_node,
+            source=tracked.params.prefix_node or connection.node_name,  # what peers have is not known by names here
             wait_s=self._config.lookup_s / 2,
             request=tracked.request.request_id[:MAX_NAME],
             hints=Hints("", salt=tracked.hints.salt),

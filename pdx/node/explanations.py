@@ -18,6 +18,7 @@ from pdx.store.lifecycle import State
 from pdx.telemetry.faults import printable
 from pdx.telemetry.recent import remember
 from pdx.wire.base import MAX_NAME, MAX_REASONS
+from pdx.wire.hints import Verdict
 from pdx.wire.messages import Admit, Admitted, Hello
 from pdx.wire.status import Explained, Explanation, Reason
 
@@ -52,6 +53,17 @@ class Explanations:
         self._salts: OrderedDict[bytes, None] = OrderedDict()  # of the same prompts; empty: none
         self._keys: OrderedDict[tuple[str, str], tuple[Sequence[bytes], int]] = OrderedDict()  # and how many shards
         self._num_keys = 0
+        self._reuse: OrderedDict[tuple[str, str], Verdict] = OrderedDict()  # what became of the hint, by request
+
+    def not_moved(self, session: Session, request: str) -> None:
+        """Nothing was found of a request at other positions."""
+        if not request:
+            return
+        name, verdict = (_whose(session), request), Verdict("reuse", "refused", "nothing is there that begins so")
+        remember(self._reuse, name, verdict, MAX_REQUESTS)
+        if (known := self._of_request.get(name)) is not None:
+            others = [each for each in known[1].verdicts if each.field != "reuse"]
+            self._of_request[name] = known[0], replace(known[1], verdicts=[*others, verdict])
 
     def reasons(
         self,
@@ -107,8 +119,19 @@ class Explanations:
         shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
         shown_reasons = reasons[:MAX_REASONS]
         chunks = max(ask.sought, answer.hits)  # the tail that it would write itself may have been there
-        told = Explanation(*shown, 0.0, waited_s, chunks, answer.hits, shown_reasons, notes, answer.verdicts)
+        verdicts = self._verdicts((whose, ask.request), ask, answer)
+        told = Explanation(*shown, 0.0, waited_s, chunks, answer.hits, shown_reasons, notes, verdicts)
         remember(self._of_request, (whose, ask.request), (now, told), MAX_REQUESTS)
+
+    def _verdicts(self, name: tuple[str, str], ask: Admit, answer: Admitted) -> list[Verdict]:
+        """Of all that the request has asked for: its moved chunks are a question of their own."""
+        verdicts = answer.verdicts
+        if ask.moved:
+            remember(self._reuse, name, Verdict("reuse", "accepted" if answer.hits else "refused"), MAX_REQUESTS)
+            before = self._of_request.get(name)
+            verdicts = [each for each in before[1].verdicts if each.field != "reuse"] if before is not None else []
+        reuse = self._reuse.get(name)
+        return verdicts if reuse is None else [*verdicts, reuse]
 
     def _lack(self, ask: Admit, answer: Admitted) -> int:
         """How many chunks behind the hits are not here, nor granted."""

@@ -317,7 +317,10 @@ class Service:
         return self.admissions.ask(session, ask)
 
     def _find_moved(self, session: Session, ask: FindMoved) -> Answer:
-        return Moved(self.names.find(ask.scope, ask.ids, ask.chunk_tokens, self._may_be_there))
+        pieces = self.names.find(ask.scope, ask.ids, ask.chunk_tokens, self._may_be_there)
+        if not pieces:
+            self.admissions.explanations.not_moved(session, ask.request)
+        return Moved(pieces)
 
     def _may_be_there(self, key: bytes) -> bool:
         """Whether a chunk is whole, here or in a tier, as far as is known. It may have been told and never filled."""

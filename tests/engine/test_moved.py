@@ -97,12 +97,12 @@ def tokens(seed: object, count: int) -> list[int]:
     return [rng.randrange(50_000) for _ in range(count)]
 
 
-def check_moved(engine: ToyEngine, request: Request, end: int) -> int:
+def check_moved(engine: ToyEngine, request: Request, end: int, rank: int = 0, head: int = 0) -> int:
     """Keys of tokens [0, end) are those of their positions, and values of their tokens. How many of the tokens are
     exact, in what they hold of those before them, too."""
     exact = 0
     for position in range(end):
-        page = engine.caches[0][:, request.block_ids[position // BLOCK], 0, position % BLOCK]
+        page = engine.caches[rank][:, request.block_ids[position // BLOCK], head, position % BLOCK]
         floats = page.contiguous().view(torch.float32).numpy()
         wanted = [
             kv_bytes(request.all_token_ids[: position + 1], layer, 0).numpy().view(np.float32)
@@ -146,6 +146,21 @@ def test_a_conversation_that_lost_tokens_keeps_the_rest(engine: ToyEngine, kept:
     assert told["pdx_hints"]["reuse"] == f"accepted: {found - kept} of {found} tokens that are there are moved"
     assert engine.run(prompt) in (0, kept - kept % CHUNK, kept - kept % BLOCK), "an exact request finds its own alone"
     assert ask_moved(engine, [*prompt, *tokens("more", 20)])[0] == len(prompt) - len(prompt) % BLOCK, "its own"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_rank_turns_the_heads_that_it_has(
+    start_here: Callable[..., NodeThread], stack: ExitStack, ranks: int
+) -> None:
+    engine = engine_of(start_here(arena_bytes=16 * MIB), stack, shards=2, ranks=ranks)
+    history = tokens(1, HISTORY)
+    engine.run(history)
+    prompt = [*history[:5], *history[CHUNK + 3 : 8 * CHUNK], 1]
+    request = engine.save(prompt, MOVED)
+    assert request.loaded == len(prompt) - 1
+    for rank, head in [(0, 0), (0, 1)] if ranks == 1 else [(0, 0), (1, 0)]:
+        check_moved(engine, request, len(prompt), rank, head)
+    engine.finish(request)
 
 
 def test_tokens_that_are_left_out_leave_runs_that_move_up(engine: ToyEngine) -> None:

@@ -13,7 +13,7 @@ from pdx.store import history
 from pdx.store.history import Cause
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.hints import Hints
-from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, Hello, Pin, Ping, Release
+from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, FindMoved, Hello, Pin, Ping, Release
 from pdx.wire.moved import Part
 from pdx.wire.status import Explained
 from pdx.wire.verbs import Why
@@ -568,3 +568,23 @@ def test_what_was_moved_is_told_with_how_far(service, session):
     assert texts[0][:2] == (0, 1)
     assert "moved" not in texts[0][2]
     assert service.counters["moved_tokens"] == 20 + 2 * 256
+
+
+def test_what_became_of_the_hint_is_told_beside_what_became_of_others(service, session):
+    keep(service, session, range(4), "before")
+    hints = Hints("chat", priority=3)
+    service.handle(session, Admit(keys([9]), GRANULE_BYTES, 1, lease_s=1.0, request="a", hints=hints, partial=True))
+    service.handle(session, Admit(keys(range(4)), lease_s=1.0, request="a", moved=[Part(256, -1)] * 4))
+    assert verdicts(service, session, "a") == {"session": "accepted", "priority": "accepted", "reuse": "accepted"}
+    service.handle(session, Admit(keys([9]), lease_s=1.0, request="a", hints=hints))
+    assert verdicts(service, session, "a")["reuse"] == "accepted", "asked again"
+    service.handle(session, FindMoved(bytes(16), bytes(4), 256, "b"))
+    service.handle(session, Admit(keys([9]), lease_s=1.0, request="b"))
+    assert verdicts(service, session, "b") == {"reuse": "refused"}
+    service.handle(session, Admit(keys([9]), lease_s=1.0, request="c"))
+    service.handle(session, FindMoved(bytes(16), bytes(4), 256, "c"))
+    assert verdicts(service, session, "c") == {"reuse": "refused"}
+
+
+def verdicts(service, session, request):
+    return {each.field: each.outcome for each in why(service, session, request).verdicts}

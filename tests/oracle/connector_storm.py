@@ -31,12 +31,14 @@ from exact_engine import FOREIGN, PDX, Engine, LoRARequest, Shape, WorkerLoRAMan
 from exact_kinds import KINDS
 from exact_model import Picture
 from exact_releases import missing
+from exact_turning import ToyTurning
 from foreign_connector import CLAIMS, Claim
 from node_harness import NodeProcess
 
 from pdx.bench.harness.tiny_llama import make_model
 from pdx.config import NodeConfig
 from pdx.testing.waiting import DEADLINE_S, came_true
+from pdx.vllm import turning
 
 DOCUMENTS = (90, 200, 330, 500, 700)  # tokens of the beginnings that prompts share
 MAX_PROMPT = 1500
@@ -50,6 +52,7 @@ SMALL: dict[str, Any] = {"blocks": 160, "budget": 160, "seqs": 6, "extra": EXTRA
 ALWAYS = {**SMALL, "extra": {**EXTRA, "load": "always"}}  # whether it pays or not
 # Into as many parts as the model has heads, and two of its layers: the chunks of engines of any ranks and stages.
 CUT = {**SMALL, "extra": {**EXTRA, "load": "always", "shards": 4, "stages": "2,2"}}
+MOVED = {**SMALL, "kind": "one layer", "extra": {**EXTRA, "load": "always", "moved": True}}
 SHAPES = {
     "sync": [Shape(**ALWAYS), Shape(**ALWAYS, threshold=32)],  # which takes long to compute what a load has lost
     "async": [Shape(**ALWAYS, asynchronous=True)] * 2,
@@ -75,6 +78,13 @@ SHAPES = {
     ],
     "second": [Shape(**ALWAYS, runner=2), Shape(**ALWAYS, runner=2, asynchronous=True, graphs=100)],
     "late": [Shape(**ALWAYS, asynchronous=True, defers=True), Shape(**ALWAYS, asynchronous=True, runner=2, caps=True)],
+    "moved": [  # any tokens of any prompts, wherever they were computed, beside requests that must meet none of these
+        Shape(**MOVED),
+        Shape(**MOVED, asynchronous=True),
+        Shape(**MOVED, threshold=48),
+    ],
+    # Of a model of several layers what is moved is wrong: the answers of requests that ask for it are not looked at.
+    "moved-wrongly": [Shape(**{**MOVED, "kind": "full"}), Shape(**{**MOVED, "kind": "full"}, asynchronous=True)],
     "content": [
         Shape(**SMALL, content=True),
         Shape(**SMALL, content=True, asynchronous=True),
@@ -214,6 +224,7 @@ class _Live:
     engine: Engine
     prompt: list[int]
     then: Callable[[list[int]], None] | None = None
+    is_exact: bool = True
     since: float = field(default_factory=time.monotonic)
 
 
@@ -333,10 +344,19 @@ class Storm:
         bases = self._documents + self._answers
         base = bases[event.base % len(bases)]
         beginning = base[: max(1, len(base) - event.cut)]
-        return (beginning + tokens(event.tail, (self._name, "tail", event.tail_seed)))[:MAX_PROMPT]
+        prompt = (beginning + tokens(event.tail, (self._name, "tail", event.tail_seed)))[:MAX_PROMPT]
+        if self._moves(event) and event.beside & 2:  # it has lost some
+            first = 1 + event.pick % 40
+            prompt = prompt[:first] + prompt[first + event.pick * 7 % 400 :]
+        return prompt
+
+    def _moves(self, event: Event) -> bool:
+        return bool(self._engine(event).shape.extra.get("moved"))
 
     def _beside(self, event: Event, prompt: list[int]) -> dict[str, Any]:
         """What the request has beside tokens. Pictures are called by a counter that begins anew again and again."""
+        if self._moves(event) and event.beside & 1:
+            return {"hints": {"version": 1, "reuse": "moved"}}
         if not self._engine(event).shape.content:
             return {}
         length = 12 if event.beside & 1 and len(prompt) > 40 else 0
@@ -355,8 +375,10 @@ class Storm:
         count: int,
         params: dict[str, Any] | None = None,
         then: Callable[[list[int]], None] | None = None,
+        hints: dict[str, Any] | None = None,
         **beside: Any,
     ) -> None:
+        params = {**(params or {}), "pdx_hints": hints} if hints else params
         self._number += 1
         name = f"{self._name}-{self._number}"
         if engine.shape.beside and self._number % 3 == 0:
@@ -365,7 +387,9 @@ class Storm:
             CLAIMS[name] = Claim(promised, promised // 32 * 16 if is_broken else promised)
             if is_broken:  # by vLLM's own fault others find the blocks, and are wrong; the store shall not be
                 self._misled.add(engine.name)
-        self._live[name] = _Live(engine, prompt, then)
+        is_exact = not hints or len(engine.mixers) == 1
+        self._live[name] = _Live(engine, prompt, then, is_exact)
+        self.counts["moved"] += bool(hints)
         engine.add(name, prompt, count, params, **beside)
 
     def _step(self) -> None:
@@ -386,7 +410,7 @@ class Storm:
         live = self._live.pop(name, None)
         if live is None:  # aborted in the step that ended it
             return
-        if live.engine.name not in self._misled:
+        if live.is_exact and live.engine.name not in self._misled:
             live.engine.check(name)
         answer = live.engine.taken(name)
         self.slowest_s = max(self.slowest_s, time.monotonic() - live.since)
@@ -402,6 +426,7 @@ def storm_bed(mode: str, folder: Path, kind: str = "full", **node: Any) -> Itera
     """Engines of this mode and kind on a node of their own, whose arena is full soon."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(WorkerLoRAManager, "_load_adapter", read_adapter))
+        stack.enter_context(patch.object(turning, "turning_of", lambda *_: ToyTurning()))
         config = NodeConfig(**{"address": f"ipc://{folder}/{mode}.sock", "arena_bytes": 6 << 20, **node})
         served = StormNode(config)
         stack.callback(served.close)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exact_kinds import DRAFTED, KINDS, Kind
+from exact_kinds import DRAFTED, KINDS, ONE_LAYER, Kind
 from vllm.config import (
     CacheConfig,
     KVTransferConfig,
@@ -62,7 +62,7 @@ class Shape:
 
     @property
     def model_kind(self) -> Kind:
-        return {**KINDS, **DRAFTED}[self.kind]
+        return {**KINDS, **DRAFTED, **ONE_LAYER}[self.kind]
 
     @property
     def has_pdx(self) -> bool:

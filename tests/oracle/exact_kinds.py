@@ -111,6 +111,8 @@ KINDS = {
 }
 # Beside "full" with a draft model's layer, which is its last one: without that, and with it in a group of its own.
 DRAFTED = {"undrafted": Kind((_full(0, 1),)), "apart": Kind((_full(0, 1), _full(2)))}
+# A token's key depends on the token and its position alone, so that it is known at any other position, too.
+ONE_LAYER = {"one layer": Kind((_full(0),))}
 # `make test` has storms and tables of PdxConnector over these; `make test-long` over all kinds.
 EVERY_DAY = ("full", "window", "mixed")
 _needs_groups = pytest.mark.skipif(not moves_groups(), reason="PDX moves one group of full attention before vLLM 0.32")

@@ -34,6 +34,16 @@ def mix(words: Words) -> Words:
     return mixed
 
 
+def unmix(words: Words) -> Words:
+    """What `mix` has made these of."""
+    found = words.astype(Word, copy=True)
+    for factor in (0xC4CEB9FE1A85EC53, 0xFF51AFD7ED558CCD):
+        found ^= found >> Word(33)
+        found *= Word(pow(factor, -1, 1 << 64))
+    found ^= found >> Word(33)
+    return found
+
+
 @lru_cache
 def masks(count: int) -> Words:
     """By which a word that is held `count` times is masked."""
@@ -96,10 +106,18 @@ def embed(tokens: Sequence[int], start: int = 0, beside: Beside = NOTHING) -> Wo
     return found
 
 
+_PLACE = 0x9E3779B97F4A7C15  # a position's part of a key
+
+
+def turned(keys: Words, shift: int) -> Words:
+    """These keys, so many positions further behind."""
+    return mix(unmix(keys) + Word(shift * _PLACE % (1 << 64)))
+
+
 def keys_of(hidden: Words, start: int, layer: int) -> Words:
     """The keys of tokens that stand at `start` and behind it."""
     positions = np.arange(start, start + len(hidden), dtype=Word)
-    return mix(hidden * Word(3) + positions * Word(0x9E3779B97F4A7C15) + Word(layer + 1))
+    return mix(hidden * Word(3) + positions * Word(_PLACE) + Word(layer + 1))
 
 
 def sums_of(keys: Words, start: int, before: Words | None = None) -> Words:

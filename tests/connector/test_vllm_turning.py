@@ -1,0 +1,89 @@
+"""Where vLLM's CPU backend puts keys and values, by its own operator."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pdx.errors import LayoutError
+from pdx.memory.layout import CacheGroups, KvLayout
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from pdx.vllm.turning import cpu_elements, turning_of
+
+BLOCK, HEADS = 128, 3
+
+
+def layout_of(dtype: torch.dtype, dim: int, block: int = BLOCK) -> KvLayout:
+    isa = _get_attn_isa(dtype, block, dim, "auto")
+    fields = {
+        "model": "m", "dtype": f"{dtype} as auto", "num_layers": 1, "num_heads": HEADS, "head_dim": dim,
+        "block_tokens": block, "page_bytes": HEADS * 2 * block * dim * dtype.itemsize, "chunk_tokens": 2 * block,
+        "order": "LBHNC", "backend": "CPU_ATTN", "isa": isa, "num_shards": 1, "hashing": "sha256",
+    }  # fmt: skip
+    return KvLayout(**fields)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("block", [32, 48, 128])
+def test_elements_are_where_vllm_puts_them(dtype: torch.dtype, dim: int, block: int) -> None:
+    layout = layout_of(dtype, dim, block)
+    elements = cpu_elements(layout, dtype)
+    drawn = torch.randn(2, block, HEADS, dim).to(dtype)
+    page = torch.zeros(1, HEADS, block, 2 * dim, dtype=dtype)
+    ops.cpu_attn_reshape_and_cache(
+        *drawn, *page.view(1, HEADS, 2 * block, dim).chunk(2, dim=2), torch.arange(block), layout.isa
+    )
+    flat = page.flatten()
+    tables = (elements.key_tokens, elements.key_elements), (elements.value_tokens, elements.value_elements)
+    for (tokens, places), wanted in zip(tables, drawn, strict=True):
+        for head in range(HEADS):
+            at = torch.from_numpy(head * elements.head + tokens[:, None] + places[None, :])
+            assert torch.equal(flat[at], wanted[:, head])
+
+
+def test_an_order_that_is_not_by_token_and_element_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(
+        keys: torch.Tensor, values: torch.Tensor, to_keys: torch.Tensor, to_values: torch.Tensor, *_: Any
+    ) -> None:
+        order = torch.randperm(keys.numel(), generator=torch.Generator().manual_seed(0))
+        for of_head, to in ((keys, to_keys), (values, to_values)):
+            to.copy_(of_head.flatten()[order].view(HEADS, BLOCK, 64).unsqueeze(0))
+
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", mixed)
+    with pytest.raises(LayoutError, match="take apart"):
+        cpu_elements(layout_of(torch.float32, 64), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "model_type", "text"),
+    [
+        ({}, "CPU_ATTN", "gpt2", "'gpt2'"),
+        ({}, "FLASH_ATTN", "llama", "FLASH_ATTN"),
+        ({"dtype": "torch.bfloat16 as fp8_e4m3"}, "CPU_ATTN", "llama", "fp8_e4m3"),
+        ({"dtype": "torch.float16 as auto"}, "CPU_ATTN", "llama", "float16"),
+        ({"kind": "window", "window": 64}, "CPU_ATTN", "llama", "one cache group of full attention"),
+    ],
+)
+def test_what_cannot_be_turned_is_refused_by_name(
+    changes: dict[str, Any], backend: str, model_type: str, text: str
+) -> None:
+    groups = CacheGroups.of(msgspec.structs.replace(layout_of(torch.float32, 64), **changes))
+    config = SimpleNamespace(to_dict=lambda: {"model_type": model_type, "rope_theta": 1e4})
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config))
+    with pytest.raises(LayoutError, match=text):
+        turning_of(vllm_config, groups, backend)
