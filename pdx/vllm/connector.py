@@ -53,7 +53,7 @@ from pdx.vllm.releases import check_nested, check_release, moves_groups, reports
 from pdx.vllm.stages import cut_of
 from pdx.vllm.step import limits_of, step_record
 
-ATTACH_S = 2.0  # at start-up only
+ATTACH_S = 5.0  # at start-up only
 _INSIDE = "PdxConnector is inside another connector"
 log = logging.getLogger("pdx")
 

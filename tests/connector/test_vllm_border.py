@@ -758,6 +758,18 @@ def test_the_attention_backend_is_the_one_that_vllm_has_chosen(folder: Path, lay
     assert layouts[0].fingerprint() == layouts[1].fingerprint() != layouts[2].fingerprint()
 
 
+def test_an_engine_has_its_node_when_it_has_started(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as there is one: the first request comes at once, and would be answered without it."""
+    half = Mock()
+    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
+    shake_hands(folder, ("FLASH_ATTN", "FLASH_ATTN"))
+    half.link.wait_attached.assert_called_once_with(connector.ATTACH_S)
+    connector_of(folder, KVConnectorRole.SCHEDULER).set_xfer_handshake_metadata_pp_aware({})
+    assert half.link.wait_attached.call_count == 1, "inside another connector it is a request that would wait"
+
+
 def inside(policy: str) -> Any:
     outer = SimpleNamespace(kv_connector="MultiConnector", kv_load_failure_policy=policy)
     return SimpleNamespace(kv_transfer_config=outer)

@@ -180,8 +180,7 @@ class Engine:
         if shape.has_pdx:
             self.pdx = self._pdx_of(self.scheduler.connector)
             self.worker_pdx = self._pdx_of(first)
-            # An engine that has started has its node: its first request may come at once.
-            assert self.half.link.wait_attached(ATTACH_S if shape.beside else 0.0), "not attached"
+            assert self.half.link.wait_attached(ATTACH_S), "not attached"
             self._lose_by_faults()
 
     @property
