@@ -67,5 +67,5 @@ def cpu_elements(layout: KvLayout, dtype: torch.dtype) -> PageElements:
         is_apart = is_apart and bool((of_head == of_head[:, :1] + of_head[:1] - of_head[:1, :1]).all())
     if not is_apart:
         raise LayoutError(f"a page order the kernel cannot take apart (packed for {layout.isa!r:.40})")
-    tables = [(of_head[:, 0].numpy(), (of_head[0] - of_head[0, 0]).numpy()) for of_head in (keys, values)]
-    return PageElements(heads, head, *tables[0], *tables[1])
+    tables = [(of_head[:, 0], of_head[0] - of_head[0, 0]) for of_head in (keys, values)]
+    return PageElements(heads, head, *(each.contiguous().numpy() for pair in tables for each in pair))

@@ -11,8 +11,10 @@ import msgspec
 import pytest
 import torch
 
+from pdx.engine.plan import MovedTokens
 from pdx.errors import LayoutError
 from pdx.memory.layout import CacheGroups, KvLayout
+from pdx.memory.rope import Rope
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
@@ -22,6 +24,8 @@ with warnings.catch_warnings():
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+    from pdx.engine.turning import Turning
+    from pdx.kernels.page_rows import page_rows
     from pdx.vllm.turning import cpu_elements, turning_of
 
 BLOCK, HEADS = 128, 3
@@ -54,6 +58,28 @@ def test_elements_are_where_vllm_puts_them(dtype: torch.dtype, dim: int, block: 
         for head in range(HEADS):
             at = torch.from_numpy(head * elements.head + tokens[:, None] + places[None, :])
             assert torch.equal(flat[at], wanted[:, head])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_of_vllms_pages_are_loaded_into_others(dtype: torch.dtype) -> None:
+    """At their own positions, so that each bit is known."""
+    layout = layout_of(dtype, 64)
+    turning = Turning(Rope((1.0, 0.1)), cpu_elements(layout, dtype), dtype)
+    drawn = torch.randn(2, 2 * BLOCK, HEADS, 64).to(dtype)
+    source, target = (torch.zeros(count, HEADS, BLOCK, 128, dtype=dtype) for count in (2, 3))
+    expected = torch.zeros_like(target)
+
+    def put(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+        caches = pages.view(len(pages), HEADS, 2 * BLOCK, 64).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys.contiguous(), values.contiguous(), *caches, slots, layout.isa)
+
+    put(*drawn, source, torch.arange(2 * BLOCK))
+    first, count, at = 37, 170, 55  # of blocks 2 and 0
+    slots = torch.arange(at, at + count)
+    put(*drawn[:, first : first + count], expected, torch.where(slots < BLOCK, slots + 2 * BLOCK, slots - BLOCK))
+    pages = [turning.pages(page_rows(each)) for each in (source, target)]
+    turning.scatter(*pages, turning.lines(MovedTokens(first, at, count, 0), [2, 0]), 0)
+    assert torch.equal(target, expected)
 
 
 def test_an_order_that_is_not_by_token_and_element_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
