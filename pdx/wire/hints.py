@@ -157,6 +157,8 @@ _TYPES: dict[str, Any] = {
     "reuse": Reuse,
 }
 
+_WHY = {"prefetch_to": "it is host or gpu: another tier is no memory that chunks are prefetched into"}
+
 
 def parse(envelope: Any, salt: str | None = None) -> Envelope:
     """An envelope as it came from outside; `salt`: the cache salt of its request. Never fails.
@@ -186,7 +188,7 @@ def parse(envelope: Any, salt: str | None = None) -> Envelope:
         try:
             values[name] = msgspec.convert(envelope[name], _TYPES[name])
         except (msgspec.ValidationError, UnicodeEncodeError, RecursionError) as error:
-            refused.append(Verdict(name, "refused", _shown(str(error), 200)))
+            refused.append(Verdict(name, "refused", _WHY.get(name) or _shown(str(error), 200)))
     for name in ("prefetch", "demote"):
         if isinstance(values.get(name), bool):
             values[name] = [OWN] if values[name] else []

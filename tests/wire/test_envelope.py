@@ -91,6 +91,11 @@ def test_a_field_that_makes_no_sense_is_refused_and_the_others_are_taken(field, 
     assert found.hints == msgspec.structs.replace(parse(FULL).hints, **{field: getattr(Hints(""), field)})
 
 
+def test_a_tier_that_is_no_memory_is_refused_in_a_sentence():
+    text = refused({**FULL, "prefetch_to": "disk"})["prefetch_to"]
+    assert "it is host or gpu: another tier is no memory" in text
+
+
 def test_fields_that_this_version_does_not_have_are_refused_by_name():
     found = parse({**FULL, "color": 1, "salt": "x", "a\nb\x1b": 1, "n" * 1000: {}})
     assert [verdict.field for verdict in found.decided] == ["color", "salt", "a?b?", "n" * 32]
