@@ -138,8 +138,7 @@ class StoreLookup:
 
     def is_silent(self, tracked: TrackedRequest, connection: Connection) -> bool:
         """Whether one request was not answered in time, or would not be: the others need not find that out, too."""
-        times = PATIENT if tracked.is_decode and tracked.node.awaited else 1  # what a decode leg would compute is done
-        return connection.silent_s() >= times * self._config.lookup_s
+        return connection.silent_s() >= _patience(tracked) * self._config.lookup_s
 
     def _decide(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Ask, or take the answer; asked again in the next step if that is not the last word."""
@@ -154,8 +153,7 @@ class StoreLookup:
             tracked.step(Step.DECIDE)
             return
         try:
-            until = tracked.wait_until if tracked.is_decode and tracked.node.awaited else None
-            answer = self.collect(connection, asked, Admitted, until=until)
+            answer = self.collect(connection, asked, Admitted, times=_patience(tracked))
         except ArenaTooSmall:
             tracked.node.asked = None
             tracked.room_until = self._clock()  # waiting does not help
@@ -280,7 +278,7 @@ class StoreLookup:
             return
         num_chunks = len(keys) // len(self._groups)
         may_be_elsewhere = tracked.is_decode or num_chunks > (tail_tokens > 0)
-        nobody = connection.node_name if tracked.node.awaited is not Awaited.SOURCE else ""  # peers had their turn
+        source = tracked.source if tracked.node.awaited is Awaited.SOURCE else connection.node_name  # peers had a turn
         ask = Admit(
             keys,
             **sizes(self._groups, tail_tokens, has_room=wants_room),
@@ -290,7 +288,7 @@ class StoreLookup:
             transfer=tracked.transfer if tracked.is_prefill or tracked.node.awaited else None,
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
-            source=(tracked.source or nobody) if may_be_elsewhere else "",
+            source=source if may_be_elsewhere else "",
             **tracked.keys.told(0, self._end_block(tracked, tail_tokens)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
             request=tracked.request.request_id[:MAX_NAME],
@@ -455,17 +453,17 @@ class StoreLookup:
         return Asked(connection.ask(body), self._clock(), self._step)
 
     def collect(
-        self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True, until: float | None = None
+        self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True, times: int = 1
     ) -> _A | None:
-        """The answer, if it is there; a NodeError if the node refused, or kept who waits for `lookup_s`, or `until`."""
+        """The answer, if it is there; a NodeError if the node refused, or kept who waits so many times `lookup_s`."""
         start = time.monotonic()
         answer = connection.collect(asked.seq, self._left_s if wait else 0.0, or_another=not self._is_busy)
         took_s = time.monotonic() - start
         # Where another answer has come, its request is not kept waiting: it runs now, and this one in the next step.
         has_others = answer is None and wait and took_s < self._left_s
         self._left_s = 0.0 if has_others else max(0.0, self._left_s - took_s)
-        if answer is None and wait and (now := self._clock()) >= (until or asked.at + self._config.lookup_s):
-            raise NodeError(f"the node did not answer within {now - asked.at:.1f} s")
+        if answer is None and wait and self._clock() - asked.at >= (limit_s := times * self._config.lookup_s):
+            raise NodeError(f"the node did not answer within {limit_s} s")
         if answer is not None and not isinstance(answer, kind):
             raise ProtocolError(f"the node answers {type(answer).__name__}, where {kind.__name__} is expected")
         return answer
@@ -483,9 +481,8 @@ class StoreLookup:
 
     def forget_asked(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Nobody waits for what the node was asked."""
-        for asked in (tracked.node.asked, tracked.node.late):
-            if asked is not None:
-                connection.forget(asked.seq)
+        for asked in filter(None, (tracked.node.asked, tracked.node.late)):
+            connection.forget(asked.seq)
         tracked.node.asked = tracked.node.late = None
 
     def give_up_transfer(self, tracked: TrackedRequest, connection: Connection) -> None:
@@ -497,3 +494,7 @@ class StoreLookup:
         """A moment in the timeline of the request's transfer."""
         if tracked.transfer is not None:
             connection.tell(Mark(tracked.transfer, event, time.monotonic_ns(), tokens=tokens))
+
+
+def _patience(tracked: TrackedRequest) -> int:
+    return PATIENT if tracked.is_decode and tracked.node.awaited else 1

@@ -264,8 +264,8 @@ def test_a_slow_step_does_not_make_a_new_question_late(waits: bool) -> None:
     assert asking.node.counted["request_without_pdx"] == (not waits)
 
 
-@pytest.mark.parametrize(("params", "waits_s"), [(None, 0.9), (DECODE, 29.9), ({**DECODE, "is_early": True}, 29.9)])
-def test_a_decode_leg_waits_for_a_late_answer_as_long_as_its_node_says_anything(params: Any, waits_s: float) -> None:
+@pytest.mark.parametrize(("params", "waits_s"), [(None, 0.9), (DECODE, 4.9), ({**DECODE, "is_early": True}, 4.9)])
+def test_a_decode_leg_waits_longer_for_a_late_answer(params: Any, waits_s: float) -> None:
     """A busy node is late for many at once, and what a decode leg would compute is done already."""
     asking = Asking(2 * CHUNK + 5, params, silent, lookup_s=1.0, transfer_wait_s=30.0)
     assert not asking.advance()
@@ -279,7 +279,7 @@ def test_a_decode_leg_waits_for_a_late_answer_as_long_as_its_node_says_anything(
 def test_a_decode_leg_takes_the_late_answer(caplog: pytest.LogCaptureFixture) -> None:
     asking = Asking(2 * CHUNK + 5, DECODE, silent, lookup_s=1.0)
     assert not asking.advance()
-    assert not asking.advance(after_s=7.0)
+    assert not asking.advance(after_s=4.5)
     assert asking.advance(script=answers(3))
     assert asking.state.hits.tokens == 2 * CHUNK + 5
 
