@@ -184,7 +184,7 @@ class Peers:
     def why_not(self, ask: messages.Admit, count: int, chunk_s: float) -> str:
         """Why the peer that a question names was not asked for what is missing, `count` chunks; empty: it may have
         been."""
-        if ask.awaits is not None or not count:
+        if ask.awaits is not None or count <= 0:
             return ""
         source = ask.source or self.lookups.known(ask)
         if source in ("", self._name):

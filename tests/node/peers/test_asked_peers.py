@@ -111,6 +111,22 @@ def test_an_answer_says_why_a_peer_that_has_it_was_not_asked_for_it(cluster):
     assert reasons[-1].text.startswith("not asked of node b: it would take")
 
 
+def test_of_the_end_of_a_prompt_that_is_here_peers_are_not_asked(cluster):
+    """It is no chunk that is sought, and a hit all the same."""
+    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
+        ask = Admit(
+            KEYS[:1], nbytes=4 * G, tail_nbytes=G, part="keeps", lease_s=5.0, wait_s=20.0, request="r",
+            blocks=b"b" * 16, chunk_blocks=4, parent=b"p" * 16,
+        )  # fmt: skip
+        slots = a.ask(ask).granted_slots
+        worker.ask(Fill(slots, seal=True))
+        answer = a.ask(ask)
+        assert (answer.hits, answer.waiting) == (1, False)
+        a.ask(Release(answer.lease))
+        assert a.ask(Why("r")).requests[0].hits == 1
+    assert cluster.counter("a", "internal_errors") == cluster.counter("a", "peer_lookups") == 0
+
+
 # ---- of several cache groups ----------------------------------------------------------------
 
 GROUPS = [
