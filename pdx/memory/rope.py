@@ -15,10 +15,10 @@ import msgspec
 
 from pdx.errors import LayoutError
 
-# Of these models the first half of a key's rotary elements is paired with the second one.
-_HALVES = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "smollm3"}
-)
+# Of these models the first half of a key's rotary elements is paired with the second one, in all layers.
+_HALVES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2"})
+# With one of these, keys turn otherwise than what follows says: not in all layers, or by other angles.
+_OTHERWISE = ("no_rope_layers", "dual_chunk_attention_config", "rope_dim", "use_fope")
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -47,6 +47,11 @@ def rope_of(config: Mapping[str, Any], head_dim: int) -> Rope:
         raise LayoutError(f"how a model of type {kind!r:.60} turns its keys by position is not known")
     told = config.get("rope_parameters") or {}
     told = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {}), **told}
+    for name in _OTHERWISE:
+        if config.get(name) or told.get(name):
+            raise LayoutError(f"how keys turn by position with {name} in the configuration is not known")
+    if not isinstance(told["rope_theta"], (int, float)):
+        raise LayoutError(f"rope_theta {told['rope_theta']!r:.60} is no number")
     partial = told.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     rotary = int(head_dim * partial)
     if rotary < 2 or rotary % 2:

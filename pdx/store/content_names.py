@@ -25,6 +25,7 @@ MAX_ALIKE = 8  # chunks of one name that are looked at; the newest
 MAX_BEHIND = 64  # chunks behind one whose beginnings are compared; the newest
 NAME_TOKENS = 256  # a chunk is found by its first ones, and then compared: a name costs the same for chunks of any size
 MAX_LOOKS = 1 << 13  # names that one question makes, and chunks that it follows: some 25 ms at worst
+LOOK_TOKENS = 1 << 12  # comparing so many tokens costs as much, and counts as one: chunks may be large, and much alike
 
 _T = TypeVar("_T", bound=Hashable)
 
@@ -114,14 +115,17 @@ class ContentNames:
     def record(self, key: bytes) -> _Record | None:
         return self._records.get(key)
 
-    def alike(self, scope: bytes, ids: bytes) -> list[bytes]:
-        """Chunks with exactly these tokens, those first that were computed, and of these the newest."""
-        known = self._named.get(self.name(scope, ids))
+    def alike(self, scope: bytes, ids: bytes, first: int, count: int) -> tuple[list[bytes], int]:
+        """Chunks with exactly tokens [first, first + count) of these, those first that were computed, and of these the
+        newest; and how many tokens were compared for that."""
+        start = first * TOKEN_BYTES
+        known = self._named.get(self.name(scope, ids[start : start + min(count, NAME_TOKENS) * TOKEN_BYTES]))
         if known is None:
-            return []
+            return [], 0
+        tokens = ids[start : start + count * TOKEN_BYTES]
         of_scope = [(self._records[key], key) for key in islice(reversed(known), MAX_ALIKE)]
-        found = [(record, key) for record, key in of_scope if record.scope == scope and record.ids == ids]
-        return [key for _, key in sorted(found, key=lambda each: each[0].is_moved)]
+        found = [(record, key) for record, key in of_scope if record.scope == scope and record.ids == tokens]
+        return [key for _, key in sorted(found, key=lambda each: each[0].is_moved)], len(of_scope) * count
 
     def behind(self, scope: bytes, key: bytes) -> Iterator[tuple[bytes, _Record]]:
         for each in islice(reversed(self._behind.get(key, {})), MAX_BEHIND):
@@ -170,7 +174,8 @@ class _Search:
         found = self._known.get(at)
         if found is None:
             self._looks -= 1
-            alike = self._names.alike(self._scope, self._tokens(at, at + self._size))
+            alike, compared = self._names.alike(self._scope, self._ids, at, self._size)
+            self._looks -= compared // LOOK_TOKENS
             found = self._known[at] = [key for key in alike if self._is_there(key)]
         return found
 
@@ -205,7 +210,7 @@ class _Search:
         tokens = self._tokens(at, at + self._size)
         most, best = 0, b""
         for key, record in self._names.behind(self._scope, last):
-            self._looks -= 1
+            self._looks -= 1 + self._size // LOOK_TOKENS
             count = _common(record.ids, tokens, more_than=most)
             if count > most and self._is_there(key):
                 most, best = count, key
@@ -217,9 +222,12 @@ class _Search:
         best: tuple[int, int, bytes, bytes] | None = None
         for start in range(at + 1, min(at + self._size, self._end)):
             for key in self._chunks(start):
-                before, gap = self._parent(key), self._tokens(at, start)
+                before = self._parent(key)
                 record = self._names.record(before)
-                if record is None or record.scope != self._scope or not record.ids.endswith(gap):
+                if record is None or record.scope != self._scope:
+                    continue
+                self._looks -= (start - at) // LOOK_TOKENS
+                if not record.ids.endswith(self._tokens(at, start)):
                     continue
                 if not self._is_there(before):
                     continue
@@ -236,12 +244,13 @@ class _Search:
 
 def _common(one: bytes, other: bytes, *, more_than: int) -> int:
     """How many tokens both begin with, if that is more than so many."""
-    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    low, high = more_than, min(len(one), len(other)) // TOKEN_BYTES
     if more_than and one[: more_than * TOKEN_BYTES] != other[: more_than * TOKEN_BYTES]:
         return 0
     while low < high:
         middle = (low + high + 1) // 2
-        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
+        part = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)  # what is before that is alike
+        if one[part] == other[part]:
             low = middle
         else:
             high = middle - 1

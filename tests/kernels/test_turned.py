@@ -172,6 +172,11 @@ def test_it_is_what_transformers_computes(scaling):
     [
         ({"model_type": "deepseek_v3"}, "deepseek_v3"),
         ({"model_type": "bloom"}, "bloom"),
+        ({"model_type": "smollm3"}, "smollm3"),  # not in all layers
+        (LLAMA | {"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers"),
+        (LLAMA | {"dual_chunk_attention_config": {"chunk_size": 8192}}, "dual_chunk"),
+        (LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "rope_dim": 4}}, "rope_dim"),
+        (LLAMA | {"rope_theta": None}, "rope_theta None"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "factor"),

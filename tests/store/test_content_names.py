@@ -7,6 +7,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -186,7 +187,7 @@ def looks_of(bed: Bed, prompt: Sequence[int], monkeypatch: pytest.MonkeyPatch) -
     count = 0
     alike = ContentNames.alike
 
-    def counted(self: ContentNames, *args: bytes) -> list[bytes]:
+    def counted(self: ContentNames, *args: Any) -> tuple[list[bytes], int]:
         nonlocal count
         count += 1
         return alike(self, *args)
@@ -219,3 +220,21 @@ def test_no_prompt_costs_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) ->
         looks, took_s = looks_of(bed, prompt, monkeypatch)
         assert looks <= content_names.MAX_LOOKS
         assert took_s < 1.0
+
+
+def test_large_chunks_that_are_much_alike_count_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, total = 1 << 16, 0
+    alike = ContentNames.alike
+
+    def counted(self: ContentNames, *args: Any) -> tuple[list[bytes], int]:
+        nonlocal total
+        found, compared = alike(self, *args)
+        total += compared
+        return found, compared
+
+    monkeypatch.setattr(ContentNames, "alike", counted)
+    bed = Bed(size)
+    bed.names.tell(Told(SCOPE, ids([7] * size * 6), size), [at.to_bytes(16, "big") for at in range(6)], b"")
+    text = ids([*[7] * (size + 3), 8, *[7] * size * 6])
+    bed.names.find(SCOPE, text, size)
+    assert total <= (content_names.MAX_LOOKS + 1) * content_names.LOOK_TOKENS  # 25 times that took a second
