@@ -1,0 +1,109 @@
+"""Documents whose KV was computed apart, blended: the tokens that their new place changes most are computed again.
+
+CacheBlend (Yao et al., EuroSys 2025, https://arxiv.org/abs/2405.16444), section 4: KV that was computed without the
+documents before it lacks their cross attention, which matters for few tokens, and much the same ones in each layer. The
+first layer's KV depends on no other token, so the second layer is computed for all; where its keys are furthest from
+the given ones, tokens are computed again in the layers behind it, fewer from layer to layer (gradual filtering).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from pdx.errors import LayoutError
+from pdx.memory.rope import rope_of
+
+WIDER = 1.5  # of the share that is asked for, in the second layer; linearly to 0.5 of it in the last one
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "mlp", "input_layernorm", "post_attention_layernorm")  # of a layer
+Select = Callable[[Tensor, int], Tensor]  # (deviations [n], how many) -> indices of so many
+
+
+def most(deviations: Tensor, count: int) -> Tensor:
+    """Where the keys are furthest from those that were given."""
+    return deviations.topk(count).indices
+
+
+def blended(
+    model: Any,
+    tokens: Sequence[int],
+    kv: Tensor,
+    share: float,
+    *,
+    known: int = 0,
+    fresh: Tensor | None = None,
+    select: Select = most,
+) -> Tensor:
+    """KV of `tokens`, of which all but a share is as given.
+
+    `model`: a causal language model of transformers whose layers are Llama's. `kv`: [layers, 2, KV heads, tokens,
+    head_dim], keys turned for the positions from 0 on; it stays as it is. `share`: of the tokens behind the first
+    `known` ones, whose KV is exact: the mean over the layers. `fresh`: bool [tokens], those of which none is given:
+    they are computed in each layer, beside the share. `select`: which tokens of a layer are computed in the next.
+
+    :raises LayoutError: the layers are not as Llama's.
+    """
+    rope_of(model.config.to_dict(), kv.shape[-1])  # which refuses what cannot be turned
+    layers = list(model.model.layers)
+    if missing := [name for name in _PARTS if not hasattr(layers[0], name) and not hasattr(layers[0].self_attn, name)]:
+        raise LayoutError(f"layers of {type(model).__name__} cannot be blended: they have no {', '.join(missing)}")
+    out = kv.clone()
+    with torch.inference_mode():
+        hidden = model.model.embed_tokens(torch.tensor([list(tokens)]))
+        turns = model.model.rotary_emb(hidden, torch.arange(len(tokens))[None])
+        rows = torch.arange(len(tokens))  # that are computed in this layer
+        for number, layer in enumerate(layers):
+            queries, keys, values = _projected(layer, hidden, tuple(each[:, rows] for each in turns))
+            deviations = (keys - kv[number, 0][None, :, rows]).pow(2).sum(dim=(0, 1, 3))
+            out[number, 0, :, rows], out[number, 1, :, rows] = keys[0].to(out.dtype), values[0].to(out.dtype)
+            if number:
+                count = _count(share, number, len(layers), len(tokens) - known)
+                deviations[rows < known] = -1.0
+                if fresh is not None:
+                    deviations[fresh[rows]] = torch.inf
+                    count += int(fresh.sum())
+                kept = select(deviations, min(count, len(rows))).sort().values
+                rows, hidden, queries = rows[kept], hidden[:, kept], queries[:, :, kept]
+            if not len(rows):
+                break
+            hidden = _attended(layer, hidden, queries, out[number], rows)
+    return out
+
+
+def _count(share: float, number: int, num_layers: int, num_tokens: int) -> int:
+    """How many tokens layer `number` + 1 computes."""
+    if share >= 1:
+        return num_tokens
+    done = (number - 1) / max(1, num_layers - 2)
+    return round(num_tokens * min(1.0, share * (WIDER - done * (2 * WIDER - 2))))
+
+
+def _projected(layer: Any, hidden: Tensor, turns: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys, both turned, and values: [1, heads, tokens, head_dim]."""
+    attention = layer.self_attn
+    inner = layer.input_layernorm(hidden)
+    found = []
+    for name in ("q", "k", "v"):
+        each = getattr(attention, f"{name}_proj")(inner).unflatten(-1, (-1, attention.head_dim))
+        norm = getattr(attention, f"{name}_norm", None)  # Qwen 3's
+        found.append((each if norm is None else norm(each)).transpose(1, 2))
+    cosines, sines = (each[:, None] for each in turns)
+    half = attention.head_dim // 2
+    queries, keys = (
+        each * cosines + torch.cat((-each[..., half:], each[..., :half]), dim=-1) * sines for each in found[:2]
+    )
+    return queries, keys, found[2]
+
+
+def _attended(layer: Any, hidden: Tensor, queries: Tensor, kv: Tensor, rows: Tensor) -> Tensor:
+    """What the layer makes of these rows, which attend to all tokens up to their own."""
+    mask = torch.arange(kv.shape[2])[None, :] <= rows[:, None]
+    keys, values = kv[None, 0], kv[None, 1]
+    attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+    made: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return made
