@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -118,6 +118,12 @@ def form_of_shape(shape: Mapping[str, str], codec: str) -> Form:
     except msgspec.ValidationError as error:
         raise LayoutError(f"{codec} needs to know the layout of the chunks, and this is none: {error}") from error
     return form_of(layout, codec)
+
+
+def blended_form(share: float, lengths: Sequence[int]) -> str:
+    """The form of KV of a prompt that was blended of documents of so many tokens (`pdx.blend`)."""
+    cuts = hashlib.blake2b(repr(list(lengths)).encode(), digest_size=8, person=b"pdx-blend-1").hexdigest()
+    return f"blended:{share:.4f}:{cuts}"
 
 
 def apart_salt(form: str, salt: str) -> str:

@@ -68,8 +68,17 @@ def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "", codec: str =
     return list(each_chunk_key(model, tokens, salt, codec))
 
 
+def form_keys(model: Model, tokens: Sequence[int], salt: str, form: str) -> list[bytes]:
+    """As `chunk_keys`, of requests that are kept apart by this form, which is any text."""
+    return list(_each_key(model, tokens, salt, form))
+
+
 def each_chunk_key(model: Model, tokens: Sequence[int], salt: str = "", codec: str = "") -> Iterator[bytes]:
     """As `chunk_keys`; each is made when it is asked for."""
+    return _each_key(model, tokens, salt, form_text(model, codec))
+
+
+def _each_key(model: Model, tokens: Sequence[int], salt: str, form: str) -> Iterator[bytes]:
     if groups := model.shape.get("cache_groups"):
         raise SelectionError(
             f"engine {model.engine!r} has {groups:.8} cache groups, each with chunks of its own: name those that a "
@@ -78,7 +87,6 @@ def each_chunk_key(model: Model, tokens: Sequence[int], salt: str = "", codec: s
     per_chunk, per_block = number_of(model, "chunk_tokens"), number_of(model, "block_tokens")
     _check(model, tokens, per_chunk)
     hashed, root = _hash_of(model), _root(model)
-    form = form_text(model, codec)
     fingerprint = lossy_fingerprint(model.layout, form) if form else model.layout
     extra = _first_extra(model, apart_salt(form, salt))
     for end in range(per_chunk, len(tokens) + 1, per_chunk):

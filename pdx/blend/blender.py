@@ -1,0 +1,157 @@
+"""Blended KV of prompts that are made of documents, kept in a node for the engines there (experimental).
+
+A document is known as a prompt of its own: its keys say what it holds, wherever it stands in another prompt. A blender
+reads the chunks of the documents, turns their keys to their new places, has a share of the tokens computed again, and
+stores the whole as chunks of a form (`pdx.memory.form.blended_form`), which only requests that ask for it find.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdx.blend.layers import blended
+from pdx.blend.pages import pack, unpacked
+from pdx.client.connection import Connection
+from pdx.errors import ArenaFull, LayoutError
+from pdx.kernels.turned import PageElements
+from pdx.memory.form import blended_form
+from pdx.memory.rope import Rope
+from pdx.memory.slot import Slot
+from pdx.wire.messages import Abort, Admit, Admitted, Done, Fill, Release
+from pdx.wire.tokens import chunk_keys, form_keys, number_of
+from pdx.wire.verbs import Model
+
+_LEASE_S = 60.0
+_ASK_AGAIN_S = 0.01
+
+
+@dataclass(frozen=True)
+class Blended:
+    """`tokens`: of the prompt, that are there now, of whole chunks. `found`: of these were known; the others were
+    computed. `share`: of the known ones was computed again, in the mean of the layers. `is_new`: it was not there."""
+
+    tokens: int
+    found: int
+    share: float
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class Blender:
+    """One engine's, of a model on one shard. One thread.
+
+    `node`: attached as a client. `model`: what the engine has told of its keys. `causal`: the same weights, as a causal
+    language model of transformers. `elements`, `dtype`: of the engine's pages. `wait_s`: how long documents may come
+    from a tier.
+    """
+
+    node: Connection
+    model: Model
+    causal: Any
+    rope: Rope
+    elements: PageElements
+    dtype: torch.dtype
+    wait_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        shards = number_of(self.model, "num_shards")
+        if shards != 1:
+            raise LayoutError(f"chunks of {shards} shards are not blended: an engine of one rank has one")
+
+    def blend(self, documents: Sequence[Sequence[int]], share: float = 0.15, *, salt: str = "") -> Blended:
+        """Make the prompt of these documents, in this order, of their chunks and store it. `salt`: the cache salt of
+        the requests that will use it, as of those that brought the documents.
+
+        :raises SelectionError: they fill no chunk, or are no tokens of this model.
+        :raises ArenaFull: the node has no room for it now. :raises ArenaTooSmall: never.
+        """
+        tokens = [token for document in documents for token in document]
+        size = number_of(self.model, "chunk_tokens")
+        keys = form_keys(self.model, tokens, salt, blended_form(share, [len(each) for each in documents]))
+        end = len(keys) * size
+        answer = self._room(keys)
+        if not answer.granted:
+            return Blended(end, end, share, is_new=False)
+        try:
+            kv, fresh, known = self._known(documents, salt, size)
+            kv = blended(self.causal, tokens, kv, 1.0 if fresh.all() else share, known=known, fresh=fresh)
+            for number, slot in zip(answer.granted, answer.granted_slots, strict=True):
+                pack(kv[:, :, :, number * size : (number + 1) * size], self._pages(slot), self.elements)
+        except BaseException:
+            self.node.tell(Abort(answer.granted_slots))
+            raise
+        self.node.call_for(Fill(answer.granted_slots, layers=len(kv), seal=True), self.wait_s, Done)
+        return Blended(end, int((~fresh[:end]).sum()), share, is_new=True)
+
+    def _room(self, keys: list[bytes]) -> Admitted:
+        """For the chunks that are missing, before anything is computed: requests wait for them from then on."""
+        layers = self.causal.config.get_text_config().num_hidden_layers
+        page = 2 * self.elements.num_heads * self.elements.block_tokens * len(self.elements.key_elements)
+        blocks = number_of(self.model, "chunk_tokens") // self.elements.block_tokens
+        nbytes = layers * blocks * page * self.dtype.itemsize
+        answer = self._call(Admit(keys, nbytes=nbytes, layers=layers, layout=self.model.layout))
+        if answer.full:
+            raise ArenaFull(f"no room for {len(keys)} chunks of {nbytes:,} bytes now")
+        return answer
+
+    def _known(self, documents: Sequence[Sequence[int]], salt: str, size: int) -> tuple[Tensor, Tensor, int]:
+        """KV of all tokens, those of whole chunks that the node has at their new positions; which tokens have none; how
+        many leading ones are exact."""
+        config = self.causal.config.get_text_config()
+        heads, dim = self.elements.num_heads, len(self.elements.key_elements)
+        count = sum(map(len, documents))
+        kv = torch.zeros(config.num_hidden_layers, 2, heads, count, dim)
+        fresh = torch.ones(count, dtype=torch.bool)
+        first = known = 0
+        for number, document in enumerate(documents):
+            at = first
+            for chunk in self._chunks(document, salt, size):
+                kv[:, :, :, at : at + size] = self._turned(chunk, first)
+                fresh[at : at + size] = False
+                at += size
+            known = at if not number else known
+            first += len(document)
+        return kv, fresh, known
+
+    def _turned(self, kv: Tensor, shift: int) -> Tensor:
+        angles = torch.tensor(self.rope.angles(shift), dtype=torch.float64)
+        cosines, sines = angles.cos().float(), angles.sin().float()
+        firsts, seconds = (list(each) for each in zip(*self.rope.pairs(), strict=True))
+        x, y = kv[:, 0, ..., firsts].clone(), kv[:, 0, ..., seconds].clone()
+        kv[:, 0, ..., firsts], kv[:, 0, ..., seconds] = x * cosines - y * sines, y * cosines + x * sines
+        return kv
+
+    def _chunks(self, document: Sequence[int], salt: str, size: int) -> list[Tensor]:
+        """KV of the leading whole chunks that the node has of a document, at its own positions."""
+        if len(document) < size:
+            return []
+        keys = chunk_keys(self.model, document, salt)
+        until = time.monotonic() + self.wait_s
+        while True:
+            answer = self._call(Admit(keys, lease_s=_LEASE_S))
+            if not answer.waiting or time.monotonic() > until:
+                break
+            time.sleep(_ASK_AGAIN_S)
+        try:
+            found = [unpacked(self._pages(slot), self.elements) for slot in answer.slots]
+            for slot in answer.slots:
+                self.node.arena.check(slot)
+            return found
+        finally:
+            if answer.lease:
+                self.node.tell(Release(answer.lease))
+
+    def _pages(self, slot: Slot) -> Tensor:
+        """The chunk's pages, [layers, blocks, elements of a page]."""
+        layers = self.causal.config.get_text_config().num_hidden_layers
+        page = 2 * self.elements.num_heads * self.elements.block_tokens * len(self.elements.key_elements)
+        return torch.frombuffer(self.node.arena.view(slot), dtype=self.dtype).view(layers, -1, page)
+
+    def _call(self, ask: Admit) -> Admitted:
+        return self.node.call_for(ask, self.wait_s, Admitted)

@@ -1,0 +1,29 @@
+"""KV as a model computes it, and as an engine keeps it in the pages of a chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdx.kernels.turned import Offsets, PageElements
+
+
+def unpacked(pages: Tensor, elements: PageElements) -> Tensor:
+    """KV [layers, 2, KV heads, tokens, head_dim] in float32 of `pages` [layers, blocks, elements of a page]."""
+    found = pages[:, :, torch.from_numpy(_places(elements))]  # [layers, blocks, 2, heads, tokens of a block, head_dim]
+    return found.permute(0, 2, 3, 1, 4, 5).flatten(3, 4).float()
+
+
+def pack(kv: Tensor, pages: Tensor, elements: PageElements) -> None:
+    """Write that KV into pages of whatever type, which it fills."""
+    blocks = kv.unflatten(3, (-1, elements.block_tokens)).permute(0, 3, 1, 2, 4, 5)
+    pages[:, :, torch.from_numpy(_places(elements))] = blocks.to(pages.dtype)
+
+
+def _places(elements: PageElements) -> Offsets:
+    """Of each element where it lies: int64 [2, heads, tokens of a block, head_dim]."""
+    heads = np.arange(elements.num_heads)[:, None, None] * elements.head
+    keys = elements.key_tokens[:, None] + elements.key_elements
+    values = elements.value_tokens[:, None] + elements.value_elements
+    return np.stack([heads + keys, heads + values])
