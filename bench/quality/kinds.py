@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import torch
 from torch import Tensor
 
+from pdx.bench.quality import places
 from pdx.bench.quality.model import Model
 from pdx.bench.quality.texts import Sample
-from pdx.memory.form import PROMISED, Loss, LossyName, form_of
+from pdx.memory.form import MOVED, PROMISED, Loss, LossyName, form_of
 from pdx.memory.layout import KvLayout
 from pdx.store.codecs.codec import codec_of, decode_slice, encode_slice
 
 CHUNK_TOKENS = 256
 INT4 = "int4"
+APART = "apart"  # documents; what blending recovers is between that and exact KV
+SHARE = 0.15
 Exact = Callable[[Model, Sample], Tensor]
 Make = Callable[[Model, Sample, Tensor], Tensor]  # the last one is what `Exact` has made
 
@@ -47,7 +51,22 @@ def kinds(block_tokens: int) -> dict[str, Kind]:
         "bf16": Kind("control: rounded as in an engine's cache", lambda _, __, kv: kv.bfloat16().float()),
         INT4: Kind(f"control: 15 levels, {scales}; no codec of PDX", lambda _, __, kv: int4(kv, block_tokens)),
     }
-    return controls | {name: _codec(name, block_tokens, scales) for name in get_args(LossyName)}
+    return controls | _places() | {name: _codec(name, block_tokens, scales) for name in get_args(LossyName)}
+
+
+def _places() -> dict[str, Kind]:
+    """Of KV at other positions."""
+    cut, no_sink = places.recomputed(places.SINK_TOKENS), places.recomputed(0)
+    move = partial(places.moved, sink_tokens=places.SINK_TOKENS)
+    return {
+        "moved": Kind("half of the history cut, the rest moved up behind the first block", move, MOVED, cut),
+        "no-sink": Kind("control: the first block cut, too", partial(places.moved, sink_tokens=0), None, no_sink),
+        "not-turned": Kind("control: moved, keys as they were", partial(move, is_turned=False), None, cut),
+        APART: Kind("control: four documents computed apart", places.apart),
+        "blended": Kind(f"these, {SHARE:.0%} of the tokens computed again", partial(places.blend, share=SHARE)),
+        "blended-at-random": Kind("control: of any tokens", partial(places.blend, share=SHARE, is_random=True)),
+        "blended-whole": Kind("control: of all tokens", partial(places.blend, share=1.0)),
+    }
 
 
 def _codec(name: str, block_tokens: int, scales: str) -> Kind:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdx.memory.rope import Rope, rope_of
+
 
 class Model:
     """Its KV is one tensor [layers, 2, KV heads, tokens, head_dim] in float32: keys, turned for their positions, which
@@ -19,14 +21,19 @@ class Model:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.config: Any = self._model.config
+        self.causal = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.config: Any = self.causal.config
+
+    @property
+    def rope(self) -> Rope:
+        """:raises LayoutError: the keys of such a model cannot be turned."""
+        return rope_of(self.config.to_dict(), self.causal.base_model.layers[0].self_attn.head_dim)
 
     def kv(self, tokens: Sequence[int]) -> Tensor:
         """Of these tokens, each computed in sight of all before it."""
         cache = self._cache()
         with torch.inference_mode():
-            self._model.base_model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+            self.causal.base_model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers])
 
     def scores(self, kv: Tensor, following: Sequence[int]) -> Tensor:
@@ -37,7 +44,7 @@ class Model:
             cache.update(keys[None], values[None], number)
         ids = torch.tensor([following[:-1]])
         with torch.inference_mode():
-            return self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].log_softmax(-1)
+            return self.causal(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].log_softmax(-1)
 
     def _cache(self) -> Any:
         from transformers import DynamicCache

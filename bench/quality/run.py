@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from pdx.bench.harness.report import Figure
-from pdx.bench.quality.kinds import Exact, Kind
+from pdx.bench.quality.kinds import APART, Exact, Kind
 from pdx.bench.quality.model import Model
 from pdx.bench.quality.texts import Sample
 
+RECOVERED = {"blended": ("≥", 0.6), "blended-at-random": ("≤", 0.25), "blended-whole": ("≥", 0.99)}
 RESAMPLES = 4000  # of a confidence interval
 
 
@@ -54,6 +55,7 @@ def judged(model: Model, sample: Sample, kinds: Mapping[str, Kind]) -> Iterator[
 
 def figures(rows: Sequence[Row], kinds: Mapping[str, Kind]) -> Iterator[Figure]:
     """Means over samples with their intervals of 95 %. What is promised holds where the worse end of that does."""
+    yield from recovered(rows)
     for name, kind in kinds.items():
         mine = [row for row in rows if row.kind == name]
         promise = kind.promise
@@ -63,6 +65,25 @@ def figures(rows: Sequence[Row], kinds: Mapping[str, Kind]) -> Iterator[Figure]:
         yield _figure(f"{name}: divergence, nats in 1,000 tokens", divergence, promise and promise.divergence)
         agreement = _interval([row.agreement for row in mine])
         yield _figure(f"{name}: same most likely token", agreement, promise and promise.agreement, is_least=True)
+
+
+def recovered(rows: Sequence[Row]) -> Iterator[Figure]:
+    """How much of what documents computed apart lose, in nats, each kind that was blended of them does not."""
+    lost = {row.text: row.loss - row.exact_loss for row in rows if row.kind == APART}
+    for name in {row.kind: None for row in rows} if lost else ():
+        if name.startswith("blended"):
+            pairs = [(lost[row.text], row.loss - row.exact_loss) for row in rows if row.kind == name]
+            before, after = (sum(each) for each in zip(*pairs, strict=True))
+            goal = RECOVERED.get(name)
+            share = 1 - after / before
+            yield Figure(f"{name}: of the loss recovered", round(share, 4), "", *_judged(share, goal))
+
+
+def _judged(value: float, goal: tuple[str, float] | None) -> tuple[str, bool | None]:
+    if goal is None:
+        return "", None
+    sign, bound = goal
+    return f"{sign} {bound:g}", value >= bound if sign == "≥" else value <= bound
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdx.blend.layers import blended
-from pdx.blend.pages import pack, unpacked
+from pdx.blend.pages import pack, turned, unpacked
 from pdx.client.connection import Connection
 from pdx.errors import ArenaFull, LayoutError
 from pdx.kernels.turned import PageElements
@@ -112,20 +112,12 @@ class Blender:
         for number, document in enumerate(documents):
             at = first
             for chunk in self._chunks(document, salt, size):
-                kv[:, :, :, at : at + size] = self._turned(chunk, first)
+                kv[:, :, :, at : at + size] = turned(chunk, self.rope, first)
                 fresh[at : at + size] = False
                 at += size
             known = at if not number else known
             first += len(document)
         return kv, fresh, known
-
-    def _turned(self, kv: Tensor, shift: int) -> Tensor:
-        angles = torch.tensor(self.rope.angles(shift), dtype=torch.float64)
-        cosines, sines = angles.cos().float(), angles.sin().float()
-        firsts, seconds = (list(each) for each in zip(*self.rope.pairs(), strict=True))
-        x, y = kv[:, 0, ..., firsts].clone(), kv[:, 0, ..., seconds].clone()
-        kv[:, 0, ..., firsts], kv[:, 0, ..., seconds] = x * cosines - y * sines, y * cosines + x * sines
-        return kv
 
     def _chunks(self, document: Sequence[int], salt: str, size: int) -> list[Tensor]:
         """KV of the leading whole chunks that the node has of a document, at its own positions."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pdx.kernels.turned import Offsets, PageElements
+from pdx.memory.rope import Rope
 
 
 def unpacked(pages: Tensor, elements: PageElements) -> Tensor:
@@ -19,6 +20,17 @@ def pack(kv: Tensor, pages: Tensor, elements: PageElements) -> None:
     """Write that KV into pages of whatever type, which it fills."""
     blocks = kv.unflatten(3, (-1, elements.block_tokens)).permute(0, 3, 1, 2, 4, 5)
     pages[:, :, torch.from_numpy(_places(elements))] = blocks.to(pages.dtype)
+
+
+def turned(kv: Tensor, rope: Rope, shift: int) -> Tensor:
+    """The same KV `shift` positions further on; a copy."""
+    angles = torch.tensor(rope.angles(shift), dtype=torch.float64)
+    cosines, sines = angles.cos().float(), angles.sin().float()
+    firsts, seconds = (list(each) for each in zip(*rope.pairs(), strict=True))
+    out = kv.clone()
+    x, y = kv[:, 0, ..., firsts], kv[:, 0, ..., seconds]
+    out[:, 0, ..., firsts], out[:, 0, ..., seconds] = x * cosines - y * sines, y * cosines + x * sines
+    return out
 
 
 def _places(elements: PageElements) -> Offsets:
