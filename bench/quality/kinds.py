@@ -16,7 +16,7 @@ from torch import Tensor
 from pdx.bench.quality import places
 from pdx.bench.quality.model import Model
 from pdx.bench.quality.texts import Sample
-from pdx.memory.form import MOVED, PROMISED, Loss, LossyName, form_of
+from pdx.memory.form import MOVED_LOSS, PROMISED, Loss, LossyName, form_of
 from pdx.memory.layout import KvLayout
 from pdx.store.codecs.codec import codec_of, decode_slice, encode_slice
 
@@ -59,7 +59,7 @@ def _places() -> dict[str, Kind]:
     cut, no_sink = places.recomputed(places.SINK_TOKENS), places.recomputed(0)
     move = partial(places.moved, sink_tokens=places.SINK_TOKENS)
     return {
-        "moved": Kind("half of the history cut, the rest moved up behind the first block", move, MOVED, cut),
+        "moved": Kind("half of the history cut, the rest moved up behind the first block", move, MOVED_LOSS, cut),
         "no-sink": Kind("control: the first block cut, too", partial(places.moved, sink_tokens=0), None, no_sink),
         "not-turned": Kind("control: moved, keys as they were", partial(move, is_turned=False), None, cut),
         APART: Kind("control: four documents computed apart", places.apart),

@@ -8,24 +8,25 @@ stores the whole as chunks of a form (`pdx.memory.form.blended_form`), which onl
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from pdx.blend.layers import blended
 from pdx.blend.pages import pack, turned, unpacked
-from pdx.client.connection import Connection
+from pdx.client.connection import Connection, attached
+from pdx.engine.turning import Turning
 from pdx.errors import ArenaFull, LayoutError
-from pdx.kernels.turned import PageElements
-from pdx.memory.form import blended_form
-from pdx.memory.rope import Rope
+from pdx.memory.form import blended_form, layout_of_shape
 from pdx.memory.slot import Slot
 from pdx.wire.messages import Abort, Admit, Admitted, Done, Fill, Release
-from pdx.wire.tokens import chunk_keys, form_keys, number_of
-from pdx.wire.verbs import Model
+from pdx.wire.tokens import chosen, chunk_keys, form_keys, number_of
+from pdx.wire.verbs import Model, ModelList, Models
 
 _LEASE_S = 60.0
 _ASK_AGAIN_S = 0.01
@@ -33,9 +34,11 @@ _ASK_AGAIN_S = 0.01
 
 @dataclass(frozen=True)
 class Blended:
-    """`tokens`: of the prompt, that are there now, of whole chunks. `found`: of these were known; the others were
-    computed. `share`: of the known ones was computed again, in the mean of the layers. `is_new`: it was not there."""
+    """`reuse`: the hint of requests that want it. `tokens`: of the prompt, that are there now, of whole chunks;
+    `found`: of these were known, the others were computed. `share`: of the known ones was computed again, in the mean
+    of the layers. `is_new`: it was not there."""
 
+    reuse: str
     tokens: int
     found: int
     share: float
@@ -47,17 +50,36 @@ class Blender:
     """One engine's, of a model on one shard. One thread.
 
     `node`: attached as a client. `model`: what the engine has told of its keys. `causal`: the same weights, as a causal
-    language model of transformers. `elements`, `dtype`: of the engine's pages. `wait_s`: how long documents may come
+    language model of transformers. `turning`: of the engine's pages. `wait_s`: how long documents may come
     from a tier.
     """
 
     node: Connection
     model: Model
     causal: Any
-    rope: Rope
-    elements: PageElements
-    dtype: torch.dtype
+    turning: Turning
     wait_s: float = 5.0
+
+    @classmethod
+    @contextmanager
+    def at(cls, address: str, folder: Path, *, engine: str = "", timeout_s: float = 5.0) -> Iterator[Self]:
+        """One at the node at `address`, for the engine of vLLM there, on a CPU, that has the weights of `folder`;
+        `engine`: which one it is (`pdx.wire.tokens.chosen`).
+
+        :raises NodeUnavailable: no node answers. :raises SelectionError: there is no such engine.
+        :raises LayoutError: its keys cannot be turned, or its pages are not known.
+        """
+        from transformers import AutoModelForCausalLM
+
+        from pdx.vllm.turning import turning_in
+
+        with attached(address, timeout_s, "controller") as asking:
+            model = chosen(asking.call_for(Models(), timeout_s, ModelList).models, engine)[0]
+        layout = layout_of_shape(model.shape)
+        causal = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        turning = turning_in(layout, layout.backend, causal.config.to_dict())
+        with attached(address, timeout_s) as node:
+            yield cls(node, model, causal, turning)
 
     def __post_init__(self) -> None:
         shards = number_of(self.model, "num_shards")
@@ -73,28 +95,34 @@ class Blender:
         """
         tokens = [token for document in documents for token in document]
         size = number_of(self.model, "chunk_tokens")
-        keys = form_keys(self.model, tokens, salt, blended_form(share, [len(each) for each in documents]))
+        form = blended_form(share, [len(each) for each in documents])
+        keys = form_keys(self.model, tokens, salt, form)
         end = len(keys) * size
         answer = self._room(keys)
         if not answer.granted:
-            return Blended(end, end, share, is_new=False)
+            return Blended(form, end, end, share, is_new=False)
         try:
             kv, fresh, known = self._known(documents, salt, size)
             kv = blended(self.causal, tokens, kv, 1.0 if fresh.all() else share, known=known, fresh=fresh)
             for number, slot in zip(answer.granted, answer.granted_slots, strict=True):
-                pack(kv[:, :, :, number * size : (number + 1) * size], self._pages(slot), self.elements)
+                pack(kv[:, :, :, number * size : (number + 1) * size], self._pages(slot), self.turning.elements)
         except BaseException:
             self.node.tell(Abort(answer.granted_slots))
             raise
         self.node.call_for(Fill(answer.granted_slots, layers=len(kv), seal=True), self.wait_s, Done)
-        return Blended(end, int((~fresh[:end]).sum()), share, is_new=True)
+        return Blended(form, end, int((~fresh[:end]).sum()), share, is_new=True)
 
     def _room(self, keys: list[bytes]) -> Admitted:
         """For the chunks that are missing, before anything is computed: requests wait for them from then on."""
         layers = self.causal.config.get_text_config().num_hidden_layers
-        page = 2 * self.elements.num_heads * self.elements.block_tokens * len(self.elements.key_elements)
-        blocks = number_of(self.model, "chunk_tokens") // self.elements.block_tokens
-        nbytes = layers * blocks * page * self.dtype.itemsize
+        page = (
+            2
+            * self.turning.elements.num_heads
+            * self.turning.elements.block_tokens
+            * len(self.turning.elements.key_elements)
+        )
+        blocks = number_of(self.model, "chunk_tokens") // self.turning.elements.block_tokens
+        nbytes = layers * blocks * page * self.turning.dtype.itemsize
         answer = self._call(Admit(keys, nbytes=nbytes, layers=layers, layout=self.model.layout))
         if answer.full:
             raise ArenaFull(f"no room for {len(keys)} chunks of {nbytes:,} bytes now")
@@ -104,7 +132,7 @@ class Blender:
         """KV of all tokens, those of whole chunks that the node has at their new positions; which tokens have none; how
         many leading ones are exact."""
         config = self.causal.config.get_text_config()
-        heads, dim = self.elements.num_heads, len(self.elements.key_elements)
+        heads, dim = self.turning.elements.num_heads, len(self.turning.elements.key_elements)
         count = sum(map(len, documents))
         kv = torch.zeros(config.num_hidden_layers, 2, heads, count, dim)
         fresh = torch.ones(count, dtype=torch.bool)
@@ -112,7 +140,7 @@ class Blender:
         for number, document in enumerate(documents):
             at = first
             for chunk in self._chunks(document, salt, size):
-                kv[:, :, :, at : at + size] = turned(chunk, self.rope, first)
+                kv[:, :, :, at : at + size] = turned(chunk, self.turning.rope, first)
                 fresh[at : at + size] = False
                 at += size
             known = at if not number else known
@@ -131,7 +159,7 @@ class Blender:
                 break
             time.sleep(_ASK_AGAIN_S)
         try:
-            found = [unpacked(self._pages(slot), self.elements) for slot in answer.slots]
+            found = [unpacked(self._pages(slot), self.turning.elements) for slot in answer.slots]
             for slot in answer.slots:
                 self.node.arena.check(slot)
             return found
@@ -142,8 +170,13 @@ class Blender:
     def _pages(self, slot: Slot) -> Tensor:
         """The chunk's pages, [layers, blocks, elements of a page]."""
         layers = self.causal.config.get_text_config().num_hidden_layers
-        page = 2 * self.elements.num_heads * self.elements.block_tokens * len(self.elements.key_elements)
-        return torch.frombuffer(self.node.arena.view(slot), dtype=self.dtype).view(layers, -1, page)
+        page = (
+            2
+            * self.turning.elements.num_heads
+            * self.turning.elements.block_tokens
+            * len(self.turning.elements.key_elements)
+        )
+        return torch.frombuffer(self.node.arena.view(slot), dtype=self.turning.dtype).view(layers, -1, page)
 
     def _call(self, ask: Admit) -> Admitted:
         return self.node.call_for(ask, self.wait_s, Admitted)

@@ -1,4 +1,4 @@
-"""The form of a request's chunks: exact, with a loss below memory, or moved; and what is told of the tokens of chunks.
+"""The form of a request's chunks: exact, with a loss below memory, moved or blended; and what is told of their tokens.
 
 Requests of a form are kept apart from all others, in the engine's own cache by their cache salt and in the store by
 their keys: no exact request ever meets what they load or save.
@@ -16,13 +16,12 @@ import msgspec
 from pdx.engine.request import State, TrackedRequest
 from pdx.engine.step import BlockHashing, EngineRequest
 from pdx.errors import LayoutError
-from pdx.memory.form import form_of, lossy_fingerprint
+from pdx.memory.form import MOVED, form_of, lossy_fingerprint
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import CacheGroups
 from pdx.wire.hints import Envelope, Hints, Verdict
 from pdx.wire.moved import MAX_TOKENS, Told
 
-MOVED = "moved"
 _NOT_APART = "the engine's own cache would give its blocks to requests that are exact"
 
 
@@ -47,27 +46,30 @@ class Forms:
         """
         hints, verdicts = envelope.hints, list[Verdict]()
         lossy, no_codec = self._lossy(hints)
-        is_moved, no_move = False, ""
+        approximate, no_reuse = "", ""
         if hints.reuse is not None:
-            no_move = self._why_not_moved(request, is_lossy=bool(lossy))
-            is_moved = not no_move
-        form = lossy or (MOVED if is_moved else "")
+            no_reuse = self._why_not_reused(request, hints.reuse, is_lossy=bool(lossy))
+            approximate = "" if no_reuse else hints.reuse
+        form = lossy or approximate
         if not self._hashing.keep_apart(request, form if is_new else "") or (form and not is_new):
             no_codec = _NOT_APART if hints.codec not in (None, "none") else no_codec
-            no_move = no_move or (_NOT_APART if is_moved else "")
-            lossy, is_moved = "", False
+            no_reuse = no_reuse or (_NOT_APART if approximate else "")
+            lossy, approximate = "", ""
         if hints.codec is not None:
             verdicts.append(Verdict("codec", "refused", no_codec[:200]) if no_codec else Verdict("codec", "accepted"))
         if no_codec:
             text = "request %s is stored exactly, not by the codec that it asks for: %s"
             count("codec_refused", text, request.request_id, no_codec)
-        if no_move:
-            verdicts.append(Verdict("reuse", "refused", no_move[:200]))
-            count("moved_refused", "request %s finds nothing that was moved: %s", request.request_id, no_move)
-        if not (verdicts or is_moved):
+        if no_reuse:
+            verdicts.append(Verdict("reuse", "refused", no_reuse[:200]))
+            text = "request %s finds nothing that was %s: %s"
+            count("moved_refused", text, request.request_id, str(hints.reuse).partition(":")[0], no_reuse)
+        elif approximate and approximate != MOVED:
+            verdicts.append(Verdict("reuse", "accepted"))
+        if not (verdicts or approximate):
             return envelope
         hints = msgspec.structs.replace(hints, form=lossy, codec=None, reuse=None)
-        return Envelope(hints, envelope.said, (*envelope.decided, *verdicts), MOVED if is_moved else "")
+        return Envelope(hints, envelope.said, (*envelope.decided, *verdicts), approximate)
 
     def _lossy(self, hints: Hints) -> tuple[str, str]:
         """The lossy form that is asked for, or why there is none."""
@@ -80,11 +82,13 @@ class Forms:
         except LayoutError as error:
             return "", str(error)
 
-    def _why_not_moved(self, request: EngineRequest, *, is_lossy: bool) -> str:
-        if self._not_moved:
-            return self._not_moved
+    def _why_not_reused(self, request: EngineRequest, reuse: str, *, is_lossy: bool) -> str:
         if is_lossy:
             return "not beside a lossy codec"
+        if reuse != MOVED:  # what was blended is found by its keys
+            return "" if self._groups.is_single else "it is for models of one cache group of full attention"
+        if self._not_moved:
+            return self._not_moved
         if self._hashing.beside(request) is None:
             return "its blocks have more than tokens, or an adapter that is not known here"
         return ""

@@ -25,6 +25,7 @@ from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan
 from pdx.engine.request_keys import RequestKeys
 from pdx.engine.step import EngineRequest
 from pdx.errors import LayoutError
+from pdx.memory.form import MOVED
 from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
 from pdx.wire.hints import Envelope, Hints, Verdict, worst
@@ -166,7 +167,7 @@ class TrackedRequest:
         self.verdicts: list[Verdict] = []  # what became of its hints, as far as the node has answered
         self._groups = groups
         self.keys = RequestKeys(request, groups, fingerprint)
-        self.moving = Moving() if envelope.form else None  # what is known of its tokens at other positions
+        self.moving = Moving() if envelope.form == MOVED else None  # what is known of its tokens at other positions
         self.drafts: TrackedRequest | None = None  # the same request, of a draft model's layers (`pdx.engine.drafts`)
         self.state = state
         self._counts = Counter[State]() if counts is None else counts

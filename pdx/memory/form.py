@@ -31,13 +31,14 @@ class Loss(NamedTuple):
 
 
 PROMISED: dict[str, Loss] = {"fp8": Loss(1.02, 10, 0.95), "int8": Loss(1.01, 2, 0.96)}
-MOVED = Loss(1.05, 60, 0.85)  # of KV at other positions (ADR 80)
+MOVED_LOSS = Loss(1.05, 60, 0.85)  # of KV at other positions (ADR 80)
 _FORM = re.compile(r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}")
 _MAX_PAGE_BYTES = 1 << 31
 _DTYPES: dict[str, Elements] = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _HALVES = "CPU_ATTN"  # vLLM's backend that has all keys of a head in front of all its values, packed or not
 
 
+MOVED = "moved"  # the form of what was loaded at other positions, and computed behind that
 APART = "\0pdx\0"  # before and behind the form of a request that is kept apart, in its cache salt
 
 
@@ -109,16 +110,20 @@ def form_of(layout: KvLayout, codec: str) -> Form:
 
 
 def form_of_shape(shape: Mapping[str, str], codec: str) -> Form:
-    """The same, of a layout whose fields are told as text (`KvLayout.described`).
+    """The same, of a layout whose fields are told as text.
 
     :raises LayoutError: see `form_of`; or fields of the layout are missing.
     """
+    return form_of(layout_of_shape(shape), codec)
+
+
+def layout_of_shape(shape: Mapping[str, str]) -> KvLayout:
+    """The layout whose fields are told as text (`KvLayout.described`). :raises LayoutError: some are missing."""
     names = KvLayout.__struct_fields__
     try:
-        layout = msgspec.convert({name: shape[name] for name in names if name in shape}, KvLayout, strict=False)
+        return msgspec.convert({name: shape[name] for name in names if name in shape}, KvLayout, strict=False)
     except msgspec.ValidationError as error:
-        raise LayoutError(f"{codec} needs to know the layout of the chunks, and this is none: {error}") from error
-    return form_of(layout, codec)
+        raise LayoutError(f"the layout of the chunks is needed, and this is none: {error}") from error
 
 
 def blended_form(share: float, lengths: Sequence[int]) -> str:

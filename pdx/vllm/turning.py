@@ -3,6 +3,7 @@ at other positions (ADR 80)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,16 +26,20 @@ def turning_of(vllm_config: Any, groups: CacheGroups, backend: str) -> Turning:
     """
     if not groups.is_single:
         raise LayoutError("it is for models of one cache group of full attention")
-    layout = groups[0]
+    model = vllm_config.model_config
+    config = getattr(model, "hf_text_config", None) or model.hf_config
+    return turning_in(groups[0], backend, config.to_dict())
+
+
+def turning_in(layout: KvLayout, backend: str, config: Mapping[str, Any]) -> Turning:
+    """Of the model that has this Hugging Face configuration. :raises LayoutError: see `turning_of`."""
     if backend != _CPU:
         raise LayoutError(f"keys in pages of the backend {backend!r:.60} are not turned yet")
     said, _, kept_as = layout.dtype.removeprefix("torch.").partition(" as ")
     if said not in _DTYPES or kept_as not in ("", "auto", said):
         raise LayoutError(f"keys of type {layout.dtype!r:.60} are not turned: float32 and bfloat16 are")
-    model = vllm_config.model_config
-    config = getattr(model, "hf_text_config", None) or model.hf_config
     dtype = _DTYPES[said]
-    return Turning(rope_of(config.to_dict(), layout.head_dim), cpu_elements(layout, dtype), dtype)
+    return Turning(rope_of(config, layout.head_dim), cpu_elements(layout, dtype), dtype)
 
 
 def cpu_elements(layout: KvLayout, dtype: torch.dtype) -> PageElements:

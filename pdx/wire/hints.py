@@ -28,7 +28,7 @@ SessionName = Annotated[str, Meta(min_length=1, max_length=64)]
 Outcome = Literal["accepted", "clipped", "refused"]
 Codec = Literal["none", "fp8", "int8"]
 Memory = Literal["host", "gpu"]
-Reuse = Literal["moved"]
+Reuse = Annotated[str, Meta(pattern=r"^(moved|blended:[01]\.[0-9]{4}:[0-9a-f]{16})\Z")]
 
 FormText = Annotated[str, Meta(max_length=96)]  # of a `pdx.memory.form.Form`; whoever encodes by it parses it
 

@@ -7,6 +7,7 @@ import torch
 from pdx.blend.blender import Blender
 from pdx.blend.pages import pack, unpacked
 from pdx.client.connection import attached
+from pdx.engine.turning import Turning
 from pdx.errors import ArenaTooSmall, LayoutError, SelectionError
 from pdx.kernels.turned import PageElements
 from pdx.memory.form import blended_form
@@ -53,7 +54,7 @@ class Bed:
         self.connection, self.causal, self.dtype = connection, causal, dtype
         self.model = Model("engine", "", b"l" * 16, SHAPE)
         rope = rope_of(causal.config.to_dict(), DIM)
-        self.blender = Blender(connection, self.model, causal, rope, packed(), dtype)
+        self.blender = Blender(connection, self.model, causal, Turning(rope, packed(), dtype))
 
     def kv(self, tokens):
         with torch.inference_mode():
@@ -165,4 +166,4 @@ def test_what_cannot_be_is_refused(bed):
         bed.blender.blend([document(1, 5000)], 0.1)
     model = Model("engine", "", b"l" * 16, {**SHAPE, "num_shards": "2"})
     with pytest.raises(LayoutError, match="2 shards"):
-        Blender(bed.connection, model, bed.causal, bed.blender.rope, packed(), torch.float32)
+        Blender(bed.connection, model, bed.causal, bed.blender.turning)
