@@ -24,9 +24,10 @@ from pdx.engine.turning import Turning
 from pdx.errors import ArenaFull, LayoutError
 from pdx.memory.form import blended_form, layout_of_shape
 from pdx.memory.slot import Slot
+from pdx.wire.hints import parse
 from pdx.wire.messages import Abort, Admit, Admitted, Done, Fill, Release
 from pdx.wire.tokens import chosen, chunk_keys, form_keys, number_of
-from pdx.wire.verbs import Model, ModelList, Models
+from pdx.wire.verbs import Advise, Advised, Model, ModelList, Models
 
 _LEASE_S = 60.0
 _ASK_AGAIN_S = 0.01
@@ -158,6 +159,9 @@ class Blender:
             if not answer.waiting or time.monotonic() > until:
                 break
             time.sleep(_ASK_AGAIN_S)
+        # Documents come again, prompts made of them hardly: else these would push those out one by one.
+        hints = parse({"version": 1, "priority": 1}, salt or None).hints
+        self.node.call_for(Advise(hints, keys[: answer.hits]), self.wait_s, Advised)
         try:
             found = [unpacked(self._pages(slot), self.turning.elements) for slot in answer.slots]
             for slot in answer.slots:

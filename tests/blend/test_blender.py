@@ -1,5 +1,7 @@
 """A blender at a real node: documents whose chunks lie there become chunks of a prompt made of them."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from pdx.errors import ArenaTooSmall, LayoutError, SelectionError
 from pdx.kernels.turned import PageElements
 from pdx.memory.form import blended_form
 from pdx.memory.rope import rope_of
+from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Admitted, Done, Fill
 from pdx.wire.tokens import chunk_keys, form_keys
 from pdx.wire.verbs import Model
@@ -68,11 +71,11 @@ class Bed:
         view = torch.frombuffer(self.connection.arena.view(slot), dtype=self.dtype)
         return view.view(LAYERS, CHUNK // BLOCK, -1)
 
-    def save(self, document, salt=""):
+    def save(self, document, salt="", priority=0):
         """What an engine leaves of a prompt: its whole chunks."""
         keys, kv = chunk_keys(self.model, document, salt), self.kv(document)
         nbytes = 2 * LAYERS * HEADS * CHUNK * DIM * self.dtype.itemsize
-        answer = self.admit(keys, nbytes=nbytes, layers=LAYERS, layout=b"l" * 16)
+        answer = self.admit(keys, nbytes=nbytes, layers=LAYERS, layout=b"l" * 16, hints=Hints("", priority))
         for number, slot in zip(answer.granted, answer.granted_slots, strict=True):
             pack(kv[:, :, :, number * CHUNK : (number + 1) * CHUNK], self.pages(slot), packed())
         self.connection.call_for(Fill(answer.granted_slots, layers=LAYERS, seal=True), 5.0, Done)
@@ -167,3 +170,14 @@ def test_what_cannot_be_is_refused(bed):
     model = Model("engine", "", b"l" * 16, {**SHAPE, "num_shards": "2"})
     with pytest.raises(LayoutError, match="2 shards"):
         Blender(bed.connection, model, bed.causal, bed.blender.turning)
+
+
+def test_documents_stay_while_prompts_of_them_come_and_go(bed, monkeypatch):
+    """Prompts that never came before, of 50 documents that take two fifths of the arena."""
+    monkeypatch.setattr("pdx.blend.blender.blended", lambda _causal, _tokens, kv, *_, **__: kv)
+    documents = [document(seed, CHUNK) for seed in range(50)]
+    for each in documents:
+        bed.save(each, priority=1)
+    draw = random.Random(0)
+    found = [bed.blender.blend(draw.sample(documents, 4), 0.0).found for _ in range(100)]
+    assert sum(found[-50:]) == 50 * 4 * CHUNK
