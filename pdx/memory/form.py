@@ -31,7 +31,7 @@ class Loss(NamedTuple):
 
 
 PROMISED: dict[str, Loss] = {"fp8": Loss(1.02, 10, 0.95), "int8": Loss(1.01, 2, 0.96)}
-MOVED_LOSS = Loss(1.05, 60, 0.85)  # of KV at other positions (ADR 80)
+MOVED_LOSS = Loss(1.05, 40, 0.9)  # of KV at other positions (ADR 80)
 _FORM = re.compile(r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}")
 _MAX_PAGE_BYTES = 1 << 31
 _DTYPES: dict[str, Elements] = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
