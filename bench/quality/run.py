@@ -58,6 +58,8 @@ def figures(rows: Sequence[Row], kinds: Mapping[str, Kind]) -> Iterator[Figure]:
     yield from recovered(rows)
     for name, kind in kinds.items():
         mine = [row for row in rows if row.kind == name]
+        if not mine:
+            continue
         promise = kind.promise
         ratio = _interval([row.loss - row.exact_loss for row in mine])
         yield _figure(f"{name}: perplexity, exact = 1", map(math.exp, ratio), promise and promise.perplexity)

@@ -143,6 +143,15 @@ def test_every_codec_that_is_offered_was_measured_and_keeps_what_it_promises():
         assert perplexity.is_met is False
 
 
+def test_what_moves_keeps_what_it_promises_and_blending_recovers_what_it_should():
+    details = json.loads((ROOT / "bench" / "results" / "quality_places.json").read_text())["details"]
+    rows = [Row(**told) for told in details["rows"]]
+    assert len({told.text for told in rows}) >= 20
+    found = list(figures(rows, kinds(128)))
+    assert {figure.name.partition(":")[0] for figure in found if figure.is_met} >= {"moved", "blended"}
+    assert [figure for figure in found if figure.is_met is False] == []
+
+
 def test_the_page_on_codecs_says_what_was_measured():
     page = (ROOT / "docs" / "codecs.md").read_text()
     found = json.loads((ROOT / "bench" / "results" / "quality.json").read_text())["figures"]
@@ -161,7 +170,7 @@ import sys, torch
 from pathlib import Path
 from pdx.bench.quality.model import Model
 model, tokens = Model(Path(sys.argv[1])), [3 * n % 200 for n in range(400)]
-whole = model._model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+whole = model.causal(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
 kv = model.kv(tokens[:256])
 behind = model.scores(kv, tokens[256:])
 torch.testing.assert_close(behind, whole[256:-1], rtol=1e-4, atol=1e-3)
