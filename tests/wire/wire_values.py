@@ -16,6 +16,7 @@ TEXTS = (
     "abcdef-0123456789",
     "abcdef",
     "a:bcdef-0123456789",
+    "moved",
 )  # one for each pattern
 
 
