@@ -58,7 +58,7 @@ OTHERS = {
     "pdx.proxy": "aiohttp msgspec numpy prometheus_client zmq",
     "pdx.store": "msgspec obstore redis sortedcontainers xxhash",
     "pdx.store.codecs": "numpy zstandard",
-    "pdx.blend": "numpy torch transformers",
+    "pdx.blend": "numpy torch transformers vllm",
     "pdx.store.history": "msgspec",
     "pdx.store.tier": "msgspec",
     "pdx.transports": "*",

@@ -71,12 +71,19 @@ class Blender:
         :raises LayoutError: its keys cannot be turned, or its pages are not known.
         """
         from transformers import AutoModelForCausalLM
+        from vllm.config import ModelConfig
 
+        from pdx.vllm.identity import model_identity
         from pdx.vllm.turning import turning_in
 
         with attached(address, timeout_s, "controller") as asking:
             model = chosen(asking.call_for(Models(), timeout_s, ModelList).models, engine)[0]
         layout = layout_of_shape(model.shape)
+        dtype = layout.dtype.removeprefix("torch.").partition(" ")[0]
+        if model_identity(ModelConfig(str(folder), dtype=dtype), "auto") != layout.model:
+            raise LayoutError(
+                f"the weights in {folder} are not those of engine {model.engine!r}, or quantised otherwise"
+            )
         causal = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         turning = turning_in(layout, layout.backend, causal.config.to_dict())
         with attached(address, timeout_s) as node:
@@ -107,10 +114,10 @@ class Blender:
             kv = blended(self.causal, tokens, kv, 1.0 if fresh.all() else share, known=known, fresh=fresh)
             for number, slot in zip(answer.granted, answer.granted_slots, strict=True):
                 pack(kv[:, :, :, number * size : (number + 1) * size], self._pages(slot), self.turning.elements)
+            self.node.call_for(Fill(answer.granted_slots, layers=len(kv), seal=True), self.wait_s, Done)
         except BaseException:
             self.node.tell(Abort(answer.granted_slots))
             raise
-        self.node.call_for(Fill(answer.granted_slots, layers=len(kv), seal=True), self.wait_s, Done)
         return Blended(form, end, int((~fresh[:end]).sum()), share, is_new=True)
 
     def _room(self, keys: list[bytes]) -> Admitted:

@@ -48,6 +48,11 @@ def blended(
     :raises LayoutError: the layers are not as Llama's.
     """
     rope_of(model.config.to_dict(), kv.shape[-1])  # which refuses what cannot be turned
+    config = model.config
+    if (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)) or (
+        {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+    ):
+        raise LayoutError("layers with windows are not blended: each has to attend to all tokens")
     layers = list(model.model.layers)
     if missing := [name for name in _PARTS if not hasattr(layers[0], name) and not hasattr(layers[0].self_attn, name)]:
         raise LayoutError(f"layers of {type(model).__name__} cannot be blended: they have no {', '.join(missing)}")
@@ -101,9 +106,12 @@ def _projected(layer: Any, hidden: Tensor, turns: tuple[Tensor, ...]) -> tuple[T
 
 def _attended(layer: Any, hidden: Tensor, queries: Tensor, kv: Tensor, rows: Tensor) -> Tensor:
     """What the layer makes of these rows, which attend to all tokens up to their own."""
-    mask = torch.arange(kv.shape[2])[None, :] <= rows[:, None]
-    keys, values = kv[None, 0], kv[None, 1]
-    attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    keys, values, count = kv[None, 0], kv[None, 1], kv.shape[2]
+    mask = None if len(rows) == count else torch.arange(count)[None, :] <= rows[:, None]
+    attended = scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
     hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-    made: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return made
+    made = layer.mlp(layer.post_attention_layernorm(hidden))  # of experts perhaps with what chose them
+    out: Tensor = hidden + (made[0] if isinstance(made, tuple) else made)
+    return out

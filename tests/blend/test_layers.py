@@ -102,6 +102,39 @@ def test_fresh_tokens_are_computed_in_each_layer(model, tokens, exact, apart):
     torch.testing.assert_close(made[:, :, :, DOCUMENT], exact[:, :, :, DOCUMENT], atol=1e-4, rtol=1e-4)
 
 
+def test_windows_are_refused():
+    settings = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    for config in (
+        transformers.MistralConfig(sliding_window=8, num_key_value_heads=1, intermediate_size=8, **settings),
+        transformers.Qwen2Config(
+            use_sliding_window=True, sliding_window=8, max_window_layers=0, num_key_value_heads=1, **settings
+        ),
+    ):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with pytest.raises(LayoutError, match="windows"):
+            blended(model, [1, 2], torch.zeros(1, 2, 1, 2, 8), 0.5)
+
+
+def test_experts_are_layers_like_others(tokens):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    exact = computed(model, tokens)
+    torch.testing.assert_close(blended(model, tokens, torch.zeros_like(exact), 1.0), exact, atol=1e-3, rtol=1e-3)
+
+
 def test_other_layers_are_refused():
     config = transformers.GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=1)
     with pytest.raises(LayoutError, match="gpt2"):

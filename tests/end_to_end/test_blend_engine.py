@@ -16,10 +16,17 @@ from http_client import post
 from test_pair_answers import computed_prompt_tokens
 from test_reuse import Host
 
+from pdx.bench.harness.tiny_llama import make_model
 from pdx.blend.blender import Blender
+from pdx.errors import LayoutError
 from pdx.testing.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
+]
 
 DOCUMENTS = [list(text(number, length).encode()) for number, length in ((1, 512), (2, 700), (3, 300))]
 QUESTION = list(text(4, 60).encode())
@@ -74,6 +81,10 @@ def test_documents_in_any_order_are_answered_about_as_if_they_were_computed(
             nothing, computed = ask(prompt, blender.blend(order, 0.0).reuse)  # the control
             assert nothing != exact
             assert computed == len(prompt) - made.tokens
+
+    another = make_model(tmp_path / "another", seed=7)
+    with pytest.raises(LayoutError, match="not those of engine"), Blender.at(ask.host.address, another):
+        pass
 
     files = []
     for number, each in enumerate(orders[1]):
