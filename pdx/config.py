@@ -405,9 +405,8 @@ def _value(option: Option, said: Any) -> Any:
         value = msgspec.convert(value, option.field.type)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{option.name}: {error}, and not {said!r:.80}") from error
-    if not option.for_engines or option.metavar not in ("FILE", "FOLDER"):
+    if not option.for_engines or option.metavar not in ("FILE", "FOLDER"):  # the node may run elsewhere
         return value
-    # The node may run elsewhere.
     return [os.path.abspath(each) for each in value] if isinstance(value, list) else value and os.path.abspath(value)
 
 
@@ -451,13 +450,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Literal["auto", "always"],
         option("`auto`: beside running requests a hit is loaded only if that is sooner than computing it."),
     ] = "auto"
-    moved: Annotated[
-        bool,
-        option(
-            "Tell the node the token ids of chunks, so that requests with the hint `reuse: moved` find them at other "
-            "positions."
-        ),
-    ] = False
+    moved: Annotated[bool, option("Tell the node token ids, by which the hint `reuse: moved` finds chunks.")] = False
     any_release: Annotated[bool, option("Run with a release of vLLM that PDX was not tested with, too.")] = False
     role: Annotated[Literal["prefill", "decode", "both"], option("Told to the proxy; decides nothing here.")] = "both"
     url: Annotated[
