@@ -59,7 +59,11 @@ def main() -> None:
         folder = Path(place)
         (port,) = free_ports(1)
         url, node = f"http://127.0.0.1:{port}", f"ipc://{folder}/node.sock"
-        connector = connector_option({"node": node, "arena": f"{rounds + 2}GiB", "moved": True, "load": "always"})
+        arena = f"{rounds + 2}GiB"
+        store = [sys.executable, "-P", "-m", "pdx.cli.main", "node", "--address", node, "--arena", arena, "--proxy", ""]
+        processes.start("node", store, is_ready=lambda: answers(node))
+        settings = {"node": node, "start_node": False, "proxy": "", "moved": True, "load": "always"}
+        connector = connector_option(settings)
         program = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server")
         model = make_model(folder / "model")
         command = [
