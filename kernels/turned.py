@@ -149,10 +149,9 @@ def _by_target(lines: Offsets, block_tokens: int) -> Offsets:
     return np.stack([first, np.append(first[1:], len(lines)), counts == block_tokens], axis=1).astype(np.int64)
 
 
-def warm_up() -> None:
-    """Compile what there is to compile, which takes some seconds; else the first call does."""
-    for is_half in (False, True):
-        _kernel(is_half)
+def warm_up(*, is_half: bool) -> None:
+    """Compile what pages of bfloat16, or of float32, need, which takes some seconds; else the first call does."""
+    _kernel(is_half)
 
 
 def _vector(lanes: int, *, is_half: bool) -> tuple[Any, Any]:
@@ -255,7 +254,7 @@ def _copy_lanes(lanes: int) -> Any:
     return copy
 
 
-_copy_1, _copy_2, _copy_8, _copy_32 = map(_copy_lanes, (1, 2, 8, 32))
+_copy_1, _copy_8, _copy_32 = map(_copy_lanes, (1, 8, 32))
 
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]

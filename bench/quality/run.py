@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import torch
 from torch import Tensor
 
-from pdx.bench.harness.report import Figure
+from pdx.bench.harness.report import Figure, at_least, at_most, plain
 from pdx.bench.quality.kinds import APART, Exact, Kind
 from pdx.bench.quality.model import Model
 from pdx.bench.quality.texts import Sample
 
-RECOVERED = {"blended": ("≥", 0.6), "blended-at-random": ("≤", 0.25), "blended-whole": ("≥", 0.99)}
+RECOVERED: dict[str, Callable[[str, float, str], Figure]] = {
+    "blended": partial(at_least, bound=0.6),
+    "blended-at-random": partial(at_most, bound=0.25),
+    "blended-whole": partial(at_least, bound=0.99),
+}
 RESAMPLES = 4000  # of a confidence interval
 
 
@@ -76,16 +81,8 @@ def recovered(rows: Sequence[Row]) -> Iterator[Figure]:
         if name.startswith("blended"):
             pairs = [(lost[row.text], row.loss - row.exact_loss) for row in rows if row.kind == name]
             before, after = (sum(each) for each in zip(*pairs, strict=True))
-            goal = RECOVERED.get(name)
-            share = 1 - after / before
-            yield Figure(f"{name}: of the loss recovered", round(share, 4), "", *_judged(share, goal))
-
-
-def _judged(value: float, goal: tuple[str, float] | None) -> tuple[str, bool | None]:
-    if goal is None:
-        return "", None
-    sign, bound = goal
-    return f"{sign} {bound:g}", value >= bound if sign == "≥" else value <= bound
+            figure = RECOVERED.get(name, plain)
+            yield figure(f"{name}: of the loss recovered", 1 - after / before, "")
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float, float]:

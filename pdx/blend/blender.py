@@ -120,17 +120,20 @@ class Blender:
             raise
         return Blended(form, end, int((~fresh[:end]).sum()), share, is_new=True)
 
+    @property
+    def _num_layers(self) -> int:
+        return int(self.causal.config.get_text_config().num_hidden_layers)
+
+    @property
+    def _page_elements(self) -> int:
+        elements = self.turning.elements
+        return 2 * elements.num_heads * elements.block_tokens * len(elements.key_elements)
+
     def _room(self, keys: list[bytes]) -> Admitted:
         """For the chunks that are missing, before anything is computed: requests wait for them from then on."""
-        layers = self.causal.config.get_text_config().num_hidden_layers
-        page = (
-            2
-            * self.turning.elements.num_heads
-            * self.turning.elements.block_tokens
-            * len(self.turning.elements.key_elements)
-        )
+        layers = self._num_layers
         blocks = number_of(self.model, "chunk_tokens") // self.turning.elements.block_tokens
-        nbytes = layers * blocks * page * self.turning.dtype.itemsize
+        nbytes = layers * blocks * self._page_elements * self.turning.dtype.itemsize
         answer = self._call(Admit(keys, nbytes=nbytes, layers=layers, layout=self.model.layout))
         if answer.full:
             raise ArenaFull(f"no room for {len(keys)} chunks of {nbytes:,} bytes now")
@@ -139,10 +142,9 @@ class Blender:
     def _known(self, documents: Sequence[Sequence[int]], salt: str, size: int) -> tuple[Tensor, Tensor, int]:
         """KV of all tokens, those of whole chunks that the node has at their new positions; which tokens have none; how
         many leading ones are exact."""
-        config = self.causal.config.get_text_config()
         heads, dim = self.turning.elements.num_heads, len(self.turning.elements.key_elements)
         count = sum(map(len, documents))
-        kv = torch.zeros(config.num_hidden_layers, 2, heads, count, dim)
+        kv = torch.zeros(self._num_layers, 2, heads, count, dim)
         fresh = torch.ones(count, dtype=torch.bool)
         first = known = 0
         for number, document in enumerate(documents):
@@ -166,10 +168,10 @@ class Blender:
             if not answer.waiting or time.monotonic() > until:
                 break
             time.sleep(_ASK_AGAIN_S)
-        # Documents come again, prompts made of them hardly: else these would push those out one by one.
-        hints = parse({"version": 1, "priority": 1}, salt or None).hints
-        self.node.call_for(Advise(hints, keys[: answer.hits]), self.wait_s, Advised)
         try:
+            # Documents come again, prompts made of them hardly: else these would push those out one by one.
+            hints = parse({"version": 1, "priority": 1}, salt or None).hints
+            self.node.call_for(Advise(hints, keys[: answer.hits]), self.wait_s, Advised)
             found = [unpacked(self._pages(slot), self.turning.elements) for slot in answer.slots]
             for slot in answer.slots:
                 self.node.arena.check(slot)
@@ -180,14 +182,9 @@ class Blender:
 
     def _pages(self, slot: Slot) -> Tensor:
         """The chunk's pages, [layers, blocks, elements of a page]."""
-        layers = self.causal.config.get_text_config().num_hidden_layers
-        page = (
-            2
-            * self.turning.elements.num_heads
-            * self.turning.elements.block_tokens
-            * len(self.turning.elements.key_elements)
+        return torch.frombuffer(self.node.arena.view(slot), dtype=self.turning.dtype).view(
+            self._num_layers, -1, self._page_elements
         )
-        return torch.frombuffer(self.node.arena.view(slot), dtype=self.turning.dtype).view(layers, -1, page)
 
     def _call(self, ask: Admit) -> Admitted:
         return self.node.call_for(ask, self.wait_s, Admitted)

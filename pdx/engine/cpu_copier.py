@@ -51,7 +51,7 @@ class CpuCopier(PageCopier):
         self._layers = layers
         self._turning = turning
         if turning is not None:
-            warm_up()
+            warm_up(is_half=turning.dtype == torch.bfloat16)
         # The same pages, by layer and shard of the rank, as elements that can be turned.
         self._elements = [[turning.pages(rows) for rows in of_shard] for of_shard in layers[0]] if turning else []
         self._groups = groups
