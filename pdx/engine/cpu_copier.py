@@ -15,7 +15,6 @@ from pdx.engine.turning import Turning
 from pdx.errors import LayoutError
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter
-from pdx.kernels.turned import warm_up
 from pdx.memory.arena import Arena
 from pdx.memory.layout import CacheGroups
 from pdx.memory.share import Share
@@ -51,7 +50,7 @@ class CpuCopier(PageCopier):
         self._layers = layers
         self._turning = turning
         if turning is not None:
-            warm_up(is_half=turning.dtype == torch.bfloat16)
+            turning.warm_up()
         # The same pages, by layer and shard of the rank, as elements that can be turned.
         self._elements = [[turning.pages(rows) for rows in of_shard] for of_shard in layers[0]] if turning else []
         self._groups = groups

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdx.engine.plan import MovedTokens
-from pdx.kernels.turned import Offsets, PageElements, Turn, scatter_turned, spans
+from pdx.kernels.turned import Offsets, PageElements, Turn, scatter_turned, spans, warm_up
 from pdx.memory.rope import Rope
 
 _BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}  # as which torch shows elements to NumPy
@@ -23,6 +23,10 @@ class Turning(NamedTuple):
     rope: Rope
     elements: PageElements
     dtype: torch.dtype
+
+    def warm_up(self) -> None:
+        """Compile what `scatter` needs, which takes some seconds."""
+        warm_up(is_half=self.dtype == torch.bfloat16)
 
     def pages(self, rows: torch.Tensor) -> NDArray[Any]:
         """Pages, as rows of whatever type, for `scatter`: a view."""

@@ -24,6 +24,9 @@ class _Lines(NamedTuple):
 class ToyTurning:
     """Of pages with one head."""
 
+    def warm_up(self) -> None:
+        pass
+
     def pages(self, rows: torch.Tensor) -> Words:
         found: Words = rows.view(torch.int64).numpy().view(Word)
         return found
