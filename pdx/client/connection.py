@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import select
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from pdx import errors
 from pdx.client.outbox import Outbox, gives_back
 from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, ProxyError
 from pdx.memory.arena import Arena
+from pdx.security.unix_peer import pidfd_of_peer
 from pdx.wire import messages
 from pdx.wire.base import Kind
 
@@ -99,12 +101,27 @@ class Connection:
             raise ProtocolError(f"the node at {self.address} answers {answer} to hello")
         self._arena = self._open(answer)
         try:
-            self._pidfd = os.pidfd_open(answer.pid)
+            self._pidfd = os.pidfd_open(answer.pid) if answer.pid else self._pidfd_of_listener()
         except OSError as error:
             raise NodeUnavailable(f"the node at {self.address} died meanwhile: {error}") from error
+        if not answer.pid:
+            # One process at a time listens there. If it is the one that has welcomed us it knows us now, too.
+            self.call(messages.Ping(), timeout_s)
         self._welcome = answer
         self._heart.start()
         return True
+
+    def _pidfd_of_listener(self) -> int:
+        """A pidfd of the node, from a PID namespace below the node's."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(self.address.removeprefix("ipc://"))
+            try:
+                return pidfd_of_peer(probe)
+            except OSError as error:
+                raise NodeUnavailable(
+                    f"the node at {self.address} is in another PID namespace, where Linux before 6.5 does not tell "
+                    f"whether it lives ({error}): give this process the node's (shareProcessNamespace, --pid=host)"
+                ) from error
 
     def _open(self, welcome: messages.Welcome) -> Arena:
         path = Path(welcome.arena_path)

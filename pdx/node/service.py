@@ -188,7 +188,8 @@ class Service:
         self.has_news = True
         session.home = next((at for at, arena in enumerate(self._arenas) if hello.gpu and arena.gpu == hello.gpu), 0)
         arena = self._arenas[session.home]
-        welcome = Welcome(self.epoch, os.getpid(), str(arena.path), arena.nbytes, name=self.name)
+        pid = os.getpid() if session.is_near else 0
+        welcome = Welcome(self.epoch, pid, str(arena.path), arena.nbytes, name=self.name)
         if arena.gpu:
             handover = str(handover_path(self.config.address, session.home))
             welcome = msgspec.structs.replace(welcome, gpu=arena.gpu, handover=handover, ticket=session.ticket)

@@ -17,6 +17,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from pdx.errors import NodeError, ProtocolError
 from pdx.memory.apart import differing, fields_of_groups
 from pdx.memory.layout import group_title
@@ -38,6 +40,7 @@ class Session:
         self.route = route
         self.hello = hello
         self.pidfd = pidfd
+        self.is_near = True  # its process is in the node's PID namespace: they have the same numbers for each other
         self.last_seen = now
         self.last_seq = 0
         self.running = 0
@@ -173,11 +176,13 @@ class Sessions:
                 raise ProtocolError(f"engine {hello.engine!r} has a worker of shard {place[1]} already")
         if len(self._by_route) >= MAX_SESSIONS:
             raise NodeError(f"{MAX_SESSIONS} processes are attached already")
-        if self._by_pid[hello.pid] >= MAX_OF_ONE_PROCESS:
-            raise NodeError(f"process {hello.pid} is attached {MAX_OF_ONE_PROCESS} times already")
-        pidfd = _watched(hello.pid, pid)
+        if self._by_pid[pid] >= MAX_OF_ONE_PROCESS:
+            raise NodeError(f"process {pid} is attached {MAX_OF_ONE_PROCESS} times already")
+        pidfd, is_near = _watched(hello.pid, pid)
+        hello = msgspec.structs.replace(hello, pid=pid)
         self._deaths.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
         session = Session(next(self.numbers), route, hello, pidfd, now)
+        session.is_near = is_near
         self._by_route[route] = session
         self._by_pidfd[pidfd] = session
         self._by_pid[hello.pid] += 1
@@ -230,32 +235,41 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
-def _watched(claimed: int, pid: int) -> int:
-    """A pidfd of the process that says it has the number `claimed`; the kernel says that it has `pid`."""
-    other = ""
-    if claimed != pid:
-        seen = f"is process {pid} here" if pid else "is not seen from here"
-        other = f"; the sender {seen}: a container needs the node's PID namespace (docker run --pid=host)"
+def _watched(claimed: int, pid: int) -> tuple[int, bool]:
+    """A pidfd of the process `pid`, by the kernel's word, that calls itself `claimed`; whether it is in our PID
+    namespace.
+
+    A process of a PID namespace below the node's has a number here and another one there (ADR 7).
+    """
+    if not pid:
+        raise ProtocolError(
+            f"process {claimed} is not seen from here: a node sees its own PID namespace and those below it. Give it "
+            "the host's (hostPID: true, docker run --pid=host), or the one of its engines"
+        )
     none_left = f"this node has no file descriptor left for process {claimed} (ulimit -n)"
     if descriptors.left() < descriptors.reserve() // 2:  # the rest is for what the node itself opens
         raise NodeError(none_left)
     try:
-        pidfd = os.pidfd_open(claimed)
+        pidfd = os.pidfd_open(pid)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise NodeError(none_left) from error
-        raise ProtocolError(f"no process {claimed} on this host: {error}{other}") from error
-    why = "belongs to another user, or has just ended" if _owner(claimed) != os.getuid() else ""
-    if other and not why:
-        why = "did not send this hello"
-    if why:
-        os.close(pidfd)
-        raise ProtocolError(f"process {claimed} {why}{other}")
-    return pidfd
-
-
-def _owner(pid: int) -> int | None:
+        raise ProtocolError(f"no process {pid} on this host: {error}") from error
     try:
-        return Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
-        return None
+        numbers, owner = _numbers(pid), os.stat(f"/proc/{pid}").st_uid
+    except (OSError, ValueError):
+        numbers, owner = [], -1
+    if owner != os.getuid():
+        why = f"process {pid} belongs to another user, or has just ended"
+    elif numbers[-1] != claimed:  # else memory that one process still writes would be free when another dies
+        why = f"process {claimed} did not send this hello; the sender is process {pid} here"
+    else:
+        return pidfd, len(numbers) == 1
+    os.close(pidfd)
+    raise ProtocolError(why)
+
+
+def _numbers(pid: int) -> list[int]:
+    """A process's numbers, in our PID namespace and in those below it that it is in."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return [int(number) for number in text.partition("\nNSpid:")[2].partition("\n")[0].split()]

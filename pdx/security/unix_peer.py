@@ -5,9 +5,11 @@ from __future__ import annotations
 import array
 import socket
 import struct
+import sys
 from typing import NamedTuple
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_SO_PEERPIDFD = 77  # asm-generic/socket.h, since Linux 6.5
 _INT_BYTES = array.array("i").itemsize
 
 
@@ -22,6 +24,14 @@ def peer_of(stream: socket.socket) -> Credentials:
     """Who connected, or listened."""
     pid, uid, _ = _CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return Credentials(pid, uid)
+
+
+def pidfd_of_peer(stream: socket.socket) -> int:
+    """A pidfd, the caller's to close, of who connected or listened: in whatever PID namespace that process is.
+
+    :raises OSError: the kernel is older than Linux 6.5, or the process has ended.
+    """
+    return int.from_bytes(stream.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, _INT_BYTES), sys.byteorder)
 
 
 def receive_fds(stream: socket.socket, nbytes: int, max_fds: int) -> tuple[bytes, list[int], int]:

@@ -238,7 +238,8 @@ class Mark(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Attached. A process maps `arena_path`; every slot of this node is in there while `epoch` stands.
+    """Attached. A process maps `arena_path`; every slot of this node is in there while `epoch` stands. `pid`: 0 where
+    the process is in a PID namespace below the node's, which has another number there or none.
 
     If `gpu` is not empty, that file has the tables alone; who needs the data asks at the socket `handover` for it
     and shows this session's secret `ticket` (`pdx.node.handover`).

@@ -66,12 +66,16 @@ REFUSED = {
         f"version {each}": (partial(nullcontext, {"version": each}), f"version {VERSION}, the process {each}")
         for each in (0, VERSION + 1)
     },
-    "no such process": (partial(nullcontext, {"pid": (1 << 31) - 1}), "no process"),
-    "it has ended": (partial(another, "true"), "no process"),
-    # CVE-2026-115912: a handle to our memory is given to this user's processes only
-    "another user": (partial(another, user=65_534), "another user"),
     # it was believed: when the process that was named died, memory that the real one still wrote was freed
-    "another process": (another, "did not send this hello; the sender is process {} here"),
+    **{
+        who: (made, "did not send this hello; the sender is process {} here")
+        for who, made in {
+            "no such process": partial(nullcontext, {"pid": (1 << 31) - 1}),
+            "it has ended": partial(another, "true"),
+            "another user": partial(another, user=65_534),
+            "another process": another,
+        }.items()
+    },
 }
 
 

@@ -1,0 +1,76 @@
+"""Processes in containers: other PID namespaces than the node's. Made by `unshare`, without a container engine."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from node_harness import MIB, Wire
+
+from pdx.client.connection import attached
+from pdx.config import NodeConfig
+from pdx.errors import ProtocolError
+from pdx.testing.waiting import wait_until
+
+IN_NAMESPACE = ["unshare", "--pid", "--ipc", "--net", "--uts", "--fork", "--kill-child", "--mount-proc"]
+
+ENGINE = """
+import os, sys
+from pdx.client.connection import attached
+with attached(sys.argv[1], 30.0) as node:
+    print(os.getpid(), node.is_alive, flush=True)
+    for line in sys.stdin:
+        print(node.is_alive, flush=True)
+"""
+
+
+def _can_unshare():
+    if not shutil.which("unshare"):
+        return False
+    return not subprocess.run([*IN_NAMESPACE, "true"], check=False, capture_output=True).returncode
+
+
+pytestmark = pytest.mark.skipif(not _can_unshare(), reason="needs the right to make namespaces (root)")
+
+
+@pytest.fixture
+def engine(node):
+    """A process attached to the node, as pid 1 of a namespace of its own."""
+    command = [*IN_NAMESPACE, sys.executable, "-c", ENGINE, node.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "1 True\n"
+        yield process
+        process.kill()
+
+
+def test_a_process_in_a_container_has_its_number_on_the_host_and_its_death_is_seen(node, engine):
+    with Wire(node.address) as wire:
+        wire.hello()
+        (pid,) = (each.pid for each in wire.status().attached if each.pid != os.getpid())
+        assert pid != 1
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: wire.status().counters.get("deaths"), what="the node sees that it has died")
+        assert [each.pid for each in wire.status().attached] == [os.getpid()]
+
+
+def test_a_process_in_a_container_sees_its_nodes_end(node, engine):
+    node.close()
+    print(file=engine.stdin, flush=True)
+    assert engine.stdout.readline() == "False\n"
+
+
+def test_a_node_in_a_container_says_that_it_does_not_see_who_is_outside(place):
+    address = f"ipc://{place}/node.sock"
+    settings = json.dumps({"address": address, "arena_bytes": 8 * MIB})
+    command = [*IN_NAMESPACE, sys.executable, "-m", "pdx.node", settings]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: os.path.exists(f"{place}/node.sock"), what="the node serves")
+            with pytest.raises(ProtocolError, match=f"process {os.getpid()} is not seen from here.*hostPID: true"):
+                attached(address, 30.0)
+        finally:
+            os.kill(int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()), signal.SIGTERM)
