@@ -12,7 +12,6 @@ import pytest
 from node_harness import MIB, Wire
 
 from pdx.client.connection import attached
-from pdx.config import NodeConfig
 from pdx.errors import ProtocolError
 from pdx.testing.waiting import wait_until
 
