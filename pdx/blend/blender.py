@@ -111,10 +111,12 @@ class Blender:
             return Blended(form, end, end, share, is_new=False)
         try:
             kv, fresh, known = self._known(documents, salt, size)
-            kv = blended(self.causal, tokens, kv, 1.0 if fresh.all() else share, known=known, fresh=fresh)
+            again = 1.0 if fresh.all() else share
+            kv = blended(self.causal, tokens, kv, again, known=known, fresh=fresh)
             for number, slot in zip(answer.granted, answer.granted_slots, strict=True):
                 pack(kv[:, :, :, number * size : (number + 1) * size], self._pages(slot), self.turning.elements)
-            self.node.call_for(Fill(answer.granted_slots, layers=len(kv), seal=True), self.wait_s, Done)
+            filled = Fill(answer.granted_slots, layers=len(kv), seal=True, blended=again)
+            self.node.call_for(filled, self.wait_s, Done)
         except BaseException:
             self.node.tell(Abort(answer.granted_slots))
             raise

@@ -72,4 +72,5 @@ def _one(one: Explanation) -> RenderableType:
         Text(f"{one.hits} of {one.chunks} chunks were hits{waited}"),
         table("", ("chunks", "", "why"), rows),
         *map(Text, one.notes),
+        *(Text(f"hint {each.field}: {each.told}") for each in one.verdicts),
     )

@@ -103,8 +103,10 @@ class Explanations:
             taken = f"{pool.total_bytes - pool.available_bytes} of {pool.total_bytes} bytes"
             held = f"{lack} chunks found no room: {taken} are leased, pinned or being filled"
             notes.append(printable("; ".join([held, *self._holders()])))
-        elif not ask.asks_room:
+        elif not (ask.asks_room or ask.moved):
             notes.append("it asked for no room: nothing of it is stored by this request")
+        if answer.hits and ask.tokens is not None and ask.tokens.is_moved:
+            notes.append("it asks for `reuse`: hits may hold what was moved or blended, or stood behind that")
         if reasons and not reasons[0].is_hit:
             differs = session.unshared or session.unshared_before
             if differs:
@@ -300,7 +302,8 @@ def _kind(origin: Origin) -> str:
 
 
 def _came_from(origin: Origin, now: float) -> str:
-    whence = f"from {printable(origin.name) or 'memory'}"
+    blended = "" if origin.blended is None else f"blended, {origin.blended * 100:.3g}% recomputed: "
+    whence = f"{blended}from {printable(origin.name) or 'memory'}"
     if not origin.sealed_at:
         return f"{whence}, while it was being filled"
     rate = f" at {origin.gb_s:.2f} GB/s" if origin.gb_s else ""

@@ -352,6 +352,9 @@ class Service:
     def _fill(self, session: Session, ask: Fill) -> Answer:
         chunks = self.store.fill(ask.slots, ask.first_layer, ask.layers, session.number)
         count = sum([chunk.state is State.FILLING for chunk in chunks])  # the others were aborted meanwhile
+        if ask.blended is not None:
+            for chunk in chunks:
+                chunk.reservation.origin.blended = ask.blended
         if ask.seal:
             self.store.seal(chunks)
             self.transfers.sealed(chunks, self.env.clock())

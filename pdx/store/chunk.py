@@ -27,6 +27,7 @@ class Origin(msgspec.Struct, gc=False):
     nbytes: int = 0  # of a load: what was moved …
     start_ns: int = 0  # … from when …
     end_ns: int = 0  # … until when (CLOCK_MONOTONIC)
+    blended: float | None = None  # as its blender has said: see `pdx.wire.messages.Fill`
 
     def moved(self, nbytes: int, start_ns: int, end_ns: int) -> None:
         self.nbytes += nbytes

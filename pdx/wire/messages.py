@@ -55,7 +55,7 @@ from pdx.wire.verbs import VERBS, AnyAnswer, AnyVerb, Found
 
 _T = TypeVar("_T")
 
-VERSION = 12
+VERSION = 13
 MAX_FRAME_BYTES = 4 << 20
 
 
@@ -147,12 +147,14 @@ class Push(Message, frozen=True):
 
 class Fill(Message, frozen=True):
     """The sender has filled slices [first_layer, first_layer + layers) of these slots; optionally seal them.
-    `Done.count` leaves out those whose reservation ended before: they are not sealed, and given back if `seal`."""
+    `Done.count` leaves out those whose reservation ended before: they are not sealed, and given back if `seal`.
+    `blended`: of documents, and this share of what was known of them was computed again (`pdx.blend`)."""
 
     slots: Slots
     first_layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)] = 0
     layers: LayerCount = 1
     seal: bool = False
+    blended: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
 
 
 class Abort(Message, frozen=True):

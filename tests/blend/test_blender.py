@@ -16,8 +16,9 @@ from pdx.memory.form import blended_form
 from pdx.memory.rope import rope_of
 from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Admitted, Done, Fill
+from pdx.wire.status import Explained
 from pdx.wire.tokens import chunk_keys, form_keys
-from pdx.wire.verbs import Model
+from pdx.wire.verbs import Model, Why
 
 transformers = pytest.importorskip("transformers")
 CHUNK, BLOCK, HEADS, DIM, LAYERS = 32, 16, 2, 8, 4
@@ -149,8 +150,12 @@ def test_documents_of_another_tenant_are_computed(bed):
     order = [document(1, 64), document(2, 64)]
     for each in order:
         bed.save(each, "tenant")
-    assert bed.blender.blend(order).found == 0
-    assert bed.blender.blend(order, salt="tenant").found == 128
+    for salt, found, said in (("", 0, "100%"), ("tenant", 128, "15%")):
+        made = bed.blender.blend(order, salt=salt)
+        assert made.found == found
+        bed.admit(form_keys(bed.model, sum(order, []), salt, made.reuse), request="a")
+        (told,) = bed.connection.call_for(Why("a"), 5.0, Explained).requests
+        assert told.reasons[0].text.startswith(f"blended, {said} recomputed: from client")
 
 
 def test_room_is_given_back_where_computing_fails(bed, monkeypatch):

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from pdx.cli.main import main
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.testing.waiting import wait_until
+from pdx.wire.hints import NO_HINTS, Hints
 from pdx.wire.messages import Admit, Fill, Release
 
 NBYTES = 16 * GRANULE_BYTES
@@ -34,9 +35,9 @@ def engine(node, attach):
     return attach(node, name="an engine")
 
 
-def ask(engine, numbers, request):
+def ask(engine, numbers, request, hints=NO_HINTS):
     """As an engine: what is there is leased for a moment, what is missing is put there."""
-    answer = engine.ask(Admit(keys(numbers), NBYTES, 4, lease_s=20.0, request=request, wait_s=2.0))
+    answer = engine.ask(Admit(keys(numbers), NBYTES, 4, lease_s=20.0, request=request, wait_s=2.0, hints=hints))
     if answer.granted:
         engine.ask(Fill(answer.granted_slots, layers=4, seal=True))
     if answer.lease:
@@ -50,7 +51,7 @@ def stored(engine):
 
 def test_requests_are_listed_and_explained_chunk_by_chunk(node, engine, monkeypatch):
     ask(engine, [1, 2], "cmpl-abc-0")
-    ask(engine, [1, 2, 3], "cmpl-def-0")
+    ask(engine, [1, 2, 3], "cmpl-def-0", Hints("chat"))
     result = pdx("why", "def", "--address", node.address)
     assert result.exit_code == 0, result.output
     assert "request cmpl-def-0 of engine" in result.output
@@ -58,6 +59,7 @@ def test_requests_are_listed_and_explained_chunk_by_chunk(node, engine, monkeypa
     lines = [line.split() for line in result.output.splitlines()]
     assert any(line[1:4] == ["0-1", "│", "hit"] and "from" in line for line in lines), result.output
     assert "never stored here under this key" in result.output
+    assert "hint session: accepted" in result.output
     monkeypatch.setenv("COLUMNS", "80")
     request = f"chatcmpl-{'0123456789abcdef' * 3}-0-89abcdef"
     ask(engine, [1], request)

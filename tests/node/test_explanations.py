@@ -14,7 +14,7 @@ from pdx.store.history import Cause
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.hints import Hints
 from pdx.wire.messages import VERSION, Abort, Admit, Bye, Delete, Fill, FindMoved, Hello, Pin, Ping, Release
-from pdx.wire.moved import Part
+from pdx.wire.moved import Part, Told
 from pdx.wire.status import Explained
 from pdx.wire.verbs import Why
 
@@ -567,7 +567,23 @@ def test_what_was_moved_is_told_with_how_far(service, session):
     assert texts[1:] == [(1, 2, "moved by -1,234"), (3, 1, "moved by +1,000")]
     assert texts[0][:2] == (0, 1)
     assert "moved" not in texts[0][2]
+    assert not why(service, session, "a").notes, "what is missing it asks room for by itself"
     assert service.counters["moved_tokens"] == 20 + 2 * 256
+
+
+def test_what_was_blended_says_so_as_its_blender_has_and_who_asks_does_not(service, session):
+    blender = service.attach(b"b", Hello(VERSION, os.getpid(), "client", name="b"), os.getpid())[0]
+    granted = service.handle(blender, Admit(keys([1, 2]), GRANULE_BYTES, 1)).granted_slots
+    service.handle(blender, Fill(granted, 0, 1, True, blended=0.125))
+    keep(service, session, [1, 2, 3], "before")
+    tokens = Told(bytes(16), bytes(12), 1, is_moved=True)
+    service.handle(session, Admit(keys([1, 2, 3]), lease_s=1.0, request="a", tokens=tokens))
+    assert told(service, session, "a") == [
+        (0, 2, True, "blended, 12.5% recomputed: from client b, 0.0 s ago"),
+        (2, 1, True, "from engine one, 0.0 s ago"),
+    ]
+    assert "asks for `reuse`" in why(service, session, "a").notes[-1]
+    assert not [each for each in why(service, session, "before").notes if "reuse" in each]
 
 
 def test_what_became_of_the_hint_is_told_beside_what_became_of_others(service, session):

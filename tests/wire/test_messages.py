@@ -75,9 +75,9 @@ def test_an_independent_msgpack_reads_and_writes_the_same_bytes(message):
 def test_the_bytes_of_a_message_are_pinned():
     """What another implementation must send; changing it needs another VERSION."""
     frame = messages.encode(messages.ToNode(7, True, messages.Fill([Slot(4096, 100, 3)], first_layer=2, seal=True)))
-    assert msgpack.unpackb(frame) == [7, True, ["Fill", [[4096, 100, 3, 0]], 2, 1, True]]
-    assert frame.hex() == "9307c395a446696c6c9194cd10006403000201c3"
-    assert messages.VERSION == 12
+    assert msgpack.unpackb(frame) == [7, True, ["Fill", [[4096, 100, 3, 0]], 2, 1, True, None]]
+    assert frame.hex() == "9307c396a446696c6c9194cd10006403000201c3c0"
+    assert messages.VERSION == 13
     frame = messages.encode(
         messages.PeerFrame(7, 3, messages.Admitted(granted=[0, 2], granted_slots=[Slot(4096, 100, 3)]))
     )
