@@ -188,32 +188,27 @@ class RawTcp(Raw):
             self._thread.join()
 
 
-def nixl_agent(kind: str, span: tuple[int, int, int]) -> tuple[Any, Any, list[Any], Any]:
-    """NIXL's bindings, an agent, its backend UCX, and what it has registered: memory at (address, bytes, device).
+class RawNixl(Raw):
+    """Write requests of one descriptor with a notification. The sender polls without a pause.
 
     A process can load one wheel only: the one that our channel has chosen. NIXL's own thread is told to sleep until it
     is woken: with NIXL's default it spins, which on a machine with few cores takes one from the copying and makes
     everything slower.
     """
-    bindings = next(sys.modules[name] for name in sys.modules if re.fullmatch(r"nixl_\w+\._bindings", name))
-    config = bindings.nixlAgentConfig()
-    config.useProgThread = True
-    config.pthrDelay = NIXL_DELAY_US
-    agent = bindings.nixlAgent(f"bench-{os.getpid()}-{span[0]}", config)
-    backends = [agent.createBackend("UCX", {})]
-    registered = bindings.nixlRegDList(getattr(bindings, kind), [(*span, "")])
-    agent.registerMem(registered, backends)
-    return bindings, agent, backends, registered
-
-
-class RawNixl(Raw):
-    """Write requests of one descriptor with a notification. The sender polls without a pause."""
 
     scheme = "nixl"
 
     def _start(self) -> None:
-        span = (self.memory.address, self.memory.nbytes, 0)
-        self._bindings, self.agent, self._backends, self._registered = nixl_agent("DRAM_SEG", span)
+        self._bindings = bindings = next(
+            sys.modules[name] for name in sys.modules if re.fullmatch(r"nixl_\w+\._bindings", name)
+        )
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = NIXL_DELAY_US
+        self.agent = bindings.nixlAgent(f"bench-{os.getpid()}-{self.memory.address}", config)
+        self._backends = [self.agent.createBackend("UCX", {})]
+        self._registered = bindings.nixlRegDList(bindings.DRAM_SEG, [(self.memory.address, self.memory.nbytes, 0, "")])
+        self.agent.registerMem(self._registered, self._backends)
 
     def listen(self) -> bytes:
         self._start()

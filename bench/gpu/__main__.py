@@ -1,4 +1,4 @@
-"""The benches that need a GPU: `python -m pdx.bench.gpu [--only kernels,pinned,ipc,llama,hook]`.
+"""The benches that need a GPU: `python -m pdx.bench.gpu [--only kernels,pinned,llama,hook]`.
 
 `--repeats` and `--prompts` shorten `--only llama`, where an accelerator's minutes are counted.
 
@@ -39,7 +39,6 @@ class Section:
 SECTIONS = {
     "kernels": Section("pdx.bench.gpu.kernels", "kernels", KERNEL_PACKAGES),
     "pinned": Section("pdx.bench.gpu.kernels", "pinned", KERNEL_PACKAGES),
-    "ipc": Section("pdx.bench.gpu.ipc", "ipc", KERNEL_PACKAGES),
     "llama": Section("pdx.bench.gpu.llama", "llama", NODE_PACKAGES),
     "hook": Section("pdx.bench.gpu.hook", "hook", NODE_PACKAGES),
 }

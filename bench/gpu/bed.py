@@ -21,7 +21,7 @@ from pdx.bench.harness.report import Figure, installed
 from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 
-PACKAGES = ("cuda-bindings", "triton", "numpy", "nixl-cu12", "nixl-cu13")
+PACKAGES = ("cuda-bindings", "triton", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,6 @@ class Bed(ABC):
         """Page-locked host memory as torch allocates it."""
 
     @abstractmethod
-    def mark(self) -> Callable[[], None]:
-        """A point on the current stream; calling what is returned waits for it."""
-
-    @abstractmethod
     def wait(self) -> None:
         """Until the current stream has done all."""
 
@@ -133,12 +129,6 @@ class RealBed(Bed):
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def mark(self) -> Callable[[], None]:
-        event = torch.cuda.Event()
-        event.record()
-        wait: Callable[[], None] = event.synchronize
-        return wait
-
     def wait(self) -> None:
         torch.cuda.current_stream().synchronize()
 
@@ -155,9 +145,6 @@ class ToyBed(Bed):
 
     def pinned(self, nbytes: int) -> Tensor:
         return self.zeros(nbytes)
-
-    def mark(self) -> Callable[[], None]:
-        return lambda: None
 
     def wait(self) -> None:
         return None

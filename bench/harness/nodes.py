@@ -136,9 +136,9 @@ TIMEOUT_S = 20.0
 
 class Child:
     """A program of the benches in a process of its own: `python -m module`. It works as long as its standard input is
-    open, and says lines of JSON. `fd`: a descriptor that it gets, too; -1: none."""
+    open, and says lines of JSON."""
 
-    def __init__(self, module: str, *arguments: str, fd: int = -1) -> None:
+    def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -146,7 +146,6 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            pass_fds=[fd] if fd >= 0 else [],
         )
 
     def tell(self, value: Any) -> None:

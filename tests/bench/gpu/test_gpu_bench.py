@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,18 +20,14 @@ import torch  # noqa: E402
 import pdx.bench.gpu.__main__ as gpu_benches  # noqa: E402
 from pdx.bench.gpu import bed as gpu_bed  # noqa: E402
 from pdx.bench.gpu import hook as gpu_hook  # noqa: E402
-from pdx.bench.gpu import ipc_peer as gpu_ipc_stage  # noqa: E402
 from pdx.bench.gpu import kernels as gpu_kernels  # noqa: E402
 from pdx.bench.gpu import llama as gpu_llama  # noqa: E402
 from pdx.bench.gpu.__main__ import NO_GPU, SECTIONS  # noqa: E402
 from pdx.bench.gpu.hook import Meter, hook_figures  # noqa: E402
 from pdx.bench.gpu.hook import Row as HookRow  # noqa: E402
-from pdx.bench.gpu.ipc import ARENA, CHANNEL, COPY, NIXL, ipc_figures  # noqa: E402
-from pdx.bench.gpu.ipc import Row as IpcRow  # noqa: E402
 from pdx.bench.gpu.kernels import IN_ORDER, SHUFFLED, kernel_figures, pinned_figures  # noqa: E402
 from pdx.bench.gpu.kernels import Row as KernelRow  # noqa: E402
 from pdx.bench.gpu.llama import Handoff, Prefill, llama_figures  # noqa: E402
-from pdx.bench.gpu.nixl import READ, WRITE, VramNixl, lanes  # noqa: E402
 from pdx.bench.harness.report import (
     ROOT,  # noqa: E402
     Figure,  # noqa: E402
@@ -92,7 +87,7 @@ def test_all_gpu_tests_are_collected_and_skipped_with_one_reason() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "kernels,typo"], "typo: known are kernels, pinned, ipc, llama, hook"),
+        (["--only", "kernels,typo"], "typo: known are kernels, pinned, llama, hook"),
         (["--only", ","], "known are"),
         (["--bed", "toy"], "--out FOLDER"),
         (["--only", "hook", "--repeats", "3"], "--repeats and --prompts are for --only llama"),
@@ -139,16 +134,6 @@ def test_kernels_and_pinned_on_the_fake_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ipc_between_two_processes_with_fake_drivers(tmp_path: Path) -> None:
-    """Also with digests of all pages, on both ways."""
-    result = results(tmp_path, "ipc")["ipc"]
-    check_common("ipc", result)
-    assert [row["way"] for row in result["details"]["rows"]] == [COPY, CHANNEL, ARENA]
-    skipped = [figure["name"] for figure in result["figures"] if "skipped" in figure["name"]]
-    assert skipped == ["NIXL reads page by page: skipped", "NIXL writes page by page: skipped"]
-
-
-@pytest.mark.long
 def test_llama_with_engines_on_cpus(tmp_path: Path) -> None:
     result = results(tmp_path, "llama", more=("--repeats", "1", "--prompts", "64"))["llama"]
     check_common("llama", result)
@@ -173,7 +158,7 @@ def test_hook_with_an_engine_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_figures_are_medians_of_at_least_20_runs() -> None:
-    tables = [gpu_kernels.KERNEL_SIZES, gpu_kernels.PINNED_SIZES, gpu_ipc_stage.SIZES, gpu_llama.SIZES, gpu_hook.SIZES]
+    tables = [gpu_kernels.KERNEL_SIZES, gpu_kernels.PINNED_SIZES, gpu_llama.SIZES, gpu_hook.SIZES]
     assert len(tables) == len(SECTIONS)
     assert min(table[gpu_bed.REAL].repeats for table in tables) >= 20
 
@@ -215,78 +200,6 @@ def test_pinned_figures_have_a_share_and_a_rate() -> None:
     rows += [kernel_row("scatter", 16, 1024, SHUFFLED, 0.89, 51.0)]
     shares = [(figure.value, figure.is_met) for figure in pinned_figures(rows)]
     assert shares == [(0.91, True), (49.0, False), (0.89, False), (51.0, True)]
-
-
-UCX_SAYS = """
-[1795343691.24] [vm:1130 :0]   +--------+-------------+-----------------------------------------------+
-[1795343691.24] [vm:1130 :0]   | A intra-node cfg#1                                                   |
-[1795343691.24] [vm:1130 :0]   | remote memory write by ucp_put* from cuda/GPU0 memory to cuda/GPU0   |
-[1795343691.24] [vm:1130 :0]   +--------+-------------+-----------------------------------------------+
-[1795343691.24] [vm:1130 :0]   | Range     | Description |              Config                        |
-[1795343691.24] [vm:1130 :0]   +--------+-------------+-----------------------------------------------+
-[1795343691.24] [vm:1130 :0]   | 0..8191   | short       | tcp/lo                                     |
-[1795343691.24] [vm:1130 :0]   | 8K..inf   | zero-copy   | cuda_ipc/cuda                              |
-[1795343691.24] [vm:1130 :0]   +--------+-------------+-----------------------------------------------+
-[1795343691.27] [vm:1130 :0]   | active message by ucp_am_send* from cuda/GPU0 memory |
-[1795343691.27] [vm:1130 :0]   | 0..inf | rendezvous | never/this |
-[1795343691.28] [vm:1130 :0]   | remote memory write by ucp_put* from host memory to host |
-[1795343691.28] [vm:1130 :0]   | 0..inf | zero-copy   | cma/memory                        |
-[1795343691.36] [vm:1130 :0]   | remote memory read by ucp_get*(multi) into cuda/GPU0 memory from cuda/GPU0 |
-[1795343691.36] [vm:1130 :0]   | 0..inf | software emulation | tcp/lo                                     |
-"""
-
-
-def test_the_lane_of_large_pieces_of_gpu_memory_is_read_from_what_ucx_says() -> None:
-    """A baseline that went over TCP is recognised."""
-    assert lanes(UCX_SAYS) == {READ: "tcp/lo", WRITE: "cuda_ipc/cuda"}
-    assert lanes("") == {}
-
-
-def test_nixl_writes_pages_and_reads_them() -> None:
-    """The same request in both directions; UCX's settings are there before UCX is."""
-    asked: list[tuple[str, list[Any], list[Any]]] = []
-    bindings = SimpleNamespace(
-        NIXL_READ="READ", NIXL_WRITE="WRITE", NIXL_SUCCESS=0, VRAM_SEG="vram", nixlXferDList=lambda kind, spans: spans
-    )
-    agent = SimpleNamespace(
-        createXferReq=lambda verb, mine, theirs, *rest: asked.append((verb, mine, theirs)),
-        postXferReq=lambda handle: None,
-        getXferStatus=lambda handle: 0,
-        releaseXferReq=lambda handle: None,
-    )
-    nixl = VramNixl.__new__(VramNixl)
-    nixl._bindings, nixl._agent, nixl._backends = bindings, agent, []
-    nixl.address, nixl.ordinal, nixl._peer, nixl._peer_address, nixl._peer_ordinal = 1000, 0, "peer", 5000, 1
-    for operation in (WRITE, READ):
-        nixl.move(operation, [0, 64], [128, 192], 64)
-    pairs = [([(1000, 64, 0)], [(5128, 64, 1)]), ([(1064, 64, 0)], [(5192, 64, 1)])]
-    assert asked == [(verb, *pair) for verb in ("WRITE", "READ") for pair in pairs]
-
-
-def test_ipc_figures_take_the_best_group_and_compare_with_the_faster_nixl() -> None:
-    rows = [
-        IpcRow(COPY, 0, 1000.0, 1.0, 1.0),
-        IpcRow(CHANNEL, 8 * MIB, 200.0, 0.2, 5.0),
-        IpcRow(CHANNEL, 32 * MIB, 260.0, 0.26, 3.8),
-        IpcRow(ARENA, 8 * MIB, 430.0, 0.43, 2.3),
-    ]
-    without = ipc_figures(rows, dict.fromkeys(NIXL, "nixl is not installed"), {})
-    share = by_name(without, "cuda_ipc, pages to pages: share of a device copy")
-    assert (share.value, share.is_met) == (0.26, None)
-    assert "32 MiB" in share.note
-    allowed = by_name(without, "cuda_ipc, pages to pages: share of what the bytes allow")
-    assert (allowed.value, allowed.goal, allowed.is_met) == (pytest.approx(0.78), "≥ 0.8", False)
-    allowed = by_name(without, "one arena, pages to pages: share of what the bytes allow")
-    assert (allowed.value, allowed.is_met) == (pytest.approx(0.86), True)
-    skipped = [figure.note for figure in without if "skipped" in figure.name]
-    assert skipped == ["nixl is not installed"] * 2
-    both = [IpcRow("NIXL reads", 0, 0.5, 0.0005, 2e3), IpcRow("NIXL writes", 0, 60.0, 0.06, 16.6)]
-    with_nixl = ipc_figures([*rows, *both], {}, {READ: "tcp/lo", WRITE: "cuda_ipc/cuda"})
-    times = by_name(with_nixl, "cuda_ipc, pages to pages: times NIXL")
-    assert (times.value, times.goal, times.is_met) == (pytest.approx(260 / 60, abs=1e-4), "≥ 5", False)
-    assert by_name(with_nixl, "NIXL reads page by page").note == "UCX used tcp/lo"
-    assert by_name(with_nixl, "NIXL writes page by page").note == "UCX used cuda_ipc/cuda"
-    assert by_name(with_nixl, "one arena, pages to pages: times NIXL").is_met
 
 
 def test_llama_figures_are_medians() -> None:
