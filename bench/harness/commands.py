@@ -1,9 +1,8 @@
-"""`pdx bench store`, `proxy` and `transfer`: what is asked for, and how a bench of several steps is carried out."""
+"""`pdx bench proxy` and `transfer`: what is asked for, and how a bench of several steps is carried out."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -98,31 +97,6 @@ class Run:
         if not self.figures:
             lost = "; ".join(f"{name}: {why}" for name, why in self.missing.items())
             raise click.ClickException(f"nothing was measured: {lost}")
-
-
-@click.command()
-@option("--sizes", default="1MiB,4MiB,16MiB", type=BYTE_SIZES, help="Of a chunk.")
-@option("--chunks", default=8, type=click.IntRange(1, 10_000), help="Chunks in a round.")
-@option("--rounds", default=7, type=click.IntRange(1, 10_000), help="Rounds that count.")
-@option("--tiers", default="", type=NAMES, help="host, and channels to another node. [all]")
-@option("--out", default="pdx-bench", type=FOLDER, help="Folder for store.json.")
-@_json
-def store(out: Path, as_json: bool, **settings: Any) -> None:
-    """Store chunks and read them again, in every tier that there is here.
-
-    A chunk is gathered from an engine's pages and scattered to such pages again: in the host arena of the engine's own
-    node, and in another node over each channel. Beside it runs one memcpy of as many bytes. Tiers that are not measured
-    are named with the reason.
-
-    Ctrl-C ends it and keeps what was measured (exit status 130).
-    """
-    if importlib.util.find_spec("torch") is None:
-        raise click.ClickException(f"pdx bench store copies with PyTorch: {install('torch')}")
-    from pdx.bench.store.tiers import steps_of
-
-    title = f"tiers of the chunk store, median of {settings['rounds']} rounds"
-    run = Run(ResultFile(out, "store", title), {"settings": settings, "rows": []})
-    run.carry_out(steps_of(run, **settings), as_json=as_json)
 
 
 @click.command()

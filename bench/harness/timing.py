@@ -80,11 +80,6 @@ def spread_ms(samples: Sequence[float]) -> Spread:
     return Spread(round(statistics.median(samples), 4), round(p99, 4), len(samples))
 
 
-def spread(samples_s: Sequence[float]) -> Spread:
-    """The spread of `samples_s`, which are seconds."""
-    return spread_ms([sample * 1e3 for sample in samples_s])
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -30,7 +30,6 @@ BENCHES = {
     "breakdown": "pdx.bench.breakdown.command:breakdown",
     "reuse": "pdx.bench.reuse.command:reuse",
     "transfer": "pdx.bench.harness.commands:transfer",
-    "store": "pdx.bench.harness.commands:store",
     "proxy": "pdx.bench.harness.commands:proxy",
     "serve": "pdx.bench.serve.command:serve",
     "quality": "pdx.bench.quality.command:quality",
@@ -71,13 +70,12 @@ def main() -> None:
 
 @click.group(cls=LazyGroup, where=BENCHES)
 def bench() -> None:
-    """Measure: a handoff part by part beside vLLM's own, channels, the store, the proxy, and a whole service.
+    """Measure: a handoff part by part beside vLLM's own, channels, the proxy, and a whole service.
 
     \b
     Where does a request's time go?      pdx bench breakdown
     What is it worth to keep KV?         pdx bench reuse
     How fast is each channel here?       pdx bench transfer
-    And the tiers of the store?          pdx bench store
     What does the proxy cost?            pdx bench proxy
     How does a running service do?       pdx bench serve --url http://127.0.0.1:8000
     What does a lossy codec change?      pdx bench quality
