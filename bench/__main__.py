@@ -28,7 +28,6 @@ from pdx.bench.harness.report import RESULTS, ROOT, console
 BENCHES = {
     "pages": "python -m pdx.bench.store.pages",
     "node": "python -m pdx.bench.node",
-    "find": "python -m pdx.bench.store.find",
     "scaling": "python -m pdx.bench.node.scaling",
     "pushes": "python -m pdx.bench.node.pushes",
     "channels": "pdx bench transfer",

@@ -36,9 +36,8 @@ def why_not(scheme: str) -> str:
 
 
 @contextlib.contextmanager
-def nodes(names: Sequence[str], *, of_first: dict[str, Any] | None = None, **settings: Any) -> Iterator[list[str]]:
-    """Addresses of nodes of these names, which know each other; they end with this context. `of_first`: more settings
-    of the first."""
+def nodes(names: Sequence[str], **settings: Any) -> Iterator[list[str]]:
+    """Addresses of nodes of these names, which know each other; they end with this context."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-bench-")))
         addresses = [f"ipc://{folder}/{name}.sock" for name in names]
@@ -49,8 +48,7 @@ def nodes(names: Sequence[str], *, of_first: dict[str, Any] | None = None, **set
             roster.chmod(0o600)
             settings["roster"] = str(roster)
         for name, address in zip(names, addresses, strict=True):
-            own = {**settings, **(of_first or {})} if name == names[0] else settings
-            stack.callback(end, start(NodeConfig(address=address, name=name, **own)))
+            stack.callback(end, start(NodeConfig(address=address, name=name, **settings)))
         yield addresses
 
 
@@ -101,13 +99,11 @@ def asking(address: str) -> Iterator[Asking]:
 
 
 @contextlib.contextmanager
-def node_pair(
-    scheme: str, arena_bytes: int, *, of_first: dict[str, Any] | None = None, **settings: Any
-) -> Iterator[tuple[Node, Node]]:
-    """A node and its peer `TO`, linked over `scheme`; both end with this context. `of_first`: settings of the first."""
+def node_pair(scheme: str, arena_bytes: int, **settings: Any) -> Iterator[tuple[Node, Node]]:
+    """A node and its peer `TO`, linked over `scheme`; both end with this context."""
     more = {"arena_bytes": arena_bytes, "channels": [scheme], **settings}
     with contextlib.ExitStack() as stack:
-        addresses = stack.enter_context(nodes(("a", TO), of_first=of_first, **more))
+        addresses = stack.enter_context(nodes(("a", TO), **more))
         a, b = (stack.enter_context(connect(address, ATTACH_S)) for address in addresses)
         _warm(a, b, scheme)
         yield a, b

@@ -90,20 +90,8 @@ def publish(
 ) -> None:
     """Show the figures, keep them in `folder`/<bench>.json, print the last line. `facts`: more about the machine."""
     show_figures(title, figures)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{bench}.json").write_text(as_text(bench, title, figures, details or {}, facts or {}))
+    ResultFile(folder, bench, title).write(figures, details or {}, facts)
     print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
-
-
-def as_text(bench: str, title: str, figures: Sequence[Figure], details: dict[str, Any], facts: dict[str, Any]) -> str:
-    result = {
-        "bench": bench,
-        "title": title,
-        "machine": {**machine(), **facts},
-        "figures": [asdict(figure) for figure in figures],
-        "details": details,
-    }
-    return json.dumps(result, indent=1, ensure_ascii=False) + "\n"
 
 
 def machine() -> dict[str, Any]:
@@ -146,8 +134,15 @@ class ResultFile:
         self._bench = bench
         self.title = title
 
-    def write(self, figures: Sequence[Figure], details: dict[str, Any]) -> str:
-        """The text that is now in it. :raises OSError: it cannot be written."""
-        text = as_text(self._bench, self.title, figures, details, {})
+    def write(self, figures: Sequence[Figure], details: dict[str, Any], facts: dict[str, Any] | None = None) -> str:
+        """The text that is now in it. `facts`: more about the machine. :raises OSError: it cannot be written."""
+        result = {
+            "bench": self._bench,
+            "title": self.title,
+            "machine": {**machine(), **(facts or {})},
+            "figures": [asdict(figure) for figure in figures],
+            "details": details,
+        }
+        text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
         replace_file(self.path, text.encode())
         return text
