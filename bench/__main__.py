@@ -37,6 +37,8 @@ BENCHES = {
     "quality": "pdx bench quality",
     "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }
+# Only when they are named: they have no goals.
+NAMED = {"proxy": "pdx bench proxy"}
 # Their last results are shown, too: they need a GPU (`python -m pdx.bench.gpu`).
 SHOWN = tuple(f"gpu-{section}" for section in SECTIONS)
 NUMBERS = ROOT / "docs" / "numbers.md"
@@ -49,7 +51,7 @@ def run(name: str, root: Path = ROOT) -> dict[str, float] | None:
     console.rule(name if root == ROOT else f"{name} of {root}")
     env = os.environ if root == ROOT else {**os.environ, "PYTHONPATH": str(root)}
     last = ""
-    program, *words = BENCHES[name].split()
+    program, *words = (BENCHES | NAMED)[name].split()
     out = ROOT / "pdx-bench" / name
     if program == "pdx":
         words = ["-m", "pdx.cli.main", *words, "--out", str(out)]
@@ -133,11 +135,11 @@ def fill_numbers() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pdx.bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES | NAMED)}")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="run each bench in turns with that checkout's")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each bench with --before")
     options = parser.parse_args()
-    if unknown := set(options.names) - set(BENCHES):
+    if unknown := set(options.names) - (BENCHES | NAMED).keys():
         parser.error(f"no such bench: {', '.join(sorted(unknown))}")
     names = options.names or [name for name in BENCHES if not (options.before and name == "handoff")]
     if options.before:

@@ -110,16 +110,9 @@ class Run:
 @option("--first-ms", default=60.0, type=click.FloatRange(0), help="An engine's time to a first token.")
 @option("--pace-ms", default=10.0, type=click.FloatRange(0), help="An engine's time between tokens.")
 @option("--intake-ms", default=30.0, type=click.FloatRange(0), help="A decode engine's time to read a chat.")
-@option(
-    "--before",
-    default=None,
-    type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
-    metavar="CHECKOUT",
-    help="Measure that checkout's proxy, too, in turns with this one.",
-)
 @option("--out", default="pdx-bench", type=FOLDER, help="Folder for proxy.json.")
 @_json
-def proxy(out: Path, as_json: bool, before: Path | None, **settings: Any) -> None:
+def proxy(out: Path, as_json: bool, **settings: Any) -> None:
     """Ask stand-in engines directly and through `pdx proxy`, in turns.
 
     The engines compute nothing and answer at a fixed pace, so that what is added is the proxy and the HTTP of a second
@@ -145,7 +138,7 @@ def proxy(out: Path, as_json: bool, before: Path | None, **settings: Any) -> Non
     )
     run = Run(ResultFile(out, "proxy", title), {"settings": settings, "rows": []})
     try:
-        with Interrupts(), stage(pace, before) as actors:
+        with Interrupts(), stage(pace) as actors:
             run.carry_out(steps_of(run, actors, **settings), as_json=as_json)
     except (PdxError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error

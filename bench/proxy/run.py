@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 FORWARD, SAMPLED = "forward", "sampled"
 MODES = (FORWARD, SAMPLED)
-DIRECT, PROXY, BEFORE = "direct", "proxy", "before"
+DIRECT, PROXY = "direct", "proxy"
 TURNS = 8  # of each way, so that what comes and goes on the machine falls on all of them …
-BLOCKS = (DIRECT, PROXY, BEFORE, DIRECT, BEFORE, PROXY) * (TURNS // 2)  # … and so does what follows what
+BLOCKS = (DIRECT, PROXY, PROXY, DIRECT) * (TURNS // 2)  # … and so does what follows what
 BUSY = 0.9  # of the machine's cores: from here on it is full
 AT_ONCE = Pace(0.0, 0.0)
 PATHS = {FORWARD: "/v1/completions", SAMPLED: "/v1/chat/completions"}  # what the modes are for
@@ -82,7 +82,6 @@ class Row:
     requests: int  # each way
     direct: Way
     proxy: Way
-    before: Way | None  # the other checkout's proxy
     added_ttft_p50_ms: float  # differences of the two ways' figures
     added_ttft_p99_ms: float
     added_itl_p50_ms: float
@@ -106,7 +105,7 @@ class _Load:
         self._case = case
         self._numbers = itertools.count()
         self._text = "".join(random.Random(0).choices("abcdefgh ", k=2 * case.prompt_tokens))
-        self._fronts = {DIRECT: None, PROXY: stage.proxy} | ({BEFORE: stage.before} if stage.before else {})
+        self._fronts = {DIRECT: None, PROXY: stage.proxy}
         self._answers: dict[str, list[Answer]] = {way: [] for way in self._fronts}
         self._spent = {way: _Spent() for way in self._fronts}
         self._ended: dict[str, float] = {}  # by request id, when its prefill leg ended
@@ -120,8 +119,6 @@ class _Load:
             for front in self._fronts.values():  # code is warm; each request comes on a connection of its own
                 await self._block(http, front, min(case.concurrency, case.in_block))
             for way in BLOCKS:
-                if way not in self._fronts:
-                    continue
                 front = self._fronts[way]
                 before = _Spent.now(stage, front)
                 self._answers[way] += await self._block(http, front, case.in_block)
@@ -191,7 +188,6 @@ class _Load:
             **asdict(case) | {"requests": len(self._answers[PROXY])},
             direct=direct,
             proxy=proxy,
-            before=ways.get(BEFORE),
             added_ttft_p50_ms=round(proxy.ttft.p50_ms - direct.ttft.p50_ms, 3),
             added_ttft_p99_ms=round(proxy.ttft.p99_ms - direct.ttft.p99_ms, 3),
             added_itl_p50_ms=round(proxy.itl.p50_ms - direct.itl.p50_ms, 3),
@@ -289,12 +285,12 @@ def steps_of(
 
 
 def figures(row: Row) -> list[Figure]:
-    """What the proxy adds at the engines' pace, and how many times as fast as the other checkout's it is."""
+    """What the proxy adds at the engines' pace."""
     name, note = words(row), "the machine was full: latencies are its" if row.is_machine_full else ""
     exposed = row.proxy.exposed
     assert exposed is not None
     directly = f"{row.proxy.ttft.p50_ms:.2f}, directly {row.direct.ttft.p50_ms:.2f}"
-    found = [
+    return [
         plain(f"{name}: added TTFT, p50", row.added_ttft_p50_ms, "ms", note or directly),
         plain(f"{name}: added TTFT, p99", row.added_ttft_p99_ms, "ms", note),
         plain(f"{name}: exposed, prefill's end → first token, p50", exposed.p50_ms, "ms", note),
@@ -303,30 +299,16 @@ def figures(row: Row) -> list[Figure]:
         plain(f"{name}: added inter-token latency, p99", row.added_itl_p99_ms, "ms", note),
         plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
     ]
-    if row.before is not None and row.before.exposed is not None:
-        found += [
-            _gain(f"{name}: TTFT, p50", row.before.ttft.p50_ms, row.proxy.ttft.p50_ms),
-            _gain(f"{name}: exposed, p50", row.before.exposed.p50_ms, exposed.p50_ms),
-            _gain(f"{name}: exposed, p99", row.before.exposed.p99_ms, exposed.p99_ms),
-            _gain(f"{name}: CPU of the proxy per request", row.before.cpu_ms, row.proxy.cpu_ms),
-        ]
-    return found
 
 
 def saturated_figures(row: Row) -> list[Figure]:
     """Requests per second of engines that answer at once."""
     name = f"{words(row)}, saturated"
     note = f"directly {row.direct.requests_per_s:,.1f}; the proxy was busy with {row.proxy.proxy_cores:.2f} cores"
-    found = [
+    return [
         plain(f"{name}: requests", row.proxy.requests_per_s, "1/s", note),
         plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
     ]
-    if row.before is not None:
-        found += [
-            _gain(f"{name}: time per request", 1e3 / row.before.requests_per_s, 1e3 / row.proxy.requests_per_s),
-            _gain(f"{name}: CPU of the proxy per request", row.before.cpu_ms, row.proxy.cpu_ms),
-        ]
-    return found
 
 
 def cost_figures(fewer: Row, more: Row) -> list[Figure]:
@@ -338,11 +320,6 @@ def cost_figures(fewer: Row, more: Row) -> list[Figure]:
         plain(f"{name}: CPU of the proxy per request, without its tokens", without, "ms"),
         plain(f"{name}: CPU of the proxy per token", per_token * 1e3, "µs"),
     ]
-
-
-def _gain(name: str, before_ms: float, here_ms: float) -> Figure:
-    """How many times as fast this proxy is as the other checkout's."""
-    return plain(f"{name}: before / here", before_ms / here_ms, "", f"{before_ms:.2f} / {here_ms:.2f} ms")
 
 
 def words(case: Case | Row) -> str:

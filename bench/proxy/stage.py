@@ -1,18 +1,14 @@
-"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own, and a node that reports them.
-
-Beside that proxy the one of another checkout, if there is one to compare with.
-"""
+"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own, and a node that reports them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -50,14 +46,13 @@ class Stage:
     decode_url: str
     engine_pids: tuple[int, int]
     proxy: Front
-    before: Front | None = None  # of another checkout
     shared: Front | None = None  # by several workers; `pid` is that of the process that started them
 
 
 @contextlib.contextmanager
-def stage(pace: Pace, before: Path | None = None, *, workers: int = 0) -> Iterator[Stage]:
-    """All of them; they end with this context, and also if this process is killed. `before`: another checkout.
-    `workers`: a further proxy has so many.
+def stage(pace: Pace, *, workers: int = 0) -> Iterator[Stage]:
+    """All of them; they end with this context, and also if this process is killed. `workers`: a further
+    proxy has so many.
 
     :raises CannotRun: one of them did not start; the message has the decisive line of its log.
     :raises RuntimeError: the proxy takes no reports.
@@ -66,7 +61,7 @@ def stage(pace: Pace, before: Path | None = None, *, workers: int = 0) -> Iterat
         tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder,
         contextlib.closing(Servers(Path(folder))) as servers,
     ):
-        ports = free_ports(8)
+        ports = free_ports(6)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
         engines = [
@@ -75,20 +70,17 @@ def stage(pace: Pace, before: Path | None = None, *, workers: int = 0) -> Iterat
             )
             for name, port, url, link in zip(("prefill", "decode"), ports, urls, ("kv-to", "kv-from"), strict=False)
         ]
-        ways = {"proxy": 2} | ({"before": 4} if before is not None else {}) | ({"shared": 6} if workers else {})
-        controls: dict[str, int] = {}
+        ways = {"proxy": 2} | ({"shared": 4} if workers else {})
+        controls: list[str] = []
         proxies = []
         for name, at in ways.items():
-            control, checkout = f"ipc://{folder}/{name}.sock", before if name == "before" else None
-            of_it = range(workers if name == "shared" else 1)
-            version = VERSION if checkout is None else _version(checkout)
-            controls |= {worker_address(control, number): version for number in of_it}
+            control = f"ipc://{folder}/{name}.sock"
+            controls += [worker_address(control, number) for number in range(workers if name == "shared" else 1)]
             options = ["--port", str(ports[at]), "--log-level", "warning", "--max-body", "8M", "--control", control]
             options += ["--prefill", urls[0], "--decode", urls[1]]
             alone = ["--admin", f"127.0.0.1:{ports[at + 1]}"]
             options += alone if name != "shared" else ["--workers", str(workers)]
-            env = {} if checkout is None else {"PYTHONPATH": str(checkout)}
-            proxies.append(_python("pdx.cli.main", name, urls[at], "proxy", *options, "--debug-headers", env=env))
+            proxies.append(_python("pdx.cli.main", name, urls[at], "proxy", *options, "--debug-headers"))
         servers.start(engines, START_S)
         servers.start(proxies, START_S)
         fronts = {name: Front(urls[at], urls[at + 1], servers.pid(name)) for name, at in ways.items()}
@@ -97,26 +89,17 @@ def stage(pace: Pace, before: Path | None = None, *, workers: int = 0) -> Iterat
                 for _ in range(_LOOKS * workers if name == "shared" else 1):  # connections, of any worker
                     _wait_for_nodes(front.url)
             pids = servers.pid("prefill"), servers.pid("decode")
-            others = fronts.get("before"), fronts.get("shared")
-            yield Stage(pace, urls[0], urls[1], pids, fronts["proxy"], *others)
+            yield Stage(pace, urls[0], urls[1], pids, fronts["proxy"], fronts.get("shared"))
 
 
-def _python(module: str, name: str, url: str, *options: str, env: dict[str, str] | None = None) -> Command:
-    return Command(name, (sys.executable, "-P", "-m", module), module, options, url, env or {})
-
-
-def _version(checkout: Path) -> int:
-    """What the control socket of its proxy speaks. :raises RuntimeError: it does not say."""
-    for path in (checkout / "pdx" / "wire" / "messages.py", checkout / "pdx" / "messages.py"):
-        if path.exists() and (found := re.search(r"^VERSION = (\d+)$", path.read_text(), re.MULTILINE)):
-            return int(found[1])
-    raise RuntimeError(f"{checkout} is no checkout of PDX")
+def _python(module: str, name: str, url: str, *options: str) -> Command:
+    return Command(name, (sys.executable, "-P", "-m", module), module, options, url)
 
 
 @contextlib.contextmanager
-def _reported(controls: Mapping[str, int], prefill_url: str, decode_url: str) -> Iterator[None]:
+def _reported(controls: Sequence[str], prefill_url: str, decode_url: str) -> Iterator[None]:
     """Proxies hear of the engines what a node would tell: without it, nothing is forwarded, and no chat has both of its
-    legs under way at once. `controls`: their sockets, and the versions that these speak."""
+    legs under way at once. `controls`: their sockets."""
     facts = EngineFacts(MODEL_LEN, looks_back=False)
     engines = [
         EngineReport("prefill", "prefill", prefill_url, 0, facts),
@@ -127,11 +110,11 @@ def _reported(controls: Mapping[str, int], prefill_url: str, decode_url: str) ->
     def tell() -> None:
         with zmq.Context() as context, contextlib.ExitStack() as lines:
             told = []
-            for address, version in controls.items():
+            for address in controls:
                 line = lines.enter_context(context.socket(zmq.DEALER))
                 line.setsockopt(zmq.LINGER, 0)
                 line.connect(address)
-                report = NodeReport(version, "stage", epoch=1, arena_bytes=0, free_bytes=0, engines=engines, marks=[])
+                report = NodeReport(VERSION, "stage", epoch=1, arena_bytes=0, free_bytes=0, engines=engines, marks=[])
                 told.append((line, encode(report)))
             while True:
                 for line, frame in told:

@@ -19,7 +19,6 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
-from pdx.bench.harness.report import ROOT
 from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds
 from pdx.bench.proxy import run as proxy_run
 from pdx.bench.proxy import stand_in_engine
@@ -59,7 +58,6 @@ def test_a_small_run_has_every_figure(place: Path) -> None:
     for row in details["rows"]:
         assert row["requests"] >= 4
         assert row["proxy"]["cpu_ms"] > 0
-        assert row["before"] is None
         assert row["direct"]["exposed"] is None
         check_spread(row["proxy"]["exposed"])
         for way in (row["direct"], row["proxy"]):
@@ -79,21 +77,6 @@ def test_a_small_run_has_every_figure(place: Path) -> None:
     assert len(found["figures"]) == 7 * 4 + 2 * 4 + 2 * 2
 
 
-@pytest.mark.long
-@pytest.mark.timeout(180)
-def test_the_proxy_of_another_checkout_is_measured_beside_this_one(place: Path) -> None:
-    few = ["--concurrency", "2", "--tokens", "4", "--modes", "sampled", "--before", str(ROOT)]
-    result = bench(*OPTIONS, *few, "--out", str(place))
-    assert result.exit_code == 0, result.output
-    found = json.loads((place / "proxy.json").read_text())
-    for row in found["details"]["rows"]:
-        check_spread(row["before"]["ttft"])
-        check_spread(row["before"]["exposed"])
-        assert row["before"]["cpu_ms"] > 0
-    gains = [figure["name"] for figure in found["figures"] if "before / here" in figure["name"]]
-    assert len(gains) == 4 + 2
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -104,7 +87,6 @@ def test_the_proxy_of_another_checkout_is_measured_beside_this_one(place: Path) 
         (["--prompt-tokens", ""], "at least one is needed"),
         (["--pace-ms", "-1"], "-1.0 is not in the range"),
         (["--requests", "0"], "0 is not in the range"),
-        (["--before", "nowhere"], "'nowhere' does not exist"),
     ],
 )
 def test_bad_options_are_refused(place: Path, options: Sequence[str], words: str) -> None:
@@ -260,7 +242,7 @@ def test_another_answer_and_another_mode_are_noticed(place: Path) -> None:
 
 def test_the_cost_of_a_token_is_what_more_tokens_take() -> None:
     way = Way(Spread(1, 1, 1), Spread(1, 1, 1), 1, 1, 1, 1, 1, cpu_ms=1.4, exposed=None)
-    fewer = Row("forward", 1, 10, 4, 1, way, way, None, 0, 0, 0, 0, is_machine_full=False)
+    fewer = Row("forward", 1, 10, 4, 1, way, way, 0, 0, 0, 0, is_machine_full=False)
     request, token = cost_figures(fewer, replace(fewer, tokens=24, proxy=replace(way, cpu_ms=3.4)))
     assert (request.value, token.value) == (pytest.approx(1.0), pytest.approx(100.0))
 
@@ -270,7 +252,7 @@ def test_the_cost_of_a_token_is_told_once_from_the_fewest_and_the_most(monkeypat
 
     def measured(_stage: Any, case: Case, *, is_saturated: bool = False) -> Row:
         spent = replace(way, cpu_ms={4: 1.4, 14: 9.0, 24: 3.4}[case.tokens])
-        return Row(case.mode, 1, 10, case.tokens, 1, way, spent, None, 0, 0, 0, 0, is_machine_full=False)
+        return Row(case.mode, 1, 10, case.tokens, 1, way, spent, 0, 0, 0, 0, is_machine_full=False)
 
     monkeypatch.setattr(proxy_run, "measure", measured)
     run: Any = SimpleNamespace(details={"rows": []})
