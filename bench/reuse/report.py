@@ -8,7 +8,7 @@ import msgspec
 from rich.table import Table
 
 from pdx.bench.harness.plot_style import Sheet, looks, on_machine
-from pdx.bench.harness.report import as_text, console
+from pdx.bench.harness.report import ResultFile, console
 from pdx.bench.reuse.figures import (
     PERCENTILES,
     SHARES,
@@ -69,7 +69,7 @@ def write(result: Result, folder: Path) -> list[Path]:
         f"in {folder}: {', '.join([RESULT, f'{BENCH}.json', *(path.name for path in pictures)])}", markup=False
     )
     title = "reuse under load" + ("" if result.is_complete else ", interrupted")
-    (folder / f"{BENCH}.json").write_text(as_text(BENCH, title, found, details, result.machine))
+    ResultFile(folder, BENCH, title).write(found, details, result.machine)
     return pictures
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from pdx.bench.systems.baselines import LMCache, Needs, Offloading, Plain, Ports
+from pdx.bench.systems.baselines import LMCache, Plain, Ports
 from pdx.bench.systems.names import SYSTEMS
 from pdx.bench.systems.pdx import PdxAlone, PdxWith
 from pdx.bench.systems.system import Bed, Command, Running, Servers, System
@@ -193,7 +193,7 @@ class LMCacheCentral(WithRedis, LMCache):
 
 
 def contenders(sizes: Sizes) -> dict[str, System]:
-    """All of them by name. Those that keep nothing come first; the offloading connectors are tried wherever we run."""
+    """All of them by name. Those that keep nothing come first."""
     systems: list[System] = [
         Recompute(),
         Plain(),
@@ -205,8 +205,6 @@ def contenders(sizes: Sizes) -> dict[str, System]:
         PdxCentral(
             sizes, "central-128", "two engines and nodes, chunks of 128 tokens, one Redis", {"chunk_tokens": 128}
         ),
-        Offloading("offloading", "OffloadingConnector", Needs()),
-        Offloading("simple-offload", "SimpleCPUOffloadConnector", Needs()),
         LMCache(),
         LMCache(128),
         LMCacheCentral(sizes, None),

@@ -2,7 +2,7 @@
 
 vLLM's examples are in its repository and not in its wheel; this one says the same things to the engines, and is meant
 to cost no more than PDX's own: connections are kept, the decode engine's bytes are passed on as they come. The decode
-leg follows the prefill leg and gets what that one returned (`push`: but for its blocks). As with vLLM's examples, the
+leg follows the prefill leg and gets what that one returned. As with vLLM's examples, the
 decode engine samples the first token that a client sees.
 """
 
@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import aiohttp
@@ -31,13 +30,6 @@ SHUTDOWN_S = 2.0  # for requests under way
 BODY_BYTES = 64 << 20
 PATH = "/v1/completions"
 Body = dict[str, Any]
-
-
-class Mode(StrEnum):
-    """How the prefill engine's blocks get to the decode engine."""
-
-    PULL = "pull"
-    PUSH = "push"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +57,7 @@ class LegFailed(Exception):
 class Proxy:
     """One prefill and one decode engine as one server. All of it runs on one event loop."""
 
-    def __init__(self, mode: Mode, prefill: str, decode: str) -> None:
-        self._mode = mode
+    def __init__(self, prefill: str, decode: str) -> None:
         self._urls = {"prefill": prefill, "decode": decode}
         self._kept: dict[str, dict[str, float]] = {}
         self._session: Any = None
@@ -112,8 +103,6 @@ class Proxy:
             raise LegFailed(502, f"the prefill engine's answer is not one: {error}") from error
         if not returned:
             raise LegFailed(502, "the prefill engine returned no kv_transfer_params: has it a connector?")
-        if self._mode is Mode.PUSH:
-            returned.pop("remote_block_ids", None)  # the prefill engine is told the decode engine's instead
         return await self._decode(exchange, returned)
 
     async def _prefill(self, exchange: Exchange, params: Body) -> bytes:
@@ -187,12 +176,11 @@ class _PrefillAnswer(msgspec.Struct):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", required=True, choices=[*Mode])
     parser.add_argument("--prefill", required=True, metavar="URL")
     parser.add_argument("--decode", required=True, metavar="URL")
     parser.add_argument("--port", required=True, type=int)
     options = parser.parse_args()
-    proxy = Proxy(Mode(options.mode), options.prefill, options.decode)
+    proxy = Proxy(options.prefill, options.decode)
     try:
         asyncio.run(serve_until_stopped(proxy.app(), "127.0.0.1", options.port, shutdown_s=SHUTDOWN_S))
     except OSError as error:

