@@ -16,6 +16,7 @@ from aiohttp import web
 from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.proxy import headers, hints
+from pdx.proxy.admission import Admission
 from pdx.proxy.body import Intake, as_it_is, check_kind, encode, form_text, parsing
 from pdx.proxy.cache.routes import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
@@ -36,6 +37,7 @@ from pdx.proxy.reply import (
     Handler,
     Reply,
     allow_origins,
+    echo_request_id,
     error_response,
     http_error,
     redirect_slashes,
@@ -88,7 +90,9 @@ class Proxy:
         self._timelines = Timelines()
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] | None = None
+        seat = seat or Seat.alone()
         self.drain = Drain(seat)
+        self.admission = Admission(config, self.env, seat)
         self.found = asyncio.Event()  # an engine that can decode, ever
         self._control = Control(
             config.control or default_proxy(),
@@ -101,6 +105,7 @@ class Proxy:
         self._metrics = Metrics(
             engines=self.engines, health=self._health, events=self.env.counters, dropped=self._control.dropped
         )
+        self._metrics.waiting.set_function(lambda: self.admission.waiting)
         self._intake = Intake(
             each_bytes=config.max_body_bytes,
             all_bytes=config.max_bodies_bytes // config.workers,
@@ -126,8 +131,8 @@ class Proxy:
         """The web application; it starts and closes this proxy with itself."""
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._refuse_when_stopping])
         allow_origins(app, self._config.allowed_origins)
-        app.middlewares.extend((self._contain, redirect_slashes))
-        app.on_response_prepare.append(_echo_request_id)
+        app.middlewares.extend((self._contain, self.admission.guard, redirect_slashes))
+        app.on_response_prepare.append(echo_request_id)
         app.on_response_prepare.append(self._tell_hints)
         app.add_routes(
             [
@@ -208,6 +213,10 @@ class Proxy:
         members: set[str] | None = None
         with self._faults.contain("the look at silent legs"):
             self._legs.end_silent()
+        with self._faults.contain("the look at files"):
+            for each in (self.admission.keys, self._legs.key):
+                if each is not None:
+                    each.refresh()
         with self._faults.contain("the look at silent nodes"):
             members = self._control.members()
             self._note_detached(self.engines.expire(members), "its node is silent or has left the roster")
@@ -303,10 +312,10 @@ class Proxy:
         exchange = None
         try:
             check_kind(request)
-            async with self._intake.body(request) as raw:
+            async with self.admission.place(request), self._intake.body(request) as raw:
                 body, whole = await self._read(request, raw, route)
                 with suppress(Exhausted):  # its legs will find so, too
-                    await self._probes.place(model_of(body), headers.to_engines(request.headers))
+                    await self._probes.place(model_of(body), self._passed(request))
                 if whole is not None:
                     exchange = await self._whole(request, body, whole, reply)
                 else:
@@ -315,6 +324,7 @@ class Proxy:
                 return reply.response
         except RequestRefused as refusal:
             outcome = Outcome.BAD_REQUEST if refusal.status < 500 else Outcome.UNAVAILABLE
+            outcome = Outcome.LIMITED if refusal.status == 429 else outcome
             self._metrics.requests.labels(route, "", outcome).inc()
             if outcome is Outcome.UNAVAILABLE:
                 self._metrics.exhausted.labels("bodies").inc()
@@ -345,7 +355,7 @@ class Proxy:
         return body, Asked(path, encode(body) if stripped else as_it_is(raw))
 
     async def _whole(self, request: web.Request, body: Body, asked: Asked, reply: Reply) -> Exchange:
-        passed = headers.to_engines(request.headers)
+        passed = self._passed(request)
         name = request.match_info.get("id")
         holder = await self._probes.holder(name, passed) if name else None
         return Exchange(
@@ -380,12 +390,15 @@ class Proxy:
                 param="input_tokens",
             )
 
+    def _passed(self, request: web.Request) -> dict[str, str]:
+        return headers.to_engines(request.headers, has_key=not self._config.is_keyed)
+
     async def _exchange(self, request: web.Request, route: Route, body: Body, reply: Reply) -> Exchange:
         body, envelope = hints.take(body, request.headers.get("X-Session-ID", ""))
         envelope = envelope.within(self._config.client_priority)
         plan = await in_turns(planning(route, body, min_split_tokens=self._config.min_split_tokens))
         self._check_length(plan, model_of(body))
-        passed = headers.to_engines(request.headers)
+        passed = self._passed(request)
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")
         if plan.mode is Mode.FORWARD and headers.RANK in passed:  # which the decode engine may refuse: it answers first
@@ -427,7 +440,7 @@ class Proxy:
 
     async def _list_models(self, request: web.Request) -> web.Response:
         try:
-            return await self._probes.answer(headers.to_engines(request.headers))
+            return await self._probes.answer(self._passed(request))
         except Exhausted as error:
             self._metrics.exhausted.labels(error.lack).inc()
             return error_response(503, "the proxy has too many connections; come back later", retry_after_s=1)
@@ -476,12 +489,6 @@ class Proxy:
         if found is None:
             return error_response(404, "no such transfer (any more)")
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
-
-
-async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """The client's id of its request, also where no engine was asked."""
-    if own := headers.request_id(request.headers):
-        response.headers.setdefault(headers.REQUEST_ID, own)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

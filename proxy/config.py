@@ -14,6 +14,7 @@ from pdx.options import option, shown_as
 Urls = Annotated[tuple[str, ...], shown_as("URL")]
 Origins = Annotated[tuple[str, ...], shown_as("ORIGIN")]
 Place = Annotated[str, shown_as("ADDRESS")]
+Requests = Annotated[int, Meta(ge=0, le=1 << 20), shown_as("REQUESTS")]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31), shown_as("TOKENS")]
 BodyBytes = Annotated[int, Meta(ge=1 << 10, le=1 << 32), shown_as("SIZE")]
 HeaderBytes = Annotated[int, Meta(ge=8 << 10, le=512 << 10), shown_as("SIZE")]  # all together have 1 MiB
@@ -53,6 +54,29 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine_ca: Annotated[
         FileName, option("Certificates that sign those of engines with TLS.", default="the system's, or $SSL_CERT_FILE")
     ] = ""
+    engine_key: Annotated[
+        FileName, option("Holds the --api-key of the engines. Clients' own keys do not reach engines then.")
+    ] = ""
+    api_keys: Annotated[
+        FileName,
+        option(
+            "A line NAME KEY for each key that clients may show, and what that one may ask: max-concurrent=N "
+            "per-minute=N. Clients' keys do not reach engines then; see --engine-key.",
+            default="none; everybody is let in",
+            section="Clients",
+        ),
+    ] = ""
+    tls_cert: Annotated[
+        FileName, option("Serve HTTPS with this certificate and those that lead to its CA, in PEM.", default="HTTP")
+    ] = ""
+    tls_key: Annotated[FileName, option("Its private key.", default="in --tls-cert")] = ""
+    max_concurrent: Annotated[
+        Requests,
+        option("Serve so many requests at a time, each worker its share; others wait. 0: any number."),
+    ] = 0
+    max_queue: Annotated[
+        Requests, option("So many wait, at most --first-byte-timeout; others get 429 with Retry-After.")
+    ] = 1024
     forward: Annotated[
         bool,
         option(
@@ -124,3 +148,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chunk_index_limit: Annotated[
         int, Meta(ge=1, le=1 << 31), shown_as("CHUNKS"), option("Of so many chunks; each takes about 110 bytes.")
     ] = 10_000_000
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether what clients show in `Authorization` is for this proxy, and nothing of it for engines."""
+        return bool(self.api_keys or self.engine_key)

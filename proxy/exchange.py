@@ -23,6 +23,8 @@ from pdx.proxy.timelines import Timeline
 from pdx.telemetry.timeline import Event, Moment
 from pdx.wire.hints import Hints
 
+KEY_ROWS = 4096  # names of API keys that are told apart in a proxy's life
+
 
 class Exchange(msgspec.Struct, kw_only=True, eq=False):
     """Owned by the task that serves the request."""
@@ -115,11 +117,17 @@ class Seat(msgspec.Struct, frozen=True):
 
     number: int
     loads: memoryview  # of all of them, which they share: how many requests each has …
-    beats: memoryview  # … and how often it has looked at its clock
+    beats: memoryview  # … how often it has looked at its clock …
+    uses: memoryview  # … and what it serves with which API key (`pdx.proxy.admission`)
+
+    @staticmethod
+    def sizes(workers: int) -> tuple[int, int, int]:
+        """How many numbers the three have."""
+        return workers, workers, KEY_ROWS * (2 + workers)
 
     @staticmethod
     def alone() -> Seat:
-        return Seat(0, *(memoryview(bytearray(8)).cast("q") for _ in range(2)))
+        return Seat(0, *(memoryview(bytearray(8 * size)).cast("q") for size in Seat.sizes(1)))
 
 
 class Drain:

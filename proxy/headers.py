@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 REQUEST_ID = "X-Request-Id"
 RANK = "X-data-parallel-rank"
+_KEY = "Authorization"
 _TO_ENGINES = (
-    *("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority"),
+    *(_KEY, "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority"),
     *(RANK, "endpoint-load-metrics-format"),
 )
 _TO_CLIENTS = (
@@ -19,9 +20,9 @@ _OF_BODIES = ("Content-Type", "Content-Length", "metadata")  # the last one of v
 _ID = re.compile(r"[0-9A-Za-z._:-]{1,128}")
 
 
-def to_engines(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those of a client's request that its engines get."""
-    passed = {name: headers[name] for name in _TO_ENGINES if name in headers}
+def to_engines(headers: Mapping[str, str], *, has_key: bool = True) -> dict[str, str]:
+    """Those of a client's request that its engines get. `has_key`: the client's key is one of theirs."""
+    passed = {name: headers[name] for name in _TO_ENGINES if name in headers and (has_key or name != _KEY)}
     return passed | ({REQUEST_ID: own} if (own := request_id(headers)) else {})
 
 

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     TRUNCATED = "truncated"  # a stream that ended without saying so
     MALFORMED = "malformed"
     REDIRECT = "redirect"  # or another status that is no answer to a request
+    UNAUTHORIZED = "unauthorized"  # it does not take this proxy's own key (--engine-key)
     STATUS_4XX = "status_4xx"
     STATUS_429 = "status_429"
     STATUS_5XX = "status_5xx"

@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from pdx.proxy.body import Payload
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import NO_WORK, UNSENT, Health, Reason, Use, Work
+from pdx.security.reread import Reread
+from pdx.security.secret_file import load_token
 
 # What this process or this host lacks; the engine has not been asked.
 OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
@@ -171,11 +174,17 @@ class Legs:
     """All legs under way. `end_silent` must be called regularly."""
 
     def __init__(self, session: aiohttp.ClientSession, health: Health, config: ProxyConfig) -> None:
-        """The clock of `health` tells the seconds in which this process ran: all limits are of those."""
+        """The clock of `health` tells the seconds in which this process ran: all limits are of those.
+
+        :raises ConfigError: see `load_token`.
+        """
         self._session = session
         self._health = health
         self._clock = health.clock
         self._config = config
+        self.key: Reread[str] | None = None  # that engines are shown
+        if file := config.engine_key:
+            self.key = Reread(partial(load_token, file), file, what="the engines' key")
         self._timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S)
         self._under_way: set[Answer] = set()
 
@@ -260,9 +269,10 @@ class Legs:
 
     async def _check(self, answer: Answer) -> None:
         """:raises LegFailed: it is none, or another engine may give a better one."""
-        if answer.failure is not None:
+        is_locked = answer.status == HTTPStatus.UNAUTHORIZED and self._config.is_keyed
+        if (reason := Reason.UNAUTHORIZED if is_locked else answer.failure) is not None:
             refusal = Refusal(answer.status, await answer.read_small(), answer.content_type, answer.headers)
-            raise failed(answer.failure, answer.engine, f"status {answer.status}", answer=refusal)
+            raise failed(reason, answer.engine, f"status {answer.status}", answer=refusal)
 
     @asynccontextmanager
     async def _sent(
@@ -292,6 +302,8 @@ class Legs:
         self, engine: Engine, method: str, path: str, *, payload: Payload | None, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         began_at = self._clock()
+        if self.key is not None:
+            headers = {**headers, "Authorization": f"Bearer {self.key.value}"}
         while True:
             try:
                 return await self._session.request(

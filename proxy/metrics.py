@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import product
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,6 +26,7 @@ class Outcome(StrEnum):
 
     OK = "ok"
     BAD_REQUEST = "bad_request"  # refused by this proxy
+    LIMITED = "limited"  # refused by this proxy, because it or its client has too many
     CLIENT_ERROR = "client_error"  # refused by an engine
     ENGINE_ERROR = "engine_error"  # an engine answered with a 5xx
     BROKEN = "broken"  # an engine died or did not end its answer
@@ -54,7 +55,7 @@ _DROPS = [
 _EVENTS = [
     *("accepts_failed", "connections_displaced", "connections_refused", "requests_malformed", "refused_while_stopping"),
     *("heads_overdue", "heads_too_large", "hints_refused", "internal_errors", "messages_dropped"),
-    "placed_without_tokens",
+    *("placed_without_tokens", "unauthorized"),
     *("chunk_changes", "chunk_changes_missed", "chunk_index_full", "controllers_denied"),
     *("replies_late", "replies_misplaced", "replies_wrong", "descriptors_short", "strangers_dropped", "peers_denied"),
 ]
@@ -96,6 +97,7 @@ class Metrics(Collector):
         text = "Verbs of controllers over HTTP; `outcome`: ok, or the error's class."
         self.verbs = counter("verbs", text, verb=[], outcome=["ok"])
         self.reports = counter("reports", "Node reports taken in.")
+        self.waiting = Gauge("pdx_proxy_waiting", "Requests that wait for their turn.", registry=self.registry)
 
         def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _BUCKETS_S) -> Histogram:
             return Histogram(f"pdx_proxy_{name}", text, labels, buckets=buckets, registry=self.registry)

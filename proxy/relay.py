@@ -118,7 +118,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
 
     async def _report(self, exchange: Exchange, failure: LegFailed) -> Outcome:
         said = failure.answer
-        if said is not None and failure.reason is not Reason.REDIRECT and not exchange.reply.started:
+        is_for_client = failure.reason not in (Reason.REDIRECT, Reason.UNAUTHORIZED)
+        if said is not None and is_for_client and not exchange.reply.started:
             exchange.reply.pass_on(said.headers)
             exchange.reply.whole(said.status, said.body, content_type=said.content_type)
             return Outcome.ENGINE_ERROR if said.status >= 500 else Outcome.CLIENT_ERROR

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pdx.errors import ClientGone
 from pdx.proxy import sse
-from pdx.proxy.headers import of_body, to_client
+from pdx.proxy.headers import REQUEST_ID, of_body, request_id, to_client
 from pdx.proxy.routes import Route
 
 
@@ -166,6 +166,12 @@ _STREAM_HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+
+
+async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """The client's id of its request, also where no engine was asked."""
+    if own := request_id(request.headers):
+        response.headers.setdefault(REQUEST_ID, own)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

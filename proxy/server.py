@@ -12,7 +12,9 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sized
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from pdx.config import private_folder
 from pdx.errors import ConfigError
 from pdx.proxy.reply import error_bytes, error_response
 from pdx.security import descriptors
+from pdx.security.reread import Reread
+from pdx.security.secret_file import check_private
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
@@ -122,10 +126,12 @@ class Server:
         shutdown_s: float = SHUTDOWN_S,
         engines: Sized = (),
         field_bytes: int = FIELD_BYTES,
+        tls: Reread[ssl.SSLContext] | None = None,
     ) -> None:
         """A request that is due or has begun has its whole head after `head_s`, or its connection is closed. At
         `close`, answers under way have `shutdown_s`. `engines`: descriptors are left for connections to those, beside
-        those that every process keeps in reserve. `field_bytes`: the largest header.
+        those that every process keeps in reserve. `field_bytes`: the largest header. `tls`: see `server_tls`; a new
+        connection gets what that is now.
         """
         app.middlewares.insert(0, _begin)
         app.on_response_prepare.append(_name)
@@ -134,8 +140,9 @@ class Server:
         self._head_s = head_s
         self._engines = engines
         self.field_bytes = field_bytes
+        self._tls = tls
         self._sockets: list[socket.socket] = []
-        self._taking: set[asyncio.Task[object]] = set()
+        self._taking: dict[asyncio.Task[object], None] = {}  # until the TLS handshake is over; the oldest is first
         self._all: set[HttpConnection] = set()
         self._idle: dict[HttpConnection, None] = {}  # no request is under way; idle for longest is first
         self._heads: dict[HttpConnection, float] = {}  # since when a head is due or incomplete, in this order
@@ -163,7 +170,7 @@ class Server:
             else:
                 self._sockets = await _tcp_sockets(address, is_shared=is_shared)
                 shown = self._sockets[0].getsockname()
-                self.url = f"http://{endpoint(shown[0], shown[1])}"
+                self.url = f"http{'s' if self._tls else ''}://{endpoint(shown[0], shown[1])}"
             undo.callback(self._take_no_more)
             for each in self._sockets:
                 each.setblocking(False)
@@ -268,7 +275,12 @@ class Server:
         longest. Where on few, the one goes that is idle for longest: else those who have just come would make room for
         each other.
         """
-        many = _CROWD * len(self._all)
+        many = _CROWD * (len(self._all) + len(self._taking))
+        if len(self._taking) > 1 and len(self._taking) >= many:
+            self._note("connections_displaced", "connections without a TLS handshake are closed for new ones")
+            taking = next(iter(self._taking))
+            del self._taking[taking]
+            return taking.cancel()
         crowd = next((due for due in (self._heads, self._bodies) if len(due) >= many), self._idle) or self._bodies
         oldest = next(iter(crowd), None)
         if oldest is None:
@@ -284,23 +296,27 @@ class Server:
         loop = asyncio.get_running_loop()
         server = self._runner.server
         assert server is not None
+        tls, limit_s = (self._tls.value, self._head_s) if self._tls is not None else (None, None)
         taking: asyncio.Task[object] = loop.create_task(
-            loop.connect_accepted_socket(lambda: HttpConnection(self, server), stream)
+            loop.connect_accepted_socket(
+                lambda: HttpConnection(self, server), stream, ssl=tls, ssl_handshake_timeout=limit_s
+            )
         )
-        self._taking.add(taking)
+        self._taking[taking] = None
         taking.add_done_callback(self._taken)
 
     def _taken(self, taking: asyncio.Task[object]) -> None:
-        self._taking.discard(taking)
-        if not taking.cancelled() and taking.exception() is not None:
-            self._note("connections_refused", f"a connection was lost while it was taken: {taking.exception()}")
+        self._taking.pop(taking, None)
+        if not taking.cancelled() and (error := taking.exception()) is not None:
+            self._note("connections_refused", f"a connection was lost while it was taken: {printable(str(error))}")
 
     def _refuse(self, stream: socket.socket) -> None:
         self._note("connections_refused", "new connections are refused, because a request is under way on every other")
         with stream:
             try:
                 stream.setblocking(False)
-                stream.send(_REFUSAL)
+                if self._tls is None:
+                    stream.send(_REFUSAL)
                 stream.shutdown(socket.SHUT_WR)
             except OSError:
                 return
@@ -313,8 +329,11 @@ class Server:
         self._later(_REST_S, self._listen)
 
     def _look(self) -> None:
-        """Close what takes too long with a request's head."""
+        """Close what takes too long with a request's head; take a new certificate."""
         self._later(_LOOK_S, self._look)
+        if self._tls is not None:
+            with self._env.faults.contain("the look at the certificate"):
+                self._tls.refresh()
         now = self._env.clock()
         for connection, since in list(self._heads.items()):
             if now - since <= self._head_s:
@@ -325,6 +344,8 @@ class Server:
     def _drop(self, connection: HttpConnection, event: str, text: str) -> None:
         self._note(event, text)
         self.left(connection)
+        if self._tls is not None and connection.transport is not None:
+            connection.transport.abort()  # it would wait for the client's goodbye
         connection.force_close()
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -348,6 +369,28 @@ async def _begin(
 
 async def _name(_request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = _NAME
+
+
+def server_tls(cert: str, key: str) -> Reread[ssl.SSLContext]:
+    """What a server shows: a certificate with those that sign it, and its private key, which may be in the same file.
+
+    :raises ConfigError: they are no such files, do not belong together, or others may read the key.
+    """
+    return Reread(partial(_tls, cert, key), cert, key, what="the certificate")
+
+
+def _tls(cert: str, key: str) -> ssl.SSLContext:
+    option, secret = ("--tls-key", key) if key else ("--tls-cert", cert)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        with open(secret, "rb") as file:
+            check_private(os.fstat(file.fileno()), option, secret)
+        context.load_cert_chain(cert, secret, password="")  # else OpenSSL would ask at the terminal
+    except (OSError, ssl.SSLError) as error:
+        text = "a certificate and its private key without a password, in PEM"
+        raise ConfigError(f"--tls-cert {cert}, --tls-key {secret}: no {text}: {error.strerror or error}") from error
+    return context
 
 
 def when_signalled(call: Callable[[], None]) -> None:

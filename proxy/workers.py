@@ -29,7 +29,7 @@ from pdx.errors import ConfigError, PdxError
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.exchange import Seat
-from pdx.proxy.server import SHUTDOWN_S, Server, bound, endpoint, when_signalled
+from pdx.proxy.server import SHUTDOWN_S, Server, bound, endpoint, server_tls, when_signalled
 from pdx.security import descriptors
 from pdx.security.address import worker_address
 from pdx.telemetry.env import WakingClock
@@ -56,6 +56,8 @@ def run(config: ProxyConfig) -> None:
     for name, address in (("--control", config.control), ("--admin", config.admin)):
         if address.endswith(":0"):
             raise ConfigError(f"{name} {address}: with several workers, name a port: each further one has the next")
+    if 0 < config.max_concurrent < config.workers:
+        raise ConfigError(f"--max-concurrent {config.max_concurrent}: each of {config.workers} workers needs one")
     held = _held(config)
     try:
         port = held[0].getsockname()[1]
@@ -83,7 +85,8 @@ async def serve(config: ProxyConfig, place: _Place | None = None) -> None:
         place.heed(signalled.set, proxy.drain.end)
         if place.is_again:
             app.cleanup_ctx.append(_finding(proxy))
-    server = Server(app, proxy.env, engines=proxy.engines, field_bytes=config.max_header_bytes)
+    tls = server_tls(config.tls_cert, config.tls_key) if config.tls_cert or config.tls_key else None
+    server = Server(app, proxy.env, engines=proxy.engines, field_bytes=config.max_header_bytes, tls=tls)
     admin = Server(proxy.admin_app(), proxy.env)
     try:
         if config.admin:
@@ -181,7 +184,9 @@ class _Workers:
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
         self._control = config.control or default_proxy()
-        self._loads, self._beats = (memoryview(mmap.mmap(-1, 8 * config.workers)).cast("q") for _ in range(2))
+        self._loads, self._beats, self._uses = (
+            memoryview(mmap.mmap(-1, 8 * size)).cast("q") for size in Seat.sizes(config.workers)
+        )
         self._clock = WakingClock(2 * AGAIN_S, time.monotonic)
         self._all = [_Worker(number) for number in range(config.workers)]
         self._stopping_at = 0.0
@@ -258,6 +263,8 @@ class _Workers:
         worker.pid = 0
         worker.has_served = worker.has_served or said.startswith(_SERVES)
         self._loads[worker.number] = self._beats[worker.number] = worker.beat = 0
+        for used in range(2 + worker.number, len(self._uses), 2 + len(self._all)):
+            self._uses[used] = 0
         if self._stopping_at:
             return
         why = said.removeprefix(_SERVES).decode(errors="replace") or f"it ended with status {status}"
@@ -315,7 +322,8 @@ class _Workers:
             admin=worker_address(self._config.admin, number),
         )
         try:
-            asyncio.run(serve(config, _Place(Seat(number, self._loads, self._beats), orders, says, worker.has_served)))
+            seat = Seat(number, self._loads, self._beats, self._uses)
+            asyncio.run(serve(config, _Place(seat, orders, says, worker.has_served)))
         except (PdxError, OSError) as error:
             os.write(says, str(error).encode()[:4000])
             return 1

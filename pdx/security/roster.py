@@ -37,6 +37,7 @@ from pdx.config import check_name
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address
 from pdx.security.curve_keys import KeyPair, check_key, secure_client
+from pdx.security.reread import Reread
 from pdx.wire.proxy import PeerEntry
 
 log = logging.getLogger(__name__)
@@ -156,14 +157,14 @@ class Roster:
         self._path = path
         self._has_keys = has_keys
         self._file: RosterFile | None = None
-        self._stamp: tuple[int, ...] = ()
         self._by_key: dict[str, str] = {}
         self._nodes: dict[str, RosterEntry] = {}  # of the file; without one, as the proxy told
         self.listeners: frozenset[str] = frozenset()  # keys of nodes, and of readers of events
         self._warned: set[str] = set()
+        self._reread: Reread[RosterFile] | None = None
         if path:
-            self._stamp = self._stamped()
-            self._set(RosterFile.load(path, has_keys=has_keys))
+            self._reread = Reread(lambda: RosterFile.load(path, has_keys=has_keys), path, what="the roster")
+            self._set(self._reread.value)
 
     def proxy_at(self, address: str) -> RosterEntry | None:
         """The proxy, as the file names it: of several, the one at this address, else the one of `[proxy]`."""
@@ -242,20 +243,9 @@ class Roster:
 
     def refresh(self) -> bool:
         """Read the file again if it changed; True: something is different. A file that is wrong changes nothing."""
-        if self._file is None:
+        if self._reread is None or not self._reread.refresh():
             return False
-        stamp = self._stamped()
-        if stamp == self._stamp:
-            return False
-        self._stamp = stamp
-        try:
-            fresh = RosterFile.load(self._path, has_keys=self._has_keys)
-        except ConfigError as error:
-            log.warning("the roster stays as it was: %s", error)
-            return False
-        if fresh == self._file:
-            return False
-        self._set(fresh)
+        self._set(self._reread.value)
         return True
 
     def believe(self, entries: Iterable[PeerEntry]) -> None:
@@ -288,10 +278,3 @@ class Roster:
         self._nodes = file.nodes
         self._by_key = {entry.key: name for name, entry in file.nodes.items() if entry.key}
         self.listeners = frozenset((*self._by_key, *(entry.key for entry in file.readers.values())))
-
-    def _stamped(self) -> tuple[int, ...]:
-        try:
-            info = os.stat(self._path)
-        except OSError:
-            return ()
-        return info.st_mtime_ns, info.st_size, info.st_ino

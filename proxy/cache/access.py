@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-import os
 from collections import OrderedDict
 
 from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
+from pdx.security.reread import stamp
 from pdx.security.secret_file import load_token
 from pdx.telemetry.env import Env
 from pdx.telemetry.recent import remember
@@ -29,7 +29,7 @@ class Token:
     def __init__(self, path: str) -> None:
         """:raises ConfigError: it cannot be read, others may read it, or there is no token in it."""
         self._path = path
-        self._stamp = self._stamped()
+        self._stamp = stamp(path)
         self._digest = _digest(load_token(path))
 
     def is_shown(self, token: str) -> bool:
@@ -37,19 +37,12 @@ class Token:
 
         :raises ConfigError: there is none (any more): nobody is let in.
         """
-        stamp = self._stamped()
-        if stamp != self._stamp or not self._digest:
+        found = stamp(self._path)
+        if found != self._stamp or not self._digest:
             self._digest = b""
             self._digest = _digest(load_token(self._path))
-            self._stamp = stamp
+            self._stamp = found
         return hmac.compare_digest(self._digest, _digest(token))
-
-    def _stamped(self) -> tuple[int, ...]:
-        try:
-            info = os.stat(self._path)
-        except OSError:
-            return ()
-        return info.st_mtime_ns, info.st_size, info.st_ino, info.st_mode, info.st_uid
 
 
 def _digest(token: str) -> bytes:

@@ -177,6 +177,10 @@ class Cluster:
         of_name = [(series, value) for series, _, value in found if series.split("{")[0] == name]
         return sum(float(value) for series, value in of_name if all(each in series for each in wanted))
 
+    async def metric_is(self, value, name, **labels):
+        """Whether it is, now."""
+        return await self.metric(name, **labels) == value
+
     async def metric_reaches(self, value, name, **labels):
         """Wait for a series to be at least `value`."""
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import socket
+import ssl
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,8 +58,9 @@ async def started(log, options, **more):
 
 
 @asynccontextmanager
-async def proxy_process(folder, *options, limit=0, control=None):
-    """A proxy with one engine for both roles."""
+async def proxy_process(folder, *options, limit=0, control=None, headers=None, ca=None):
+    """A proxy with one engine for both roles. `headers`: of its client's requests.
+    `ca`: it speaks TLS."""
     engine = StandIn("e")
     await engine.start()
     (port,) = free_ports(1)
@@ -71,9 +73,12 @@ async def proxy_process(folder, *options, limit=0, control=None):
 
     folder = Path(folder)
     process = await started(folder / "log", options, preexec_fn=limited)
-    connector = aiohttp.TCPConnector(force_close=False)
-    client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=6 * DEADLINE_S))
+    tls = ssl.create_default_context(cafile=ca) if ca else True
+    connector = aiohttp.TCPConnector(force_close=False, ssl=tls)
+    timeout = aiohttp.ClientTimeout(total=6 * DEADLINE_S)
+    client = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
     made = ProxyProcess(process, folder, port, control, client, engine)
+    made.url = made.url.replace("http", "https") if ca else made.url
     try:
         await until(lambda: "listening on" in made.log or process.returncode is not None, 6 * DEADLINE_S)
         assert process.returncode is None, made.log

@@ -61,9 +61,9 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(folder, *options, count=3):
+async def workers(folder, *options, count=3, **more):
     options = ("--workers", str(count), "--admin", f"{folder}/admin/a.sock", *options)
-    async with proxy_process(folder, *options) as made:
+    async with proxy_process(folder, *options, **more) as made:
         found = Workers(made, folder, count)
         await until(lambda: found.num_starts == count, PATIENT_S)
         yield found

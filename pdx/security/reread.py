@@ -1,0 +1,53 @@
+"""What stands in files that may change while a process runs, and is taken over without a restart."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from pdx.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def stamp(*paths: str) -> tuple[int, ...]:
+    """Which is another one when a file was changed, exchanged, or given other rights."""
+    found: list[int] = []
+    for path in paths:
+        try:
+            info = os.stat(path)
+        except OSError:
+            continue
+        found += (info.st_mtime_ns, info.st_size, info.st_ino, info.st_mode, info.st_uid)
+    return tuple(found)
+
+
+class Reread(Generic[T]):
+    """What was last read whole is the `value`: files that are wrong, or gone, change nothing, and the log says so."""
+
+    def __init__(self, load: Callable[[], T], *paths: str, what: str) -> None:
+        """`load` reads the files at `paths`. :raises ConfigError: as it does."""
+        self._load, self._paths, self._what = load, paths, what
+        self._stamp = stamp(*paths)  # before they are read: what changes meanwhile is read again
+        self.value = load()
+
+    def refresh(self) -> bool:
+        """Read the files again if they changed; True: what they say is something else."""
+        found = stamp(*self._paths)
+        if found == self._stamp:
+            return False
+        self._stamp = found
+        try:
+            fresh = self._load()
+        except ConfigError as error:
+            log.warning("%s stays as it was: %s", self._what, error)
+            return False
+        is_new = fresh != self.value
+        if is_new:
+            log.info("%s was read again", self._what)
+            self.value = fresh
+        return is_new
