@@ -5,13 +5,15 @@ Never more than two engines at a time: the machines that run these tests have tw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp  # noqa: F401 - fail early where the proxy could not run
 import pytest
 from cases import CASES
+from host import Host
 from pair import Pair, plain_answers
 from real_models import made_or_skipped
 from tiny import make_tiny
@@ -62,3 +64,28 @@ def pair(workplace: Path, model: Path, expected: dict[str, Any]) -> Iterator[Pai
         yield pair
     finally:
         pair.close()
+
+
+@pytest.fixture(scope="module")
+def make_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Host]:
+    """Whoever makes one closes it."""
+
+    def make() -> Host:
+        folder = tmp_path_factory.mktemp("h")
+        folder.chmod(0o700)
+        return Host(folder)
+
+    return make
+
+
+@pytest.fixture
+def host(make_host: Callable[[], Host]) -> Iterator[Host]:
+    with contextlib.closing(make_host()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(make_host: Callable[[], Host]) -> Iterator[Host]:
+    """The host of all tests of a module."""
+    with contextlib.closing(make_host()) as made:
+        yield made

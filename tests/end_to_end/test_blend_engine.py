@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import text
 from engine_process import Server
+from host import Host
 from http_client import post
 from test_pair_answers import computed_prompt_tokens
-from test_reuse import Host
 
 from pdx.bench.harness.tiny_llama import make_model
 from pdx.blend.blender import Blender
@@ -51,16 +50,10 @@ class Asked:
 
 
 @pytest.fixture
-def ask(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Asked]:
-    folder = tmp_path_factory.mktemp("n")
-    folder.chmod(0o700)
-    host = Host(folder)
-    try:
-        server = host.serve("engine", model)
-        host.wait_saving(server)
-        yield Asked(host, server)
-    finally:
-        host.close()
+def ask(host: Host, model: Path) -> Asked:
+    server = host.serve("engine", model)
+    host.wait_saving(server)
+    return Asked(host, server)
 
 
 def test_documents_in_any_order_are_answered_about_as_if_they_were_computed(

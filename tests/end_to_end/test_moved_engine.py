@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import completion, text
 from engine_process import Server
+from host import Host, hit_tokens
 from http_client import post
-from pair import ENGINE_ENV, ENGINE_FLAGS
-from test_reuse import Host, hit_tokens
+from pair import plain_answers
 
 from pdx.bench.harness.tiny_llama import make_model
-from pdx.cli.ports import free_ports
 from pdx.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
@@ -48,29 +45,12 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder, layers=1, hidden=256, heads=4, kv_heads=2, head_dim=64, seed=5)
 
 
-@pytest.fixture
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    folder = tmp_path_factory.mktemp("m")
-    folder.chmod(0o700)
-    host = Host(folder)
-    yield host
-    host.close()
-
-
 @pytest.fixture(scope="module")
 def plain(one_layer: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a plain engine answers."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(one_layer)]
-    env = {**ENGINE_ENV, "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    server = Server(
-        [*command, "--port", str(port), *ENGINE_FLAGS], port, tmp_path_factory.mktemp("p") / "plain.log", env
-    )
-    try:
-        server.wait_ready()
-        return {name: answer_of(server, prompt) for name, (prompt, _) in CUT.items()}
-    finally:
-        server.stop()
+    asked = {name: completion(prompt + NEW, max_tokens=24) for name, (prompt, _) in CUT.items()}
+    answers = plain_answers(tmp_path_factory.mktemp("p"), one_layer, asked)
+    return {name: answer["choices"][0]["text"] for name, answer in answers.items()}
 
 
 def answer_of(server: Server, prompt: str, **more: Any) -> str:

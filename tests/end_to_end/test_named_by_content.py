@@ -5,17 +5,16 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import chat, completion, text
 from engine_process import Server
+from host import Host
 from http_client import open_request, post
 from pair import ENGINE_FLAGS, Pair
 from test_pair_answers import computed_prompt_tokens
-from test_reuse import Host
 from tiny_vision import SIDE, make_tiny_vision
 
 from pdx.testing.waiting import wait_until
@@ -24,15 +23,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 PROMPT = text(600, 600)
 CHUNKS = len(PROMPT) // 256
-
-
-@pytest.fixture
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    folder = tmp_path_factory.mktemp("n")
-    folder.chmod(0o700)
-    host = Host(folder)
-    yield host
-    host.close()
 
 
 def make_adapter(folder: Path, model: Path, seed: int) -> Path:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,132 +11,32 @@ import psutil
 import pytest
 from cases import CASES, completion, text
 from engine_process import Server
+from host import Host, hit_tokens
 from http_client import post
-from pair import ENGINE_ENV, ENGINE_FLAGS
 from remote_bed import made
 from test_pair_answers import computed_prompt_tokens, essence
 from tiny import make_tiny
 
 import pdx
-from pdx.cli.ports import free_ports
-from pdx.errors import NodeError
 from pdx.testing.waiting import wait_until
-from pdx.wire.status import NodeStatus
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 
-class Host:
-    """A host's node address and the engines on it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.address = f"ipc://{folder}/reuse.sock"
-        self.servers: list[Server] = []
-
-    def serve(self, name: str, model: Path, *flags: str, cores: str = "0", **settings: Any) -> Server:
-        """An engine by the documented line; without vLLM's own prefix cache, so that every hit is the node's."""
-        (port,) = free_ports(1)
-        connector = {
-            "kv_connector": "PdxConnector",
-            "kv_connector_module_path": "pdx.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"node": self.address, "arena": "256MiB", "lookup_s": 30.0, **settings},
-        }
-        command = [
-            *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--kv-transfer-config", json.dumps(connector), "--port", str(port)),
-            *("--no-enable-prefix-caching", *ENGINE_FLAGS, *flags),
-        ]
-        env = {**ENGINE_ENV, "VLLM_CPU_OMP_THREADS_BIND": cores}
-        server = Server(command, port, self.folder / f"{name}.log", env)
-        self.servers.append(server)
-        return server
-
-    def status(self) -> NodeStatus:
-        with pdx.connect(self.address, timeout_s=10) as node:
-            return node.status()
-
-    def workers(self) -> int:
-        return sum(process.kind == "worker" for process in self.status().attached)
-
-    def sealed(self) -> int:
-        return self.status().chunks.get("sealed", 0)
-
-    def disk_chunks(self) -> int:
-        disk = self.status().tiers[0]
-        assert disk is not None
-        return disk.chunks
-
-    def wait_attached_again(self, killed: int) -> None:
-        """Until all of the engine's processes are attached to a node that one of them has started."""
-
-        def is_attached() -> bool:
-            try:
-                status = self.status()
-            except NodeError:
-                return False
-            return status.pid != killed and {"scheduler", "worker"} <= {each.kind for each in status.attached}
-
-        wait_until(is_attached, timeout_s=60, what="the engine has a node again")
-
-    def wait_saving(self, server: Server) -> None:
-        """Until the engine puts what it computes into the store: all of its processes are attached then."""
-        server.wait_ready()
-        prompts = itertools.count(4000)
-
-        def saves() -> bool:
-            before = self.sealed()
-            post(server.url, *completion(text(next(prompts), 300), max_tokens=1))
-            return self.sealed() > before
-
-        wait_until(saves, timeout_s=30, what=f"{server.log.name} saves")
-        wait_until(lambda: self.status().chunks.keys() <= {"sealed"}, timeout_s=30, what="all shards are sealed")
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.stop()
-        for process in psutil.process_iter(["cmdline"]):
-            command = process.info["cmdline"] or []
-            if "pdx.node" in command and any(self.address in part for part in command):
-                process.terminate()
-                process.wait(10)
-
-
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    folder = tmp_path_factory.mktemp("r")
-    folder.chmod(0o700)
-    host = Host(folder)
-    yield host
-    host.close()
-
-
-@pytest.fixture(scope="module")
-def engine(host: Host, model: Path) -> Server:
+def engine(shared: Host, model: Path) -> Server:
     """An engine whose caches may be reset, with defaults of its own. The tests before it have ended theirs."""
     configured = json.dumps({"presence_penalty": 1.0, "max_new_tokens": 7})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        server = host.serve("one", model, "--override-generation-config", configured)
-    host.wait_saving(server)
+        server = shared.serve("one", model, "--override-generation-config", configured)
+    shared.wait_saving(server)
     return server
 
 
-@pytest.fixture
-def host_with_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    folder = tmp_path_factory.mktemp("d")
-    folder.chmod(0o700)
-    host = Host(folder)
-    yield host
-    host.close()
-
-
 def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
-    host_with_disk: Host, model: Path, expected: dict[str, Any]
+    host: Host, model: Path, expected: dict[str, Any]
 ) -> None:
-    host = host_with_disk
     server = host.serve("disk", model, disk=str(host.folder / "disk"), disk_limit="1GiB")
     host.wait_saving(server)
     before = host.sealed()
@@ -165,28 +63,26 @@ def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
 
 
 def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_that_both_share(
-    host_with_disk: Host,
-    tmp_path_factory: pytest.TempPathFactory,
+    host: Host,
+    make_host: Callable[[], Host],
     model: Path,
     expected: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     """A real Redis between two nodes that know nothing of each other; tenants with another salt stay apart."""
     store = made("redis", tmp_path / "redis").start()
-    folder = tmp_path_factory.mktemp("o")
-    folder.chmod(0o700)
-    other_host = Host(folder)
+    other_host = make_host()
     try:
         patient = {"remote": store.url, "remote_timeout": 20.0, "remote_lookup_timeout": 20.0}  # a core may be away
-        first = host_with_disk.serve("first", model, cores="0", **patient)
+        first = host.serve("first", model, cores="0", **patient)
         second = other_host.serve("second", model, cores="1", **patient)
-        host_with_disk.wait_saving(first)
+        host.wait_saving(first)
         other_host.wait_saving(second)
-        before, (path, body) = host_with_disk.sealed(), CASES["length-1000"]
+        before, (path, body) = host.sealed(), CASES["length-1000"]
         answer = post(first.url, path, {**body, "cache_salt": "one team"})
         assert essence(answer) == essence(expected["length-1000"])
         wait_until(
-            lambda: host_with_disk.status().counters.get("remote_stored", 0) == before + 3,
+            lambda: host.status().counters.get("remote_stored", 0) == before + 3,
             timeout_s=30,
             what="its three chunks, and what was there, are in the store",
         )
@@ -208,36 +104,31 @@ def ask_second_turn(server: Server, host: Host, expected: dict[str, Any], salt: 
     return int(hit_tokens(server) - hits), host.status().counters.get("remote_loaded", 0) - loaded
 
 
-def hit_tokens(server: Server) -> float:
-    """Prompt tokens that the engine took from the connector, by its own account."""
-    return server.metric("vllm:external_prefix_cache_hits_total")
-
-
 def test_reuse_under_tensor_parallelism_and_never_between_strangers(
-    host: Host, model: Path, expected: dict[str, Any], workplace: Path
+    shared: Host, model: Path, expected: dict[str, Any], workplace: Path
 ) -> None:
     """One node serves a TP=2 engine, then another model and another block size; only equals hit."""
     body = CASES["length-1000"]
-    sharded = host.serve("tp2", model, "--tensor-parallel-size", "2", cores="0|1")
-    host.wait_saving(sharded)
-    assert host.workers() == 2, "both ranks are attached to the node that the engine has started"
-    before = host.sealed()
+    sharded = shared.serve("tp2", model, "--tensor-parallel-size", "2", cores="0|1")
+    shared.wait_saving(sharded)
+    assert shared.workers() == 2, "both ranks are attached to the node that the engine has started"
+    before = shared.sealed()
     assert essence(post(sharded.url, *body)) == essence(expected["length-1000"])
-    wait_until(lambda: host.sealed() == before + 2 * 4, timeout_s=30, what="three chunks and a block, of two shards")
+    wait_until(lambda: shared.sealed() == before + 2 * 4, timeout_s=30, what="three chunks and a block, of two shards")
     assert essence(post(sharded.url, *body)) == essence(expected["length-1000"])
     assert hit_tokens(sharded) == 896
     sharded.stop()
-    wait_until(lambda: host.workers() == 0, timeout_s=30, what="its processes are given back")
+    wait_until(lambda: shared.workers() == 0, timeout_s=30, what="its processes are given back")
 
-    other = host.serve("other-model", make_tiny(workplace / "other", seed=1), cores="0")
-    smaller = host.serve("smaller-blocks", model, "--block-size", "64", cores="1")
+    other = shared.serve("other-model", make_tiny(workplace / "other", seed=1), cores="0")
+    smaller = shared.serve("smaller-blocks", model, "--block-size", "64", cores="1")
     for server in (other, smaller):
-        host.wait_saving(server)
-    before = host.sealed()
+        shared.wait_saving(server)
+    before = shared.sealed()
     stranger = post(other.url, *body)
     assert essence(post(smaller.url, *body)) == essence(expected["length-1000"])
     assert hit_tokens(other) == hit_tokens(smaller) == 0
-    wait_until(lambda: host.sealed() == before + 2 * 4, timeout_s=30, what="each has chunks of its own")
+    wait_until(lambda: shared.sealed() == before + 2 * 4, timeout_s=30, what="each has chunks of its own")
     assert essence(stranger) != essence(expected["length-1000"])
     assert essence(post(other.url, *body)) == essence(stranger)
     assert hit_tokens(other) == 896
@@ -248,19 +139,21 @@ def test_reuse_under_tensor_parallelism_and_never_between_strangers(
 
 
 def test_engines_of_other_tensor_parallel_sizes_share_chunks_and_hand_prompts_over(
-    host: Host, model: Path, expected: dict[str, Any]
+    shared: Host, model: Path, expected: dict[str, Any]
 ) -> None:
     """One rank and two, either way round: what one has computed the other loads, and answers as plain vLLM does."""
-    one = host.serve("one-rank", model, cores="0", shards=2)
-    two = host.serve("two-ranks", model, "--tensor-parallel-size", "2", cores="0|1", shards=2)
+    one = shared.serve("one-rank", model, cores="0", shards=2)
+    two = shared.serve("two-ranks", model, "--tensor-parallel-size", "2", cores="0|1", shards=2)
     for server in (one, two):
-        host.wait_saving(server)
+        shared.wait_saving(server)
     path, body = CASES["length-1000"]
     for salt, (first, second) in {"up": (one, two), "down": (two, one)}.items():
         salted = {**body, "cache_salt": f"reuse {salt}"}
-        hits, before = hit_tokens(second), host.sealed()
+        hits, before = hit_tokens(second), shared.sealed()
         assert essence(post(first.url, path, salted)) == essence(expected["length-1000"])
-        wait_until(lambda before=before: host.sealed() == before + 2 * 4, timeout_s=30, what="two shards of each chunk")
+        wait_until(
+            lambda before=before: shared.sealed() == before + 2 * 4, timeout_s=30, what="two shards of each chunk"
+        )
         assert essence(post(second.url, path, salted)) == essence(expected["length-1000"])
         assert hit_tokens(second) - hits == 896
 
@@ -277,23 +170,23 @@ def test_engines_of_other_tensor_parallel_sizes_share_chunks_and_hand_prompts_ov
 
 
 def test_ranks_of_data_parallelism_find_what_the_other_one_has_saved(
-    host: Host, model: Path, expected: dict[str, Any]
+    shared: Host, model: Path, expected: dict[str, Any]
 ) -> None:
     """Each rank is an engine of its own, with halves of its own; they share the node, and one address."""
-    server = host.serve("dp2", model, "--data-parallel-size", "2", cores="nobind")
+    server = shared.serve("dp2", model, "--data-parallel-size", "2", cores="nobind")
     server.wait_ready()
 
     def engines() -> set[str]:
-        return {each.engine for each in host.status().attached if each.kind == "scheduler"}
+        return {each.engine for each in shared.status().attached if each.kind == "scheduler"}
 
-    wait_until(lambda: len(engines()) == 2 == host.workers(), timeout_s=60, what="both ranks are attached")
+    wait_until(lambda: len(engines()) == 2 == shared.workers(), timeout_s=60, what="both ranks are attached")
     assert {name[-4:] for name in engines()} == {"_dp0", "_dp1"}
     path, body = CASES["length-1000"]
     for salt, (first, second) in {"up": "01", "down": "10"}.items():
-        salted, hits, before = {**body, "cache_salt": f"ranks {salt}"}, hit_tokens(server), host.sealed()
+        salted, hits, before = {**body, "cache_salt": f"ranks {salt}"}, hit_tokens(server), shared.sealed()
         answer = post(server.url, path, salted, **{"X-data-parallel-rank": first})
         assert essence(answer) == essence(expected["length-1000"])
-        wait_until(lambda before=before: host.sealed() == before + 4, timeout_s=30, what="what was computed is saved")
+        wait_until(lambda before=before: shared.sealed() == before + 4, timeout_s=30, what="what was computed is saved")
         assert hit_tokens(server) == hits
         answer = post(server.url, path, salted, **{"X-data-parallel-rank": second})
         assert essence(answer) == essence(expected["length-1000"])
@@ -301,38 +194,40 @@ def test_ranks_of_data_parallelism_find_what_the_other_one_has_saved(
     server.stop()
 
 
-def test_salt_keeps_tenants_apart(host: Host, engine: Server) -> None:
+def test_salt_keeps_tenants_apart(shared: Host, engine: Server) -> None:
     computed, hit = computed_prompt_tokens(engine), hit_tokens(engine)
     prompt = text(3000, 600)
-    before = host.sealed()
+    before = shared.sealed()
     first = essence(post(engine.url, *completion(prompt, cache_salt="one")))
     for salt, hits, sealed in (("two", 0, 2), ("one", 512, 4), ("two", 1024, 4)):
         wait_until(
-            lambda sealed=sealed: host.sealed() == before + sealed, timeout_s=30, what="what was computed is saved"
+            lambda sealed=sealed: shared.sealed() == before + sealed, timeout_s=30, what="what was computed is saved"
         )
         assert essence(post(engine.url, *completion(prompt, cache_salt=salt))) == first
         assert hit_tokens(engine) - hit == hits
     assert computed_prompt_tokens(engine) - computed == 4 * 600 - 1024
 
 
-def test_after_a_reset_nothing_that_was_saved_before_is_found(host: Host, engine: Server) -> None:
+def test_after_a_reset_nothing_that_was_saved_before_is_found(shared: Host, engine: Server) -> None:
     """As vLLM does around a change of weights; here they stay, so that the answers do, too."""
-    told = [process.facts for process in host.status().attached if process.kind == "scheduler"]
+    told = [process.facts for process in shared.status().attached if process.kind == "scheduler"]
     assert told == [{"max_model_len": 4096, "max_new_tokens": 7, "looks_back": True}]
     body = completion(text(3100, 600))
-    before, hit = host.sealed(), hit_tokens(engine)
+    before, hit = shared.sealed(), hit_tokens(engine)
     first = essence(post(engine.url, *body))
     assert first[1]["completion_tokens"] == 7, "what the engine has told is what it does"
     for reset, hits, sealed in ((False, 512, 2), (True, 512, 4), (False, 1024, 4)):
-        wait_until(lambda: host.status().chunks.get("filling", 0) == 0, timeout_s=30, what="what was computed is saved")
+        wait_until(
+            lambda: shared.status().chunks.get("filling", 0) == 0, timeout_s=30, what="what was computed is saved"
+        )
         if reset:
             assert post(engine.url, "/reset_prefix_cache?reset_external=true", {})["success"]
         assert essence(post(engine.url, *body)) == first
         assert hit_tokens(engine) - hit == hits
-        wait_until(lambda sealed=sealed: host.sealed() == before + sealed, timeout_s=30, what="what is there")
+        wait_until(lambda sealed=sealed: shared.sealed() == before + sealed, timeout_s=30, what="what is there")
 
 
-def test_two_questions_to_one_document_share_all_of_its_full_blocks(host: Host, engine: Server) -> None:
+def test_two_questions_to_one_document_share_all_of_its_full_blocks(shared: Host, engine: Server) -> None:
     """They part within a chunk: its first block is loaded, and the rest of it computed."""
     document = text(3200, 900)
     bodies = [completion(document + text(3201 + number, 200)) for number in range(2)]
@@ -341,9 +236,9 @@ def test_two_questions_to_one_document_share_all_of_its_full_blocks(host: Host, 
         assert post(engine.url, "/reset_prefix_cache?reset_external=true", {})["success"]
         alone.append(essence(post(engine.url, *body)))
     assert post(engine.url, "/reset_prefix_cache?reset_external=true", {})["success"]
-    before = host.sealed()
+    before = shared.sealed()
     assert essence(post(engine.url, *bodies[0])) == alone[0]
-    wait_until(lambda: host.sealed() == before + 4, timeout_s=30, what="what was computed is saved")
+    wait_until(lambda: shared.sealed() == before + 4, timeout_s=30, what="what was computed is saved")
     assert post(engine.url, "/reset_prefix_cache", {})["success"]  # the engine's own
     hit = hit_tokens(engine)
     assert essence(post(engine.url, *bodies[1])) == alone[1]
