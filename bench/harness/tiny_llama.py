@@ -44,11 +44,8 @@ def make_model(
     max_position: int = 16_384,
     dtype: str = "float32",
     seed: int = 0,
-    window: int = 0,
 ) -> Path:
     """Write model and tokenizer to `folder` (created if need be) and return it.
-
-    With a `window` every other layer, beginning with the first, attends to that many tokens only.
 
     The same arguments give the same bytes. At the default shape a token's KV takes 64 KB (8 layers x 2 x 8 heads x
     128 x 4 bytes).
@@ -80,9 +77,6 @@ def make_model(
         "bos_token_id": 256 + SPECIAL_TOKENS.index("<|begin|>"),
         "eos_token_id": 256 + SPECIAL_TOKENS.index("<|end|>"),
     }
-    if window:
-        kinds = ("sliding_attention", "full_attention")
-        config |= {"sliding_window": window, "layer_types": [kinds[layer % 2] for layer in range(layers)]}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     weights = _weights(config, torch.Generator().manual_seed(seed))
     _save(weights, folder / "model.safetensors", getattr(torch, dtype))
