@@ -42,11 +42,9 @@ class Stats:
     """What became of a request. Moments are CLOCK_MONOTONIC nanoseconds, 0 before they come."""
 
     added_ns: int = 0
-    scheduled_ns: int = 0  # it has its blocks: the connector has decided
     loaded_ns: int = 0  # its load is over
     prefill_end_ns: int = 0  # its last prompt token is computed, on the device
     first_token_ns: int = 0
-    finished_ns: int = 0
     loaded_tokens: int = 0
     computed_prompt_tokens: int = 0
 
@@ -238,7 +236,6 @@ class ReferenceEngine:
             if self.scheduler is not None:
                 self.scheduler.allocated(request, [request.block_ids], found)
             self.waiting.remove(request)
-            request.stats.scheduled_ns = time.monotonic_ns()
             if found:
                 request.stats.loaded_tokens = found
                 self.loading[request.request_id] = request
@@ -310,7 +307,6 @@ class ReferenceEngine:
     def _finish(self, request: Request) -> None:
         self.running.remove(request)
         self.free += request.block_ids
-        request.stats.finished_ns = time.monotonic_ns()
         if self.scheduler is not None:
             self.scheduler.finished(request)
 

@@ -51,7 +51,6 @@ class Served(msgspec.Struct, eq=False):
     is_asked: bool = False
     is_expected: bool = False
     turn_at: float = math.inf
-    loaded_at: float = math.inf
     first_at: float = math.inf
     ended_at: float = math.inf
     context: int = 0  # tokens in the KV cache
@@ -103,11 +102,6 @@ class SimulatedEngine:
         self._step = 0  # number of the step under way, so that one that was cut is known
         self._is_stepping = False
         self._run: tuple[float, float, int] | None = None  # many steps: since when, seconds of one, how many
-
-    @property
-    def outstanding(self) -> int:
-        """Requests that are not over."""
-        return len(self._waiting) + self._turned
 
     @property
     def num_waiting(self) -> int:
@@ -172,7 +166,6 @@ class SimulatedEngine:
 
         def loaded() -> None:
             self._on_event()
-            served.loaded_at = self._clock.now
             assert served.answer is not None
             self._node.release(served.answer)
             served.context = min(tokens, served.request.tokens - 1)  # the last token is always computed

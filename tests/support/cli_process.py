@@ -60,18 +60,6 @@ class CliProcess:
         """What it printed on standard output."""
         return (self._folder / "stdout").read_text()
 
-    def left_behind(self) -> list[str]:
-        """Command lines of processes that still run and have to do with the folder."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                command = path.read_text().replace("\0", " ")
-            except OSError:
-                continue  # it has ended
-            if str(self._folder) in command and int(path.parent.name) != os.getpid():
-                found.append(command)
-        return found
-
 
 def status_of(command: list[str], limit_s: float, end_s: float) -> tuple[int | str, str]:
     """Its exit status and its last words. What takes longer than `limit_s` is not killed but told to end, within

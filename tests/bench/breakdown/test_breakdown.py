@@ -155,35 +155,6 @@ def test_every_start_is_followed_by_warm_ups_that_do_not_count(folder):
     assert len(result.requests) == 2 * 3 * 2 * (1 + 3)
 
 
-def test_a_system_that_cannot_start_is_named_and_the_others_go_on(folder):
-    run = Run(folder)
-    run.systems["nixl"].cannot = "no UCX here"
-    result = run.run()
-    assert result.not_run == {"nixl": "no UCX here"}
-    assert result.is_complete
-    assert {request.system for request in result.requests} == {"pdx", "plain"}
-
-
-def test_a_system_that_stops_answering_keeps_what_it_measured(folder):
-    run = Run(folder)
-    run.systems["nixl"].fails = lambda number: number > 3 + 1 + 3 + 1
-    result = run.run()
-    assert "stopped answering (nixl, 3 × 50 tokens, round 1)" in result.not_run["nixl"]
-    assert "500: out of order" in result.not_run["nixl"]
-    assert sum(request.system == "nixl" for request in result.requests) == 1 + 3 + 1
-    assert sum(request.system == "pdx" for request in result.requests) == 2 * 2 * (1 + 3)
-    assert any("nixl is left out" in line for line in run.watcher.lines)
-
-
-def test_another_answer_than_plain_vllms(folder):
-    run = Run(folder)
-    run.systems["nixl"].is_wrong = True
-    result = run.run()
-    assert {request.is_same for request in result.requests if request.system == "nixl"} == {False}
-    assert {request.is_same for request in result.requests if request.system == "pdx"} == {True}
-    assert any("DIFFERS" in line for line in run.watcher.lines)
-
-
 def test_an_answer_of_another_length_is_a_failure(folder, monkeypatch):
     run = Run(folder, ("plain",), output_tokens=4)
     monkeypatch.setattr("fake_systems.answer", lambda prompt, tokens: "abc")

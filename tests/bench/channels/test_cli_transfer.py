@@ -177,20 +177,6 @@ def test_a_channel_that_is_not_there_is_no_failure_and_one_that_breaks_is(monkey
     assert (status, found["missing"]["shm"]) == (1, "ChannelBroken: other bytes")
 
 
-def test_the_picture_of_an_interrupted_run_is_its_own(monkeypatch, tmp_path):
-    notes = []
-    monkeypatch.setattr(plots, "draw", lambda rows, _path, _machine, note: notes.append((len(rows), note)))
-    (tmp_path / "transfer.png").write_bytes(b"of another run")
-    status, found = carried_out(monkeypatch, tmp_path, shm=KeyboardInterrupt())
-    assert (status, found["is_complete"]) == (130, False)
-    assert notes == [(2, "INTERRUPTED: only what was measured until then. Median of 7; bytes compared once before")]
-
-
-def test_an_interrupted_run_needs_no_picture(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert carried_out(monkeypatch, tmp_path, shm=KeyboardInterrupt())[0] == 130
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

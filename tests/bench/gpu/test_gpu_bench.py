@@ -23,18 +23,9 @@ from pdx.bench.gpu import hook as gpu_hook  # noqa: E402
 from pdx.bench.gpu import kernels as gpu_kernels  # noqa: E402
 from pdx.bench.gpu import llama as gpu_llama  # noqa: E402
 from pdx.bench.gpu.__main__ import NO_GPU, SECTIONS  # noqa: E402
-from pdx.bench.gpu.hook import Meter, hook_figures  # noqa: E402
-from pdx.bench.gpu.hook import Row as HookRow  # noqa: E402
-from pdx.bench.gpu.kernels import IN_ORDER, SHUFFLED, kernel_figures, pinned_figures  # noqa: E402
-from pdx.bench.gpu.kernels import Row as KernelRow  # noqa: E402
-from pdx.bench.gpu.llama import Handoff, Prefill, llama_figures  # noqa: E402
-from pdx.bench.harness.report import (
-    ROOT,  # noqa: E402
-    Figure,  # noqa: E402
-)
+from pdx.bench.harness.report import ROOT  # noqa: E402
 from pdx.bench.harness.timing import measure  # noqa: E402
 
-KIB, MIB = 1 << 10, 1 << 20
 # What these tests start runs beside nothing, also where they themselves do.
 NOTHING_VISIBLE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | {
     "CUDA_VISIBLE_DEVICES": ""
@@ -164,78 +155,6 @@ def test_figures_are_medians_of_at_least_20_runs() -> None:
 
 
 # ---- arithmetic -----------------------------------------------------------------------------
-
-
-def by_name(figures: list[Figure], part: str) -> Figure:
-    [found] = [figure for figure in figures if part in figure.name]
-    return found
-
-
-def kernel_row(operation: str, page_kib: int, slice_kib: int, order: str, ratio: float, gb_s: float = 60.0) -> Any:
-    return KernelRow(operation, page_kib * KIB, slice_kib * KIB, order, gb_s, 100.0, ratio)
-
-
-def test_kernel_figures_hold_the_slowest_case_to_its_goal() -> None:
-    rows = [
-        kernel_row("gather", 16, 256, IN_ORDER, 0.85),
-        kernel_row("gather", 16, 1024, IN_ORDER, 0.92),
-        kernel_row("gather", 16, 4096, SHUFFLED, 0.81),
-        kernel_row("gather", 64, 1024, SHUFFLED, 0.79),
-        kernel_row("gather", 64, 1024, IN_ORDER, 0.89),
-        kernel_row("scatter", 16, 256, SHUFFLED, 0.95),
-    ]
-    figures = kernel_figures(rows)
-    sixteen, sixtyfour = by_name(figures, "gather, pages of 16 KB"), by_name(figures, "gather, pages of 64 KB")
-    assert (sixteen.value, sixteen.goal, sixteen.is_met) == (0.81, "≥ 0.8", True)
-    assert (sixtyfour.value, sixtyfour.is_met) == (0.79, False)
-    large = by_name(figures, "gather, slices of 1 MB")
-    assert (large.value, large.goal, large.is_met) == (0.89, "≥ 0.9", False)
-    assert by_name(figures, "scatter, pages of 16 KB").is_met
-    assert not [figure for figure in figures if "scatter, slices" in figure.name]
-    assert by_name(figures, "device copy, read").value == 100.0
-
-
-def test_pinned_figures_have_a_share_and_a_rate() -> None:
-    rows = [kernel_row("gather", 16, 1024, SHUFFLED, 0.95, 52.0), kernel_row("gather", 64, 1024, SHUFFLED, 0.91, 49.0)]
-    rows += [kernel_row("scatter", 16, 1024, SHUFFLED, 0.89, 51.0)]
-    shares = [(figure.value, figure.is_met) for figure in pinned_figures(rows)]
-    assert shares == [(0.91, True), (49.0, False), (0.89, False), (51.0, True)]
-
-
-def test_llama_figures_are_medians() -> None:
-    handoffs = [
-        Handoff(8192, "", exposed, hidden, 300.0, 1.0) for exposed, hidden in ((2.0, 0.99), (9.0, 0.9), (2.9, 0.98))
-    ]
-    handoffs += [Handoff(8192, "cuda_ipc", 3.1, 0.96, 300.0, 1.0), Handoff(32768, "", 4.0, 0.99, 1500.0, 2.5)]
-    prefills = [Prefill(8192, 101.0, 100.0), Prefill(8192, 110.0, 100.0), Prefill(8192, 100.5, 100.0)]
-    figures = llama_figures(handoffs, prefills, token_s=6.25e-8)
-    exposed = by_name(figures, "8,192 tokens, one node: exposed")
-    assert (exposed.value, exposed.goal, exposed.is_met) == (2.9, "≤ 3", True)
-    assert "worst 9.00" in exposed.note
-    assert "a copy of the bytes 0.51" in exposed.note
-    longer = by_name(figures, "32,768 tokens, one node: exposed")
-    assert (longer.value, longer.is_met) == (4.0, None), "half of the goal is the copy of the bytes alone"
-    assert "a copy of the bytes 2.05" in longer.note
-    assert by_name(figures, "8,192 tokens, one node: share").value == 0.98
-    assert not by_name(figures, "cuda_ipc: exposed").is_met
-    assert not by_name(figures, "cuda_ipc: share").is_met
-    slowed = by_name(figures, "slowed")
-    assert (slowed.value, slowed.goal, slowed.is_met) == (pytest.approx(0.01), "≤ 0.02", True)
-
-
-def test_hook_figures_and_the_meter() -> None:
-    meter = Meter(lambda value: value + 1)
-    assert meter(1) == 2
-    meter.step = "prefill"
-    for value in range(4):
-        meter(value)
-    [row] = meter.rows("save_layer")
-    assert (row.step, row.calls) == ("prefill", 4)
-    assert 0 < row.cpu_us <= row.cpu_us_99
-    rows = [HookRow("save_layer", "prefill", 10, 51.0, 70.0, 60.0), HookRow("begin", "prefill", 10, 99.0, 99.0, 99.0)]
-    hook, begin = hook_figures(rows)
-    assert (hook.value, hook.goal, hook.is_met) == (51.0, "≤ 50", False)
-    assert begin.is_met is None
 
 
 class FakeEvent:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from node_harness import NodeProcess
-from reference_prompts import SETTINGS, SHAPES, connector_to
 
-from pdx.bench.reference.engine import ReferenceEngine
 from pdx.bench.reference.pair import EngineProcess
 
 
@@ -21,21 +17,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def make_engine() -> Iterator[Callable[..., ReferenceEngine]]:
-    """Makes tiny engines, attached to `node` where one is given; closes them after the test."""
-    made: list[ReferenceEngine] = []
-
-    def make(node: NodeProcess | None = None, **settings: Any) -> ReferenceEngine:
-        connector = connector_to(node.address) if node is not None else None
-        made.append(ReferenceEngine(SHAPES, connector=connector, **{**SETTINGS, **settings}))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,9 @@ import json
 from contextlib import asynccontextmanager
 
 import aiohttp
-import pytest
 from aiohttp import web
 
 from pdx.bench.systems.baseline_proxy import Proxy
-from pdx.bench.systems.baselines import PROXY, Ports
-from pdx.bench.systems.system import Command, Servers
 
 DEADLINE_S = 20.0
 # Odd on purpose: no event per chunk, no valid JSON, half a character at a chunk's end.
@@ -139,27 +136,3 @@ def test_first_bytes_do_not_wait_for_the_rest():
             assert await answer.read() == b"".join(CHUNKS[1:])
 
     play(scene)
-
-
-def test_prefill_refusal_is_the_clients_answer():
-    async def scene(it):
-        it.prefill.status, it.prefill.answer = 400, {"error": {"message": "too long"}}
-        status, _, raw = await it.post()
-        assert (status, json.loads(raw)) == (400, {"error": {"message": "too long"}})
-        assert it.decode.seen == []
-
-    play(scene)
-
-
-@pytest.mark.long
-def test_as_a_process(tmp_path):
-    port = Ports.free().proxy
-    options = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1", "--port")
-    command = Command("proxy", PROXY, "", (*options, str(port)), f"http://127.0.0.1:{port}")
-    servers = Servers(tmp_path)
-    try:
-        servers.start([command], timeout_s=30.0)
-        assert servers.died() == ""
-    finally:
-        servers.close()
-    assert (tmp_path / "proxy.log").read_text() == ""  # it ended without a word
