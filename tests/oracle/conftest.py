@@ -25,7 +25,6 @@ NEED_VLLM = (
     "exact_stages",
     "connector_storm",
     "plants",
-    "reference_connector",
 )
 collect_ignore = [] if importlib.util.find_spec("vllm") else [f"test_{name}.py" for name in NEED_VLLM]
 
