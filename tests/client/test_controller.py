@@ -15,14 +15,13 @@ from click.testing import CliRunner
 from http_server import Canned, answering
 from node_harness import attached
 from proxied_bed import TOKEN, proxied_bed, proxy
-from raw_engine import CHUNK_BYTES, Engine
+from raw_engine import Engine
 
 from pdx.cli.main import main
 from pdx.client.connection import Connection
 from pdx.client.controller import Controller
-from pdx.client.results import Job, Place
+from pdx.client.results import Place
 from pdx.errors import (
-    ChunkMissing,
     ConfigError,
     JobConflict,
     JobUnknown,
@@ -38,7 +37,7 @@ from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints
 from pdx.wire.prompt import Prompt
 from pdx.wire.tokens import chunk_keys
-from pdx.wire.verbs import MAX_EVICTED, Effect, Find, Kept
+from pdx.wire.verbs import MAX_EVICTED, Find, Kept
 
 
 @pytest.fixture(scope="module")
@@ -81,35 +80,6 @@ def test_a_lookup_says_how_many_tokens_each_tier_of_each_node_has(two, cache):
     cache.unpin(tokens[:CHUNK], "alpha", "host")
 
 
-def test_the_salt_is_part_of_what_is_looked_up(two, cache):
-    tokens = prompt()
-    two.save("alpha", tokens, salt="tenant")
-    assert cache.lookup(tokens)["alpha"]["host"] == 0
-    assert cache.lookup(Prompt(tokens=tokens, salt="tenant"))["alpha"]["host"] == 64
-    assert "tenant" not in repr(Prompt(tokens=tokens, salt="tenant"))
-
-
-def test_a_request_names_its_chunks(two, cache):
-    tokens = prompt()
-    two.save("alpha", tokens, request="cmpl-by-request-0")
-    found = cache.find(Prompt(request="by-request"))
-    assert (found.tiers, found.hits) == ({"alpha": {"host": 64, "disk": 0}}, {"alpha": 64})
-    assert "by-request" in found.errors["beta"]
-    with pytest.raises(ChunkMissing, match="nobody-asked"):
-        cache.move("alpha/host", "alpha/disk", Prompt(request="nobody-asked"))
-
-
-def test_query_ip_health_and_ls(two, cache):
-    assert cache.instances == list(NODES)
-    assert cache.query_ip(["beta"]) == {"beta": f"{two.address('beta')}.peers"}
-    health = cache.health()
-    assert set(health) == set(NODES)
-    assert (health["alpha"].troubles, health["alpha"].status.name) == ([], "alpha")
-    two.save("beta", prompt(), session="alice")
-    (listing,) = cache.ls("beta", session="alice").values()
-    assert [(kept.name, kept.chunks) for kept in listing.sessions] == [("alice", 4)]
-
-
 # ---- changing -----------------------------------------------------------------------------------
 
 
@@ -143,45 +113,6 @@ def test_evict_asks_until_a_node_has_evicted_what_it_was_asked_for(two, cache):
         Kept("host", most := 2 * some + 1, most * small)
     ]
     assert cache.evict(2, 1 << 40, "*")["beta"].tiers == [Kept("host", some - 1, (some - 1) * small)]
-
-
-def test_a_prompt_is_loaded_ahead_into_memory(two, cache):
-    tokens = prompt()
-    two.save("alpha", tokens)
-    cache.wait(cache.move("alpha/host", "alpha/disk", tokens))
-    assert cache.prefetch(tokens, "alpha", dry_run=True)["alpha"].chunks == 4
-    assert cache.prefetch(tokens, "alpha", "host") == {"alpha": Effect([Kept("host", 4, 4 * CHUNK_BYTES)])}
-    wait_until(lambda: cache.lookup(tokens)["alpha"] == {"host": 64, "disk": 64})
-    with pytest.raises(TierUnknown, match="this node has no tier 'gpu'; it has 'host', 'disk'"):
-        cache.prefetch(tokens, "alpha", "gpu")
-
-
-def test_clear_pin_and_evict(two, cache):
-    tokens = prompt()
-    two.save("alpha", tokens)
-    assert cache.pin(tokens, "alpha", "host", dry_run=True)["alpha"].dry_run
-    assert cache.find(tokens).pinned == {}
-    assert cache.pin(tokens, "alpha", "host") == {"alpha": Effect([Kept("host", 4, 4 * CHUNK_BYTES)])}
-    with pytest.raises(NodeError, match="is pinned in host"):
-        cache.move("alpha/host", "alpha/disk", tokens)
-    cache.unpin(tokens, "alpha", "host")
-    assert cache.clear(tokens, "alpha", "host", dry_run=True)["alpha"].chunks == 4
-    assert cache.clear(tokens, "*")["alpha"].chunks == 4
-    assert cache.lookup(tokens) == {name: {"host": 0, "disk": 0} for name in NODES}
-    two.save("alpha", tokens, priority=0)
-    assert cache.evict(1, 2 * CHUNK_BYTES, "alpha", dry_run=True)["alpha"].chunks == 2
-    assert cache.evict(1, 1 << 30, "alpha")["alpha"].chunks >= 4
-    assert cache.lookup(tokens)["alpha"]["host"] == 0
-
-
-def test_clear_of_everything_is_a_job(two, cache):
-    tokens = prompt()
-    two.save("beta", tokens)
-    cache.wait(cache.move("beta/host", "beta/disk", tokens))
-    (job,) = cache.clear(None, "beta", "disk", everything=True).values()
-    assert isinstance(job, Job)
-    assert cache.wait(job).status.chunks_done >= 4
-    assert cache.lookup(tokens)["beta"]["disk"] == 0
 
 
 def test_a_job_is_cancelled(two, cache):
