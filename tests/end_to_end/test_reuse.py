@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from cases import CASES, completion, text
 from engine_process import Server
 from host import Host, hit_tokens
 from http_client import post
-from remote_bed import made
 from test_pair_answers import computed_prompt_tokens, essence
 from tiny import make_tiny
 
@@ -60,48 +58,6 @@ def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
     assert [(each.count, each.is_hit) for each in told.reasons] == [(3, True), (1, False)]
     assert told.reasons[0].text.startswith("from disk at ")
     assert told.reasons[1].text == "never stored here under this key"
-
-
-def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_that_both_share(
-    host: Host,
-    make_host: Callable[[], Host],
-    model: Path,
-    expected: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    """A real Redis between two nodes that know nothing of each other; tenants with another salt stay apart."""
-    store = made("redis", tmp_path / "redis").start()
-    other_host = make_host()
-    try:
-        patient = {"remote": store.url, "remote_timeout": 20.0, "remote_lookup_timeout": 20.0}  # a core may be away
-        first = host.serve("first", model, cores="0", **patient)
-        second = other_host.serve("second", model, cores="1", **patient)
-        host.wait_saving(first)
-        other_host.wait_saving(second)
-        before, (path, body) = host.sealed(), CASES["length-1000"]
-        answer = post(first.url, path, {**body, "cache_salt": "one team"})
-        assert essence(answer) == essence(expected["length-1000"])
-        wait_until(
-            lambda: host.status().counters.get("remote_stored", 0) == before + 3,
-            timeout_s=30,
-            what="its three chunks, and what was there, are in the store",
-        )
-        first.stop()
-        # Until this engine has computed something, no load is compared with computing: whether one pays, and whether
-        # the store answers in time, is a matter of which cores are free (tests/store/test_paying_loads.py has that).
-        assert ask_second_turn(second, other_host, expected, "one team") == (768, 3)
-        assert ask_second_turn(second, other_host, expected, "another tenant") == (0, 0)
-    finally:
-        other_host.close()
-        store.kill()
-
-
-def ask_second_turn(server: Server, host: Host, expected: dict[str, Any], salt: str) -> tuple[int, int]:
-    """Tokens that the engine took from its node, and chunks that came from the store; the answer is right."""
-    path, body = CASES["second-turn"]
-    hits, loaded = hit_tokens(server), host.status().counters.get("remote_loaded", 0)
-    assert essence(post(server.url, path, {**body, "cache_salt": salt})) == essence(expected["second-turn"])
-    return int(hit_tokens(server) - hits), host.status().counters.get("remote_loaded", 0) - loaded
 
 
 def test_reuse_under_tensor_parallelism_and_never_between_strangers(
