@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from families import CHUNK, FAMILIES, STEP, WINDOW, Group
-from forge import Engine, Forge, StartFailed, attached_to
+from forge import Engine, Forge
 from real_models import text_of, tokens_of
 
 import pdx
@@ -117,54 +116,6 @@ def test_without_pdx_latent_attention_differs_behind_a_token_that_was_computed_a
                 first, *rest = engine.generate(prompt, COUNT)[0]
                 same.append(engine.generate([*prompt, first], COUNT - 1)[0] == rest)
             assert all(same) == is_right, same
-
-
-# ---- the forge itself ----------------------------------------------------------------------
-
-
-def test_two_engines_run_at_once_and_one_may_be_killed(forge: Forge) -> None:
-    with forge.engine("llama") as one, forge.engine("gptoss") as other, ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda engine: engine.generate(TEXT[:300], COUNT), (one, other)))
-        assert both[0] != both[1]
-        one.kill()
-        assert not Path(f"/proc/{one.process.pid}").exists()
-        with pytest.raises(AssertionError, match="the engine is gone: -9"):
-            one.generate(TEXT[:300], COUNT)
-        assert other.generate(TEXT[:300], COUNT) == (both[1][0], 288)
-
-
-def test_a_start_that_fails_says_why(forge: Forge) -> None:
-    with (
-        pytest.raises(StartFailed, match="Block size must be a multiple|block_size"),
-        forge.engine("llama", block_size=-3),
-    ):
-        pass
-
-
-def test_no_engine_outlives_its_test(forge: Forge) -> None:
-    with pytest.raises(ZeroDivisionError), forge.engine("llama") as engine:
-        raise ZeroDivisionError
-    assert engine.process.returncode == -9
-
-
-@pytest.mark.long  # vLLM is imported once more
-def test_no_engine_outlives_its_forge(tmp_path: Path) -> None:
-    with Forge(tmp_path) as forge:
-        left = forge.start("llama").process
-    assert left.returncode == -9
-
-
-def test_an_engine_finds_in_its_node_what_another_left(forge: Forge, start_node) -> None:
-    """The control of tests with PDX: its chunks of 256 tokens are loaded, and without a node nothing is."""
-    address = start_node(arena_bytes=64 << 20).address
-    with forge.engine("llama") as plain:
-        right, _ = plain.generate(TEXT[:700], COUNT)
-    with forge.engine("llama", attached_to(address)) as first:
-        assert first.generate(TEXT[:700], COUNT) == (right, 0)
-    with forge.engine("llama", attached_to(address)) as second:
-        tokens, found = second.generate(TEXT[:700], COUNT)
-        assert tokens == right
-        assert found >= 512
 
 
 @pytest.mark.long
