@@ -1,7 +1,6 @@
 """What a node publishes, over real sockets: to our subscriber, and to a reader like vLLM's own."""
 
 import contextlib
-import itertools
 import math
 import os
 import random
@@ -587,40 +586,3 @@ def test_vllms_own_decoder_and_the_logic_of_its_example_read_our_stream(stage, k
         wait_until(lambda: not reader.heard() and reader.known() == stage.blocks())
     finally:
         reader.close()
-
-
-@pytest.mark.long
-def test_our_subscriber_reads_vllms_own_publisher(place):
-    kv_events = pytest.importorskip("vllm.distributed.kv_events")
-    address, replay = f"ipc://{place}/vllm.sock", f"ipc://{place}/vllm-replay.sock"
-    publisher = kv_events.ZmqEventPublisher(0, address, replay, topic="kv-events", buffer_steps=100)
-    rng, where, times = random.Random(3), {}, itertools.count(1.0)
-    try:
-
-        def publish(count):
-            for _ in range(count):
-                blocks = [rng.randrange(50) for _ in range(3)]
-                if rng.random() < 0.6:
-                    event = kv_events.BlockStored(blocks, None, [1, 2], 16, None, "GPU", None)
-                    for block in blocks:
-                        where.setdefault(block, set()).add("GPU")
-                else:
-                    event = kv_events.BlockRemoved(blocks, "GPU")
-                    for block in blocks:
-                        where.pop(block, None)
-                publisher.publish(kv_events.KVEventBatch(ts=next(times), events=[event]))
-
-        publish(20)
-        with Lossy(address, replay, topic="kv-events", rng=rng, loss=0.1, check_s=1.0) as subscriber:
-            publish(60)
-
-            def is_right():
-                subscriber.poll(0.01)
-                return subscriber.is_complete and subscriber.index.as_dict() == where
-
-            wait_until(is_right, what="the subscriber knows what is there")
-    finally:
-        publisher.shutdown()
-        publisher._ctx.destroy(linger=0)
-        for left in place.glob("*.sock"):
-            left.unlink()
