@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("transports", "kernels", "proxy", "bench")
 # From the bottom up. A room may import what is in lower layers, and itself; never another room of its own layer.
 LAYERS = [
-    {"pdx.errors", "pdx.extras", "pdx.kernels", "pdx.options"},
+    {"pdx.closing", "pdx.errors", "pdx.extras", "pdx.kernels", "pdx.options"},
     {"pdx.transports.channel"},  # the contract and its registry lie beside the backends, and far below them
     {"pdx.transports.registry"},
     {"pdx.config"},

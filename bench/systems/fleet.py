@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from pdx.bench.systems.system import Bed, CannotRun, Running, System, is_cpu_build
 from pdx.cli import placement
+from pdx.closing import Closing
 from pdx.config import parse_bytes
 
 ENGINE_BYTES = 2 << 30  # of one engine's processes beside the KV cache: measured 1.6-1.9 GiB with a tiny model
@@ -17,7 +17,7 @@ AWAKE_S = 1.5  # for a system that was stopped: timers that are overdue, and wha
 DEFAULT_KV_GIB = 4.0  # vLLM's, where VLLM_CPU_KVCACHE_SPACE says nothing
 
 
-class Fleet:
+class Fleet(Closing):
     """At most `max_engines` engines at a time. Whoever asks for a system uses it before asking for another.
 
     Systems that poll without a pause do not run while another one is used, or its figures would be theirs, too.
@@ -33,14 +33,6 @@ class Fleet:
         self._traces = traces
         self._running: dict[str, Running] = {}  # least recently used first
         self._stopped: set[str] = set()  # those of them that do not run now
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def holds_all(self) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pdx.client.connection import Connection, attached
+from pdx.closing import Closing
 from pdx.config import default_node
 from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.keys import named_key
@@ -44,7 +45,7 @@ def connect(address: str | None = None, timeout_s: float = 5.0) -> Node:
     return Node(attached(address or default_node(), timeout_s), timeout_s)
 
 
-class Node:
+class Node(Closing):
     """A node, as an attached process sees it. Any thread may use it. Everything ends with `close()`."""
 
     def __init__(self, connection: Connection, timeout_s: float) -> None:
@@ -159,12 +160,6 @@ class Node:
             self._connection.close()
             if arena is not None and arena.gpu:
                 arena.close()
-
-    def __enter__(self) -> Node:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _call(self, ask: messages.Ask, kind: type[_A]) -> _A:
         return self._connection.call_for(ask, self._timeout_s, kind)

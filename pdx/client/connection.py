@@ -25,6 +25,7 @@ import zmq
 
 from pdx import errors
 from pdx.client.outbox import Outbox, gives_back
+from pdx.closing import Closing
 from pdx.errors import NodeError, NodeUnavailable, PdxError, ProtocolError, ProxyError
 from pdx.memory.arena import Arena
 from pdx.security.unix_peer import pidfd_of_peer
@@ -40,7 +41,7 @@ _NOT_BY_NAME = frozenset({"RequestRefused", "LegFailed", "TierError", "Exhausted
 _A = TypeVar("_A", bound=messages.Answer)
 
 
-class Connection:
+class Connection(Closing):
     """Opened at once, attached by `attach`: until then the node may not even run."""
 
     def __init__(self, address: str, hello: messages.Hello) -> None:
@@ -440,12 +441,6 @@ class Connection:
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
-
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def attached(address: str, timeout_s: float, kind: Kind = "client", name: str = "") -> Connection:

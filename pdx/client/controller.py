@@ -15,6 +15,7 @@ from typing import Any
 from pdx.client.connection import error_of
 from pdx.client.reach import LocalNodes, ThroughProxy
 from pdx.client.results import ALL, Health, Job, Lookup, Place
+from pdx.closing import Closing
 from pdx.config import default_node
 from pdx.errors import NodeError, ProtocolError, SelectionError
 from pdx.wire import verbs
@@ -27,7 +28,7 @@ _NOTHING = verbs.Selection()  # until `LocalNodes` or the proxy puts a prompt's 
 _LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job
 
 
-class Controller:
+class Controller(Closing):
     """A controller of the nodes at `addresses`, sockets of this host (default: PDX_NODE, else this user's); or of all
     nodes that a `proxy` knows, by the URL or the Unix socket of its --admin, with the `token` that it asks for.
 
@@ -242,12 +243,6 @@ class Controller:
     def close(self) -> None:
         """Let go of the nodes; jobs go on. Idempotent."""
         self._reach.close()
-
-    def __enter__(self) -> Controller:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     # ---- asking -----------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import zmq
 
+from pdx.closing import Closing
 from pdx.errors import ProtocolError
 from pdx.security.address import needs_ipv6
 from pdx.security.curve_keys import KeyPair, secure_client
@@ -230,7 +231,7 @@ class Tracker:
         self.counters["malformed"] += 1
 
 
-class Subscriber(Tracker):
+class Subscriber(Tracker, Closing):
     """Listens from construction to `close`. One thread; `poll` alone takes in what has come."""
 
     def __init__(
@@ -355,12 +356,6 @@ class Subscriber(Tracker):
     def close(self) -> None:
         """Idempotent."""
         self._undo.close()
-
-    def __enter__(self) -> Subscriber:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
+from pdx.closing import Closing
 from pdx.cuda.driver import api, call, version
 from pdx.cuda.gpu import Gpu, beside_captures
 from pdx.cuda.page_lock import PIECE_BYTES
@@ -16,7 +16,7 @@ _BATCHES_SINCE = 12080  # CUDA 12.8
 _log = logging.getLogger(__name__)
 
 
-class CopyStream:
+class CopyStream(Closing):
     """Copies between any addresses that CUDA knows, or host addresses that it does not (slower: not page-locked).
 
     Copies run in order, behind each other, while the caller goes on. One thread uses it at a time. Bytes stay the
@@ -71,14 +71,6 @@ class CopyStream:
                 step()
             except GpuError as error:
                 _log.warning("a copy stream of GPU %s did not end cleanly: %s", self._gpu.uuid, error)
-
-    def __enter__(self) -> CopyStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _destroy_event(self) -> None:
         call("cuEventDestroy", self._done)

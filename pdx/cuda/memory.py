@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from pdx.closing import Closing
 from pdx.cuda import driver
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
@@ -70,7 +71,7 @@ def _holding() -> Iterator[_Steps]:
         raise
 
 
-class DeviceMemory:
+class DeviceMemory(Closing):
     """Mapped memory of a GPU, `address` to `address + nbytes`, for kernels and copies of this process.
 
     Whoever closes it makes sure that no kernel and no copy on it is under way. Any thread may call.
@@ -175,12 +176,6 @@ class DeviceMemory:
         if _give_back(held):
             with _mapped_lock:
                 _mapped.discard(self)
-
-    def __enter__(self) -> DeviceMemory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @classmethod
     def _create_vmm(cls, gpu: Gpu, nbytes: int) -> DeviceMemory:

@@ -17,9 +17,9 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar
 
+from pdx.closing import Closing
 from pdx.errors import ArenaTooSmall, NodeUnavailable, StaleSlot
 from pdx.memory.slot import Slot
 
@@ -62,7 +62,7 @@ def _populate(address: int, nbytes: int, owner: object) -> None:
             return
 
 
-class Arena:
+class Arena(Closing):
     """A mapping of a node's chunk memory. Every method but `close` may be called from any thread.
 
     Whoever holds a view of it keeps the mapping alive; `close()` then only drops this object's own reference.
@@ -235,14 +235,6 @@ class Arena:
             with contextlib.suppress(BufferError):  # a view is alive: the mapping goes with it
                 if mapping is not None:
                     mapping.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _allocate_huge(fd: int, nbytes: int, total: int) -> None:

@@ -15,10 +15,11 @@ import secrets
 import signal
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import zmq
 
+from pdx.closing import Closing
 from pdx.config import NodeConfig, handover_path, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
@@ -84,7 +85,7 @@ def run(config: NodeConfig) -> None:
             daemon.turn(TICK_S)
 
 
-class Daemon:
+class Daemon(Closing):
     """The sockets, the lock, the arena and the loop around a `Service`."""
 
     def __init__(self, config: NodeConfig, *, near: int | None = None) -> None:
@@ -328,14 +329,6 @@ class Daemon:
     def close(self) -> None:
         """Stop serving, remove the socket and the arena, give the lock back. Idempotent."""
         self._undo.close()
-
-    def __enter__(self) -> Daemon:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _running(path: Path, owner: str) -> NodeRunning:

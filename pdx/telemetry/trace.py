@@ -23,6 +23,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdx.closing import Closing
 from pdx.config import check_trace_folder, trace_folder
 from pdx.errors import ConfigError, ProtocolError
 
@@ -70,7 +71,7 @@ class TraceSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     who: _Name
 
 
-class Tracer:
+class Tracer(Closing):
     """One process's spans. Any thread may record and flush; `_writing` is held by the one that writes.
 
     Nothing here fails once it is open: spans that cannot be kept or written are counted (`num_dropped`), with one
@@ -156,12 +157,6 @@ class Tracer:
             was_none, self.num_dropped = not self.num_dropped, self.num_dropped + count
         if was_none and count:
             log.warning("spans are lost: %s", why)
-
-    def __enter__(self) -> Tracer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def tracer_for(setting: str, who: str) -> Tracer | None:

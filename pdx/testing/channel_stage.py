@@ -19,11 +19,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from pdx.closing import Closing
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory
@@ -339,7 +339,7 @@ class Bell(threading.Event):
         self._stage.wake()
 
 
-class Stage:
+class Stage(Closing):
     """The sides and peers of one test; leaving it closes them. All regions of this process wake it."""
 
     def __init__(
@@ -417,11 +417,3 @@ class Stage:
     def close(self) -> None:
         while self._open:
             self._open.pop().close()
-
-    def __enter__(self) -> Stage:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
