@@ -197,7 +197,11 @@ class StoreLookup:
         """
         try:
             if tracked.node.late is None:
-                self._ask_decoded(tracked, connection, end)
+                first, last = self._first_decoded(tracked), end // self._layout.chunk_tokens
+                is_tail = tracked.is_prefill and end <= tracked.request.num_prompt_tokens  # the transfer has it
+                if self._saves_decoded and first < last and not is_tail:
+                    tracked.decoded_end = last
+                    self._ask_late(tracked, connection, first, last)
                 return
             answer = self.collect(connection, tracked.node.late, Admitted, wait=self._groups.has_state)
             if answer is not None:
@@ -208,15 +212,6 @@ class StoreLookup:
             text = "chunks of request %s are not saved: %s"
             connection.count("save_skipped", text, tracked.request.request_id, error)
             self.forget_asked(tracked, connection)  # it may be answered yet
-
-    def _ask_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
-        first = self._first_decoded(tracked)
-        last = end // self._layout.chunk_tokens
-        is_tail = tracked.is_prefill and end <= tracked.request.num_prompt_tokens  # the transfer has it
-        if not self._saves_decoded or last <= first or is_tail:
-            return
-        tracked.decoded_end = last
-        self._ask_late(tracked, connection, first, last)
 
     @property
     def _saves_decoded(self) -> bool:
@@ -261,7 +256,7 @@ class StoreLookup:
             **tracked.keys.told(first, end * self._layout.blocks_per_chunk),
             tokens=self._forms.told(tracked, first, end - first) if self._forms else None,
         )
-        tracked.node.late = self._ask_now(connection, ask, first, end * self._groups.chunk_tokens)
+        tracked.node.late = self.ask(connection, ask, first, end - first, end * self._groups.chunk_tokens)
 
     # ---- the request's one question ---------------------------------------------------------
 
@@ -276,8 +271,8 @@ class StoreLookup:
             keys, tail_tokens = without_tail(keys, len(self._groups)), 0
         if not keys:
             return
-        num_chunks = len(keys) // len(self._groups)
-        may_be_elsewhere = tracked.is_decode or num_chunks > (tail_tokens > 0)
+        whole = len(keys) // len(self._groups) - (tail_tokens > 0)
+        may_be_elsewhere = tracked.is_decode or whole > 0
         source = tracked.source if tracked.node.awaited is Awaited.SOURCE else connection.node_name  # peers had a turn
         ask = Admit(
             keys,
@@ -294,11 +289,10 @@ class StoreLookup:
             request=tracked.request.request_id[:MAX_NAME],
             hints=tracked.hints,
             early=tracked.is_decode and bool(tracked.node.awaited) and not tracked.request.num_preemptions,
-            tokens=self._forms.told(tracked, 0, num_chunks - (tail_tokens > 0)) if self._forms and wants_room else None,
+            tokens=self._forms.told(tracked, 0, whole) if self._forms and wants_room else None,
         )
-        whole = num_chunks - (tail_tokens > 0)
         end_tokens = whole * self._groups.chunk_tokens + tail_tokens
-        tracked.node.asked = self._ask_now(connection, ask, 0, end_tokens)
+        tracked.node.asked = self.ask(connection, ask, 0, whole + (tail_tokens > 0), end_tokens)
         tracked.expected_epoch = 0  # the node knows by the question
         if wants_room and not tracked.is_prefill:
             tracked.decoded_end = max(tracked.decoded_end, whole)
@@ -375,8 +369,10 @@ class StoreLookup:
         self._take_grants(tracked, answer, asked)
         if tracked.is_decode and is_first:
             self.mark(tracked, connection, Event.FOUND, tokens=tracked.node.hits.tokens)
-        if tracked.node.reserved:
-            tracked.node.reserved = not self._takes_room(tracked) or self._is_covered(tracked)
+        if tracked.node.reserved:  # unless what was there is gone: not all chunks of the prompt are hits or have room
+            granted = {grant.first_token // self._groups.chunk_tokens for grant in tracked.node.grants}
+            is_covered = granted.issuperset(range(tracked.node.hits.num_whole, self._num_prompt_chunks(tracked)))
+            tracked.node.reserved = not self._takes_room(tracked) or is_covered
             return
         tracked.node.reserved = True
         if tracked.is_prefill:
@@ -415,11 +411,6 @@ class StoreLookup:
         shards = self._groups.num_shards
         return [slots[start : start + shards] for start in range(0, len(slots), shards)]
 
-    def _is_covered(self, tracked: TrackedRequest) -> bool:
-        """Whether all chunks of the prompt are hits or have room. If not, what was there may be gone."""
-        granted = {grant.first_token // self._groups.chunk_tokens for grant in tracked.node.grants}
-        return granted.issuperset(range(tracked.node.hits.num_whole, self._num_prompt_chunks(tracked)))
-
     def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> bool:
         now = self._clock()
         if tracked.room_until is None:
@@ -445,12 +436,9 @@ class StoreLookup:
 
     # ---- answers, leases, the end -----------------------------------------------------------
 
-    def _ask_now(self, connection: Connection, body: Admit, first_chunk: int, end_tokens: int) -> Asked:
-        return Asked(*self.ask(connection, body)[:3], first_chunk, len(body.keys) // len(self._groups), end_tokens)
-
-    def ask(self, connection: Connection, body: Admit | FindMoved) -> Asked:
-        """A question, whose answer somebody will `collect`."""
-        return Asked(connection.ask(body), self._clock(), self._step)
+    def ask(self, connection: Connection, body: Admit | FindMoved, *chunks: int) -> Asked:
+        """A question, whose answer somebody will `collect`; `chunks`: those that it is about, as in `Asked`."""
+        return Asked(connection.ask(body), self._clock(), self._step, *chunks)
 
     def collect(
         self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True, times: int = 1
