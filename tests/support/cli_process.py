@@ -59,19 +59,3 @@ class CliProcess:
     def output(self) -> str:
         """What it printed on standard output."""
         return (self._folder / "stdout").read_text()
-
-
-def status_of(command: list[str], limit_s: float, end_s: float) -> tuple[int | str, str]:
-    """Its exit status and its last words. What takes longer than `limit_s` is not killed but told to end, within
-    `end_s`, or its engines would run beside the next test's."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _, said = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            try:
-                _, said = process.communicate(timeout=end_s)
-            finally:
-                process.kill()
-            return f"not over within {limit_s} s", said[-4000:]
-    return process.returncode, said[-4000:]
