@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from pdx.engine.staging import Staged, Staging
 from pdx.engine.streams import Stream, StreamEvent, Streams
 from pdx.errors import GpuError, GpuUnavailable, LayoutError, PdxError
 from pdx.kernels.paged import Batch, PageMap, Place, Run, gather, scatter, warm_up
+from pdx.kernels.turned_gpu import TurnedBatch, TurnedPages, TurnedRun, scatter_turned, warm_up_turned
 from pdx.memory.arena import Arena
 from pdx.memory.share import Share
 from pdx.memory.slot import Slot
@@ -157,8 +158,17 @@ class GpuCopier(PageCopier):
 
     is_asynchronous = True
 
-    def __init__(self, pages: Sequence[Sequence[PageMap]], share: Share, streams: Streams, link: NodeLink) -> None:
+    def __init__(
+        self,
+        pages: Sequence[Sequence[PageMap]],
+        share: Share,
+        streams: Streams,
+        link: NodeLink,
+        turned: TurnedPages | None = None,
+    ) -> None:
+        """`turned`: of the first cache group, how tokens are loaded at other positions; None: they are not."""
         self._pages = pages
+        self._turned = turned
         self._share = share
         self.streams = streams
         self._link = link
@@ -174,7 +184,14 @@ class GpuCopier(PageCopier):
         self._computed = EventThread("pdx-computed", self)
 
     @classmethod
-    def start(cls, pages: Sequence[Sequence[PageMap]], share: Share, streams: Streams, link: NodeLink) -> GpuCopier:
+    def start(
+        cls,
+        pages: Sequence[Sequence[PageMap]],
+        share: Share,
+        streams: Streams,
+        link: NodeLink,
+        turned: TurnedPages | None = None,
+    ) -> GpuCopier:
         """Compile the kernels, so that no step has to, and wait until the tables are on the GPU.
 
         Kernels that cannot be compiled or loaded here are logged and counted; the copier then copies nothing.
@@ -186,6 +203,8 @@ class GpuCopier(PageCopier):
             streams.gpu()
             for of_shard in itertools.chain.from_iterable(pages):
                 warm_up(of_shard)
+            if turned is not None:
+                warm_up_turned(pages[0][0], turned)
             ready = streams.event()
             ready.record(streams.compute())
             ready.synchronize()
@@ -193,7 +212,7 @@ class GpuCopier(PageCopier):
             raise
         except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
             why = f"{type(error).__name__}: {error}"
-        made = cls(pages, share, streams, link)
+        made = cls(pages, share, streams, link, turned)
         if why:
             made._has_failed = True
             log.error(
@@ -344,9 +363,13 @@ class GpuCopier(PageCopier):
         if fence is not None:
             fence.wait(self._loading)
         with self.streams.on(self._loading):
-            batches = [Batch.of(self._map(at), runs) for at, runs in self._runs(found, mapped).items()]
+            runs = self._runs([each for each in found if each.moved is None], mapped)
+            batches = [Batch.of(self._map(at), its) for at, its in runs.items()]
+            turned = [*self._turned_batches(found, mapped)]
         for batch in batches:
             self._launch(self._loading, scatter, batch, layers, mapped.place)
+        for moved in turned:
+            self._launch(self._loading, scatter_turned, moved, layers, mapped.place)
         ended = self._recorded(self._loading)
         try:
             ended.synchronize()
@@ -357,6 +380,19 @@ class GpuCopier(PageCopier):
         loaded = {id(each) for each in found if all(map(mapped.arena.is_current, each.slots_of(self._share)))}
         return [each for each in pages if id(each) not in loaded]
 
+    def _turned_batches(self, found: Iterable[PagesPlan], mapped: MappedArena) -> Iterator[TurnedBatch]:
+        """What of them goes to other positions: by shard, and by how far."""
+        runs: defaultdict[tuple[int, int], list[TurnedRun]] = defaultdict(list)
+        for pages in found:
+            if (moved := pages.moved) is not None:
+                layer_bytes = pages.num_blocks * self._pages[0][0].page_bytes
+                for part, slot in enumerate(pages.slots_of(self._share)):
+                    run = mapped.arena.address + slot.offset, layer_bytes, *moved[:3], pages.block_ids
+                    runs[part, moved.shift].append(TurnedRun(*run))
+        for (part, shift), its in runs.items():
+            assert self._turned is not None
+            yield TurnedBatch.of(self._pages[0][part], self._turned, its, shift)
+
     # ---- both -------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -364,7 +400,9 @@ class GpuCopier(PageCopier):
         self._computed.close()
         self._copied.close()
 
-    def _launch(self, stream: Stream, kernel: Callable[..., None], batch: Batch, layers: range, place: Place) -> None:
+    def _launch(
+        self, stream: Stream, kernel: Callable[..., None], batch: Batch | TurnedBatch, layers: range, place: Place
+    ) -> None:
         for part, which in batch.parts(layers, LAUNCH_BYTES):
             self.streams.launch(stream, kernel, part.pages, part, which.start, len(which), place=place)
 
@@ -379,7 +417,14 @@ class GpuCopier(PageCopier):
 
     def _is_in_reach(self, pages: PagesPlan, mapped: MappedArena) -> bool:
         """Whether the GPU finds the slots of all shards of the rank, and the pages lie within them."""
-        if not 0 <= pages.first <= pages.num_blocks - len(pages.block_ids):
+        if (moved := pages.moved) is not None:
+            if self._turned is None:
+                raise LayoutError("tokens at other positions, where nothing turns keys")
+            size = self._turned.strides.block_tokens
+            ends = moved.first + moved.num_tokens, moved.target + moved.num_tokens
+            if min(moved[:3]) < 0 or ends[0] > pages.num_blocks * size or ends[1] > len(pages.block_ids) * size:
+                return False
+        elif not 0 <= pages.first <= pages.num_blocks - len(pages.block_ids):
             return False
         of_shard = self._pages[pages.group][0]
         nbytes = pages.num_blocks * of_shard.page_bytes * of_shard.num_layers

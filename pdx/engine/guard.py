@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,9 +18,6 @@ from pdx.engine.plan import LoadPlan, StepPlan
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import EngineRequest, StepRecord
 from pdx.engine.worker import WorkerHalf
-
-if TYPE_CHECKING:
-    from pdx.engine.turning import Turning
 
 log = logging.getLogger("pdx")
 
@@ -166,7 +163,7 @@ class WorkerGuard(_Guard):
         kv_caches: Mapping[str, torch.Tensor],
         num_blocks: int,
         group_of: Mapping[str, int] | None = None,
-        turning: Turning | None = None,
+        turning: Any = None,
     ) -> None:
         """A part of start-up: it raises."""
         self._half.register(kv_caches, num_blocks, group_of, turning)

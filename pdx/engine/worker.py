@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 import torch
@@ -34,9 +34,6 @@ from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.messages import VERSION, Abort, Hello
-
-if TYPE_CHECKING:
-    from pdx.engine.turning import Turning  # needs Numba
 
 log = logging.getLogger("pdx")
 
@@ -90,7 +87,7 @@ class WorkerHalf:
         self._loader = Loader(self._groups, self._share, self._tracer, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # while there is a KV cache
         self._cache: tuple[Sequence[Sequence[torch.Tensor]], int] = (), 0  # by cache group; how many blocks
-        self._turning: Turning | None = None
+        self._turning: Any = None
         self._idle = True
         self._pace = Pace(self._groups.chunk_tokens)
         self._number = 0  # of this step
@@ -106,10 +103,11 @@ class WorkerHalf:
         kv_caches: Mapping[str, torch.Tensor],
         num_blocks: int,
         group_of: Mapping[str, int] | None = None,
-        turning: Turning | None = None,
+        turning: Any = None,
     ) -> None:
         """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order; `group_of`: the cache
-        group of each layer, the first by default; `turning`: how tokens are loaded at other positions (on a CPU).
+        group of each layer, the first by default; `turning`: how tokens are loaded at other positions
+        (`pdx.engine.turning.Turning`; on a GPU `pdx.kernels.turned_gpu.TurnedPages`).
 
         :raises LayoutError: they are not what the layout says, or not all in one place.
         :raises GpuUnavailable: PDX cannot call the driver of their GPU.
@@ -178,7 +176,7 @@ class WorkerHalf:
             [page_map(of_shard, num_blocks, layout.page_bytes) for of_shard in of_group]
             for layout, of_group in zip(self._groups, self._by_shard(layers), strict=True)
         ]
-        return GpuCopier.start(pages, self._share, self._streams or Streams(device), self.link)
+        return GpuCopier.start(pages, self._share, self._streams or Streams(device), self.link, self._turning)
 
     def _by_shard(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[list[list[torch.Tensor]]]:
         """The layers of each cache group, cut by heads into the shards of this rank."""

@@ -328,16 +328,16 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         group_of = {name: by_number[number] for name, number in number_of.items()}
         if self._cut.text:
             kv_caches = dict(sorted(kv_caches.items(), key=lambda each: layer_number(each[0])))
-        self.worker.register(kv_caches, self._num_blocks, group_of, self._turning())
+        self.worker.register(kv_caches, self._num_blocks, group_of, self._turning([*kv_caches.values()]))
 
-    def _turning(self) -> Any:
+    def _turning(self, layers: Sequence[torch.Tensor]) -> Any:
         """How tokens are loaded at other positions; None: they are not."""
         if not self._config.moved:
             return None
         from pdx.vllm.turning import turning_of
 
         try:
-            return turning_of(self._vllm_config, self._groups, self._backend)
+            return turning_of(self._vllm_config, self._groups, self._backend, layers, self._num_blocks)
         except LayoutError as error:
             self._not_moved = str(error)
             log.warning("requests with the hint `reuse: moved` are refused: %s", error)

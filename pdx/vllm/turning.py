@@ -3,8 +3,8 @@ at other positions (ADR 80)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,32 +14,54 @@ from pdx.kernels.turned import PageElements
 from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.rope import rope_of
 
+if TYPE_CHECKING:
+    from pdx.kernels.turned_gpu import TurnedPages
+
 _CPU = "CPU_ATTN"
+# Of these a page has, since vLLM 0.29, for each head and token its key, and its value behind that.
+_GPU = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BASE, _DIGITS = 200, 4  # whole numbers below 257 are exact in bfloat16
 
 
-def turning_of(vllm_config: Any, groups: CacheGroups, backend: str) -> Turning:
-    """Of an engine whose layers have this attention `backend`.
+def turning_of(
+    vllm_config: Any, groups: CacheGroups, backend: str, layers: Sequence[torch.Tensor], num_blocks: int
+) -> Turning | TurnedPages:
+    """Of an engine whose `layers` have this attention `backend`.
 
     :raises LayoutError: why the keys of this engine cannot be turned.
     """
     if not groups.is_single:
         raise LayoutError("it is for models of one cache group of full attention")
-    model = vllm_config.model_config
-    config = getattr(model, "hf_text_config", None) or model.hf_config
-    return turning_in(groups[0], backend, config.to_dict())
+    model, layout = vllm_config.model_config, groups[0]
+    config = (getattr(model, "hf_text_config", None) or model.hf_config).to_dict()
+    if backend not in _GPU:
+        return turning_in(layout, backend, config)
+    from pdx.kernels.turned_gpu import PageStrides, TurnedPages  # needs Triton
+
+    if sorted(layout.order) != sorted("LBHNC"):
+        raise LayoutError(f"keys in pages of the order {layout.order!r:.60} are not turned")
+    dtype = _dtype(layout)
+    try:
+        strides = PageStrides.of(layers, num_blocks, layout.num_heads, layout.head_dim, dtype)
+    except ValueError as error:
+        raise LayoutError(str(error)) from error
+    return TurnedPages(rope_of(config, layout.head_dim), strides, dtype)
 
 
 def turning_in(layout: KvLayout, backend: str, config: Mapping[str, Any]) -> Turning:
-    """Of the model that has this Hugging Face configuration. :raises LayoutError: see `turning_of`."""
+    """On a CPU, of the model that has this Hugging Face configuration. :raises LayoutError: see `turning_of`."""
     if backend != _CPU:
         raise LayoutError(f"keys in pages of the backend {backend!r:.60} are not turned yet")
+    dtype = _dtype(layout)
+    return Turning(rope_of(config, layout.head_dim), cpu_elements(layout, dtype), dtype)
+
+
+def _dtype(layout: KvLayout) -> torch.dtype:
     said, _, kept_as = layout.dtype.removeprefix("torch.").partition(" as ")
     if said not in _DTYPES or kept_as not in ("", "auto", said):
         raise LayoutError(f"keys of type {layout.dtype!r:.60} are not turned: float32 and bfloat16 are")
-    dtype = _DTYPES[said]
-    return Turning(rope_of(config, layout.head_dim), cpu_elements(layout, dtype), dtype)
+    return _DTYPES[said]
 
 
 def cpu_elements(layout: KvLayout, dtype: torch.dtype) -> PageElements:

@@ -99,7 +99,10 @@ def test_an_order_that_is_not_by_token_and_element_is_refused(monkeypatch: pytes
     ("changes", "backend", "model_type", "text"),
     [
         ({}, "CPU_ATTN", "gpt2", "'gpt2'"),
-        ({}, "FLASH_ATTN", "llama", "FLASH_ATTN"),
+        ({}, "ROCM_AITER_FA", "llama", "ROCM_AITER_FA"),
+        ({"order": "NHD"}, "FLASH_ATTN", "llama", "'NHD'"),
+        ({}, "FLASH_ATTN", "llama", "a page order the kernel cannot take"),
+        ({}, "FLASH_ATTN", "gpt2", "'gpt2'"),
         ({"dtype": "torch.bfloat16 as fp8_e4m3"}, "CPU_ATTN", "llama", "fp8_e4m3"),
         ({"dtype": "torch.float16 as auto"}, "CPU_ATTN", "llama", "float16"),
         ({"kind": "window", "window": 64}, "CPU_ATTN", "llama", "one cache group of full attention"),
@@ -111,5 +114,23 @@ def test_what_cannot_be_turned_is_refused_by_name(
     groups = CacheGroups.of(msgspec.structs.replace(layout_of(torch.float32, 64), **changes))
     config = SimpleNamespace(to_dict=lambda: {"model_type": model_type, "rope_theta": 1e4})
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config))
+    layers = [torch.zeros(3, HEADS, BLOCK, 64 if "page order" in text else 128)]
     with pytest.raises(LayoutError, match=text):
-        turning_of(vllm_config, groups, backend)
+        turning_of(vllm_config, groups, backend, layers, 3)
+
+
+@pytest.mark.parametrize(("order", "inner"), [("LBHNC", (0, 1, 2, 3)), ("LBNHC", (0, 2, 1, 3))])
+def test_pages_on_a_gpu_are_as_their_tensors_lie(order: str, inner: tuple[int, ...]) -> None:
+    """For each head and token a key and then a value, as vLLM's own backends split them."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    assert KVCacheLayout[order].layer_view_order == tuple(inner.index(axis) for axis in range(4))
+    groups = CacheGroups.of(msgspec.structs.replace(layout_of(torch.bfloat16, 64, 16), order=order))
+    config = SimpleNamespace(to_dict=lambda: {"model_type": "llama", "rope_theta": 1e4})
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config))
+    shape = [(3, HEADS, 16, 128)[axis] for axis in inner]
+    layers = [torch.zeros(shape, dtype=torch.bfloat16).permute(*inner) for _ in range(2)]
+    found = turning_of(vllm_config, groups, "FLASH_ATTN", layers, 3)
+    assert found.dtype is torch.bfloat16
+    by_head = 16 * 128, 128
+    assert found.strides[3:] == (by_head * 2 if order == "LBHNC" else (128, HEADS * 128) * 2)

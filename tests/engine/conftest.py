@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda, fake_cuda
 from node_harness import NodeProcess, NodeThread
-from stream_bed import Bed, interpreted
+from stream_bed import Bed, use_interpreted
 from toy_engine import Engines
 
 from pdx.client.connection import Connection
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
-from pdx.engine import gpu_copier
 from pdx.wire.messages import Hello, Ping
 
 
@@ -60,8 +59,7 @@ def on_disk(start_here: Callable[..., NodeThread], place: Any) -> Callable[[], N
 
 @pytest.fixture
 def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bed]]:
-    for name in ("gather", "scatter", "warm_up"):
-        monkeypatch.setattr(gpu_copier, name, getattr(interpreted(), name))
+    use_interpreted(monkeypatch)
     made: list[Bed] = []
 
     class Recording(Connection):

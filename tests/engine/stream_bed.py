@@ -30,15 +30,16 @@ from pdx.config import NodeConfig
 from pdx.cuda import driver
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
+from pdx.engine import gpu_copier
 from pdx.engine.streams import Streams
 
 DEADLINE_S = 20.0
 
 
 @functools.cache
-def interpreted() -> ModuleType:
-    """A private copy of pdx.kernels.paged that Triton's interpreter runs."""
-    spec = importlib.util.spec_from_file_location("paged_interpreted", f"{pdx.__path__[0]}/kernels/paged.py")
+def interpreted(name: str = "paged") -> ModuleType:
+    """A private copy of this module of pdx.kernels that Triton's interpreter runs."""
+    spec = importlib.util.spec_from_file_location(f"{name}_interpreted", f"{pdx.__path__[0]}/kernels/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,6 +48,21 @@ def interpreted() -> ModuleType:
         spec.loader.exec_module(module)
     install()
     return module
+
+
+def use_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copier's kernels, from now on. The interpreter keeps its state in globals: one at a time runs."""
+    for name in ("gather", "scatter", "warm_up"):
+        monkeypatch.setattr(gpu_copier, name, getattr(interpreted(), name))
+    for name in ("scatter_turned", "warm_up_turned"):
+        kernel = getattr(interpreted("turned_gpu"), name)
+
+        @functools.wraps(kernel)
+        def alone(*args: Any, kernel: Callable[..., None] = kernel, **settings: Any) -> None:
+            with interpreted()._launching:
+                kernel(*args, **settings)
+
+        monkeypatch.setattr(gpu_copier, name, alone)
 
 
 class LaggingStream(FakeStream):

@@ -13,9 +13,8 @@ import torch
 from fake_cuda import FakeCuda
 from group_pages import GENERATION, TwoGroups
 from node_harness import MIB
-from stream_bed import LaggingStreams, interpreted
+from stream_bed import LaggingStreams, use_interpreted
 
-from pdx.engine import gpu_copier
 from pdx.engine.gpu_copier import GpuCopier
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.share import Share
@@ -25,8 +24,7 @@ from pdx.testing.waiting import wait_until
 @pytest.fixture
 def stage(fake: FakeCuda, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GpuCopier, Arena, TwoGroups]]:
     """A copier on streams that lag, an arena in page-locked host memory, and pages."""
-    for name in ("gather", "scatter", "warm_up"):
-        monkeypatch.setattr(gpu_copier, name, getattr(interpreted(), name))
+    use_interpreted(monkeypatch)
     pages, counts = TwoGroups("cpu"), []
     with contextlib.closing(LaggingStreams()) as streams, Arena.create(place / "arena", MIB) as arena:
         for slot in pages.slots:

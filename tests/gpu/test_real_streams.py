@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -26,9 +27,11 @@ from pdx.cuda.arena import GpuArena  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.page_lock import PageLock  # noqa: E402
 from pdx.engine.gpu_copier import GpuCopier, page_map  # noqa: E402
-from pdx.engine.plan import LoadPlan, PagesPlan  # noqa: E402
+from pdx.engine.plan import LoadPlan, MovedTokens, PagesPlan  # noqa: E402
 from pdx.engine.streams import Streams  # noqa: E402
+from pdx.kernels.turned_gpu import PageStrides, TurnedPages  # noqa: E402
 from pdx.memory.arena import GRANULE_BYTES, Arena  # noqa: E402
+from pdx.memory.rope import Rope  # noqa: E402
 from pdx.memory.share import Share  # noqa: E402
 from pdx.memory.slot import Slot  # noqa: E402
 from pdx.testing.waiting import wait_until  # noqa: E402
@@ -37,6 +40,8 @@ MIB = 1 << 20
 LAYERS, BLOCKS, PAGE_BYTES = 4, 32, 16 << 10
 IDS = [9, 2, 30, 17]
 CHUNK_BYTES = LAYERS * len(IDS) * PAGE_BYTES
+TOKENS, HEADS, DIM = 16, 2, 128  # of a page, where its bytes mean something
+ROPE = Rope(tuple(1e4 ** (-at / 32) for at in range(32)))
 LONG = 400_000_000  # cycles: some 0.2 seconds
 GENERATION = 5
 
@@ -52,7 +57,10 @@ class Engine:
         self.source = torch.randint(1, 256, (LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         streams = Streams(torch.device("cuda", gpu.ordinal))
         pages = [[page_map(list(self.pages), BLOCKS, PAGE_BYTES)]]
-        self.copier = GpuCopier.start(pages, Share(0, 1), streams, SimpleNamespace(count=self.counts.append))
+        layers = [each.view(BLOCKS, HEADS, TOKENS, -1) for each in self.pages]
+        strides = PageStrides.of(layers, BLOCKS, HEADS, DIM, torch.bfloat16)
+        link, turned = SimpleNamespace(count=self.counts.append), TurnedPages(ROPE, strides, torch.bfloat16)
+        self.copier = GpuCopier.start(pages, Share(0, 1), streams, link, turned)
         self.slot = Slot(0, CHUNK_BYTES, GENERATION)
         self.plan = PagesPlan([self.slot], len(IDS), 0, IDS, completes=True)
         self.copier.use(arena)
@@ -248,11 +256,12 @@ def test_loads_wait_for_what_was_computed_before(engine: Engine) -> None:
     scatter = engine.copier.loading(engine.arena)
     assert scatter is not None
     failed: list[list[PagesPlan]] = []
-    loads = LoadPlan.of("r", None, [engine.plan])
-    thread = threading.Thread(target=lambda: failed.append(scatter(loads)))
+    loads = LoadPlan.of("r", None, [engine.plan]).pages_of(Share(0, 1))
+    thread = threading.Thread(target=lambda: failed.append(scatter.copy(loads, range(LAYERS))))
     thread.start()
     thread.join(30)
     assert failed == [[]]
+    scatter.close()
     torch.cuda.synchronize()
     found = engine.pages[:, torch.tensor(IDS, device="cuda")].cpu().numpy().tobytes()
     assert found == expected
@@ -267,11 +276,46 @@ def test_a_slot_that_was_taken_away_is_reported(engine: Engine) -> None:
     assert scatter is not None
     engine.arena.generations[0] = GENERATION + 1
     results: list[list[PagesPlan]] = []
-    thread = threading.Thread(target=lambda: results.append(scatter(LoadPlan.of("r", None, [engine.plan]))))
+    thread = threading.Thread(target=lambda: results.append(scatter.copy([engine.plan], range(LAYERS))))
     thread.start()
     thread.join(30)
     assert results == [[engine.plan]]
+    scatter.close()
     assert engine.copier.begin(engine.arena, [engine.plan]) == []
+
+
+def test_tokens_at_other_positions_are_turned_behind_what_was_computed_before(engine: Engine) -> None:
+    """Of two heads, 16 tokens to a page, half of each key without a position."""
+    engine.begin()
+    source = torch.randn((LAYERS, BLOCKS, HEADS, TOKENS, 2 * DIM), dtype=torch.bfloat16, device="cuda")
+    engine.pages.copy_(source.view(torch.uint8).view(engine.pages.shape))
+    assert engine.finish([range(LAYERS)]).wait(20)
+    torch.cuda._sleep(LONG)
+    engine.pages.zero_()
+    first, target, count, shift, blocks = 5, 21, 40, -1234, [3, 8, 1, 12]
+    scatter = engine.copier.loading(engine.arena)
+    assert scatter is not None
+    moved = msgspec.structs.replace(engine.plan, block_ids=blocks, moved=MovedTokens(first, target, count, shift))
+    failed: list[list[PagesPlan]] = []
+    thread = threading.Thread(target=lambda: failed.append(scatter.copy([moved], range(LAYERS))))
+    thread.start()
+    thread.join(30)
+    assert failed == [[]]
+    scatter.close()
+    torch.cuda.synchronize()
+    ids = torch.tensor(IDS, device="cuda")
+    tokens = source[:, ids].transpose(2, 3).reshape(LAYERS, -1, HEADS, 2 * DIM)[:, first : first + count].float()
+    pairs = len(ROPE.frequencies)
+    angles = torch.tensor(ROPE.angles(shift), device="cuda")
+    x, y = tokens[..., :pairs].clone(), tokens[..., pairs : 2 * pairs].clone()
+    tokens[..., :pairs] = x * angles.cos() - y * angles.sin()
+    tokens[..., pairs : 2 * pairs] = y * angles.cos() + x * angles.sin()
+    expected = torch.zeros_like(source)
+    for at in range(count):
+        block, token = blocks[(target + at) // TOKENS], (target + at) % TOKENS
+        expected[:, block, :, token] = tokens[:, at].bfloat16()
+    found = engine.pages.view(torch.bfloat16).view(expected.shape)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["gpu", "host"])
