@@ -109,7 +109,7 @@ class SimulatedEngine:
         return len(self._waiting)
 
     def arrive(self, served: Served) -> None:
-        served.in_memory = self._node.in_memory(served.request.keys)
+        served.in_memory = self._node.leading_in_memory(served.request)
         self._on_event()
         self._waiting.append(served)
         if len(self._waiting) <= self._settings.early:
@@ -121,12 +121,12 @@ class SimulatedEngine:
     def _ask(self, served: Served) -> None:
         served.is_asked = True
 
-        def answered(answer: Admitted) -> None:
+        def answered(answer: Admitted, keys: Sequence[bytes]) -> None:
             self._on_event()
             served.answer = answer
-            served.origins = self._node.origins(served.request.keys[: answer.hits])
+            served.origins = self._node.origins(keys)
 
-        self._node.admit(served.name, served.request.keys, answered)
+        self._node.admit(served.name, served.request, answered)
 
     # ---- turns ------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class SimulatedEngine:
             served = self._waiting[at]
             if served.turn_at == math.inf:  # what it finds from now on, it waits for
                 served.turn_at = self._clock.now
-                served.at_turn = self._node.in_memory(served.request.keys)
+                served.at_turn = self._node.leading_in_memory(served.request)
             if not served.is_asked:
                 self._ask(served)
             if served.answer is None:
@@ -225,7 +225,7 @@ class SimulatedEngine:
             each.ended_at = self._clock.now
             self._used -= each.request.tokens + each.request.output
             self._turned -= 1
-            self._node.keep(each.request.more)
+            self._node.keep(each.request)
             self._on_over(each)
 
     def _computed(self, prompt: Served, chunk: int, over: list[Served]) -> None:

@@ -16,9 +16,10 @@ import msgspec
 
 from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.oracle import Belady, Future
-from pdx.bench.sim.requests import Request, Trace
+from pdx.bench.sim.requests import SCOPE, Request, Trace
 from pdx.memory.arena import GRANULE_BYTES, TABLE_BYTES, Arena
 from pdx.store.chunk import Claim
+from pdx.store.content_names import ContentNames
 from pdx.store.policies import by_name
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
@@ -50,16 +51,20 @@ def replay(trace: Trace, policy: str, blocks: int, way: str = REQUEST) -> Kept:
     spare = max(len(request.keys) for request in trace.requests) if way == AFTER else 0
     with tempfile.TemporaryDirectory() as folder, sparse_arena(Path(folder) / "arena", blocks + spare) as arena:
         store = Store(arena, Env(clock), policy=maker)
+        names = ContentNames()
         found = most_bytes = 0
         for number, request in enumerate(trace.requests):
             clock.now = request.at_s
             store.expire()
             if future is not None:
                 future.over(number)
-            hits = _ONE[way](store, request, blocks)
+            hits = _ONE[way](store, names, request, blocks)
             found += min(hits * trace.block_tokens, request.tokens)
             if request.more:
                 _fill(store, request.more)
+            if request.told is not None and request.more_told is not None:
+                names.tell(request.told, request.keys, b"")
+                names.tell(request.more_told, request.more, request.keys[request.whole - 1] if request.whole else b"")
             if future is not None:
                 store.refresh([chunk for key in request.keys for chunk in store.index.of(key)])
             most_bytes = max(most_bytes, store.total_bytes - store.free_bytes)
@@ -74,24 +79,27 @@ def sparse_arena(path: Path, granules: int) -> Arena:
     return Arena(path, nbytes, writable_generations=True)
 
 
-def _request(store: Store, request: Request, blocks: int) -> int:
+def _request(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
     keys = request.keys
-    chunks = [chunk for shards in store.find(keys, 1) for chunk in shards]
-    lease = store.lease(chunks, SESSION, 60.0)
-    slots = store.reserve(_claim(keys[len(chunks) :]))[1]
+    own = found = store.find(keys, 1)
+    if len(own) < request.whole:
+        pieces = names.find(SCOPE, request.ids, 1, lambda key: bool(store.find([key], 1)))
+        found = max(own, store.find([piece.key for piece in pieces], 1), key=len)
+    lease = store.lease([chunk for shards in found for chunk in shards], SESSION, 60.0)
+    slots = store.reserve(_claim(keys[len(own) :]))[1]
     store.release(lease, SESSION)
     store.seal(store.fill(slots, 0, 1, SESSION))
-    return len(chunks)
+    return len(found)
 
 
-def _each(store: Store, request: Request, blocks: int) -> int:
+def _each(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
     count = len(store.find(request.keys, 1))
     for key in reversed(request.keys):
         _come(store, key)
     return count
 
 
-def _after(store: Store, request: Request, blocks: int) -> int:
+def _after(store: Store, names: ContentNames, request: Request, blocks: int) -> int:
     count = len(store.find(request.keys, 1))
     for key in request.keys:
         _come(store, key)
@@ -120,7 +128,7 @@ def _claim(keys: Sequence[bytes]) -> Claim:
     return Claim(keys=keys, nbytes=GRANULE_BYTES, layers=1, owner=SESSION, writers=[SESSION], partial=True)
 
 
-_ONE: dict[str, Callable[[Store, Request, int], int]] = {REQUEST: _request, EACH: _each, AFTER: _after}
+_ONE: dict[str, Callable[[Store, ContentNames, Request, int], int]] = {REQUEST: _request, EACH: _each, AFTER: _after}
 
 
 # ---- sweeps: hit rates by the capacity of a cache, and by the time that chunks are kept ----------

@@ -19,7 +19,7 @@ from pdx.bench.sim.engine import Served, Settings, SimulatedEngine
 from pdx.bench.sim.node import TICK_S, SimulatedNode
 from pdx.bench.sim.oracle import Belady, Future
 from pdx.bench.sim.replay import BELADY
-from pdx.bench.sim.requests import Request, Trace
+from pdx.bench.sim.requests import Request, Trace, leading
 from pdx.bench.sim.routing import Router
 from pdx.bench.sim.tier import Device, ModelledTier
 from pdx.config import StoreChoice
@@ -361,11 +361,9 @@ class _Run:
         names = [HOST, *dict.fromkeys(tier.name for tier in self._tiers)]
         hits: Counter[str] = Counter()
         early = possible = could = did = 0
-        seen: set[bytes] = set()
-        for count, each in enumerate(self._served):
+        bounds = leading(each.request for each in self._served)
+        for count, (each, bound) in enumerate(zip(self._served, bounds, strict=True)):
             request = each.request
-            bound = next((at for at, key in enumerate(request.keys) if key not in seen), len(request.keys))
-            seen.update(request.keys, request.more)
             if count < case.warm_up:
                 continue
             possible += self._tokens(request, 0, bound)
