@@ -37,7 +37,7 @@ BENCHES = {
     "quality": "pdx bench quality",
     "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }
-# Only when they are named: they have no goals.
+# Only when they are named: they take long.
 NAMED = {"proxy": "pdx bench proxy"}
 # Their last results are shown, too: they need a GPU (`python -m pdx.bench.gpu`).
 SHOWN = tuple(f"gpu-{section}" for section in SECTIONS)

@@ -162,8 +162,13 @@ class AsItIs:
         """The first bytes of a stream."""
         return await answer.read_some()
 
+    def at_once(self, events: list[bytes]) -> bytes | None:
+        """What the client is sent of them; None: one of them waits for the prefill engine."""
+        raw = b"".join(events)
+        return raw if self._counts is None or not counts_cached(self._route, raw) else None
+
     async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
-        """Of the client's stream. An event that waits for the prefill engine keeps none before it waiting."""
+        """Likewise, where one waits: it keeps none before it waiting."""
         first = next((at for at, event in enumerate(events) if counts_cached(self._route, event)), 0)
         for part in (events[:first], events[first:]):
             if part:
@@ -276,12 +281,8 @@ class Forwarded(AsItIs):
         finally:
             reading.cancel()
 
-    async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
-        if self.sent is None:
-            async for piece in super().pieces(events):
-                yield piece
-        elif piece := b"".join(map(self.event, events)):
-            yield piece
+    def at_once(self, events: list[bytes]) -> bytes | None:
+        return super().at_once(events) if self.sent is None else b"".join(map(self.event, events))
 
     def event(self, event: bytes) -> bytes:
         """As the client is sent it; b"": it has it already. :raises FirstTokenDiffers: see there."""
@@ -331,10 +332,11 @@ class Forwarded(AsItIs):
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> None:
     exchange.reply.pass_on(answer.headers)
     splitter = sse.EventSplitter()
-    is_first = True
+    is_first, has_token = True, False
     chunk = await shape.first(exchange, answer)
-    while chunk:
+    if chunk:
         exchange.mark(Event.DECODE_FIRST, answer.engine)
+    while chunk:
         try:
             events = splitter.feed(chunk)
         except ProtocolError as error:
@@ -343,7 +345,8 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             if is_first:
                 _check_first(answer, events[0])
             is_first = False
-            if not sse.is_empty(events[-1]):
+            if not has_token and not sse.is_empty(events[-1]):
+                has_token = True
                 exchange.first_token(answer.engine, streams=True)
             await _pass_on(exchange, events, shape)
         chunk = b"" if exchange.answered else await answer.read_some()
@@ -372,7 +375,15 @@ def _check_first(answer: Answer, event: bytes) -> None:
 async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs) -> None:
     """Those up to the one that ends the stream, behind which nothing matters."""
     is_last = sse.is_done if exchange.route.last_event is None else exchange.route.last_event.match
-    end = next((index for index, event in enumerate(events, 1) if is_last(event)), None)
-    async for piece in shape.pieces(events[:end]):
-        await exchange.reply.write(piece)
-    exchange.answered = end is not None
+    ends = False
+    for count, event in enumerate(events, 1):
+        if is_last(event):
+            events, ends = events[:count], True
+            break
+    found = shape.at_once(events)
+    if found:
+        await exchange.reply.write(found)
+    elif found is None:
+        async for piece in shape.pieces(events):
+            await exchange.reply.write(piece)
+    exchange.answered = ends

@@ -142,23 +142,25 @@ class Answer:
     async def read_some(self) -> bytes:
         """The next bytes, b"" at the end. :raises LegFailed: the engine went away."""
         assert self._content is not None
-        if self.use is not None:
+        use = self.use
+        if use is not None:
             self.since = self._health.clock()
         self.waits_for_engine = True
         try:
             found = await self._content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise failed(Reason.RESET, self.engine, type(error).__name__) from error
-        if self.use is None:
+        if use is None:
             return found
         self.since = self._health.clock()
         self.waits_for_engine = False
         self.limit_s = self._idle_s
         if found:
-            self.use.answered(self.began_at, self.since, is_served=self.status == HTTPStatus.OK)
-            self.use.record.heard_at = self.since
-            if self.use.is_trial and self.is_stream:
-                self._health.proved(self.use)
+            use.record.heard_at = self.since
+            if use.work is not NO_WORK:
+                use.answered(self.began_at, self.since, is_served=self.status == HTTPStatus.OK)
+            if use.is_trial and self.is_stream:
+                self._health.proved(use)
         return found
 
     async def drain(self) -> None:

@@ -33,6 +33,8 @@ class EventSplitter:
         :raises ProtocolError: an event never ends.
         """
         if not self._pending and chunk.endswith(_BLANK) and not chunk.endswith(b"\n\n\n") and b"\r" not in chunk:
+            if chunk.find(_BLANK) == len(chunk) - len(_BLANK):  # not copied
+                return [chunk]
             return [each + _BLANK for each in chunk[: -len(_BLANK)].split(_BLANK)]  # as nearly always
         self._pending += chunk
         events: list[bytes] = []

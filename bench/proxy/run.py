@@ -16,7 +16,7 @@ import aiohttp
 from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import Answer, AskFailed, ask, at_once, completion, session
 from pdx.bench.harness.commands import Step
-from pdx.bench.harness.report import Figure, plain, significant
+from pdx.bench.harness.report import Figure, at_most, plain, significant
 from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds, spread_ms
 from pdx.bench.proxy.stage import Front, Stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 FORWARD, SAMPLED = "forward", "sampled"
 MODES = (FORWARD, SAMPLED)
-DIRECT, PROXY = "direct", "proxy"
-TURNS = 8  # of each way, so that what comes and goes on the machine falls on all of them …
-BLOCKS = (DIRECT, PROXY, PROXY, DIRECT) * (TURNS // 2)  # … and so does what follows what
+DIRECT, PROXY, EXAMPLE = "direct", "proxy", "example"
+TURNS = 8  # of each way, so that what comes and goes on the machine falls on all of them
+REQUEST_MS, EVENT_US, OF_EXAMPLE = 1.5, 60.0, 0.5  # goals: CPU of the proxy, or so much of the example's
 BUSY = 0.9  # of the machine's cores: from here on it is full
 AT_ONCE = Pace(0.0, 0.0)
 PATHS = {FORWARD: "/v1/completions", SAMPLED: "/v1/chat/completions"}  # what the modes are for
@@ -62,7 +62,7 @@ class Way:
     engine_cores: float
     machine_cores: float  # of all processes on it
     cpu_ms: float  # of the proxy, per request
-    exposed: Spread | None  # from the prefill leg's end to the first token; None: there is no such leg
+    exposed: Spread | None  # from the prefill leg's end to the first token; None: not known
 
     @property
     def is_full(self) -> bool:
@@ -82,6 +82,7 @@ class Row:
     requests: int  # each way
     direct: Way
     proxy: Way
+    example: Way | None  # vLLM's
     added_ttft_p50_ms: float  # differences of the two ways' figures
     added_ttft_p99_ms: float
     added_itl_p50_ms: float
@@ -105,7 +106,7 @@ class _Load:
         self._case = case
         self._numbers = itertools.count()
         self._text = "".join(random.Random(0).choices("abcdefgh ", k=2 * case.prompt_tokens))
-        self._fronts = {DIRECT: None, PROXY: stage.proxy}
+        self._fronts = {DIRECT: None, PROXY: stage.proxy} | ({EXAMPLE: stage.example} if stage.example else {})
         self._answers: dict[str, list[Answer]] = {way: [] for way in self._fronts}
         self._spent = {way: _Spent() for way in self._fronts}
         self._ended: dict[str, float] = {}  # by request id, when its prefill leg ended
@@ -118,11 +119,12 @@ class _Load:
                     assert response.status == 200
             for front in self._fronts.values():  # code is warm; each request comes on a connection of its own
                 await self._block(http, front, min(case.concurrency, case.in_block))
-            for way in BLOCKS:
-                front = self._fronts[way]
-                before = _Spent.now(stage, front)
-                self._answers[way] += await self._block(http, front, case.in_block)
-                self._spent[way].add(before, _Spent.now(stage, front))
+            for turn in range(TURNS):
+                ways = list(self._fronts.items())
+                for way, front in ways if turn % 2 else reversed(ways):
+                    before = _Spent.now(stage, front)
+                    self._answers[way] += await self._block(http, front, case.in_block)
+                    self._spent[way].add(before, _Spent.now(stage, front))
             async with http.get(f"{stage.prefill_url}/ended", raise_for_status=True) as response:
                 self._ended = await response.json()
             await self._check(http)
@@ -154,7 +156,7 @@ class _Load:
         for way, front in self._fronts.items():
             if texts[way] != texts[DIRECT] or len(texts[DIRECT]) != 1:
                 raise RuntimeError(f"an answer through the proxy ({way}) is not the engine's")
-            if front is not None:
+            if front is not None and front.admin_url:
                 await self._check_mode(http, front, self._answers[way][-1].transfer)
 
     async def _check_mode(self, http: aiohttp.ClientSession, front: Front, transfer: str) -> None:
@@ -177,7 +179,8 @@ class _Load:
 
     def _way(self, way: str) -> Way:
         answers = self._answers[way]
-        exposed = None if way == DIRECT else spread_ms([self._exposed_ms(answer) for answer in answers])
+        has_legs = way not in (DIRECT, EXAMPLE)  # the example's have names of their own
+        exposed = spread_ms([self._exposed_ms(answer) for answer in answers]) if has_legs else None
         return self._spent[way].way(answers, exposed)
 
     def _row(self) -> Row:
@@ -188,6 +191,7 @@ class _Load:
             **asdict(case) | {"requests": len(self._answers[PROXY])},
             direct=direct,
             proxy=proxy,
+            example=ways.get(EXAMPLE),
             added_ttft_p50_ms=round(proxy.ttft.p50_ms - direct.ttft.p50_ms, 3),
             added_ttft_p99_ms=round(proxy.ttft.p99_ms - direct.ttft.p99_ms, 3),
             added_itl_p50_ms=round(proxy.itl.p50_ms - direct.itl.p50_ms, 3),
@@ -247,40 +251,33 @@ def steps_of(
     tokens: Sequence[int],
     requests: int,
 ) -> list[Step]:
-    """Each case at the engines' pace, with the most tokens; then engines that answer at once, with the most clients."""
-    paced = [
-        Case(mode, count, length, max(tokens), requests)
+    """Each case at the engines' pace, with the most tokens, and with the fewest for the cost of a token that comes
+    alone; then engines that answer at once, with the most clients, whose tokens come together."""
+    alone = sorted(concurrency)[len(concurrency) // 2]
+    at_pace = [(count, max(tokens)) for count in concurrency] + [(alone, each) for each in tokens if each < max(tokens)]
+    cases = [
+        (Case(mode, count, length, most, requests), is_saturated)
+        for is_saturated, kinds in ((False, at_pace), (True, [(max(concurrency), each) for each in tokens]))
         for mode in modes
         for length in prompt_tokens
-        for count in concurrency
+        for count, most in kinds
     ]
-    at_once = [
-        Case(mode, max(concurrency), length, count, requests)
-        for mode in modes
-        for length in prompt_tokens
-        for count in tokens
-    ]
-    saturated: dict[tuple[str, int], list[Row]] = {}  # by mode and prompt length, in the order of `tokens`
+    rows: dict[tuple[str, int, int, bool], list[Row]] = {}  # those that differ in their tokens alone
 
-    def pace(case: Case) -> list[Figure]:
-        row = measure(stage, case)
-        run.details["rows"].append({"is_saturated": False, **asdict(row)})
-        return figures(row)
-
-    def saturate(case: Case) -> list[Figure]:
-        row = measure(stage, case, is_saturated=True)
-        run.details["rows"].append({"is_saturated": True, **asdict(row)})
-        rows = saturated.setdefault((case.mode, case.prompt_tokens), [])
-        rows.append(row)
-        found = saturated_figures(row)
-        if case.tokens == tokens[-1] and len(rows) > 1:
-            fewest, *_, most = sorted(rows, key=lambda row: row.tokens)
-            found += cost_figures(fewest, most)
+    def step(case: Case, *, is_saturated: bool) -> list[Figure]:
+        row = measure(stage, case, is_saturated=is_saturated)
+        run.details["rows"].append({"is_saturated": is_saturated, **asdict(row)})
+        alike = rows.setdefault((case.mode, case.prompt_tokens, case.concurrency, is_saturated), [])
+        alike.append(row)
+        found = saturated_figures(row) if is_saturated else figures(row)
+        if len(alike) == len(set(tokens)) > 1:
+            fewest, *_, most = sorted(alike, key=lambda row: row.tokens)
+            found += cost_figures(fewest, most, "together" if is_saturated else "alone")
         return found
 
     return [
-        *(Step(words(case), partial(pace, case)) for case in paced),
-        *(Step(f"{words(case)}, saturated", partial(saturate, case)) for case in at_once),
+        Step(words(case) + (", saturated" if is_saturated else ""), partial(step, case, is_saturated=is_saturated))
+        for case, is_saturated in cases
     ]
 
 
@@ -311,15 +308,26 @@ def saturated_figures(row: Row) -> list[Figure]:
     ]
 
 
-def cost_figures(fewer: Row, more: Row) -> list[Figure]:
-    """CPU time of the proxy, from two saturated rows that differ in their tokens (which often come together)."""
-    per_token = (more.proxy.cpu_ms - fewer.proxy.cpu_ms) / (more.tokens - fewer.tokens)
-    name = f"{more.mode}, prompts of {more.prompt_tokens:,}"
-    without = fewer.proxy.cpu_ms - per_token * fewer.tokens
-    return [
-        plain(f"{name}: CPU of the proxy per request, without its tokens", without, "ms"),
-        plain(f"{name}: CPU of the proxy per token", per_token * 1e3, "µs"),
+def cost_figures(fewer: Row, more: Row, come: str) -> list[Figure]:
+    """CPU time of the proxy and of vLLM's example, from two rows that differ in their tokens. `come`: how these do."""
+    name = f"{more.mode}, prompts of {more.prompt_tokens:,}, tokens {come}"
+    token_us, request_ms = _cost(fewer.proxy, more.proxy, fewer.tokens, more.tokens)
+    found = [
+        at_most(f"{name}: CPU of the proxy per request, without its tokens", request_ms, "ms", REQUEST_MS),
+        at_most(f"{name}: CPU of the proxy per token", token_us, "µs", EVENT_US),
     ]
+    if fewer.example is not None and more.example is not None:
+        theirs_us, theirs_ms = _cost(fewer.example, more.example, fewer.tokens, more.tokens)
+        for what, here, theirs in (("request", request_ms, theirs_ms), ("token", token_us, theirs_us)):
+            note = f"{here:.3g} / {theirs:.3g} {'ms' if what == 'request' else 'µs'}"
+            found.append(at_most(f"{name}: CPU per {what}, of the example's", here / theirs, "", OF_EXAMPLE, note))
+    return found
+
+
+def _cost(fewer: Way, more: Way, fewer_tokens: int, more_tokens: int) -> tuple[float, float]:
+    """µs of a token, ms of a request without any."""
+    token_ms = (more.cpu_ms - fewer.cpu_ms) / (more_tokens - fewer_tokens)
+    return token_ms * 1e3, fewer.cpu_ms - token_ms * fewer_tokens
 
 
 def words(case: Case | Row) -> str:

@@ -1,8 +1,12 @@
-"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own, and a node that reports them."""
+"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own, and a node that reports them.
+
+Beside that proxy vLLM's example, if what it is made of is installed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 import tempfile
@@ -26,6 +30,8 @@ START_S = 60.0
 LOOK_S = 0.05
 _LOOKS = 4
 REPORT_S = 1.0
+_EXAMPLE = "pdx.bench.proxy.example_proxy"
+_EXAMPLE_NEEDS = ("fastapi", "httpx", "uvicorn")  # they come with vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class Front:
     """A proxy: where it listens, and who it is."""
 
     url: str
-    admin_url: str
+    admin_url: str  # empty: it is not PDX's
     pid: int
 
 
@@ -46,6 +52,7 @@ class Stage:
     decode_url: str
     engine_pids: tuple[int, int]
     proxy: Front
+    example: Front | None = None
     shared: Front | None = None  # by several workers; `pid` is that of the process that started them
 
 
@@ -61,7 +68,7 @@ def stage(pace: Pace, *, workers: int = 0) -> Iterator[Stage]:
         tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder,
         contextlib.closing(Servers(Path(folder))) as servers,
     ):
-        ports = free_ports(6)
+        ports = free_ports(7)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
         engines = [
@@ -82,14 +89,19 @@ def stage(pace: Pace, *, workers: int = 0) -> Iterator[Stage]:
             options += alone if name != "shared" else ["--workers", str(workers)]
             proxies.append(_python("pdx.cli.main", name, urls[at], "proxy", *options, "--debug-headers"))
         servers.start(engines, START_S)
+        has_example = all(importlib.util.find_spec(name) for name in _EXAMPLE_NEEDS)
+        if has_example:
+            options = [f"--port={ports[6]}", "--prefill", urls[0], "--decode", urls[1]]
+            proxies.append(_python(_EXAMPLE, "example", urls[6], *options))
         servers.start(proxies, START_S)
+        example = Front(urls[6], "", servers.pid("example")) if has_example else None
         fronts = {name: Front(urls[at], urls[at + 1], servers.pid(name)) for name, at in ways.items()}
         with _reported(controls, urls[0], urls[1]):
             for name, front in fronts.items():
                 for _ in range(_LOOKS * workers if name == "shared" else 1):  # connections, of any worker
                     _wait_for_nodes(front.url)
             pids = servers.pid("prefill"), servers.pid("decode")
-            yield Stage(pace, urls[0], urls[1], pids, fronts["proxy"], fronts.get("shared"))
+            yield Stage(pace, urls[0], urls[1], pids, fronts["proxy"], example, fronts.get("shared"))
 
 
 def _python(module: str, name: str, url: str, *options: str) -> Command:

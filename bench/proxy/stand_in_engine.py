@@ -22,6 +22,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -135,12 +136,16 @@ class StandInEngine:
         }
         limit = body.get("max_tokens") or DEFAULT_TOKENS
         params = body.get("kv_transfer_params") or {}
+        told = None
+        if params.get("do_remote_decode") and "transfer_id" not in params:  # of a router that was made for NIXL
+            params["transfer_id"] = uuid.uuid4().hex
+            told = {"do_remote_prefill": True, "transfer_id": params["transfer_id"], "prefill_tokens": len(prompt)}
         tokens = self._each_token(came_at, params, len(prompt), is_text=isinstance(given, str))
         if body.get("stream"):
             return await _stream(request, head, body, prompt, limit, tokens)
         for _ in range(limit):
             await anext(tokens)
-        response = web.json_response(_whole(head, body, prompt, limit))
+        response = web.json_response({**_whole(head, body, prompt, limit), "kv_transfer_params": told})
         if params.get("do_remote_decode"):
             self._ended[request.headers.get("X-Request-Id", "")] = time.monotonic()
             # A decode engine's first step takes longer than this answer, a stand-in's no time: its KV comes last.
@@ -220,7 +225,7 @@ def _whole(head: dict[str, Any], body: dict[str, Any], prompt: list[int], limit:
         "token_ids": [FIRST_TOKEN + at for at in positions] if wants_ids else None,
         "prompt_token_ids": prompt if wants_ids else None,
     }
-    return {**head, "choices": [choice], "usage": _usage(prompt, limit), "kv_transfer_params": None}
+    return {**head, "choices": [choice], "usage": _usage(prompt, limit)}
 
 
 async def _stream(

@@ -53,14 +53,15 @@ def test_a_small_run_has_every_figure(place: Path) -> None:
     paced = [row for row in details["rows"] if not row["is_saturated"]]
     saturated = [row for row in details["rows"] if row["is_saturated"]]
     kinds = [[(row["mode"], row["concurrency"], row["tokens"]) for row in rows] for rows in (paced, saturated)]
-    assert kinds[0] == [("forward", 1, 6), ("forward", 3, 6), ("sampled", 1, 6), ("sampled", 3, 6)]
+    assert kinds[0] == [(mode, *each) for mode in ("forward", "sampled") for each in ((1, 6), (3, 6), (3, 2))]
     assert kinds[1] == [("forward", 3, 2), ("forward", 3, 6), ("sampled", 3, 2), ("sampled", 3, 6)]
     for row in details["rows"]:
         assert row["requests"] >= 4
         assert row["proxy"]["cpu_ms"] > 0
-        assert row["direct"]["exposed"] is None
+        assert row["example"]["cpu_ms"] > 0
+        assert row["direct"]["exposed"] is row["example"]["exposed"] is None
         check_spread(row["proxy"]["exposed"])
-        for way in (row["direct"], row["proxy"]):
+        for way in (row["direct"], row["proxy"], row["example"]):
             check_spread(way["ttft"])
             check_spread(way["itl"])
             assert way["itl"]["count"] == row["requests"] * (row["tokens"] - 1)
@@ -74,7 +75,7 @@ def test_a_small_run_has_every_figure(place: Path) -> None:
         assert row["direct"]["ttft"]["p50_ms"] >= PACE.first_ms
         # Each request's first token comes after its prefill leg's end, and that end after `first_ms`.
         assert row["proxy"]["exposed"]["p50_ms"] <= row["proxy"]["ttft"]["p50_ms"] - PACE.first_ms
-    assert len(found["figures"]) == 7 * 4 + 2 * 4 + 2 * 2
+    assert len(found["figures"]) == 7 * 6 + 2 * 4 + 4 * 4
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,10 @@ def test_a_stand_in_says_the_same_streamed_whole_and_in_two_legs() -> None:
         assert len(first["prompt_token_ids"]) == 7
         rest = await whole(http, url, prompt=[*first["prompt_token_ids"], *first["token_ids"]], max_tokens=4)
         assert first["text"] + rest["choices"][0]["text"] == streamed.text
+        routed = await whole(http, url, prompt=prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        told = routed["kv_transfer_params"]  # of a router that names no transfer, as vLLM's example
+        assert told.pop("transfer_id")
+        assert told == {"do_remote_prefill": True, "prefill_tokens": 7}
 
     with_engine(work)
 
@@ -242,9 +247,12 @@ def test_another_answer_and_another_mode_are_noticed(place: Path) -> None:
 
 def test_the_cost_of_a_token_is_what_more_tokens_take() -> None:
     way = Way(Spread(1, 1, 1), Spread(1, 1, 1), 1, 1, 1, 1, 1, cpu_ms=1.4, exposed=None)
-    fewer = Row("forward", 1, 10, 4, 1, way, way, 0, 0, 0, 0, is_machine_full=False)
-    request, token = cost_figures(fewer, replace(fewer, tokens=24, proxy=replace(way, cpu_ms=3.4)))
-    assert (request.value, token.value) == (pytest.approx(1.0), pytest.approx(100.0))
+    fewer = Row("forward", 1, 10, 4, 1, way, way, way, 0, 0, 0, 0, is_machine_full=False)
+    more = replace(fewer, tokens=24, proxy=replace(way, cpu_ms=3.4), example=replace(way, cpu_ms=6.4))
+    found = cost_figures(fewer, more, "alone")
+    assert [each.value for each in found] == [pytest.approx(each) for each in (1.0, 100.0, 2.5, 0.4)]
+    assert [each.is_met for each in found] == [True, False, False, True]
+    assert len(cost_figures(replace(fewer, example=None), more, "alone")) == 2
 
 
 def test_the_cost_of_a_token_is_told_once_from_the_fewest_and_the_most(monkeypatch) -> None:
@@ -252,13 +260,13 @@ def test_the_cost_of_a_token_is_told_once_from_the_fewest_and_the_most(monkeypat
 
     def measured(_stage: Any, case: Case, *, is_saturated: bool = False) -> Row:
         spent = replace(way, cpu_ms={4: 1.4, 14: 9.0, 24: 3.4}[case.tokens])
-        return Row(case.mode, 1, 10, case.tokens, 1, way, spent, 0, 0, 0, 0, is_machine_full=False)
+        return Row(case.mode, 1, 10, case.tokens, 1, way, spent, None, 0, 0, 0, 0, is_machine_full=False)
 
     monkeypatch.setattr(proxy_run, "measure", measured)
     run: Any = SimpleNamespace(details={"rows": []})
     asked = {"modes": ["forward"], "concurrency": [1], "prompt_tokens": [10], "tokens": [4, 24, 14], "requests": 1}
     found = [figure for step in proxy_run.steps_of(run, None, **asked) for figure in step.call()]  # type: ignore[arg-type]
-    assert [each.value for each in found if "per token" in each.name] == [pytest.approx(100.0)]
+    assert [each.value for each in found if "per token" in each.name] == [pytest.approx(100.0)] * 2
     assert len({each.name for each in found}) == len(found)
 
 
