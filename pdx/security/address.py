@@ -145,6 +145,15 @@ def tcp_endpoint(address: str) -> tuple[str, int]:
     return str(host), port
 
 
+def by_name(address: str, bound: str) -> bool:
+    """Whether an address names the host of `bound`, an address that is listened at, rather than its IP address. The
+    name is not looked up."""
+    if "ipc:" in (address[:4], bound[:4]):
+        return False
+    (host, port), (_, bound_port) = _endpoint(address), _endpoint(bound)
+    return isinstance(host, str) and port == bound_port
+
+
 def needs_ipv6(address: str) -> bool:
     """Whether ZMQ has to be told to use IPv6 for it."""
     return address.startswith("tcp://[")

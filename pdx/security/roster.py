@@ -35,7 +35,7 @@ from msgspec import Meta
 
 from pdx.config import check_name
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.security.address import check_address
+from pdx.security.address import by_name, check_address
 from pdx.security.curve_keys import KeyPair, check_key, secure_client
 from pdx.security.reread import Reread
 from pdx.wire.proxy import PeerEntry
@@ -207,9 +207,15 @@ class Roster:
             return f"{self._path} does not name this node, {name!r}: peers with that roster turn it down"
         if entry.key and entry.key != public_key:
             raise ConfigError(f"roster {self._path}: {name!r} has another key than this node; see --keys")
-        if entry.address != address:
+        if self.told(name, address) != entry.address:
             return f"{self._path} says that this node is at {entry.address}, but it listens at {address}"
         return ""
+
+    def told(self, name: str, bound: str) -> str:
+        """The address that the node `name`, which listens at `bound`, tells of itself: the file's, if that has its
+        host's name."""
+        entry = self.node(name)
+        return entry.address if entry is not None and by_name(entry.address, bound) else bound
 
     def admits_name(self, name: str) -> bool:
         """Whether a node of that name may dial; without a file, any that can reach the socket."""

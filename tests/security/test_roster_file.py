@@ -244,6 +244,15 @@ def test_a_node_that_the_roster_does_not_name_or_names_elsewhere_is_warned(own_r
     assert "listens at tcp://10.0.0.1:7701" in own_roster.check_self("alpha", KEYS[0], "tcp://10.0.0.1:7701")
 
 
+def test_a_node_whose_host_the_roster_has_by_name_tells_that_name(write):
+    """A node listens at an IP address. What it told once, that address, no other node or proxy believed."""
+    roster = Roster(write(entry("nodes.alpha", "tcp://alpha.pods.svc:7700")), has_keys=True)
+    assert roster.told("alpha", "tcp://10.0.0.7:7700") == "tcp://alpha.pods.svc:7700"
+    assert roster.check_self("alpha", KEYS[0], "tcp://10.0.0.7:7700") == ""
+    assert roster.told("alpha", "tcp://10.0.0.7:7701") == "tcp://10.0.0.7:7701"
+    assert roster.told("beta", "tcp://10.0.0.7:7700") == "tcp://10.0.0.7:7700"
+
+
 # ---- readers of events ---------------------------------------------------------------------------
 
 

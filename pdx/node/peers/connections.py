@@ -94,6 +94,7 @@ class Connections:
         self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
         self._rivals: dict[str, _Rival] = {}
         self._epochs = Epochs()
+        self._name = node_name(config)
         self._peer_socket: PeerSocket | None = None
         if context is not None:
             self._peer_socket = PeerSocket(
@@ -106,7 +107,7 @@ class Connections:
                 counters=env.counters,
             )
             try:
-                warning = self.roster.check_self(node_name(config), self.public_key, self.address)
+                warning = self.roster.check_self(self._name, self.public_key, self._peer_socket.address)
             except ConfigError:
                 self._peer_socket.close()
                 raise
@@ -117,8 +118,8 @@ class Connections:
 
     @property
     def address(self) -> str:
-        """Where peers reach this node, as bound; empty: nowhere."""
-        return self._peer_socket.address if self._peer_socket is not None else ""
+        """Where peers reach this node; empty: nowhere."""
+        return self.roster.told(self._name, self._peer_socket.address) if self._peer_socket is not None else ""
 
     @property
     def _listening(self) -> PeerSocket:

@@ -1,0 +1,178 @@
+{{- define "pdx.name" -}}{{ .Release.Name }}{{- end -}}
+
+{{- define "pdx.labels" -}}
+app.kubernetes.io/name: pdx
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{- /* Of (dict "root" $ "part" "proxy"). */ -}}
+{{- define "pdx.selector" -}}
+app.kubernetes.io/name: pdx
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .part }}
+{{- end -}}
+
+{{- /* The name of a pod of a StatefulSet by DNS: (dict "root" $ "part" … "number" …). Hosts are compared as written. */ -}}
+{{- define "pdx.host" -}}
+{{ include "pdx.name" .root }}-{{ .part }}-{{ .number }}.{{ include "pdx.name" .root }}-{{ .part }}.{{ .root.Release.Namespace }}.svc
+{{- end -}}
+
+{{- /* An IP address before a port: (dict "root" $ "ip" …). */ -}}
+{{- define "pdx.ip" -}}{{ ternary (printf "[%s]" .ip) .ip .root.Values.ipv6 }}{{- end -}}
+
+{{- define "pdx.proxies" -}}
+{{- $all := list -}}
+{{- range $number := until (int .Values.proxy.replicas) -}}
+{{- $all = append $all (printf "tcp://%s:7600" (include "pdx.host" (dict "root" $ "part" "proxy" "number" $number))) -}}
+{{- end -}}
+{{ join "," $all }}
+{{- end -}}
+
+{{- define "pdx.key" -}}
+{{ required (printf "keys: no public key of %s; deploy/keys.sh makes them" .name) (get .root.Values.keys .name) }}
+{{- end -}}
+
+{{- define "pdx.podSecurity" -}}
+runAsUser: {{ .Values.user }}
+runAsGroup: {{ .Values.user }}
+fsGroup: {{ .Values.user }}
+runAsNonRoot: true
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "pdx.security" -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "pdx.podIdentity" -}}
+- {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+- {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+{{- end -}}
+
+{{- define "pdx.nodeContainer" -}}
+{{- $name := ternary "$(HOST_NAME)" "$(POD_NAME)" (eq .Values.shape "host") -}}
+{{- $ip := include "pdx.ip" (dict "root" . "ip" (ternary "$(HOST_IP)" "$(POD_IP)" (eq .Values.shape "host"))) -}}
+name: node
+image: {{ .Values.images.node }}
+imagePullPolicy: {{ .Values.images.pullPolicy }}
+args:
+  - node
+  - --name={{ $name }}
+  - --listen=tcp://{{ $ip }}:7700
+  - --keys=/etc/pdx/key/key_secret
+  - --roster=/etc/pdx/roster/roster.toml
+  - --proxy={{ include "pdx.proxies" . }}
+  - --arena={{ .Values.arenaGiB }}GiB
+  - --metrics={{ $ip }}:9100
+{{- if or .Values.disk.size .Values.disk.hostPath }}
+  - --disk=/var/lib/pdx/chunks
+{{- with .Values.disk.limit }}
+  - --disk-limit={{ . }}
+{{- end }}
+{{- end }}
+{{- with .Values.nodeArgs }}
+{{ toYaml . | indent 2 }}
+{{- end }}
+env:
+{{- if eq .Values.shape "host" }}
+  - {name: HOST_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+  - {name: HOST_IP, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}
+{{- else }}
+{{ include "pdx.podIdentity" . | indent 2 }}
+{{- end }}
+ports:
+  - {name: node, containerPort: 7700}
+  - {name: metrics, containerPort: 9100}
+readinessProbe:
+  exec: {command: [pdx, node, --status]}
+  periodSeconds: 10
+  timeoutSeconds: 5
+livenessProbe:
+  exec: {command: [pdx, node, --status]}
+  initialDelaySeconds: 60
+  periodSeconds: 30
+  timeoutSeconds: 20
+  failureThreshold: 4
+resources:
+{{- $resources := deepCopy .Values.nodeResources }}
+{{- $memory := printf "%dGi" (add 2 (int .Values.arenaGiB)) }}
+{{ toYaml (merge $resources (dict "requests" (dict "memory" $memory) "limits" (dict "memory" $memory))) | indent 2 }}
+securityContext:
+  readOnlyRootFilesystem: true
+{{ include "pdx.security" . | indent 2 }}
+volumeMounts:
+  - {name: run, mountPath: /run/pdx}
+  - {name: shm, mountPath: /dev/shm}
+  - {name: roster, mountPath: /etc/pdx/roster, readOnly: true}
+  - name: keys
+    mountPath: /etc/pdx/key/key_secret
+    subPathExpr: {{ $name }}.key_secret
+    readOnly: true
+{{- if or .Values.disk.size .Values.disk.hostPath }}
+  - {name: chunks, mountPath: /var/lib/pdx}
+{{- end }}
+{{- end -}}
+
+{{- /* Of (dict "root" $ "part" "prefill" "engine" {…}). */ -}}
+{{- define "pdx.engineContainer" -}}
+{{- $host := ternary (include "pdx.ip" (dict "root" .root "ip" "$(HOST_IP)")) (printf "$(POD_NAME).%s-%s.%s.svc" (include "pdx.name" .root) .part .root.Release.Namespace) (eq .root.Values.shape "host") -}}
+name: engine
+image: {{ .root.Values.images.engine }}
+imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+args:
+  - {{ .engine.role }}
+  - {{ required "model: which one?" .root.Values.model }}
+  - --no-start-node
+  - --url=http://{{ $host }}:{{ .engine.port }}
+  - {{ ternary "--host=::" "--host=0.0.0.0" .root.Values.ipv6 | quote }}
+  - --port={{ .engine.port }}
+{{- with .engine.flags }}
+{{ toYaml . | indent 2 }}
+{{- end }}
+env:
+{{ include "pdx.podIdentity" .root | indent 2 }}
+  - {name: HOST_IP, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}
+{{- with .root.Values.engineEnvFrom }}
+envFrom:
+{{ toYaml . | indent 2 }}
+{{- end }}
+ports:
+  - {name: http, containerPort: {{ .engine.port }}}
+startupProbe:
+  httpGet: {path: /health, port: http}
+  periodSeconds: 10
+  failureThreshold: 180
+readinessProbe:
+  httpGet: {path: /health, port: http}
+  periodSeconds: 10
+resources:
+{{- $resources := deepCopy .engine.resources }}
+{{- $gpus := ternary (dict "limits" (dict "nvidia.com/gpu" .engine.gpus)) (dict) (gt (int .engine.gpus) 0) }}
+{{ toYaml (merge $resources $gpus) | indent 2 }}
+securityContext:
+{{ include "pdx.security" .root | indent 2 }}
+volumeMounts:
+  - {name: run, mountPath: /run/pdx}
+  - {name: shm, mountPath: /dev/shm}
+{{- if .root.Values.modelCache }}
+  - {name: models, mountPath: /tmp/.cache/huggingface}
+{{- end }}
+{{- end -}}
+
+{{- define "pdx.nodeVolumes" -}}
+{{- if eq .Values.shape "host" }}
+- {name: run, hostPath: {path: /run/pdx, type: DirectoryOrCreate}}
+- {name: shm, hostPath: {path: /dev/shm, type: Directory}}
+{{- with .Values.disk.hostPath }}
+- {name: chunks, hostPath: {path: {{ . }}, type: DirectoryOrCreate}}
+{{- end }}
+{{- else }}
+- {name: run, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ add 1 (int .Values.arenaGiB) }}Gi}}
+{{- end }}
+- {name: roster, configMap: {name: {{ include "pdx.name" . }}-roster}}
+- {name: keys, secret: {secretName: {{ .Values.keysSecret }}, defaultMode: 0440}}
+{{- end -}}
