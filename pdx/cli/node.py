@@ -155,9 +155,12 @@ def end_node(address: str, *, force: bool, timeout_s: float = TIMEOUT_S) -> str:
             raise NodeError(
                 f"engines are attached to the node at {address}: {_listed(engines)}; --force ends it anyway"
             )
-        pidfd = os.pidfd_open(status.pid)
+        pidfd = node.pidfd()
     try:
-        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        except OSError as error:
+            raise NodeError(f"the node is out of reach of signals from here; end it where it runs ({error})") from error
         if not select.select([pidfd], [], [], timeout_s)[0]:
             raise NodeError(f"process {status.pid} has not ended within {timeout_s:g} s; see its log, or kill it")
     finally:

@@ -145,6 +145,10 @@ class Connection(Closing):
         poller.register(pidfd, select.POLLIN)
         return not poller.poll(0) and self._pidfd == pidfd  # else `close` was faster, and this was any file
 
+    def pidfd(self) -> int:
+        """Of the node, for a caller who closes it; only when attached. Its number may be another process's here."""
+        return os.dup(self._pidfd)
+
     @property
     def epoch(self) -> int:
         """The node's life that all slots of this connection belong to; 0 before it is attached."""

@@ -62,6 +62,16 @@ def test_a_process_in_a_container_sees_its_nodes_end(node, engine):
     assert engine.stdout.readline() == "False\n"
 
 
+def test_a_node_is_not_ended_from_a_container_nor_what_has_its_number_there(node):
+    """Its number in the node's namespace was signalled in the container's."""
+    code = "import sys; from pdx.cli.node import end_node; end_node(sys.argv[1], force=True)"
+    command = [*IN_NAMESPACE, sys.executable, "-c", code, node.address]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert "end it where it runs" in said
+    with Wire(node.address) as wire:
+        assert wire.hello().pid == node.pid
+
+
 def test_a_node_in_a_container_says_that_it_does_not_see_who_is_outside(place):
     address = f"ipc://{place}/node.sock"
     settings = json.dumps({"address": address, "arena_bytes": 8 * MIB})
