@@ -4,30 +4,34 @@ Rotary embedding (RoPE, Su et al., https://arxiv.org/abs/2104.09864, section 3.2
 its position times the pair's frequency. So a key that was computed at position p is the key at p + shift once it is
 turned by shift times that frequency; values have no position. A copy computes in float32 and rounds once.
 
-Tokens of a moved run lie in a page elsewhere than where they come from, so nothing here is a whole page: a copy goes by
-spans of tokens that lie at equal distances on both sides. Compiled when it is first needed, in seconds (`warm_up`).
+Tokens of a moved run lie in a page elsewhere than where they come from, so a copy goes by tiles: tokens of a target
+page that all lie at equal distances. A whole tile is made of one or two spans of source tokens, as vectors of which
+each takes some lanes from the one and the rest from the other, and streamed out: its old bytes are not read. Compiled
+when it is first needed, in seconds (`warm_up`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from pdx.kernels.streaming import copy_page, fence
+from pdx.kernels.streaming import LINE_BYTES, copy_page, fence
 
 if TYPE_CHECKING:
     from pdx.memory.rope import Rope
 
 Offsets = NDArray[np.int64]
 _I32 = ir.IntType(32)
+_HIGH = 0xFFFF0000
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,20 +64,84 @@ class PageElements:
         """Whether all of a head lies before the next one."""
         return self.end <= self.num_heads * self.head
 
+    @cached_property
+    def breaks(self) -> Offsets:
+        """Before which tokens of a page the distance to the one before is another than it was; its end, too."""
+        tokens = np.stack([self.key_tokens, self.value_tokens])
+        steps = np.diff(tokens)
+        usual = steps[:, :1] if steps.size else steps
+        at = np.nonzero((steps != usual).any(axis=0))[0] + 1
+        return np.append(at, self.block_tokens).astype(np.int64)
 
-class Turn(NamedTuple):
-    """By what keys are turned. `pairs`: int64 [n, 2], the elements of each pair; `cosines`, `sines`: float32 [n]."""
+    @cached_property
+    def tile_tokens(self) -> int:
+        """So many tokens from a multiple of them on lie at equal distances."""
+        first = int(self.breaks[0])
+        return first if np.array_equal(self.breaks, np.arange(first, self.block_tokens + 1, first)) else 1
 
-    pairs: Offsets
-    cosines: NDArray[np.float32]
-    sines: NDArray[np.float32]
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """By what keys of such pages are turned, as vectors of `lanes` pairs that lie one behind the other: those of one
+    token, or one pair of some tokens, or between.
+
+    A tile has a vector for each of `rows` (int64 [n, 2]: places of the first and of the second elements) and each of
+    `sweeps` (int64 [m, 3]: what is added to these, the tokens of the first and of the last lane). Lane i is of the
+    token i >> `lane_shift` behind the first. `angles`: float32, of each row the cosines and the sines of its lanes,
+    of bfloat16 the even ones first (`_Lanes`). `still`, `values`: what is copied as it is, as `_runs` says.
+    """
+
+    elements: PageElements
+    is_half: bool
+    lanes: int
+    lane_shift: int
+    rows: Offsets
+    sweeps: Offsets
+    angles: NDArray[np.float32]
+    still: Offsets
+    values: Offsets
 
     @classmethod
-    def of(cls, rope: Rope, shift: int) -> Turn:
+    def of(cls, elements: PageElements, rope: Rope, shift: int, *, is_half: bool) -> Turn:
         """From where keys were computed to `shift` positions behind that."""
-        angles = np.array(rope.angles(shift))
         pairs = np.array(rope.pairs(), dtype=np.int64)
-        return cls(pairs, np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+        at = elements.key_elements[pairs]
+        angles = np.array(rope.angles(shift))
+        count = elements.tile_tokens
+        tokens = elements.key_tokens[:count] - elements.key_tokens[0]
+        breaks = np.flatnonzero((np.diff(at, axis=0) != 1).any(axis=1)) + 1
+        near = int(breaks[0]) if len(breaks) else len(pairs)  # so many pairs of a token lie one behind the other …
+        if not np.array_equal(breaks, np.arange(near, len(pairs), near)):
+            near = 1
+        # … and the next token's behind them.
+        is_dense = count > 1 and tokens[1] == near and near & (near - 1) == 0
+        lanes = LINE_BYTES // (2 if is_half else 4)
+        while near % lanes and not (is_dense and lanes % near == 0 and count * near % lanes == 0):
+            lanes //= 2
+        of_token = min(near, lanes)  # so many lanes
+        first = np.arange(0, count, lanes // of_token)
+        told = np.stack([np.cos(angles), np.sin(angles)]).reshape(2, -1, of_token).transpose(1, 0, 2)
+        told = np.tile(told, (1, 1, lanes // of_token)).astype(np.float32)
+        if is_half and lanes > 1:
+            told = np.concatenate([told[..., ::2], told[..., 1::2]], axis=2)
+        still = np.setdiff1d(np.arange(len(elements.key_elements)), pairs)
+        return cls(
+            elements,
+            is_half,
+            lanes,
+            31 if near >= lanes else of_token.bit_length() - 1,
+            np.ascontiguousarray(at[::of_token]),
+            np.stack([tokens[first], first, first + lanes // of_token - 1], axis=1).astype(np.int64),
+            told.ravel(),
+            _runs(elements.key_elements[still]),
+            _runs(elements.value_elements),
+        )
+
+
+def _runs(places: Offsets) -> Offsets:
+    """Places that lie one behind the other: the first of them, and how many. int64 [n, 2]."""
+    first = np.flatnonzero(np.diff(places, prepend=-2) != 1)
+    return np.stack([places[first], np.diff(first, append=len(places))], axis=1).astype(np.int64)
 
 
 def spans(elements: PageElements, first: int, target: int, count: int, blocks: Sequence[int]) -> Offsets:
@@ -81,7 +149,7 @@ def spans(elements: PageElements, first: int, target: int, count: int, blocks: S
     that has these blocks: both counted from the beginning of their first page. int64 [n, 5]: the page that a span comes
     from, its first token there, the page that it goes to, its first token there, how many tokens."""
     size = elements.block_tokens
-    breaks = _breaks(elements)
+    breaks = elements.breaks
     lines, done = [], 0
     while done < count:
         here, there = first + done, target + done
@@ -92,324 +160,330 @@ def spans(elements: PageElements, first: int, target: int, count: int, blocks: S
     return np.array(lines, dtype=np.int64).reshape(-1, 5)
 
 
-def _breaks(elements: PageElements) -> Offsets:
-    """Before which tokens of a page the distance to the one before is another than it was; its end, too."""
-    tokens = np.stack([elements.key_tokens, elements.value_tokens])
-    steps = np.diff(tokens)
-    usual = steps[:, :1] if steps.size else steps
-    at = np.nonzero((steps != usual).any(axis=0))[0] + 1
-    return np.append(at, elements.block_tokens).astype(np.int64)
+def scatter_turned(source: NDArray[Any], targets: Sequence[NDArray[Any]], lines: Offsets, turn: Turn) -> None:
+    """Copy `lines` (`spans`) of all layers from `source` [layers, pages, elements of a page], of a slot, to `targets`,
+    the engine's pages of each layer.
 
-
-def scatter_turned(
-    source: NDArray[Any], target: NDArray[Any], lines: Offsets, elements: PageElements, turn: Turn
-) -> None:
-    """Copy `lines` (`spans`) of one layer from `source`, pages of a slot, to `target`, the engine's pages.
-
-    Both are [pages, elements of a page] of float32, or of uint16, which then are bfloat16; the distance from page to
-    page may be any. The GIL is free meanwhile. Any thread may call; two may not write to one page.
+    All are of float32, or of uint16, which then are bfloat16; the distance from page to page may be any. The GIL is
+    free meanwhile. Any thread may call; two may not write to one page.
 
     :raises ValueError: the arrays are of another type, or differ in it or in the size of a page.
     :raises IndexError: a line is outside them.
     """
-    if source.dtype != target.dtype or source.dtype not in (np.float32, np.uint16):
-        raise ValueError(f"expected pages of float32 or uint16 (bfloat16), got {source.dtype} and {target.dtype}")
-    if source.shape[1] != target.shape[1] or elements.end > source.shape[1]:
-        raise ValueError(f"pages of {source.shape[1]} and {target.shape[1]} elements, where one has {elements.end}")
+    elements, dtype = turn.elements, np.dtype(np.uint16 if turn.is_half else np.float32)
+    kinds = {(each.dtype, each.shape[1:], each.strides[1:]) for each in (source[0], *targets)}
+    if kinds != {(dtype, source.shape[2:], (dtype.itemsize,))} or len(source) != len(targets):
+        raise ValueError(f"expected {len(source)} layers of pages of {dtype} of one size, got {len(targets)}: {kinds}")
+    if elements.end > source.shape[2]:
+        raise ValueError(f"pages of {source.shape[2]} elements, where one has {elements.end}")
     if not len(lines):
         return
-    size = elements.block_tokens
+    size, num_pages = elements.block_tokens, min(map(len, targets))
     is_inside = (
         (lines >= 0).all()
-        and lines[:, 0].max() < len(source)
-        and lines[:, 2].max() < len(target)
+        and lines[:, 0].max() < source.shape[1]
+        and lines[:, 2].max() < num_pages
         and (lines[:, [1, 3]].max(axis=1) + lines[:, 4]).max() <= size
     )
     if not is_inside:
-        raise IndexError(f"tokens outside {len(source)} and {len(target)} pages of {size} tokens")
-    # A page that is filled whole is made in a scratch page, which stays in the processor's cache, and streamed out:
-    # then its old bytes are not read. Where heads lie one behind the other, a head is such a page.
-    heads, page = (1, elements.head) if elements.has_heads_apart else (elements.num_heads, source.shape[1])
-    still = np.setdiff1d(np.arange(len(elements.key_elements)), turn.pairs)  # without position
-    scratch = np.empty(page, source.dtype)
-    pages = (source.ctypes.data, source.strides[0], target.ctypes.data, target.strides[0])
-    _kernel(source.dtype == np.uint16)(
-        *(*pages, scratch.ctypes.data, scratch.nbytes, lines, _by_target(lines, size)),
-        *(elements.num_heads, heads, elements.head),
-        *(elements.key_tokens, elements.key_elements[turn.pairs], turn.cosines, turn.sines),
-        *(elements.key_elements[still], elements.value_tokens, elements.value_elements),
+        raise IndexError(f"tokens outside {source.shape[1]} and {num_pages} pages of {size} tokens")
+    places = np.array([(each.ctypes.data, each.strides[0]) for each in targets], dtype=np.int64)
+    strides = [*elements.key_tokens[:: elements.tile_tokens], *turn.rows.flat, *turn.sweeps[:, 0], elements.head]
+    line = turn.lanes * source.itemsize
+    is_aligned = not (places % line).any() and not (np.array(strides) % turn.lanes).any()
+    tiles, copies = _tiles(lines, turn, source[0], is_aligned=is_aligned), _joined(lines, elements)
+    # By page, of tiles, lines and copies.
+    pages = np.concatenate([_groups(each) for each in (tiles[:, 2], lines[:, 2], copies[:, 2])], axis=1)
+    _kernel(turn.is_half, turn.lanes)(
+        *(source.ctypes.data, source.strides[0], source.strides[1], places, pages, tiles, lines, copies),
+        *(elements.num_heads, elements.head, elements.key_tokens, elements.value_tokens),
+        *(turn.rows, turn.sweeps, turn.lane_shift, turn.angles, turn.still, turn.values),
     )
 
 
-def _by_target(lines: Offsets, block_tokens: int) -> Offsets:
-    """Of each target page, whose lines follow each other: its first line, the one behind its last, whether they fill
-    it. int64 [n, 3]."""
-    first = np.flatnonzero(np.diff(lines[:, 2], prepend=-1))
-    counts = np.add.reduceat(lines[:, 4], first)
-    return np.stack([first, np.append(first[1:], len(lines)), counts == block_tokens], axis=1).astype(np.int64)
+def _groups(numbers: Offsets) -> Offsets:
+    """Where each number that stands there several times begins, and ends."""
+    first = np.flatnonzero(np.diff(numbers, prepend=-1))
+    return np.stack([first, np.append(first[1:], len(numbers))], axis=1).astype(np.int64)
 
 
-def warm_up(*, is_half: bool) -> None:
-    """Compile what pages of bfloat16, or of float32, need, which takes some seconds; else the first call does."""
-    _kernel(is_half)
-
-
-def _vector(lanes: int, *, is_half: bool) -> tuple[Any, Any]:
-    """The types of so many elements in memory, and in a register."""
-    kept = ir.IntType(16) if is_half else ir.FloatType()
-    return (ir.VectorType(kept, lanes), ir.VectorType(ir.FloatType(), lanes))
-
-
-def _all(type_: Any, number: int) -> ir.Constant:
-    return ir.Constant(type_, [number] * type_.count)
-
-
-def _load(builder: Any, address: Any, lanes: int, *, is_half: bool) -> Any:
-    """Elements as float32."""
-    kept, number = _vector(lanes, is_half=is_half)
-    found = builder.load(builder.inttoptr(address, kept.as_pointer()), align=2 if is_half else 4)
-    if not is_half:
-        return found
-    wide = ir.VectorType(_I32, lanes)
-    return builder.bitcast(builder.shl(builder.zext(found, wide), _all(wide, 16)), number)
-
-
-def _store(builder: Any, number: Any, address: Any, lanes: int, *, is_half: bool) -> None:
-    """bfloat16 is rounded to the nearest, of two the even one, as torch does; what is no number stays none."""
-    kept, _ = _vector(lanes, is_half=is_half)
-    if is_half:
-        wide = ir.VectorType(_I32, lanes)
-        bits = builder.bitcast(number, wide)
-        odd = builder.and_(builder.lshr(bits, _all(wide, 16)), _all(wide, 1))
-        rounded = builder.lshr(builder.add(builder.add(bits, _all(wide, 0x7FFF)), odd), _all(wide, 16))
-        is_none = builder.fcmp_unordered("uno", number, number)
-        number = builder.trunc(builder.select(is_none, _all(wide, 0x7FC0), rounded), kept)
-    builder.store(number, builder.inttoptr(address, kept.as_pointer()), align=2 if is_half else 4)
-
-
-def _splat(builder: Any, number: Any, lanes: int) -> Any:
-    type_ = ir.VectorType(ir.FloatType(), lanes)
-    one = builder.insert_element(ir.Constant(type_, ir.Undefined), number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(
-        one, ir.Constant(type_, ir.Undefined), ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
+def _tiles(lines: Offsets, turn: Turn, source: NDArray[Any], *, is_aligned: bool) -> Offsets:
+    """Of each tile that is whole, and of each line of the others: where its first token, if it were there, would lie in
+    the first head of `source`, in elements; the same of its second line; the page it goes to, and where in that its
+    first token lies; from which token to which of it the (first) line goes; whether it is whole. int64 [n, 7]."""
+    elements, size = turn.elements, turn.elements.tile_tokens
+    tile = lines[:, 3] // size * size
+    at = elements.key_tokens[tile]
+    low = lines[:, 3] - tile
+    page = source.strides[0] // source.itemsize
+    begins = lines[:, 0] * page + elements.key_tokens[lines[:, 1]] - elements.key_tokens[lines[:, 3]] + at
+    found = np.stack(
+        [begins, begins, lines[:, 2], at, low, low + lines[:, 4], is_aligned & (lines[:, 4] == size) & (low == 0)],
+        axis=1,
     )
+    # Vectors of two lines read more of both than they take, which must lie in the source, too.
+    extent = int(turn.rows.max() + turn.sweeps[:, 0].max()) + turn.lanes + (elements.num_heads - 1) * elements.head
+    is_first = (np.diff(lines[:, 2], append=-1) == 0) & (np.diff(tile, append=-1) == 0)
+    is_first[:-1] &= (lines[:-1, 4] + lines[1:, 4] == size) & (begins[1:] >= 0)
+    is_first &= is_aligned & (low == 0) & (begins + extent <= (len(source) - 1) * page + source.shape[1])
+    (first,) = np.nonzero(is_first)
+    found[first, 1], found[first, 6] = begins[first + 1], 1
+    whole: Offsets = np.delete(found, first + 1, axis=0).astype(np.int64)
+    return whole
 
 
-def _turn_lanes(lanes: int, *, is_half: bool, has_one_angle: bool) -> Any:
-    """Code that turns so many pairs: (addresses of their first and second elements, and of where they go; the cosine
-    and the sine of all of them, or the addresses of one each)."""
+def _joined(lines: Offsets, elements: PageElements) -> Offsets:
+    """The same for values, which may lie at equal distances for longer."""
+    if len(lines) < 2 or (np.diff(elements.value_tokens, n=2) != 0).any():
+        return lines
+    before, behind = lines[:-1], lines[1:]
+    follows = (behind[:, [0, 2]] == before[:, [0, 2]]) & (behind[:, [1, 3]] == before[:, [1, 3]] + before[:, 4:])
+    first = np.append(0, np.flatnonzero(~follows.all(axis=1)) + 1)
+    found = lines[first]
+    found[:, 4] = np.add.reduceat(lines[:, 4], first)
+    return found
+
+
+def warm_up(turn: Turn) -> None:
+    """Compile what such turns need, which takes some seconds; else the first call does."""
+    _kernel(turn.is_half, turn.lanes)
+
+
+class _Lanes:
+    """Code for vectors of elements in memory, which are float32 in registers: those of bfloat16 two vectors, of even
+    and of odd lanes, as which they are taken apart and put together soonest. `is_part`: lanes that are not in a mask
+    are neither read nor written; else they come from elsewhere, and all are streamed out."""
+
+    def __init__(self, builder: Any, lanes: int, *, is_half: bool, is_part: bool) -> None:
+        self._builder, self._is_half, self._is_part = builder, is_half, is_part
+        self._count = 2 if is_half and lanes > 1 else 1
+        self._kept = ir.VectorType(ir.IntType(16) if is_half else ir.FloatType(), lanes)
+        self._align = ir.Constant(_I32, 2 if is_half else 4)
+        self.numbers = ir.VectorType(_I32, lanes)
+        self._words = ir.VectorType(_I32, lanes // self._count)
+        self._floats = ir.VectorType(ir.FloatType(), lanes // self._count)
+
+    def all(self, number: Any) -> Any:
+        none = ir.Constant(self.numbers, ir.Undefined)
+        one = self._builder.insert_element(none, number, ir.Constant(_I32, 0))
+        return self._builder.shuffle_vector(one, none, ir.Constant(self.numbers, [0] * self.numbers.count))
+
+    def angles(self, address: Any) -> tuple[list[Any], list[Any]]:
+        """Cosines and sines."""
+        size = self._words.count * 4
+        ats = [self._builder.add(address, ir.Constant(address.type, at * size)) for at in range(2 * self._count)]
+        found = [self._builder.load(self._at(at, self._floats), align=4) for at in ats]
+        return found[: self._count], found[self._count :]
+
+    def load(self, address: Any, other: Any, ahead: Any, mask: Any) -> list[Any]:
+        """Lanes of the mask, the rest from `other` bytes behind. The processor prefetches within 4 KiB by itself."""
+        b, kept = self._builder, self._kept
+        if self._is_part:
+            found = self._masked("load", [self._at(address, kept), self._align, mask, ir.Constant(kept, None)])
+        else:
+            ats = (address, b.add(address, other))
+            found = b.select(mask, *[b.load(self._at(at, kept), align=self._align.constant) for at in ats])
+            self._prefetch(b.add(address, ahead))
+        if not self._is_half:
+            return [found]
+        words = b.bitcast(found, self._words) if self._count == 2 else b.zext(found, self._words)
+        halves = b.shl(words, self._constant(16)), b.and_(words, self._constant(_HIGH))
+        return [b.bitcast(each, self._floats) for each in halves[: self._count]]
+
+    def store(self, numbers: Sequence[Any], address: Any, mask: Any) -> None:
+        b, kept, found = self._builder, self._kept, numbers[0]
+        if self._is_half:
+            words = [self._rounded(each) for each in numbers]
+            found = b.lshr(words[0], self._constant(16))
+            if self._count == 2:
+                found = b.bitcast(b.or_(found, b.and_(words[1], self._constant(_HIGH))), kept)
+            else:
+                found = b.trunc(found, kept)
+        if self._is_part:
+            self._masked("store", [found, self._at(address, kept), self._align, mask])
+        else:
+            store = b.store(found, self._at(address, kept), align=kept.count * self._align.constant)
+            store.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(_I32, 1)]))
+
+    def _rounded(self, number: Any) -> Any:
+        """To bfloat16, in the high half: to the nearest, of two the even one, as torch does; what is no number stays
+        none."""
+        b = self._builder
+        bits = b.bitcast(number, self._words)
+        odd = b.and_(b.lshr(bits, self._constant(16)), self._constant(1))
+        rounded = b.add(b.add(bits, self._constant(0x7FFF)), odd)
+        return b.select(b.fcmp_unordered("uno", number, number), self._constant(0x7FC00000), rounded)
+
+    def _constant(self, number: int) -> Any:
+        return ir.Constant(self._words, [number] * self._words.count)
+
+    def _at(self, address: Any, type_: Any) -> Any:
+        return self._builder.inttoptr(address, type_.as_pointer())
+
+    def _prefetch(self, address: Any) -> None:
+        """Into the second cache."""
+        told = [self._at(address, ir.IntType(8)), *(ir.Constant(_I32, number) for number in (0, 2, 1))]
+        self._call("llvm.prefetch.p0", ir.VoidType(), told)
+
+    def _masked(self, what: str, operands: list[Any]) -> Any:
+        kind = f"v{self._kept.count}{'i16' if self._is_half else 'f32'}"
+        return self._call(f"llvm.masked.{what}.{kind}.p0", self._kept if what == "load" else ir.VoidType(), operands)
+
+    def _call(self, name: str, returns: Any, operands: list[Any]) -> Any:
+        module = self._builder.module
+        type_ = ir.FunctionType(returns, [each.type for each in operands])
+        return self._builder.call(module.globals.get(name) or ir.Function(module, type_, name), operands)
+
+
+def _turn_lanes(lanes: int, *, is_half: bool, is_part: bool) -> Any:
+    """Code that turns so many pairs. `x`, `y`: addresses of their first and second elements, which go to `to_x` and
+    `to_y`; `other`: how far behind these are the same elements of a tile's second line; `angles`: an address. Lane i is
+    of token + (i >> shift), and of the (first) line where that is from `low` to `high`."""
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def turn(_typing: Any, x: Any, y: Any, to_x: Any, to_y: Any, cosine: Any, sine: Any) -> Any:
+    def turn(
+        _typing: Any,
+        x: Any,
+        y: Any,
+        to_x: Any,
+        to_y: Any,
+        angles: Any,
+        other: Any,
+        ahead: Any,
+        token: Any,
+        shift: Any,
+        low: Any,
+        high: Any,
+    ) -> Any:
         def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            first, second = (_load(builder, each, lanes, is_half=is_half) for each in values[:2])
-            if has_one_angle:
-                c, s = (_splat(builder, each, lanes) for each in values[4:])
-            else:
-                c, s = (_load(builder, each, lanes, is_half=False) for each in values[4:])
-            turned = (
-                builder.fsub(builder.fmul(first, c), builder.fmul(second, s)),
-                builder.fadd(builder.fmul(second, c), builder.fmul(first, s)),
+            x, y, to_x, to_y, angles, other, ahead, *tokens = values
+            vector = _Lanes(builder, lanes, is_half=is_half, is_part=is_part)
+            token, shift, low, high = (vector.all(builder.trunc(each, _I32)) for each in tokens)
+            of_lane = builder.add(builder.lshr(ir.Constant(vector.numbers, list(range(lanes))), shift), token)
+            mask = builder.icmp_signed("<", of_lane, high)
+            if is_part:
+                mask = builder.and_(mask, builder.icmp_signed(">=", of_lane, low))
+            parts = zip(
+                *(vector.load(each, other, ahead, mask) for each in (x, y)), *vector.angles(angles), strict=True
             )
-            for number, address in zip(turned, values[2:4], strict=True):
-                _store(builder, number, address, lanes, is_half=is_half)
+            turned = [
+                (
+                    builder.fsub(builder.fmul(first, c), builder.fmul(second, s)),
+                    builder.fadd(builder.fmul(second, c), builder.fmul(first, s)),
+                )
+                for first, second, c, s in parts
+            ]
+            for numbers, address in zip(zip(*turned, strict=True), (to_x, to_y), strict=True):
+                vector.store(numbers, address, mask)
             return context.get_dummy_value()
 
-        return numba.void(x, y, to_x, to_y, cosine, sine), code
+        return numba.void(x, y, to_x, to_y, angles, other, ahead, token, shift, low, high), code
 
     return turn
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(_typing: Any, address: Any) -> Any:
-    """The processor prefetches within 4 KiB by itself, and not beyond its end."""
-
+def _memcpy(_typing: Any, new: Any, old: Any, nbytes: Any) -> Any:
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
-        type_ = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], type_)
-        told = [ir.Constant(_I32, number) for number in (0, 2, 1)]  # to read, into the second cache, data
-        builder.call(function, [builder.inttoptr(values[0], pointer), *told])
+        cgutils.raw_memcpy(builder, *(builder.inttoptr(each, pointer) for each in values[:2]), values[2], 1)
         return context.get_dummy_value()
 
-    return numba.void(address), code
+    return numba.void(new, old, nbytes), code
 
 
-_AHEAD = 32768  # bytes
-
-
-def _copy_lanes(lanes: int) -> Any:
-    """Code that copies so many elements of 16 bits."""
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def copy(_typing: Any, old: Any, new: Any) -> Any:
-        def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            type_ = ir.VectorType(ir.IntType(16), lanes).as_pointer()
-            here, there = (builder.inttoptr(each, type_) for each in values)
-            builder.store(builder.load(here, align=2), there, align=2)
-            return context.get_dummy_value()
-
-        return numba.void(old, new), code
-
-    return copy
-
-
-_copy_1, _copy_8, _copy_32 = map(_copy_lanes, (1, 8, 32))
-
-
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _copy(old: Any, new: Any, nbytes: Any) -> None:
-    """What is left behind the widest copies is copied by one that overlaps them."""
-    if nbytes >= 64:
-        for at in range(0, nbytes - 63, 64):
-            _copy_32(old + at, new + at)
-            _prefetch(old + at + _AHEAD)
-        _copy_32(old + nbytes - 64, new + nbytes - 64)
-    elif nbytes >= 16:
-        for at in range(0, nbytes - 15, 16):
-            _copy_8(old + at, new + at)
-        _copy_8(old + nbytes - 16, new + nbytes - 16)
+@numba.njit("void(int64, int64, int64)", nogil=True)  # type: ignore[untyped-decorator]
+def _copy(new: Any, old: Any, nbytes: Any) -> None:
+    if nbytes < 1024 or (new | old | nbytes) & 15:
+        _memcpy(new, old, nbytes)
     else:
-        for at in range(0, nbytes, 2):
-            _copy_1(old + at, new + at)
-
-
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _is_even(places: Any) -> Any:
-    """Whether they lie at equal distances."""
-    for at in range(2, len(places)):  # noqa: SIM110 - which Numba does not know
-        if places[at] - places[at - 1] != places[1] - places[0]:
-            return False
-    return True
-
-
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _copy_span(old: Any, new: Any, step: Any, count: Any, places: Any, width: Any) -> None:
-    """`count` tokens, `step` elements of `width` bytes apart: their elements at `places`."""
-    is_row = len(places) > 0 and places[-1] - places[0] == len(places) - 1  # they lie one behind the other
-    if is_row and step == len(places):
-        _copy(old + places[0] * width, new + places[0] * width, count * step * width)
-    elif is_row:
-        for token in range(count):
-            at = (token * step + places[0]) * width
-            _copy(old + at, new + at, len(places) * width)
-    else:
-        for place in places:
-            if step == 1:
-                _copy(old + place * width, new + place * width, count * width)
-            else:
-                for token in range(count):
-                    at = (token * step + place) * width
-                    _copy(old + at, new + at, width)
+        copy_page(numba.uintp(new), numba.uintp(old), numba.uintp(nbytes))
 
 
 @cache
-def _kernel(is_half: bool) -> Any:  # noqa: FBT001 - a key
+def _kernel(is_half: bool, lanes: int) -> Any:  # noqa: FBT001 - a key
     """The loops for pages of bfloat16, or of float32, compiled."""
     width = 2 if is_half else 4
-    by_tokens = [_turn_lanes(lanes, is_half=is_half, has_one_angle=True) for lanes in (16, 4, 1)]
-    by_pairs = [_turn_lanes(lanes, is_half=is_half, has_one_angle=False) for lanes in (16, 4, 1)]
-    tokens_16, tokens_4, tokens_1 = by_tokens
-    pairs_16, pairs_4, pairs_1 = by_pairs
+    whole, part = (_turn_lanes(lanes, is_half=is_half, is_part=is_part) for is_part in (False, True))
+    angle_bytes = 2 * lanes * 4
 
     @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-    def turn_tokens(x: Any, y: Any, to_x: Any, to_y: Any, step: Any, count: Any, c: Any, s: Any) -> None:
-        """One pair of `count` tokens. What is left behind whole vectors is turned by one that overlaps them."""
-        if step == 1 and count >= 16:
-            for first in range(0, count + 15, 16):
-                at = min(first, count - 16) * width
-                tokens_16(x + at, y + at, to_x + at, to_y + at, c, s)
-                _prefetch(x + at + _AHEAD)
-                _prefetch(y + at + _AHEAD)
-        elif step == 1 and count >= 4:
-            for first in range(0, count + 3, 4):
-                at = min(first, count - 4) * width
-                tokens_4(x + at, y + at, to_x + at, to_y + at, c, s)
-        else:
-            for token in range(count):
-                at = token * step * width
-                tokens_1(x + at, y + at, to_x + at, to_y + at, c, s)
-
-    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-    def turn_pairs(x: Any, y: Any, to_x: Any, to_y: Any, apart: Any, count: Any, c: Any, s: Any) -> None:
-        """All pairs of one token; `c` and `s`: addresses."""
-        if apart == 1 and count >= 16:
-            for first in range(0, count + 15, 16):
-                nth = min(first, count - 16)
-                at = nth * width
-                pairs_16(x + at, y + at, to_x + at, to_y + at, c + nth * 4, s + nth * 4)
-                _prefetch(x + at + _AHEAD)
-                _prefetch(y + at + _AHEAD)
-        elif apart == 1 and count >= 4:
-            for first in range(0, count + 3, 4):
-                nth = min(first, count - 4)
-                at = nth * width
-                pairs_4(x + at, y + at, to_x + at, to_y + at, c + nth * 4, s + nth * 4)
-        else:
-            for nth in range(count):
-                at = nth * apart * width
-                pairs_1(x + at, y + at, to_x + at, to_y + at, c + nth * 4, s + nth * 4)
-
-    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-    def turn_span(old: Any, new: Any, step: Any, count: Any, pairs: Any, cosines: Any, sines: Any) -> None:
-        if step == 1 or not (_is_even(pairs[:, 0]) and _is_even(pairs[:, 1])):
-            for nth in range(len(pairs)):
-                x, y = pairs[nth, 0] * width, pairs[nth, 1] * width
-                turn_tokens(old + x, old + y, new + x, new + y, step, count, cosines[nth], sines[nth])
-        else:
-            x, y = pairs[0, 0] * width, pairs[0, 1] * width
-            apart = pairs[1, 0] - pairs[0, 0] if len(pairs) > 1 else 1
-            c, s = cosines.ctypes.data, sines.ctypes.data
-            for token in range(count):
-                here, there = old + token * step * width, new + token * step * width
-                turn_pairs(here + x, here + y, there + x, there + y, apart, len(pairs), c, s)
+    def copy(new: Any, old: Any, line: Any, tokens: Any, runs: Any) -> None:
+        token, to_token, count = line[1], line[3], line[4]
+        for run in range(len(runs)):
+            at, length = runs[run]
+            step = tokens[token + 1] - tokens[token] if count > 1 else length
+            if step == length:
+                length, times = length * count, 1
+            else:
+                times = count
+            for t in range(times):
+                _copy(
+                    new + (tokens[to_token] + at + t * step) * width,
+                    old + (tokens[token] + at + t * step) * width,
+                    length * width,
+                )
 
     @numba.njit(  # type: ignore[untyped-decorator]
-        "void(int64, int64, int64, int64, int64, int64, int64[:, ::1], int64[:, ::1], int64, int64, int64, int64[::1], "
-        "int64[:, ::1], float32[::1], float32[::1], int64[::1], int64[::1], int64[::1])",
+        "void(int64, int64, int64, int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[:, ::1], int64, "
+        "int64, int64[::1], int64[::1], int64[:, ::1], int64[:, ::1], int64, float32[::1], int64[:, ::1], "
+        "int64[:, ::1])",
         nogil=True,
     )
     def scatter(
         source: Any,
-        old_page: Any,
-        target: Any,
-        new_page: Any,
-        scratch: Any,
-        scratch_bytes: Any,
-        lines: Any,
+        layer_bytes: Any,
+        page_bytes: Any,
         targets: Any,
+        pages: Any,
+        tiles: Any,
+        lines: Any,
+        copies: Any,
         num_heads: Any,
-        heads: Any,
         head: Any,
         key_tokens: Any,
-        pairs: Any,
-        cosines: Any,
-        sines: Any,
-        still: Any,
         value_tokens: Any,
+        rows: Any,
+        sweeps: Any,
+        shift: Any,
+        angles: Any,
+        still: Any,
         values: Any,
     ) -> None:
-        for nth in range(len(targets)):
-            is_whole = targets[nth, 2]
-            for first_head in range(0, num_heads, heads):
-                for number in range(targets[nth, 0], targets[nth, 1]):
-                    line = lines[number]
-                    token, to_token, count = line[1], line[3], line[4]
-                    for h in range(first_head, first_head + heads):
-                        old = source + line[0] * old_page + h * head * width
-                        new = target + line[2] * new_page + h * head * width
-                        if is_whole:
-                            new = scratch + (h - first_head) * head * width
-                        here, there = old + key_tokens[token] * width, new + key_tokens[to_token] * width
-                        step = key_tokens[token + 1] - key_tokens[token] if count > 1 else 1
-                        turn_span(here, there, step, count, pairs, cosines, sines)
-                        _copy_span(here, there, step, count, still, width)
-                        here, there = old + value_tokens[token] * width, new + value_tokens[to_token] * width
-                        step = value_tokens[token + 1] - value_tokens[token] if count > 1 else 1
-                        _copy_span(here, there, step, count, values, width)
-                if is_whole:
-                    at = target + lines[targets[nth, 0], 2] * new_page + first_head * head * width
-                    copy_page(numba.uintp(at), numba.uintp(scratch), numba.uintp(scratch_bytes))
+        ahead = (value_tokens[0] - key_tokens[0]) * width  # while keys are turned the values come
+        first_angle = numba.int64(angles.ctypes.data)
+        for layer in range(len(targets)):
+            for page in pages:
+                for h in range(num_heads):
+                    old = source + layer * layer_bytes + h * head * width
+                    new = targets[layer, 0] + tiles[page[0], 2] * targets[layer, 1] + h * head * width
+                    for nth in range(page[0], page[1]):
+                        low, high, is_whole = tiles[nth, 4], tiles[nth, 5], tiles[nth, 6]
+                        for sweep in range(len(sweeps)):
+                            token, end = sweeps[sweep, 1], sweeps[sweep, 2]
+                            here = old + (tiles[nth, 0] + sweeps[sweep, 0]) * width
+                            there = new + (tiles[nth, 3] + sweeps[sweep, 0]) * width
+                            other, angle = (tiles[nth, 1] - tiles[nth, 0]) * width, first_angle
+                            if is_whole:
+                                if token >= high:
+                                    here += other
+                                if token >= high or end < high:
+                                    other = 0
+                                for row in range(len(rows)):
+                                    x, y = rows[row, 0] * width, rows[row, 1] * width
+                                    to_x, to_y = there + x, there + y
+                                    whole(here + x, here + y, to_x, to_y, angle, other, ahead, token, shift, low, high)
+                                    angle += angle_bytes
+                            elif token < high and end >= low:
+                                for row in range(len(rows)):
+                                    x, y = rows[row, 0] * width, rows[row, 1] * width
+                                    to_x, to_y = there + x, there + y
+                                    part(here + x, here + y, to_x, to_y, angle, 0, 0, token, shift, low, high)
+                                    angle += angle_bytes
+                    for number in range(page[2], page[3]):
+                        copy(new, old + lines[number, 0] * page_bytes, lines[number], key_tokens, still)
+                    for number in range(page[4], page[5]):
+                        copy(new, old + copies[number, 0] * page_bytes, copies[number], value_tokens, values)
         fence()
 
     return scatter

@@ -128,12 +128,13 @@ def turned_figures(cache: Tensor, arena: Tensor) -> Iterator[Figure]:
     """
     torch.set_num_threads(1)
     rope = Rope(tuple(1e5 ** (-2 * pair / TURNED_HEAD) for pair in range(TURNED_HEAD // 2)))
-    turn, tokens, ids = Turn.of(rope, -1234), numpy.arange(TURNED_TOKENS), numpy.arange(TURNED_HEAD)
+    tokens, ids = numpy.arange(TURNED_TOKENS), numpy.arange(TURNED_HEAD)
     head = 2 * TURNED_TOKENS * TURNED_HEAD
     packed = (tokens // 32 * 32 * TURNED_HEAD + tokens % 32, ids * 32, (TURNED_TOKENS + tokens) * TURNED_HEAD, ids)
     by_token = (tokens * 2 * TURNED_HEAD, ids, tokens * 2 * TURNED_HEAD, ids + TURNED_HEAD)
     for dtype, (kind, tables) in itertools.product(("float32", "uint16"), (("packed", packed), ("by token", by_token))):
         elements = PageElements(8, head, *tables)
+        turn = Turn.of(elements, rope, -1234, is_half=dtype == "uint16")
         size = 8 * head * numpy.dtype(dtype).itemsize
         num_blocks = TOTAL_BYTES // size
         block_ids = block_order("random", num_blocks)
@@ -142,7 +143,7 @@ def turned_figures(cache: Tensor, arena: Tensor) -> Iterator[Figure]:
         whole = [PageCopy(page_rows(arena.view(num_blocks, -1)), block_ids, page_rows(cache.view(num_blocks, -1)))]
         calls = {
             "plain": partial(scatter, whole),
-            "turned": partial(scatter_turned, old, new, lines, elements, turn),
+            "turned": partial(scatter_turned, old[None], [new], lines, turn),
         }
         timing = measure(calls, reference="plain", repeats=REPEATS)["turned"]
         name = "bfloat16" if dtype == "uint16" else dtype

@@ -144,8 +144,7 @@ class CpuCopier(PageCopier):
         pages, turning = target.pages, self._turning
         if turning is None or pages.moved is None:
             raise LayoutError("tokens at other positions, where nothing turns keys")
-        source, num_blocks = turning.pages(target.rows), pages.num_blocks
-        lines = turning.lines(pages.moved, pages.block_ids)
-        for layer in layers:
-            of_layer = source[layer * num_blocks : (layer + 1) * num_blocks]
-            turning.scatter(of_layer, self._elements[target.part][layer], lines, pages.moved.shift)
+        source = turning.pages(target.rows)
+        source = source.reshape(-1, pages.num_blocks, source.shape[1])[layers.start : layers.stop]
+        targets = self._elements[target.part][layers.start : layers.stop]
+        turning.scatter(source, targets, turning.lines(pages.moved, pages.block_ids), pages.moved.shift)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,7 +27,10 @@ class Turning(NamedTuple):
 
     def warm_up(self) -> None:
         """Compile what `scatter` needs, which takes some seconds."""
-        warm_up(is_half=self.dtype == torch.bfloat16)
+        warm_up(self._turn(0))
+
+    def _turn(self, shift: int) -> Turn:
+        return turn_of(self.elements, self.rope, shift, is_half=self.dtype == torch.bfloat16)
 
     def pages(self, rows: torch.Tensor) -> NDArray[Any]:
         """Pages, as rows of whatever type, for `scatter`: a view."""
@@ -37,6 +41,6 @@ class Turning(NamedTuple):
         """Which tokens of a chunk go where in these blocks."""
         return spans(self.elements, moved.first, moved.target, moved.num_tokens, block_ids)
 
-    def scatter(self, source: NDArray[Any], target: NDArray[Any], lines: Offsets, shift: int) -> None:
-        """Copy them from a chunk's pages of one layer to the engine's. Any thread."""
-        scatter_turned(source, target, lines, self.elements, turn_of(self.rope, shift))
+    def scatter(self, source: NDArray[Any], targets: Sequence[NDArray[Any]], lines: Offsets, shift: int) -> None:
+        """Copy them from a chunk's pages [layers, pages, …] to the engine's of each layer. Any thread."""
+        scatter_turned(source, targets, lines, self._turn(shift))

@@ -77,8 +77,8 @@ def test_tokens_of_vllms_pages_are_loaded_into_others(dtype: torch.dtype) -> Non
     first, count, at = 37, 170, 55  # of blocks 2 and 0
     slots = torch.arange(at, at + count)
     put(*drawn[:, first : first + count], expected, torch.where(slots < BLOCK, slots + 2 * BLOCK, slots - BLOCK))
-    pages = [turning.pages(page_rows(each)) for each in (source, target)]
-    turning.scatter(*pages, turning.lines(MovedTokens(first, at, count, 0), [2, 0]), 0)
+    old, new = (turning.pages(page_rows(each)) for each in (source, target))
+    turning.scatter(old[None], [new], turning.lines(MovedTokens(first, at, count, 0), [2, 0]), 0)
     assert torch.equal(target, expected)
 
 

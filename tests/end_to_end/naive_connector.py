@@ -6,7 +6,7 @@ from pdx.engine import turning
 from pdx.kernels.turned import Turn
 from pdx.vllm.connector import PdxConnector
 
-turning.turn_of = lambda rope, shift: Turn.of(rope, 0)  # type: ignore[assignment]
+turning.turn_of = lambda elements, rope, shift, *, is_half: Turn.of(elements, rope, 0, is_half=is_half)  # type: ignore
 
 
 class NaiveConnector(PdxConnector):

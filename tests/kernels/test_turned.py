@@ -64,11 +64,21 @@ def turned(keys, rope, position):
     return out
 
 
+def aligned(pages, offset):
+    """The same, `offset` bytes behind the beginning of a line of memory: whole tiles are streamed to lines alone."""
+    room = np.zeros(pages.nbytes + 128, np.uint8)
+    start = -room.ctypes.data % 64 + offset
+    found = room[start : start + pages.nbytes].view(pages.dtype).reshape(pages.shape)
+    found[:] = pages
+    return found
+
+
+@pytest.mark.parametrize("offset", [0, 4])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @pytest.mark.parametrize("elements", PAGES.values(), ids=PAGES)
 @some
 @given(data=st.data())
-def test_a_moved_key_is_the_one_computed_there_and_nothing_else_is_touched(elements, rope, data):
+def test_a_moved_key_is_the_one_computed_there_and_nothing_else_is_touched(elements, rope, offset, data):
     source_pages, target_pages = 3, 5
     first = data.draw(st.integers(0, source_pages * BLOCK - 1))
     count = data.draw(st.integers(1, source_pages * BLOCK - first))
@@ -86,11 +96,14 @@ def test_a_moved_key_is_the_one_computed_there_and_nothing_else_is_touched(eleme
         there, each = target + token, first + token
         told = turned(keys[each], rope, now + each)
         put(expected, elements, there % BLOCK, blocks[there // BLOCK], told, values[each])
-    found = np.full_like(expected, UNTOUCHED)
+    layers = [aligned(np.full_like(expected, UNTOUCHED), offset) for _ in range(2)]
     lines = spans(elements, first, target, count, blocks)
-    scatter_turned(source, found, lines, elements, Turn.of(rope, now - was))
-    np.testing.assert_allclose(found, expected, atol=2e-4)
-    assert ((found == UNTOUCHED) == (expected == UNTOUCHED)).all()
+    scatter_turned(
+        np.stack([np.zeros_like(source), source]), layers, lines, Turn.of(elements, rope, now - was, is_half=False)
+    )
+    np.testing.assert_allclose(layers[1], expected, atol=2e-4)
+    assert ((layers[1] == UNTOUCHED) == (expected == UNTOUCHED)).all()
+    np.testing.assert_array_equal(layers[0], np.where(expected == UNTOUCHED, UNTOUCHED, 0))
 
 
 @pytest.mark.parametrize("elements", PAGES.values(), ids=PAGES)
@@ -98,11 +111,11 @@ def test_halves_are_rounded_to_the_nearest_as_torch_does(elements):
     pages = torch.randn(2, elements.num_heads * elements.head).bfloat16()
     pages[0, :4] = torch.tensor([float("inf"), float("nan"), 3.4e38, -0.0]).bfloat16()
     as_bits = pages.view(torch.uint16).numpy()
-    found, floats = np.zeros_like(as_bits), np.zeros(as_bits.shape, np.float32)
-    lines = spans(elements, 3, 5, 40, [1, 0])
-    turn = Turn.of(ROPES["halves"], -1234)
-    scatter_turned(as_bits, found, lines, elements, turn)
-    scatter_turned(pages.float().numpy(), floats, lines, elements, turn)
+    found, floats = aligned(np.zeros_like(as_bits), 0), np.zeros(as_bits.shape, np.float32)
+    lines = spans(elements, 3, 0, 60, [1, 0])
+    turn, half = (Turn.of(elements, ROPES["halves"], -1234, is_half=h) for h in (False, True))
+    scatter_turned(as_bits[None], [found], lines, half)
+    scatter_turned(pages.float().numpy()[None], [floats], lines, turn)
     expected = torch.from_numpy(floats).bfloat16()
     assert torch.equal(torch.from_numpy(found).view(torch.bfloat16).nan_to_num(5.0), expected.nan_to_num(5.0))
 
@@ -111,7 +124,7 @@ def test_values_and_elements_without_position_stay_as_they_are():
     elements, rope = by_token(), ROPES["in part"]
     source = np.random.default_rng(0).normal(size=(1, elements.num_heads * elements.head)).astype(np.float32)
     found = np.zeros_like(source)
-    scatter_turned(source, found, spans(elements, 0, 0, BLOCK, [0]), elements, Turn.of(rope, 17))
+    scatter_turned(source[None], [found], spans(elements, 0, 0, BLOCK, [0]), Turn.of(elements, rope, 17, is_half=False))
     same = source == found
     assert same.reshape(HEADS, BLOCK, 2, DIM)[:, :, 1].all()
     assert same.reshape(HEADS, BLOCK, 2, DIM)[:, :, 0, 4:].all()
@@ -121,13 +134,17 @@ def test_values_and_elements_without_position_stay_as_they_are():
 def test_what_lies_outside_is_refused_before_anything_is_copied():
     elements = by_token()
     pages, found = np.ones((2, elements.num_heads * elements.head), np.float32), np.zeros((2, 512), np.float32)
-    turn = Turn.of(ROPES["halves"], 1)
+    turn = Turn.of(elements, ROPES["halves"], 1, is_half=False)
     found = np.zeros_like(pages)
     for line in ([2, 0, 0, 0, 1], [0, 0, 2, 0, 1], [0, 30, 0, 0, 3], [0, 0, 0, 31, 2], [-1, 0, 0, 0, 1]):
         with pytest.raises(IndexError):
-            scatter_turned(pages, found, np.array([line]), elements, turn)
+            scatter_turned(pages[None], [found], np.array([line]), turn)
+    with pytest.raises(ValueError, match="expected 1 layers"):
+        scatter_turned(pages[None], [found, found], np.array([[0, 0, 0, 0, 1]]), turn)
+    with pytest.raises(ValueError, match="uint16"):
+        scatter_turned(pages.view(np.uint16)[None], [found.view(np.uint16)], np.array([[0, 0, 0, 0, 1]]), turn)
     with pytest.raises(ValueError, match="float64"):
-        scatter_turned(pages.astype(np.float64), found, np.array([[0, 0, 0, 0, 1]]), elements, turn)
+        scatter_turned(pages.astype(np.float64)[None], [found], np.array([[0, 0, 0, 0, 1]]), turn)
     assert not found.any()
 
 
@@ -163,7 +180,7 @@ def test_it_is_what_transformers_computes(scaling):
     elements = PageElements(1, 32, np.zeros(1, np.int64), np.arange(16), np.zeros(1, np.int64), np.arange(16) + 16)
     source, found = np.zeros((1, 32), np.float32), np.zeros((1, 32), np.float32)
     source[0, :16] = at[3]
-    scatter_turned(source, found, spans(elements, 0, 0, 1, [0]), elements, Turn.of(rope, 457))
+    scatter_turned(source[None], [found], spans(elements, 0, 0, 1, [0]), Turn.of(elements, rope, 457, is_half=False))
     np.testing.assert_allclose(found[:, :16], at[460], atol=1e-4)
 
 

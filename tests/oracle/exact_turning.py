@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,9 @@ class ToyTurning:
         here, there = (np.arange(first, first + moved.num_tokens) for first in (moved.first, moved.target))
         return _Lines(here // BLOCK, here % BLOCK, np.array(block_ids)[there // BLOCK], there % BLOCK)
 
-    def scatter(self, source: Words, target: Words, lines: _Lines, shift: int) -> None:
-        old, new = source.reshape(len(source), BLOCK, WORDS), target.reshape(len(target), BLOCK, WORDS)
-        assert np.shares_memory(new, target)
-        new[lines.blocks, lines.to_tokens] = turned(old[lines.pages, lines.tokens] ^ masks(WORDS), shift) ^ masks(WORDS)
+    def scatter(self, source: Words, targets: Sequence[Words], lines: _Lines, shift: int) -> None:
+        for of_layer, target in zip(source, targets, strict=True):
+            old, new = of_layer.reshape(-1, BLOCK, WORDS), target.reshape(len(target), BLOCK, WORDS)
+            assert np.shares_memory(new, target)
+            found = turned(old[lines.pages, lines.tokens] ^ masks(WORDS), shift) ^ masks(WORDS)
+            new[lines.blocks, lines.to_tokens] = found
