@@ -228,8 +228,7 @@ def _tiles(lines: Offsets, turn: Turn, source: NDArray[Any], *, is_aligned: bool
     is_first &= is_aligned & (low == 0) & (begins + extent <= (len(source) - 1) * page + source.shape[1])
     (first,) = np.nonzero(is_first)
     found[first, 1], found[first, 6] = begins[first + 1], 1
-    whole: Offsets = np.delete(found, first + 1, axis=0).astype(np.int64)
-    return whole
+    return np.delete(found, first + 1, axis=0).astype(np.int64)
 
 
 def _joined(lines: Offsets, elements: PageElements) -> Offsets:
@@ -239,7 +238,7 @@ def _joined(lines: Offsets, elements: PageElements) -> Offsets:
     before, behind = lines[:-1], lines[1:]
     follows = (behind[:, [0, 2]] == before[:, [0, 2]]) & (behind[:, [1, 3]] == before[:, [1, 3]] + before[:, 4:])
     first = np.append(0, np.flatnonzero(~follows.all(axis=1)) + 1)
-    found = lines[first]
+    found: Offsets = lines[first]
     found[:, 4] = np.add.reduceat(lines[:, 4], first)
     return found
 
