@@ -12,8 +12,10 @@ from test_moved import DIM, MOVED, PAGE, ROPE, SHAPE, check_moved, positions, to
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine
 
 from pdx.engine import gpu_copier
+from pdx.engine.gpu_copier import GpuCopier
 from pdx.kernels.turned_gpu import PageStrides, TurnedPages
 from pdx.memory.arena import Arena
+from pdx.memory.slot import Slot
 
 STRIDES = PageStrides.of([torch.zeros(256, 1, BLOCK, 2 * DIM)], 256, 1, DIM, torch.float32)
 SETTINGS: dict[str, Any] = {
@@ -53,7 +55,7 @@ def test_what_was_computed_elsewhere_is_turned_behind_what_was_computed_before(
     assert second.load(exact) == BLOCK, "an exact request has its own first block alone"
 
 
-def test_a_chunk_that_goes_before_it_is_turned_is_reported(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_goes_while_it_is_turned_is_reported(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = bed.engine(**SETTINGS), bed.engine(**SETTINGS)
     history = tokens(1, 10 * CHUNK + 3)
     saved(bed, first, history)
@@ -62,8 +64,14 @@ def test_a_chunk_that_goes_before_it_is_turned_is_reported(bed: Bed, monkeypatch
     external = second.match(request)
     second.allocate(request, external)
     slots = second.scheduler._requests["late"].node.hits.moved[-1].slots
-    is_current = Arena.is_current
-    monkeypatch.setattr(Arena, "is_current", lambda arena, slot: slot not in slots and is_current(arena, slot))
+    is_current, launch, gone = Arena.is_current, GpuCopier._launch, list[Slot]()
+
+    def losing(*args: Any) -> None:
+        launch(*args)
+        gone.extend(slots)
+
+    monkeypatch.setattr(GpuCopier, "_launch", losing)
+    monkeypatch.setattr(Arena, "is_current", lambda arena, slot: slot not in gone and is_current(arena, slot))
     failed = second.finish_load(request)
     assert failed
     request.num_computed = min(request.block_ids.index(block) for block in failed) * BLOCK
