@@ -145,6 +145,7 @@ class Service:
             regions=Regions(config, env, arena, probe=Slot(chunk_bytes, arena.nbytes - chunk_bytes, 0)),
             store=self.store,
             copies=self.copies,
+            below=self.tiers,
             transfers=self.transfers,
             sessions=self.sessions,
             marks=self.marks,
@@ -258,6 +259,7 @@ class Service:
         """After each turn of the control loop."""
         with self.env.faults.contain("the turn of copies"):
             landed, self.copies.landed = self.copies.landed, []
+            self.peers.loaded(landed)
             self._changed([*self.peers.turn(), *landed])
             self.tiers.storing.turn()
             self.look_ahead.answered(self.env.news)

@@ -271,16 +271,22 @@ class Tiers(TierHost):
 
         A tier that must be asked is asked; `answered` is called when it has answered.
         """
-        found: list[Hit] = []
-        for each in self._found(wanted, hits, UNKNOWN)[0]:
-            room_bytes -= each[2].nbytes * wanted.shards
-            if room_bytes < 0:
-                break
-            found.append(each)
+        found = self.loadable(wanted, hits, room_bytes)
         if wanted.is_whole and len(found) < len(wanted.keys) - hits:
             return []
         deadline = self._clock() + self._store_s
         return self._copies.load(found, wanted, priority=Priority.PREFETCH, deadline=deadline)
+
+    def loadable(self, wanted: Wanted, hits: int, room_bytes: float, computing: Computing = UNKNOWN) -> list[Hit]:
+        """The leading ones of what is missing that tiers below have, as far as `room_bytes` goes and loading them is
+        sooner than computing."""
+        found: list[Hit] = []
+        for each in self._found(wanted, hits, computing)[0]:
+            room_bytes -= each[2].nbytes * wanted.shards
+            if room_bytes < 0:
+                break
+            found.append(each)
+        return found[: self._paying(found, wanted.shards, computing)]
 
     def lift(self, wanted: Wanted, room_bytes: int) -> list[Copy]:
         """Copy those of these that the first arena has to the arenas where they are wanted, as far as `room_bytes`

@@ -133,8 +133,9 @@ class Push(Message, frozen=True):
 
     From a process: sealed chunks, to `peer`. From a peer: to itself, the leading run of these keys and, of a
     `transfer`, also what is still being filled; a `Done` of 0 may take it back later. `groups`: from a peer, of the
-    keys of several cache groups, as in `Admit`, what the longest part of the prompt needs that is there. `dry_run`:
-    nothing is copied, and `Done.count` says how many leading chunks could be.
+    keys of several cache groups, as in `Admit`, what the longest part of the prompt needs that is there. `within_s`:
+    from a peer, what its own tiers load in that time goes, too; 0: what is in memory. `dry_run`: nothing is copied,
+    and `Done.count` says how many leading chunks could be.
     """
 
     keys: Keys
@@ -143,6 +144,7 @@ class Push(Message, frozen=True):
     transfer: TransferId | None = None
     groups: Groups = []
     dry_run: bool = False
+    within_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Fill(Message, frozen=True):

@@ -85,7 +85,8 @@ class Fetches:
                     self._counters["fetches_not_worth"] += len(keys)
                     self._probe(ask, now)
                     return False
-            push = Push(list(keys), "", ask.shards, ask.awaits)
+            within_s = computing.seconds(len(keys)) if ask.awaits is None else 0.0
+            push = Push(list(keys), "", ask.shards, ask.awaits, within_s=within_s)
             if ask.groups and ask.awaits is None:
                 push = Push(ask.sought_keys, "", ask.shards, groups=ask.groups)
             fetch = self._begin(name, ask, push, now, deadline)

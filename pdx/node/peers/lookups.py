@@ -98,7 +98,7 @@ class Lookups:
         self._deadlines.add([lookup], lookup.deadline)
         self._counters["peer_lookups"] += 1
         for peer in peers:
-            peer.send(Push(keys, "", ask.shards, groups=ask.groups, dry_run=True), number)
+            peer.send(Push(keys, "", ask.shards, groups=ask.groups, dry_run=True, within_s=computing_s), number)
         return lookup
 
     def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:

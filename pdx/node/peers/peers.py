@@ -10,10 +10,11 @@ import itertools
 import logging
 import os
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 from msgspec.structs import replace
 
@@ -30,11 +31,13 @@ from pdx.node.peers.regions import Regions
 from pdx.store.cache_groups import Goal, restorable
 from pdx.store.chunk import Chunk, Wanted
 from pdx.store.copies import Copies
-from pdx.store.copy import Copy
+from pdx.store.copy import Copy, Priority
+from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
-from pdx.store.paying import Computing
+from pdx.store.paying import Computing, patience_s
 from pdx.store.store import Store
 from pdx.store.tier import Grant
+from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import counted
@@ -59,6 +62,16 @@ MAX_ASKED = 1024  # questions without an answer, and answers that nobody has tak
 MAX_WANTS = 1000  # pushes under way that one peer asked for; each holds its chunks until it is over
 
 
+class Load(msgspec.Struct, eq=False):
+    """What a peer has asked for and this node loads for it. It is pushed when nothing is left to come, or then."""
+
+    peer: PeerConnection
+    number: int
+    push: messages.Push
+    left: set[bytes]
+    deadline: float
+
+
 class Peers:
     """All that a node has to do with other nodes."""
 
@@ -71,6 +84,7 @@ class Peers:
         regions: Regions,
         store: Store,
         copies: Copies,
+        below: Tiers,
         transfers: Transfers,
         sessions: Sessions,
         marks: deque[messages.Mark],
@@ -88,6 +102,9 @@ class Peers:
         self._epoch = epoch
         self._store = store
         self._copies = copies
+        self._below = below
+        self._loads: defaultdict[bytes, list[Load]] = defaultdict(list)  # by each key that is still to come
+        self._loads_late: Deadlines[Load] = Deadlines()
         self._transfers = transfers
         self._sessions = sessions
         self._marks = marks
@@ -311,11 +328,57 @@ class Peers:
         length, keys = self._restorable(ask) if ask.groups else (0, ask.keys)
         hits = self._leading(peer.name, replace(ask, keys=keys))
         hits = 0 if ask.groups and hits < len(keys) else hits  # a part of what a length needs is of no use
-        peer.send(messages.Done(length if hits and ask.groups and ask.dry_run else hits), number)
-        if not hits or ask.dry_run:
+        coming = self._load(peer, ask, number, hits) if ask.within_s and not ask.groups and ask.transfer is None else 0
+        peer.send(messages.Done(length if hits and ask.groups and ask.dry_run else hits + coming), number)
+        if not hits or coming or ask.dry_run:
             return
         self.tiers.push(peer.name, keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
         self._env.counters["wants_served"] += 1
+
+    def _load(self, peer: PeerConnection, ask: messages.Push, number: int, hits: int) -> int:
+        """How many behind those that are here this node's tiers have and load in time; begins that, unless it is only
+        asked. What others store, too, a peer can have from there itself."""
+        if hits == len(ask.keys) or len(self._loads) >= MAX_WANTS:
+            return 0
+        wanted = Wanted(ask.keys, ask.shards, is_named=True, who=f"node {peer.name}")
+        room_bytes = self._store.pools[0].total_bytes * self._config.peer_share
+        found = self._below.loadable(wanted, hits, room_bytes, Computing(ask.within_s / (len(ask.keys) - hits)))
+        if ask.dry_run or not found:
+            return len(found)
+        if len(self._loads.get(found[0][0], ())) >= MAX_WARM:
+            return 0
+        wanted = replace(wanted, is_named=False)
+        deadline = self._env.clock() + patience_s(ask.within_s, self._config.fetch_s)
+        self._copies.load(found, wanted, priority=Priority.AWAITED, deadline=deadline)
+        left = {key for key, _, _ in found if self._copies.is_filled_here(key, ask.shards)}
+        load = Load(peer, number, replace(ask, within_s=0.0), left, deadline)
+        for key in left:
+            self._loads[key].append(load)
+        self._loads_late.add([load] if left else (), deadline)
+        return len(left)
+
+    def loaded(self, chunks: Sequence[Chunk]) -> None:
+        """Slices of these were loaded, or never will be."""
+        for key in {chunk.key for chunk in chunks} & self._loads.keys() if self._loads else ():
+            if self._copies.is_filled_here(key, self._loads[key][0].push.shards):
+                continue
+            for load in self._loads.pop(key):
+                load.left.discard(key)
+                if not load.left:
+                    self._loads_late.discard(load, load.deadline)
+                    self._push_loaded(load)
+
+    def _push_loaded(self, load: Load) -> None:
+        if load.peer.state is ConnectionState.READY:
+            self._push_to(load.peer, load.push, load.number)
+
+    def _late(self, load: Load) -> None:
+        """Its chunks are deleted, perhaps: then nothing is told of them."""
+        for key in load.left:
+            self._loads[key].remove(load)
+            if not self._loads[key]:
+                del self._loads[key]
+        self._push_loaded(load)
 
     def _restorable(self, want: messages.Push) -> tuple[int, list[bytes]]:
         """How long the longest part of a prompt of several cache groups is that is here, and what that needs."""
@@ -374,6 +437,9 @@ class Peers:
             self.tiers.tick(now)
         with self._env.faults.contain("the tick of pushes from peers"):
             self.inbound.tick()
+        with self._env.faults.contain("what peers wait for in tiers"):
+            for load in self._loads_late.take(now):
+                self._late(load)
         with self._env.faults.contain("the tick of fetches"):
             late = self.fetches.tick(now, self._room_since)
             if late:

@@ -127,6 +127,66 @@ def test_of_the_end_of_a_prompt_that_is_here_peers_are_not_asked(cluster):
     assert cluster.counter("a", "internal_errors") == cluster.counter("a", "peer_lookups") == 0
 
 
+@pytest.fixture
+def cluster_with_disk(place):
+    (place / "disk").mkdir(mode=0o700)
+    disk = {"b": {"disks": [str(place / "disk")], "disk_reserve_bytes": 0}}
+    with LocalCluster(place, "ab", of_one=disk, channels=["tcp"], **PATIENT) as made:
+        made.start("a", "b")
+        wait_connected(made, "ab")
+        yield made
+
+
+def on_disk(cluster, keys):
+    """Node b has these, and none of them in memory."""
+    store(cluster, "b", keys)
+    wait_until(lambda: cluster.counter("b", "disk_stored") == len(keys), what="all are on the disk")
+    cluster.nodes["b"].close()
+    cluster.start("b")
+    wait_connected(cluster, "ab")
+    return cluster.nodes["b"]._daemon.service
+
+
+@pytest.mark.parametrize("in_memory", [0, 2])
+def test_what_a_peer_has_on_its_disk_is_loaded_there_and_fetched(cluster_with_disk, in_memory):
+    cluster = cluster_with_disk
+    service = on_disk(cluster, KEYS[:4])
+    with engine(cluster, "b") as b:
+        assert not in_memory or look(b, KEYS[:in_memory]) == in_memory
+    with engine(cluster, "a") as a:
+        assert look(a) == 4
+        assert look(a) == 4
+    assert cluster.counter("b", "disk_loaded") == 4
+    assert cluster.counter("b", "wants_served") == 1
+    assert not service.peers._loads
+    cluster.settle("a")
+
+
+def test_a_disk_that_is_slower_than_computing_is_not_read_for_a_peer(cluster_with_disk):
+    cluster = cluster_with_disk
+    ((disk,),) = on_disk(cluster, KEYS[:4]).tiers.below
+    disk.load_rate.moved(1, 0, int(60e9))
+    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
+        worker.ask(Ping(chunk_s=2.0))
+        assert look(a) == 0
+    assert cluster.counter("a", "peer_lookups") == 1
+    assert cluster.counter("b", "disk_loaded") <= 1, "a look how fast it is"
+    assert cluster.counter("b", "wants_served") == 0
+
+
+def test_a_disk_that_hangs_is_waited_for_no_longer_than_the_peer_waits(cluster_with_disk, monkeypatch):
+    cluster = cluster_with_disk
+    service = on_disk(cluster, KEYS[:4])
+    ((disk,),) = service.tiers.below
+    monkeypatch.setattr(disk, "load", lambda job: None)  # it hangs
+    monkeypatch.setattr("pdx.store.paying.MIN_LOAD_S", 0.1)
+    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
+        worker.ask(Ping(chunk_s=0.02))
+        assert look(a) == 0
+    wait_until(lambda: not service.peers._loads, what="nobody waits for it")
+    assert cluster.counter("b", "wants_served") == 0
+
+
 # ---- of several cache groups ----------------------------------------------------------------
 
 GROUPS = [

@@ -15,6 +15,7 @@ from pdx.node.peers.peers import Peers
 from pdx.node.peers.regions import Regions
 from pdx.node.sessions import Sessions
 from pdx.store.copy import Priority
+from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.wire.messages import Push, Settle
 from pdx.wire.verbs import Found
@@ -36,6 +37,7 @@ class Stage(SendingStage):
             regions=Regions(config, self.env, self.arena, Slot(0, 4096, 0)),
             store=self.store,
             copies=self.copies,
+            below=Tiers(self.store, self.copies, self.env, store_s=1.0, load_s=1.0),
             transfers=Transfers(self.env),
             sessions=self.sessions,
             marks=deque(),
