@@ -78,14 +78,15 @@ class Fetches:
         fetch = self._fetches.get((ask.source, name))
         if fetch is None:
             keys, deadline = (keys or ask.keys[: ask.sought])[hits:], now + self._fetch_s
+            within_s = 0.0
             if ask.awaits is None:
-                computing_s = computing.seconds(len(keys))
+                computing_s, takes_s = computing.seconds(len(keys)), self.takes_s(ask.source, len(keys))
                 deadline = now + paying.patience_s(computing_s, self._fetch_s)
-                if self.takes_s(ask.source, len(keys)) > computing_s:
+                within_s = computing_s - takes_s  # the rest is for the peer's disk
+                if within_s < 0:
                     self._counters["fetches_not_worth"] += len(keys)
                     self._probe(ask, now)
                     return False
-            within_s = computing.seconds(len(keys)) if ask.awaits is None else 0.0
             push = Push(list(keys), "", ask.shards, ask.awaits, within_s=within_s)
             if ask.groups and ask.awaits is None:
                 push = Push(ask.sought_keys, "", ask.shards, groups=ask.groups)

@@ -1,6 +1,7 @@
 """What this node asks peers for: once, until it is answered, over or late, and not again at once."""
 
 import contextlib
+import math
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -68,7 +69,7 @@ def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
     assert fetches.is_waiting(ASK, 1, 0.0)
     assert fetches.is_waiting(ASK, 1, 0.1)
     assert fetches.is_waiting(ASK, 2, 4.9), "others that ask meanwhile wait for the same answer"
-    assert link.sent == [(1, Push(KEYS[1:]))]
+    assert link.sent == [(1, Push(KEYS[1:], within_s=math.inf))]
     assert dialled == ["b"]
     assert len(fetches) == 1
 
@@ -76,7 +77,7 @@ def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
 def test_another_peer_or_another_end_is_another_question(fetches, link):
     fetches.is_waiting(ASK, 0, 0.0)
     fetches.is_waiting(Admit(KEYS[:2], source="b", shards=2, transfer=TRANSFER), 0, 0.0)
-    assert link.sent == [(1, Push(KEYS)), (2, Push(KEYS[:2], "", 2, TRANSFER))]
+    assert link.sent == [(1, Push(KEYS, within_s=math.inf)), (2, Push(KEYS[:2], "", 2, TRANSFER))]
     with pytest.raises(PeerUnknown):
         fetches.is_waiting(Admit(KEYS, source="nobody"), 0, 0.0)
     assert len(fetches) == 2
@@ -162,7 +163,7 @@ def test_a_question_waits_for_its_link(fetches, link):
     assert link.sent == []
     fetches.ready(link)
     fetches.ready(link)
-    assert link.sent == [(1, Push(KEYS))]
+    assert link.sent == [(1, Push(KEYS, within_s=math.inf))]
 
 
 def test_a_question_that_is_over_is_not_asked_any_more(fetches, link):
@@ -252,7 +253,11 @@ def test_what_computing_is_faster_than_is_not_asked_for(fetches, link, counters,
     measured(fetches, 1.0)
     assert fetches.is_waiting(ASK, 1, 10.0, Computing(computing_s)) is asks
     assert counters["fetches_not_worth"] == (0 if asks else 3)
-    assert link.sent == [(1, Push(KEYS[1:] if asks else KEYS[-1:]))]
+    ((_, push),) = link.sent
+    assert push.keys == (KEYS[1:] if asks else KEYS[-1:])
+    assert push.within_s == pytest.approx(3 * (computing_s - paying.MARGIN) - paying.LOAD_S if asks else 0.0), (
+        "its disk"
+    )
 
 
 def test_what_an_engine_computes_before_counts(fetches):
@@ -292,7 +297,7 @@ def test_one_chunk_is_asked_for_now_and_then_so_that_a_faster_peer_is_noticed(fe
     for number in range(3):
         fetches.landed("b", CHUNK, CHUNK, 21.0 + number, 21.01 + number)
     assert fetches.is_waiting(ASK, 0, 25.0, Computing(0.1))
-    assert link.sent[2:] == [(3, Push(KEYS))]
+    assert [(number, push.keys) for number, push in link.sent[2:]] == [(3, KEYS)]
 
 
 def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link):
