@@ -369,8 +369,9 @@ class Peers:
                     self._push_loaded(load)
 
     def _push_loaded(self, load: Load) -> None:
-        if load.peer.state is ConnectionState.READY:
-            self._push_to(load.peer, load.push, load.number)
+        with self._env.faults.contain("a push of what was loaded"):
+            if load.peer.state is ConnectionState.READY:
+                self._push_to(load.peer, load.push, load.number)
 
     def _late(self, load: Load) -> None:
         """Its chunks are deleted, perhaps: then nothing is told of them."""
