@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from pdx.store.chunk import Chunk, Wanted
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.deadlines import Deadlines
+from pdx.store.index import Groups
 from pdx.store.lifecycle import State
 from pdx.store.paying import Computing, patience_s
 from pdx.store.store import Store
@@ -103,7 +104,7 @@ class Peers:
         self._store = store
         self._copies = copies
         self._below = below
-        self._loads: defaultdict[bytes, list[Load]] = defaultdict(list)  # by each key that is still to come
+        self._loads: Groups[bytes, Load] = Groups()  # by each key that is still to come
         self._loads_late: Deadlines[Load] = Deadlines()
         self._transfers = transfers
         self._sessions = sessions
@@ -345,7 +346,7 @@ class Peers:
         found = self._below.loadable(wanted, hits, room_bytes, Computing(ask.within_s / (len(ask.keys) - hits)))
         if ask.dry_run or not found:
             return len(found)
-        if len(self._loads.get(found[0][0], ())) >= MAX_WARM:
+        if len(self._loads.of(found[0][0])) >= MAX_WARM:
             return 0
         wanted = replace(wanted, is_named=False)
         deadline = self._env.clock() + patience_s(ask.within_s, self._config.fetch_s)
@@ -353,33 +354,28 @@ class Peers:
         left = {key for key, _, _ in found if self._copies.is_filled_here(key, ask.shards)}
         load = Load(peer, number, replace(ask, within_s=0.0), left, deadline)
         for key in left:
-            self._loads[key].append(load)
+            self._loads.add(key, [load])
         self._loads_late.add([load] if left else (), deadline)
         return len(left)
 
     def loaded(self, chunks: Sequence[Chunk]) -> None:
         """Slices of these were loaded, or never will be."""
-        for key in {chunk.key for chunk in chunks} & self._loads.keys() if self._loads else ():
-            if self._copies.is_filled_here(key, self._loads[key][0].push.shards):
-                continue
-            for load in self._loads.pop(key):
-                load.left.discard(key)
-                if not load.left:
-                    self._loads_late.discard(load, load.deadline)
-                    self._push_loaded(load)
+        for key in {chunk.key for chunk in chunks} if len(self._loads) else ():
+            for load in self._loads.of(key):
+                if not self._copies.is_filled_here(key, load.push.shards):
+                    self._loads.discard(key, load)
+                    load.left.discard(key)
+                    if not load.left:
+                        self._push_loaded(load)
 
     def _push_loaded(self, load: Load) -> None:
+        """All of it has come; or it is late: of what is deleted meanwhile, say, nothing is told."""
+        self._loads_late.discard(load, load.deadline)
+        for key in load.left:
+            self._loads.discard(key, load)
         with self._env.faults.contain("a push of what was loaded"):
             if load.peer.state is ConnectionState.READY:
                 self._push_to(load.peer, load.push, load.number)
-
-    def _late(self, load: Load) -> None:
-        """Its chunks are deleted, perhaps: then nothing is told of them."""
-        for key in load.left:
-            self._loads[key].remove(load)
-            if not self._loads[key]:
-                del self._loads[key]
-        self._push_loaded(load)
 
     def _restorable(self, want: messages.Push) -> tuple[int, list[bytes]]:
         """How long the longest part of a prompt of several cache groups is that is here, and what that needs."""
@@ -440,7 +436,7 @@ class Peers:
             self.inbound.tick()
         with self._env.faults.contain("what peers wait for in tiers"):
             for load in self._loads_late.take(now):
-                self._late(load)
+                self._push_loaded(load)
         with self._env.faults.contain("the tick of fetches"):
             late = self.fetches.tick(now, self._room_since)
             if late:

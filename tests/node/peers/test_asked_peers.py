@@ -158,7 +158,7 @@ def test_what_a_peer_has_on_its_disk_is_loaded_there_and_fetched(cluster_with_di
         assert look(a) == 4
     assert cluster.counter("b", "disk_loaded") == 4
     assert cluster.counter("b", "wants_served") == 1
-    assert not service.peers._loads
+    assert len(service.peers._loads) == 0
     cluster.settle("a")
 
 
@@ -183,7 +183,7 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_the_peer_waits(cluster_w
     with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
         worker.ask(Ping(chunk_s=0.02))
         assert look(a) == 0
-    wait_until(lambda: not service.peers._loads, what="nobody waits for it")
+    wait_until(lambda: len(service.peers._loads) == 0, what="nobody waits for it")
     assert cluster.counter("b", "wants_served") == 0
 
 
