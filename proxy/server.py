@@ -8,6 +8,7 @@ take, and the descriptors that the server's own work needs are gone as well. So 
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import contextlib
 import os
 import signal
@@ -32,6 +33,8 @@ from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
 
 MOST = 16_384  # connections of one listener, however many descriptors there are
+HANDSHAKES = 512  # TLS connections that are not yet ones; each costs 100 KiB
+_TLS_READ_BYTES = 64 << 10  # which asyncio sets aside for each TLS connection; it has 256 KiB
 _BACKLOG = 1024
 _FILES_PER_ENGINE = 4  # descriptors left for connections to each; not all, where few files may be open
 _BATCH = 4  # taken before what is connected gets its turn
@@ -255,7 +258,7 @@ class Server:
             except OSError as error:
                 self._rest(str(error))
                 return
-            if room <= 0 and not self._make_room():
+            if (room <= 0 or len(self._taking) >= HANDSHAKES) and not self._make_room():
                 self._refuse(stream)
                 continue
             room -= 1
@@ -276,7 +279,7 @@ class Server:
         each other.
         """
         many = _CROWD * (len(self._all) + len(self._taking))
-        if len(self._taking) > 1 and len(self._taking) >= many:
+        if len(self._taking) >= max(2, min(many, HANDSHAKES)):
             self._note("connections_displaced", "connections without a TLS handshake are closed for new ones")
             taking = next(iter(self._taking))
             del self._taking[taking]
@@ -383,6 +386,7 @@ def _tls(cert: str, key: str) -> ssl.SSLContext:
     option, secret = ("--tls-key", key) if key else ("--tls-cert", cert)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
+    asyncio.sslproto.SSLProtocol.max_size = _TLS_READ_BYTES
     try:
         with open(secret, "rb") as file:
             check_private(os.fstat(file.fileno()), option, secret)

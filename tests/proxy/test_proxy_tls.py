@@ -105,6 +105,22 @@ async def test_strangers_without_a_handshake_end_and_make_room(certificates, mon
         assert "Traceback" not in caplog.text
 
 
+async def test_strangers_hold_little_memory_and_keep_nobody_out(certificates, monkeypatch):
+    """asyncio sets 256 KiB aside for each connection, before a stranger has said a word."""
+    monkeypatch.setattr(listener, "HANDSHAKES", 8)
+    async with cluster(**served(certificates)) as made:
+        tls = trusting(certificates[0])
+        assert (await made.post(COMPLETIONS, BODY, ssl=tls))[0] == 200
+        silent = [await dial(made.url.removeprefix("https://")) for _ in range(20)]
+        for reader, _ in silent[:12]:
+            assert await within(reader.read()) == b""
+        assert (await made.post(COMPLETIONS, BODY, ssl=tls))[0] == 200
+        assert await made.metric("pdx_proxy_events_total", event="connections_displaced") == 12
+        for _, writer in silent:
+            writer.close()
+        assert asyncio.sslproto.SSLProtocol.max_size == 64 << 10
+
+
 def test_files_that_are_wrong(certificates, tmp_path):
     ca, cert, key = map(str, certificates)
     with pytest.raises(ConfigError, match="--tls-cert /nowhere, .* No such file"):
