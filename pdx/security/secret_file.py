@@ -1,13 +1,16 @@
-"""Files with secrets: who may read one besides its owner; and the token in one that a controller shows to a proxy."""
+"""Files with secrets: who may read one besides its owner; and the token in one, which is shown to a proxy or a node."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import re
 import stat
 from pathlib import Path
 
 from pdx.errors import ConfigError
+from pdx.security.reread import stamp
 
 MIN_TOKEN_CHARS = 32  # so many can be guessed at any rate: 16 bytes in hex
 _MAX_TOKEN_CHARS = 1024
@@ -58,3 +61,29 @@ def check_private(info: os.stat_result, what: str, path: object) -> None:
             f"{what} {path} has mode {mode:04o} and belongs to user {info.st_uid}, group {info.st_gid}; nobody but "
             f"user {os.getuid()} may read it (chmod 600 {path}), or it is root's and a group of this process may (0440)"
         )
+
+
+class Token:
+    """A file with the token; it is read again when it has changed. One thread."""
+
+    def __init__(self, path: str) -> None:
+        """:raises ConfigError: it cannot be read, others may read it, or there is no token in it."""
+        self._path = path
+        self._stamp = stamp(path)
+        self._digest = _digest(load_token(path))
+
+    def is_shown(self, token: str) -> bool:
+        """Whether this is the token that is in the file now, in a time that does not depend on it.
+
+        :raises ConfigError: there is none (any more): nobody is let in.
+        """
+        found = stamp(self._path)
+        if found != self._stamp or not self._digest:
+            self._digest = b""
+            self._digest = _digest(load_token(self._path))
+            self._stamp = found
+        return hmac.compare_digest(self._digest, _digest(token))
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.blake2b(token.encode("utf-8", "surrogateescape"), digest_size=32).digest()

@@ -5,48 +5,19 @@ A loopback address is open to every user of the host, and to their browsers' pag
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
 from collections import OrderedDict
 
 from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
-from pdx.security.reread import stamp
-from pdx.security.secret_file import load_token
+from pdx.security.secret_file import Token
 from pdx.telemetry.env import Env
 from pdx.telemetry.recent import remember
 
 MAX_FAILED = 32  # of one address, in …
 WINDOW_S = 10.0
 _MAX_ADDRESSES = 1024
-
-
-class Token:
-    """A file with the token; it is read again when it has changed. One thread."""
-
-    def __init__(self, path: str) -> None:
-        """:raises ConfigError: it cannot be read, others may read it, or there is no token in it."""
-        self._path = path
-        self._stamp = stamp(path)
-        self._digest = _digest(load_token(path))
-
-    def is_shown(self, token: str) -> bool:
-        """Whether this is the token that is in the file now, in a time that does not depend on it.
-
-        :raises ConfigError: there is none (any more): nobody is let in.
-        """
-        found = stamp(self._path)
-        if found != self._stamp or not self._digest:
-            self._digest = b""
-            self._digest = _digest(load_token(self._path))
-            self._stamp = found
-        return hmac.compare_digest(self._digest, _digest(token))
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.blake2b(token.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
 class Access:

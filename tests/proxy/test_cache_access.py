@@ -19,10 +19,9 @@ from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
 from pdx.proxy.cache import access, routes, verbs
-from pdx.proxy.cache.access import Token
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
-from pdx.security.secret_file import load_token
+from pdx.security.secret_file import Token, load_token
 from pdx.telemetry.env import Env
 from pdx.wire.verbs import Find, JobStatus, Selection
 
