@@ -99,25 +99,6 @@ def default_proxy() -> str:
     return os.environ.get("PDX_PROXY") or f"ipc://{runtime_folder()}/proxy.sock"
 
 
-def trace_folder(setting: str) -> Path | None:
-    """Where spans are recorded (`pdx.telemetry.trace`): the setting, else PDX_TRACE, else nowhere.
-
-    :raises ConfigError: there is no such folder, or others may enter it.
-    """
-    name = setting or os.environ.get("PDX_TRACE", "")
-    if not name:
-        return None
-    check_trace_folder(Path(name))
-    return Path(name)
-
-
-def check_trace_folder(folder: Path) -> None:
-    """:raises ConfigError: there is no such folder, or others may enter it."""
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder} for spans; make one: mkdir -m 700 {folder}")
-    private_folder(folder)
-
-
 def socket_path(address: str) -> Path:
     """The path in an `ipc://` address.
 
@@ -235,10 +216,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metrics: Annotated[
         HostPort,
         option(
-            "Prometheus metrics of the node at /metrics; beyond this host with --keys.",
+            "Prometheus metrics of the node at /metrics; beyond this host with --metrics-token-file.",
             default="nowhere",
             section="Metrics and events",
         ),
+    ] = ""
+    metrics_token_file: Annotated[
+        FileName, option("Who shows the token in it (Authorization: Bearer) is told --metrics, and nobody else.")
     ] = ""
     events: Annotated[
         Address, option("Publish there which blocks came and went, as vLLM does: ipc or tcp.", default="nowhere")

@@ -31,7 +31,7 @@ from pdx.security.reread import Reread
 from pdx.security.secret_file import check_private, read
 from pdx.telemetry.env import Env
 
-OPEN = frozenset({"/health", "/ping", "/load"})  # what balancers ask; all else needs a key
+OPEN = frozenset({"/health", "/healthz", "/readyz", "/ping", "/load"})  # what balancers ask; all else needs a key
 _MAX_FILE_BYTES = 1 << 20
 _ENTRY = re.compile(
     r"([\w.-]{1,64})\s+([\w.~+/=-]{32,1024})((?:\s+(?:max-concurrent|per-minute)=[1-9]\d{0,5})*)", re.ASCII

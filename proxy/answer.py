@@ -154,7 +154,7 @@ class AsItIs:
         elif self._route.member.search(raw) is None:
             raise failed(Reason.MALFORMED, answer.engine, f"{len(raw)} bytes are no answer")
         else:
-            exchange.first_token(answer.engine, streams=False)
+            exchange.token(answer.engine, streams=False)
         exchange.reply.pass_on(answer.headers)
         exchange.reply.whole(answer.status, await self.whole(raw), content_type=answer.content_type)
 
@@ -345,9 +345,9 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             if is_first:
                 _check_first(answer, events[0])
             is_first = False
-            if not has_token and not sse.is_empty(events[-1]):
+            if events[0] != sse.DONE and (has_token or not sse.is_empty(events[-1])):
                 has_token = True
-                exchange.first_token(answer.engine, streams=True)
+                exchange.token(answer.engine, streams=True)
             await _pass_on(exchange, events, shape)
         chunk = b"" if exchange.answered else await answer.read_some()
     if not exchange.answered:

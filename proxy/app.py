@@ -41,6 +41,7 @@ from pdx.proxy.reply import (
     error_response,
     http_error,
     redirect_slashes,
+    tell_alive,
 )
 from pdx.proxy.router import serving
 from pdx.proxy.routes import FORMS, GENERATING, PASSED, Route
@@ -87,7 +88,7 @@ class Proxy:
             decode=config.decode,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
-        self._timelines = Timelines()
+        self._timelines = Timelines(timings=self.env.timings)
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] | None = None
         seat = seat or Seat.alone()
@@ -102,9 +103,7 @@ class Proxy:
             roster=config.roster,
             workers=config.workers,
         )
-        self._metrics = Metrics(
-            engines=self.engines, health=self._health, events=self.env.counters, dropped=self._control.dropped
-        )
+        self._metrics = Metrics(self.env, engines=self.engines, health=self._health, dropped=self._control.dropped)
         self._metrics.waiting.set_function(lambda: self.admission.waiting)
         self._intake = Intake(
             each_bytes=config.max_body_bytes,
@@ -139,9 +138,10 @@ class Proxy:
                 *(web.post(route, self._serve) for route in (*GENERATING, *PASSED["POST"])),
                 *(web.get(route, self._serve, allow_head=False) for route in PASSED["GET"]),
                 web.get("/v1/models", self._list_models),
-                web.get("/health", self._tell_health),
+                *(web.get(path, self._tell_health) for path in ("/health", "/readyz")),
                 *(method("/ping", self._tell_health) for method in (web.get, web.post)),
                 web.get("/load", self._tell_load),
+                web.get("/healthz", tell_alive),
             ]
         )
         app.cleanup_ctx.append(self._lifetime)
@@ -153,6 +153,8 @@ class Proxy:
         app.add_routes(
             [
                 web.get("/metrics", self._expose),
+                web.get("/healthz", tell_alive),
+                web.get("/readyz", self._tell_health),
                 web.get("/pdx/requests", self._list_requests),
                 web.get("/pdx/requests/{transfer}", self._tell_request),
             ]

@@ -51,6 +51,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     booking: Use | None = None  # of the decode leg, until that starts
     blamed: dict[str, Reason] = msgspec.field(default_factory=dict)  # by URL, why engines gave no usable answer
     received_ns: int = msgspec.field(default_factory=time.monotonic_ns)
+    token_ns: int = 0  # when the client was sent the last ones
     seen: dict[Event, int] = msgspec.field(default_factory=dict)  # and when, in nanoseconds
 
     def __post_init__(self) -> None:
@@ -104,12 +105,16 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
             self.metrics.decode.observe((now_ns - self.seen[Event.DECODE_SENT]) / 1e9)
         self.timeline.add(Moment(event=event, at_ns=now_ns, engine=name, tokens=self.timeline.prompt_tokens))
 
-    def first_token(self, engine: Engine, *, streams: bool) -> None:
-        """The client is about to be sent the first token."""
-        if streams and Event.FIRST_TOKEN not in self.seen:
-            ttft_s = (time.monotonic_ns() - self.received_ns) / 1e9
-            self.metrics.ttft[self.route, self.mode].observe(ttft_s)
-        self.mark(Event.FIRST_TOKEN, engine)
+    def token(self, engine: Engine, *, streams: bool) -> None:
+        """The client is about to be sent a token or more, the first ones perhaps."""
+        now_ns = time.monotonic_ns()
+        if Event.FIRST_TOKEN in self.seen:
+            self.metrics.itl[self.mode].observe((now_ns - self.token_ns) / 1e9)
+        else:
+            if streams:
+                self.metrics.ttft[self.route, self.mode].observe((now_ns - self.received_ns) / 1e9)
+            self.mark(Event.FIRST_TOKEN, engine)
+        self.token_ns = now_ns
 
 
 class Seat(msgspec.Struct, frozen=True):

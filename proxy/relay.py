@@ -313,7 +313,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         if why:
             self._stop_forwarding(exchange, why)
             return None
-        exchange.first_token(prefiller, streams=True)
+        exchange.token(prefiller, streams=True)
         return found
 
     async def _forward(

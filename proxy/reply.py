@@ -189,6 +189,11 @@ async def redirect_slashes(request: web.Request, handler: Handler) -> web.Stream
     return await handler(request)
 
 
+async def tell_alive(_request: web.Request) -> web.Response:
+    """For whoever starts proxies anew."""
+    return web.Response(text="ok\n")
+
+
 _METHODS = "GET, POST, OPTIONS"
 _KEPT_S = "600"  # a browser asks again after this time
 

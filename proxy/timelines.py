@@ -12,12 +12,14 @@ import msgspec
 from pdx.proxy.engines import MAX_NODES
 from pdx.proxy.plan import Mode
 from pdx.proxy.routes import Route
+from pdx.telemetry.histogram import Timings
 from pdx.telemetry.recent import remember
 from pdx.telemetry.timeline import Event, Moment, breakdown
 from pdx.wire.messages import Mark
 from pdx.wire.proxy import NodeReport
 
 KEPT = 1000  # timelines
+_HANDOFF = (Event.PREFILL_END, Event.RUNNABLE)
 MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too
 
 
@@ -31,6 +33,7 @@ class Timeline(msgspec.Struct):
     prompt_tokens: int = 0
     outcome: str = ""  # empty: still under way
     moments: list[Moment] = []
+    is_handed_off: bool = False
     near: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a node says that prefill will end soon
 
     def add(self, moment: Moment) -> None:
@@ -58,8 +61,9 @@ class Timeline(msgspec.Struct):
 class Timelines:
     """The `keep` youngest timelines, by transfer id."""
 
-    def __init__(self, keep: int = KEPT) -> None:
+    def __init__(self, keep: int = KEPT, timings: Timings | None = None) -> None:
         self._keep = keep
+        self._handoffs = (Timings() if timings is None else timings)[("pdx_proxy_handoff_seconds",)]
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
 
     def open(self, timeline: Timeline) -> None:
@@ -89,6 +93,11 @@ class Timelines:
                         tokens=mark.tokens,
                     )
                 )
+                if mark.event in _HANDOFF and not timeline.is_handed_off:
+                    handoff_ms = breakdown(timeline.moments).handoff_ms
+                    if handoff_ms is not None:
+                        timeline.is_handed_off = True
+                        self._handoffs.observe(max(0.0, handoff_ms / 1000))
 
     def view(self) -> list[dict[str, Any]]:
         return [timeline.view() for timeline in self._timelines.values()]

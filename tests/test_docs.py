@@ -16,6 +16,7 @@ import pdx.wire.verbs
 from pdx.cli.main import main
 from pdx.config import ConnectorConfig, NodeConfig
 from pdx.options import table
+from pdx.telemetry import names
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -119,11 +120,18 @@ def test_tables_of_settings_are_made_from_the_settings(settings):
     assert settings in VLLM, f"docs/vllm.md lacks this table:\n{settings}"
 
 
+@pytest.mark.parametrize("prefix", ["pdx_node_", "pdx_proxy_"])
+def test_tables_of_metrics_are_made_from_their_names(prefix):
+    told = names.table(prefix)
+    assert told in (ROOT / "docs" / "metrics.md").read_text(), f"docs/metrics.md lacks this table:\n{told}"
+
+
 def test_what_engines_count_is_documented():
     sources = "\n".join(path.read_text() for room in ("engine", "vllm") for path in (ROOT / "pdx" / room).glob("*.py"))
-    counted = set(re.findall(r"count\(\"([a-z_]+)\"\)", sources))
-    assert len(counted) > 5
-    assert sorted(name for name in counted if f"`degraded_{name}`" not in VLLM) == []
+    counted = set(re.findall(r"\bcount\(\s*\"([a-z_]+)\"", sources))
+    assert len(counted) > 20
+    assert sorted(counted - {*names.DEGRADED}) == []
+    assert sorted(name for name in names.DEGRADED if f"`degraded_{name}`" not in VLLM) == []
 
 
 def test_every_message_is_in_the_architecture():

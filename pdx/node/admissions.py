@@ -55,6 +55,7 @@ class Admissions:
         self._news = service.env.news
         self._faults = service.env.faults
         self._clock = service.env.clock
+        self._took = service.env.timings[("pdx_node_admit_seconds",)]
         self._waiting = Waiting()
         self.explanations = Explanations(service)
 
@@ -63,6 +64,7 @@ class Admissions:
 
         :raises NodeError, ProtocolError: refused; nothing is held.
         """
+        began = self._clock()
         check_slots(len(ask.keys), ask.shards)
         if ask.groups:
             check_groups(len(ask.keys), len(ask.groups))
@@ -76,6 +78,7 @@ class Admissions:
             self._check_blocks(ask)
         answer = self._look(session, ask, 0.0)
         if isinstance(answer, Admitted):
+            self._took.observe(self._clock() - began)
             return answer
         if not ask.wait_s or not self._waiting.has_room(session):
             return Admitted(answer.hits, waiting=True)
@@ -118,6 +121,7 @@ class Admissions:
                     self._counters["refused"] += 1
                     answer = Refused.of(error)
             if answer is not None:
+                self._took.observe(now - waiter.since)
                 yield waiter.session, waiter.seq, answer
 
     def due_in(self, now: float) -> float:

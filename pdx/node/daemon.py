@@ -20,7 +20,7 @@ from types import FrameType
 import zmq
 
 from pdx.closing import Closing
-from pdx.config import NodeConfig, handover_path, private_folder, socket_path, trace_folder
+from pdx.config import NodeConfig, handover_path, private_folder, socket_path
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
@@ -37,6 +37,7 @@ from pdx.security import descriptors
 from pdx.security.address import check_address
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.env import Env, WakingClock
+from pdx.telemetry.trace import trace_folder
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
     Answer,
@@ -139,7 +140,7 @@ class Daemon(Closing):
                         config.metrics,
                         env,
                         status=lambda: node_status(self.service),
-                        has_keys=bool(config.keys and config.roster),
+                        token_file=config.metrics_token_file,
                     ).close
                 )
             self._publisher: Publisher | None = None

@@ -1,4 +1,4 @@
-"""A node's Prometheus metrics over HTTP: each number of its status, asked of the control loop when somebody scrapes.
+"""A node's Prometheus metrics over HTTP, and whether it is well: asked of the control loop when somebody asks.
 
 One thread serves one connection at a time, so floods of connections cost metrics and nothing else. A connection has
 SILENCE_S to say what it wants, and as long to take the answer.
@@ -14,25 +14,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-import msgspec
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import make_wsgi_app
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from pdx.errors import ConfigError
 from pdx.node.peers.connection import ConnectionState
-from pdx.security.address import check_address
+from pdx.security.address import check_address, is_loopback
+from pdx.security.secret_file import Token
 from pdx.store.lifecycle import State
-from pdx.store.tier import Tally
 from pdx.telemetry.env import Env
+from pdx.telemetry.histogram import Timings
+from pdx.telemetry.metrics import Values, alone, families_of, family, registry
+from pdx.telemetry.names import COPIES, DEGRADED, METRICS, TIER_EVENTS, of_counter
+from pdx.wire.base import Kind
+from pdx.wire.hints import Outcome
 from pdx.wire.status import NodeStatus, PeerStatus, TierStatus
 
 if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 log = logging.getLogger("pdx.node")
 
@@ -40,84 +44,74 @@ ANSWER_S = 2.0  # for the control loop to tell its status
 SILENCE_S = 2.0  # for a connection to have asked
 _MAX_HEAD_BYTES = 16 << 10  # of what it asks
 PATH = "/metrics"
+WELL = ("/healthz", "/readyz")  # for whoever starts nodes anew: nobody needs a token for these
 _LOOK_S = 0.5  # between looks whether the server is to end
 _PAUSE_S = 0.05  # after an accept that failed, as without free descriptors: no busy loop
-_IDENTITY = {"epoch", "pid"}
+_TIMED: list[tuple[str, ...]] = [
+    *(("pdx_node_admit_seconds",), ("pdx_node_handoff_seconds",)),
+    *(("pdx_node_copy_seconds", *each) for each in COPIES),
+]
+_GAUGES = ("arena_bytes", "free_bytes", "leases", "pins", "pinned_bytes", "transfers", "mapped")
+
+T = TypeVar("T")
 
 
-_HELP = {
-    "uptime_s": "Seconds since the node started.",
-    "arena_bytes": "Bytes of the arenas.",
-    "free_bytes": "Bytes of the arenas that no chunk has.",
-    "chunks": "Chunks in the arenas, each shard counted, by state.",
-    "chunk_bytes": "Bytes of the chunks in the arenas, by state.",
-    "leases": "Leases that engines and clients hold.",
-    "pins": "Chunks in the arenas that are pinned.",
-    "pinned_bytes": "Bytes of the chunks in the arenas that are pinned.",
-    "transfers": "Transfers between engines that are under way.",
-    "counters": "What happened since the node started, by name; the documentation lists the names.",
-    "mapped": "Blocks of device memory that the node's process has mapped.",
-}
-_PEER_HELP = {
-    "up": "1: the connection to the peer is up.",
-    "pushes": "Pushes to the peer that are under way.",
-    "landing": "Pushes from the peer that are under way.",
-    "sent_bytes": "Bytes sent to the peer.",
-    "landed_bytes": "Bytes that came from the peer.",
-}
-_TIER_HELP = {
-    "up": "1: the tier answers.",
-    "chunks": "Chunks in the tier, each shard counted.",
-    "used_bytes": "Bytes in the tier, with what is being written or removed.",
-    "limit_bytes": "Bytes that the tier may have.",
-    "copies": "Copies to and from the tier that are under way, or wait for their turn.",
-    "load_gb_s": "Rate of loads as last measured, GB/s; 0: not yet.",
-    "store_gb_s": "Rate of stores as last measured, GB/s; 0: not yet.",
-    "hits": "Chunks that a request found for the first time since they came from the tier.",
-    "misses": "First chunks that a request lacked, or got from a tier below.",
-    "loads": "Chunks that were loaded, each shard counted.",
-    "stores": "Chunks that were stored, each shard counted.",
-    "loaded_bytes": "Bytes of the chunks that were loaded.",
-    "stored_bytes": "Bytes of the chunks that were stored.",
-    "dropped": "Chunks that were not stored: the tier did not keep up, or took none.",
-    "errors": "Calls that failed, and what was not the chunk that it should be.",
-    "read_bytes": "Bytes read for the loads: fewer where chunks are encoded.",
-    "written_bytes": "Bytes written for the stores: fewer where chunks are encoded.",
-}
+def zeros() -> dict[str, dict[tuple[str, ...], float]]:
+    """All counters of a node by metric, each with a series before it first counts: `rate` sees no first event else."""
+    found: dict[str, dict[tuple[str, ...], float]] = {
+        name: {} if each.labels else {(): 0}
+        for name, each in METRICS.items()
+        if name.startswith("pdx_node_") and each.kind == "counter" and each.labels[:1] not in (("peer",), ("tier",))
+    }
+    found["pdx_node_degraded"] = {(reason,): 0 for reason in (*DEGRADED, "others")}
+    found["pdx_node_hints"] = {(outcome,): 0 for outcome in get_args(Outcome) if outcome != "accepted"}
+    found["pdx_node_tier_events"] = {(kind, each): 0 for kind, events in TIER_EVENTS.items() for each in events}
+    for name in ("pdx_node_copied_bytes", "pdx_node_copied_seconds"):
+        found[name] = dict.fromkeys(COPIES, 0)
+    return found
 
 
-class _Status(Collector):
-    def __init__(self, ask: Callable[[], NodeStatus]) -> None:
-        self._ask = ask
+def families(status: NodeStatus, timings: Timings) -> Iterator[Metric]:
+    """All that a node tells."""
+    counters = zeros()
+    for name, count in status.counters.items():
+        metric, labels = of_counter(name)
+        counters[metric][labels] = count / 1e9 if name.endswith("_ns") else count
+    for metric, values in counters.items():
+        yield family(metric, values)
+    yield alone("pdx_node_uptime_seconds", status.uptime_s)
+    for name in _GAUGES:
+        yield alone(f"pdx_node_{name}", getattr(status, name))
+    for name, by_state in ("chunks", status.chunks), ("chunk_bytes", status.chunk_bytes):
+        states = {(state.value,): by_state.get(state, 0) for state in State if state is not State.FREE}
+        yield family(f"pdx_node_{name}", states)
+    attached = {(kind,): sum(each.kind == kind for each in status.attached) for kind in get_args(Kind)[:3]}
+    yield family("pdx_node_attached", attached)
+    for label, told in ("peer", status.peers), ("tier", status.tiers):
+        for metric, about in METRICS.items():
+            if about.labels == (label,) and metric.startswith(f"pdx_node_{label}_"):
+                yield family(metric, _by_name(told, metric.removeprefix(f"pdx_node_{label}_")))
+    yield from families_of(timings)
+
+
+def _by_name(told: Sequence[PeerStatus | TierStatus], name: str) -> Values:
+    return {(each.name,): _value(each, name) for each in told}
+
+
+def _value(told: PeerStatus | TierStatus, name: str) -> float:
+    if name == "up":
+        return told.is_up if isinstance(told, TierStatus) else told.state == ConnectionState.READY
+    if name.endswith("_bytes_per_second"):
+        return float(getattr(told, name.replace("bytes_per_second", "gb_s"))) * 1e9
+    return float(getattr(told, name))
+
+
+class _Node(Collector):
+    def __init__(self, tell: Callable[[], tuple[NodeStatus, Timings]]) -> None:
+        self._tell = tell
 
     def collect(self) -> Iterator[Metric]:
-        status = self._ask()
-        for name, value in msgspec.structs.asdict(status).items():
-            text = _HELP.get(name, "")
-            if isinstance(value, int | float) and name not in _IDENTITY:
-                yield GaugeMetricFamily(f"pdx_node_{name}", text, value=value)
-            elif name == "counters":
-                counters = CounterMetricFamily(f"pdx_node_{name}", text, labels=["name"])
-                for key, count in sorted(value.items()):
-                    counters.add_metric([key], count)
-                yield counters
-            elif isinstance(value, dict):
-                states = GaugeMetricFamily(f"pdx_node_{name}", text, labels=["state"])
-                for state in State:
-                    if state is not State.FREE:  # there are no such chunks
-                        states.add_metric([state], value.get(state, 0))
-                yield states
-        for label, told, helps in ("peer", status.peers, _PEER_HELP), ("tier", status.tiers, _TIER_HELP):
-            yield from (_by_name(label, told, name, text) for name, text in helps.items())
-
-
-def _by_name(label: str, told: Sequence[PeerStatus | TierStatus], name: str, text: str) -> Metric:
-    is_counter = name in Tally.__struct_fields__ or label == "peer" and name.endswith("_bytes")
-    found = (CounterMetricFamily if is_counter else GaugeMetricFamily)(f"pdx_node_{label}_{name}", text, labels=[label])
-    for each in told:
-        is_up = each.is_up if isinstance(each, TierStatus) else each.state == ConnectionState.READY
-        found.add_metric([each.name], float(is_up if name == "up" else getattr(each, name)))
-    return found
+        return families(*self._tell())
 
 
 def _head(connection: socket.socket) -> bytes:
@@ -146,45 +140,38 @@ class _Handler(WSGIRequestHandler):
         pass
 
 
-def _at_its_path(tell: WSGIApplication) -> WSGIApplication:
-    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if environ.get("PATH_INFO") == PATH:
-            return tell(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"the metrics are at {PATH}\n".encode()]
-
-    return app
-
-
 class MetricsServer(WSGIServer):
     """Listens at `HOST:PORT` of this host until `close`."""
 
     timeout = _LOOK_S
 
-    def __init__(self, address: str, env: Env, *, status: Callable[[], NodeStatus], has_keys: bool = False) -> None:
-        """`status` is for the control loop's thread. `has_keys`: the node
-        has keys and a roster, so that it may be seen from other hosts; whoever gets there is told the metrics.
+    def __init__(self, address: str, env: Env, *, status: Callable[[], NodeStatus], token_file: str = "") -> None:
+        """`status` is for the control loop's thread. `token_file`: who shows the token in it is told the metrics; where
+        there is none, everybody on this host.
 
-        :raises ConfigError: the address is none, leads beyond this host without keys, or cannot be had.
+        :raises ConfigError: the address is none, leads beyond this host without a token, or cannot be had.
         """
-        check_address(f"tcp://{address}", has_keys=has_keys, listens=True)
+        check_address(f"tcp://{address}", has_keys=True, listens=True)
         url = urlsplit(f"tcp://{address}")
-
-        def ask() -> NodeStatus:
-            future: Future[NodeStatus] = Future()
-            env.mailbox.post(lambda: future.set_result(status()))
-            return future.result(ANSWER_S)
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Status(ask))
+        host = url.hostname or ""
+        if not token_file and not is_loopback(host):
+            raise ConfigError(f"--metrics {address} is beyond this host, which needs --metrics-token-file")
+        for key in _TIMED:
+            env.timings[key]  # each has its series from the start
+        self._env = env
+        self._token = Token(token_file) if token_file else None
+        told = registry(_Node(lambda: self._asked(lambda: (status(), env.timings.copy()))))
+        self._metrics = make_wsgi_app(told)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((url.hostname or "", url.port or 0), _Handler)
+            super().__init__((host, url.port or 0), _Handler)
         except OSError as error:
             raise ConfigError(f"--metrics {address}: {error.strerror or error}") from error
-        self.set_app(_at_its_path(make_wsgi_app(registry)))
+        self.set_app(self._answer)
         self._closing = threading.Event()
         threading.Thread(target=self._run, name="pdx-metrics", daemon=True).start()
-        log.info("metrics at http://%s:%d/metrics, for everybody who gets there", *self.server_address[:2])
+        whom = "everybody who gets there" if self._token is None else "whoever shows the token"
+        log.info("metrics at http://%s:%d/metrics, for %s", *self.server_address[:2], whom)
 
     def close(self) -> None:
         """Answer nobody who comes from now on. Does not wait for a connection that is being answered."""
@@ -194,6 +181,40 @@ class MetricsServer(WSGIServer):
         while not self._closing.is_set():
             self.handle_request()
         self.server_close()
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """What the control loop says. :raises TimeoutError: nothing in time."""
+        future: Future[T] = Future()
+        self._env.mailbox.post(lambda: future.set_result(ask()))
+        return future.result(ANSWER_S)
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO")
+        if path == PATH and self._is_let_in(environ.get("HTTP_AUTHORIZATION", "")):
+            told: Iterable[bytes] = self._metrics(environ, start_response)
+            return told
+        headers = [("Content-Type", "text/plain; charset=utf-8")]
+        if path == PATH:
+            start_response("401 Unauthorized", [*headers, ("WWW-Authenticate", "Bearer")])
+            return [b"a token is needed: Authorization: Bearer TOKEN\n"]
+        if path in WELL:
+            try:
+                self._asked(lambda: None)
+            except TimeoutError:
+                start_response("503 Service Unavailable", headers)
+                return [f"the control loop has not answered for {ANSWER_S:g} s\n".encode()]
+            start_response("200 OK", headers)
+            return [b"ok\n"]
+        start_response("404 Not Found", headers)
+        return [f"the metrics are at {PATH}\n".encode()]
+
+    def _is_let_in(self, header: str) -> bool:
+        scheme, _, token = header.partition(" ")
+        try:
+            return self._token is None or (scheme.lower() == "bearer" and self._token.is_shown(token.strip()))
+        except ConfigError as error:
+            log.warning("nobody is told the metrics: %s", error)
+            return False
 
     # ---- as a WSGI server -------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ class Copies:
         self._clock = env.clock
         self._group_bytes = group_bytes
         self._counters = env.counters
+        self._timings = env.timings
         self._tracer = tracer
         self._numbers = itertools.count(1)
         self._copies: dict[int, Copy] = {}
@@ -440,6 +441,9 @@ class Copies:
             return
         copy.step(CopyStep.DRAINED)
         self._remove(copy)
+        if copy.items and copy.is_complete:
+            took = self._timings["pdx_node_copy_seconds", copy.tier.kind, "load" if copy.is_load else "store"]
+            took.observe(self._clock() - copy.begun_ns / 1e9)
         if copy.is_load:
             # What was not loaded never will be.
             slots = [chunk.slot for chunk in copy.chunks]

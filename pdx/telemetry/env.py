@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from pdx.telemetry.faults import Faults
+from pdx.telemetry.histogram import Timings
 from pdx.telemetry.mailbox import Mailbox
 
 _LOG = logging.getLogger("pdx")
@@ -16,15 +17,16 @@ _LOG = logging.getLogger("pdx")
 class Env:
     """One per loop, made by whoever runs it and handed to every part of it; tests make one on virtual time.
 
-    `clock` and `mailbox.post` may be called from any thread, `counters` and `faults` belong to the loop.
+    `clock` and `mailbox.post` may be called from any thread; the others belong to the loop.
     """
 
-    __slots__ = ("clock", "counters", "faults", "mailbox", "news")
+    __slots__ = ("clock", "counters", "faults", "mailbox", "news", "timings")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, log: logging.Logger = _LOG) -> None:
         """`clock`: seconds, monotonic. `log`: where faults of this loop are logged."""
         self.clock = clock
         self.counters: Counter[str] = Counter()
+        self.timings = Timings()
         self.faults = Faults(self.counters, clock, log=log)
         self.mailbox = Mailbox(self.faults)
         # In a node: that of which more is known than before. A key: a tier has said whether it has it; a name: of a

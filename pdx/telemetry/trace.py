@@ -1,6 +1,6 @@
 """Spans: when which layers of which transfer were computed, gathered, written to a peer and scattered.
 
-Off unless a folder is named (`pdx.config.trace_folder`). Every process that records has a file of its own there, one
+Off unless a folder is named (`trace_folder`). Every process that records has a file of its own there, one
 JSON array per line, written in batches; the folder's file `on` switches all of them while they run: they record as long
 as it begins with "1", so `switch` and a shell's `echo 1 > on` do the same. Times are CLOCK_MONOTONIC nanoseconds of one
 host, as in `pdx.telemetry.timeline`.
@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from pdx.closing import Closing
-from pdx.config import check_trace_folder, trace_folder
+from pdx.config import private_folder
 from pdx.errors import ConfigError, ProtocolError
 
 log = logging.getLogger("pdx")
@@ -157,6 +157,25 @@ class Tracer(Closing):
             was_none, self.num_dropped = not self.num_dropped, self.num_dropped + count
         if was_none and count:
             log.warning("spans are lost: %s", why)
+
+
+def trace_folder(setting: str) -> Path | None:
+    """Where spans are recorded (`pdx.telemetry.trace`): the setting, else PDX_TRACE, else nowhere.
+
+    :raises ConfigError: there is no such folder, or others may enter it.
+    """
+    name = setting or os.environ.get("PDX_TRACE", "")
+    if not name:
+        return None
+    check_trace_folder(Path(name))
+    return Path(name)
+
+
+def check_trace_folder(folder: Path) -> None:
+    """:raises ConfigError: there is no such folder, or others may enter it."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder} for spans; make one: mkdir -m 700 {folder}")
+    private_folder(folder)
 
 
 def tracer_for(setting: str, who: str) -> Tracer | None:

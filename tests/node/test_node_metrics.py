@@ -1,4 +1,4 @@
-"""What a node tells Prometheus: the numbers of its status, on this host only, and nobody is kept waiting for it."""
+"""What a node tells Prometheus: the numbers of its status, to whom it may, and nobody is kept waiting for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from pdx.errors import ConfigError
 from pdx.node import metrics
 from pdx.node.metrics import MetricsServer
 from pdx.telemetry.env import Env
+from pdx.telemetry.names import METRICS, TIER_EVENTS, of_counter
 
 
 def address_in(log):
@@ -28,12 +30,14 @@ def address_in(log):
     return host, int(port)
 
 
+def families_at(address):
+    with urllib.request.urlopen("http://{}:{}/metrics".format(*address), timeout=30) as answer:
+        return list(text_string_to_metric_families(answer.read().decode()))
+
+
 def scrape(address):
     """Samples by name and labels."""
-    url = "http://{}:{}/metrics".format(*address)
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
-    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+    return {(each.name, *each.labels.values()): each.value for one in families_at(address) for each in one.samples}
 
 
 @pytest.fixture
@@ -50,13 +54,17 @@ def test_each_number_of_the_status_is_told(told):
         found = scrape(address)
     assert found["pdx_node_arena_bytes",] == status.arena_bytes
     assert found["pdx_node_free_bytes",] == status.free_bytes < status.arena_bytes
-    assert found["pdx_node_uptime_s",] >= status.uptime_s
+    assert found["pdx_node_uptime_seconds",] >= status.uptime_s
     for state, count in status.chunks.items():
         assert found["pdx_node_chunks", state] == count
     assert found["pdx_node_chunks", "retired"] == 0
     for name, count in status.counters.items():
-        assert found["pdx_node_counters_total", name] >= count
-    assert any(count for count in status.counters.values())
+        metric, values = of_counter(name)
+        labels = dict(sorted(zip(METRICS[metric].labels, values, strict=True)))
+        assert found[f"{metric}_total", *labels.values()] >= (count / 1e9 if name.endswith("_ns") else count)
+    assert found["pdx_node_sealed_total",] == 1
+    assert found["pdx_node_attached", "client"] == 1
+    assert found["pdx_node_admit_seconds_count",] == found["pdx_node_admit_seconds_bucket", "+Inf"] == 1
 
 
 def test_nothing_listens_by_default(node):
@@ -137,22 +145,93 @@ def test_elsewhere_there_is_nothing(told, path):
         urllib.request.urlopen("http://{}:{}".format(*address) + path, timeout=30)
 
 
-def test_states_are_told_before_there_is_a_chunk_and_each_family_says_what_it_is(told):
+def test_states_are_told_before_there_is_a_chunk(told):
     _, address = told
     found = scrape(address)
     assert {name[1]: value for name, value in found.items() if name[0] == "pdx_node_chunks"} == dict.fromkeys(
         ("filling", "sealed", "quarantined", "retired"), 0
     )
-    with urllib.request.urlopen("http://{}:{}/metrics".format(*address), timeout=30) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
-    assert [each.name for each in families if len(each.documentation.split()) < 3] == []
 
 
-@pytest.mark.parametrize("has_keys", [True, False])
-def test_beyond_this_host_only_a_node_with_keys_and_a_roster_tells_them(has_keys):
-    if not has_keys:
-        with pytest.raises(ConfigError, match="beyond this host"):
-            MetricsServer("192.0.2.1:1", Env(), status=lambda: None)
-    else:
-        with pytest.raises(ConfigError, match="--metrics 192.0.2.1:1: "):  # which is an address of no interface
-            MetricsServer("192.0.2.1:1", Env(), status=lambda: None, has_keys=True)
+def test_what_is_told_is_what_the_registry_names_and_every_counter_has_a_series(told):
+    _, address = told
+    families = {each.name: each for each in families_at(address) if each.name.startswith("pdx_")}
+    assert {*families} == {name for name in METRICS if not name.startswith("pdx_proxy_")}
+    for name, family in families.items():
+        about = METRICS[name]
+        assert (family.type, family.documentation) == (about.kind, about.text)
+        assert {label for each in family.samples for label in each.labels} <= {*about.labels, "le"}
+        assert family.samples or about.labels[0] in ("peer", "tier"), name
+
+
+def test_what_is_counted_has_a_name():
+    """Under the names in our sources; those that begin with a variable are a tier's."""
+    counted = re.compile(r"""counters\[\s*"(\w+)"|counted\([^"]*?"(\w+)\"""")
+    folder = Path(pdx.__file__).parent
+    rooms = ("node", "store", "security", "telemetry")
+    sources = [path.read_text() for room in rooms for path in (folder / room).rglob("*.py")]
+    names = {first or second for text in sources for first, second in counted.findall(text)}
+    assert len(names) > 70
+    found = {name: of_counter(name) for name in names}
+    assert [
+        name
+        for name, (metric, values) in found.items()
+        if metric == "pdx_node_tier_events" and values[1] not in TIER_EVENTS.get(values[0], ())
+    ] == []
+    events = {each for text in sources for each in re.findall(r"_count\(\"(\w+)\"", text)}
+    kinds = {each for text in sources for each in re.findall(r"TierError\([^\n]*\"(\w+)\"\)", text)}
+    of_jobs = {"cancelled", "stale", "pinned"}  # of jobs that somebody has ended: nobody counts these
+    assert events | kinds - of_jobs <= {each for kind in TIER_EVENTS.values() for each in kind}
+    assert len(events) > 5
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_it_is_well_as_long_as_its_loop_answers(told, path, monkeypatch, caplog):
+    _, address = told
+    with urllib.request.urlopen("http://{}:{}".format(*address) + path, timeout=30) as answer:
+        assert answer.read() == b"ok\n"
+    monkeypatch.setattr(metrics, "ANSWER_S", 0.05)
+    caplog.set_level("INFO", logger="pdx.node")
+    server = MetricsServer("127.0.0.1:0", Env(), status=lambda: None)
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen("http://{}:{}".format(*address_in(caplog.text)) + path, timeout=30)
+    finally:
+        server.close()
+
+
+def test_with_a_token_only_who_shows_it_is_told(start_node, tmp_path):
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("0123456789" * 4)
+    node = start_node(metrics="127.0.0.1:0", metrics_token_file=str(file))
+    url = "http://{}:{}".format(*address_in(node.log))
+
+    def status(path, header=None):
+        request = urllib.request.Request(url + path, headers={"Authorization": header} if header else {})
+        try:
+            return urllib.request.urlopen(request, timeout=30).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert [status(path) for path in ("/metrics", "/healthz", "/readyz", "/")] == [401, 200, 200, 404]
+    assert status("/metrics", f"Bearer {'0123456789' * 4}") == 200
+    assert [status("/metrics", header) for header in ("Bearer x", "Bearer ", f"Basic {'0123456789' * 4}")] == [401] * 3
+    file.write_text("abcdefghij" * 4)
+    assert status("/metrics", f"Bearer {'0123456789' * 4}") == 401, "the file says another one now"
+    assert status("/metrics", f"Bearer {'abcdefghij' * 4}") == 200
+    file.unlink()
+    assert status("/metrics", f"Bearer {'abcdefghij' * 4}") == 401
+
+
+def test_beyond_this_host_only_a_node_with_a_token_tells_them(tmp_path):
+    with pytest.raises(ConfigError, match="--metrics-token-file"):
+        MetricsServer("192.0.2.1:1", Env(), status=lambda: None)
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("0123456789" * 4)
+    with pytest.raises(ConfigError, match="--metrics 192.0.2.1:1: "):  # which is an address of no interface
+        MetricsServer("192.0.2.1:1", Env(), status=lambda: None, token_file=str(file))
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="mode 0644"):
+        MetricsServer("127.0.0.1:0", Env(), status=lambda: None, token_file=str(file))

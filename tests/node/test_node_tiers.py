@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from remote_bed import made
 
 from pdx.cli.main import main
+from pdx.telemetry.names import COPIES
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Fill, Release
 
@@ -72,16 +73,11 @@ def stored(node, chunks):
 
 
 def told(node):
-    """By Prometheus's name and tier."""
+    """By Prometheus's name and the labels' values, by the labels' names."""
     url = re.search(r"http://[\d.:]+/metrics", node.log).group()
     with urllib.request.urlopen(url, timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
-    return {
-        (each.name, each.labels["tier"]): each.value
-        for family in families
-        for each in family.samples
-        if "tier" in each.labels
-    }
+    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
 
 
 def test_each_tier_is_counted_for_itself_and_told_everywhere(node, ask, place, redis):
@@ -98,6 +94,8 @@ def test_each_tier_is_counted_for_itself_and_told_everywhere(node, ask, place, r
     stored(node, [12, 13, 24])  # chunk 1 has come from the store that others share, and goes to its disk again
     assert counted(node) == {"a": (4, 2, 4, 12, 0, 0), "b": (3, 1, 3, 13, 0, 1), "remote": (1, 2, 1, 24, 0, 0)}
     found, names = told(node), {tier.name: tier for tier in node.status().tiers}
+    took = [found["pdx_node_copy_seconds_count", way, kind] > 0 for kind, way in COPIES]
+    assert took == [kind in ("disk", "remote") for kind, _ in COPIES]
     assert len(names) == 3
     for name, tier in names.items():
         assert {each: found[f"pdx_node_tier_{each}_total", name] for each in COUNTED} == {
@@ -107,8 +105,8 @@ def test_each_tier_is_counted_for_itself_and_told_everywhere(node, ask, place, r
         assert tier.stored_bytes == tier.stores * CHUNK_BYTES
         for gauge in ("chunks", "used_bytes", "limit_bytes", "copies"):
             assert found[f"pdx_node_tier_{gauge}", name] == getattr(tier, gauge)
-        assert found["pdx_node_tier_load_gb_s", name] == pytest.approx(tier.load_gb_s)
-        assert found["pdx_node_tier_store_gb_s", name] == pytest.approx(tier.store_gb_s)
+        assert found["pdx_node_tier_load_bytes_per_second", name] == pytest.approx(tier.load_gb_s * 1e9)
+        assert found["pdx_node_tier_store_bytes_per_second", name] == pytest.approx(tier.store_gb_s * 1e9)
         assert found["pdx_node_tier_up", name] == 1
     page = CliRunner().invoke(main, ["node", "--status", "--address", node.address], env={"COLUMNS": "300"}).output
     assert "4 hits, 2 misses; loaded 4, 256.0 KiB; stored 12, 768.0 KiB" in page
@@ -120,7 +118,7 @@ def test_a_tier_that_does_not_answer_is_not_up_and_a_slow_or_full_one_is(node, a
     for number in range(200, 204):
         ask([number])
     wait_until(lambda: "unreachable" in node.status().tiers[-1].state, what="it is given up for a while")
-    up = {name: value for (family, name), value in told(node).items() if family == "pdx_node_tier_up"}
+    up = {key[-1]: value for key, value in told(node).items() if key[0] == "pdx_node_tier_up"}
     assert sorted(up.values()) == [0, 1, 1]
     assert up["remote"] == 0
     assert node.status().tiers[-1].errors >= 3

@@ -10,6 +10,7 @@ from unittest import mock
 import aiohttp
 import pytest
 from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
 from proxy_harness import (
     BODY,
     CHAT,
@@ -28,6 +29,7 @@ from proxy_harness import (
 from pdx.errors import ConfigError
 from pdx.proxy.server import Server
 from pdx.telemetry.env import Env
+from pdx.telemetry.names import METRICS
 
 PHASES = {
     "prefill": ("prefill", "hang", COMPLETIONS, BODY),
@@ -219,6 +221,26 @@ async def test_surface(made):
         assert await made.metric("pdx_proxy_leg_seconds_count", leg=leg) == 1
     assert 'pdx_proxy_requests_total{mode="sampled",outcome="ok"' in (await made.tell("/metrics"))[1].decode()
     assert await made.metric("pdx_proxy_requests_total", **labels, outcome="ok") == 1
+    assert 1 <= await made.metric("pdx_proxy_itl_seconds_count", mode="forward") <= len(events(raw)) - 2
+
+
+async def test_what_is_told_is_what_the_registry_names(made):
+    text = (await made.tell("/metrics"))[1].decode()
+    families = {each.name: each for each in text_string_to_metric_families(text)}
+    assert {name for name in families if name.startswith("pdx_")} == {each for each in METRICS if "_node_" not in each}
+    for name, about in METRICS.items():
+        if name in families:
+            assert (families[name].type, families[name].documentation) == (about.kind, about.text)
+            assert {label for each in families[name].samples for label in each.labels} <= {*about.labels, "le"}
+            assert families[name].samples, name
+    assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
+
+
+@pytest.mark.parametrize("decodes", [0, 1])
+async def test_it_is_alive_and_with_a_decoder_ready(decodes):
+    async with cluster(prefills=0, decodes=decodes) as made:
+        for get in (made.get, made.tell):
+            assert [(await get(path))[0] for path in ("/healthz", "/readyz")] == [200, 200 if decodes else 503]
 
 
 async def test_clients_are_told_nothing_of_others():

@@ -1,5 +1,6 @@
 """Which timelines are kept, and moments of other hosts by this host's clock."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from pdx.proxy.plan import Mode
 from pdx.proxy.routes import Route
 from pdx.proxy.timelines import WINDOW_NS, Clocks, Timeline, Timelines
 from pdx.telemetry.env import Env, WakingClock
+from pdx.telemetry.histogram import Timings
 from pdx.wire.messages import VERSION, Mark
 from pdx.wire.proxy import NodeReport
 
@@ -105,3 +107,14 @@ def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
     kept.merge([mark("two", at) for at in range(100)])
     assert len(kept.find("two")["moments"]) == 3
     assert kept.find("one") is None
+
+
+def test_a_handoff_counts_once_when_both_its_ends_are_told():
+    timings = Timings()
+    kept = Timelines(2, timings)
+    kept.open(timeline("one"))
+    kept.merge([mark("one", 5 * 10**8, "runnable")])
+    handoffs = timings[("pdx_proxy_handoff_seconds",)]
+    assert sum(handoffs.counts) == 0
+    kept.merge([mark("one", 2 * 10**8, "prefill_end"), mark("one", 10**8, "prefill_end")])
+    assert (sum(handoffs.counts), handoffs.sum) == (1, pytest.approx(0.3))

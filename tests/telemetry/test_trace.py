@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdx.config import trace_folder
 from pdx.errors import ConfigError, ProtocolError
 from pdx.telemetry import trace
-from pdx.telemetry.trace import Lane, Tracer, TraceSpan, read, switch, tracer_for
+from pdx.telemetry.trace import Lane, Tracer, TraceSpan, read, switch, trace_folder, tracer_for
 
 TRANSFER = "x" * 20
 

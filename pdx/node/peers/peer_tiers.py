@@ -135,6 +135,8 @@ class Flow(msgspec.Struct):
     acked: int
     across: int  # already told as ACROSS
     deadline: float
+    ended_ns: int = 0  # when prefill was over; 0: it is not
+    is_pushed: bool = False  # a push was over before that
 
 
 class PeerTiers:
@@ -161,6 +163,7 @@ class PeerTiers:
         self._fetches = fetches
         self._inbound = inbound
         self._marks = marks
+        self._handoffs = env.timings[("pdx_node_handoff_seconds",)]
         self._tiers: dict[str, PeerTier] = {}
         self._flows: dict[str, Flow] = {}
         self._flow_ends: Deadlines[str] = Deadlines()
@@ -231,6 +234,9 @@ class PeerTiers:
             so_far = flow.acked + self.copies.copied_bytes(transfer, PeerTier.kind)
             self._marks.append(Mark(transfer, Event.ACROSS, at_ns, so_far - flow.across))
             flow.across = so_far
+            if flow.is_pushed:
+                self._handoffs.observe(0.0)
+            flow.ended_ns, flow.is_pushed = at_ns, False
 
     def copy_over(self, copy: Copy) -> None:
         """A copy to a peer has ended."""
@@ -240,7 +246,12 @@ class PeerTiers:
         if flow is not None:
             flow.acked += copy.copied_bytes
         if copy.is_complete:
-            self._marks.append(Mark(copy.transfer, Event.PUSHED, time.monotonic_ns(), copy.copied_bytes))
+            now_ns = time.monotonic_ns()
+            self._marks.append(Mark(copy.transfer, Event.PUSHED, now_ns, copy.copied_bytes))
+            if flow is not None and flow.ended_ns:
+                self._handoffs.observe((now_ns - flow.ended_ns) / 1e9)
+            elif flow is not None:
+                flow.is_pushed = True
 
     # ---- channels ---------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from pdx.errors import ChunkExists, ChunkMissing, NodeError
 from pdx.node import daemon
 from pdx.node.peers.connection import ConnectionState
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Bye, Cancel, Fill, Ping
+from pdx.wire.messages import Admit, Bye, Cancel, Fill, Mark, Ping
 from pdx.wire.verbs import Why
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
@@ -332,19 +333,31 @@ def test_a_transfer_that_ended_before_it_was_offered_is_not_waited_for(cluster_o
     cluster.settle()
 
 
-def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of):
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, is_over):
+    """`is_over`: it is pushed before its engine says that prefill has ended."""
     cluster = cluster_of("ab")
     keys = [bytes([number]) * 16 for number in range(3)]
     with attached(cluster.address("a")) as prefill, attached(cluster.address("b")) as decode:
         reserve = Admit(keys, MIB, layers=2, tail_nbytes=5000, transfer=TRANSFER, push_to="b", part="writes")
         reserved = prefill.ask(reserve)
         assert prefill.ask(reserve).granted == []
+        end = Mark(TRANSFER, "prefill_end", time.monotonic_ns() - 10**9)
+        if not is_over:
+            prefill.ask(end)
         prefill.ask(Fill(reserved.granted_slots, 0, 2, seal=True))
         ask = Admit(keys, lease_s=5.0, transfer=TRANSFER)
         found = wait_until(lambda: (got := decode.ask(ask)).hits == 3 and not got.waiting and got)
         assert [slot.nbytes for slot in found.slots] == [MIB, MIB, 5000]
         wait_until(lambda: cluster.counter("a", "peer_stored_bytes") == 2 * MIB + 5000)
         assert cluster.counter("a", "copies") == 1
+        if is_over:
+            cluster.settle()
+            prefill.ask(end)
     cluster.settle()
+    timings = cluster.nodes["a"]._daemon.env.timings
+    handoffs = timings[("pdx_node_handoff_seconds",)]
+    assert (sum(handoffs.counts), handoffs.sum > 1.0, handoffs.sum == 0) == (1, not is_over, is_over)
+    assert sum(timings["pdx_node_copy_seconds", "peer", "store"].counts) == 1
     assert cluster["a"].status().chunk_bytes == {"sealed": 2 * MIB}, "the tail was for the push"
     assert cluster["b"].status().chunk_bytes == {"sealed": 2 * MIB}, "and there for the decoder"
