@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
-from pdx.proxy import answer, body, headers, router
+from pdx.proxy import answer, body, headers, request_log, router
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Drain, Exchange
@@ -89,6 +89,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             self.locating.over(exchange)
             exchange.timeline.outcome = outcome
             self.metrics.requests.labels(exchange.route, exchange.mode, outcome).inc()
+            request_log.served(exchange)
 
     async def _outcome(self, exchange: Exchange) -> Outcome:
         try:
@@ -291,6 +292,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             except ProtocolError as error:
                 raise failed(Reason.MALFORMED, engine, str(error)) from error
         exchange.timeline.prompt_tokens = prefill.usage.prompt_tokens
+        exchange.timeline.cached_tokens = prefill.usage.cached_tokens
         exchange.mark(Event.PREFILL_ANSWERED, engine)
         return prefill
 

@@ -31,6 +31,7 @@ class Timeline(msgspec.Struct):
     mode: Mode
     why: str
     prompt_tokens: int = 0
+    cached_tokens: int | None = None  # of these, as the prefill engine said
     outcome: str = ""  # empty: still under way
     moments: list[Moment] = []
     is_handed_off: bool = False

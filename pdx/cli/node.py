@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import signal
@@ -19,11 +18,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import TaskID, TimeElapsedColumn
 
-from pdx.cli.options import NODE_EXAMPLE, Sectioned, file_option, option, said, settings_of
+from pdx.cli.options import NODE_EXAMPLE, Sectioned, file_option, log_format, option, said, settings_of
 from pdx.cli.tables import progress, size, to_json, view
 from pdx.client.connection import attached
 from pdx.config import NodeConfig, default_node, default_proxy, node_settings, parse, socket_path
 from pdx.errors import ChannelUnavailable, ConfigError, NodeError, PdxError
+from pdx.telemetry import logs
 from pdx.transports.channel import Availability
 from pdx.transports.registry import find, schemes
 from pdx.wire.status import COUNTING, AttachedStatus, NodeStatus
@@ -56,6 +56,7 @@ PAUSE_S = 0.25
     "--stop", is_flag=True, help="End the running node, and wait until its memory is free.", section="A running node"
 )
 @option("--force", is_flag=True, help="With --stop: also while engines are attached.", section="A running node")
+@log_format
 def node(
     address: str | None,
     proxy: str | None,
@@ -83,7 +84,7 @@ def node(
     check_channels(settings["channels"])
     _check_some_work(settings["channels"])
     of_node = {"address": address, "proxy": default_proxy() if proxy is None else proxy}
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.set_up()
     config = parse(NodeConfig, {**of_node, **node_settings(said(settings))})
     if config.disks:
         _follow_in_background(address)

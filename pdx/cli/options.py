@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from msgspec.inspect import BoolType, FloatType, IntType, ListType, LiteralType,
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError
 from pdx.options import Option, options_of, shown_default
+from pdx.telemetry import logs
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 UNBOUNDED = 1e9  # a bound that keeps messages small; no help says it
@@ -59,6 +61,22 @@ def option(*names: str, **settings: Any) -> Callable[..., Any]:
         settings.setdefault("metavar", "NUMBER")
     is_said = settings.get("default") in (None, "") or "[default:" in settings.get("help", "")
     return click.option(*names, cls=_Option, **{"show_default": not is_said, **settings})
+
+
+def _set_format(ctx: click.Context, param: click.Parameter, value: str) -> None:
+    os.environ[logs.VARIABLE] = value
+
+
+# Of each command that logs, and of the processes that it starts.
+log_format = option(
+    "--log-format",
+    type=click.Choice(logs.FORMATS),
+    default=logs.FORMATS[0],
+    envvar=logs.VARIABLE,
+    expose_value=False,
+    callback=_set_format,
+    help="Lines for people, or one JSON object a line; also of nodes that it starts.",
+)
 
 
 class Sectioned(click.Command):

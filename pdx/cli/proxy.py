@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import click
 
-from pdx.cli.options import Sectioned, file_option, option, said, settings_of
+from pdx.cli.options import Sectioned, file_option, log_format, option, said, settings_of
 from pdx.config import from_words, parse
 from pdx.proxy.config import ProxyConfig
+from pdx.telemetry import logs
 
 
 @click.command(cls=Sectioned)
@@ -21,6 +21,7 @@ from pdx.proxy.config import ProxyConfig
     envvar="PDX_PROXY_LOG_LEVEL",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
 )
+@log_format
 def proxy(log_level: str, **settings: Any) -> None:
     """Serve the OpenAI API, splitting each request into a prefill and a decode leg.
 
@@ -29,7 +30,7 @@ def proxy(log_level: str, **settings: Any) -> None:
     """
     from pdx.proxy.workers import run
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.set_up(log_level)
     try:
         run(parse(ProxyConfig, from_words(ProxyConfig, said(settings))))
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pdx.cli.options import Sectioned, node_options, option, refuse_node_options, said
+from pdx.cli.options import Sectioned, log_format, node_options, option, refuse_node_options, said
 from pdx.config import connector_config, default_node, default_proxy
 from pdx.errors import ConfigError
 from pdx.security.address import base_url, bracketed
@@ -35,6 +35,7 @@ TLS = ("--ssl-certfile", "--ssl-keyfile")
     help="Start a node, for this host alone, where none answers; not where nodes have keys, names or channels.",
 )
 @option("--url", default="", help="Where the proxy reaches this engine. [default: by --host, --port and TLS]")
+@log_format
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(
     role: str,

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from pdx.cli import placement
 from pdx.cli.node import check_channels
-from pdx.cli.options import FOLDER, Sectioned, as_flags, node_options, option, refuse_node_options, said
+from pdx.cli.options import FOLDER, Sectioned, as_flags, log_format, node_options, option, refuse_node_options, said
 from pdx.cli.ports import free_ports, held_port
 from pdx.cli.processes import Processes, ProcessState, answers, attached_urls
 from pdx.cli.serve import TLS, engine_command, flag
@@ -102,6 +102,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 )
 @option("--logs", type=FOLDER, default="pdx-logs", help="Folder for logs; another pdx up needs another.")
 @option("--wait", default=900.0, metavar="SECONDS", callback=_seconds, help="Give up starting after this long.")
+@log_format
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def up(
     model: str,

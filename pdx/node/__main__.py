@@ -11,13 +11,14 @@ import msgspec
 from pdx.config import NodeConfig, parse
 from pdx.errors import PdxError
 from pdx.node.daemon import run
+from pdx.telemetry import logs
 
 
 def main() -> int:
     """Run the node; 1 where it cannot start. With --detach, in a process that is nobody's child, after returning."""
     if "--detach" in sys.argv[2:] and os.fork():
         return 0
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.set_up()
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the engine that starts it was pinned
     try:
         run(parse(NodeConfig, msgspec.json.decode(sys.argv[1])))

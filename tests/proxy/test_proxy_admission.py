@@ -45,7 +45,7 @@ def keys(tmp_path):
 
 async def test_all_but_what_balancers_ask_needs_a_key(keys):
     async with cluster(api_keys=keys(f"# who\nalice {ALICE}\nbob\t{BOB}  # theirs\n")) as made:
-        for path in ("/health", "/ping", "/load"):
+        for path in ("/health", "/healthz", "/readyz", "/ping", "/load"):
             assert (await made.get(path))[0] == 200
         closed = (
             "/v1/models",

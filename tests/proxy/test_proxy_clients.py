@@ -236,6 +236,28 @@ async def test_what_is_told_is_what_the_registry_names(made):
     assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
 
 
+async def test_each_request_is_one_line_without_its_text(made, caplog):
+    caplog.set_level("INFO", logger="pdx.proxy.requests")
+    _, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True}, headers={"X-Request-Id": "mine"})
+    await made.post(COMPLETIONS, {**BODY, "max_tokens": 1, "model": "a\nb"})
+    streamed, other = [record for record in caplog.records if record.name == "pdx.proxy.requests"]
+    told = streamed.fields
+    assert told["transfer"] == headers["x-pdx-transfer-id"]
+    assert (told["request"], told["route"], told["outcome"], told["mode"]) == ("mine", COMPLETIONS, "ok", "forward")
+    assert 0 < told["ttft_ms"] <= told["ms"]
+    assert (told["prefill"], told["decode"]) == ("p0", "d0")
+    assert told["prompt_tokens"] == len(FORWARDED) + 1
+    assert 1 <= told["pieces"] <= len(events(raw))
+    assert {"ttft_ms", "request", "prefill", "pieces"}.isdisjoint(other.fields)
+    for line in caplog.messages:
+        assert FORWARDED not in line
+        assert "\n" not in line
+    caplog.clear()
+    caplog.set_level("WARNING", logger="pdx.proxy.requests")
+    await made.post(COMPLETIONS, BODY)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("decodes", [0, 1])
 async def test_it_is_alive_and_with_a_decoder_ready(decodes):
     async with cluster(prefills=0, decodes=decodes) as made:
