@@ -19,7 +19,6 @@ from pdx.wire.messages import Mark
 from pdx.wire.proxy import NodeReport
 
 KEPT = 1000  # timelines
-_HANDOFF = (Event.PREFILL_END, Event.RUNNABLE)
 MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too
 
 
@@ -34,7 +33,7 @@ class Timeline(msgspec.Struct):
     cached_tokens: int | None = None  # of these, as the prefill engine said
     outcome: str = ""  # empty: still under way
     moments: list[Moment] = []
-    is_handed_off: bool = False
+    awaited: set[str] = msgspec.field(default_factory=lambda: {Event.PREFILL_END, Event.RUNNABLE})  # of its handoff
     near: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a node says that prefill will end soon
 
     def add(self, moment: Moment) -> None:
@@ -94,11 +93,15 @@ class Timelines:
                         tokens=mark.tokens,
                     )
                 )
-                if mark.event in _HANDOFF and not timeline.is_handed_off:
-                    handoff_ms = breakdown(timeline.moments).handoff_ms
-                    if handoff_ms is not None:
-                        timeline.is_handed_off = True
-                        self._handoffs.observe(max(0.0, handoff_ms / 1000))
+                if mark.event in timeline.awaited:
+                    timeline.awaited.discard(mark.event)
+                    self._note_handoff(timeline)
+
+    def _note_handoff(self, timeline: Timeline) -> None:
+        """Once, however much nodes say."""
+        handoff_ms = None if timeline.awaited else breakdown(timeline.moments).handoff_ms
+        if handoff_ms is not None:
+            self._handoffs.observe(max(0.0, handoff_ms / 1000))
 
     def view(self) -> list[dict[str, Any]]:
         return [timeline.view() for timeline in self._timelines.values()]

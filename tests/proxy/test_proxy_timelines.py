@@ -12,6 +12,7 @@ from pdx.proxy.routes import Route
 from pdx.proxy.timelines import WINDOW_NS, Clocks, Timeline, Timelines
 from pdx.telemetry.env import Env, WakingClock
 from pdx.telemetry.histogram import Timings
+from pdx.telemetry.timeline import breakdown
 from pdx.wire.messages import VERSION, Mark
 from pdx.wire.proxy import NodeReport
 
@@ -109,7 +110,9 @@ def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
     assert kept.find("one") is None
 
 
-def test_a_handoff_counts_once_when_both_its_ends_are_told():
+def test_a_handoff_counts_once_when_both_its_ends_are_told(monkeypatch):
+    summed = []
+    monkeypatch.setattr(module, "breakdown", lambda moments: summed.append(1) or breakdown(moments))
     timings = Timings()
     kept = Timelines(2, timings)
     kept.open(timeline("one"))
@@ -118,3 +121,5 @@ def test_a_handoff_counts_once_when_both_its_ends_are_told():
     assert sum(handoffs.counts) == 0
     kept.merge([mark("one", 2 * 10**8, "prefill_end"), mark("one", 10**8, "prefill_end")])
     assert (sum(handoffs.counts), handoffs.sum) == (1, pytest.approx(0.3))
+    kept.merge([mark("one", 10**8, event) for event in ("prefill_end", "runnable")] * 100)
+    assert len(summed) == sum(handoffs.counts) == 1, "what nodes say costs the same, however much it is"
