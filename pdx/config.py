@@ -216,7 +216,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     metrics: Annotated[
         HostPort,
         option(
-            "Prometheus metrics of the node at /metrics; beyond this host with --metrics-token-file.",
+            "Prometheus metrics of the node at /metrics; beyond this host with --metrics-token-file or --keys.",
             default="nowhere",
             section="Metrics and events",
         ),

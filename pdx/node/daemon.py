@@ -141,6 +141,7 @@ class Daemon(Closing):
                         env,
                         status=lambda: node_status(self.service),
                         token_file=config.metrics_token_file,
+                        has_keys=bool(config.keys and config.roster),
                     ).close
                 )
             self._publisher: Publisher | None = None

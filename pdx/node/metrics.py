@@ -145,17 +145,27 @@ class MetricsServer(WSGIServer):
 
     timeout = _LOOK_S
 
-    def __init__(self, address: str, env: Env, *, status: Callable[[], NodeStatus], token_file: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        env: Env,
+        *,
+        status: Callable[[], NodeStatus],
+        token_file: str = "",
+        has_keys: bool = False,
+    ) -> None:
         """`status` is for the control loop's thread. `token_file`: who shows the token in it is told the metrics; where
-        there is none, everybody on this host.
+        there is none, everybody who gets there. `has_keys`: the node has keys and a roster, so that it may be seen from
+        other hosts without a token as well.
 
-        :raises ConfigError: the address is none, leads beyond this host without a token, or cannot be had.
+        :raises ConfigError: the address is none, leads beyond this host without a token or keys, or cannot be had.
         """
         check_address(f"tcp://{address}", has_keys=True, listens=True)
         url = urlsplit(f"tcp://{address}")
         host = url.hostname or ""
-        if not token_file and not is_loopback(host):
-            raise ConfigError(f"--metrics {address} is beyond this host, which needs --metrics-token-file")
+        if not (token_file or has_keys or is_loopback(host)):
+            text = "is beyond this host, which needs --metrics-token-file, or --keys and --roster"
+            raise ConfigError(f"--metrics {address} {text}")
         for key in _TIMED:
             env.timings[key]  # each has its series from the start
         self._env = env

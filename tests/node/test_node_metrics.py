@@ -224,14 +224,15 @@ def test_with_a_token_only_who_shows_it_is_told(start_node, tmp_path):
     assert status("/metrics", f"Bearer {'abcdefghij' * 4}") == 401
 
 
-def test_beyond_this_host_only_a_node_with_a_token_tells_them(tmp_path):
+def test_beyond_this_host_only_a_node_with_a_token_or_keys_tells_them(tmp_path):
     with pytest.raises(ConfigError, match="--metrics-token-file"):
         MetricsServer("192.0.2.1:1", Env(), status=lambda: None)
     file = tmp_path / "token"
     file.touch(mode=0o600)
     file.write_text("0123456789" * 4)
-    with pytest.raises(ConfigError, match="--metrics 192.0.2.1:1: "):  # which is an address of no interface
-        MetricsServer("192.0.2.1:1", Env(), status=lambda: None, token_file=str(file))
+    for guard in {"token_file": str(file)}, {"has_keys": True}:
+        with pytest.raises(ConfigError, match="--metrics 192.0.2.1:1: "):  # which is an address of no interface
+            MetricsServer("192.0.2.1:1", Env(), status=lambda: None, **guard)
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="mode 0644"):
         MetricsServer("127.0.0.1:0", Env(), status=lambda: None, token_file=str(file))
