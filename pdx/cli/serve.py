@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from pdx.cli.options import Sectioned, log_format, node_options, option, refuse_node_options, said
-from pdx.config import connector_config, default_node, default_proxy
+from pdx.cli.options import Sectioned, log_format, node_options, option, refuse_node_options, said, setting
+from pdx.config import ConnectorConfig, connector_config, default_node, default_proxy
 from pdx.errors import ConfigError
+from pdx.options import options_of
 from pdx.security.address import base_url, bracketed
 
 _ANY_HOST = "0.0.0.0"  # where vLLM listens unless it is told; the node puts in how its host is reached
@@ -34,6 +35,7 @@ TLS = ("--ssl-certfile", "--ssl-keyfile")
     default=True,
     help="Start a node, for this host alone, where none answers; not where nodes have keys, names or channels.",
 )
+@setting(options_of(ConnectorConfig)["moved"])
 @option("--url", default="", help="Where the proxy reaches this engine. [default: by --host, --port and TLS]")
 @log_format
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -45,7 +47,7 @@ def serve(
     start_node: bool,
     url: str,
     flags: tuple[str, ...],
-    **of_node: Any,
+    **settings: Any,
 ) -> None:
     """Serve MODEL with vLLM as a prefill engine, a decode engine, or both.
 
@@ -64,7 +66,7 @@ def serve(
         proxy=default_proxy() if proxy is None else proxy,
         start_node=start_node,
         url=url,
-        **said(of_node),
+        **said(settings),
     )
     sys.stdout.flush()
     os.execvp(command[0], command)

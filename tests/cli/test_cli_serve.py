@@ -103,6 +103,17 @@ def test_flags_reach_vllm_unchanged_and_in_order(monkeypatch, options, starts, u
     assert (settings["role"], settings["start_node"], settings["url"]) == ("decode", starts, url)
 
 
+@pytest.mark.parametrize("said", [[], ["--moved"]])
+def test_tokens_are_told_where_that_is_asked_for(monkeypatch, said):
+    executed = []
+    monkeypatch.setattr(os, "execvp", lambda file, argv: executed.append(argv))
+    result = CliRunner().invoke(serve, ["both", "some/model", *said, "--port", "8100"])
+    assert result.exit_code == 0, result.output
+    ((*argv, flag, port),) = executed
+    assert (flag, port) == ("--port", "8100")
+    assert connector_config(connector(argv)["kv_connector_extra_config"]).moved == bool(said)
+
+
 @pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config", "--kv-tr"])
 def test_a_connector_of_the_users_own_is_refused(flag):
     with pytest.raises(ConfigError, match="itself"):
