@@ -1,4 +1,4 @@
-"""`pdx bench quality`: what follows KV that was stored with a loss, against what follows exact KV."""
+"""`pdx bench quality`: what follows approximate KV, against what follows exact KV."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@option("--kinds", "names", default="", type=NAMES, help="Of KV. [default: all codecs, and controls]")
+@option("--kinds", "names", default="", type=NAMES, help="Of KV. [default: all, and controls]")
 @option("--samples", "count", default=20, type=click.IntRange(2), help="Different texts.")
 @option("--block-tokens", default="128", type=click.Choice(["16", "32", "64", "128"]), help="That share a scale.")
 @option(
@@ -42,12 +42,12 @@ def quality(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Score what follows a text with exact KV of it, and with KV as codecs give it back.
+    """Score what follows a text with exact KV of it, and with KV as codecs give it back, moved or blended.
 
     Perplexity, Kullback-Leibler divergence and how often the most likely token is the same, on a real model, by
     transformers on the CPU in float32; prose and code that come with Python (PSF License). Two minutes on two cores.
 
-    Exit status 1: a codec loses more than it promises. Ctrl-C ends it (exit status 130).
+    Exit status 1: a kind loses more than it promises. Ctrl-C ends it (exit status 130).
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("pdx bench quality computes with transformers and PyTorch, as vLLM brings them")

@@ -78,7 +78,7 @@ def bench() -> None:
     How fast is each channel here?       pdx bench transfer
     What does the proxy cost?            pdx bench proxy
     How does a running service do?       pdx bench serve --url http://127.0.0.1:8000
-    What does a lossy codec change?      pdx bench quality
+    What does approximate KV change?     pdx bench quality
     """
 
 
