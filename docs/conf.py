@@ -9,7 +9,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
-_PAGES = {"README.md", "CHANGELOG.md", "docs"}  # nothing else of the repository is a page
+_PAGES = {"README.md", "CHANGELOG.md", "SECURITY.md", "docs"}  # nothing else of the repository is a page
 _ENTRY = re.compile(r"^(?:- |\| )\[[^\]]+\]\(([^)#]+)\.md\)", re.MULTILINE)
 _HAVE_CONTENTS = ("docs/index", "docs/adr/0001-record-decisions")
 
@@ -21,7 +21,7 @@ release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 extensions = ["myst_parser"]
 root_doc = "docs/index"
 source_suffix = {".md": "markdown"}
-include_patterns = ["README.md", "CHANGELOG.md", "docs/**"]
+include_patterns = ["README.md", "CHANGELOG.md", "SECURITY.md", "docs/**"]
 exclude_patterns = sorted(entry.name for entry in ROOT.iterdir() if entry.name not in _PAGES)
 myst_heading_anchors = 6  # the anchors that git forges make, so links to them can be checked
 highlight_language = "none"

@@ -19,7 +19,7 @@ from pdx.options import table
 from pdx.telemetry import names
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 VLLM = (ROOT / "docs" / "vllm.md").read_text()
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(180)  # builds, on machines that may be busy
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 URL = re.compile(r"https?:[^\s)`>\"']*")
 LOCAL_HOSTS = re.compile(r"localhost|\d+\.\d+\.\d+\.\d+")
 
