@@ -104,7 +104,7 @@ class _Uses:
         try:
             self._check(key, row)
         except RequestRefused:
-            self._cells[own] -= 1
+            self.end(own)
             raise
         return own
 
@@ -139,7 +139,7 @@ class Admission:
 
     def __init__(self, config: ProxyConfig, env: Env, seat: Seat) -> None:
         """:raises ConfigError: see `load_keys`."""
-        self._counters, self._faults = env.counters, env.faults
+        self._counters = env.counters
         self.keys: Reread[Mapping[bytes, Key]] | None = None
         if file := config.api_keys:
             self.keys = Reread(partial(load_keys, file), file, what="the file of API keys")
