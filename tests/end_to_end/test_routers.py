@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pair import Pair
-from routers import check_handed_over, vllm_router
+from routers import check_handed_over, example_proxy, vllm_router
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -17,6 +17,12 @@ def test_vllm_router_hands_over_what_is_prefilled(pair: Pair, tmp_path: Path) ->
     pair.wait_at_rest()
 
 
-def test_so_do_legs_as_other_routers_send_them(pair: Pair) -> None:
-    check_handed_over("", pair.prefill, pair.decode, 8100)
+def test_so_does_vllms_example_proxy(pair: Pair, tmp_path: Path) -> None:
+    with example_proxy(tmp_path, pair.prefill.url, pair.decode.url) as router:
+        check_handed_over(router.url, pair.prefill, pair.decode, 8100)
+    pair.wait_at_rest()
+
+
+def test_so_does_llmds_sidecar(pair: Pair) -> None:
+    check_handed_over("", pair.prefill, pair.decode, 8200)
     pair.wait_at_rest()
