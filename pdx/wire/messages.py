@@ -144,7 +144,7 @@ class Push(Message, frozen=True):
     transfer: TransferId | None = None
     groups: Groups = []
     dry_run: bool = False
-    within_s: Annotated[float, Meta(ge=0)] = 0.0
+    within_s: Seconds = 0.0
 
 
 class Fill(Message, frozen=True):

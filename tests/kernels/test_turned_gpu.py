@@ -71,7 +71,8 @@ def test_it_does_what_the_cpu_kernel_does(rope, order, dtype, device):
     for layer in range(LAYERS):
         expected = np.zeros((BLOCKS, size), np.uint16 if dtype is torch.bfloat16 else np.float32)
         if layer:
-            scatter_turned(slot[layer].cpu().view(as_numpy).numpy(), expected, lines, elements, Turn.of(rope, shift))
+            turn = Turn.of(elements, rope, shift, is_half=dtype is torch.bfloat16)
+            scatter_turned(slot[layer][None].cpu().view(as_numpy).numpy(), [expected], lines, turn)
         inner = (0, 1, 2, 3) if by_head else (0, 2, 1, 3)
         found = layers[layer].permute(*inner).contiguous().reshape(BLOCKS, size).cpu()
         wanted = torch.from_numpy(expected).view(dtype)
