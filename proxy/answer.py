@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -332,8 +333,9 @@ class Forwarded(AsItIs):
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> None:
     exchange.reply.pass_on(answer.headers)
     splitter = sse.EventSplitter()
-    is_first, has_token = True, False
+    is_first = True
     chunk = await shape.first(exchange, answer)
+    itl, token_at = exchange.metrics.itl[exchange.mode], 0.0
     if chunk:
         exchange.mark(Event.DECODE_FIRST, answer.engine)
     while chunk:
@@ -345,9 +347,13 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs) -> No
             if is_first:
                 _check_first(answer, events[0])
             is_first = False
-            if events[0] != sse.DONE and (has_token or not sse.is_empty(events[-1])):
-                has_token = True
+            if token_at and events[0] != sse.DONE:
+                now = time.monotonic()
+                itl.observe(now - token_at)
+                token_at = now
+            elif not (token_at or sse.is_empty(events[-1])):
                 exchange.token(answer.engine, streams=True)
+                token_at = time.monotonic()
             await _pass_on(exchange, events, shape)
         chunk = b"" if exchange.answered else await answer.read_some()
     if not exchange.answered:
