@@ -15,7 +15,7 @@ from pdx.proxy.outline import at_once
 from pdx.proxy.routes import FORMS, GENERATING, PASSED, RESPONSE
 
 JSON = {"model": "hash", "input": ["a", "b"], "odd": 1e30}
-OURS = {"/health", "/v1/models", "/ping", "/load"}
+OURS = {"/health", "/readyz", "/v1/models", "/ping", "/load"}
 # Routes of vLLM that no client of the proxy reaches: they are for who runs an engine, or reveal what it is.
 NOT_PASSED = {
     *("/collective_rpc", "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/server_info"),
@@ -24,7 +24,7 @@ NOT_PASSED = {
     *("/fault_tolerance/apply", "/fault_tolerance/status", "/pause", "/resume", "/is_paused", "/abort_requests"),
     *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/get_world_size", "/weight_info"),
     *("/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update"),
-    *("/update_weight_version", "/weight_checker", "/kv_event_sources", "/ready", "/readyz", "/docs"),
+    *("/update_weight_version", "/weight_checker", "/kv_event_sources", "/ready", "/docs"),
     "/inference/v1/generate",  # its sampling parameters may steer transfers
     "/v1/realtime",  # a WebSocket
 }
