@@ -59,11 +59,6 @@ class PageElements:
         last = max(self.key_tokens[-1] + self.key_elements.max(), self.value_tokens[-1] + self.value_elements.max())
         return int(self.num_heads - 1) * self.head + int(last) + 1
 
-    @property
-    def has_heads_apart(self) -> bool:
-        """Whether all of a head lies before the next one."""
-        return self.end <= self.num_heads * self.head
-
     @cached_property
     def breaks(self) -> Offsets:
         """Before which tokens of a page the distance to the one before is another than it was; its end, too."""
@@ -232,7 +227,7 @@ def _tiles(lines: Offsets, turn: Turn, source: NDArray[Any], *, is_aligned: bool
 
 
 def _joined(lines: Offsets, elements: PageElements) -> Offsets:
-    """The same for values, which may lie at equal distances for longer."""
+    """The same for values, which may lie at equal distances for longer: long copies read several places at once."""
     if len(lines) < 2 or (np.diff(elements.value_tokens, n=2) != 0).any():
         return lines
     before, behind = lines[:-1], lines[1:]
