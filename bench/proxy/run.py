@@ -272,7 +272,7 @@ def steps_of(
         found = saturated_figures(row) if is_saturated else figures(row)
         if len(alike) == len(set(tokens)) > 1:
             fewest, *_, most = sorted(alike, key=lambda row: row.tokens)
-            found += cost_figures(fewest, most, "together" if is_saturated else "alone")
+            found += cost_figures(fewest, most, alone=not is_saturated)
         return found
 
     return [
@@ -308,9 +308,10 @@ def saturated_figures(row: Row) -> list[Figure]:
     ]
 
 
-def cost_figures(fewer: Row, more: Row, come: str) -> list[Figure]:
-    """CPU time of the proxy and of vLLM's example, from two rows that differ in their tokens. `come`: how these do."""
-    name = f"{more.mode}, prompts of {more.prompt_tokens:,}, tokens {come}"
+def cost_figures(fewer: Row, more: Row, *, alone: bool) -> list[Figure]:
+    """CPU time of the proxy and of vLLM's example, from two rows that differ in their tokens. `alone`: one at a time;
+    where they come together they cost too little to be compared."""
+    name = f"{more.mode}, prompts of {more.prompt_tokens:,}, tokens {'alone' if alone else 'together'}"
     token_us, request_ms = _cost(fewer.proxy, more.proxy, fewer.tokens, more.tokens)
     found = [
         at_most(f"{name}: CPU of the proxy per request, without its tokens", request_ms, "ms", REQUEST_MS),
@@ -318,8 +319,9 @@ def cost_figures(fewer: Row, more: Row, come: str) -> list[Figure]:
     ]
     if fewer.example is not None and more.example is not None:
         theirs_us, theirs_ms = _cost(fewer.example, more.example, fewer.tokens, more.tokens)
-        for what, here, theirs in (("request", request_ms, theirs_ms), ("token", token_us, theirs_us)):
-            note = f"{here:.3g} / {theirs:.3g} {'ms' if what == 'request' else 'µs'}"
+        pairs = {"request": (request_ms, theirs_ms, "ms")} | ({"token": (token_us, theirs_us, "µs")} if alone else {})
+        for what, (here, theirs, unit) in pairs.items():
+            note = f"{here:.3g} / {theirs:.3g} {unit}"
             found.append(at_most(f"{name}: CPU per {what}, of the example's", here / theirs, "", OF_EXAMPLE, note))
     return found
 

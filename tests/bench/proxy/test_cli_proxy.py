@@ -75,7 +75,7 @@ def test_a_small_run_has_every_figure(place: Path) -> None:
         assert row["direct"]["ttft"]["p50_ms"] >= PACE.first_ms
         # Each request's first token comes after its prefill leg's end, and that end after `first_ms`.
         assert row["proxy"]["exposed"]["p50_ms"] <= row["proxy"]["ttft"]["p50_ms"] - PACE.first_ms
-    assert len(found["figures"]) == 7 * 6 + 2 * 4 + 4 * 4
+    assert len(found["figures"]) == 7 * 6 + 2 * 4 + 2 * (4 + 3)
 
 
 @pytest.mark.parametrize(
@@ -249,10 +249,11 @@ def test_the_cost_of_a_token_is_what_more_tokens_take() -> None:
     way = Way(Spread(1, 1, 1), Spread(1, 1, 1), 1, 1, 1, 1, 1, cpu_ms=1.4, exposed=None)
     fewer = Row("forward", 1, 10, 4, 1, way, way, way, 0, 0, 0, 0, is_machine_full=False)
     more = replace(fewer, tokens=24, proxy=replace(way, cpu_ms=3.4), example=replace(way, cpu_ms=6.4))
-    found = cost_figures(fewer, more, "alone")
+    found = cost_figures(fewer, more, alone=True)
     assert [each.value for each in found] == [pytest.approx(each) for each in (1.0, 100.0, 2.5, 0.4)]
     assert [each.is_met for each in found] == [True, False, False, True]
-    assert len(cost_figures(replace(fewer, example=None), more, "alone")) == 2
+    assert len(cost_figures(fewer, more, alone=False)) == 3
+    assert len(cost_figures(replace(fewer, example=None), more, alone=True)) == 2
 
 
 def test_the_cost_of_a_token_is_told_once_from_the_fewest_and_the_most(monkeypatch) -> None:
