@@ -82,7 +82,7 @@ class Fetches:
             if ask.awaits is None:
                 computing_s, takes_s = computing.seconds(len(keys)), self.takes_s(ask.source, len(keys))
                 deadline = now + paying.patience_s(computing_s, self._fetch_s)
-                within_s = computing_s - takes_s  # the rest is for the peer's disk
+                within_s = min(computing_s - takes_s, self._fetch_s)  # for the peer's disk
                 if within_s < 0:
                     self._counters["fetches_not_worth"] += len(keys)
                     self._probe(ask, now)

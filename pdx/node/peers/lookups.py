@@ -20,6 +20,7 @@ from pdx.wire.messages import Admit, Push
 
 KEPT_S = 2.0  # for so long the answer holds for others with the same prompt
 MAX_ASKED = 8  # peers, for one prompt
+LONGEST_S = 60.0  # peers are told no longer time of computing, which may not be known
 MAX_KEYS = 1024  # in one question: a peer looks each up
 
 
@@ -97,8 +98,9 @@ class Lookups:
         self._lookups[lookup.name] = self._open[number] = lookup
         self._deadlines.add([lookup], lookup.deadline)
         self._counters["peer_lookups"] += 1
+        within_s = min(computing_s, LONGEST_S)
         for peer in peers:
-            peer.send(Push(keys, "", ask.shards, groups=ask.groups, dry_run=True, within_s=computing_s), number)
+            peer.send(Push(keys, "", ask.shards, groups=ask.groups, dry_run=True, within_s=within_s), number)
         return lookup
 
     def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:

@@ -1,7 +1,6 @@
 """What this node asks peers for: once, until it is answered, over or late, and not again at once."""
 
 import contextlib
-import math
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -69,7 +68,7 @@ def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
     assert fetches.is_waiting(ASK, 1, 0.0)
     assert fetches.is_waiting(ASK, 1, 0.1)
     assert fetches.is_waiting(ASK, 2, 4.9), "others that ask meanwhile wait for the same answer"
-    assert link.sent == [(1, Push(KEYS[1:], within_s=math.inf))]
+    assert link.sent == [(1, Push(KEYS[1:], within_s=FETCH_S))]
     assert dialled == ["b"]
     assert len(fetches) == 1
 
@@ -77,7 +76,7 @@ def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
 def test_another_peer_or_another_end_is_another_question(fetches, link):
     fetches.is_waiting(ASK, 0, 0.0)
     fetches.is_waiting(Admit(KEYS[:2], source="b", shards=2, transfer=TRANSFER), 0, 0.0)
-    assert link.sent == [(1, Push(KEYS, within_s=math.inf)), (2, Push(KEYS[:2], "", 2, TRANSFER))]
+    assert link.sent == [(1, Push(KEYS, within_s=FETCH_S)), (2, Push(KEYS[:2], "", 2, TRANSFER))]
     with pytest.raises(PeerUnknown):
         fetches.is_waiting(Admit(KEYS, source="nobody"), 0, 0.0)
     assert len(fetches) == 2
@@ -163,7 +162,7 @@ def test_a_question_waits_for_its_link(fetches, link):
     assert link.sent == []
     fetches.ready(link)
     fetches.ready(link)
-    assert link.sent == [(1, Push(KEYS, within_s=math.inf))]
+    assert link.sent == [(1, Push(KEYS, within_s=FETCH_S))]
 
 
 def test_a_question_that_is_over_is_not_asked_any_more(fetches, link):

@@ -11,7 +11,7 @@ import pytest
 
 from pdx.memory.rules import Rule
 from pdx.node.peers.connection import ConnectionState
-from pdx.node.peers.lookups import KEPT_S, MAX_ASKED, MAX_KEYS, Lookups
+from pdx.node.peers.lookups import KEPT_S, LONGEST_S, MAX_ASKED, MAX_KEYS, Lookups
 from pdx.store import paying
 from pdx.telemetry.env import Env
 from pdx.wire.messages import Admit, Group, Push
@@ -62,7 +62,7 @@ def bed():
 def test_each_peer_is_asked_once_and_the_one_that_has_most_is_the_source(bed):
     assert bed.source() is None
     assert bed.source(0.001) is None
-    assert bed.sent() == {name: [Push(KEYS, dry_run=True, within_s=math.inf)] for name in "bcd"}
+    assert bed.sent() == {name: [Push(KEYS, dry_run=True, within_s=LONGEST_S)] for name in "bcd"}
     for name, count in (("b", 2), ("c", 5)):
         bed.answer(name, count)
         assert bed.source(0.001) is None
@@ -84,7 +84,7 @@ def test_nobody_else_is_waited_for_when_one_has_all(bed):
 
 def test_what_is_here_is_not_asked_for_and_is_no_gain(bed):
     bed.source(hits=3)
-    assert bed.sent()["b"] == [Push(KEYS[3:], dry_run=True, within_s=math.inf)]
+    assert bed.sent()["b"] == [Push(KEYS[3:], dry_run=True, within_s=LONGEST_S)]
     bed.answer("b", 0)
     bed.answer("c", 2)
     bed.answer("d", 1)
@@ -179,7 +179,7 @@ def test_of_several_groups_each_is_asked_for_as_much(bed, count):
     (question,) = bed.sent()["b"]
     each = min(count, MAX_KEYS // 2)
     asked = [*keys[:each], *keys[count : count + each]]
-    assert question == Push(asked, groups=groups, dry_run=True, within_s=math.inf)
+    assert question == Push(asked, groups=groups, dry_run=True, within_s=LONGEST_S)
     bed.answer("b", 3)
     bed.answer("c", 6)
     bed.answer("d", 5)
