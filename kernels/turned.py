@@ -60,19 +60,19 @@ class PageElements:
         return int(self.num_heads - 1) * self.head + int(last) + 1
 
     @cached_property
-    def breaks(self) -> Offsets:
-        """Before which tokens of a page the distance to the one before is another than it was; its end, too."""
+    def tile_tokens(self) -> int:
+        """So many tokens from a multiple of them on lie at equal distances."""
         tokens = np.stack([self.key_tokens, self.value_tokens])
         steps = np.diff(tokens)
         usual = steps[:, :1] if steps.size else steps
-        at = np.nonzero((steps != usual).any(axis=0))[0] + 1
-        return np.append(at, self.block_tokens).astype(np.int64)
+        breaks = np.append(np.nonzero((steps != usual).any(axis=0))[0] + 1, self.block_tokens)
+        first = int(breaks[0])
+        return first if np.array_equal(breaks, np.arange(first, self.block_tokens + 1, first)) else 1
 
-    @cached_property
-    def tile_tokens(self) -> int:
-        """So many tokens from a multiple of them on lie at equal distances."""
-        first = int(self.breaks[0])
-        return first if np.array_equal(self.breaks, np.arange(first, self.block_tokens + 1, first)) else 1
+    @property
+    def breaks(self) -> Offsets:
+        """Before which tokens of a page a tile begins; its end, too."""
+        return np.arange(self.tile_tokens, self.block_tokens + 1, self.tile_tokens, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)

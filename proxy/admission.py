@@ -25,7 +25,7 @@ from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy.config import ProxyConfig
-from pdx.proxy.exchange import Seat
+from pdx.proxy.exchange import KEY_ROWS, Seat
 from pdx.proxy.reply import Handler, error_response
 from pdx.security.reread import Reread
 from pdx.security.secret_file import check_private, read
@@ -38,7 +38,8 @@ _ENTRY = re.compile(
 )
 _FORM = "NAME KEY [max-concurrent=N] [per-minute=N], where KEY has 32 letters, digits and ._~+/=- or more"
 _MINUTE_NS = 60 * 10**9
-_PROBES = 16
+MAX_NAMES = KEY_ROWS // 4
+_PROBES = 64
 _OWN = os.urandom(32)
 _KEY: Any = web.RequestKey("key", msgspec.Struct) if hasattr(web, "RequestKey") else "key"  # not before aiohttp 3.14
 
@@ -66,7 +67,7 @@ def load_keys(path: str) -> Mapping[bytes, Key]:
     make = f'(umask 077; echo "NAME $(openssl rand -hex 32)" >> {path})'
     text, info = read(path, "API keys", make, _MAX_FILE_BYTES + 1)
     check_private(info, "file of API keys", path)
-    if len(text) > _MAX_FILE_BYTES:
+    if info.st_size > _MAX_FILE_BYTES:
         raise ConfigError(f"{where}: more than {_MAX_FILE_BYTES} bytes")
     keys: dict[bytes, Key] = {}
     names: dict[str, Key] = {}
@@ -85,6 +86,8 @@ def load_keys(path: str) -> Mapping[bytes, Key]:
             raise ConfigError(f"{where}, line {number}: this key is another one's, too")
     if not keys:
         raise ConfigError(f"{where}: there is none in it; {make} makes one")
+    if len(names) > MAX_NAMES:
+        raise ConfigError(f"{where}: {len(names)} names; at most {MAX_NAMES} are possible")
     return keys
 
 
@@ -127,11 +130,12 @@ class _Uses:
         mark = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1 | 1
         rows = len(self._cells) // self._width
         for probe in range(_PROBES):
-            row = (mark + probe) % rows * self._width
+            row = ((mark >> 1) + probe) % rows * self._width
             if self._cells[row] in (0, mark):
-                break
-        self._cells[row] = mark
-        return row
+                self._cells[row] = mark
+                return row
+        # Names that the file has no more keep their rows: a proxy's life has room for many, and ends before this.
+        raise _too_many("more names had API keys since the proxy began than it can count; it has to be restarted", 60)
 
 
 class Admission:
@@ -169,25 +173,33 @@ class Admission:
         return await handler(request)
 
     @asynccontextmanager
-    async def place(self, request: web.Request) -> AsyncIterator[None]:
-        """Inside, a request is one of those that are served; before, it may wait for that.
-
-        :raises RequestRefused: its client, or all together, have too many.
-        """
+    async def counted(self, request: web.Request) -> AsyncIterator[None]:
+        """Inside, a request counts as one of its client's. :raises RequestRefused: that one has too many."""
         key: Key | None = request.get(_KEY)
-        used = self._uses.begin(key) if key is not None else None
+        if key is None:
+            yield
+            return
+        used = self._uses.begin(key)
         try:
-            if not self._most:
-                yield
-                return
-            await self._wait()
-            try:
-                yield
-            finally:
-                self._room.release()
+            yield
         finally:
-            if used is not None:
-                self._uses.end(used)
+            self._uses.end(used)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Inside, a request is one of those that are served; before, it may wait for that. Its body is there by then:
+        who is slow to send one keeps nobody waiting.
+
+        :raises RequestRefused: all together have too many.
+        """
+        if not self._most:
+            yield
+            return
+        await self._wait()
+        try:
+            yield
+        finally:
+            self._room.release()
 
     async def _wait(self) -> None:
         if self._room.locked() and self.waiting >= self._queue:

@@ -314,7 +314,7 @@ class Proxy:
         exchange = None
         try:
             check_kind(request)
-            async with self.admission.place(request), self._intake.body(request) as raw:
+            async with self.admission.counted(request), self._intake.body(request) as raw, self.admission.turn():
                 body, whole = await self._read(request, raw, route)
                 with suppress(Exhausted):  # its legs will find so, too
                     await self._probes.place(model_of(body), self._passed(request))

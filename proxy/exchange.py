@@ -23,7 +23,7 @@ from pdx.proxy.timelines import Timeline
 from pdx.telemetry.timeline import Event, Moment
 from pdx.wire.hints import Hints
 
-KEY_ROWS = 4096  # names of API keys that are told apart in a proxy's life
+KEY_ROWS = 16_384  # names of API keys that are told apart in a proxy's life, and few fall on one row
 
 
 class Exchange(msgspec.Struct, kw_only=True, eq=False):

@@ -32,6 +32,7 @@ from pdx.proxy.exchange import Seat
 from pdx.proxy.server import SHUTDOWN_S, Server, bound, endpoint, server_tls, when_signalled
 from pdx.security import descriptors
 from pdx.security.address import worker_address
+from pdx.telemetry import logs
 from pdx.telemetry.env import WakingClock
 
 log = logging.getLogger(__name__)
@@ -312,8 +313,7 @@ class _Workers:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the parent says so, too
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         number = worker.number
-        for handler in logging.root.handlers:
-            handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s worker {number}: %(name)s: %(message)s"))
+        logs.name_worker(number)
         if number:  # who came and went, the first one says
             logging.getLogger("pdx.proxy.engines").setLevel(logging.WARNING)
         config = msgspec.structs.replace(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from typing import Any
-
-import msgspec
 
 FORMATS = ("text", "json")
 VARIABLE = "PDX_LOG_FORMAT"  # processes that this one starts log likewise
 
 
 class _JsonLines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields: dict[str, Any] = {}  # of every line
+
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
@@ -21,11 +24,12 @@ class _JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self.fields,
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        return json.dumps(line, default=str)
 
 
 def set_up(level: str = "info") -> None:
@@ -37,9 +41,25 @@ def set_up(level: str = "info") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
+def name_worker(number: int) -> None:
+    """Say in each line from now on which of several processes of one command this is."""
+    for handler in logging.root.handlers:
+        if not isinstance(handler.formatter, _JsonLines):
+            text = f"%(asctime)s %(levelname)s worker {number}: %(name)s: %(message)s"
+            handler.setFormatter(logging.Formatter(text))
+            continue
+        handler.formatter.fields = {"worker": number}
+
+
+def _word(value: object) -> str:
+    """A field's value, quoted where it could be taken for another field."""
+    text = str(value)
+    return json.dumps(text) if any(each.isspace() or each in '="' for each in text) else text
+
+
 def event(log: logging.Logger, what: str, **fields: object) -> None:
     """A line that is its fields, each with its name; those that are not known (None) are left out."""
     if log.isEnabledFor(logging.INFO):
         known = {name: value for name, value in fields.items() if value is not None}
-        words = " ".join(f"{name}={value}" for name, value in known.items())
+        words = " ".join(f"{name}={_word(value)}" for name, value in known.items())
         log.info("%s: %s", what, words, extra={"fields": {"event": what, **known}})

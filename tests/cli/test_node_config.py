@@ -181,7 +181,8 @@ SAID = {
     "remote_credentials": ("secret.toml", os.path.abspath("secret.toml")), "remote_timeout": ("30", 30.0),
     "remote_lookup_timeout": ("1.5", 1.5), "fetch_timeout": ("9", 9.0), "peer_lookup_timeout": ("0.01", 0.01),
     "store": ("write-back", "write-back"),
-    "store_window": ("0.3", 0.3), "metrics": ("127.0.0.1:9400",) * 2, "events": ("tcp://10.0.0.1:5557",) * 2,
+    "store_window": ("0.3", 0.3), "metrics": ("127.0.0.1:9400",) * 2,
+    "metrics_token_file": ("/run/token",) * 2, "events": ("tcp://10.0.0.1:5557",) * 2,
     "events_replay": ("ipc:///run/x/r.sock",) * 2, "events_topic": ("kv", "kv"), "events_hashes": ("bytes", "bytes"),
     "events_media": ("tiers", "tiers"), "events_open": (None, True),
 }  # fmt: skip

@@ -26,8 +26,9 @@ def packed(group=16, block=BLOCK):
     """As vLLM packs pages for vector units: of `group` tokens element 0, of the same element 1, …; then the values."""
     tokens = np.arange(block)
     keys = tokens // group * group * DIM + tokens % group
-    values = block * DIM + tokens * DIM
-    return PageElements(HEADS, 2 * block * DIM, keys, np.arange(DIM) * group, values, np.arange(DIM))
+    room = -(-block // group) * group  # the last group may not be full
+    values = room * DIM + tokens * DIM
+    return PageElements(HEADS, (room + block) * DIM, keys, np.arange(DIM) * group, values, np.arange(DIM))
 
 
 def in_twos(block=BLOCK):
@@ -39,7 +40,13 @@ def in_twos(block=BLOCK):
     )
 
 
-PAGES = {"by token": by_token(), "packed": packed(), "packed by 32": packed(32), "in twos": in_twos()}
+PAGES = {
+    "by token": by_token(),
+    "packed": packed(),
+    "packed by 32": packed(32),
+    "packed by 12": packed(12),  # the last tile was shorter, and keys of the others were not written
+    "in twos": in_twos(),
+}
 ROPES = {
     "halves": Rope((1.0, 0.3, 0.01, 0.002)),
     "interleaved": Rope((1.0, 0.3, 0.01, 0.002), interleaved=True),

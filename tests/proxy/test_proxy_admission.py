@@ -16,9 +16,9 @@ from test_proxy_workers import PATIENT_S, workers
 
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy import admission
-from pdx.proxy.admission import Key, _Uses, load_keys
+from pdx.proxy.admission import MAX_NAMES, Key, _Uses, load_keys
 from pdx.proxy.config import ProxyConfig
-from pdx.proxy.exchange import Seat
+from pdx.proxy.exchange import KEY_ROWS, Seat
 from pdx.proxy.workers import run
 
 ALICE, BOB, FRESH = "a" * 64, "sk-" + "b" * 48, "c" * 32
@@ -154,6 +154,9 @@ async def status_is(status, key, wanted):
         (f"alice {ALICE}\nbob {ALICE}", "line 2: this key is another one's, too"),
         (f"alice {ALICE} per-minute=1\nalice {BOB}", "line 2: alice has other limits in a line before"),
         ("x" * (2 << 20), "more than"),
+        # it was cut within bob's line, who had no limits then
+        (f"#{'é' * 524_250}\nbob {BOB} max-concurrent=1 per-minute=60", "more than"),
+        ("\n".join(f"name{each} {each:032}" for each in range(MAX_NAMES + 1)), "names; at most"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_at_the_start_and_no_key_is_told(keys, text, why):
@@ -239,9 +242,15 @@ def test_workers_count_each_others_requests_and_more_names_than_rows_end_nothing
     held[0] = two.begin(key)
     for each in held:
         two.end(each)
-    begun = [one.begin(Key(f"name{number}")) for number in range(10_000)]
+    keys = [Key(f"name{number}", max_concurrent=1) for number in range(2 * MAX_NAMES)]
+    begun = [one.begin(each) for each in keys]  # half of them are in the file no more
+    assert len(set(begun)) == len(keys), "names shared rows, and one was refused what another did"
     for each in begun:
         one.end(each)
+    more = (one.end(one.begin(Key(f"more{number}"))) for number in range(KEY_ROWS))
+    with pytest.raises(RequestRefused, match="has to be restarted"):
+        list(more)
+    one.end(one.begin(keys[0]))
     assert not any(any(cells[2 + number :: 5]) for number in range(3))
 
 
@@ -286,12 +295,12 @@ async def test_a_stream_is_served_until_its_end():
         await until(is_in)
 
 
-async def test_a_body_that_does_not_come_gives_its_place_back():
-    async with cluster(max_concurrent=1, max_queue=1, body_timeout_s=0.2) as made:
+async def test_a_body_that_does_not_come_keeps_nobody_waiting():
+    """A head alone held a place for the time that a body may take: so many heads, and nobody was served."""
+    async with cluster(max_concurrent=1, max_queue=1) as made:
         reader, writer = await begin(made.url, 1000)
         await until(lambda: made.proxy.drain.load == 1)
         assert (await made.post(COMPLETIONS, BODY))[0] == 200
-        assert b" 408 " in await within(reader.readline())
         writer.close()
 
 

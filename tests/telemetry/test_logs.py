@@ -19,6 +19,8 @@ log = logging.getLogger("pdx.node")
 log.debug("nothing")
 log.info("%d of\\n%s", 3, {"a": 1})
 logs.event(log, "request", mode="alone", ms=1.5, why=None)
+logs.name_worker(1)
+logs.event(log, "request", model="gpt mode=forward", path="/\\udcff")
 try:
     1 / 0
 except ZeroDivisionError:
@@ -32,17 +34,19 @@ def logged(form):
 
 
 def test_json_is_one_object_a_line():
-    first, event, defect = map(json.loads, logged("json").splitlines())
+    first, event, odd, defect = map(json.loads, logged("json").splitlines())
     assert first.pop("time").endswith("Z")
     assert first == {"level": "info", "logger": "pdx.node", "message": "3 of\n{'a': 1}"}
     assert (event["event"], event["mode"], event["ms"], "why" in event) == ("request", "alone", 1.5, False)
+    assert (odd["model"], odd["path"], odd["worker"]) == ("gpt mode=forward", "/\udcff", 1)
     assert (defect["level"], defect["exception"].splitlines()[-1]) == ("error", "ZeroDivisionError: division by zero")
 
 
 def test_text_is_for_people():
     told = logged("text")
     assert " INFO pdx.node: request: mode=alone ms=1.5\n" in told
-    assert " ERROR pdx.node: a defect\nTraceback" in told
+    assert ' INFO worker 1: pdx.node: request: model="gpt mode=forward" path=' in told
+    assert " ERROR worker 1: pdx.node: a defect\nTraceback" in told
 
 
 @pytest.mark.parametrize("words", ["node", "proxy", "up m", "serve both m"])
