@@ -10,9 +10,11 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 # hadolint ignore=DL3006
 FROM ${BASE}
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[gpu,nixl]" && mkdir -m 0700 /run/pdx && chown 10001:10001 /run/pdx
+RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[gpu,nixl]" && mkdir -m 0700 /run/pdx && mkdir /models \
+    && chown 10001:10001 /run/pdx /models
 # A user without a name has no home folder, and torch asks for both.
 ENV HOME=/tmp \
+    HF_HOME=/models \
     USER=pdx \
     PDX_NODE=ipc:///run/pdx/node.sock \
     PDX_PROXY=ipc:///run/pdx/proxy.sock

@@ -12,6 +12,7 @@ FROM ${BASE}
 COPY --from=build /opt/pdx /opt/pdx
 ENV PATH=/opt/pdx/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    TMPDIR=/run/pdx \
     PDX_NODE=ipc:///run/pdx/node.sock \
     PDX_PROXY=ipc:///run/pdx/proxy.sock
 # Engines must run as the same user: node and engines share memory that belongs to it.

@@ -102,7 +102,7 @@ class Connection(Closing):
             raise ProtocolError(f"the node at {self.address} answers {answer} to hello")
         self._arena = self._open(answer)
         try:
-            self._pidfd = os.pidfd_open(answer.pid) if answer.pid else self._pidfd_of_listener()
+            self._pidfd = os.pidfd_open(answer.pid) if answer.pid else self._pidfd_of_listener(timeout_s)
         except OSError as error:
             raise NodeUnavailable(f"the node at {self.address} died meanwhile: {error}") from error
         if not answer.pid:
@@ -112,9 +112,10 @@ class Connection(Closing):
         self._heart.start()
         return True
 
-    def _pidfd_of_listener(self) -> int:
+    def _pidfd_of_listener(self, timeout_s: float) -> int:
         """A pidfd of the node, from a PID namespace below the node's."""
         with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(timeout_s)
             probe.connect(self.address.removeprefix("ipc://"))
             try:
                 return pidfd_of_peer(probe)

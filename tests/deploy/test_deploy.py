@@ -60,11 +60,12 @@ def test_units(path):
 def test_compose():
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     for name, service in services.items():
+        if name == "host":
+            continue
         command = [str(arg).partition(":-")[2].rstrip("}") or str(arg) for arg in service["command"]]
         parsed(["serve", *command] if name in ("prefill", "decode") else command)
-    for name in ("prefill", "decode"):
-        assert (services[name]["pid"], services[name]["ipc"]) == ("service:node", "service:node")
-        assert services[name]["network_mode"] == services["node"]["network_mode"] == "service:proxy"
+    for name in ("node", "prefill", "decode"):
+        assert {services[name][each] for each in ("pid", "ipc", "network_mode")} == {"service:host"}
 
 
 PODS = ("prefill-0", "prefill-1", "decode-0", "proxy-0", "proxy-1")
@@ -92,7 +93,7 @@ VALUES = {
         "shape": "host",
         "ipv6": True,
         "hosts": {"worker-1": "fd00::1", "worker-2": "fd00::2"},
-        "disk": {"hostPath": "/data/pdx"},
+        "disk": {"size": "", "hostPath": "/data/pdx"},
         "networkPolicy": {"monitors": [{"namespaceSelector": {}}]},
     },
 }

@@ -71,6 +71,7 @@ class Load(msgspec.Struct, eq=False):
     push: messages.Push
     left: set[bytes]
     deadline: float
+    nbytes: int
 
 
 class Peers:
@@ -106,6 +107,7 @@ class Peers:
         self._below = below
         self._loads: Groups[bytes, Load] = Groups()  # by each key that is still to come
         self._loads_late: Deadlines[Load] = Deadlines()
+        self._loading_bytes, self._share_bytes = 0, store.pools[0].total_bytes * config.peer_share
         self._transfers = transfers
         self._sessions = sessions
         self._marks = marks
@@ -337,22 +339,22 @@ class Peers:
         self._env.counters["wants_served"] += 1
 
     def _load(self, peer: PeerConnection, ask: messages.Push, number: int, hits: int) -> int:
-        """How many behind those that are here this node's tiers have and load in time; begins that, unless it is only
-        asked. What others store, too, a peer can have from there itself."""
-        if hits == len(ask.keys) or len(self._loads) >= MAX_WANTS:
+        """How many behind those that are here this node's own tiers load in time; begins that, unless only asked."""
+        if hits == len(ask.keys):
             return 0
         wanted = Wanted(ask.keys, ask.shards, is_named=True, who=f"node {peer.name}")
-        room_bytes = self._store.pools[0].total_bytes * self._config.peer_share
-        found = self._below.loadable(wanted, hits, room_bytes, Computing(ask.within_s / (len(ask.keys) - hits)))
-        if ask.dry_run or not found:
-            return len(found)
-        if len(self._loads.of(found[0][0])) >= MAX_WARM:
-            return 0
-        wanted = replace(wanted, is_named=False)
-        deadline = self._env.clock() + patience_s(ask.within_s, self._config.fetch_s)
-        self._copies.load(found, wanted, priority=Priority.AWAITED, deadline=deadline)
+        within_s = min(ask.within_s, self._config.fetch_s)  # it is given up then
+        room_bytes = self._share_bytes - self._loading_bytes
+        found = self._below.loadable(wanted, hits, room_bytes, Computing(within_s / (len(ask.keys) - hits)))
+        found = found[: MAX_WANTS - len(self._loads)]
+        if ask.dry_run or not found or len(self._loads.of(found[0][0])) >= MAX_WARM:
+            return len(found) if ask.dry_run else 0
+        deadline = self._env.clock() + patience_s(within_s, self._config.fetch_s)
+        self._copies.load(found, replace(wanted, is_named=False), priority=Priority.AWAITED, deadline=deadline)
         left = {key for key, _, _ in found if self._copies.is_filled_here(key, ask.shards)}
-        load = Load(peer, number, replace(ask, within_s=0.0), left, deadline)
+        nbytes = sum(each.nbytes for _, _, each in found) * ask.shards if left else 0
+        load = Load(peer, number, replace(ask, within_s=0.0), left, deadline, nbytes)
+        self._loading_bytes += nbytes
         for key in left:
             self._loads.add(key, [load])
         self._loads_late.add([load] if left else (), deadline)
@@ -371,6 +373,7 @@ class Peers:
     def _push_loaded(self, load: Load) -> None:
         """All of it has come; or it is late: of what is deleted meanwhile, say, nothing is told."""
         self._loads_late.discard(load, load.deadline)
+        self._loading_bytes -= load.nbytes
         for key in load.left:
             self._loads.discard(key, load)
         with self._env.faults.contain("a push of what was loaded"):
@@ -386,13 +389,12 @@ class Peers:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
         queue = self._copies.queue(self.tiers.look(name))
         count, held = queue.wants, queue.wanted_bytes
-        share = self._store.pools[0].total_bytes * self._config.peer_share
         for index, key in enumerate(want.keys):
             chunks = self._store.index.known(key, want.shards)
             if chunks is None or (want.transfer is None and any(chunk.state is not State.SEALED for chunk in chunks)):
                 return index
             nbytes = sum(chunk.slot.nbytes for chunk in chunks)
-            if count >= MAX_WANTS or (held and held + nbytes > share):
+            if count >= MAX_WANTS or (held and held + nbytes > self._share_bytes):
                 text = "%s wants more than %d pushes with %d bytes"
                 counted(log, self._env.counters, "wants_limited", text, name, count, held)
                 return index

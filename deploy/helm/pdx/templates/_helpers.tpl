@@ -38,6 +38,7 @@ app.kubernetes.io/component: {{ .part }}
 runAsUser: {{ .Values.user }}
 runAsGroup: {{ .Values.user }}
 fsGroup: {{ .Values.user }}
+fsGroupChangePolicy: OnRootMismatch   # a disk's folder stays the node's alone
 runAsNonRoot: true
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
@@ -47,9 +48,19 @@ allowPrivilegeEscalation: false
 capabilities: {drop: [ALL]}
 {{- end -}}
 
+{{- /* A folder of an emptyDir is open to the pod's group, so the node makes one for itself in it. */ -}}
 {{- define "pdx.podIdentity" -}}
+- {name: PDX_NODE, value: "ipc:///run/pdx/node/node.sock"}
+- {name: TMPDIR, value: /run/pdx}
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+{{- end -}}
+
+{{- /* Whether nodes have a disk. */ -}}
+{{- define "pdx.disk" -}}
+{{- $there := ternary .Values.disk.size .Values.disk.hostPath (eq .Values.shape "host") -}}
+{{- if $there }}{{ fail (printf "disk: `size` is for shape pod, `hostPath` for shape host, which is %s" .Values.shape) }}{{ end -}}
+{{ ternary .Values.disk.hostPath .Values.disk.size (eq .Values.shape "host") }}
 {{- end -}}
 
 {{- define "pdx.nodeContainer" -}}
@@ -67,7 +78,7 @@ args:
   - --proxy={{ include "pdx.proxies" . }}
   - --arena={{ .Values.arenaGiB }}GiB
   - --metrics={{ $ip }}:9100
-{{- if or .Values.disk.size .Values.disk.hostPath }}
+{{- if include "pdx.disk" . }}
   - --disk=/var/lib/pdx/chunks
 {{- with .Values.disk.limit }}
   - --disk-limit={{ . }}
@@ -77,12 +88,9 @@ args:
 {{ toYaml . | indent 2 }}
 {{- end }}
 env:
-{{- if eq .Values.shape "host" }}
+{{ include "pdx.podIdentity" . | indent 2 }}
   - {name: HOST_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
   - {name: HOST_IP, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}
-{{- else }}
-{{ include "pdx.podIdentity" . | indent 2 }}
-{{- end }}
 ports:
   - {name: node, containerPort: 7700}
   - {name: metrics, containerPort: 9100}
@@ -111,7 +119,7 @@ volumeMounts:
     mountPath: /etc/pdx/key/key_secret
     subPathExpr: {{ $name }}.key_secret
     readOnly: true
-{{- if or .Values.disk.size .Values.disk.hostPath }}
+{{- if include "pdx.disk" . }}
   - {name: chunks, mountPath: /var/lib/pdx}
 {{- end }}
 {{- end -}}
@@ -158,7 +166,7 @@ volumeMounts:
   - {name: run, mountPath: /run/pdx}
   - {name: shm, mountPath: /dev/shm}
 {{- if .root.Values.modelCache }}
-  - {name: models, mountPath: /tmp/.cache/huggingface}
+  - {name: models, mountPath: /models}
 {{- end }}
 {{- end -}}
 
