@@ -13,6 +13,7 @@ from node_harness import MIB, Wire
 
 from pdx.client.connection import attached
 from pdx.errors import ProtocolError
+from pdx.security.curve_keys import KeyPair
 from pdx.testing.waiting import wait_until
 
 IN_NAMESPACE = ["unshare", "--pid", "--ipc", "--net", "--uts", "--fork", "--kill-child", "--mount-proc"]
@@ -60,6 +61,39 @@ def test_a_process_in_a_container_sees_its_nodes_end(node, engine):
     node.close()
     print(file=engine.stdin, flush=True)
     assert engine.stdout.readline() == "False\n"
+
+
+POD = """
+import os, sys
+from pdx.client.connection import attached
+from pdx.config import NodeConfig
+from pdx.node.start import start
+run = sys.argv[1]
+config = NodeConfig(
+    address=f"ipc://{run}/node/node.sock", arena_bytes=8 << 20, listen="tcp://127.0.0.1:0", name="alpha",
+    keys=sys.argv[2], roster=sys.argv[3],
+)
+process = start(config)
+with attached(config.address, 60.0) as node:
+    print(node.is_alive, oct(os.stat(f"{run}/node").st_mode & 0o777))
+process.terminate()
+process.wait()
+"""
+
+
+def test_a_node_runs_in_a_pod_with_a_read_only_root_and_a_folder_that_is_open_to_its_group(place):
+    """A node's own folder lies in that one; nothing else can be written but /dev/shm, not even /tmp."""
+    run, keys, roster = place / "run", place / "keys", place / "roster.toml"
+    run.mkdir()
+    keys.mkdir(mode=0o700)
+    secret = KeyPair.make().save(keys, "alpha")[0]
+    roster.write_text(f'[nodes.alpha]\naddress = "tcp://127.0.0.1:7700"\nkey = "{KeyPair.load(secret).public}"\n')
+    roster.chmod(0o600)
+    mounts = 'mount -t tmpfs -o mode=2777 tmpfs "$1" && mount -o remount,bind,ro /'
+    script = f'{mounts} && TMPDIR="$1" exec "$0" -c "$2" "$1" "$3" "$4"'
+    command = ["unshare", "--mount", "sh", "-c", script, sys.executable, str(run), POD, str(secret), str(roster)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.stdout == "True 0o700\n", said.stderr
 
 
 def test_a_node_is_not_ended_from_a_container_nor_what_has_its_number_there(node):
