@@ -187,6 +187,22 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_the_peer_waits(cluster_w
     assert cluster.counter("b", "wants_served") == 0
 
 
+def test_what_is_loaded_for_peers_has_one_bound_for_all_questions(cluster_with_disk, monkeypatch):
+    """Each question had a share of its own: two disjoint prompts took all memory."""
+    cluster = cluster_with_disk
+    service = on_disk(cluster, KEYS[:4])
+    ((disk,),) = service.tiers.below
+    monkeypatch.setattr(disk, "load", lambda job: None)  # it hangs
+    monkeypatch.setattr(service.peers, "_share_bytes", 2.5 * G)
+    with engine(cluster, "a") as a:
+        a.tell(Admit(KEYS[:2], lease_s=5.0, wait_s=20.0, part="keeps", request="first"))
+        wait_until(lambda: len(service.peers._loads) == 2, what="its disk is asked")
+        assert look(a, KEYS[2:4]) == 0
+        assert len(service.peers._loads) == 2
+    wait_until(lambda: len(service.peers._loads) == 0, what="they are given up")
+    assert service.peers._loading_bytes == 0
+
+
 # ---- of several cache groups ----------------------------------------------------------------
 
 GROUPS = [
