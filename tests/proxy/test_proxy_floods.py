@@ -32,6 +32,11 @@ def node_of(made, secure):
     return node
 
 
+def said(made):
+    """What the log says but for the line of each request that was served."""
+    return "\n".join(line for line in made.log.splitlines() if " pdx.proxy.requests: " not in line)
+
+
 async def honest_are_served(made):
     """Over connections that stand, and over a new one; and descriptors are left."""
     most = 0
@@ -59,7 +64,7 @@ async def test_strangers_at_the_control_port_keep_nobody_out(tmp_path):
                     assert response.status == 200
                 await known(made, 1)
         assert made.process.returncode is None
-        assert len(made.log) < 10_000
+        assert len(said(made)) < 10_000
 
 
 @pytest.mark.long
@@ -74,7 +79,7 @@ async def test_idle_connections_keep_nobody_out(tmp_path):
                 await node.report()
                 await known(made, 1)
         assert made.process.returncode is None
-        assert len(made.log) < 10_000
+        assert len(said(made)) < 10_000
 
 
 @pytest.mark.long
@@ -100,7 +105,7 @@ async def test_without_a_descriptor_left_nobody_ends_the_proxy(tmp_path):
             await known(made, 1)
             await healthy(made)
         assert await made.ask() == 200
-        assert len(made.log) < 10_000
+        assert len(said(made)) < 10_000
 
 
 async def test_with_many_engines_and_few_files_clients_are_still_let_in(tmp_path):
