@@ -13,9 +13,10 @@ VARIABLE = "PDX_LOG_FORMAT"  # processes that this one starts log likewise
 
 
 class _JsonLines(logging.Formatter):
-    def __init__(self) -> None:
+    def __init__(self, **fields: Any) -> None:
+        """`fields`: of every line."""
         super().__init__()
-        self.fields: dict[str, Any] = {}  # of every line
+        self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -24,7 +25,7 @@ class _JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **self.fields,
+            **self._fields,
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -32,23 +33,25 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def _formatter(worker: int | None = None) -> logging.Formatter:
+    """In the environment's format."""
+    if os.environ.get(VARIABLE) == "json":
+        return _JsonLines() if worker is None else _JsonLines(worker=worker)
+    who = "" if worker is None else f"worker {worker}: "
+    return logging.Formatter(f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s")
+
+
 def set_up(level: str = "info") -> None:
     """Log to standard error from now on, in the environment's format. Once in a process."""
     handler = logging.StreamHandler()
-    is_json = os.environ.get(VARIABLE) == "json"
-    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    handler.setFormatter(_JsonLines() if is_json else logging.Formatter(text))
+    handler.setFormatter(_formatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def name_worker(number: int) -> None:
     """Say in each line from now on which of several processes of one command this is."""
     for handler in logging.root.handlers:
-        if not isinstance(handler.formatter, _JsonLines):
-            text = f"%(asctime)s %(levelname)s worker {number}: %(name)s: %(message)s"
-            handler.setFormatter(logging.Formatter(text))
-            continue
-        handler.formatter.fields = {"worker": number}
+        handler.setFormatter(_formatter(number))
 
 
 def _word(value: object) -> str:
