@@ -272,4 +272,5 @@ def _watched(claimed: int, pid: int) -> tuple[int, bool]:
 def _numbers(pid: int) -> list[int]:
     """A process's numbers, in our PID namespace and in those below it that it is in."""
     text = Path(f"/proc/{pid}/status").read_text()
-    return [int(number) for number in text.partition("\nNSpid:")[2].partition("\n")[0].split()]
+    numbers = [int(number) for number in text.partition("\nNSpid:")[2].partition("\n")[0].split()]
+    return numbers or [pid]  # a kernel without such namespaces
