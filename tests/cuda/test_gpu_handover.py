@@ -219,7 +219,7 @@ def test_a_client_that_left_costs_no_descriptor(stage):
     stage.clients.clear()
     stage.serve_all()
     assert opened
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # of an earlier test one more may close meanwhile
 
 
 # ---- the asking side ----------------------------------------------------------------------------

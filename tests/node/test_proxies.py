@@ -57,13 +57,13 @@ def test_workers_may_come_and_go_any_number_of_times(place, proxies):
     with Daemon(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=2 << 20, proxy=a.address)) as daemon:
         wait_until(lambda: daemon.turn(0.01) or a.router.poll(0), what="a report")
         a.report()
-        files = []
+        before = len(os.listdir("/proc/self/fd"))
         for _ in range(8):
             for workers in (64, 1):
                 tell(a, workers=workers)
                 wait_until(lambda workers=workers: daemon.turn(0.01) or len(daemon._proxies._all) == workers)
-            files.append(len(os.listdir("/proc/self/fd")))
-        assert files[-1] <= max(files[:2]) + 64, "ZMQ closes sockets later"
+        # ZMQ's own thread closes sockets later.
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 16, what="no sockets are left")
 
 
 def test_only_the_first_worker_says_how_many_there_are(start_here, attach, proxies):

@@ -188,7 +188,7 @@ def test_a_killed_reader_leaves_nothing_in_the_writer(fake, kind):
         assert set(stage.finish(transfers)) <= {"", "ChannelBroken"}
         channel.close()
         assert held(fake) == before
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert len(os.listdir("/proc/self/fd")) <= descriptors  # of an earlier test one more may close meanwhile
 
 
 @pytest.mark.parametrize("kind", [GpuBlock, LegacyGpuBlock])
