@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pdx.telemetry.rate import Rate
 
-PROBE_S = 10.0  # after so long, one chunk of a source that does not pay is loaded for nobody
+PROBE_S = 10.0  # after so long, a source that does not pay is looked at again
 MARGIN = 1.1  # a load that takes by so much less than computing is worth it …
 LOAD_S = 0.005  # … and so much more, for what comes with any load
 LATE = 2.0  # times the time of computing, and a load is given up …

@@ -6,7 +6,6 @@ What a peer would send later than it is computed is not asked for, by the rate o
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 
@@ -26,8 +25,7 @@ KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody ask
 
 
 class Fetch(msgspec.Struct, eq=False):
-    """One question to one peer. `name`: the last key asked for, which the hash chain makes name all before it; none, of
-    a look how fast the peer is."""
+    """One question to one peer. `name`: the last key asked for, which the hash chain makes name all before it."""
 
     number: int
     source: str
@@ -57,7 +55,6 @@ class Fetches:
         self._deadlines: Deadlines[Fetch] = Deadlines()
         self._rates: defaultdict[str, Rate] = defaultdict(Rate)  # by peer
         self._chunk_bytes: Counter[str] = Counter()  # of all shards of the chunk that came last, by peer
-        self._probed_at: dict[str, float] = {}  # by peer
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -83,10 +80,10 @@ class Fetches:
                 computing_s, takes_s = computing.seconds(len(keys)), self.takes_s(ask.source, len(keys))
                 deadline = now + paying.patience_s(computing_s, self._fetch_s)
                 within_s = min(computing_s - takes_s, self._fetch_s)  # for the peer's disk
-                if within_s < 0:
+                if within_s < 0 and not self._is_due(ask.source, now):
                     self._counters["fetches_not_worth"] += len(keys)
-                    self._probe(ask, now)
                     return False
+                within_s = max(0.0, within_s)
             push = Push(list(keys), "", ask.shards, ask.awaits, within_s=within_s)
             if ask.groups and ask.awaits is None:
                 push = Push(ask.sought_keys, "", ask.shards, groups=ask.groups)
@@ -99,13 +96,12 @@ class Fetches:
         rate = self._rates.get(name, Rate())
         return paying.takes_s(rate, (coming + count) * self._chunk_bytes[name])
 
-    def _probe(self, ask: Admit, now: float) -> None:
-        """Ask for one chunk for which nobody waits, now and then: else nobody would learn that the peer is faster."""
-        is_due = now - self._probed_at.get(ask.source, -math.inf) >= paying.PROBE_S
-        if is_due and (ask.source, b"") not in self._fetches:
-            self._probed_at[ask.source] = now
-            push = Push([ask.last_sought], "", ask.shards)
-            self._begin(b"", ask, push, now, now + self._fetch_s)
+    def _is_due(self, name: str, now: float) -> bool:
+        """Whether one request shall wait for a peer that seems slower than computing: else nobody would learn that it
+        is faster by now. A look that asks for less than a prompt would bring nothing: the prompt's chunks are reserved
+        for the engine that computes it."""
+        since_s = now - self._rates[name].end_ns / 1e9
+        return since_s >= paying.PROBE_S and all(fetch.push.transfer for fetch in self._of_peer.of(name))
 
     def _begin(self, name: bytes, ask: Admit, push: Push, now: float, deadline: float) -> Fetch:
         peer, number = self._connections.dial(ask.source), next(self._numbers)
@@ -160,7 +156,6 @@ class Fetches:
         """Peers of other names than these are not there any more."""
         for name in [name for name in self._rates if name not in known and not self._of_peer.count(name)]:
             del self._rates[name], self._chunk_bytes[name]
-            self._probed_at.pop(name, None)
 
     def lost(self, name: str, now: float) -> None:
         """The peer is gone."""
@@ -199,4 +194,4 @@ class Fetches:
         self._of_peer.discard(fetch.source, fetch)
         if (transfer := fetch.push.transfer) is not None:
             self._of_transfer.discard((fetch.source, transfer), fetch)
-        self._news.append(("fetch", fetch.name or fetch.push.keys[-1]))
+        self._news.append(("fetch", fetch.name))

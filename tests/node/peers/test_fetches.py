@@ -252,11 +252,8 @@ def test_what_computing_is_faster_than_is_not_asked_for(fetches, link, counters,
     measured(fetches, 1.0)
     assert fetches.is_waiting(ASK, 1, 10.0, Computing(computing_s)) is asks
     assert counters["fetches_not_worth"] == (0 if asks else 3)
-    ((_, push),) = link.sent
-    assert push.keys == (KEYS[1:] if asks else KEYS[-1:])
-    assert push.within_s == pytest.approx(3 * (computing_s - paying.MARGIN) - paying.LOAD_S if asks else 0.0), (
-        "its disk"
-    )
+    within_s = 3 * (computing_s - paying.MARGIN) - paying.LOAD_S  # of its disk
+    assert [push for _, push in link.sent] == [Push(KEYS[1:], within_s=pytest.approx(within_s))] * asks
 
 
 def test_what_an_engine_computes_before_counts(fetches):
@@ -268,7 +265,7 @@ def test_what_is_on_its_way_already_comes_first(fetches, link):
     measured(fetches, 1.0)
     assert fetches.is_waiting(ASK, 1, 10.0, Computing(2.0))
     other = Admit([b"x" * 16], source="b")
-    assert not fetches.is_waiting(other, 0, 10.0, Computing(2.0)), "three are to come before it, and the look"
+    assert not fetches.is_waiting(other, 0, 10.0, Computing(2.0)), "three are to come before it"
     assert fetches.is_waiting(other, 0, 10.0, Computing(6.0))
 
 
@@ -280,27 +277,44 @@ def test_a_peer_that_was_not_measured_is_asked_and_not_waited_for_much_longer_th
     assert not fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, 3.1, Computing(0.5)), "nothing came in that time"
 
 
-def test_one_chunk_is_asked_for_now_and_then_so_that_a_faster_peer_is_noticed(fetches, link):
+def test_one_request_tries_now_and_then_whether_a_peer_has_become_faster(fetches, link):
     measured(fetches, 1.0)
-    assert not fetches.is_waiting(ASK, 0, 10.0, Computing(0.1))
-    assert link.sent == [(1, Push(KEYS[-1:]))]
-    fetches.answered(link, 1, 1, 10.0)
-    assert not fetches.is_waiting(ASK, 0, 10.1, Computing(0.1)), "nobody waits for it"
-    fetches.landed("b", CHUNK, CHUNK, 10.0, 10.05)
-    fetches.over("b", 1, None, 10.05)
-    assert not fetches.is_waiting(ASK, 0, 10.2, Computing(0.1)), "it is not that fast"
-    assert len(link.sent) == 1
-    fetches.tick(20.5)
-    assert not fetches.is_waiting(ASK, 0, 20.5, Computing(0.1))
-    assert link.sent[1:] == [(2, Push(KEYS[-1:]))]
+    due = 1.0 + paying.PROBE_S
+    assert not fetches.is_waiting(ASK, 0, due - 0.1, Computing(0.1))
+    assert fetches.is_waiting(ASK, 0, due, Computing(0.1)), "this one waits, as long as for any"
+    assert link.sent == [(1, Push(KEYS))], "its disk would be slower still"
+    other = Admit([b"x" * 16], source="b")
+    assert not fetches.is_waiting(other, 0, due, Computing(0.1)), "one at a time"
+    assert not fetches.is_waiting(ASK, 0, due + 0.9, Computing(0.1)), "twice the time of computing is over"
+    assert fetches.tick(due + 0.9) == 1
+    assert not fetches.is_waiting(other, 0, due + 0.9, Computing(0.1)), "it is not that fast"
+    again = due + 1.0 + paying.PROBE_S
+    fetches.tick(again)
+    assert fetches.is_waiting(ASK, 0, again, Computing(0.1))
     for number in range(3):
-        fetches.landed("b", CHUNK, CHUNK, 21.0 + number, 21.01 + number)
-    assert fetches.is_waiting(ASK, 0, 25.0, Computing(0.1))
-    assert [(number, push.keys) for number, push in link.sent[2:]] == [(3, KEYS)]
+        fetches.landed("b", CHUNK, CHUNK, again + number, again + number + 0.01)
+    fetches.over("b", 2, None, again + 3)
+    assert fetches.is_waiting(other, 0, again + 3, Computing(0.2))
+    assert len(link.sent) == 3
+
+
+def test_a_transfer_keeps_no_peer_from_being_tried(fetches, link):
+    measured(fetches, 1.0)
+    fetches.is_waiting(Admit(KEYS, source="b", transfer=TRANSFER), 0, 10.9)
+    assert fetches.is_waiting(ASK, 0, 1.0 + paying.PROBE_S, Computing(0.1))
+
+
+def test_a_peer_that_has_nothing_is_tried_by_the_next_request(fetches, link):
+    measured(fetches, 1.0)
+    due = 1.0 + paying.PROBE_S
+    assert fetches.is_waiting(ASK, 0, due, Computing(0.1))
+    fetches.answered(link, 1, 0, due)
+    assert not fetches.is_waiting(ASK, 0, due, Computing(0.1))
+    assert fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, due, Computing(0.1))
 
 
 def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link):
-    """Chunks are small, so that the looks move few bytes; each of them finds the peer as fast as it always was."""
+    """Chunks are small, so that few bytes move; each try finds the peer as fast as it always was."""
     small, now = 1 << 20, 0.0
     for _ in range(100):
         fetches.landed("b", small, small, now, now + 0.001)
@@ -308,16 +322,16 @@ def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link)
     assert fetches.is_waiting(ASK, 0, now, Computing(0.5))
     now += 4.0
     assert fetches.tick(now) == 1, "it was lost: twice the time of computing is over"
-    looks = 0
+    tries = 0
     while fetches.takes_s("b", 4) > 4 * 0.02:
         now += paying.PROBE_S + 0.1
         fetches.tick(now)
-        assert not fetches.is_waiting(ASK, 0, now, Computing(0.02))
-        looks += 1
-        assert len(link.sent) == 1 + looks < 10
+        assert fetches.is_waiting(ASK, 0, now, Computing(0.02))
+        tries += 1
+        assert len(link.sent) == 1 + tries < 10
         fetches.landed("b", small, small, now, now + 0.001)
         fetches.over("b", link.sent[-1][0], None, now + 0.001)
-    assert looks > 1, "the loss counts for something"
+    assert tries > 1, "the loss counts for something"
 
 
 def test_what_waits_for_room_here_says_nothing_of_its_peer(fetches, link):
