@@ -60,7 +60,7 @@ def main() -> None:
         (port,) = free_ports(1)
         url, node = f"http://127.0.0.1:{port}", f"ipc://{folder}/node.sock"
         arena = f"{rounds + 2}GiB"
-        store = [sys.executable, "-P", "-m", "pdx.cli.main", "node", "--address", node, "--arena", arena, "--proxy", ""]
+        store = [sys.executable, "-P", "-m", "pdx.cli.main", "node", "--node", node, "--arena", arena, "--proxy", ""]
         processes.start("node", store, is_ready=lambda: answers(node))
         settings = {"node": node, "start_node": False, "proxy": "", "moved": True, "load": "always"}
         connector = connector_option(settings)

@@ -127,7 +127,7 @@ class PdxAlone(Plain):
         socket = _socket(ports)
         return Command(
             name="node",
-            program=(*PDX, "node", "--address", f"ipc://{socket}", "--proxy", ""),
+            program=(*PDX, "node", "--node", f"ipc://{socket}", "--proxy", ""),
             typed="pdx node",
             options=("--arena", bed.arena),
             url=f"ipc://{socket}",
@@ -181,7 +181,7 @@ class PdxRanks(PdxAlone):
 
     def store_command(self, bed: Bed, ports: Ports) -> Command:
         command = super().store_command(bed, ports)
-        program = (*PDX, "node", "--address", f"ipc://{_socket(ports)}", "--proxy", _control(ports))
+        program = (*PDX, "node", "--node", f"ipc://{_socket(ports)}", "--proxy", _control(ports))
         return replace(command, program=program)
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pdx.cli.options import FOLDER, option
+from pdx.cli.options import FOLDER, node_option, option
 from pdx.config import default_node
 from pdx.errors import ConfigError
 
@@ -21,12 +21,7 @@ from pdx.errors import ConfigError
 @option("--salt", default="", help="The requests' cache_salt.")
 @option("--max-tokens", default=64, type=click.IntRange(1), help="Of the answer.")
 @option("--engine", default="", help="Its name, URL or layout, where engines of several models are attached.")
-@option(
-    "--node",
-    "--address",
-    "address",
-    help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]",
-)
+@node_option
 def blend(
     documents: tuple[Path, ...],
     model: Path,

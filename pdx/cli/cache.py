@@ -148,7 +148,7 @@ def move(
 
 @cache.command()
 @click.argument("place")
-@option("--everything", is_flag=True, help="All chunks there, of whatever prompt.")
+@option("--everything", is_flag=True, allow_from_autoenv=False, help="All chunks there, of whatever prompt.")
 @starting
 def clear(place: str, everything: bool, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
     """Forget the prompt's chunks in PLACE, pinned or not."""
@@ -227,7 +227,7 @@ def evict(place: str, below: int, nbytes: str, dry_run: bool, as_json: bool, **o
 
 @cache.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@option("--remove", is_flag=True, help="Remove the files that are not what they were.")
+@option("--remove", is_flag=True, allow_from_autoenv=False, help="Remove the files that are not what they were.")
 @option("--json", "as_json", is_flag=True, help="One JSON object.")
 def verify(folder: Path, remove: bool, as_json: bool) -> None:
     """Read all chunks of a disk on this host and compare their digests.

@@ -26,7 +26,6 @@ _MAX_FILE_BYTES = 256 << 20
 _REACH = (
     option(
         "--node",
-        "--address",
         "addresses",
         multiple=True,
         help="A node's socket on this host; may be repeated. [default: $PDX_NODE, else this user's socket]",

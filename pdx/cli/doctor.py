@@ -20,7 +20,7 @@ from rich.text import Text
 from pdx.cli.loopback import Rate, Trial, memcpy
 from pdx.cli.machine import SHM, Fact, FindingName, facts
 from pdx.cli.node import check_channels
-from pdx.cli.options import option
+from pdx.cli.options import node_option, option
 from pdx.cli.tables import table
 from pdx.config import default_node
 from pdx.errors import NodeUnavailable
@@ -80,11 +80,7 @@ class Report(msgspec.Struct, frozen=True):
 @option("--channel", "channels", multiple=True, metavar="NAME", help="Only this one, which must work; repeatable.")
 @option("--json", "as_json", is_flag=True, help="One JSON object.")
 @option("--timeout", default=30.0, metavar="SECONDS", help="Give up on a channel after this.")
-@option(
-    "--address",
-    "--node",
-    help="The node whose engines are listed. [default: $PDX_NODE, else this user's socket on this host]",
-)
+@node_option
 def doctor(channels: tuple[str, ...], as_json: bool, timeout: float, address: str | None) -> None:
     """Try every channel between nodes on this machine, with a real transfer between two processes.
 

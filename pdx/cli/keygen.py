@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
     type=FOLDER,
     help="Where to put NAME.key_secret and NAME.key; made with mode 0700.",
 )
-@option("--force", is_flag=True, help="Replace keys of that name.")
+@option("--force", is_flag=True, allow_from_autoenv=False, help="Replace keys of that name.")
 @option("--reader", is_flag=True, help="For a reader of nodes' events, which says nothing.")
 def keygen(name: str, folder: Path, force: bool, reader: bool) -> None:
     """Make a key pair for the node NAME, or for the proxy if NAME is "proxy".

@@ -57,7 +57,10 @@ class LazyGroup(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=LazyGroup, where=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+_SETTINGS = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "PDX"}  # see pdx.cli.options
+
+
+@click.group(cls=LazyGroup, where=COMMANDS, context_settings=_SETTINGS)
 @click.version_option(package_name="pdx-transport", prog_name="pdx")
 def main() -> None:
     """PDX moves the KV cache of LLM engines: from prefill to decode, and from engines to memory for reuse.
@@ -65,6 +68,9 @@ def main() -> None:
     \b
     The quickest start:  pdx up MODEL
     Part by part:        pdx node;  pdx serve prefill MODEL;  pdx serve decode MODEL;  pdx proxy
+
+    Options may stand in the environment, too: --max-body of pdx proxy as PDX_PROXY_MAX_BODY. Those of a node and of the
+    proxy have one name in all commands, as PDX_NODE_ARENA. The command line comes first.
     """
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -18,7 +19,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import TaskID, TimeElapsedColumn
 
-from pdx.cli.options import NODE_EXAMPLE, Sectioned, file_option, log_format, option, said, settings_of
+from pdx.cli.options import (
+    NODE_ENV,
+    NODE_EXAMPLE,
+    Sectioned,
+    file_option,
+    log_format,
+    node_option,
+    option,
+    said,
+    settings_of,
+)
 from pdx.cli.tables import progress, size, to_json, view
 from pdx.client.connection import attached
 from pdx.config import NodeConfig, default_node, default_proxy, node_settings, parse, socket_path
@@ -35,27 +46,24 @@ _ATTACH_S = 60.0  # of this process to its own node
 PAUSE_S = 0.25
 
 
+# What is done now is no setting: neither a file nor the environment says it.
+_now = partial(option, is_flag=True, section="A running node", allow_from_autoenv=False)
+
+
 @click.command(cls=Sectioned)
-@option(
-    "--address",
-    "--node",
-    "address",
-    help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]",
-)
-@file_option("--node-config", NODE_EXAMPLE)
-@settings_of(NodeConfig)
+@node_option
+@file_option("--config", NODE_EXAMPLE)
+@settings_of(NodeConfig, env=NODE_ENV)
 @option(
     "--proxy",
     help="Where the proxy listens; of several, with commas between them; '' for none. [default: $PDX_PROXY, else this "
     "user's]",
 )
-@option("--status", is_flag=True, help="Show the state of the running node and exit.", section="A running node")
-@option("--json", "as_json", is_flag=True, help="With --status: one JSON object.", section="A running node")
-@option("--watch", is_flag=True, help="With --status: refresh every second until Ctrl-C.", section="A running node")
-@option(
-    "--stop", is_flag=True, help="End the running node, and wait until its memory is free.", section="A running node"
-)
-@option("--force", is_flag=True, help="With --stop: also while engines are attached.", section="A running node")
+@_now("--status", help="Show the state of the running node and exit.")
+@_now("--json", "as_json", help="With --status: one JSON object.")
+@_now("--watch", help="With --status: refresh every second until Ctrl-C.")
+@_now("--stop", help="End the running node, and wait until its memory is free.")
+@_now("--force", help="With --stop: also while engines are attached.")
 @log_format
 def node(
     address: str | None,

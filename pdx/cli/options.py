@@ -1,11 +1,15 @@
-"""Options that several commands share."""
+"""Options that several commands share, and where each may be said.
+
+`--max-body` of `pdx proxy` is read from the command line, else from PDX_PROXY_MAX_BODY, else from the file of --config.
+What belongs to a node or the proxy has one name in all commands: `pdx up --arena` is PDX_NODE_ARENA, too.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +29,7 @@ _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 class _Option(click.Option):
-    """Its range is said in words, and not as a formula; what Kubernetes puts into the environment is no port."""
+    """Its range is said in words, and not as a formula; its variable is that of its word on the command line."""
 
     def __init__(self, *names: Any, section: str = "", shown: str = "", **settings: Any) -> None:
         """`section`: the heading under which it is listed. `shown`: the default that its help names."""
@@ -33,10 +37,20 @@ class _Option(click.Option):
         self.section = section
         self._shown = shown
 
+    def variable(self, ctx: click.Context) -> str:
+        """Its name in the environment; empty: it has none, because it is no setting but something to be done."""
+        if self.envvar or not self.allow_from_autoenv or ctx.auto_envvar_prefix is None:
+            return str(self.envvar or "")
+        return f"{ctx.auto_envvar_prefix}_{self.opts[0].lstrip('-').replace('-', '_').upper()}"
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """See `click.Option`, which goes by the names of Python's arguments."""
+        return os.environ.get(self.variable(ctx)) or None
+
     def value_from_envvar(self, ctx: click.Context) -> Any:
         """See `click.Option`. In a pod, NAME_PORT is the address of the Service of that name, if there is one."""
         value = super().value_from_envvar(ctx)
-        name = str(self.envvar)
+        name = self.variable(ctx)
         if not name.endswith("_PORT") or not isinstance(value, str) or _SERVICE_LINK.fullmatch(value) is None:
             return value
         service = name.removesuffix("_PORT").replace("_", "-").lower()
@@ -67,6 +81,10 @@ def _set_format(ctx: click.Context, param: click.Parameter, value: str) -> None:
     os.environ[logs.VARIABLE] = value
 
 
+# Of all commands that reach a node.
+node_option = option(
+    "--node", "address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]"
+)
 # Of each command that logs, and of the processes that it starts.
 log_format = option(
     "--log-format",
@@ -89,7 +107,7 @@ class Sectioned(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         found: dict[str, list[tuple[str, str]]] = {"Options": []}
         for each in self.get_params(ctx):
-            if (record := each.get_help_record(ctx)) is not None:
+            if isinstance(each, click.Option) and (record := each.get_help_record(ctx)) is not None:
                 found.setdefault(getattr(each, "section", "") or "Options", []).append(record)
         for section, records in found.items():
             with formatter.section(section):
@@ -105,11 +123,10 @@ def _listed(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
 
 
 _FOR_ENGINES = frozenset(name for name, each in options_of(NodeConfig).items() if each.for_engines)
-_NOT_OF_A_FILE = frozenset({"node_config", "config", "status", "as_json", "watch", "stop", "force"})
 
 
 def _read_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
-    """What the file says stands in for what the command line does not say.
+    """What the file says stands in for what neither the command line nor the environment says.
 
     :raises ConfigError: it cannot be read, or has a word that is no option of a node's, or of this command.
     """
@@ -122,18 +139,18 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
-    what, is_all = ("node", ctx.command.name == "node") if param.name == "node_config" else (ctx.command.name, True)
+    what = "a node" if param.name == "node_config" else f"pdx {ctx.command.name}"
     known = {
         each.opts[0].removeprefix("--"): each
         for each in ctx.command.params
-        if isinstance(each, click.Option) and (is_all or each.name in _FOR_ENGINES)
-        if each.name not in _NOT_OF_A_FILE
+        if isinstance(each, click.Option) and each.allow_from_autoenv and each is not param
+        if param.name != "node_config" or each.name in _FOR_ENGINES
     }
     settings: dict[str, Any] = {}
     for word, said in words.items():
         found = known.get(word.replace("_", "-"))
         if found is None or found.name is None:
-            raise ConfigError(f"{file}: {word!r} is no option of a {what}; there are {', '.join(known)}")
+            raise ConfigError(f"{file}: {word!r} is no option of {what}; there are {', '.join(known)}")
         if isinstance(said, dict) or (isinstance(said, list) and not found.multiple):
             raise ConfigError(f"{file}: {word} = {said!r} is not one value, as --{word} takes")
         settings[found.name] = [said] if found.multiple and not isinstance(said, list) else said
@@ -149,7 +166,7 @@ def file_option(name: str, example: str) -> Callable[..., Any]:
         expose_value=False,
         callback=_read_file,
         metavar="FILE",
-        help=f"TOML with the same words, as {example}; what the command line says comes first.",
+        help=f"TOML with the same words, as {example}; the command line and the environment come first.",
     )
 
 
@@ -184,17 +201,19 @@ def _type(each: Option) -> Any:
     return click.FloatRange(kind.ge if kind.gt is None else kind.gt, most, min_open=kind.gt is not None)
 
 
-def settings_of(kind: type, *, for_engines: bool = False, env: str = "") -> Callable[..., Any]:
+def settings_of(kind: type, *, env: str, only: Collection[str] | None = None, section: str = "") -> Callable[..., Any]:
     """Gives a command the options of `kind`, as keywords of their names.
 
-    `for_engines`: only those. `env`: with which names of variables begin that stand in for them; empty: none.
+    `env`: with which names of variables begin that stand in for them. `only`: those of these names. `section`: the
+    heading under which they are listed, in place of their own.
     """
 
     def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
-        for each in reversed(list(options_of(kind).values())):
-            if each.for_engines or not for_engines:
+        for name, each in reversed(list(options_of(kind).items())):
+            if only is None or name in only:
                 word = each.flag.replace("-", "_").upper()
-                command = setting(each, envvar=f"{env}{word}" if env else None)(command)
+                listed = each._replace(section=section or each.section)
+                command = setting(listed, envvar=f"{env}{word}")(command)
         return command
 
     return decorated
@@ -205,15 +224,10 @@ def said(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value not in (None, [])}
 
 
-def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command that starts a node for engines, as keywords of `Option.name`."""
-    made: Callable[..., Any] = file_option("--node-config", NODE_EXAMPLE)(
-        settings_of(NodeConfig, for_engines=True)(command)
-    )
-    return made
-
-
 NODE_EXAMPLE = "disk-limit = '500GiB'"
+NODE_ENV, PROXY_ENV = "PDX_NODE_", "PDX_PROXY_"
+# Of every command that starts a node for engines.
+node_options = settings_of(NodeConfig, env=NODE_ENV, only=_FOR_ENGINES)
 _SAID = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 
@@ -226,14 +240,14 @@ def refuse_node_options(why: str) -> None:
             raise ConfigError(f"{parameter.opts[0]} is for a node that this command starts, {why}; choose one of them")
 
 
-def as_flags(of_node: Mapping[str, Any]) -> list[str]:
-    """The command line that gives `node_options` these values."""
+def as_flags(kind: type, said: Mapping[str, Any]) -> list[str]:
+    """The command line that gives the options of `kind` these values, by `Option.name`."""
     flags: list[str] = []
-    for name, value in of_node.items():
-        flag = f"--{options_of(NodeConfig)[name].flag}"
+    for name, value in said.items():
+        flag = options_of(kind)[name].flag
         if isinstance(value, bool):
-            flags += [flag] * value
+            flags += [f"--{flag}" if value else f"--no-{flag}"] * (value or options_of(kind)[name].field.default)
             continue
         for each in value if isinstance(value, list) else [value]:
-            flags += [flag, str(each)]
+            flags += [f"--{flag}", str(each)]
     return flags

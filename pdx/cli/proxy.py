@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from pdx.cli.options import Sectioned, file_option, log_format, option, said, settings_of
+from pdx.cli.options import PROXY_ENV, Sectioned, file_option, log_format, option, said, settings_of
 from pdx.config import from_words, parse
 from pdx.proxy.config import ProxyConfig
 from pdx.telemetry import logs
@@ -14,20 +14,15 @@ from pdx.telemetry import logs
 
 @click.command(cls=Sectioned)
 @file_option("--config", "max-body = '128M'")
-@settings_of(ProxyConfig, env="PDX_PROXY_")
+@settings_of(ProxyConfig, env=PROXY_ENV)
 @option(
     "--log-level",
     default="info",
-    envvar="PDX_PROXY_LOG_LEVEL",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
 )
 @log_format
 def proxy(log_level: str, **settings: Any) -> None:
-    """Serve the OpenAI API, splitting each request into a prefill and a decode leg.
-
-    Each option is also read from the environment: --max-body from PDX_PROXY_MAX_BODY. The command line comes before the
-    environment, and that before the file of --config.
-    """
+    """Serve the OpenAI API, splitting each request into a prefill and a decode leg."""
     from pdx.proxy.workers import run
 
     logs.set_up(log_level)

@@ -11,7 +11,17 @@ from typing import Any
 
 import click
 
-from pdx.cli.options import Sectioned, log_format, node_options, option, refuse_node_options, said, setting
+from pdx.cli.options import (
+    NODE_EXAMPLE,
+    Sectioned,
+    file_option,
+    log_format,
+    node_options,
+    option,
+    refuse_node_options,
+    said,
+    setting,
+)
 from pdx.config import ConnectorConfig, connector_config, default_node, default_proxy
 from pdx.errors import ConfigError
 from pdx.options import options_of
@@ -25,9 +35,8 @@ TLS = ("--ssl-certfile", "--ssl-keyfile")
 @click.command(cls=Sectioned, context_settings={"ignore_unknown_options": True})
 @click.argument("role", type=click.Choice(["prefill", "decode", "both"]))
 @click.argument("model")
-@option(
-    "--node", "--address", "node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]"
-)
+@option("--node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]")
+@file_option("--node-config", NODE_EXAMPLE)  # --config is vLLM's
 @node_options
 @option("--proxy", help="The proxy, for a node that this engine starts. [default: $PDX_PROXY, else this user's]")
 @option(

@@ -24,13 +24,37 @@ from rich.text import Text
 
 from pdx.cli import placement
 from pdx.cli.node import check_channels
-from pdx.cli.options import FOLDER, Sectioned, as_flags, log_format, node_options, option, refuse_node_options, said
+from pdx.cli.options import (
+    FOLDER,
+    NODE_EXAMPLE,
+    PROXY_ENV,
+    Sectioned,
+    as_flags,
+    file_option,
+    log_format,
+    node_options,
+    option,
+    refuse_node_options,
+    said,
+    setting,
+    settings_of,
+)
 from pdx.cli.ports import free_ports, held_port
 from pdx.cli.processes import Processes, ProcessState, answers, attached_urls
 from pdx.cli.serve import TLS, engine_command, flag
 from pdx.client.api import connect
-from pdx.config import default_proxy, node_settings, private_folder, runtime_folder, socket_path
+from pdx.config import (
+    ConnectorConfig,
+    NodeConfig,
+    default_proxy,
+    node_settings,
+    private_folder,
+    runtime_folder,
+    socket_path,
+)
 from pdx.errors import ConfigError
+from pdx.options import options_of
+from pdx.proxy.config import ProxyConfig
 from pdx.security.address import bracketed, is_loopback, is_wildcard, spelled
 from pdx.security.socket_lock import owned
 
@@ -41,6 +65,7 @@ DRAIN_S = 5.0  # requests under way when all of it is to end; the guard gives ea
 PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
 _COLOURS = dict(zip(ProcessState, ("yellow", "green", "dim", "bold red"), strict=True))
 _WHOLE = click.IntRange(1, 64)
+_OF_PROXY = ("admin", "cache_token_file", "debug_headers", "forward", "workers")
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -84,22 +109,18 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 @click.argument("model")
 @option("--prefill", default=1, type=_WHOLE, help="Prefill engines.")
 @option("--decode", default=1, type=_WHOLE, help="Decode engines.")
-@option("--host", default="127.0.0.1", help="Address the proxy serves on.")
-@option("--port", default=8000, type=click.IntRange(1, 65_535), help="The proxy's port.")
+@option("--host", default="127.0.0.1", envvar=f"{PROXY_ENV}HOST", help="Address the proxy serves on.")
+@option("--port", default=8000, type=click.IntRange(1, 65_535), envvar=f"{PROXY_ENV}PORT", help="The proxy's port.")
+@file_option("--config", NODE_EXAMPLE)
 @node_options
-@option("--node", "--address", "node", help="Use the node at this address. [default: start one for this command alone]")
+@option("--node", help="Use the node at this address. [default: start one for this command alone]")
 @option(
     "--channel",
     metavar="SCHEME",
     help="A node for each role, joined by this channel, as if on two hosts; auto: the fastest. [default: one node]",
 )
-@option("--admin", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]", section="Proxy")
-@option("--cache-token-file", metavar="FILE", help="See `pdx proxy`. [default: none]", section="Proxy")
-@option("--debug-headers", is_flag=True, help="See `pdx proxy`.", section="Proxy")
-@option("--forward/--no-forward", default=True, help="See `pdx proxy`.", section="Proxy")
-@option(
-    "--workers", default=1, type=_WHOLE, help="Processes of the proxy, which serve its port together.", section="Proxy"
-)
+@setting(options_of(ConnectorConfig)["moved"])
+@settings_of(ProxyConfig, env=PROXY_ENV, only=_OF_PROXY, section="Proxy")
 @option("--logs", type=FOLDER, default="pdx-logs", help="Folder for logs; another pdx up needs another.")
 @option("--wait", default=900.0, metavar="SECONDS", callback=_seconds, help="Give up starting after this long.")
 @log_format
@@ -112,15 +133,11 @@ def up(
     port: int,
     node: str | None,
     channel: str | None,
-    admin: str | None,
-    cache_token_file: str | None,
-    debug_headers: bool,
-    forward: bool,
-    workers: int,
+    moved: bool | None,
     logs: Path,
     wait: float,
     flags: tuple[str, ...],
-    **of_node: Any,
+    **settings: Any,
 ) -> None:
     """Start a node, engines and a proxy for MODEL; Ctrl-C ends them all.
 
@@ -129,6 +146,7 @@ def up(
 
     Flags after -- go to every vLLM engine: pdx up MODEL -- --max-model-len 8192
     """
+    of_proxy = said({name: settings.pop(name) for name in _OF_PROXY})
     if node and channel:
         raise ConfigError("--channel starts two nodes of its own, --node uses one that is there; choose one of them")
     if node:
@@ -145,23 +163,20 @@ def up(
     # Named after the port, not the process: should a node be killed hard, the next one on that port has its address and
     # frees the shared memory that was left.
     folder = runtime_folder() / f"up-{port}"
-    own = [] if node else nodes_of(folder, channel, said(of_node))
-    proxy_options = [*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])]
-    proxy_options += ["--cache-token-file", cache_token_file] if cache_token_file else []
-    proxy_options += [] if forward else ["--no-forward"]
-    proxy_options += ["--workers", str(workers)] if workers > 1 else []
+    own = [] if node else nodes_of(folder, channel, said(settings))
     with _signals() as signals, _owned(folder, port), held_port(host, port) as share_port:
         private_folder(folder)
         control = default_proxy() if node else f"ipc://{folder}/proxy.sock"
         with Processes(logs) as processes, _sole(logs):
             roles = ["prefill"] * prefill + ["decode"] * decode
             homes = [Node("node", node)] if node else own
-            engines = _engines(model, roles, flags, homes, control, sees_others=bool(of_node["gpus"]))
+            of_engines = {"proxy": control, **said({"moved": moved})}
+            engines = _engines(model, roles, flags, homes, of_engines, sees_others=bool(settings["gpus"]))
             started = _Up(processes, signals, wait, logs)
             if warning := exposure(host, port, flags):
                 started.say(warning)
             url = f"http://{bracketed(_reached_at(host))}:{port}"
-            proxy = ["--host", host, "--port", str(port), "--control", control, *proxy_options]
+            proxy = ["--host", host, "--port", str(port), "--control", control, *as_flags(ProxyConfig, of_proxy)]
             stages = [_nodes(own, control), engines, [_proxy(proxy, engines, url, len(own))]]
             sys.exit(started.run(stages, f"{url} serves {model}", share_port))
 
@@ -287,7 +302,7 @@ def _nodes(nodes: Sequence[Node], control: str) -> list[Start]:
     return [
         Start(
             node.name,
-            [*PDX, "node", "--address", node.address, "--proxy", control, *node.options],
+            [*PDX, "node", "--node", node.address, "--proxy", control, *node.options],
             partial(answers, node.address),
         )
         for node in nodes
@@ -295,9 +310,15 @@ def _nodes(nodes: Sequence[Node], control: str) -> list[Start]:
 
 
 def _engines(
-    model: str, roles: Sequence[str], flags: Sequence[str], nodes: Sequence[Node], control: str, *, sees_others: bool
+    model: str,
+    roles: Sequence[str],
+    flags: Sequence[str],
+    nodes: Sequence[Node],
+    settings: Mapping[str, Any],
+    *,
+    sees_others: bool,
 ) -> list[Start]:
-    """Each serves the proxy alone, so never beyond this host."""
+    """Each serves the proxy alone, so never beyond this host. `settings`: the connector's, of all of them."""
     cores, gpus = placement.cores(), placement.gpus()
     homes = placement.place(len(roles), cores, gpus, os.environ, sees_others=sees_others)
     found: list[Start] = []
@@ -309,7 +330,7 @@ def _engines(
             [*flags, "--host", "127.0.0.1", "--port", str(port)],
             role=role,
             node=node,
-            proxy=control,
+            **settings,
             start_node=False,  # the node is a process of this command, which ends when the node does
             url=url,
         )
@@ -333,7 +354,7 @@ def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> l
         raise ConfigError(f"--gpu {','.join(gpus)!r} for two nodes: name one or two")
     node_settings(of_node)
     if channel is None:
-        return [Node("node", f"ipc://{folder}/node.sock", options=as_flags(of_node))]
+        return [Node("node", f"ipc://{folder}/node.sock", options=as_flags(NodeConfig, of_node))]
     if of_node.get("metrics"):
         raise ConfigError("--metrics is where one node listens, --channel starts two; choose one of them")
     nodes = []
@@ -344,7 +365,7 @@ def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> l
         if own.get("disk"):
             own["disk"] = [os.path.join(folder, role) for folder in own["disk"]]
         joined = [] if channel == "auto" else ["--channel", channel]
-        options = ["--name", role, *joined, *as_flags(own)]
+        options = ["--name", role, *joined, *as_flags(NodeConfig, own)]
         nodes.append(Node(f"node-{role}", f"ipc://{folder}/{role}.sock", [role], options=options))
     return nodes
 

@@ -6,7 +6,7 @@ import click
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from pdx.cli.options import option
+from pdx.cli.options import node_option, option
 from pdx.cli.tables import duration, table, to_json
 from pdx.config import default_node
 from pdx.errors import PdxError
@@ -15,12 +15,7 @@ from pdx.wire.status import Explained, Explanation
 
 @click.command()
 @click.argument("request", default="")
-@option(
-    "--node",
-    "--address",
-    "address",
-    help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]",
-)
+@node_option
 @option("--json", "as_json", is_flag=True, help="One JSON object for each request.")
 def why(request: str, address: str | None, as_json: bool) -> None:
     """Why were the chunks of REQUEST hits, or not? Without REQUEST, a part of its id, the last ones are listed.

@@ -334,7 +334,7 @@ class Daemon(Closing):
 
 
 def _running(path: Path, owner: str) -> NodeRunning:
-    return NodeRunning(f"a node (process {owner}) already owns {path}; use it, or give this one another --address")
+    return NodeRunning(f"a node (process {owner}) already owns {path}; use it, or give this one another --node")
 
 
 def _prefix(config: NodeConfig) -> str:

@@ -33,7 +33,7 @@ def two(tmp_path_factory):
 @pytest.fixture
 def pdx(two):
     """`pdx cache …` with both nodes."""
-    reach = [word for address in two.addresses for word in ("--address", address)]
+    reach = [word for address in two.addresses for word in ("--node", address)]
 
     def run(*arguments, status=0, env=None):
         done = CliRunner().invoke(main, ["cache", *arguments, *reach], env={SALT: "", "COLUMNS": "200", **(env or {})})
@@ -192,7 +192,7 @@ def test_ctrl_c_cancels_the_job_and_says_so(two, tmp_path):
     beta, address = two.cluster.nodes["beta"], two.address("alpha")
     beta.signal(signal.SIGSTOP)
     try:
-        arguments = ("cache", "move", "alpha/host", "beta/disk", "--ids", listed(tokens), "--address", address)
+        arguments = ("cache", "move", "alpha/host", "beta/disk", "--ids", listed(tokens), "--node", address)
         with CliProcess(tmp_path, *arguments) as command, Controller(address) as cache:
             wait_until(lambda: any(not job.is_over for job in cache.jobs("alpha")["alpha"]), what="the job runs")
             (job,) = [job for job in cache.jobs("alpha")["alpha"] if not job.is_over]
@@ -250,10 +250,10 @@ def test_what_is_wrong_is_said_in_one_line(pdx, tmp_path, monkeypatch, arguments
     ("where", "words"),
     [
         (
-            ("--address", "ipc://PLACE/none.sock", "--timeout", "0.1"),
+            ("--node", "ipc://PLACE/none.sock", "--timeout", "0.1"),
             "no node answers at ipc://PLACE/none.sock within 0.1 s",
         ),
-        (("--address", "ipc://PLACE/none.sock", "--timeout", "0.1"), "start one with: pdx node"),
+        (("--node", "ipc://PLACE/none.sock", "--timeout", "0.1"), "start one with: pdx node"),
         (("--proxy", "PLACE/none.sock"), "the proxy at PLACE/none.sock does not answer"),
         (("--proxy", "ftp://host"), "'ftp://host' is no URL of HTTP"),
     ],

@@ -62,7 +62,7 @@ def fact(found, name):
 )
 def test_what_makes_no_sense_is_one_line_and_status_1(place, fake, options, says):
     with fake_cuda(**fake) if fake else contextlib.nullcontext():
-        result = pdx("node", "--address", f"ipc://{place}/node.sock", "--proxy", "", *options)
+        result = pdx("node", "--node", f"ipc://{place}/node.sock", "--proxy", "", *options)
     assert result.exit_code == 1
     assert says in result.output
     assert len(result.output.splitlines()) == 1
@@ -77,7 +77,7 @@ def test_status_of_a_gpu_node_by_a_command_that_never_loads_the_driver(address):
             "try: main(sys.argv[1:])\n"
             "finally: print([name for name in sys.modules if name.startswith('cuda.')], file=sys.stderr)"
         )
-        command = [sys.executable, "-P", "-c", code, "node", "--status", "--json", "--address", address]
+        command = [sys.executable, "-P", "-c", code, "node", "--status", "--json", "--node", address]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stderr.strip() == "[]"
     finally:

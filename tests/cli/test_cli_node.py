@@ -44,16 +44,16 @@ def test_a_usage_error(arguments):
 
 
 def test_status_as_json_and_as_tables(node):
-    result = pdx("node", "--status", "--json", "--address", node.address)
+    result = pdx("node", "--status", "--json", "--node", node.address)
     assert result.exit_code == 0, result.output
     status = json.loads(result.output)
     assert status["arena_bytes"] >= 8 << 20
     assert status["attached"] == [], "who asks is not listed"
     with connect(node.address) as client, client.reserve("kept", 5000) as chunk:
         chunk.seal()
-        result = pdx("node", "--status", "--json", "--address", node.address)
+        result = pdx("node", "--status", "--json", "--node", node.address)
     assert [each["kind"] for each in json.loads(result.output)["attached"]] == ["client"]
-    result = pdx("node", "--status", "--address", node.address)
+    result = pdx("node", "--status", "--node", node.address)
     assert result.exit_code == 0, result.output
     assert node.address in result.output
     assert "sealed" in result.output
@@ -61,27 +61,27 @@ def test_status_as_json_and_as_tables(node):
 
 def test_stop_ends_a_node_and_waits_until_nothing_of_it_is_left(node):
     assert arenas_of(node.address)
-    result = pdx("node", "--stop", "--address", node.address)
+    result = pdx("node", "--stop", "--node", node.address)
     assert result.exit_code == 0, result.output
     assert f"process {node.pid}" in result.output
     assert "8.0 MiB" in result.output
     assert node.process.wait(0) == 0
     assert not arenas_of(node.address)
     assert not os.path.exists(node.address.removeprefix("ipc://"))
-    again = pdx("node", "--stop", "--address", node.address)
+    again = pdx("node", "--stop", "--node", node.address)
     assert again.exit_code == 1
     assert "no node answers" in again.output
 
 
 def test_stop_asks_before_it_takes_a_node_from_its_engines(node, attach):
     attach(node, kind="worker", engine="abcdefghij")
-    result = pdx("node", "--stop", "--address", node.address)
+    result = pdx("node", "--stop", "--node", node.address)
     assert result.exit_code == 1
     assert f"worker abcdefgh (process {os.getpid()})" in result.output
     assert "--force" in result.output
     with connect(node.address) as client:
         assert client.status().pid == node.pid
-    result = pdx("node", "--stop", "--force", "--address", node.address)
+    result = pdx("node", "--stop", "--force", "--node", node.address)
     assert result.exit_code == 0, result.output
     assert node.process.wait(0) == 0
 
@@ -135,15 +135,15 @@ def test_a_node_whose_only_channel_does_not_work_does_not_start(place, monkeypat
     monkeypatch.setattr("pdx.transports.nixl.region.NixlRegion.availability", lambda: missing)
     monkeypatch.setattr("pdx.node.daemon.run", lambda config: None)
     address = f"ipc://{place}/node.sock"
-    result = pdx("node", "--channel", "nixl", "--address", address)
+    result = pdx("node", "--channel", "nixl", "--node", address)
     assert result.exit_code == 1
     assert "--channel nixl: NIXL does not import: no module; pip install 'nixl' (pdx doctor" in result.output
-    assert pdx("node", "--channel", "nixl", "--channel", "tcp", "--address", address).exit_code == 0
+    assert pdx("node", "--channel", "nixl", "--channel", "tcp", "--node", address).exit_code == 0
 
 
 @pytest.mark.parametrize("channel", ["pigeon", "inproc", "../etc"])
 def test_a_channel_that_cannot_be_is_one_line_and_status_1(place, channel):
-    result = pdx("node", "--channel", channel, "--address", f"ipc://{place}/node.sock")
+    result = pdx("node", "--channel", channel, "--node", f"ipc://{place}/node.sock")
     assert result.exit_code == 1
     assert f"no channel between nodes is named '{channel}'; there are shm, cuda_ipc, tcp" in result.output
 
@@ -153,12 +153,12 @@ def test_no_node_is_one_line_and_status_1(place, monkeypatch):
         raise NodeUnavailable("nobody there")
 
     monkeypatch.setattr("pdx.client.api.connect", connect)
-    result = pdx("node", "--status", "--address", f"ipc://{place}/none.sock")
+    result = pdx("node", "--status", "--node", f"ipc://{place}/none.sock")
     assert (result.exit_code, result.output) == (1, "Error: nobody there\n")
 
 
 def test_a_second_node_says_so_and_the_first_ends_on_sigterm(address):
-    command = [sys.executable, "-m", "pdx.cli.main", "node", "--address", address, "--arena", "8MiB", "--proxy", ""]
+    command = [sys.executable, "-m", "pdx.cli.main", "node", "--node", address, "--arena", "8MiB", "--proxy", ""]
     first = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 20

@@ -52,7 +52,7 @@ def stored(engine):
 def test_requests_are_listed_and_explained_chunk_by_chunk(node, engine, monkeypatch):
     ask(engine, [1, 2], "cmpl-abc-0")
     ask(engine, [1, 2, 3], "cmpl-def-0", Hints("chat"))
-    result = pdx("why", "def", "--address", node.address)
+    result = pdx("why", "def", "--node", node.address)
     assert result.exit_code == 0, result.output
     assert "request cmpl-def-0 of engine" in result.output
     assert "2 of 3 chunks were hits" in result.output
@@ -66,7 +66,7 @@ def test_requests_are_listed_and_explained_chunk_by_chunk(node, engine, monkeypa
     output = pdx("why", "--node", node.address).output
     assert output.index(request) < output.index("cmpl-def-0") < output.index("cmpl-abc-0")
     assert request in output.splitlines(), "in one piece on a narrow terminal"
-    found = [json.loads(line) for line in pdx("why", "cmpl", "--json", "--address", node.address).output.splitlines()]
+    found = [json.loads(line) for line in pdx("why", "cmpl", "--json", "--node", node.address).output.splitlines()]
     assert [one["request"] for one in found] == [request, "cmpl-def-0", "cmpl-abc-0"]
     assert found[0]["reasons"][0] | {"text": ""} == {
         "first": 0, "count": 1, "is_hit": True, "kind": "memory", "text": ""
@@ -81,7 +81,7 @@ def test_what_came_from_a_disk_says_so_and_at_which_rate(node, engine, start_nod
     second = attach(again, name="another engine")
     wait_until(lambda: second.status().tiers[0].chunks == 8, what="the files are known again")
     assert ask(second, range(9), "cmpl-def-0").hits == 8
-    result = pdx("why", "def", "--json", "--address", again.address)
+    result = pdx("why", "def", "--json", "--node", again.address)
     found = json.loads(result.output)
     assert [(one["first"], one["count"], one["is_hit"]) for one in found["reasons"]] == [(0, 8, True), (8, 1, False)]
     assert re.fullmatch(r"from disk at \d+\.\d\d GB/s, \d\.\d s ago", found["reasons"][0]["text"])
@@ -96,7 +96,7 @@ def test_a_request_that_is_not_known_is_an_error_that_says_where_to_look(node, e
     ):
         if before:
             ask(engine, [1], "cmpl-abc-0")
-        result = pdx("why", *([request] if request else []), "--address", node.address)
+        result = pdx("why", *([request] if request else []), "--node", node.address)
         assert result.exit_code == 1
         assert words in result.output
         assert f"{request!r}" in result.output if request else "''" not in result.output

@@ -1,4 +1,4 @@
-"""`--node-config FILE`: the words of the command line in a file, for every command that starts a node."""
+"""`--config FILE`: the words of the command line in a file, for every command that starts a node."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ trusted-network = true
 
 
 def test_a_file_has_the_words_of_the_command_line(run, file):
-    pdx("node", "--address", "ipc:///run/x/node.sock", "--node-config", file(ALL))
+    pdx("node", "--node", "ipc:///run/x/node.sock", "--config", file(ALL))
     words = tomllib.loads(ALL)
     said = [(f"--{word.replace('_', '-')}", each) for word, value in words.items() for each in as_list(value)]
     pdx(
         "node",
-        "--address",
+        "--node",
         "ipc:///run/x/node.sock",
         *(str(each) for pair in said for each in pair if each is not True),
     )
@@ -87,7 +87,7 @@ def as_list(value):
 
 def test_the_command_line_comes_first(run, file):
     path = file('arena = "2GiB"\ndisk = "/a"\npolicy = "s3fifo"')
-    pdx("node", "--address", "ipc:///run/x/node.sock", "--arena", "1GiB", "--node-config", path, "--disk", "/c")
+    pdx("node", "--node", "ipc:///run/x/node.sock", "--arena", "1GiB", "--config", path, "--disk", "/c")
     (config,) = run
     assert (config.arena_bytes, config.disks, config.policy) == (1 << 30, ["/c"], "s3fifo")
 
@@ -95,10 +95,10 @@ def test_the_command_line_comes_first(run, file):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("arenas = 1", "'arenas' is no option of a node; there are "),
-        ("status = true", "'status' is no option of a node"),
-        ("node-config = 'x'", "'node-config' is no option of a node"),
-        ("fetch_s = 1", "'fetch_s' is no option of a node"),
+        ("arenas = 1", "'arenas' is no option of pdx node; there are "),
+        ("status = true", "'status' is no option of pdx node"),
+        ("config = 'x'", "'config' is no option of pdx node"),
+        ("fetch_s = 1", "'fetch_s' is no option of pdx node"),
         ("arena = [1, 2]", "is not one value, as --arena takes"),
         ("[disk]\npath = 'x'", "is not one value, as --disk takes"),
         ("arena = ", "is not TOML"),
@@ -112,23 +112,26 @@ def test_the_command_line_comes_first(run, file):
 )
 def test_a_file_that_makes_no_sense_is_refused_with_the_word(run, file, text, said):
     path = file(text) if text else "/nonexistent.toml"
-    result = pdx("node", "--address", "ipc:///run/x/node.sock", "--node-config", path)
+    result = pdx("node", "--node", "ipc:///run/x/node.sock", "--config", path)
     assert result.exit_code != 0
     assert said in " ".join(result.output.split()), result.output
     assert run == []
 
 
-@pytest.mark.parametrize("command", [["up", "MODEL", "--node", "ipc:///x"], ["serve", "both", "M", "--no-start-node"]])
+@pytest.mark.parametrize(
+    "command",
+    [["up", "MODEL", "--node", "ipc:///x", "--config"], ["serve", "both", "M", "--no-start-node", "--node-config"]],
+)
 def test_a_command_that_starts_no_node_refuses_what_a_file_says_of_one(command, file):
-    result = pdx(*command, "--node-config", file('disk = "/a"'))
+    result = pdx(*command, file('disk = "/a"'))
     assert result.exit_code == 1
     assert "--disk is for a node that this command starts" in result.output
 
 
 def test_up_and_serve_take_of_a_file_what_they_take_on_the_command_line(file, monkeypatch):
-    result = pdx("up", "MODEL", "--node-config", file('name = "here"'))
+    result = pdx("up", "MODEL", "--config", file('name = "here"'))
     assert result.exit_code == 1
-    assert "'name' is no option of a node; there are arena, gpu, " in result.output
+    assert "'name' is no option of pdx up; there are prefill, decode, " in result.output
     executed = []
     monkeypatch.setattr("os.execvp", lambda name, command: executed.append(command))
     path = file('disk = ["/a", "/b"]\npolicy = "gittins"')
@@ -141,7 +144,7 @@ def test_up_and_serve_take_of_a_file_what_they_take_on_the_command_line(file, mo
 
 
 def of_node(run, monkeypatch, *options):
-    assert pdx("node", "--address", "ipc:///run/x/node.sock", *options).exit_code == 0
+    assert pdx("node", "--node", "ipc:///run/x/node.sock", *options).exit_code == 0
     return run[-1]
 
 
@@ -228,5 +231,5 @@ def test_a_value_out_of_range_is_refused_before_anything_starts(run, monkeypatch
 
 
 def test_the_defaults_of_the_command_line_are_those_of_the_settings(run):
-    pdx("node", "--address", "ipc:///run/x/node.sock", "--proxy", "")
+    pdx("node", "--node", "ipc:///run/x/node.sock", "--proxy", "")
     assert run == [NodeConfig(address="ipc:///run/x/node.sock")]

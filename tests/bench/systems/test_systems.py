@@ -138,7 +138,7 @@ def test_one_engine_of_pdx_has_a_node_of_its_own(bed, two_cores):
     assert "pdx serve both MODEL --host 127.0.0.1 --port 8100 --served-model-name tiny" in engine
     ports = baselines.Ports(prefill=8123)
     store, (command,) = SYSTEMS["pdx-both"].store_command(bed, ports), SYSTEMS["pdx-both"].engine_commands(bed, ports)
-    address = store.program[store.program.index("--address") + 1]
+    address = store.program[store.program.index("--node") + 1]
     assert address == command.program[command.program.index("--node") + 1] == store.url
     assert "--no-start-node" in command.program
     assert [f"ipc://{path}" for path in store.leaves] == [address]
