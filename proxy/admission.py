@@ -25,7 +25,7 @@ from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy.config import ProxyConfig
-from pdx.proxy.exchange import KEY_ROWS, Seat
+from pdx.proxy.exchange import KEY_ROWS, TRACE, Seat
 from pdx.proxy.reply import Handler, error_response
 from pdx.security.reread import Reread
 from pdx.security.secret_file import check_private, read
@@ -186,7 +186,7 @@ class Admission:
             self._uses.end(used)
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, request: web.Request) -> AsyncIterator[None]:
         """Inside, a request is one of those that are served; before, it may wait for that. Its body is there by then:
         who is slow to send one keeps nobody waiting.
 
@@ -195,7 +195,12 @@ class Admission:
         if not self._most:
             yield
             return
-        await self._wait()
+        since_ns, trace = time.monotonic_ns(), request.get(TRACE)
+        try:
+            await self._wait()
+        finally:
+            if trace is not None:
+                trace.queued = since_ns, time.monotonic_ns()
         try:
             yield
         finally:

@@ -23,14 +23,14 @@ from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig, Routing
 from pdx.proxy.control import Control, FromNode
 from pdx.proxy.engines import Engine, Engines
-from pdx.proxy.exchange import Drain, Exchange, Seat
+from pdx.proxy.exchange import TRACE, Drain, Exchange, Seat
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.leg import Asked, Legs, engine_socket, engine_tls
 from pdx.proxy.locating import Locating
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.outline import in_turns
-from pdx.proxy.plan import Body, Mode, Plan, model_of, planning, strip_control
+from pdx.proxy.plan import Body, Mode, Plan, check_length, model_of, planning, strip_control
 from pdx.proxy.probe import Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import (
@@ -46,6 +46,7 @@ from pdx.proxy.reply import (
 from pdx.proxy.router import serving
 from pdx.proxy.routes import FORMS, GENERATING, PASSED, Route
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
+from pdx.proxy.traces import open_traces
 from pdx.telemetry.env import Env, WakingClock
 from pdx.telemetry.faults import printable
 from pdx.telemetry.host import host_id
@@ -76,7 +77,10 @@ class Proxy:
     _probes: Probes
 
     def __init__(self, config: ProxyConfig, seat: Seat | None = None) -> None:
-        """`seat`: of a worker that serves beside others."""
+        """`seat`: of a worker that serves beside others.
+
+        :raises ConfigError: traces are wanted, and cannot be had.
+        """
         self._config = config
         self.env = Env(WakingClock(2 * _LOOK_S, time.monotonic), log=log)
         self._faults = self.env.faults
@@ -104,6 +108,7 @@ class Proxy:
             workers=config.workers,
         )
         self._metrics = Metrics(self.env, engines=self.engines, health=self._health, dropped=self._control.dropped)
+        self._traces = open_traces(config, self.env.counters)
         self._metrics.waiting.set_function(lambda: self.admission.waiting)
         self._intake = Intake(
             each_bytes=config.max_body_bytes,
@@ -133,10 +138,11 @@ class Proxy:
         app.middlewares.extend((self._contain, self.admission.guard, redirect_slashes))
         app.on_response_prepare.append(echo_request_id)
         app.on_response_prepare.append(self._tell_hints)
+        serve = self._serve if self._traces is None else self._traces.traced(self._serve)
         app.add_routes(
             [
-                *(web.post(route, self._serve) for route in (*GENERATING, *PASSED["POST"])),
-                *(web.get(route, self._serve, allow_head=False) for route in PASSED["GET"]),
+                *(web.post(route, serve) for route in (*GENERATING, *PASSED["POST"])),
+                *(web.get(route, serve, allow_head=False) for route in PASSED["GET"]),
                 web.get("/v1/models", self._list_models),
                 *(web.get(path, self._tell_health) for path in ("/health", "/readyz")),
                 *(method("/ping", self._tell_health) for method in (web.get, web.post)),
@@ -169,6 +175,8 @@ class Proxy:
         """
         config, tls = self._config, engine_tls(self._config.engine_ca)
         async with AsyncExitStack() as stack:
+            if self._traces is not None:
+                stack.push_async_callback(self._traces.close)
             self._control.start()
             stack.callback(self._control.close)
             session = aiohttp.ClientSession(
@@ -229,6 +237,9 @@ class Proxy:
             self._tell_peers()
         with self._faults.contain("the log of who is there"):
             self.engines.log_changes()
+        if self._traces is not None:
+            with self._faults.contain("the traces"):
+                self._traces.look()
         with self._faults.contain("the look at probes"):
             self._probes.look()
         if not self.found.is_set() and self.num_decoders:
@@ -314,7 +325,7 @@ class Proxy:
         exchange = None
         try:
             check_kind(request)
-            async with self.admission.counted(request), self._intake.body(request) as raw, self.admission.turn():
+            async with self.admission.counted(request), self._intake.body(request) as raw, self.admission.turn(request):
                 body, whole = await self._read(request, raw, route)
                 with suppress(Exhausted):  # its legs will find so, too
                     await self._probes.place(model_of(body), self._passed(request))
@@ -371,26 +382,8 @@ class Proxy:
                 transfer=new_transfer(self._control.tag), route=Route.WHOLE, mode=Mode.ALONE, why="whole", moments=[]
             ),
             metrics=self._metrics,
+            trace=request.get(TRACE),
         )
-
-    def _check_length(self, plan: Plan, model: str | None) -> None:
-        """What no engine takes goes to none: a list of ids is long before it is read.
-
-        :raises RequestRefused: in an engine's words.
-        """
-        facts = [engine.facts for engine in serving(self.engines.all(), self._health, model)]
-        if not facts or None in facts:
-            return
-        limit = max(each.max_model_len for each in facts if each is not None)
-        if (count := plan.least_length) > limit:
-            said = f"at least {count}" if count == limit + 1 else str(count)  # engines stop counting there
-            raise RequestRefused(
-                400,
-                f"This model's maximum context length is {limit} tokens. However, your prompt contains {said} input "
-                "tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
-                f"input prompt. (parameter=input_tokens, value={count})",
-                param="input_tokens",
-            )
 
     def _passed(self, request: web.Request) -> dict[str, str]:
         return headers.to_engines(request.headers, has_key=not self._config.is_keyed)
@@ -399,7 +392,7 @@ class Proxy:
         body, envelope = hints.take(body, request.headers.get("X-Session-ID", ""))
         envelope = envelope.within(self._config.client_priority)
         plan = await in_turns(planning(route, body, min_split_tokens=self._config.min_split_tokens))
-        self._check_length(plan, model_of(body))
+        check_length(plan, [each.facts for each in serving(self.engines.all(), self._health, model_of(body))])
         passed = self._passed(request)
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")
@@ -429,6 +422,7 @@ class Proxy:
             reply=reply,
             timeline=timeline,
             metrics=self._metrics,
+            trace=request.get(TRACE),
         )
 
     async def _tell_hints(self, request: web.Request, response: web.StreamResponse) -> None:

@@ -144,6 +144,20 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         FileName,
         option("Who shows the token in it may say cache verbs at --admin.", default="none; at a Unix socket alone"),
     ] = ""
+    otlp_traces_endpoint: Annotated[
+        Place,
+        option(
+            "Send traces to the OpenTelemetry collector at this URL, by gRPC, or as "
+            "$OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says.",
+            default="$OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else nowhere",
+        ),
+    ] = ""
+    otlp_traces_sample: Annotated[
+        float,
+        Meta(ge=0, le=1),
+        shown_as("SHARE"),
+        option("Of requests that come without a traceparent, so many; its flag decides about others."),
+    ] = 1.0
     chunk_index: Annotated[bool, option("Know which node has which chunks in which tier, as nodes tell.")] = False
     chunk_index_limit: Annotated[
         int, Meta(ge=1, le=1 << 31), shown_as("CHUNKS"), option("Of so many chunks; each takes about 110 bytes.")

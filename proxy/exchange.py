@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from aiohttp import web
 
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Reason, Use
@@ -23,6 +25,11 @@ from pdx.proxy.timelines import Timeline
 from pdx.telemetry.timeline import Event, Moment
 from pdx.wire.hints import Hints
 
+if TYPE_CHECKING:
+    from pdx.proxy.traces import Trace
+
+# Where a request has its trace; before aiohttp 3.14 there is no such class.
+TRACE: Any = web.RequestKey("trace", object) if hasattr(web, "RequestKey") else "trace"
 KEY_ROWS = 16_384  # names of API keys that are told apart in a proxy's life, and few fall on one row
 
 
@@ -39,6 +46,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     reply: Reply
     timeline: Timeline
     metrics: Metrics
+    trace: Trace | None = None
     outcome: Outcome = Outcome.OK
     answered: bool = False  # the client was sent a stream to its end: whatever happens now costs it nothing
     told: set[str] = msgspec.field(default_factory=set)  # nodes of engines that know of the transfer; "": one not known
@@ -55,6 +63,8 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     seen: dict[Event, int] = msgspec.field(default_factory=dict)  # and when, in nanoseconds
 
     def __post_init__(self) -> None:
+        if self.trace is not None:
+            self.trace.exchange = self
         self.mark(Event.RECEIVED)
         self.set_mode(self.timeline.mode, self.timeline.why)
 
@@ -82,6 +92,10 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     def stream_options(self) -> dict[str, Any]:
         options = self.body.get("stream_options")
         return options if isinstance(options, dict) else {}
+
+    def leg(self, name: str, engine: Engine) -> AbstractContextManager[Mapping[str, str]]:
+        """Inside, this leg is under way, with these headers."""
+        return nullcontext(self.headers) if self.trace is None else self.trace.leg(name, engine, self.headers)
 
     def set_mode(self, mode: Mode, why: str) -> None:
         """Serve it so from now on; nothing may have been sent to the client yet."""

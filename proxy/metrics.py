@@ -56,7 +56,7 @@ _DROPS = [
 _EVENTS = [
     *("accepts_failed", "connections_displaced", "connections_refused", "requests_malformed", "refused_while_stopping"),
     *("heads_overdue", "heads_too_large", "hints_refused", "internal_errors", "messages_dropped"),
-    *("placed_without_tokens", "unauthorized"),
+    *("placed_without_tokens", "spans_dropped", "spans_failed", "spans_sent", "unauthorized"),
     *("chunk_changes", "chunk_changes_missed", "chunk_index_full", "controllers_denied"),
     *("replies_late", "replies_misplaced", "replies_wrong", "descriptors_short", "strangers_dropped", "peers_denied"),
 ]

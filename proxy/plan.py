@@ -7,7 +7,7 @@ and a body that looks wrong goes to one engine as it is, which then gives its ow
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -121,6 +121,24 @@ def planning(route: Route, body: Body, *, min_split_tokens: int = 0) -> Steps[Pl
         if value is not None and not (name in _FORWARD and _FORWARD[name](value)):
             return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field", least_length)
     return Plan(Mode.FORWARD, "", least_length)
+
+
+def check_length(plan: Plan, facts: Sequence[EngineFacts | None]) -> None:
+    """What no engine takes goes to none: a list of ids is long before it is read. `facts`: of each that may serve it.
+
+    :raises RequestRefused: in an engine's words.
+    """
+    limits = [each.max_model_len for each in facts if each is not None]
+    if not facts or len(limits) < len(facts) or (count := plan.least_length) <= (limit := max(limits)):
+        return
+    said = f"at least {count}" if count == limit + 1 else str(count)  # engines stop counting there
+    raise RequestRefused(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains {said} input "
+        "tokens, which exceeds this limit even without any output tokens. Please reduce the length of the "
+        f"input prompt. (parameter=input_tokens, value={count})",
+        param="input_tokens",
+    )
 
 
 def _planned_prompts(route: Route, body: Body, min_split_tokens: int) -> Steps[Plan]:

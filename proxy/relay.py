@@ -253,14 +253,14 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         def choose(tried: set[str]) -> Engine | None:
             return router.prefiller(self._candidates(exchange), planned=pair, tried=tried)
 
-        async def ask(engine: Engine) -> answer.PrefillAnswer:
+        async def ask(engine: Engine, sent: Mapping[str, str]) -> answer.PrefillAnswer:
             exchange.planned = Pair(engine, pair.decoder)
             if exchange.told and exchange.blamed and not is_early:
                 # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
                 self._cancel(exchange, "prefill_failed_over")
                 self.timelines.rename(exchange.timeline, new_transfer(self.control.tag))
                 exchange.set_mode(exchange.mode, exchange.timeline.why)
-            return await self._ask_prefill(exchange, exchange.planned)
+            return await self._ask_prefill(exchange, exchange.planned, headers.to_prefill(sent))
 
         final = frozenset(Reason) - UNSENT - {Reason.STATUS_429} if is_early else {Reason.STATUS_4XX}
         return await self._attempt(exchange, "prefill", choose, ask, final=final)
@@ -271,7 +271,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             if why:
                 self._stop_forwarding(exchange, why)
 
-    async def _ask_prefill(self, exchange: Exchange, pair: Pair) -> answer.PrefillAnswer:
+    async def _ask_prefill(self, exchange: Exchange, pair: Pair, sent: Mapping[str, str]) -> answer.PrefillAnswer:
         engine = pair.prefiller
         self._heed_obstacle(exchange, pair)
         leg = body.prefill_body(
@@ -280,7 +280,6 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         leg = self.locating.told(exchange, leg, engine, decodes=False)
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.told |= {pair.prefiller.node, pair.decoder.node}
-        sent = headers.to_prefill(exchange.headers)
         work = self.locating.work(exchange, engine, decodes=False)
         async with self.legs.post(engine, Asked(exchange.route, body.encode(leg)), headers=sent, work=work) as found:
             raw = await found.read()
@@ -380,7 +379,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             alone = exchange.timeline.why == ONE_TOKEN
             return router.decoder(able, planned=exchange.planned, tried=tried, only_prefill=alone)
 
-        async def ask(engine: Engine) -> None:
+        async def ask(engine: Engine, sent: Mapping[str, str]) -> None:
             if after is not None and not engine.node:
                 await asyncio.wait([after])
             exchange.mark(Event.DECODE_SENT, engine)
@@ -393,7 +392,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 asked = Asked(exchange.route, body.encode(leg_body))
             work = self.locating.work(exchange, engine, decodes=True)
             async with self.legs.post(
-                engine, asked, headers=exchange.headers, is_whole=not exchange.streams, after=after, work=work
+                engine, asked, headers=sent, is_whole=not exchange.streams, after=after, work=work
             ) as found:
                 self._note_status(exchange, engine, found.status)
                 await shape.take(exchange, found)
@@ -407,7 +406,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         exchange: Exchange,
         leg: str,
         choose: Callable[[set[str]], Engine | None],
-        ask: Callable[[Engine], Awaitable[T]],
+        ask: Callable[[Engine, Mapping[str, str]], Awaitable[T]],
         *,
         final: Collection[Reason] = (Reason.STATUS_4XX,),
     ) -> T:
@@ -431,7 +430,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                 self._warn(f"trying {failure.url} {failure.reason}", text)
                 self.metrics.failovers.labels(leg, failure.reason).inc()
             try:
-                return await ask(engine)
+                with exchange.leg(leg, engine) as sent:
+                    return await ask(engine, sent)
             except LegFailed as error:
                 if error.reason in final or exchange.reply.writes != writes:
                     raise

@@ -52,7 +52,7 @@ OTHERS = {
     "pdx.memory": "msgspec xxhash",
     "pdx.wire": "msgspec",
     "pdx.transports.channel": "msgspec",
-    "pdx.telemetry": "msgspec prometheus_client",
+    "pdx.telemetry": "msgspec opentelemetry prometheus_client",
     "pdx.security": "msgspec zmq",
     "pdx.cuda": "msgspec",
     "pdx.proxy": "aiohttp msgspec numpy prometheus_client zmq",
@@ -72,7 +72,13 @@ OTHERS = {
     "pdx.cli": "click rich msgspec",
     "pdx.bench": "*",
 }
-LAZY = {"pdx.memory": "numpy torch", "pdx.cuda": "cuda", "pdx.client": "numpy torch", "pdx.cli": "*"}
+LAZY = {
+    "pdx.engine": "opentelemetry",
+    "pdx.memory": "numpy torch",
+    "pdx.cuda": "cuda",
+    "pdx.client": "numpy torch",
+    "pdx.cli": "*",
+}
 NODE = {"pdx.node", "pdx.node.peers", "pdx.node.events"}
 # What lies lower, but is none of a room's business.
 FORBIDDEN = {

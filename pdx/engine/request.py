@@ -173,6 +173,8 @@ class TrackedRequest:
         self._counts = Counter[State]() if counts is None else counts
         self._counts[state] += 1
         self.node = NodeState()
+        self.asked_at = 0.0  # when the node was first asked what it has; 0: it was not, or has answered
+        self.load_at = 0.0  # when its load was planned
         self.expected_epoch = 0  # the node's life in which it was told that this request will come
         self.wait_until: float | None = None  # for what may still come; None: not waiting yet
         self.room_until: float | None = None

@@ -18,6 +18,7 @@ import msgspec
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
+from pdx.engine import spans
 from pdx.engine.drafts import Drafts
 from pdx.engine.forms import Forms
 from pdx.engine.link import NodeLink
@@ -232,6 +233,7 @@ class SchedulerHalf:
             self._trust.written(tracked.block_ids[tracked.local_tokens // self._groups[0].block_tokens :])
             tracked.failed_block, tracked.loaded_for = None, request.num_preemptions
             self._loads.append(tracked.plan_load(num_external, drafts))
+            tracked.load_at = time.monotonic()
         else:
             self._lookup.release(tracked, connection)
 
@@ -293,6 +295,8 @@ class SchedulerHalf:
         tracked.step(Step.LOADED)
         self._release(tracked)
         has_failed, tracked.failed_block = tracked.failed_block is not None, None
+        took_s, tokens = time.monotonic() - tracked.load_at, tracked.vouched - tracked.local_tokens
+        spans.tell(tracked.request, "pdx.load", took_s, failed=has_failed, tokens=tokens, transfer=tracked.transfer)
         if connection is None or connection.epoch != tracked.node.epoch:
             return
         if has_failed:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
+from pdx.engine import spans
 from pdx.engine.request import Asked, Awaited, ChunkSlots, Hits, SlotGrant, Step, TrackedRequest
 from pdx.engine.request_keys import sizes, with_tail, without_tail
 from pdx.engine.step import BlockHasher
@@ -294,6 +295,7 @@ class StoreLookup:
         end_tokens = whole * self._groups.chunk_tokens + tail_tokens
         tracked.node.asked = self.ask(connection, ask, 0, whole + (tail_tokens > 0), end_tokens)
         tracked.expected_epoch = 0  # the node knows by the question
+        tracked.asked_at = tracked.asked_at or tracked.node.asked.at
         if wants_room and not tracked.is_prefill:
             tracked.decoded_end = max(tracked.decoded_end, whole)
 
@@ -366,6 +368,8 @@ class StoreLookup:
         tracked.take_verdicts(answer.verdicts)
         is_first, tracked.node.found = tracked.node.found is None, asked
         tracked.node.hits = self._hits(tracked, answer, asked)
+        took_s, tracked.asked_at = self._clock() - tracked.asked_at, 0.0
+        spans.tell(tracked.request, "pdx.lookup", took_s, tokens=tracked.node.hits.tokens, transfer=tracked.transfer)
         self._take_grants(tracked, answer, asked)
         if tracked.is_decode and is_first:
             self.mark(tracked, connection, Event.FOUND, tokens=tracked.node.hits.tokens)

@@ -1,0 +1,29 @@
+"""What PDX has done for a request, as a part of its trace, where its engine traces it (vLLM: `--otlp-traces-endpoint`).
+
+The engine's own provider sends it, with the engine's own spans.
+"""
+
+from __future__ import annotations
+
+import time
+
+from pdx.engine.step import EngineRequest
+
+
+def tell(request: EngineRequest, name: str, took_s: float, *, failed: bool = False, **about: str | int | None) -> None:
+    """This has just ended. `about`: without None, as attributes `pdx.…`."""
+    headers = getattr(request, "trace_headers", None)  # of an engine that traces, and a client or proxy that does
+    if not headers:
+        return
+    from opentelemetry.trace import StatusCode, get_current_span, get_tracer
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    parent = TraceContextTextMapPropagator().extract(headers)
+    if not get_current_span(parent).get_span_context().trace_flags.sampled:
+        return
+    end_ns = time.time_ns()
+    known = {f"pdx.{each}": value for each, value in about.items() if value is not None}
+    span = get_tracer("pdx").start_span(name, parent, attributes=known, start_time=end_ns - int(took_s * 1e9))
+    if failed:
+        span.set_status(StatusCode.ERROR)
+    span.end(end_ns)
