@@ -36,10 +36,10 @@ def request(system, round_=0, *, tokens=4000, concurrency=1, index=0, to_client=
     return Request(**fields | changed)
 
 
-def trace(system="pdx", tokens=4000, handoff_ms=20.0, spans=()):
+def trace(system="pdx", tokens=4000, handoff_ms=20.0):
     """One request's moments."""
     marks = {"received": 0.0, "prefill_end": 1000.0, "runnable": 1000.0 + handoff_ms}
-    return Trace(system=system, prompt_tokens=tokens, spans=list(spans), marks=marks)
+    return Trace(system=system, prompt_tokens=tokens, spans=[], marks=marks)
 
 
 def result(requests, **changed):

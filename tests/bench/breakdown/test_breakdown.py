@@ -3,7 +3,7 @@
 import pytest
 from fake_systems import FakeSystem
 
-from pdx.bench.breakdown import observer, records
+from pdx.bench.breakdown import records
 from pdx.bench.breakdown.records import Result
 from pdx.bench.breakdown.turns import Breakdown, Settings, order
 from pdx.bench.harness.prompts import Bodies, Prompts
@@ -21,9 +21,8 @@ POINTS = 4
 
 
 class Watcher:
-    def __init__(self, on_done=lambda: None):
+    def __init__(self):
         self.planned, self.reached, self.lines = 0.0, 0.0, []
-        self._on_done = on_done
 
     def begin(self, amount):
         self.planned = amount
@@ -34,7 +33,6 @@ class Watcher:
     def done(self, amount, line):
         self.reached += amount
         self.lines.append(line)
-        self._on_done()
 
     def note(self, line):
         self.lines.append(line)
@@ -53,11 +51,11 @@ class Resting(Fleet):
 class Run:
     """One breakdown of fake systems; `run()` returns its result."""
 
-    def __init__(self, folder, names=("pdx", "nixl", "plain"), *, holds_all=True, on_done=lambda: None, **settings):
+    def __init__(self, folder, names=("pdx", "nixl", "plain"), *, holds_all=True, **settings):
         self.journal = []
         self.systems = {name: FakeSystem(name, self.journal) for name in names}
         self.path = folder / "result.json"
-        self.watcher = Watcher(on_done)
+        self.watcher = Watcher()
         self.copies = []
         self.settings = Settings(**SETTINGS | settings)
         self._folder = folder
@@ -159,11 +157,3 @@ def test_an_answer_of_another_length_is_a_failure(folder, monkeypatch):
     run = Run(folder, ("plain",), output_tokens=4)
     monkeypatch.setattr("fake_systems.answer", lambda prompt, tokens: "abc")
     assert "asked for 20 prompt tokens and 4 of answer, got 20 and 3" in run.run().not_run["plain"]
-
-
-def test_spans_that_never_come_are_said_to_be_missing(folder, monkeypatch):
-    monkeypatch.setattr(observer, "WRITTEN_S", 0.0)
-    monkeypatch.setattr("fake_systems.Tracer.flush", lambda self: None)
-    run = Run(folder, ("pdx",), rounds=1)
-    assert all(request.parts.gather.total_ms == 0 for request in run.run().requests)
-    assert sum("it lacks some spans" in line for line in run.watcher.lines) == POINTS

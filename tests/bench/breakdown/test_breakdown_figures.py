@@ -6,7 +6,6 @@ from breakdown_samples import everything, parts, request, result, trace
 
 from pdx.bench.breakdown.figures import figures
 from pdx.bench.breakdown.records import Engines
-from pdx.bench.breakdown.run import parts_table
 
 GOALS = {
     "handoff, nixl / pdx, client's first token": 20.0,
@@ -73,17 +72,6 @@ def test_the_goal_of_the_timeline(handoff_ms, is_met):
     assert is_met == found["pdx: prefill's end until the decoder may run, by its timeline"].is_met
 
 
-def test_ratios_are_of_requests_of_the_same_round():
-    requests = [
-        request("pdx", 0),
-        request("pdx", 1, ttft_ms=2000.0),
-        request("plain", 0),
-        request("plain", 1, ttft_ms=2000.0),
-    ]
-    found = {figure.name: figure.value for figure in figures(result(requests))}
-    assert found["4,000 tokens: TTFT, pdx / prefill alone"] == 1.0
-
-
 def test_a_handoff_that_vanishes_keeps_ratios_finite():
     requests = [request("pdx", to_client=-3.0), request("nixl", to_client=200.0)]
     found = goals(figures(result(requests)))["handoff, nixl / pdx, client's first token"]
@@ -118,39 +106,8 @@ def test_prefill_is_compared_with_that_of_plain_vllm():
     assert found["prefill by its engine's metrics, pdx-both / plain"].is_met is False
 
 
-def test_prompts_that_the_decoder_had_to_compute_are_the_handoffs_fault():
-    late = request("pdx", engines=Engines(4.0, 1000.0, 35.0, 500.0, 2000.0), decode_first_ms=1004.0 + 35.0 + 500.0)
-    found = values(result([late, request("pdx", 1)]))
-    assert found["4,000 tokens: pdx: handoff until the decoder may run"] == pytest.approx((535.0 + 35.0) / 2)
-    assert found["4,000 tokens: pdx: prompt tokens that the decoder computed"] == (2000 + 1) / 2
-
-
 def test_tokens_that_came_together_count_one_by_one():
     assert request("pdx", itl_ms=[90.0], output_tokens=4).mean_itl_ms == 30.0
     assert request("pdx", itl_ms=[], output_tokens=1).mean_itl_ms is None
     merged = changed(everything(), "pdx", itl_ms=lambda each: [60.0])
     assert goals(figures(result(merged)))["mean ITL, nixl / pdx"].value == pytest.approx(40 / 30, rel=1e-3)
-
-
-def test_only_pdx_against_nixl_has_goals():
-    requests = everything()
-    requests += [msgspec.structs.replace(each, system="pdx-tcp") for each in requests if each.system == "pdx"]
-    requests += [msgspec.structs.replace(each, system="other") for each in requests if each.system == "nixl"]
-    found = figures(result(requests))
-    assert goals(found).keys() == GOALS.keys()
-    names = {figure.name for figure in found}
-    assert "4,000 tokens: handoff, other / pdx, decoder may run" in names
-    assert "4,000 tokens: handoff, nixl / pdx-tcp, decoder may run" in names
-
-
-def test_nothing_measured():
-    empty = result([], copies=[], traces=[])
-    assert figures(empty) == []
-    assert parts_table(empty).row_count == 0
-
-
-def test_tables_have_a_row_for_each_kind_of_request():
-    found = result(
-        [*everything(), request("pdx", parts=None, engines=None, itl_ms=[], moved_bytes=0, hidden_share=None)]
-    )
-    assert parts_table(found).row_count == 8

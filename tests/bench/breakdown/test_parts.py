@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.bench.breakdown import parts
-from pdx.bench.breakdown.parts import Clock, of_moments, of_one_engine, of_transfer, queued_ms, trace_of
-from pdx.bench.breakdown.records import Engines, Parts
+from pdx.bench.breakdown.parts import Clock, of_moments, of_transfer
+from pdx.bench.breakdown.records import Engines
 from pdx.telemetry.timeline import Event, Moment
 from pdx.telemetry.trace import TraceSpan
 
@@ -70,14 +69,6 @@ def test_a_wire_is_hidden_until_prefill_ends_and_while_something_else_is_waited_
     assert found.scatter.exposed_ms == 25
 
 
-def test_what_is_loaded_while_prefill_goes_on_is_hidden_and_has_its_length():
-    found = of_transfer(
-        clock(0, 2, 10, 110, 60, 105, 108, 150), [], queued_ms=0, first_step_ms=30, is_gather_beside=False
-    )
-    assert (found.scatter.total_ms, found.scatter.exposed_ms) == (45, 0)
-    assert (found.first_decode.total_ms, found.first_decode.exposed_ms) == (30, 28)
-
-
 def test_the_last_shard_decides_and_the_first_one_begins():
     moments = [Moment(event, at * MS) for event, at in zip(ORDER, USUAL, strict=True)]
     moments += [
@@ -115,14 +106,6 @@ def test_exposed_parts_add_up_whatever_is_told(at, spans, queued, first, beside)
         assert part.hidden_ms >= 0
 
 
-@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=8), st.floats(0, 1e4))
-def test_queues_of_a_batch(to_admitted_ms, mean_ms):
-    found = queued_ms(to_admitted_ms, mean_ms)
-    assert all(0 <= queued <= whole for queued, whole in zip(found, to_admitted_ms, strict=True))
-    if len(found) == 1:
-        assert found[0] == pytest.approx(min(mean_ms, to_admitted_ms[0]))
-
-
 def engines(**changed):
     told = {
         "prefill_queue_ms": 5,
@@ -150,13 +133,6 @@ def test_another_system_one_leg_after_the_other():
     assert not found.is_mean
 
 
-def test_another_system_with_both_legs_at_once():
-    """There the decode engine has the request waiting from the beginning; only what is behind prefill is the wire."""
-    found = of_moments([moments(decode_sent=1, decode_first=160)], engines(decode_queue_ms=127))
-    assert found.wire.exposed_ms == 160 - 30 - 110
-    assert found.prefill.exposed_ms == 100
-
-
 @given(
     ends=st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=4),
     told=st.tuples(*[st.floats(0, 1e3)] * 4),
@@ -168,21 +144,3 @@ def test_other_systems_parts_add_up_whatever_is_told(ends, told):
         sum(first for _, first in ends) / len(ends)
     )
     assert all(getattr(found, name).exposed_ms >= 0 for name in NAMES)
-
-
-def test_one_engine():
-    found = of_one_engine([120], engines())
-    assert exposed(found) == {"queue": 5, "prefill": 100, "rest": 15}
-    assert isinstance(found, Parts)
-
-
-def test_one_request_in_detail():
-    spans = [span("wire", 50, 60, 7, layer=3), span("prefill", 10, 40)]
-    found = trace_of("pdx", 1000, clock(*(at + 5 for at in USUAL)), spans)
-    assert [(bar.lane, bar.first_layer, bar.start_ms, bar.end_ms, bar.nbytes) for bar in found.spans] == [
-        ("prefill", 0, 5, 35, 0),
-        ("wire", 3, 45, 55, 7),
-    ]
-    assert found.marks["received"] == 0
-    assert found.marks["decode_first"] == 180
-    assert found.marks.keys() >= parts.NEEDED

@@ -98,19 +98,6 @@ def test_shm_and_tcp_are_measured_beside_memcpy(tmp_path):
 
 
 @pytest.mark.long
-def test_without_matplotlib_everything_but_the_picture_is_written(tmp_path):
-    program = "import sys; sys.modules['matplotlib'] = None; from pdx.cli.main import main; main()"
-    options = ["--channel", "tcp", "--no-raw", "--sizes", "4KiB", "--in-flight", "1", "--repeats", "1"]
-    command = [sys.executable, "-P", "-c", program, *COMMAND[4:], "--out", str(tmp_path), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    found = end(process, tmp_path)
-    assert process.returncode == 0, found
-    assert {row["scheme"] for row in found["rows"]} == {MEMCPY, "tcp"}
-    assert "pictures need matplotlib" in found["missing"]["picture"]
-    assert not (tmp_path / "transfer.png").exists()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_midway_it_keeps_what_it_has(tmp_path, number):
     sizes = ",".join(str(4096 * step) for step in range(1, 17))

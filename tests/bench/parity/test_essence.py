@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pdx.bench.parity import report
 from pdx.bench.parity.cases import Maker
-from pdx.bench.parity.essence import differences, essence, place, told
+from pdx.bench.parity.essence import differences, essence, told
 from pdx.bench.parity.records import Answer, Asked, Call, Case, Recording, Way, posted
 from pdx.bench.parity.run import judged
 from pdx.errors import ConfigError
@@ -182,11 +182,6 @@ def test_what_plain_does_not_answer_alike_is_not_compared(bad):
         verdict = judged(Asked(case=CASE, first=first, second=second), completion("z"))
         assert verdict.uncompared
         assert verdict.differences == []
-
-
-def test_a_place_is_that_of_all_in_a_list():
-    assert place(("a", 0, "b")) == place(("a", 7, "b"))
-    assert told(("a", 0, "b[1]")) == "a[0].b[1]"
 
 
 @pytest.mark.parametrize("count", [10, 500, 1500])

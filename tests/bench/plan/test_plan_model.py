@@ -6,8 +6,6 @@ from plan_cases import case, engine
 
 from pdx.bench.plan.model import (
     CHUNKS,
-    best_mixed,
-    best_split,
     judge,
     make,
     smallest_mixed,
@@ -32,13 +30,6 @@ def test_long_prompts_and_a_strict_itl_want_disaggregation():
     assert f"{found.split.gpus} GPUs keep the SLO instead of {found.mixed.gpus}" in found.verdict.headline
     assert found.split.is_kept
     assert found.mixed.is_kept
-
-
-def test_a_low_load_does_not():
-    found = plan(case(rate=0.2))
-    assert found.verdict.helps == "no"
-    assert (found.split.gpus, found.mixed.gpus) == (2, 1)
-    assert "the load is low" in found.verdict.reasons[0]
 
 
 def test_short_prompts_do_not():
@@ -87,20 +78,3 @@ def test_the_smallest_is_the_smallest(rate):
     mixed = smallest_mixed(chosen)
     assert mixed.is_kept
     assert not any(chosen.mixed(mixed.prefillers - 1, chunk).is_kept for chunk in CHUNKS)
-
-
-def test_the_best_of_a_number_is_no_worse_than_any():
-    chosen = case()
-    best = best_split(chosen, 7)
-    others = [chosen.split(count, 7 - count) for count in range(1, 7)]
-    assert best in others
-    assert best.is_kept == any(service.is_kept for service in others)
-    assert best_mixed(chosen, 7).prefillers == 7
-    assert best_split(chosen.at(1000), 3) is None
-
-
-def test_a_plan_is_plain_json():
-    found = make(case(), hardware="a machine", links=LINKS)
-    said = msgspec.json.decode(msgspec.json.encode(found))
-    assert said["kind"] == "pdx-plan"
-    assert len(said["crossovers"]) == len(said["loading"][0]["load_s"]) == 3

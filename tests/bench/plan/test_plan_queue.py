@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.bench.plan.queue import Line, erlang_c, spread, steady
+from pdx.bench.plan.queue import Line, spread, steady
 
 ARRIVALS = 120_000
 
@@ -46,12 +46,6 @@ def test_many_servers_with_unequal_services(servers, load):
     assert line.utilisation == pytest.approx(load)
     assert line.wait_s == pytest.approx(wait_s, rel=0.12)
     assert line.response_s(0.95) == pytest.approx(high_s, rel=0.12)
-
-
-def test_erlangs_formula():
-    assert erlang_c(1, 0.5) == pytest.approx(0.5)
-    assert erlang_c(2, 1.0) == pytest.approx(1 / 3)
-    assert erlang_c(3, 3.0) == 1.0
 
 
 @given(st.floats(0.01, 0.98), st.integers(1, 40), st.floats(1e-3, 10))

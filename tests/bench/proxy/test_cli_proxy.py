@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,13 +16,11 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
-from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
-from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds
-from pdx.bench.proxy import run as proxy_run
-from pdx.bench.proxy import stand_in_engine
-from pdx.bench.proxy.run import FORWARD, SAMPLED, Case, Row, Way, _Load, _Spent, cost_figures, measure
+from pdx.bench.harness.ask import Answer, AskFailed, session
+from pdx.bench.harness.timing import Spread
+from pdx.bench.proxy.run import FORWARD, SAMPLED, Case, Row, Way, _Load, cost_figures, measure
 from pdx.bench.proxy.stage import Front, Stage
-from pdx.bench.proxy.stand_in_engine import MODEL, Pace, StandInEngine
+from pdx.bench.proxy.stand_in_engine import Pace, StandInEngine
 from pdx.cli.main import main
 
 PACE = Pace(2.0, 1.0)
@@ -119,97 +115,6 @@ def with_engine(work: Callable[[aiohttp.ClientSession, str], Awaitable[None]], p
     asyncio.run(run())
 
 
-async def whole(http: aiohttp.ClientSession, url: str, **body: Any) -> dict[str, Any]:
-    async with http.post(f"{url}/v1/completions", json={"model": MODEL, **body}) as response:
-        assert response.status == 200
-        found: dict[str, Any] = await response.json()
-        return found
-
-
-def test_a_stand_in_says_the_same_streamed_whole_and_in_two_legs() -> None:
-    async def work(http: aiohttp.ClientSession, url: str) -> None:
-        prompt = "what is asked"
-        streamed = await ask(http, url, completion(MODEL, prompt, 5), "r")
-        answer = await whole(http, url, prompt=prompt, max_tokens=5)
-        assert streamed.text == answer["choices"][0]["text"]
-        assert streamed.output_tokens == answer["usage"]["completion_tokens"] == 5
-        assert streamed.prompt_tokens == answer["usage"]["prompt_tokens"] == 7
-        prefill = await whole(http, url, prompt=prompt, max_tokens=1, return_token_ids=True)
-        first = prefill["choices"][0]
-        assert len(first["prompt_token_ids"]) == 7
-        rest = await whole(http, url, prompt=[*first["prompt_token_ids"], *first["token_ids"]], max_tokens=4)
-        assert first["text"] + rest["choices"][0]["text"] == streamed.text
-        routed = await whole(http, url, prompt=prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-        told = routed["kv_transfer_params"]  # of a router that names no transfer, as vLLM's example
-        assert told.pop("transfer_id")
-        assert told == {"do_remote_prefill": True, "prefill_tokens": 7}
-
-    with_engine(work)
-
-
-def test_a_stand_in_keeps_its_pace_and_a_decode_leg_has_its_prompt_already() -> None:
-    """Not before the time; how long after it, only a machine without other work could tell."""
-    engine = StandInEngine(Pace(200.0, 30.0, intake_ms=50.0))
-
-    def due(
-        params: dict[str, Any], prompt_tokens: int, *, is_text: bool = False, arrived_ms: float = 0.0
-    ) -> list[float]:
-        arrived_at = 1000.0 + arrived_ms / 1e3
-        moments = engine._moments(1000.0, params, prompt_tokens, is_text=is_text, arrived_at=arrived_at)
-        return [round((next(moments) - 1000.0) * 1e3) for _ in range(3)]
-
-    decode = {"do_remote_prefill": True, "prefill_tokens": 10}
-    early = {"do_remote_prefill": True, "is_early": True}
-    assert due({}, 10) == due({"do_remote_decode": True}, 10, is_text=True) == [200, 230, 260]
-    assert due(decode, 11) == [30, 60, 90]  # goes on behind the first token
-    assert due(decode, 10) == [0, 30, 60]  # samples it, with the prompt's KV at hand
-    assert due(decode, 10, is_text=True) == [50, 80, 110]  # has to be read first
-    assert due(early, 10, is_text=True, arrived_ms=20) == [50, 80, 110]  # and so if it comes while prefill computes
-    assert due(early, 10, is_text=True, arrived_ms=120) == [120, 150, 180]
-
-    async def work(http: aiohttp.ClientSession, url: str) -> None:
-        started_at = time.monotonic()
-        answer = await ask(http, url, completion(MODEL, "x", 3), "r")
-        assert (time.monotonic() - started_at) * 1e3 >= 9.0
-        assert answer.ttft_ms >= 5.0
-        async with http.post(f"{url}/pace", json={"first_ms": 0.0, "pace_ms": 0.0}) as response:
-            assert response.status == 200
-        assert len((await ask(http, url, completion(MODEL, "x", 40), "r")).itl_ms) == 39
-
-    with_engine(work, Pace(5.0, 2.0))
-
-
-def test_a_decode_leg_that_comes_early_waits_for_the_end_of_its_prefill_leg(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stand_in_engine, "KV_WAIT_S", 60.0)
-
-    async def run() -> None:
-        link = str(place / "kv.sock")
-        prefill, decode = StandInEngine(Pace(50.0, 0.0), kv_to=link), StandInEngine(PACE, kv_from=link)
-        chat = {"messages": [{"role": "user", "content": "a chat"}], "stream": True, "max_tokens": 2}
-        chat["stream_options"] = {"include_usage": True}
-        early = {"do_remote_prefill": True, "transfer_id": "t", "is_early": True}
-        leg = {"do_remote_decode": True, "transfer_id": "t"}
-        async with serving(decode.app()) as decode_url, serving(prefill.app()) as prefill_url, session() as http:
-            asked = ask(http, decode_url, chat | {"kv_transfer_params": early}, "r", path="/v1/chat/completions")
-            answer = asyncio.create_task(asked)
-            url, headers = f"{prefill_url}/v1/chat/completions", {"X-Request-Id": "r"}
-            body = chat | {"stream": False, "max_tokens": 1, "kv_transfer_params": leg}
-            async with http.post(url, json=body, headers=headers) as response:
-                assert (await response.json())["choices"][0]["message"]["content"] == " delta"
-            found = await asyncio.wait_for(answer, 30.0)
-            assert found.text == " delta eps"
-            async with http.get(f"{prefill_url}/ended") as response:
-                ended = await response.json()
-            assert list(ended) == ["r"]
-            assert found.sent_ns / 1e9 + found.ttft_ms / 1e3 >= ended["r"]
-            async with http.get(f"{prefill_url}/ended") as response:
-                assert await response.json() == {}
-
-    asyncio.run(run())
-
-
 def test_what_is_exposed_begins_with_the_end_of_the_requests_own_prefill_leg() -> None:
     front = Front("", "", os.getpid())
     load = _Load(Stage(PACE, "", "", (os.getpid(), os.getpid()), front), Case(SAMPLED, 1, 8, 3, 2))
@@ -254,38 +159,3 @@ def test_the_cost_of_a_token_is_what_more_tokens_take() -> None:
     assert [each.is_met for each in found] == [True, False, False, True]
     assert len(cost_figures(fewer, more, alone=False)) == 3
     assert len(cost_figures(replace(fewer, example=None), more, alone=True)) == 2
-
-
-def test_the_cost_of_a_token_is_told_once_from_the_fewest_and_the_most(monkeypatch) -> None:
-    way = Way(Spread(1, 1, 1), Spread(1, 1, 1), 1, 1, 1, 1, 1, cpu_ms=1.0, exposed=Spread(1, 1, 1))
-
-    def measured(_stage: Any, case: Case, *, is_saturated: bool = False) -> Row:
-        spent = replace(way, cpu_ms={4: 1.4, 14: 9.0, 24: 3.4}[case.tokens])
-        return Row(case.mode, 1, 10, case.tokens, 1, way, spent, None, 0, 0, 0, 0, is_machine_full=False)
-
-    monkeypatch.setattr(proxy_run, "measure", measured)
-    run: Any = SimpleNamespace(details={"rows": []})
-    asked = {"modes": ["forward"], "concurrency": [1], "prompt_tokens": [10], "tokens": [4, 24, 14], "requests": 1}
-    found = [figure for step in proxy_run.steps_of(run, None, **asked) for figure in step.call()]  # type: ignore[arg-type]
-    assert [each.value for each in found if "per token" in each.name] == [pytest.approx(100.0)] * 2
-    assert len({each.name for each in found}) == len(found)
-
-
-def test_cores_that_were_hardly_busy_are_not_zero() -> None:
-    spent = _Spent(wall_s=36_000.0, client_s=0.9, proxy_s=1.8, engine_s=2.7, machine_s=36_000.0)
-    way = spent.way([Answer("a", 1.0, [1.0], 2.0, "", "r", 1, 2, 0)])
-    assert (way.client_cores, way.proxy_cores, way.engine_cores, way.machine_cores) == (2.5e-5, 5e-5, 7.5e-5, 1.0)
-
-
-def test_cpu_time_is_that_of_the_process() -> None:
-    clock = CpuClock(os.getpid())
-    machine = machine_seconds()
-    before = time.process_time()
-    found = clock.seconds()
-    while time.process_time() - before < 0.1:
-        sum(range(10_000))
-    assert before <= found <= time.process_time()
-    assert clock.seconds() - found >= 0.09
-    assert machine_seconds() - machine >= 0.05
-    with pytest.raises(OSError, match="process 4194305"):
-        CpuClock(4_194_305)  # beyond the largest id that Linux gives

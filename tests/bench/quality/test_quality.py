@@ -17,7 +17,6 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from pdx.bench.harness.report import ROOT  # noqa: E402
 from pdx.bench.harness.tiny_llama import make_model  # noqa: E402
-from pdx.bench.quality import kinds as kv_kinds  # noqa: E402
 from pdx.bench.quality.kinds import INT4, Kind, int4, kinds, stored  # noqa: E402
 from pdx.bench.quality.run import Row, figures, judged  # noqa: E402
 from pdx.bench.quality.texts import CONTEXT_TOKENS, FOLLOWING_TOKENS, Sample, samples  # noqa: E402
@@ -47,12 +46,6 @@ def test_each_element_is_as_near_as_its_head_and_block_allow(name, levels, block
     most = kv.unflatten(3, (-1, block)).abs().amax(dim=(4, 5), keepdim=True)
     error = (back - kv).unflatten(3, (-1, block)).abs() / most
     assert 0.2 / levels < error.max() < 0.6 / levels + 2**-8  # and bfloat16's
-
-
-def test_smaller_blocks_lose_less():
-    kv = kv_of(512) * torch.linspace(0.01, 1, 512)[:, None]
-    loss = [(stored(kv, "int8", block) - kv).square().mean() for block in (16, 64, 256)]
-    assert loss[0] < loss[1] < loss[2]
 
 
 def test_samples_are_of_all_lengths_and_no_text_comes_twice(model):
@@ -96,13 +89,6 @@ def test_what_the_numbers_mean():
     parts = ((sure, very_sure), (1 - sure, 1 - very_sure))
     assert third.divergence == pytest.approx(sum(p * math.log(p / q) for p, q in parts))
     assert (third.loss < third.exact_loss, third.agreement) == (True, 1)
-
-
-def test_what_is_compared_may_be_something_else():
-    """As a cut history's KV is compared with that of the rest computed anew."""
-    cut = Kind("", lambda model, sample, kv: kv * 2, exact=lambda model, sample: model.kv(sample.context[1:]) * 2)
-    (row,) = judged(Stage(), Sample("text", [0, 0], [0] * 5), {"cut": cut})
-    assert row.exact_loss == pytest.approx(-math.log(1 / (1 + math.exp(-4))), rel=1e-5)
 
 
 def row(kind: str, loss: float, agreement: float = 1.0) -> Row:
@@ -204,9 +190,3 @@ def test_the_command_says_that_a_promise_is_broken(model, tmp_path, monkeypatch)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "int3" in done.stderr
-
-
-def test_a_kind_goes_through_the_codec_of_its_name():
-    kv = kv_of(256)
-    for name in get_args(LossyName):
-        assert torch.equal(kinds(64)[name].make(None, None, kv), kv_kinds.stored(kv, name, 64))

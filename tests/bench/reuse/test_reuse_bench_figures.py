@@ -1,10 +1,8 @@
 """Figures of the reuse bench, of values that were worked out by hand."""
 
-import math
-
 import pytest
 
-from pdx.bench.reuse import records, report
+from pdx.bench.reuse import records
 from pdx.bench.reuse.figures import Reached, figures, is_as_meant, reached
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS, Asked, Point, Result
 from pdx.bench.systems.engine_metrics import Found
@@ -80,21 +78,6 @@ def test_requests_at_equal_ttft_and_their_ratio_within_a_repeat():
     assert found["documents, recompute, load 1: ITL p50"].value == pytest.approx(20.0)
 
 
-def test_systems_with_a_store_for_all_hosts_are_compared_with_each_other():
-    systems = ("recompute", "pdx-both", "pdx-central", "pdx-central-128", "lmcache-128", "lmcache-central-128")
-    found = named(figures(result([point(system, BURST, [100.0]) for system in systems])))
-    head = "documents, all at once: answered per second, "
-    ratios = {name.removeprefix(head) for name in found if name.startswith(head)}
-    assert ratios == {
-        "pdx-both / recompute",
-        "pdx-both / lmcache-128",
-        "pdx-central / recompute",
-        "pdx-central / lmcache-central-128",
-        "pdx-central-128 / recompute",
-        "pdx-central-128 / lmcache-central-128",
-    }
-
-
 def test_a_ratio_of_what_is_at_least_says_what_it_is():
     """1 and 2 requests/s against 0.5 and 1, of which one side or both held the target at the highest load."""
     name, notes = "documents, TTFT p50 within 2 × computing alone: pdx-both / recompute", []
@@ -125,16 +108,6 @@ def test_a_repeat_in_which_a_target_was_missed_is_told():
         0.0,
         "not even at the lowest load in 3 of 3 repeats",
     )
-
-
-def test_tokens_time_and_bytes_of_a_request():
-    found = Found(100.0, 300.0, 600.0)
-    points = [point("pdx-both", BURST, [1.0, 1.0], found=found)]
-    figure = named(figures(result(points)))
-    assert figure["documents, pdx-both: tokens of prompts by what keeps KV"].value == 0.6
-    assert figure["documents, pdx-both: tokens of prompts in its own cache"].value == 0.3
-    assert figure["documents, pdx-both: processor time"].value == 1.0
-    assert figure["documents, pdx-both: KV loaded"].value == pytest.approx(600 * 65536 / 2 / 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +151,3 @@ def test_what_must_hold_is_a_figure():
         False,
     )
     assert found["loads whose tokens were found where they should be"].value == 0.0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("fonts")
-def test_a_picture_and_tables_of_whatever_there_is(tmp_path, capsys):
-    one = [point("pdx-both", BURST, [100.0, math.pi])]
-    assert report.draw(result([point("recompute", FIRST, [1.0])]), tmp_path / "none.png") is None
-    for points in (one, [*one, point("recompute", FIRST, [50.0]), point("recompute", BURST, [500.0])]):
-        (picture,) = report.write(result(points), tmp_path)
-        assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert "all at once" in capsys.readouterr().out

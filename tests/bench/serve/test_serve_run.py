@@ -84,14 +84,6 @@ def test_no_prompt_ends_in_half_a_character(bench, tokenizer):
     assert not any(prompt.endswith("\ufffd") for prompt in sent(server))
 
 
-def test_the_same_salt_and_seed_send_the_same(bench, tokenizer):
-    with StandIn(tokenizer) as server:
-        for _ in range(2):
-            argv = ["--url", server.url, "--workload", "shared-prompt", "--requests", 4, "--salt", "x", *SMALL]
-            assert bench(*argv).status == 0
-    assert sorted(sent(server)[:4]) == sorted(sent(server)[4:])
-
-
 def test_shared_texts_begin_prompts_equally_often(bench, tokenizer):
     with StandIn(tokenizer) as server:
         argv = ["--url", server.url, "--workload", "long-document", "--requests", 6, "--shared", 2, "--shared-len", 50]
@@ -156,20 +148,6 @@ def test_two_services_get_the_same_in_turns(bench, tokenizer):
     assert (compared["first"], compared["second"]) == ("one", "two")
     assert compared["answers"] == {"both_answered": 9, "same": 9}
     assert len(compared["ratios"]["mean_ttft_ms"]["blocks"]) == 3
-
-
-def test_services_get_the_same_messages_when_a_conversation_has_ended_at_one(bench, tokenizer):
-    def refuse_first(number, _body):
-        return Conduct(status=500 if number == 0 else 200)
-
-    with StandIn(tokenizer, refuse_first) as one, StandIn(tokenizer) as two:
-        argv = ["--url", one.url, "--compare", two.url, "--label", "one", "--label", "two", "--blocks", 1]
-        chat = ["--workload", "chat", "--requests", 9, "--rounds", 3, "--message-len", 20, "--concurrency", 1]
-        done = bench(*argv, *chat, *SMALL)
-    assert done.status == 0, done.text
-    assert len(one.seen) == 1 + 3 * 2
-    assert {asked_text(seen.body) for seen in one.seen} < {asked_text(seen.body) for seen in two.seen}
-    assert done.files["comparison.json"]["answers"] == {"both_answered": 6, "same": 6}
 
 
 def by_blocks(arrivals):

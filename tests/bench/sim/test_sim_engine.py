@@ -11,9 +11,7 @@ from pdx.bench.sim.clock import Clock
 from pdx.bench.sim.node import SimulatedNode
 from pdx.bench.sim.replay import replay
 from pdx.bench.sim.requests import Request, Trace
-from pdx.bench.sim.sessions import Conversations, generate
 from pdx.bench.sim.simulation import simulate
-from pdx.bench.sim.tier import Pipe
 from pdx.errors import ConfigError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.proxy.config import Routing
@@ -49,12 +47,6 @@ def test_a_prompt_cuts_the_steps_that_were_taken_at_once():
     slow = request(range(20), output=2000)
     result = simulate(of(slow, request(range(100, 110), at_s=1.0)), case())
     assert result.ttft_s.p50 < 2 * (prefill_s(10) + MODEL.step_s(1, 40 * BLOCK)), "not behind hundreds of steps"
-
-
-def test_a_request_waits_for_its_turn_where_the_batch_is_full():
-    result = simulate(of(request(range(9), output=500), request(range(20, 29))), case(ways={"batch": 1}))
-    first_s = prefill_s(9) + 499 * MODEL.step_s(1, 9 * BLOCK + 250)
-    assert result.wait_s.p99 == pytest.approx(first_s, rel=0.01)
 
 
 def test_what_fell_to_the_disk_is_loaded_again_and_counts_as_the_disks():
@@ -94,12 +86,6 @@ def test_a_queue_is_loaded_ahead_of_its_turn():
     assert "prefetched_chunks" not in blind.counters
 
 
-def test_the_next_turn_of_a_session_comes_when_the_one_before_it_is_over():
-    trace = generate(Conversations(sessions=20, block_tokens=BLOCK))
-    result = simulate(trace, case(blocks=5000, queue=50))
-    assert result.hit_share == result.possible_share > 0.5
-
-
 @pytest.mark.parametrize("policy", ["lru", "gittins", "belady", "age:5"])
 def test_the_same_gives_the_same_bit_by_bit(policy):
     settings = {"devices": [disk(500, gb_s=2.0)], "engines": 2, "policy": policy}
@@ -109,24 +95,9 @@ def test_the_same_gives_the_same_bit_by_bit(policy):
     assert first.tiers[1].evicted_blocks > 0
 
 
-def test_cost_is_of_gpus_and_room_for_as_long_as_it_took():
-    result = simulate(of(request(range(20), output=101)), case(devices=[disk(1000)], engines=2))
-    hourly = 2 * 5.0 + 300 * BLOCK_BYTES / 1e9 * 0.0088 + 1000 * BLOCK_BYTES / 1e9 * 0.000082
-    assert result.dollars == pytest.approx(hourly * result.seconds / 3600)
-    assert result.dollars_per_million == pytest.approx(result.dollars / (20 * BLOCK + 101) * 1e6)
-
-
 def test_too_little_memory_is_refused_with_what_would_do():
     with pytest.raises(ConfigError, match=r"--host: 100 blocks are too few .* at least 2.15GB"):
         simulate(of(request(range(20))), case(blocks=100))
-
-
-def test_a_pipe_carries_in_turn_and_latencies_run_beside_each_other():
-    pipe = Pipe(100.0, 0.5)
-    assert pipe.carry(100, 0.0) == (0.0, 1.5)
-    assert pipe.carry(100, 0.0) == (1.0, 2.5)
-    assert pipe.carry(50, 10.0) == (10.0, 11.0)
-    assert pipe.busy_s == 2.5
 
 
 # ---- the tier, driven by a real node's copies ------------------------------------------------

@@ -79,16 +79,6 @@ def test_belady_is_the_best_of_all_choices():
         assert hit_share(trace, "belady", 3, EACH) * len(requests) == pytest.approx(brute_force(requests, 3))
 
 
-def test_room_is_made_for_each_block_or_after_the_prompt():
-    """A prompt of three where there is room for three, and then its first block again."""
-    trace = Trace("tiny", BLOCK, [request([9]), request([1, 2, 3]), request([9, 8])])
-    assert hit_share(trace, "age:1e9", 3, AFTER) == 0.0
-    trace = Trace("tiny", BLOCK, [request([1, 2, 3, 4]), request([1]), request([4])])
-    assert hit_share(trace, "age:1e9", 3, EACH) * trace.tokens / BLOCK == 1.0, "the end came first, and has gone"
-    assert hit_share(trace, "age:1e9", 3, AFTER) * trace.tokens / BLOCK == 1.0, "the beginning came first, and has gone"
-    assert hit_share(Trace("tiny", BLOCK, trace.requests[:2]), "age:1e9", 3, AFTER) == 0.0
-
-
 def test_what_is_kept_for_a_time_is_found_within_it():
     trace = Trace("tiny", BLOCK, [request([1, 2], 0.0), request([1, 2], 9.0), request([1, 2], 20.0)])
     assert replay(trace, "age:10", 100).hit_share * 3 == pytest.approx(1.0)

