@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from cache_stage import KEY, LAYOUT, SHAPE, refused, stage
-from proxy_harness import until
+from proxy_harness import put_ahead, until
 
 from pdx.proxy.hints import digest
 from pdx.wire.hints import Hints, Verdict, tenant
@@ -160,17 +160,29 @@ async def test_tiers_that_have_not_answered_are_asked_again(one):
     told = await one.answers("lookup", **SAID)
     assert (len(node.orders), told["a"]["asking"]) == (3, [])
     node.answers = lambda _: Found(1, 0, {}, asking=["remote"])
-    told = await one.answers("lookup", **SAID, wait_s=0.2)
-    assert told["a"]["asking"] == ["remote"]
+    asked = asyncio.create_task(one.answers("lookup", **SAID, wait_s=5))
+    await until(lambda: len(node.orders) > 4)
+    put_ahead(5)
+    assert (await asked)["a"]["asking"] == ["remote"]
 
 
 async def test_a_node_that_is_silent_has_an_error_and_the_others_are_answered(two):
-    two.nodes["b"].answers = lambda _: None
-    told = await two.ok("lookup", **SAID, wait_s=0.2)
-    assert (list(told["nodes"]), told["errors"]["b"]["type"]) == (["a"], "NodeUnavailable")
-    status, told = await two.post("lookup", SAID, node="b", wait_s=0.2)
+    b, waiting = two.nodes["b"], two.made.proxy._cache.orders._under_way
+    b.answers = lambda _: None
+
+    async def answered(verb, body=None, **how):
+        """When of the nodes that are asked only b has not answered."""
+        seen = len(b.orders)
+        asked = asyncio.create_task(two.post(verb, body, wait_s=5, **how))
+        await until(lambda: len(b.orders) > seen and {node for node, *_ in waiting.values()} == {"b"})
+        put_ahead(5)
+        return await asked
+
+    status, told = await answered("lookup", SAID)
+    assert (status, list(told["nodes"]), told["errors"]["b"]["type"]) == (200, ["a"], "NodeUnavailable")
+    status, told = await answered("lookup", SAID, node="b")
     assert (status, told["error"]["type"]) == (504, "NodeUnavailable"), "it alone was named"
-    listed = await two.ok("ls", wait_s=0.2)
+    _, listed = await answered("ls")
     assert listed["errors"]["a"]["type"] == "ProtocolError", "that was no Listing"
 
 
@@ -214,14 +226,13 @@ async def test_a_node_that_was_started_again_fails_what_it_was_told_at_once(one)
     assert "was started again" in text
 
 
-async def test_a_node_that_has_not_been_heard_of_is_not_asked(tmp_path):
-    async with stage(tmp_path, "a", heartbeat_timeout_s=0.2) as made:
-        async with asyncio.timeout(10):
-            while (await made.post("ls", node="a", wait_s=60))[0] != 504:
-                await made.nodes["a"].reply(0, refused("NodeError"))
-        status, kind, text = await made.error("move", node="a", **SAID, source="memory", target="disk", wait_s=60)
-        assert (status, kind) == (504, "NodeUnavailable")
-        assert "has not been heard of" in text
+async def test_a_node_that_has_not_been_heard_of_is_not_asked(one):
+    one.made.pass_time(601.0)
+    await one.nodes["a"].reply(0, refused("NodeError"))  # which is no report
+    status, kind, text = await one.error("move", node="a", **SAID, source="memory", target="disk", wait_s=60)
+    assert (status, kind) == (504, "NodeUnavailable")
+    assert "has not been heard of" in text
+    assert one.nodes["a"].verbs == []
 
 
 async def test_answers_late_twice_misplaced_or_of_another_type_are_dropped_and_counted(two):

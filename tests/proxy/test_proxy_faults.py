@@ -372,12 +372,13 @@ async def test_a_request_that_ends_engines_or_finds_all_full_does_not_get_them_a
 @pytest.mark.parametrize("more", [{"prompt": FORWARDED}, {"prompt": HALF}, {"best_of": 2}])
 async def test_a_whole_answer_that_takes_too_long_is_not_asked_for_again(more):
     """An engine may have computed it all the time, and its first byte comes with its end."""
-    async with cluster(decodes=2, answer_timeout_s=1.0) as made:
+    async with cluster(decodes=2, answer_timeout_s=600.0) as made:
         for engine in made.decodes:
-            engine.fault = "hold"
+            engine.fault = "hang"
         asked = asyncio.create_task(made.post(COMPLETIONS, {**BODY, **more}))
-        await until(lambda: any(engine.seen for engine in made.decodes))
+        await until(lambda: any(engine.hanging for engine in made.decodes) and not made.prefill.hanging)
         (slow,) = [engine for engine in made.decodes if engine.seen]
+        made.pass_time(601.0)
         status, _, raw = await within(asked)
         assert (status, json.loads(raw)["error"]["message"]) == (502, "the decode engine failed (timeout)")
         assert sum(len(engine.seen) for engine in made.decodes) == 1

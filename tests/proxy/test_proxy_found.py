@@ -20,7 +20,7 @@ async def test_the_log_says_who_is_there_and_who_is_gone(caplog):
     def said():
         return [record.message for record in caplog.records if record.name == "pdx.proxy.engines"]
 
-    async with cluster(named=False, heartbeat_timeout_s=0.5, node="alpha", models={"d0": ["m", "adapter"]}) as made:
+    async with cluster(named=False, heartbeat_timeout_s=60.0, node="alpha", models={"d0": ["m", "adapter"]}) as made:
         p, d = made.prefill.url, made.decode.url
         await made.node.report(("p", "prefill", p), ("d", "decode", d))
         found = {
@@ -29,6 +29,7 @@ async def test_the_log_says_who_is_there_and_who_is_gone(caplog):
             f"joined: engine d at {d} (decode, model m, adapter, node alpha)",
         }
         await until(lambda: found <= set(said()))
+        made.pass_time(61.0)
         gone = f"changed: engine p at {p} (prefill, model hash, no node)"
         await until(lambda: {gone, "left: node alpha"} <= set(said()))
         assert len(said()) == len(set(said()))

@@ -89,12 +89,17 @@ async def test_an_engine_whose_list_does_not_come_keeps_a_request_waiting_once(m
     async with cluster(prefills=0, decodes=2, key="Bearer k") as made:
         silent = made.decodes[1]
         silent.fault = "hang"
-        monkeypatch.setattr(probe, "_LIST_S", 0.05)
         monkeypatch.setattr(probe, "_AGAIN_S", 0.0)
-        key = {"Authorization": "Bearer k"}
         listed = silent.listed
-        answers = [await made.post(COMPLETIONS, {**BODY, "best_of": 2, "model": "hash"}, headers=key) for _ in range(3)]
-        assert [status for status, _, _ in answers] == [200] * 3
+
+        def ask():
+            body = {**BODY, "best_of": 2, "model": "hash"}
+            return asyncio.create_task(made.post(COMPLETIONS, body, headers={"Authorization": "Bearer k"}))
+
+        first = ask()
+        await until(lambda: silent.listed > listed and made.proxy._health.of(made.decode.url).models)
+        made.pass_time(probe._LIST_S)
+        assert [(await first)[0], (await ask())[0], (await ask())[0]] == [200] * 3
         assert silent.listed == listed + 1
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import openai
 import pytest
-from proxy_harness import BODY, COMPLETIONS, cluster, dial, until, within
+from proxy_harness import BODY, COMPLETIONS, cluster, dial, put_ahead, until, within
 from proxy_process import proxy_process
 from remote_bed import certificate, signed
 
@@ -82,7 +82,7 @@ async def test_a_new_certificate_is_shown_and_a_wrong_one_is_not(certificates, t
 
 
 async def test_strangers_without_a_handshake_end_and_make_room(certificates, monkeypatch, caplog):
-    async with cluster(**served(certificates, head_s=1.0)) as made:
+    async with cluster(**served(certificates, head_s=60.0)) as made:
         tls = trusting(certificates[0])
         assert (await made.post(COMPLETIONS, BODY, ssl=tls))[0] == 200  # its connection is idle, and older
         silent = [await dial(made.url.removeprefix("https://")) for _ in range(8)]
@@ -92,6 +92,7 @@ async def test_strangers_without_a_handshake_end_and_make_room(certificates, mon
         assert "connections without a TLS handshake are closed for new ones" in caplog.text
         monkeypatch.setattr(listener, "MOST", 1 << 14)
         assert (await made.post(COMPLETIONS, BODY, ssl=tls))[0] == 200
+        put_ahead(60)
         for reader, _ in (*silent[1:], (newcomer, other)):
             assert await within(reader.read()) == b"", "a handshake has as long as a request's head"
         for _, writer in (*silent, (newcomer, other)):
