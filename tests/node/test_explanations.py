@@ -4,7 +4,7 @@ import os
 
 import msgspec
 import pytest
-from service_stage import CHUNKS, Below, Clock, keys, serving
+from service_stage import CHUNKS, Below, keys, serving
 
 from pdx.errors import ChunkMissing, TierError
 from pdx.memory.arena import GRANULE_BYTES
@@ -19,11 +19,6 @@ from pdx.wire.status import Explained
 from pdx.wire.verbs import Why
 
 LAYOUT = b"layout"
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

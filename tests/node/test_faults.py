@@ -4,15 +4,9 @@ import logging
 from collections import Counter
 
 import pytest
-from service_stage import Clock
 
 from pdx.errors import ProtocolError
 from pdx.telemetry.faults import QUIET_S, Faults, printable
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from groups_stage import FULL, LOCAL, STATE, WINDOW, GroupsStage, SizedBelow, prompt_of, without_tail
-from service_stage import CHUNKS, Clock, attach
+from service_stage import CHUNKS, attach
 
 from pdx.errors import ArenaTooSmall, ProtocolError
 from pdx.memory.arena import GRANULE_BYTES as G
@@ -26,11 +26,6 @@ HYBRID = [FULL, WINDOW, STATE]
 TRANSFER = "transfer-0123456789"
 GAP = "here, but one that is needed with it is missing"
 PDX = str(Path(sys.modules[Service.__module__].__file__).parents[1])
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

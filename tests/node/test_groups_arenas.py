@@ -2,14 +2,11 @@
 
 import pytest
 from groups_stage import FULL, STATE, WINDOW, GroupsStage
-from service_stage import CHUNKS, Clock
+from service_stage import CHUNKS, Clock, serving
 
-from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.node.service import Service
 from pdx.store.eviction import LEAST
 from pdx.store.history import Cause
-from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 
 OWN = (1,)  # the arena of the engine
@@ -17,22 +14,12 @@ OWN = (1,)  # the arena of the engine
 
 @pytest.fixture
 def prompt(place):
-    nbytes = CHUNKS * GRANULE_BYTES
-    with (
-        Arena.create(place / "arena", nbytes + (1 << 20)) as host,
-        Arena.create(place / "other", nbytes) as other,
-    ):
-        config = NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes)
-        service = Service(config, [host, other], 1, Env(Clock()))
-        service.peers.turn = list
+    with Arena.create(place / "other", CHUNKS * GRANULE_BYTES) as other, serving(place, Clock(), [other]) as service:
         prompt = GroupsStage(service, [FULL, WINDOW, STATE], 6)
         prompt.worker.home = prompt.engine.home = 1
         yield prompt
         settle(prompt)
         prompt.assert_idle()
-        service.tiers.close()
-        service.sessions.close()
-        service.peers.close()
 
 
 def settle(prompt, tier=None):

@@ -11,7 +11,7 @@ import hashlib
 import pytest
 from disk_bed import Bed, key
 from groups_stage import GroupsStage, without_tail
-from service_stage import CHUNKS, Clock, serving
+from service_stage import CHUNKS, serving
 
 from pdx.memory.arena import GRANULE_BYTES as G
 from pdx.store.eviction import LEAST
@@ -23,11 +23,6 @@ WINDOW = Group(reach=2, nbytes=G, layers=1)
 LENGTH = 8  # chunks of a prompt
 GRANULES = LENGTH * (1 + 5)  # that it takes
 PROMPTS = 8  # three where there is room for two
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 class Gemma(GroupsStage):

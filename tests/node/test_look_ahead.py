@@ -4,7 +4,7 @@ import time
 from collections import Counter
 
 import pytest
-from service_stage import CHUNKS, Below, Clock, attach, keys, serving, there
+from service_stage import CHUNKS, Below, attach, keys, serving, there
 
 from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES
@@ -15,11 +15,6 @@ from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Bye, Expect, Fill
 
 HALF = CHUNKS // 2
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

@@ -1,16 +1,15 @@
 """Chunks are loaded ahead into the memory that is named: the host's, or that of an engine's GPU. Host memory stands for
 the GPU's."""
 
-import pytest
-from service_stage import CHUNKS, Below, Clock, attach, keys, there
+import contextlib
 
-from pdx.config import NodeConfig
+import pytest
+from service_stage import CHUNKS, Below, attach, keys, serving, there
+
 from pdx.errors import ChunkMissing, NodeError, PdxError, TierUnknown
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.look_ahead import ARRIVAL_S
-from pdx.node.service import Service
 from pdx.store.eviction import WANTED
-from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Bye, Expect, Release
@@ -22,17 +21,13 @@ OWN = {1}  # the arena of the engine
 class Bed:
     """A node with an arena in host memory, a smaller one on a GPU, an engine there, and a tier below."""
 
-    def __init__(self, place, arenas):
-        self.clock = Clock()
-        nbytes = CHUNKS * GRANULE_BYTES
-        config = NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes)
-        self.service = Service(config, arenas, 1, Env(self.clock))
-        self.service.peers.turn = list
+    def __init__(self, service, clock, *, gpus):
+        self.service, self.clock = service, clock
         self.below = Below(self.service.copies, takes=False)
         self.service.tiers.below.append([self.below])
         self.engine = attach(self.service, "e", "scheduler", engine="e")
         self.worker = attach(self.service, "w", "worker", engine="e")
-        if len(arenas) > 1:
+        if gpus:
             self.service.gpus[1] = "0"
             self.service.places.__init__(self.service)
             self.engine.home = self.worker.home = 1
@@ -75,26 +70,20 @@ class Bed:
         (chunk,) = self.service.store.index.of(keys([number])[0], 1, (arena,))
         return chunk.level == WANTED
 
-    def close(self):
-        assert not self.coming
-        self.service.tiers.close()
-        self.service.sessions.close()
-        self.service.peers.close()
-
 
 @pytest.fixture
-def beds(place):
-    made = []
+def beds(place, clock):
+    with contextlib.ExitStack() as undo:
+        gpu = undo.enter_context(Arena.create(place / "gpu", CHUNKS * GRANULE_BYTES // 16))
 
-    def make(arenas):
-        made.append(Bed(place, arenas))
-        return made[-1]
+        def make(*, gpus=True):
+            made = Bed(undo.enter_context(serving(place, clock, [gpu] if gpus else [])), clock, gpus=gpus)
+            beds.append(made)
+            return made
 
-    nbytes = CHUNKS * GRANULE_BYTES
-    with Arena.create(place / "host", nbytes + (1 << 20)) as host, Arena.create(place / "gpu", nbytes // 16) as gpu:
-        yield lambda *, gpus=True: make([host, gpu] if gpus else [host])
-        for bed in made:
-            bed.close()
+        beds = []
+        yield make
+        assert not any(bed.coming for bed in beds)
 
 
 @pytest.fixture

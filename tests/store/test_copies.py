@@ -1,11 +1,11 @@
 """Pushes from this node: what goes when, what the peer may answer, and that every push ends, whatever happens."""
 
 import gc
-import sys
 import weakref
 
 import pytest
 from push_stage import MIB, FakePeerTier, Granted, SendingStage, key
+from steps import calls_run
 
 from pdx.errors import ChannelBroken, ProtocolError, TransferAborted, WriteRefused
 from pdx.memory.digest import digests
@@ -173,19 +173,9 @@ def test_layers_that_are_filled_out_of_order_are_sent_as_the_runs_they_form(stag
 
 
 def calls(work):
-    """The Python functions that are called by it."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(profile)
-    try:
+    with calls_run() as counted:
         work()
-    finally:
-        sys.setprofile(None)
-    return count
+    return counted.total()
 
 
 LAYERS = 80

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
+from steps import lines_run
 
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.index import FileIndex
@@ -25,21 +24,13 @@ def test_a_search_for_room_looks_at_no_pinned_file():
     """Its cost is the same with a hundred times as many."""
 
     def lines(count):
-        index, counted = filled(count), Counter()
+        index = filled(count)
         for key in index.keys():  # noqa: SIM118 - no dict
             index.pin(key, 1)
-
-        def trace(frame, event, arg):
-            counted[event] += 1
-            return trace
-
-        sys.settrace(trace)
-        try:
+        with lines_run() as counted:
             found = index.oldest(1, 1, never)
-        finally:
-            sys.settrace(None)
         assert found == ([], [])
-        return counted["line"]
+        return len(counted)
 
     assert lines(1000) == lines(10)
 
@@ -128,21 +119,14 @@ def test_a_chunk_that_is_wanted_takes_the_place_of_none_that_is_wanted_sooner():
 
 def test_a_search_for_room_looks_at_nothing_that_is_wanted_if_there_is_other():
     def lines(count):
-        wanted, counted = {}, Counter()
+        wanted = {}
         index = filled(count, wanted)
         keys = index.keys()
         wanted |= {key: {1: place} for place, key in enumerate(keys[1:])}
         index.refresh(keys)
-
-        def trace(frame, event, arg):
-            counted[event] += 1
-            return trace
-
-        sys.settrace(trace)
-        try:
-            assert len(leaves(index, 1)) == 1
-        finally:
-            sys.settrace(None)
-        return counted["line"]
+        with lines_run() as counted:
+            gone = leaves(index, 1)
+        assert len(gone) == 1
+        return len(counted)
 
     assert lines(1000) == lines(10)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import time
-from collections import Counter
 
 import pytest
 from disk_bed import Bed, closing_all, key
@@ -14,6 +12,7 @@ from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from policy_models import ACCESSES, MODELS, POLICIES, ROOM
+from steps import lines_run
 
 from pdx.errors import ConfigError
 from pdx.store.disk.chunk_file import ChunkFile
@@ -166,23 +165,15 @@ def test_a_shard_never_takes_the_place_of_another_one_of_its_chunk():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_victim_costs_as_much_among_many_files_as_among_few(policy, share):
     def lines(count):
-        wanted, counted = {}, Counter()
+        wanted = {}
         index = FileIndex(count * FILE_BYTES, Env(), wanted, policy)
         for number in range(count):
             put(index, number)
         wanted |= {key(number): {1 + number: 0} for number in range(int(share * count))}
         index.refresh(index.keys())
-
-        def trace(frame, event, arg):
-            counted[event] += 1
-            return trace
-
-        sys.settrace(trace)
-        try:
+        with lines_run() as counted:
             assert put(index, count)
-        finally:
-            sys.settrace(None)
-        return counted["line"]
+        return len(counted)
 
     assert lines(900) <= lines(9) + 40  # a sorted list of more than a thousand has parts of that size
 

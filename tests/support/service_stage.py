@@ -5,7 +5,7 @@ import os
 
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.node.service import Service
+from pdx.node.service import PROBE_BYTES, Service
 from pdx.store.tier import Grant, Held, Tier
 from pdx.telemetry.env import Env
 from pdx.wire.messages import VERSION, Hello
@@ -83,15 +83,15 @@ class Below(Tier):
 
 
 @contextlib.contextmanager
-def serving(place, clock, **config):
-    """A service without peers, whose arena has room for `CHUNKS` chunks of a granule."""
-    nbytes = CHUNKS * GRANULE_BYTES
-    with Arena.create(place / f"arena{len(list(place.iterdir()))}", nbytes + (1 << 20)) as arena:
-        made = Service(
-            NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes, **config), [arena], 1, Env(clock)
-        )
+def serving(place, clock, more=(), **config):
+    """A service without peers, whose arena has room for `CHUNKS` chunks of a granule. `more`: its other arenas."""
+    small = {"address": f"ipc://{place}/n.sock", "arena_bytes": CHUNKS * GRANULE_BYTES}
+    settings = NodeConfig(**(small | config))
+    with Arena.create(place / f"arena{len(list(place.iterdir()))}", settings.arena_bytes + PROBE_BYTES) as arena:
+        made = Service(settings, [arena, *more], 1, Env(clock))
         made.peers.turn = list
         yield made
+        made.tiers.close()
         made.sessions.close()
         made.peers.close()
 

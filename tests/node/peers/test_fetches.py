@@ -1,11 +1,10 @@
 """What this node asks peers for: once, until it is answered, over or late, and not again at once."""
 
-import contextlib
-import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from steps import lines_run
 
 from pdx.errors import PeerUnknown
 from pdx.node.peers.connection import ConnectionState
@@ -181,22 +180,6 @@ def test_a_lost_peer_is_not_waited_for(fetches, link):
     fetches.lost("b", 0.2)
     assert not fetches.is_waiting(ASK, 0, 0.2)
     assert len(fetches) == 0
-
-
-@contextlib.contextmanager
-def lines_run():
-    """What is run meanwhile, line by line."""
-    lines, before = [], sys.gettrace()
-
-    def trace(frame, event, arg):
-        lines.extend([frame.f_lineno] if event == "line" else [])
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield lines
-    finally:
-        sys.settrace(before)
 
 
 def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):

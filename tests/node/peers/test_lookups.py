@@ -2,12 +2,12 @@
 
 import itertools
 import math
-import sys
 from collections import Counter
 from random import Random
 from types import SimpleNamespace
 
 import pytest
+from steps import lines_run
 
 from pdx.memory.rules import Rule
 from pdx.node.peers.connection import ConnectionState
@@ -238,20 +238,11 @@ def test_nothing_is_left_of_a_storm():
 def test_an_answer_costs_the_same_however_many_questions_are_open():
     costs = []
     for known in (10, 1000):
-        bed, lines = Bed("bc"), []
+        bed = Bed("bc")
         for at in range(known):
             bed.source(0.0, Admit([at.to_bytes(16, "little")], wait_s=0.5))
-
-        def trace(frame, event, arg, lines=lines):
-            lines.append(frame.f_lineno)
-            return lambda frame, event, arg: trace(frame, event, arg) and None
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
+        with lines_run() as lines:
             bed.answer("b", 1, number=FIRST + known // 2)
             bed.lookups.turn(0.001)
-        finally:
-            sys.settrace(before)
         costs.append(len(lines))
     assert costs[0] == costs[1] > 0
