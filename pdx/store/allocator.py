@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Collection
 
 ALIGNMENT = 4096
@@ -102,27 +101,6 @@ class Allocator:
     def hole_bytes(self, offset: int) -> int:
         """The bytes of the hole that begins at `offset`; 0 where none does."""
         return self._hole_at.get(offset, 0)
-
-    def check(self) -> None:
-        """Assert every invariant, in time linear in the slots and holes; for tests and idle moments."""
-        holes = list(self._hole_at.items())
-        sizes = Counter(self._hole_at.values())
-        assert self._sizes == sorted(sizes)
-        assert self._count_of == sizes
-        assert self._of_size.keys() == sizes.keys()
-        for offset, nbytes in holes:
-            assert offset in self._of_size[nbytes]
-        assert {offset + nbytes: offset for offset, nbytes in [*holes, *self._slots.items()]} == self._ends
-        assert self._free_bytes == sum(self._hole_at.values())
-        end, after_hole = 0, False
-        for offset, nbytes in sorted([*holes, *self._slots.items()]):
-            is_hole = offset in self._hole_at
-            assert offset == end, f"{offset} does not start where its neighbour ends, {end}"
-            assert nbytes > 0
-            assert nbytes % ALIGNMENT == 0
-            assert not (is_hole and after_hole), f"the hole at {offset} was not joined with the one before it"
-            end, after_hole = offset + nbytes, is_hole
-        assert end == self.total_bytes
 
     def _join_hole(self, start: int, end: int) -> None:
         """[start, end) is nobody's any more: one hole with those beside it. Nothing where it is empty."""

@@ -478,10 +478,6 @@ class Store:
         return sum(pool.free_bytes for pool in self.pools)
 
     @property
-    def available_bytes(self) -> int:
-        return sum(pool.available_bytes for pool in self.pools)
-
-    @property
     def num_leases(self) -> int:
         return len(self._leases)
 

@@ -331,7 +331,7 @@ def test_all_tenants_and_pins_together_keep_no_more_than_the_share_of_pins(bed):
 def test_what_nobody_reads_is_leased_by_advice(bed):
     bed.request(range(4))
     assert outcomes(bed.advise(Hints("", lease_s=60.0), range(4))) == {"lease_s": "accepted"}
-    assert bed.service.store.available_bytes == (CHUNKS - 4) * GRANULE_BYTES
+    assert bed.service.store.pools[0].available_bytes == (CHUNKS - 4) * GRANULE_BYTES
     bed.flood(count=2 * CHUNKS)
     assert bed.there(range(4)) == [0, 1, 2, 3]
 
@@ -430,7 +430,7 @@ class Leases(RuleBasedStateMachine):
                             self.bed.ask(Pin([key], pinned=False))
         self.bed.wait(1000.0)
         assert (store.index.kept_bytes, store.tenant_leases.total_bytes()) == (0, 0)
-        assert store.available_bytes == CHUNKS * GRANULE_BYTES, "all of it is given back"
+        assert store.pools[0].available_bytes == CHUNKS * GRANULE_BYTES, "all of it is given back"
         self.stack.close()
 
 

@@ -154,7 +154,9 @@ def test_what_is_being_loaded_for_a_request_that_is_gone_is_given_up(service, se
     assert service.counters["prefetches_cancelled"] == 1
     load(service)
     assert len(service.copies) == 0
-    assert service.store.available_bytes == free, "what a tier has loaded before it heard is a chunk like any other"
+    assert service.store.pools[0].available_bytes == free, (
+        "what a tier has loaded before it heard is a chunk like any other"
+    )
 
 
 def test_what_is_being_loaded_for_a_request_whose_turn_has_come_is_its_own(service, session):

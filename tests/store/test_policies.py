@@ -102,7 +102,7 @@ def test_what_is_leased_or_pinned_is_no_victim_and_is_one_again_afterwards(arena
     store.pin([name(4), name(5)], 1, pinned=True)
     put(store, range(100, 100 + ROOM), partial=True)
     assert there(store, range(ROOM)) == list(range(6)), "nothing of them has gone"
-    assert store.available_bytes == 4 * GRANULE_BYTES
+    assert store.pools[0].available_bytes == 4 * GRANULE_BYTES
     store.release(lease, SESSION)
     store.pin([name(4), name(5)], 1, pinned=False)
     for first in range(200, 250, ROOM):
@@ -131,7 +131,7 @@ def test_what_was_deleted_is_forgotten_by_the_policy(arena, policy):
         lease = store.lease([chunk for (chunk,) in store.find([name(keys[0])], 1)], SESSION, 1.0)
         assert store.delete([name(number) for number in keys]) == ROOM
         store.release(lease, SESSION)
-        assert store.free_bytes == store.available_bytes == ROOM * GRANULE_BYTES
+        assert store.free_bytes == store.pools[0].available_bytes == ROOM * GRANULE_BYTES
 
 
 def test_one_search_spares_a_bounded_number_of_chunks(arena, monkeypatch):

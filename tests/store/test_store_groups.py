@@ -80,7 +80,7 @@ def test_all_groups_get_room_up_to_one_chunk_or_none_does(data):
         missing = [[chunk for chunk in range(count) if (group, chunk) not in there] for group in range(len(sizes))]
         kept = sum(sizes[group] * G * shards for group, _ in there)
         wanted = sum(sizes[group] * G * shards for group, _ in set(every) - there)
-        available, evicted = store.available_bytes - kept, store.counters["evicted"]
+        available, evicted = store.pools[0].available_bytes - kept, store.counters["evicted"]
         try:
             granted, slots, is_full = cache_groups.reserve(store, claims)
         except ArenaTooSmall:

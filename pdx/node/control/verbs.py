@@ -66,7 +66,6 @@ class Controls:
     def __init__(self, service: Service) -> None:
         self._name = service.name
         self._store = service.store
-        self._tiers = service.tiers
         self._sessions = service.sessions
         self._admissions = service.admissions
         self._look_ahead = service.look_ahead

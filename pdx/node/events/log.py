@@ -84,7 +84,6 @@ class EventLog:
     ) -> None:
         """`arenas`: of each the GPU that it is on, or nothing. `born_at`: seconds since 1970, from which the clock of
         `env` counts on; None: what the time is, the host says, whenever it is set."""
-        self._store = store
         self._index = store.index
         self._tiers = tiers
         self._names = [gpu or HOST for gpu in arenas]
