@@ -400,7 +400,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     node: Annotated[
         str, option("The node to attach to: ipc:///absolute/path.", default="PDX_NODE, else this user's")
     ] = ""
-    start_node: Annotated[bool, option("Start a node where none runs; the other table says with which settings.")] = (
+    start_node: Annotated[bool, option("Start a node where none runs, with the settings of the node that follow.")] = (
         True
     )
     proxy: Annotated[

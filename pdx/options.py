@@ -83,5 +83,6 @@ def table(kind: type, *, flags: bool = True) -> str:
     for name, each in options_of(kind).items():
         words = f"`--{each.flag}`" if flags else f"`{each.field.name}`"
         words += f", `{name}`" if each.for_engines else ""
-        rows.append(f"| {words} | {shown_default(each)} | {each.help.replace('|', chr(92) + '|')} |")
-    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+        default = f" ({shown})" if (shown := shown_default(each)) else ""
+        rows.append(f"- {words}{default}: {each.help}")
+    return "\n".join(rows)

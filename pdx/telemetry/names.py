@@ -258,10 +258,10 @@ def of_counter(name: str) -> tuple[str, tuple[str, ...]]:
 
 def table(prefix: str, names: Iterable[str] = METRICS) -> str:
     """Those whose names begin so, in Markdown, as `docs/metrics.md` has them."""
-    rows = [
-        f"| `{name}{'_total' if METRICS[name].kind == 'counter' else ''}` | {METRICS[name].kind} | "
-        f"{', '.join(f'`{label}`' for label in METRICS[name].labels)} | {METRICS[name].text} |"
-        for name in names
-        if name.startswith(prefix)
-    ]
-    return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows])
+    rows = []
+    for name in (name for name in names if name.startswith(prefix)):
+        kind, text, labels, _ = METRICS[name]
+        shown = f"`{name}_total`" if kind == "counter" else f"`{name}`"
+        about = ", ".join([*([] if kind == "counter" else [kind]), *(f"`{label}`" for label in labels)])
+        rows.append(f"- {shown} ({about}): {text}" if about else f"- {shown}: {text}")
+    return "\n".join(rows)
