@@ -98,20 +98,19 @@ def beside(names: list[str], before: Path, rounds: int) -> int:
 
 
 def rows(bench: str) -> list[str]:
-    """One result as rows of the table of goals: what ran, then each figure that has a goal."""
+    """One result as a list: what ran, then the figures that have a goal, by what they measure."""
     result = json.loads((RESULTS / f"{bench}.json").read_text())
     machine = result["machine"]
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""
-    lines = [
-        f"| **`{_command(bench, result)}`**, {machine['date']}, {machine['cpus']}-core {machine['cpu']}{gpu} | | |"
-    ]
+    measured: dict[str, list[str]] = defaultdict(list)
     for figure in result["figures"]:
         if figure["goal"]:
-            value = f"{figure['value']:,.3f} {figure['unit']}".strip()
-            lines.append(
-                f"| {figure['name']} | {value} | {figure['goal']}{'' if figure['is_met'] else ': **missed**'} |"
-            )
-    return lines
+            case, _, what = figure["name"].rpartition(": ")
+            value = f"`{figure['value']:,.3f}` {figure['unit']}".strip()
+            missed = "" if figure["is_met"] else ", **missed**"
+            measured[what].append(f"{case} {value} ({figure['goal']}{missed})".strip())
+    head = f"**`{_command(bench, result)}`**, {machine['date']}, {machine['cpus']}-core {machine['cpu']}{gpu}:"
+    return [head, "", *(f"- {what}: {'; '.join(cases)}" for what, cases in measured.items()), ""]
 
 
 def _command(bench: str, result: dict[str, Any]) -> str:
@@ -128,7 +127,7 @@ def fill_numbers() -> None:
     head, _, rest = NUMBERS.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     shown = [name for name in (*BENCHES, *SHOWN) if (RESULTS / f"{name}.json").exists()]
-    lines = ["| figure | measured | goal |", "|---|---:|---|", *(row for name in shown for row in rows(name))]
+    lines = [row for name in shown for row in rows(name)]
     pictures = [f"\n![{name}](../bench/results/{name}.png)" for name in shown if (RESULTS / f"{name}.png").exists()]
     NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join([*lines, *pictures]) + f"\n\n{END}{tail}")
 
