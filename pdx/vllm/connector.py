@@ -371,7 +371,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         """Started by `bind_connector_metadata` already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No request runs whose load is under way (ADR 50)."""
+        """No request runs whose load is under way (ADR 11)."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self._has_hooks:
