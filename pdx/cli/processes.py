@@ -18,7 +18,7 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -246,21 +246,21 @@ def _guard_program() -> list[str]:
     return [sys.executable, "-I", "-S", guard.__file__]
 
 
-def answers(where: str, num_nodes: int = 0) -> bool:
+def answers(where: str, **at_least: int) -> bool:
     """Whether the node at an ipc:// address lets this process attach, or the HTTP server at a URL says that it is
-    healthy; one of a proxy, that so many nodes have reported to it: before, it cannot name them to engines."""
+    healthy; of a proxy, too, that it has `at_least` so many nodes, prefillers and decoders: it cannot place requests
+    on engines that it has not heard, nor name nodes to them."""
     try:
         if where.startswith("ipc://"):
             attached(where, ANSWER_S).close()
             return True
         status, body = call(where, "/health", timeout_s=ANSWER_S)
-        told = msgspec.json.decode(body) if num_nodes else None
+        told = msgspec.json.decode(body, type=dict[str, Any]) if at_least else {}
     except (NodeUnavailable, OSError, http.client.HTTPException, ValueError):
         return False
-    is_known = not num_nodes or (
-        isinstance(told, dict) and isinstance(count := told.get("nodes"), int) and count >= num_nodes
-    )
-    return status == 200 and is_known  # another server may have the port: ours ends then, and says so
+    counts = ((told.get(what), least) for what, least in at_least.items())
+    # Another server may have the port: ours ends then, and says so.
+    return status == 200 and all(isinstance(count, int) and count >= least for count, least in counts)
 
 
 def attached_urls(address: str) -> set[str]:

@@ -340,8 +340,10 @@ def _engines(
 
 
 def _proxy(options: Sequence[str], engines: Sequence[Start], url: str, num_nodes: int) -> Start:
-    named = [word for engine in engines for word in (f"--{engine.name.partition('-')[0]}", engine.url)]
-    return Start("proxy", [*PDX, "proxy", *options, "--drain", str(DRAIN_S), *named], partial(answers, url, num_nodes))
+    roles = [engine.name.partition("-")[0] for engine in engines]
+    named = [word for role, engine in zip(roles, engines, strict=True) for word in (f"--{role}", engine.url)]
+    has = partial(answers, url, nodes=num_nodes, prefillers=roles.count("prefill"), decoders=roles.count("decode"))
+    return Start("proxy", [*PDX, "proxy", *options, "--drain", str(DRAIN_S), *named], has)
 
 
 def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> list[Node]:

@@ -286,13 +286,20 @@ def test_what_is_no_whole_answer_is_not_ready(answer: bytes) -> None:
         assert not answers(url)
 
 
-@pytest.mark.parametrize("body", [b"", b"<p>", b"{}", b'{"nodes": "many"}', b'{"nodes": 1}'])
-def test_what_does_not_know_the_nodes_is_not_ready(body: bytes) -> None:
-    """The port may be that of another server: one of vLLM's says nothing in its answer."""
+@pytest.mark.parametrize(
+    ("body", "is_ready"),
+    [
+        (b"", False),
+        (b"<p>", False),
+        (b"[]", False),
+        (b"{}", False),
+        (b'{"nodes": "many", "prefillers": 1}', False),
+        (b'{"nodes": 1, "prefillers": 1}', False),
+        (b'{"nodes": 2, "prefillers": 0}', False),
+        (b'{"nodes": 2, "prefillers": 1}', True),
+    ],
+)
+def test_a_proxy_is_ready_when_it_knows_the_nodes_and_engines(body: bytes, is_ready: bool) -> None:
+    """The port may be that of another server, as an engine's was once: one of vLLM's says nothing in its answer."""
     with answering(ok(body)) as url:
-        assert not answers(url, 2)
-
-
-def test_a_proxy_that_knows_the_nodes_is_ready() -> None:
-    with answering(ok(b'{"nodes": 2}')) as url:
-        assert answers(url, 2)
+        assert answers(url, nodes=2, prefillers=1) is is_ready
