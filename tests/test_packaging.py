@@ -1,11 +1,15 @@
-"""The wheel: complete, and enough for a working `pdx` command without vLLM and torch."""
+"""The wheel and the source distribution: complete, and enough for a working `pdx` without vLLM and torch."""
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -14,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pdx", "transports", "kernels", "proxy", "bench")
+PAGES = ("README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def call(*command: str | Path, **environment: str) -> str:
@@ -30,19 +36,39 @@ def call(*command: str | Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, because setuptools leaves a build folder where it builds."""
-    folder = tmp_path_factory.mktemp("wheel")
+def built(tmp_path_factory) -> Path:
+    """A folder with the source distribution, and the wheel that is made from it. Built from a copy, because setuptools
+    leaves a build folder where it builds."""
+    folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
     ignore = shutil.ignore_patterns("__pycache__")
-    for name in FOLDERS:
+    for name in (*FOLDERS, "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", *PAGES):
         shutil.copy(ROOT / name, source / name)
-    offline = ["--no-build-isolation"] if _has_setuptools() else []
-    call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *offline, "--wheel-dir", folder, source)
-    [built] = folder.glob("*.whl")
-    return built
+    offline = ["--no-isolation"] if _has_setuptools() else []
+    call(sys.executable, "-m", "build", *offline, "--outdir", folder / "dist", source)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    [found] = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def contents(built, wheel) -> dict[str, dict[str, bytes]]:
+    """Of both, by name: what lies in the wheel, and in the folder of the source distribution."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = {"wheel": {name: archive.read(name) for name in archive.namelist()}, "source": {}}
+    [source] = built.glob("*.tar.gz")
+    with tarfile.open(source) as packed:
+        for each in packed:
+            assert each.isreg() or each.isdir(), f"{each.name} is a link"
+            if (file := packed.extractfile(each)) is not None:
+                found["source"][each.name.partition("/")[2]] = file.read()
+    return found
 
 
 def _has_setuptools() -> bool:
@@ -50,23 +76,52 @@ def _has_setuptools() -> bool:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = set()
-    for folder in FOLDERS:
-        prefix = "" if folder == "pdx" else "pdx/"
-        for file in (ROOT / folder).rglob("*.py"):
-            relative = file.relative_to(ROOT)
-            if folder == "pdx" and relative.parts[1] in FOLDERS:
-                continue  # through a link; it comes again under its own name
-            expected.add(f"{prefix}{relative.as_posix()}")
-    assert names == expected | {"pdx/py.typed"}
+def modules() -> set[str]:
+    """Names of all there are; those of folders at the top are parts of `pdx`, by links."""
+    files = [file.relative_to(ROOT) for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    linked = [file for file in files if file.parts[0] == "pdx" and file.parts[1] in FOLDERS]
+    return {str(file) if file.parts[0] == "pdx" else f"pdx/{file}" for file in {*files} - {*linked}}
 
 
-def test_the_wheel_carries_its_licence(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        assert any(name.endswith("/LICENSE") for name in archive.namelist())
+def test_both_hold_every_module_and_what_belongs_to_them_and_nothing_else(contents):
+    """So neither holds a test, a fake of CUDA, or results of benches."""
+    wheel = {name for name in contents["wheel"] if ".dist-info/" not in name}
+    source = {name for name in contents["source"] if ".egg-info/" not in name}
+    assert wheel == modules() | {"pdx/py.typed"}
+    assert source == wheel | {"pyproject.toml", "MANIFEST.in", "PKG-INFO", "setup.cfg", *PAGES}
+
+
+@pytest.mark.parametrize("kind", ["wheel", "source"])
+def test_nothing_of_the_machine_that_built_it_is_in_it(contents, built, kind):
+    places = {str(ROOT), sys.prefix, str(built.parent), *([str(Path.home())] * (Path.home() != Path("/")))}
+    told = {name: [place for place in places if f"{place}/".encode() in data] for name, data in contents[kind].items()}
+    assert {name: found for name, found in told.items() if found} == {}
+
+
+@pytest.mark.parametrize(("kind", "licence"), [("wheel", "licenses/LICENSE"), ("source", "LICENSE")])
+def test_the_licence_and_what_it_says_of_itself_are_in_it(contents, kind, licence):
+    [text] = {data for name, data in contents[kind].items() if name.endswith(licence)}
+    assert text == (ROOT / "LICENSE").read_bytes()
+    [said] = {data for name, data in contents[kind].items() if name.endswith(("METADATA", "/PKG-INFO"))}
+    told = email.message_from_bytes(said)
+    assert (told["Version"], told["License-Expression"]) == (PROJECT["version"], "Apache-2.0")
+    assert (told["Requires-Python"], told["Description-Content-Type"]) == (">=3.11", "text/markdown")
+    assert set(told.get_all("Provides-Extra")) == {*PROJECT["optional-dependencies"]}
+
+
+def test_an_index_would_take_both(built):
+    call(sys.executable, "-m", "twine", "check", "--strict", *sorted(built.iterdir()))
+
+
+def test_the_version_is_that_of_pyproject_everywhere():
+    """`pdx.__version__` and `pdx --version` tell that of what is installed, `make docs` that of pyproject.toml."""
+    top = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    chart = (ROOT / "deploy/helm/pdx/Chart.yaml").read_text()
+    images = (ROOT / "deploy/helm/pdx/values.yaml").read_text() + (ROOT / "docs/deploy.md").read_text()
+    assert top is not None
+    named = {top[1], *re.findall(r"(?i)^(?:app)?version: (\S+)", chart, re.MULTILINE)}
+    named |= {*re.findall(r"pdx-(?:node|engine):(\d\S*)", images)}
+    assert named == {PROJECT["version"]}
 
 
 def test_the_command_works_without_vllm_and_torch(wheel, tmp_path):
