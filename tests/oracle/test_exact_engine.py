@@ -493,12 +493,11 @@ def test_what_another_connector_failed_to_load_is_not_saved(
             reader.half._hashing, "name_inputs", lambda request, is_new: left_out.get(request.request_id)
         )
     prompts = [bed.tokens(HISTORY) + bed.tokens(count, count) for count in (100, 120)]
-    claims["0"] = Claim(PROMISED, kept)
     for number, prompt in enumerate(prompts):
+        claims[str(number)] = Claim(PROMISED, kept)  # "1" comes first where the node's answer for "0" takes longer
         reader.add(str(number), prompt, 12)
     reader.run()
-    assert not claims
-    reader.check("0")
+    reader.check(next(str(number) for number in range(2) if str(number) not in claims))
     read_by_another(bed, *prompts, bed.tokens(HISTORY), **BESIDE)
 
 

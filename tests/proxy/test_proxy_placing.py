@@ -88,7 +88,7 @@ def _count_of(made, node):
 @asynccontextmanager
 async def pairs(routing=Routing.PREFIX, **settings):
     """Two nodes with an engine of each role; the second one has all of the prompt but the last five tokens."""
-    async with cluster(prefills=2, decodes=2, routing=routing, **settings) as made:
+    async with cluster(2, 2, named=False, routing=routing, heartbeat_timeout_s=600.0, **settings) as made:
         other = made.other_node("other")
         naming = (LAYOUT, SHAPE)
         for each, at in ((made.node, 0), (other, 1)):
@@ -97,6 +97,8 @@ async def pairs(routing=Routing.PREFIX, **settings):
             await until(lambda name=each.name: _count_of(made, name) == 2)  # whose they are, the first one says
         await until(lambda: len(made.proxy._cache.instances.models()) == 4)
         await until(lambda: made.proxy.engines.node_names() == {"node", "other"})
+        for engine in (*made.prefills, *made.decodes):
+            await made.metric_reaches(1, "pdx_proxy_engine_ready", url=engine.url)
         if made.proxy.chunks is not None:
             made.proxy.chunks.index.add("other", "memory", b"".join(KEYS))
         yield made
