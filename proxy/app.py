@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from pdx.config import default_proxy
@@ -22,7 +21,7 @@ from pdx.proxy.cache.routes import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig, Routing
 from pdx.proxy.control import Control, FromNode
-from pdx.proxy.engines import Engine, Engines
+from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import TRACE, Drain, Exchange, Seat
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
@@ -45,6 +44,7 @@ from pdx.proxy.reply import (
 )
 from pdx.proxy.router import serving
 from pdx.proxy.routes import FORMS, GENERATING, PASSED, Route
+from pdx.proxy.status import StatusPage
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.proxy.traces import open_traces
 from pdx.telemetry.env import Env, WakingClock
@@ -122,6 +122,16 @@ class Proxy:
         self._cache = CacheControl(
             config, self._control, self.env, engines=self.engines, metrics=self._metrics, chunks=self.chunks
         )
+        self._status = StatusPage(
+            config,
+            self.env,
+            engines=self.engines,
+            health=self._health,
+            timelines=self._timelines,
+            cache=self._cache,
+            admission=self.admission,
+            drain=self.drain,
+        )
         self._locating = Locating(
             config,
             self.env,
@@ -161,11 +171,10 @@ class Proxy:
                 web.get("/metrics", self._expose),
                 web.get("/healthz", tell_alive),
                 web.get("/readyz", self._tell_health),
-                web.get("/pdx/requests", self._list_requests),
-                web.get("/pdx/requests/{transfer}", self._tell_request),
             ]
         )
         self._cache.install(app)
+        self._status.install(app)
         return app
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
@@ -441,31 +450,15 @@ class Proxy:
             self._metrics.exhausted.labels(error.lack).inc()
             return error_response(503, "the proxy has too many connections; come back later", retry_after_s=1)
 
-    def _ready(self) -> list[Engine]:
-        return [each for each in self.engines.all() if self._health.of(each.url).is_ready]
-
     @property
     def num_decoders(self) -> int:
         """That are known to take requests."""
-        return sum(engine.decodes for engine in self._ready())
+        return sum(each.decodes and self._health.of(each.url).is_ready for each in self.engines.all())
 
     async def _tell_health(self, _request: web.Request) -> web.Response:
-        """Readiness: 200 as long as somebody can decode, else 503. `pairs`: of nodes between which KV goes,
-        because a probe has gone that way, or they are one."""
-        decoders = self.num_decoders
-        pairs, missing = self.engines.pairs()
-        state: dict[str, Any] = {
-            "status": "ok" if decoders else "unavailable",
-            "decoders": decoders,
-            "prefillers": sum(engine.prefills for engine in self._ready()),
-            "nodes": self.engines.nodes(),
-            "pairs": pairs,
-        }
-        if missing:
-            state["not_reached"] = [f"{first} > {last}" for first, last in missing]
-        if apart := self.engines.apart():
-            state["apart"] = apart
-        return web.json_response(state, status=200 if decoders else 503)
+        """Readiness: 200 as long as somebody can decode, else 503."""
+        state = self._status.readiness()
+        return web.json_response(state, status=200 if state["decoders"] else 503)
 
     async def _tell_load(self, _request: web.Request) -> web.Response:
         """In vLLM's form: what a balancer before several proxies wants to know of this one, with all its workers."""
@@ -475,16 +468,6 @@ class Proxy:
         return web.Response(
             body=self._metrics.expose(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
-
-    async def _list_requests(self, _request: web.Request) -> web.Response:
-        listed = msgspec.json.encode({"requests": self._timelines.view()})
-        return web.Response(body=listed, content_type="application/json")
-
-    async def _tell_request(self, request: web.Request) -> web.Response:
-        found = self._timelines.find(request.match_info["transfer"])
-        if found is None:
-            return error_response(404, "no such transfer (any more)")
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

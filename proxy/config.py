@@ -134,8 +134,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     admin: Annotated[
         Place,
         option(
-            "Serve /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path; /cache, too, at a "
-            "Unix socket or with --cache-token-file.",
+            "Serve a status page, /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path; "
+            "/cache, too, at a Unix socket or with --cache-token-file, which the page's figures then need as well.",
             default="nowhere",
             section="Administration",
         ),

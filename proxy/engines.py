@@ -51,6 +51,10 @@ class Engine(msgspec.Struct, frozen=True):
     layout: bytes = b""  # of its chunks: those of other layouts are none to it; empty: nobody tells
     reaches: frozenset[str] = frozenset()  # nodes to which its own one has written a probe
 
+    @property
+    def role(self) -> str:
+        return "both" if self.prefills and self.decodes else "prefill" if self.prefills else "decode"
+
     def shares_with(self, other: Engine) -> bool:
         """Whether one can read the other's chunks, as far as that is known."""
         return self.layout == other.layout or not (self.layout and other.layout)
@@ -358,10 +362,9 @@ class Engines:
         models = list(self._health.of(engine.url).models or ())
         more = f" and {len(models) - _MOST_NAMES} more" if len(models) > _MOST_NAMES else ""
         model = f"model {', '.join(models[:_MOST_NAMES])}{more}" if models else "model not known"
-        role = "both" if engine.prefills and engine.decodes else "prefill" if engine.prefills else "decode"
         node = f"node {engine.node}" if engine.node else "no node"
         name = f"{engine.name} at {engine.url}" if engine.name != engine.url else engine.url
-        return f"engine {name} ({role}, {model}, {node}{', draining' if engine.draining else ''})"
+        return f"engine {name} ({engine.role}, {model}, {node}{', draining' if engine.draining else ''})"
 
 
 def _can_share(engines: Sequence[Engine]) -> bool:

@@ -153,7 +153,7 @@ class Drain:
     """Nothing until `begin`; all calls on one event loop."""
 
     def __init__(self, seat: Seat | None = None) -> None:
-        self._seat = seat or Seat.alone()
+        self.seat = seat or Seat.alone()
         self.has_begun = False  # new requests are to be refused
         self.is_over = False  # requests under way are being ended, or have been
         self._scopes: set[asyncio.Timeout] = set()
@@ -165,7 +165,7 @@ class Drain:
     @property
     def load(self) -> int:
         """Requests of this process, and of those that serve beside it."""
-        return sum(self._seat.loads)
+        return sum(self.seat.loads)
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[asyncio.Timeout]:
@@ -187,11 +187,11 @@ class Drain:
             self._changed.set()
 
     def _count(self) -> None:
-        self._seat.loads[self._seat.number] = len(self._scopes)
+        self.seat.loads[self.seat.number] = len(self._scopes)
 
     def beat(self) -> None:
         """This process does not hang."""
-        self._seat.beats[self._seat.number] += 1
+        self.seat.beats[self.seat.number] += 1
 
     def begin(self) -> None:
         self.has_begun = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -22,7 +23,7 @@ from pdx.proxy.locating import Locating
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.plan import ONE_TOKEN, Body, Mode, forward_limit, obstacle, prompt_bytes
 from pdx.proxy.router import Pair
-from pdx.proxy.timelines import Timelines
+from pdx.proxy.timelines import Fallback, Timelines
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import Cancel
@@ -70,6 +71,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         :raises asyncio.CancelledError: the client went away, or the proxy is to end.
         """
         outcome = Outcome.INTERNAL
+        self.timelines.begin(exchange.timeline)
         try:
             outcome = await self._outcome(exchange)
             exchange.mark(Event.DONE)
@@ -86,8 +88,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             self._cancel(exchange, outcome)
             raise
         finally:
+            self.timelines.end(exchange.timeline, outcome, time.monotonic_ns())
             self.locating.over(exchange)
-            exchange.timeline.outcome = outcome
             self.metrics.requests.labels(exchange.route, exchange.mode, outcome).inc()
             request_log.served(exchange)
 
@@ -219,7 +221,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             prefill = await self._prefill(exchange, pair, is_early=is_early)
         except Exception as failure:  # noqa: BLE001 - the root of a task, which another one waits for
             reason = self._prefill_failed(exchange, failure)
-            self.metrics.fallbacks.labels(reason).inc()
+            self._note_fallback(exchange, reason)
             self._cancel(exchange, reason)
             if not exchange.reply.started:
                 exchange.set_mode(Mode.ALONE, reason)
@@ -326,7 +328,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         try:
             await self._decode(exchange, leg, shape, fits=fits, after=prefill)
         except answer.FirstTokenDiffers as differs:
-            self.metrics.fallbacks.labels("first_token_differs").inc()
+            self._note_fallback(exchange, "first_token_differs")
             engine = differs.sent.before
             text = f"transfer {exchange.transfer}: {engine.name} would begin with another token than the client has"
             self._warn(f"differs {engine.url}", f"{text}, and is asked to go on after that one")
@@ -336,7 +338,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             await self._decode(exchange, lambda: continued, shape, fits=fits)
 
     def _stop_forwarding(self, exchange: Exchange, why: str) -> None:
-        self.metrics.fallbacks.labels(why).inc()
+        self._note_fallback(exchange, why)
         exchange.set_mode(Mode.SAMPLED, why)
 
     def _arriving(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
@@ -353,7 +355,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         await self._decode(exchange, lambda: exchange.body, shape)
 
     async def _fall_back(self, exchange: Exchange, reason: str) -> None:
-        self.metrics.fallbacks.labels(reason).inc()
+        self._note_fallback(exchange, reason)
         self._cancel(exchange, reason)
         exchange.set_mode(Mode.ALONE, reason)
         await self._alone(exchange)
@@ -466,6 +468,10 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             self.metrics.unplaced.inc()
             text = f"no node has reported {' and '.join(unplaced)} (yet): its transfers stay on one node"
             self._warn("unplaced", text)
+
+    def _note_fallback(self, exchange: Exchange, why: str) -> None:
+        self.metrics.fallbacks.labels(why).inc()
+        self.timelines.fallbacks.appendleft(Fallback(exchange.transfer, why, time.monotonic_ns()))
 
     def _warn(self, about: str, text: str) -> None:
         """Once in a minute for each `about`."""

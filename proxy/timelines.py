@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,9 +20,10 @@ from pdx.wire.proxy import NodeReport
 
 KEPT = 1000  # timelines
 MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too
+LAST = 20  # requests that have ended, and fallbacks, that are told of
 
 
-class Timeline(msgspec.Struct):
+class Timeline(msgspec.Struct, eq=False):
     """One transfer. Only the request that owns it and `Timelines.merge` change it."""
 
     transfer: str
@@ -32,6 +33,7 @@ class Timeline(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int | None = None  # of these, as the prefill engine said
     outcome: str = ""  # empty: still under way
+    ended_ns: int = 0
     moments: list[Moment] = []
     awaited: set[str] = msgspec.field(default_factory=lambda: {Event.PREFILL_END, Event.RUNNABLE})  # of its handoff
     near: asyncio.Event = msgspec.field(default_factory=asyncio.Event)  # a node says that prefill will end soon
@@ -58,17 +60,38 @@ class Timeline(msgspec.Struct):
         }
 
 
+class Fallback(msgspec.Struct, frozen=True):
+    """A request could not be served as it was planned."""
+
+    transfer: str
+    why: str
+    at_ns: int
+
+
 class Timelines:
-    """The `keep` youngest timelines, by transfer id."""
+    """The `keep` youngest timelines, by transfer id; besides, those of all requests that are under way, of the LAST
+    ones that have ended, and fallbacks."""
 
     def __init__(self, keep: int = KEPT, timings: Timings | None = None) -> None:
         self._keep = keep
         self._handoffs = (Timings() if timings is None else timings)[("pdx_proxy_handoff_seconds",)]
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
+        self.under_way: dict[Timeline, None] = {}  # the oldest first
+        self.ended: deque[Timeline] = deque(maxlen=LAST)
+        self.fallbacks: deque[Fallback] = deque(maxlen=LAST)
 
     def open(self, timeline: Timeline) -> None:
         """Keep a new timeline; the oldest one makes room."""
         remember(self._timelines, timeline.transfer, timeline, self._keep)
+
+    def begin(self, timeline: Timeline) -> None:
+        """Its request is served from now on; `end` must follow."""
+        self.under_way[timeline] = None
+
+    def end(self, timeline: Timeline, outcome: str, now_ns: int) -> None:
+        timeline.outcome, timeline.ended_ns = outcome, now_ns
+        del self.under_way[timeline]
+        self.ended.append(timeline)
 
     def rename(self, timeline: Timeline, transfer: str) -> None:
         """Its transfer has another id from now on."""

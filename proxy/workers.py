@@ -92,7 +92,7 @@ async def serve(config: ProxyConfig, place: _Place | None = None) -> None:
     try:
         if config.admin:
             await admin.start(config.admin)
-            log.info("metrics and timelines at %s, for everybody who reaches it", admin.url)
+            log.info("status page, metrics and timelines at %s, for everybody who reaches it", admin.url)
         await server.start(endpoint(config.host, config.port), is_shared=place is not None)
         log.info("listening on %s; nodes report at %s", server.url, config.control or default_proxy())
         if place is not None:

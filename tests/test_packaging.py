@@ -87,7 +87,7 @@ def test_both_hold_every_module_and_what_belongs_to_them_and_nothing_else(conten
     """So neither holds a test, a fake of CUDA, or results of benches."""
     wheel = {name for name in contents["wheel"] if ".dist-info/" not in name}
     source = {name for name in contents["source"] if ".egg-info/" not in name}
-    assert wheel == modules() | {"pdx/py.typed"}
+    assert wheel == modules() | {"pdx/py.typed", "pdx/proxy/status.html"}
     assert source == wheel | {"pyproject.toml", "MANIFEST.in", "PKG-INFO", "setup.cfg", *PAGES}
 
 

@@ -15,6 +15,7 @@ import click
 import msgspec
 from rich.console import Console, RenderableType
 from rich.progress import TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from pdx.cli.cache_options import choosing, controller, dry_run, prompt, reaching, starting
 from pdx.cli.options import option
@@ -301,18 +302,9 @@ def jobs(node: str, as_json: bool, **options: Any) -> None:
         click.echo(to_json([_as_object(job) for job in found]))
         _complain(refused)
         return
-    rows = [
-        (
-            job.name,
-            job.status.state,
-            job.status.what,
-            f"{job.status.chunks_done:,}/{job.status.chunks:,}",
-            f"{duration(job.status.age_s)} ago",
-            job.status.why,
-        )
-        for job in found
-    ]
-    _show(table("the newest first", ("job", "is", "what", ">chunks", ">begun", "why"), rows))
+    for job in found:
+        begun = f"begun {duration(job.status.age_s)} ago"
+        _show(Text(f"{printable(job.name)}\n    {begun}, {_line(job)}"))
     _complain(refused)
 
 

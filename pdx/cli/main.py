@@ -18,6 +18,7 @@ COMMANDS = {
     "proxy": "pdx.cli.proxy:proxy",
     "cache": "pdx.cli.cache:cache",
     "why": "pdx.cli.why:why",
+    "top": "pdx.cli.top:top",
     "blend": "pdx.cli.blend:blend",
     "keygen": "pdx.cli.keygen:keygen",
     "doctor": "pdx.cli.doctor:doctor",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -25,22 +25,31 @@ def table(
     header: bool = True,
     is_wide: bool = False,
 ) -> Table:
-    """Columns whose name begins with ">" hold numbers. Text of others is no markup, and is folded, not cut.
+    """Columns whose name begins with ">" hold numbers, which are never broken. Text of others is no markup, and is
+    folded, not cut, unless `clipped` has it.
 
     `is_wide`: without lines, so that many columns have room on a terminal of 80.
     """
-    made = Table(title=title, title_justify="left", show_header=header, pad_edge=not is_wide)
+    made = Table(title=title or None, title_justify="left", show_header=header, pad_edge=not is_wide)
     if is_wide:
         made.box = None
         made.padding = (0, 1, 0, 0)
     for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+        is_number, head = name.startswith(">"), name.removeprefix(">")
+        widest = max(map(len, head.split("\n")))
+        justify: JustifyMethod = "right" if is_number else "left"
+        made.add_column(head, justify=justify, overflow="fold", no_wrap=is_number, min_width=widest)
     for row in rows:
-        made.add_row(*(Text(_escaped(cell)) if isinstance(cell, str) else cell for cell in row))
+        made.add_row(*(Text(escaped(cell)) if isinstance(cell, str) else cell for cell in row))
     return made
 
 
-def _escaped(text: str) -> str:
+def clipped(text: str, style: str = "") -> Text:
+    """On one line, as much of it as its column has room for."""
+    return Text(escaped(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def escaped(text: str) -> str:
     """What others wrote, as peers, stores and engines do, steers no terminal; lines stay lines."""
     return "\n".join(printable(line, len(line) * _MAX_ESCAPE) for line in text.split("\n"))
 
@@ -74,6 +83,10 @@ def size(nbytes: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def milliseconds(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s" if ms < 60_000 else duration(ms / 1000)
+
+
 def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -82,14 +95,12 @@ def duration(seconds: float) -> str:
 
 def view(status: NodeStatus, address: str) -> RenderableType:
     attached = [
-        (one.engine[:8] or one.name, one.kind, str(one.shard), one.role, one.url, str(one.pid), str(one.running))
-        + (f"{one.silent_s:.1f} s",)
+        (one.engine[:8] or one.name, one.kind, str(one.shard), one.role, str(one.pid), str(one.running))
+        + (f"{one.silent_s:.1f} s", one.url.removeprefix("http://"))
         for one in sorted(status.attached, key=lambda a: (a.engine, a.kind, a.shard, a.pid))
     ]
     apart = [
-        Text(_escaped(f"engine {one.engine} shares no chunks {one.unshared}"))
-        for one in status.attached
-        if one.unshared
+        Text(escaped(f"engine {one.engine} shares no chunks {one.unshared}")) for one in status.attached if one.unshared
     ]
     chunks = [(state, str(count), size(status.chunk_bytes.get(state, 0))) for state, count in status.chunks.items()]
     counters = [
@@ -100,12 +111,12 @@ def view(status: NodeStatus, address: str) -> RenderableType:
         _head(status, address),
         table(
             "attached",
-            ("engine", "kind", ">shard", "role", "url", ">pid", ">running", ">silent"),
+            ("engine", "kind", ">shard", "role", ">pid", ">running", ">silent", "url"),
             attached,
             is_wide=True,
         ),
         *apart,
-        *([_peers(status)] if status.peers else []),
+        *_peers(status),
         table("chunks", ("state", ">chunks", ">bytes"), chunks),
         table("counters", ("name", ">value"), counters, header=False),
     )
@@ -117,9 +128,9 @@ def _head(status: NodeStatus, address: str) -> Text:
     place = f" on {status.gpu}" if status.gpu and len(status.arenas) < 2 else ""
     return Text.assemble(
         ("node ", "bold"),
-        f"{status.name}{', ' if status.name else ''}{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
+        f"{status.name}{', ' if status.name else ''}{address}\nprocess {status.pid}, up {duration(status.uptime_s)}\n",
         f"peers connect to {status.listen}\n" if status.listen else "",
-        f"arena {size(status.arena_bytes)}{place}, used {size(used)} ({share:.0%}); "
+        f"arena {size(status.arena_bytes)}{place}, used {size(used)} ({share:.0%})\n"
         f"{status.leases} leases, {status.pins} pins ({size(status.pinned_bytes)}), "
         f"{status.transfers} transfers under way",
         f"; {status.mapped} blocks of GPU memory mapped" if status.mapped else "",
@@ -128,7 +139,7 @@ def _head(status: NodeStatus, address: str) -> Text:
             f"used {size(one.total_bytes - one.free_bytes)}"
             for one in (status.arenas if len(status.arenas) > 1 else [])
         ),
-        *(f"\n{_escaped(_tier(tier))}" for tier in status.tiers),
+        *(f"\n{escaped(_tier(tier))}" for tier in status.tiers),
     )
 
 
@@ -139,26 +150,30 @@ def _tier(tier: TierStatus) -> str:
     ]
     under_way = [f"{tier.copies} copies under way"] if tier.copies else []
     state = [tier.state] if tier.state != "ok" else []
-    now = "; ".join([f"{tier.name} {tier.place}{held}", *rates, *under_way, *state])
     counts = [f"{count} {what}" for what, count in (("dropped", tier.dropped), ("errors", tier.errors)) if count]
-    since = [
-        f"{tier.hits} hits, {tier.misses} misses",
-        f"loaded {tier.loads}, {_moved(tier.loaded_bytes, tier.read_bytes)}",
+    lines = [
+        "; ".join([f"{tier.name} {tier.place}{held}", *state]),
+        "; ".join([*rates, *under_way]),
+        "; ".join([f"{tier.hits} hits, {tier.misses} misses", *counts]),
+        f"loaded {tier.loads}, {_moved(tier.loaded_bytes, tier.read_bytes)}; "
         f"stored {tier.stores}, {_moved(tier.stored_bytes, tier.written_bytes)}",
-        *counts,
     ]
-    return f"{now}\n    {'; '.join(since)}"
+    return "\n    ".join(line for line in lines if line)
 
 
 def _moved(nbytes: int, coded_bytes: int) -> str:
     return f"{size(nbytes)} in {size(coded_bytes)}" if 0 < coded_bytes < nbytes else size(nbytes)
 
 
-def _peers(status: NodeStatus) -> Table:
-    rows = []
-    for peer in sorted(status.peers, key=lambda p: p.name):
-        rates = " ".join(f"{scheme} {rate:.2f}" for scheme, rate in sorted(peer.rates.items()))
+def _peers(status: NodeStatus) -> list[RenderableType]:
+    """A row for each, and what is too long for one below."""
+    rows, more = [], []
+    for peer in sorted(status.peers, key=lambda each: each.name):
+        rate = f"{peer.rates[peer.channel]:.2f}" if peer.channel in peer.rates else ""
         counts = (str(peer.pushes), str(peer.landing), size(peer.sent_bytes), size(peer.landed_bytes))
-        rows.append((peer.name, peer.state, peer.channel, rates, *counts, peer.why))
-    columns = ("peer", "connection", "channel", "GB/s", ">pushes", ">landing", ">sent", ">landed", "why")
-    return table("peers", columns, rows, is_wide=True)
+        rows.append((peer.name, peer.state, peer.channel, rate, *counts))
+        others = [f"{scheme} {gb_s:.2f} GB/s" for scheme, gb_s in sorted(peer.rates.items()) if scheme != peer.channel]
+        if notes := [*([peer.why] if peer.why else []), *others]:
+            more.append(Text(escaped(f"peer {peer.name}: {'; '.join(notes)}")))
+    columns = ("peer", "is", "channel", ">GB/s", ">pushes", ">landing", ">sent", ">landed")
+    return [table("peers", columns, rows, is_wide=True), *more] if rows else []

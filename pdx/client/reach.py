@@ -19,6 +19,7 @@ from pdx.client.http_call import call
 from pdx.errors import ConfigError, NodeError, NodeUnavailable, ProtocolError, ProxyError, SelectionError
 from pdx.wire.messages import Outcome, Refused
 from pdx.wire.objects import Failure, decode_answers
+from pdx.wire.overview import Overview
 from pdx.wire.prompt import Prompt, about
 from pdx.wire.status import NodeStatus
 from pdx.wire.verbs import AnyVerb, Find, Found, Model, ModelList, Models, Selection, Status, Verb
@@ -140,6 +141,14 @@ class ThroughProxy:
 
     def address(self, name: str) -> str:
         return ""
+
+    def overview(self) -> Overview:
+        """What the status page shows."""
+        try:
+            return msgspec.json.decode(self._call("/status.json"), type=Overview)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            text = f"{self._url}/status.json answers not as a proxy of this version does: {error}"
+            raise ProxyError(text) from error
 
     def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> dict[str, Outcome]:
         return self.ask(Find(Selection()), instances, prompt, wait_s)

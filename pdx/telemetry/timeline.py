@@ -90,6 +90,36 @@ def breakdown(moments: list[Moment]) -> Breakdown:
     )
 
 
+def phases(moments: list[Moment], now_ns: int) -> list[float]:
+    """How many milliseconds a request was in the queue, was prefilled, handed over and decoded, as far as it has come;
+    what it is in lasts until now. One after the other, as its client sees it: copies go on beside prefill, and a decode
+    leg may wait meanwhile.
+
+    An engine that tells of no admission is in prefill from when it was asked, once that is over. One that serves alone
+    prefills until its first byte.
+    """
+    last: dict[str, int] = {}
+    for moment in moments:
+        last[moment.event] = max(moment.at_ns, last.get(moment.event, 0))
+
+    def seen(*events: Event) -> int | None:
+        return next((last[event] for event in events if event in last), None)
+
+    prefilled = seen(Event.PREFILL_END, Event.PREFILL_ANSWERED, Event.RUNNABLE, Event.DECODE_FIRST)
+    is_taken = prefilled is not None or Event.PREFILL_SENT not in last
+    begun = seen(Event.ADMITTED, *((Event.PREFILL_SENT, Event.DECODE_SENT) if is_taken else ()))
+    ends = (begun, prefilled, seen(Event.RUNNABLE, Event.DECODE_FIRST), seen(Event.DONE))
+    until, spent = seen(Event.RECEIVED) or now_ns, list[float]()
+    for number, end in enumerate(ends):
+        is_last = all(later is None for later in ends[number:])
+        reached = now_ns if is_last else max(until, end or until)
+        spent.append(round(max(0, reached - until) / 1e6, 1))
+        until = reached
+        if is_last:
+            break
+    return spent
+
+
 def _hidden_share(nbytes: dict[str, int]) -> float | None:
     """Of what was pushed, or (without a push) of what was gathered; None where that is nothing."""
     done, total = (Event.ACROSS, Event.PUSHED) if Event.PUSHED in nbytes else (Event.PREFILL_END, Event.SEALED)

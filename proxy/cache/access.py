@@ -31,20 +31,22 @@ class Access:
         self._clock = env.clock
         self._failed: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, and how many, by address
 
-    def check(self, request: web.Request) -> None:
-        """Before anything of its body is read.
+    def check(self, request: web.Request, *, reads: bool = False) -> None:
+        """Before anything of its body is read. `reads`: it is no verb; if there is no token, everybody may ask it.
 
         After MAX_FAILED wrong tokens in WINDOW_S, the address that they came from is not listened to until that time is
         over, whatever it shows. A Unix socket has no address: only this user reaches it.
 
         :raises RequestRefused: it may say no verbs.
         """
+        if reads and self._token is None:
+            return
         address = request.remote or ""
         try:
             self._check(address, request.headers.get("Authorization", ""), is_unix=_is_unix(request))
         except RequestRefused as refusal:
             self._counters["controllers_denied"] += 1
-            text = f"a verb from {address or 'a Unix socket'} was refused: {refusal}"
+            text = f"a request from {address or 'a Unix socket'} was refused: {refusal}"
             self._faults.warn(f"controllers_denied {refusal.status}", text)
             raise
 

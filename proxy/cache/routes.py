@@ -96,7 +96,7 @@ class CacheControl:
         try:
             self.access.check(request)
         except PdxError as error:
-            return _error(error)
+            return error_answer(error)
         told = msgspec.json.encode({"nodes": list(self.instances.all()), "verbs": list(VERBS)})
         return web.Response(body=told, content_type="application/json")
 
@@ -112,7 +112,7 @@ class CacheControl:
             return web.Response(body=answer, content_type="application/json")
         except PdxError as error:
             outcome = _kind(error)
-            return _error(error)
+            return error_answer(error)
         finally:
             self._metrics.verbs.labels(name if name in VERBS else "", outcome).inc()
 
@@ -171,7 +171,8 @@ def _known(name: str) -> str:
     return name if isinstance(kind, type) and issubclass(kind, PdxError) else NodeError.__name__
 
 
-def _error(error: PdxError) -> web.Response:
+def error_answer(error: PdxError) -> web.Response:
+    """What controllers take for this error."""
     kind, headers = _kind(error), {}
     status = _STATUS.get(kind, 502)
     if isinstance(error, VerbRefused):

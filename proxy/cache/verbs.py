@@ -163,14 +163,18 @@ class Verbs:
         if kind.is_of_one_node() or (len(nodes) == 1 and names and ALL not in names):
             found = {name: await self._ask(node, verb, wait_s) for name, node in nodes.items()}
         else:
-            outcomes = await asyncio.gather(*(self._settled(node, verb, wait_s) for node in nodes.values()))
-            found = dict(zip(nodes, outcomes, strict=True))
+            found = await self.settled(nodes, verb, wait_s)
         if envelope is None:
             return found
         return {  # each field has a verdict, also those of which nodes are not told
             name: Advised(envelope.answer(each.verdicts)) if isinstance(each, Advised) else each
             for name, each in found.items()
         }
+
+    async def settled(self, nodes: Mapping[str, Instance], verb: AnyVerb, wait_s: float) -> dict[str, Outcome]:
+        """What each of these nodes answers, or why it does not."""
+        outcomes = await asyncio.gather(*(self._settled(node, verb, wait_s) for node in nodes.values()))
+        return dict(zip(nodes, outcomes, strict=True))
 
     def _nodes(self, kind: type[Verb], said: Any, names: Collection[str]) -> dict[str, Instance]:
         """:raises SelectionError: one is not known, or none is named for a verb that must not go to all of them."""

@@ -24,7 +24,7 @@ from pdx.client.api import connect
 from pdx.config import node_settings
 from pdx.errors import NodeError, NodeUnavailable
 from pdx.transports.channel import Availability
-from pdx.wire.status import COUNTING, AttachedStatus, NodeStatus, PeerStatus, TierStatus
+from pdx.wire.status import COUNTING, ArenaStatus, AttachedStatus, NodeStatus, PeerStatus, TierStatus
 
 
 def pdx(*arguments: str):
@@ -114,10 +114,43 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it():
     assert "7 pins (9.0 MiB)" in shown
     assert "disk /var/cache/pdx: 12 chunks, 3.0 GiB of 100.0 GiB" in shown
     assert "engine e1 shares no chunks with engine 'e2': num_shards '2' and '[1]'" in shown
-    (row,) = [line for line in shown.splitlines() if "beta" in line]
-    for words in ("ready", "nixl 2.25 tcp 1.50", " 3 ", " 4 ", "5.0 MiB", "6.0 GiB", "it [was] silent"):
-        assert words in row
+    row, more = [line for line in shown.splitlines() if "beta" in line]
+    assert row.split() == ["beta", "ready", "nixl", "2.25", "3", "4", "5.0", "MiB", "6.0", "GiB"]
+    assert more == "peer beta: it [was] silent; tcp 1.50 GB/s"
     assert json.loads(to_json(status))["peers"][0]["channel"] == "nixl"
+
+
+FULL = NodeStatus(
+    *("gpu-node-16.example.org", 1, 1234567, 1e6, 64 << 30, 12 << 30, {"sealed": 10**6}, {"sealed": 10**12}, 12, 3, 7),
+    attached=[
+        AttachedStatus(1234567, "scheduler", "", "3f9c2a7be0", 0, "prefill", "http://10.128.14.201:8100", 128, 12.3),
+        AttachedStatus(1234568, "worker", "", "3f9c2a7be0", 1, "prefill", "", 0, 0.2),
+    ],
+    counters={"degraded_request_without_pdx": 10**9, "landed_bytes": 10**15},
+    listen="tcp://10.128.14.201:7700",
+    peers=[
+        PeerStatus("gpu-node-17", "", "ready", "nixl", {"nixl": 11.25, "tcp": 2.31}, 12, 3, 5 << 30, 123 << 30, ""),
+        PeerStatus("gpu-node-18.example.org", "", "closed", "", {}, 0, 0, 0, 0, f"it {'was silent ' * 20}"),
+    ],
+    arenas=[ArenaStatus("", 32 << 30, 1 << 30), ArenaStatus("GPU-8a7b6c5d-1234-5678-9abc-def012345678", 32 << 30, 0)],
+    tiers=[
+        TierStatus(
+            *("disk", "/var/cache/pdx/a/folder/of/some/length", 123_456, 300 << 30, 400 << 30, "ok", 12, 2.31, 1.97),
+            *(True, 123_456, 7890, 5555, 6666, 300 << 30, 310 << 30, 12, 3, 200 << 30, 210 << 30),
+        )
+    ],
+)
+
+
+def test_a_status_has_its_words_and_numbers_whole_on_a_terminal_of_80():
+    shown = shown_of(FULL, width=80)
+    assert max(map(len, shown.splitlines())) <= 80
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.startswith(("gpu-node", "3f9c2a7b"))}
+    assert rows["gpu-node-17"] == ["gpu-node-17", "ready", "nixl", "11.25", "12", "3", "5.0", "GiB", "123.0", "GiB"]
+    assert rows["gpu-node-18.example.org"] == ["gpu-node-18.example.org", "closed", *["0", "0", "0", "B", "0", "B"]]
+    assert rows["3f9c2a7b"] == ["3f9c2a7b", "worker", "1", "prefill", "1234568", "0", "0.2", "s"]
+    for words in ("10.128.14.201:8100", "channel", "running", "landing", "123456 hits, 7890 misses"):
+        assert words in shown
 
 
 def test_words_of_peers_stores_and_engines_steer_no_terminal():
@@ -206,7 +239,7 @@ def test_attached_engines_have_one_line_each_on_a_terminal_of_80():
     engine = AttachedStatus(1234567, "scheduler", "", "e" * 8, 0, "prefill", "http://127.0.0.1:8100", 12, 0.1, "")
     shown = shown_of(NodeStatus("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [engine], {}), width=80)
     (row,) = [line for line in shown.splitlines() if "1234567" in line]
-    assert row.split() == ["e" * 8, "scheduler", "0", "prefill", "http://127.0.0.1:8100", "1234567", "12", "0.1", "s"]
+    assert row.split() == ["e" * 8, "scheduler", "0", "prefill", "1234567", "12", "0.1", "s", "127.0.0.1:8100"]
 
 
 def test_each_disk_has_a_line_until_its_files_are_counted(start_node):

@@ -1,0 +1,221 @@
+"""A proxy with as many nodes, engines and requests as a test wants, of which nothing is real but the proxy.
+
+`python tests/proxy/status_stage.py 127.0.0.1:8001` serves one, to be looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+
+from pdx.proxy.app import Proxy
+from pdx.proxy.config import ProxyConfig
+from pdx.proxy.health import EngineState
+from pdx.proxy.plan import Mode
+from pdx.proxy.routes import Route
+from pdx.proxy.server import Server
+from pdx.proxy.timelines import Fallback, Timeline
+from pdx.telemetry.timeline import Event, Moment
+from pdx.wire import messages
+from pdx.wire.proxy import EngineReport, NodeReport, Reply, decode_to_proxy
+from pdx.wire.status import ArenaStatus, NodeStatus, PeerStatus, TierStatus
+
+GIB, MS = 1 << 30, 10**6
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "\x1b[2J\x1b]0;owned\x07\x9b31m",
+    "\u202egnp.exe\u2066",
+    "</script><script>alert(1)</script>",
+    "&lt;b&gt; \" ' ` ${1}",
+    "x" * 250,
+    "\u200b\u00ad\U000e0041",
+)
+
+
+def name_of(number, hostile):
+    return f"{number:03}{HOSTILE[number % len(HOSTILE)]}"[:256] if hostile else f"node-{number:03}"
+
+
+def url_of(number):
+    return f"http://10.0.{number // 250}.{number % 250 + 1}:8000"
+
+
+def node_status(number, nodes, *, hostile=False, chance=None):
+    chance = chance or random.Random(number)
+    used, said = chance.random(), HOSTILE[number % len(HOSTILE)]
+    asked = chance.randrange(20_000)
+    tiers = [
+        TierStatus(
+            said if hostile else "disk",
+            said if hostile else "/var/cache/pdx",
+            chunks=4000,
+            used_bytes=int(340 * GIB * used),
+            limit_bytes=400 * GIB,
+            hits=asked // 3,
+            misses=asked // 4,
+            load_gb_s=2.31,
+            state=said if hostile else "ok" if number % 9 else "paused: the disk is full",
+        ),
+        TierStatus("remote", "s3://kv/llama", used_bytes=0, hits=asked // 9, misses=asked // 6, load_gb_s=0.42),
+    ]
+    peers = [
+        PeerStatus(
+            name_of(each, hostile),
+            "tcp://10.0.0.2:7700",
+            "closed" if each == 5 and number % 10 == 3 else "ready",
+            said if hostile else "nixl" if each % 5 else "tcp",
+            {"nixl": 11.2, "tcp": 2.3},
+            each % 2,
+            0,
+            3 * GIB,
+            GIB,
+            (said if hostile else "it was silent for 6 s") if each == 5 and number % 10 == 3 else "",
+        )
+        for each in range(nodes)
+        if each != number
+    ]
+    counters = {"hit_chunks": int(asked * used), "looked_up_chunks": asked, "sealed": 5, "evicted": 3}
+    counters |= {f"degraded_{said}" if hostile else "degraded_load_late": 3} if number % 7 == 0 else {}
+    return NodeStatus(
+        name=name_of(number, hostile),
+        epoch=1,
+        pid=100,
+        uptime_s=3600.0 * number + 5,
+        arena_bytes=64 * GIB,
+        free_bytes=int(64 * GIB * (1 - used)),
+        chunks={"sealed": 100},
+        chunk_bytes={"sealed": GIB},
+        leases=3,
+        pins=0,
+        transfers=number % 4,
+        attached=[],
+        counters=counters,
+        peers=peers,
+        arenas=[ArenaStatus("", 64 * GIB, int(64 * GIB * (1 - used)))],
+        tiers=tiers,
+    )
+
+
+def timeline_of(number, nodes, now_ns, *, hostile=False, chance=None):
+    """A request that has come as far as one of its age has."""
+    chance = chance or random.Random(number)
+    alone, tokens = number % 6 == 5, chance.randrange(200, 30_000)
+    prefill, decode = chance.randrange(0, max(1, nodes), 2), chance.randrange(1, max(2, nodes), 2)
+    engines = [f"{name_of(each, hostile)}-engine"[:256] if hostile else f"llama-{each}" for each in (prefill, decode)]
+    moments, at = [Moment(Event.RECEIVED, 0)], 0
+
+    def then(event, ms, engine="", nbytes=0):
+        nonlocal at
+        at += int(ms * MS)
+        moments.append(Moment(event, at, engine, nbytes, tokens))
+
+    if alone:
+        then(Event.DECODE_SENT, 0.4, engines[1])
+        then(Event.DECODE_FIRST, 30 + tokens / 40)
+    else:
+        then(Event.PREFILL_SENT, 0.6, engines[0])
+        then(Event.DECODE_SENT, 0.1, engines[1])
+        then(Event.ADMITTED, chance.choice([3, 20, 900]))
+        then(Event.PREFILL_END, 50 + tokens / 20)
+        then(Event.PREFILL_ANSWERED, 2)
+        then(Event.LANDED, chance.choice([1, 30]), nbytes=tokens * 1000)
+        then(Event.RUNNABLE, 5)
+        then(Event.DECODE_FIRST, 25)
+    then(Event.FIRST_TOKEN, 0.2)
+    age_ns = int(chance.random() ** 2 * (at + 9000 * MS))
+    came_ns = now_ns - age_ns
+    moments = [
+        Moment(each.event, came_ns + each.at_ns, each.engine, each.nbytes, each.tokens)
+        for each in moments
+        if each.at_ns <= age_ns
+    ]
+    mode, why = (Mode.ALONE, "short") if alone else (Mode.FORWARD, "greedy")
+    return Timeline(
+        transfer=f"a1b2c3d4{chance.getrandbits(160):x}"[:40],
+        route=Route.COMPLETIONS,
+        mode=mode,
+        why=why,
+        prompt_tokens=tokens,
+        cached_tokens=tokens // 2,
+        moments=moments,
+    )
+
+
+def populate(proxy, nodes, requests, *, hostile=False):
+    """Nodes answer as through their sockets, from bytes."""
+    chance = random.Random(7)
+    replies = {}
+    for number in range(nodes):
+        name, role = name_of(number, hostile), "prefill" if number % 2 == 0 else "decode"
+        engine = f"{name}-engine"[:256] if hostile else f"llama-{number}"
+        report = NodeReport(
+            messages.VERSION,
+            name,
+            1,
+            64 * GIB,
+            GIB,
+            [EngineReport(engine, role, url_of(number), number % 3)],
+            [],
+            reaches=[name_of(each, hostile) for each in range(nodes)],
+        )
+        proxy._take_report(report)
+        if number % 25 != 24:
+            replies[name] = node_status(number, nodes, hostile=hostile)
+        record = proxy._health.of(url_of(number))
+        record.state = EngineState.SUSPECT if number % 31 == 30 else EngineState.WELL
+        record.models = dict.fromkeys([HOSTILE[number % len(HOSTILE)]] if hostile else ["meta-llama/Llama-3.1-8B"])
+        record.computing.moved(8000 + number, 0, 10**9)
+    loop = asyncio.get_running_loop()
+    asked = []
+
+    def order(node, said):
+        asked.append(node)
+        if node in replies:
+            frame = messages.encode(Reply(said.number, replies[node]))
+            loop.call_soon(lambda: proxy._take(node, decode_to_proxy(frame)))
+        return "" if node in replies else "it is not connected"
+
+    proxy._control.order = order
+    now_ns = time.monotonic_ns()
+    made = [timeline_of(number, nodes, now_ns, hostile=hostile, chance=chance) for number in range(requests)]
+    for each in sorted(made, key=lambda one: one.moments[0].at_ns):
+        proxy._timelines.begin(each)
+    for each in made[:12]:
+        ended = timeline_of(chance.randrange(1000), nodes, now_ns - 5000 * MS, hostile=hostile, chance=chance)
+        proxy._timelines.begin(ended)
+        proxy._timelines.end(ended, "ok", now_ns - 5000 * MS)
+        why = chance.choice(["prefill_timeout", "no_prefiller", "layouts"])
+        proxy._timelines.fallbacks.appendleft(Fallback(each.transfer, why, now_ns - int(chance.random() * 1e11)))
+    return asked
+
+
+@asynccontextmanager
+async def serving(nodes=2, requests=3, *, hostile=False, address="127.0.0.1:0", **settings):
+    """(proxy, URL of --admin, names of nodes that were asked)"""
+    folder = tempfile.mkdtemp(prefix="pdxs")
+    settings.setdefault("heartbeat_timeout_s", 1e6)
+    proxy = Proxy(ProxyConfig(control=f"ipc://{folder}/p.sock", **settings))
+    asked = populate(proxy, nodes, requests, hostile=hostile)
+    server = Server(proxy.admin_app(), proxy.env)
+    await server.start(address)
+    try:
+        yield proxy, server.url, asked
+    finally:
+        await server.close()
+        shutil.rmtree(folder)
+
+
+async def _main(address, nodes="4", requests="7", hostile=""):
+    async with serving(int(nodes), int(requests), hostile=bool(hostile), address=address) as (_, url, _asked):
+        sys.stdout.write(f"{url}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(*sys.argv[1:]))
