@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from allocator_records import check
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -562,7 +563,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.index.pinned_bytes == sum(record.slot.nbytes for record in self.live.values() if record.pins)
         assert self.store.num_leases == len(self.leases)
         assert self.store.free_bytes == self.free_bytes()
-        self.store.pools[0]._allocator.check()
+        check(self.store.pools[0]._allocator)
         named_keys = {r.key for r in self.live.values() if r.blocks and r.state is State.SEALED}
         assert len(self.store.index.siblings) == len(named_keys)
         assert writing(self.store) == {r.slot.offset for r in self.live.values() if r.state in WRITABLE}
