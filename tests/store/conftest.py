@@ -1,11 +1,33 @@
-"""What the tests of remote stores share."""
+"""What the tests of disks and remote stores share."""
 
 import contextlib
 import itertools
 
 import pytest
 from disk_bed import closing_all
+from gate import Gate
 from remote_bed import Bed, made, running
+
+from pdx.store.disk import chunk_file
+
+
+@pytest.fixture
+def bed(make):
+    """As the file makes them."""
+    return make()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Makes gates, which are open in the end."""
+    with contextlib.ExitStack() as undo:
+
+        def make(name, of=chunk_file, **settings):
+            made = Gate(monkeypatch, of, name, **settings)
+            undo.callback(made.open)
+            return made
+
+        yield make
 
 
 @pytest.fixture

@@ -3,15 +3,14 @@
 The tiers are the fakes of test_tiers, and a real disk.
 """
 
+import contextlib
 import itertools
 
 import pytest
 from disk_bed import Bed
-from test_disk import Gate
 from test_tiers import DictTier, Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.store.disk import chunk_file
 
 TIERS = 3
 
@@ -84,18 +83,14 @@ def test_all_chunks_of_a_prompt_are_loaded_at_the_same_time(stage):
     assert stage.hits(range(6)) == 6
 
 
-def test_a_disk_has_several_reads_of_a_prompt_under_way(tmp_path, monkeypatch):
-    bed = Bed(tmp_path, slots=10)
-    try:
+def test_a_disk_has_several_reads_of_a_prompt_under_way(tmp_path, gate):
+    with contextlib.closing(Bed(tmp_path, slots=10)) as bed:
         for number in range(4):
             assert bed.store(number)
-        gate = Gate(monkeypatch, "read", chunk_file)
+        read = gate("read")
         copies = [bed.start_load(number, at=number + 1) for number in range(4)]
         for _ in copies:
-            assert gate.arrived.acquire(timeout=60), "a read waits for another one"
+            assert read.arrived.acquire(timeout=60), "a read waits for another one"
         assert not bed.over.keys() & {copy.number for copy in copies}
-        gate.open()
+        read.open()
         assert [bed.end(copy) for copy in copies] == [None] * 4
-    finally:
-        gate.open()
-        bed.close()

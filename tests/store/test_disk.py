@@ -39,43 +39,6 @@ def make(tmp_path):
         yield make_bed
 
 
-@pytest.fixture
-def bed(make):
-    return make()
-
-
-class Gate:
-    """Threads that call a function of `chunk_file` wait at it until `open`."""
-
-    def __init__(self, monkeypatch, name, of):
-        self.arrived = threading.Semaphore(0)
-        self._opened = threading.Event()
-        real = getattr(of, name)
-
-        def gated(*args, **settings):
-            self.arrived.release()
-            assert self._opened.wait(60)
-            return real(*args, **settings)
-
-        monkeypatch.setattr(of, name, gated)
-
-    def open(self):
-        self._opened.set()
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    gates = []
-
-    def make_gate(name, of=chunk_file):
-        gates.append(Gate(monkeypatch, name, of))
-        return gates[-1]
-
-    yield make_gate
-    for one in gates:
-        one.open()
-
-
 # ---- bytes ----------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import functools
 import os
 import random
 import shutil
-import threading
 
 import pytest
 from disk_bed import KV_BYTES as CHUNK_BYTES
@@ -25,11 +24,6 @@ def make(tmp_path):
     settings = {"slot_bytes": CHUNK_BYTES, "limit_bytes": 16 * MIB, "codec": LOSSLESS}
     with closing_all(functools.partial(KvBed, tmp_path, **settings)) as make_bed:
         yield make_bed
-
-
-@pytest.fixture
-def bed(make):
-    return make()
 
 
 # ---- files ----------------------------------------------------------------------------------
@@ -76,24 +70,16 @@ def test_more_chunks_have_room_when_they_are_encoded(make):
         assert not bed.has(number) or bed.load(number) is None
 
 
-def test_room_for_all_of_a_chunk_is_there_before_it_is_encoded(make, monkeypatch):
+def test_room_for_all_of_a_chunk_is_there_before_it_is_encoded(make, gate):
     """Nobody knows before what it will take; nor does the cap care that it will be less."""
     charge = chunk_file.disk_bytes(CHUNK_BYTES, 4)
     bed = make(limit_bytes=2 * charge)
     assert bed.store(1)
-    arrived, go_on = threading.Semaphore(0), threading.Event()
-    real = chunk_file.packed
-
-    def gated(*args):
-        arrived.release()
-        assert go_on.wait(60)
-        return real(*args)
-
-    monkeypatch.setattr(chunk_file, "packed", gated)
+    packing = gate("packed")
     copy = bed.start_store(2, at=2)
-    assert arrived.acquire(timeout=60)
+    assert packing.arrived.acquire(timeout=60)
     assert bed.tier.used_bytes == charge + ChunkFile(key(1), 0, 4, CHUNK_BYTES, bed.coded(1)).charge
-    go_on.set()
+    packing.open()
     assert bed.end(copy) is None
     bed.settle()
     assert bed.tier.used_bytes < charge + charge

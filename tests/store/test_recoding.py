@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import threading
 
 import pytest
 from disk_bed import KV_BYTES, MIB, KvBed, closing_all, key, kv
@@ -25,11 +24,6 @@ CHARGE = chunk_file.disk_bytes(KV_BYTES, 4)
 def make(tmp_path):
     with closing_all(functools.partial(KvBed, tmp_path, slot_bytes=KV_BYTES, limit_bytes=16 * MIB)) as make_bed:
         yield make_bed
-
-
-@pytest.fixture
-def bed(make):
-    return make()
 
 
 def until_over(bed, handle):
@@ -159,34 +153,15 @@ def test_a_chunk_makes_no_room_for_itself(make):
     account_is_true(bed)
 
 
-@pytest.fixture
-def gate(monkeypatch):
-    opened, arrived = threading.Event(), threading.Semaphore(0)
-
-    def gated(name, of=chunk_file):
-        real = getattr(of, name)
-
-        def waiting(*args, **settings):
-            arrived.release()
-            assert opened.wait(60)
-            return real(*args, **settings)
-
-        monkeypatch.setattr(of, name, waiting)
-
-    gated.opened, gated.arrived = opened, arrived
-    yield gated
-    opened.set()
-
-
 def test_a_load_that_comes_to_the_old_file_too_late_reads_the_new_one(bed, gate):
     assert bed.store(1)
-    gate("load", chunk_format)
+    gated = gate("load", chunk_format)
     copy = bed.start_load(1)
-    assert gate.arrived.acquire(timeout=60)
+    assert gated.arrived.acquire(timeout=60)
     assert until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print)).done == 1
     while len(bed.files) > 1:
         bed.turn()
-    gate.opened.set()
+    gated.open()
     assert bed.end(copy) is None
     assert bed.bytes_at(bed.slot(1)) == kv(1 << 4, KV_BYTES)
     bed.settle()
@@ -203,15 +178,15 @@ def until_over_but_loads(bed, handle):
 def test_what_is_deleted_meanwhile_is_gone(bed, gate):
     for number in (1, 2):
         assert bed.store(number)
-    gate("contents")
+    gated = gate("contents")
     handles = [
         bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print),
         bed.tier.recode([(key(2), key(102))], str(FORM), 1, print),
     ]
     for _ in handles:
-        assert gate.arrived.acquire(timeout=60)
+        assert gated.arrived.acquire(timeout=60)
     assert bed.tier.evict([key(1), key(2)]) == 2
-    gate.opened.set()
+    gated.open()
     for handle in handles:
         until_over(bed, handle)
     assert [handle.done for handle in handles] == [0, 0]
@@ -221,33 +196,26 @@ def test_what_is_deleted_meanwhile_is_gone(bed, gate):
 
 def test_a_file_that_is_being_removed_is_not_written_at_the_same_time(bed, gate):
     assert bed.store(1)
-    gate("remove")
+    gated = gate("remove")
     assert until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print)).done == 1
-    assert gate.arrived.acquire(timeout=60)
+    assert gated.arrived.acquire(timeout=60)
     handle = until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], NONE, 1, print))
     assert handle.failed == {"busy": 1}
-    gate.opened.set()
+    gated.open()
     bed.settle()
     assert bed.load(1) is None
     account_is_true(bed)
 
 
-def test_a_file_is_not_overwritten_while_it_is_read_for_another_form(make, monkeypatch):
+def test_a_file_is_not_overwritten_while_it_is_read_for_another_form(make, gate):
     """It makes room for another chunk meanwhile, and would be written anew for that."""
     bed = make(limit_bytes=2 * CHARGE)
     assert bed.store(1)
-    arrived, goes_on, real = threading.Semaphore(0), threading.Event(), os.preadv
-
-    def late(*args):
-        arrived.release()
-        assert goes_on.wait(60)
-        return real(*args)
-
-    monkeypatch.setattr(os, "preadv", late)
+    read = gate("preadv", os)
     handle = bed.tier.recode([(key(1), key(1))], LOSSLESS, 1, print)
-    assert arrived.acquire(timeout=60)
+    assert read.arrived.acquire(timeout=60)
     assert bed.end(bed.start_store(2, at=2)) is None
-    goes_on.set()
+    read.open()
     until_over(bed, handle)
     assert (handle.failed, bed.counters["disk_corrupt"]) == ({}, 0)
     assert [bed.has(1), bed.has(2)] == [False, True]
@@ -257,14 +225,14 @@ def test_a_file_is_not_overwritten_while_it_is_read_for_another_form(make, monke
 def test_it_can_be_cancelled(bed, gate):
     for number in range(10):
         assert bed.store(number)
-    gate("contents")
+    gated = gate("contents")
     told = []
     handle = bed.tier.recode(
         [(key(number), key(number)) for number in range(10)], LOSSLESS, 1, lambda *each: told.append(each)
     )
-    assert gate.arrived.acquire(timeout=60)
+    assert gated.arrived.acquire(timeout=60)
     handle.cancel()
-    gate.opened.set()
+    gated.open()
     until_over(bed, handle)
     assert handle.failed == {"cancelled": 10}
     assert len(told) == 10
@@ -276,10 +244,10 @@ def test_it_can_be_cancelled(bed, gate):
 def test_few_are_under_way_at_once(bed, gate):
     for number in range(10):
         assert bed.store(number)
-    gate("contents")
+    gated = gate("contents")
     handle = bed.tier.recode([(key(number), key(number)) for number in range(10)], LOSSLESS, 1, print)
     assert len(bed.tier._recoded) == store_tier.RECODED_AT_ONCE
-    gate.opened.set()
+    gated.open()
     assert until_over(bed, handle).done == 10
 
 

@@ -38,11 +38,6 @@ def make(server, tmp_path):
         yield make_bed
 
 
-@pytest.fixture
-def bed(make):
-    return make()
-
-
 def test_first_loads_find_connections_open(server, make, numbers):
     """What a connection takes to be made would count as what the store takes, by which loads pay or do not."""
     if isinstance(server, SeaweedFs):

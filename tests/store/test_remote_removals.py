@@ -1,7 +1,5 @@
 """What is deleted is not in the remote store any more, whoever put it there, and whatever is under way."""
 
-import threading
-
 import pytest
 from remote_bed import key
 
@@ -36,38 +34,29 @@ def test_all_shards_that_this_node_has_put_there_are_removed(bed, redis):
     assert bed.counters["remote_removed"] == 1
 
 
-def test_an_answer_from_before_it_was_deleted_does_not_count(bed, redis, monkeypatch):
+def test_an_answer_from_before_it_was_deleted_does_not_count(bed, redis, gate):
     assert bed.store(1) is None
-    heads, asked, goes_on = bed.tier._backend.heads, threading.Event(), threading.Event()
-
-    def late(names, nbytes):
-        found = heads(names, nbytes)
-        asked.set()
-        goes_on.wait(30)
-        return found
-
-    monkeypatch.setattr(bed.tier._backend, "heads", late)
+    answer = gate("heads", bed.tier._backend, behind=True)
     assert bed.tier.seeks([key(1)], 1)
-    assert asked.wait(30)
+    assert answer.arrived.acquire(timeout=30)
     bed.tier.evict([key(1)])
     assert not bed.tier.find([key(1)], 1)
     assert gone(bed, redis)
-    goes_on.set()
+    answer.open()
     bed.until(lambda: not bed.tier._catalog.seeking)
     assert not bed.tier.find([key(1)], 1)
     bed.now += NOT_THERE_S + 0.1
     assert bed.sought([1]) == 0
 
 
-def test_what_is_being_removed_is_neither_looked_for_nor_stored(bed, redis, monkeypatch):
+def test_what_is_being_removed_is_neither_looked_for_nor_stored(bed, redis, gate):
     assert bed.store(1) is None
-    goes_on, remove = threading.Event(), bed.tier._backend.remove
-    monkeypatch.setattr(bed.tier._backend, "remove", lambda names: goes_on.wait(30) and remove(names))
+    remove = gate("remove", bed.tier._backend)
     bed.tier.evict([key(1)])
     assert bed.sought([1]) == 0
     assert bed.store(1) == "left out"
     assert "being deleted" in bed.tier.history.why(key(1)).text
-    goes_on.set()
+    remove.open()
     assert gone(bed, redis)
 
 
@@ -117,21 +106,14 @@ def test_what_is_not_removed_by_the_end_is_said(bed, redis, caplog):
     assert "1 chunks that were deleted may still be in" in caplog.text
 
 
-def test_what_is_deleted_while_it_is_written_is_removed_when_that_is_over(bed, redis, monkeypatch):
-    write, reached, goes_on = bed.tier._backend.write, threading.Event(), threading.Event()
-
-    def late(name, parts):
-        reached.set()
-        assert goes_on.wait(30)
-        write(name, parts)
-
-    monkeypatch.setattr(bed.tier._backend, "write", late)
+def test_what_is_deleted_while_it_is_written_is_removed_when_that_is_over(bed, redis, gate):
+    write = gate("write", bed.tier._backend)
     copy = bed.start("store", 1, at=1)
-    assert reached.wait(30)
+    assert write.arrived.acquire(timeout=30)
     bed.tier.evict([key(1)])
     bed.tier.tick()
     removing = bool(bed.tier._catalog._removing)
-    goes_on.set()
+    write.open()
     bed.end(copy)
     assert not removing, "it is being written"
     assert gone(bed, redis)
