@@ -82,31 +82,12 @@ LAZY = {
 NODE = {"pdx.node", "pdx.node.peers", "pdx.node.events"}
 # What lies lower, but is none of a room's business.
 FORBIDDEN = {
-    "pdx.node": {"pdx.transports", "pdx.proxy"},
-    "pdx.node.peers": {"pdx.transports", "pdx.proxy"},
-    "pdx.node.events": {"pdx.transports", "pdx.proxy"},
+    **dict.fromkeys(NODE, {"pdx.transports", "pdx.proxy"}),
     "pdx.client": {*NODE, "pdx.store", "pdx.transports", "pdx.proxy"},
     "pdx.engine": {"pdx.node.peers", "pdx.node.events", "pdx.store", "pdx.transports", "pdx.proxy"},
     "pdx.vllm": {*NODE, "pdx.store", "pdx.transports", "pdx.proxy"},
-    "pdx.testing": {
-        "pdx.node",
-        "pdx.node.peers",
-        "pdx.node.events",
-        "pdx.store",
-        "pdx.proxy",
-        "pdx.engine",
-        "pdx.vllm",
-    },
-    "pdx.cli": {
-        "pdx.node",
-        "pdx.node.peers",
-        "pdx.node.events",
-        "pdx.store",
-        "pdx.proxy",
-        "pdx.engine",
-        "pdx.vllm",
-        "pdx.bench",
-    },
+    "pdx.testing": {*NODE, "pdx.store", "pdx.proxy", "pdx.engine", "pdx.vllm"},
+    "pdx.cli": {*NODE, "pdx.store", "pdx.proxy", "pdx.engine", "pdx.vllm", "pdx.bench"},
 }
 
 

@@ -1,5 +1,7 @@
 """What tests of systems to compare are started on, without starting any; and fonts for tests that draw."""
 
+import json
+
 import pytest
 
 from pdx.bench.systems.system import Bed
@@ -10,6 +12,16 @@ from pdx.cli import placement
 def bed(tmp_path):
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     return Bed(tmp_path / "secret" / "model", "tiny", ("--enforce-eager",), env, tmp_path / "logs", 6000, "1GiB")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder that says what a model is like."""
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    shape = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 800}
+    (folder / "config.json").write_text(json.dumps({**shape, "torch_dtype": "float32"}))
+    return folder
 
 
 @pytest.fixture

@@ -103,6 +103,12 @@ def gpu_bed(beds: Callable[..., Bed]) -> Bed:
 
 
 @pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
 def engines(start_here: Callable[..., NodeThread], request: pytest.FixtureRequest) -> Iterator[Engines]:
     """Makes engines of one node, `engines.node`."""
     with contextlib.closing(Engines(start_here(**getattr(request, "param", {})))) as made:

@@ -5,7 +5,7 @@ The pages of the toy engine are bytes without a sense, so that whatever went thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,6 @@ SHAPE = {"dtype": "torch.bfloat16", "num_heads": HEADS, "head_dim": DIM}
 FORM = Form("int8", "bf16", (1, HEADS, BLOCK, 2, DIM))
 CHUNKS = 3
 LENGTH = CHUNKS * CHUNK + 2
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def engine_of(node: NodeThread, stack: ExitStack, **settings: Any) -> ToyEngine:

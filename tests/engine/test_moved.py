@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
@@ -67,12 +67,6 @@ def kv_bytes(tokens: list[int], layer: int, head: int, weights: str = "", page_b
 @pytest.fixture(autouse=True)
 def positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy_engine, "kv_bytes", kv_bytes)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def engine_of(node: Any, stack: ExitStack, **settings: Any) -> ToyEngine:

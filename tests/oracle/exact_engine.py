@@ -420,6 +420,13 @@ def tokens(count: int, seed: Any) -> list[int]:
     return [drawn.randrange(100, 1000) for _ in range(count)]
 
 
+def run_together(*engines: Engine) -> None:
+    """In turns, until none has requests any more."""
+    while any(engine.requests for engine in engines):
+        for engine in engines:
+            engine.step()
+
+
 def check_nothing_left(engines: Iterable[Engine]) -> None:
     """:raises AssertionError: something is left of requests that are over."""
     left = [f"{engine.name}: {what}" for engine in engines for what in engine.leftovers()]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exact_engine import BLOCK, DRAFTS, tokens
+from exact_engine import BLOCK, DRAFTS, run_together, tokens
 from exact_model import answer
 from node_harness import MIB, NodeThread
 from oracle_bed import OracleBed
@@ -121,9 +121,7 @@ def test_drafts_behind_a_handoff_of_both_legs_at_once_are_as_good(bed: OracleBed
     prompt, transfer = bed.tokens(1000, "p"), "transfer-of-both-and-drafts"
     prefill.add("p", prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
     decode.add("d", prompt, 200, {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True})
-    while prefill.requests or decode.requests:
-        prefill.step()
-        decode.step()
+    run_together(prefill, decode)
     decode.check("d")
     assert decode.faults.loads == 1
     with_pdx = decode.runner.accepted / decode.runner.drafted
@@ -163,9 +161,7 @@ def test_a_handoff_from_an_engine_without_a_draft_model_computes_no_more_than_ot
         prefill.run()
     early = {"is_early": True} if is_early else {"prefill_tokens": 1000}
     decode.add("d", prompt, 40, {"do_remote_prefill": True, "transfer_id": transfer, **early})
-    while prefill.requests or decode.requests:
-        prefill.step()
-        decode.step()
+    run_together(prefill, decode)
     decode.check("d")
     assert decode.runner.computed - decode.runner.drafted <= 1 + 40
 

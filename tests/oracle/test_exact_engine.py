@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from connector_storm import WEIGHTS, read_adapter
-from exact_engine import FOREIGN, PDX, KVConnectorOutput, LoRARequest, WorkerLoRAManager, connector
+from exact_engine import FOREIGN, PDX, KVConnectorOutput, LoRARequest, WorkerLoRAManager, connector, run_together
 from exact_kinds import KINDS_WITH_PDX
 from exact_model import Beside, answer
 from foreign_connector import CLAIMS, Claim
@@ -125,9 +125,7 @@ def test_both_legs_may_come_at_once(bed: OracleBed, asynchronous: bool, kind: st
     prefill.add("p", prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
     decode.add("d", prompt, 40, {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True})
     before = decode.runner.computed
-    while prefill.requests or decode.requests:
-        prefill.step()
-        decode.step()
+    run_together(prefill, decode)
     decode.check("d")
     assert decode.runner.computed - before <= 40, "the prompt's last token, and all of the answer but its last"
 
@@ -142,9 +140,7 @@ def test_several_answers_read_one_transfer(bed: OracleBed, asynchronous: bool, k
     names, before = ["0_d", "1_d", "2_d"], decode.runner.computed
     for name in names:
         decode.add(name, prompt, 12, {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True})
-    while prefill.requests or decode.requests:
-        prefill.step()
-        decode.step()
+    run_together(prefill, decode)
     decode.check(*names)
     assert decode.runner.computed - before <= len(names) * 12
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from exact_engine import run_together
 from oracle_bed import OracleBed
 from test_exact_engine import CHUNK, HISTORY, found
 
@@ -70,9 +71,7 @@ def test_a_prompt_is_handed_over_while_stages_are_behind(bed: OracleBed, kind: s
     prefill.add("p", prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
     decode.add("d", prompt, 40, {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True})
     before = decode.runner.computed
-    while prefill.requests or decode.requests:
-        prefill.step()
-        decode.step()
+    run_together(prefill, decode)
     decode.check("d")
     assert decode.runner.computed - before <= 40
 

@@ -11,8 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from http_server import answering
-from remote_bed import made, opened
+from remote_bed import S3Handler, made, opened, s3_answers
 
 from pdx.errors import ConfigError, TierError
 from pdx.store.remote import redis_backend
@@ -96,7 +95,7 @@ def test_the_client_that_is_supported_is_the_one_that_is_installed_with_pdx():
     assert tomllib.loads(text)["project"]["optional-dependencies"]["redis"] == [redis_backend.SUPPORTED]
 
 
-class ObjectStore(http.server.BaseHTTPRequestHandler):
+class ObjectStore(S3Handler):
     """S3 as far as one call needs it. `busy_s` after the first request it says that it is busy, and then nothing more;
     each request to remove takes `removes_s`. A `busy_s` of None: until the test is over."""
 
@@ -125,29 +124,15 @@ class ObjectStore(http.server.BaseHTTPRequestHandler):
             200, f"<DeleteResult>{''.join(f'<Deleted><Key>{name}</Key></Deleted>' for name in names)}</DeleteResult>"
         )
 
-    def say(self, status, text=""):
-        with contextlib.suppress(OSError):  # who asked may be gone
-            self.send_response(status)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-    def log_message(self, *text):
-        pass
-
 
 @pytest.fixture
 def object_store(monkeypatch):
     class Own(ObjectStore):
         requests, is_over = [], threading.Event()
 
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own)
-    server.daemon_threads = False
-    Own.at = server
-    with answering(server):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    with s3_answers(Own, monkeypatch) as Own.at:
         yield Own
         Own.is_over.set()
 

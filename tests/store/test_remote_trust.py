@@ -1,12 +1,10 @@
 """Who may use a remote store, whose word is taken for it, and what is said of an address or a file that is none."""
 
-import http.server
 import os
 from datetime import datetime, timedelta
 
 import pytest
-from http_server import answering
-from remote_bed import certificate, credentials, key, made, opened, signed
+from remote_bed import S3Handler, certificate, credentials, key, made, opened, s3_answers, signed
 
 from pdx.errors import ConfigError
 from pdx.store.health import MAX_ERRORS as MAX_FAILURES
@@ -86,7 +84,7 @@ def test_credentials_of_s3_come_from_a_file(beds, s3, tmp_path, monkeypatch):
     assert bed.load(1) is None
 
 
-class ObjectStore(http.server.BaseHTTPRequestHandler):
+class ObjectStore(S3Handler):
     """S3 as far as a client needs it that has nothing there: what is stored is refused with `answer`."""
 
     answer, tokens = (507, "StorageFull"), set()
@@ -105,13 +103,7 @@ class ObjectStore(http.server.BaseHTTPRequestHandler):
             "<Name>bucket</Name><Prefix/><KeyCount>0</KeyCount><MaxKeys>1</MaxKeys><IsTruncated>false</IsTruncated>"
         )
         text = f"<{code}>{listed}</{code}>" if status == 200 else f"<Error>\n<Code>{code}</Code></Error>"
-        self.send_response(status)
-        self.send_header("content-length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *text):
-        pass
+        self.say(status, text)
 
 
 @pytest.fixture
@@ -119,11 +111,7 @@ def object_store(monkeypatch):
     class Own(ObjectStore):
         tokens = set()
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own)
-    server.daemon_threads = False
-    with answering(server):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv("AWS_REGION", "x")
+    with s3_answers(Own, monkeypatch):
         yield Own
 
 

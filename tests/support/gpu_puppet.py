@@ -6,6 +6,7 @@ import json
 import sys
 
 from fake_cuda import fake_cuda
+from node_puppet import serve
 
 import pdx
 from pdx.cuda.arena import fetch_handle
@@ -76,15 +77,7 @@ class Puppet:
 def main():
     settings = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     with fake_cuda(**settings) as fake:
-        puppet = Puppet(sys.argv[1], fake)
-        for line in sys.stdin:
-            verb, *arguments = json.loads(line)
-            try:
-                result = getattr(puppet, verb)(*arguments)
-            except pdx.PdxError as error:
-                result = [type(error).__name__, str(error)]
-            print(json.dumps(result), flush=True)  # noqa: T201
-        puppet.close()
+        serve(Puppet(sys.argv[1], fake), lambda error: [type(error).__name__, str(error)])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from functools import partial
 import obstore
 import psutil
 import pytest
+from http_server import answering
 from obstore.store import MemoryStore, S3Store
 
 from pdx.store.remote.backend import RemoteSettings, open_backend
@@ -451,6 +453,31 @@ def connections(server):
     """That this process has to a server."""
     own = psutil.Process().net_connections("tcp")
     return sum(each.status == psutil.CONN_ESTABLISHED and each.raddr.port == server.port for each in own)
+
+
+class S3Handler(http.server.BaseHTTPRequestHandler):
+    """Of a store that is not real."""
+
+    def say(self, status, text=""):
+        with contextlib.suppress(OSError):  # who asked may be gone
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    def log_message(self, *text):
+        pass
+
+
+@contextlib.contextmanager
+def s3_answers(handler, patch):
+    """A server that is this store, and that a client finds by the environment."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = False
+    with answering(server):
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        patch.setenv("AWS_REGION", "x")
+        yield server
 
 
 def opened(url, **settings):

@@ -23,23 +23,8 @@ from pdx.cli.main import BENCHES, main
 PROGRAM = Path(__file__).with_name("breakdown_program.py")
 SMALL = ["--tokens", "20,50", "--concurrency", "1,2", "--rounds", "2", "--warmups", "1", "--output-tokens", "4"]
 PNG = b"\x89PNG"
-CONFIG = {
-    "num_attention_heads": 2,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "vocab_size": 1000,
-    "torch_dtype": "float32",
-}
 KV_BYTES = 2 * 1 * 8 * 4
 WAIT_S = 150  # it imports much and draws pictures, on machines that may be busy
-
-
-@pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "some-model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
 
 
 @contextlib.contextmanager

@@ -13,13 +13,6 @@ from pdx.bench.reuse.workload import Settings
 from pdx.bench.systems.system import Bed
 from pdx.cli.main import main
 
-CONFIG = {
-    "num_attention_heads": 2,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "vocab_size": 800,
-    "torch_dtype": "float32",
-}
 SMALL = {
     "workloads": (DOCUMENTS, SESSIONS),
     "documents": 6,
@@ -36,14 +29,6 @@ SMALL = {
     "repeats": 2,
 }
 ROOM = 3 * 9  # blocks: three documents with their questions
-
-
-@pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "some-model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
 
 
 @pytest.fixture(autouse=True)
