@@ -98,19 +98,34 @@ def beside(names: list[str], before: Path, rounds: int) -> int:
 
 
 def rows(bench: str) -> list[str]:
-    """One result as a list: what ran, then the figures that have a goal, by what they measure."""
+    """One result as a list: what ran, then by what is measured the cases that missed their goal, and the tightest."""
     result = json.loads((RESULTS / f"{bench}.json").read_text())
     machine = result["machine"]
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""
-    measured: dict[str, list[str]] = defaultdict(list)
+    measured: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for figure in result["figures"]:
         if figure["goal"]:
-            case, _, what = figure["name"].rpartition(": ")
-            value = f"`{figure['value']:,.3f}` {figure['unit']}".strip()
-            missed = "" if figure["is_met"] else ", **missed**"
-            measured[what].append(f"{case} {value} ({figure['goal']}{missed})".strip())
+            measured[figure["name"].rpartition(": ")[2]].append(figure)
     head = f"**`{_command(bench, result)}`**, {machine['date']}, {machine['cpus']}-core {machine['cpu']}{gpu}:"
-    return [head, "", *(f"- {what}: {'; '.join(cases)}" for what, cases in measured.items()), ""]
+    lines = []
+    for what, figures in measured.items():
+        shown = [each for each in figures if not each["is_met"]] or [max(figures, key=_tightness)]
+        others = f"; {len(figures) - len(shown)} more: met" if len(figures) > len(shown) else ""
+        lines.append(f"- {what}: {'; '.join(map(_case, shown))}{others}")
+    return [head, "", *lines, ""]
+
+
+def _tightness(figure: dict[str, Any]) -> float:
+    """How near a figure is to its goal, such as "≤ 50": 1 is at the goal, less is better."""
+    sign, goal = figure["goal"].split()
+    value, goal = figure["value"], float(goal)
+    return value / goal if sign == "≤" else goal / value if value else 0.0
+
+
+def _case(figure: dict[str, Any]) -> str:
+    case = figure["name"].rpartition(": ")[0]
+    missed = "" if figure["is_met"] else ", **missed**"
+    return f"{case} `{figure['value']:,.3f}` {figure['unit']}".strip() + f" ({figure['goal']}{missed})"
 
 
 def _command(bench: str, result: dict[str, Any]) -> str:

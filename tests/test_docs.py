@@ -78,9 +78,9 @@ def test_every_room_is_in_the_architecture():
     rooms = {*top, *(str(path.relative_to(ROOT)) for path in inner)}
     rooms -= {"pdx/bench", *(f"pdx/{name}" for name in top)}  # links to the folders at the top
     assert len(rooms) > 15
-    assert sorted(name for name in rooms if f"| `{name}` |" not in ARCHITECTURE) == []
+    assert sorted(name for name in rooms if f"- `{name}`:" not in ARCHITECTURE) == []
     of_bench = {path.parent.name for path in (ROOT / "bench").glob("*/*.py")}
-    row = ARCHITECTURE.split("| `bench` |", 1)[1].split("\n", 1)[0]
+    row = ARCHITECTURE.split("- `bench`:", 1)[1].split("\n- ", 1)[0]
     assert sorted(name for name in of_bench if f"`{name}`" not in row) == []
 
 

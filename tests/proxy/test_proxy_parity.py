@@ -130,7 +130,7 @@ async def test_every_route_of_the_proxy_is_asked():
 
 def test_each_reason_is_documented():
     page = (ROOT / "docs" / "proxy.md").read_text()
-    assert [each.name for each in REASONS if f"| {each.name} | {each.sentence} |" not in page] == []
+    assert [each.name for each in REASONS if f"- {each.name}: {each.sentence}\n" not in page] == []
 
 
 async def command(*words, **env):
