@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_cuda import FakeCuda, fake_cuda
-from gpu_process import GpuProcess
+from gpu_child import GpuChild
 
 from pdx.cuda import memory
 from pdx.cuda.gpu import Gpu
@@ -30,10 +30,10 @@ def gpu(fake: FakeCuda) -> Gpu:
 
 
 @pytest.fixture
-def spawn() -> Iterator[Callable[..., GpuProcess]]:
+def spawn() -> Iterator[Callable[..., GpuChild]]:
     """Starts processes with a fake driver of those settings; ends them after the test."""
     with ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(GpuProcess(**settings))
+        yield lambda **settings: stack.enter_context(GpuChild(settings))
 
 
 @pytest.fixture

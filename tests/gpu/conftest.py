@@ -103,4 +103,4 @@ def peer_gpu(gpu: Gpu) -> Gpu:
 def child() -> Iterator[Callable[[], GpuChild]]:
     """Starts processes that make and map memory; ends them after the test."""
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(GpuChild(FAKE_BYTES if IS_FAKE else 0))
+        yield lambda: stack.enter_context(GpuChild({"nbytes": FAKE_BYTES} if IS_FAKE else None))
