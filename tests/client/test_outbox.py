@@ -73,20 +73,6 @@ def test_an_abort_that_somebody_waits_for_is_a_message_of_its_own():
     assert box.answered(1).asked == 0
 
 
-def test_what_is_answered_is_kept_no_more_and_what_was_lost_is_told_again():
-    box = Outbox()
-    add(box, Release(1), Release(2), Release(3))
-    send(box)
-    assert box.answered(2).body == Release(2)
-    lost = box.lost(2)
-    assert [owed.body for owed in lost] == [Release(1)]
-    assert box.again(9, lost[0])
-    assert send(box) == [(9, Release(1))]
-    assert box.answered(3).body == Release(3)
-    assert box.answered(9).body == Release(1)
-    assert len(box) == 0
-
-
 def test_what_is_never_answered_is_given_up():
     box = Outbox()
     add(box, Release(1))

@@ -55,7 +55,6 @@ with warnings.catch_warnings():
 
     from pdx.vllm import connector, identity, releases
     from pdx.vllm.connector import _checked_config
-    from pdx.vllm.content import tail_hash
     from pdx.vllm.identity import facts_of, layouts_of, model_identity, naming_of, why_unnamed
 
 # ---- the model's identity -------------------------------------------------------------------
@@ -922,48 +921,6 @@ def test_params_are_taken_or_refused_and_nothing_else(params: Any) -> None:
         assert max(len(parsed.decode_node), len(parsed.prefill_node)) <= 256
 
 
-# ---- tails ----------------------------------------------------------------------------------
-
-
-def vllm_request(tokens: list[int], **changes: Any) -> Any:
-    fields = {
-        "all_token_ids": tokens, "lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None,
-        **changes,
-    }  # fmt: skip
-    return SimpleNamespace(**fields)
-
-
-def picture(name: str, offset: int) -> Any:
-    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=4))
-
-
-@pytest.fixture(autouse=True)
-def seeded_hashes() -> None:
-    from vllm.utils.hashing import sha256_cbor
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-
-    init_none_hash(sha256_cbor)
-
-
-TOKENS = list(range(40))
-VARIANTS: dict[str, Any] = {
-    "plain": vllm_request(TOKENS),
-    "other tokens": vllm_request([*TOKENS[:-1], 99]),
-    "lora": vllm_request(TOKENS, lora_request=SimpleNamespace(lora_name="a", lora_path="/a", lora_int_id=1)),
-    "other lora": vllm_request(TOKENS, lora_request=SimpleNamespace(lora_name="b", lora_path="/b", lora_int_id=2)),
-    "salt": vllm_request(TOKENS, cache_salt="one"),
-    "other salt": vllm_request(TOKENS, cache_salt="two"),
-    "picture": vllm_request(TOKENS, mm_features=[picture("p", 8)]),
-    "other picture": vllm_request(TOKENS, mm_features=[picture("q", 8)]),
-    "picture elsewhere": vllm_request(TOKENS, mm_features=[picture("p", 9)]),
-}
-
-
-def test_adapter_salt_and_pictures_are_part_of_a_tails_hash() -> None:
-    hashes = {name: tail_hash(request, None, 0, 40) for name, request in VARIANTS.items()}
-    assert len(set(hashes.values())) == len(VARIANTS)
-
-
 # ---- keys, as others make them --------------------------------------------------------------
 
 BLOCK_TOKENS, PER_CHUNK = 4, 3
@@ -976,8 +933,10 @@ def theirs(tokens: list[int], salt: str | None, algorithm: str) -> list[bytes]:
     """The block hashes of a request in vLLM, which has decoded the salt from what came over HTTP."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
-    request = vllm_request(tokens, cache_salt=salt.encode().decode() if salt is not None else None)
-    request.num_tokens, request.block_hashes = len(tokens), []
+    request = SimpleNamespace(
+        all_token_ids=tokens, num_tokens=len(tokens), block_hashes=[], lora_request=None, mm_features=[],
+        cache_salt=salt.encode().decode() if salt is not None else None, prompt_embeds=None,
+    )  # fmt: skip
     return kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name(algorithm))(request)
 
 

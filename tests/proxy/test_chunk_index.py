@@ -68,26 +68,6 @@ def test_a_lookup_is_that_of_the_model(seed):
     assert index.is_complete
 
 
-def test_where_no_node_has_anything_no_key_is_asked_for():
-    index, keys = ChunkIndex(9, Counter()), iter([key(1), key(2)])
-    assert index.lookup(keys) == {}
-    assert next(keys) == key(1)
-
-
-def test_nothing_of_a_node_that_is_gone_is_left(monkeypatch):
-    monkeypatch.setattr(chunk_index, "SWEEP_S", 0.0)
-    index = ChunkIndex(1000, Counter())
-    for _ in range(5):
-        index.add("a", "host", b"".join(KEYS))
-        index.add("b", "host", b"".join(KEYS[:5]))
-        index.drop("a")
-        assert index.lookup(KEYS) == {"b": {ANY: 5, "host": 5}}
-        for _sweep in range(600):
-            index.sweep()
-        assert len(index) == 5
-    assert index._num_firsts <= 3
-
-
 def test_what_is_beyond_the_limit_is_left_out_and_said(monkeypatch):
     counters = Counter()
     index = ChunkIndex(10, counters)
@@ -330,13 +310,3 @@ def test_others_are_known_whole_again_once_there_is_room(line):
         line.following.look({"n"})
     line.settle()
     assert line.counters["chunk_changes"] == told
-
-
-def test_over_the_limit_there_is_one_warning(line, caplog):
-    line.index._limit = 5
-    for number in range(20):
-        line.bed.disk.put(key(number))
-        line.settle()
-    assert not line.following.is_complete
-    assert sum("--chunk-index-limit" in record.message for record in caplog.records) == 1
-    assert line.counters["chunk_index_full"] == 15

@@ -17,9 +17,7 @@ from test_proxy_workers import PATIENT_S, workers
 from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy import admission
 from pdx.proxy.admission import MAX_NAMES, Key, _Uses, load_keys
-from pdx.proxy.config import ProxyConfig
 from pdx.proxy.exchange import KEY_ROWS, Seat
-from pdx.proxy.workers import run
 
 ALICE, BOB, FRESH = "a" * 64, "sk-" + "b" * 48, "c" * 32
 
@@ -325,11 +323,6 @@ async def test_those_who_wait_are_told_when_the_proxy_ends():
         await until(lambda: made.metric_is(1, "pdx_proxy_waiting"))
         made.proxy.drain.end()
         assert {(await within(each))[0] for each in asked} == {503}
-
-
-def test_each_worker_needs_a_share():
-    with pytest.raises(ConfigError, match="--max-concurrent 2: each of 3 workers needs one"):
-        run(ProxyConfig(port=0, workers=3, max_concurrent=2))
 
 
 # ---- real processes, and a real client ----------------------------------------------------------

@@ -22,7 +22,6 @@ from read_at_once import classify, parse, single_prompt
 from pdx.errors import RequestRefused
 from pdx.proxy import body as body_module
 from pdx.proxy import outline as outline_module
-from pdx.proxy import plan
 from pdx.proxy.body import LENIENT_BYTES, PIECE, Intake, as_engines_read, encode, parsing, prefill_body
 from pdx.proxy.outline import in_turns
 from pdx.proxy.plan import Mode, planning, strip_control
@@ -189,12 +188,6 @@ def test_a_large_body_gives_others_their_turn(form, item):
     assert max(decoded) < 100
 
 
-@pytest.mark.parametrize("raw", [b'{"prompt":"\xff"}', b'{"prompt":"\xc3"}', b'{"prompt":["\xf8"]}'])
-def test_bytes_that_are_no_text_are_refused_though_nobody_looks_at_them(raw):
-    with pytest.raises(RequestRefused):
-        parse(raw)
-
-
 def list_of_one(prompt):
     """How it was decided while prompts were still read."""
 
@@ -291,22 +284,6 @@ async def test_token_ids_that_no_engine_takes_go_to_none(made):
     for taken in ({"prompt": [7] * 505}, {"prompt": [7] * 600, "truncate_prompt_tokens": 9}):
         await made.post(COMPLETIONS, {**BODY, **taken})
     assert len(made.decode.seen) == 2
-
-
-async def test_where_an_engine_does_not_tell_its_length_it_is_asked():
-    async with cluster(known=False) as made:
-        status, _, raw = await made.post(COMPLETIONS, {**BODY, "prompt": [7] * 600})
-        assert status == 400
-        assert "too many" in json.loads(raw)["error"]["message"]
-
-
-def test_prompts_so_long_that_their_ids_are_costly_are_sampled():
-    size = plan.FORWARD_BYTES
-    for prompt, mode in (("x" * (size - 2), Mode.FORWARD), ("x" * size, Mode.SAMPLED), ([7] * size, Mode.SAMPLED)):
-        assert (
-            classify(Route.COMPLETIONS, parse(json.dumps({**BODY, "prompt": prompt, "stream": True}).encode())).mode
-            is mode
-        )
 
 
 async def answered(reader):

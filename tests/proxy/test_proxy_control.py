@@ -14,8 +14,6 @@ from control_stage import ControlStage, control_stage
 from proxy_harness import cluster, until, within
 
 from pdx.errors import ConfigError
-from pdx.proxy.app import Proxy
-from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.security.peer_socket import PeerSocket
 from pdx.wire import messages
@@ -195,12 +193,6 @@ async def test_an_address_has_one_owner_and_a_private_folder(tmp_path):
     os.chmod(tmp_path, 0o755)
     with pytest.raises(ConfigError, match="0700"):
         ControlStage(f"ipc://{tmp_path}/p.sock").control.start()
-
-
-def test_the_proxy_takes_its_keys_from_its_configuration(tmp_path):
-    for settings in ({"keys": f"{tmp_path}/none.key_secret", "roster": f"{tmp_path}/none.toml"}, {}):
-        with pytest.raises(ConfigError, match=r"none\.key_secret" if settings else "keys"):
-            Proxy(ProxyConfig(control="tcp://10.0.0.1:7600", **settings))
 
 
 async def test_marks_of_nodes_join_the_timeline(made):

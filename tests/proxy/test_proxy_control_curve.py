@@ -157,10 +157,6 @@ def test_addresses_that_are_refused(members, address, with_files, why):
         Control(address, Env(), print, **(members[1] if with_files else {}))
 
 
-def test_without_keys_everybody_is_a_member(tmp_path):
-    assert Control(f"ipc://{tmp_path}/p.sock", Env(), print).members() is None
-
-
 async def test_an_address_that_is_taken_leaves_nothing_open(members):
     with control_stage(**members[1]) as made:
         second = Control(made.control.address, Env(), print, **members[1])

@@ -245,12 +245,6 @@ def test_who_leaves_the_roster_file_gets_nothing_more():
     assert found.nodes() == 1
 
 
-def test_a_node_that_was_started_again_is_one_node(clock, found):
-    found.report(report(A))
-    found.report(report(A, epoch=2))
-    assert found.nodes() == 1
-
-
 def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again(clock, found):
     found.report(report(A, epoch=1))
     assert found.report(report(epoch=2)) == frozenset()
@@ -385,13 +379,6 @@ def test_an_engine_that_may_not_generate_gets_one_request_at_a_time(health):
         assert (record.avoided, record.failures) == (False, 0)
 
 
-def test_an_engine_that_generated_for_a_probe_is_well(health):
-    with health.begin(URL) as use:
-        health.failed(use, Reason.TIMEOUT)
-    health.probed(health.of(URL), "", generates=True)
-    assert health.of(URL).state is EngineState.WELL
-
-
 def test_what_began_before_the_engine_failed_does_not_make_it_well(health):
     before = health.begin(URL)
     refused_once(health)
@@ -437,14 +424,6 @@ def test_a_client_whose_requests_fail_does_not_fill_the_log(clock, health, caplo
     clock.now += PROBE_S
     assert all(map(health.due, names)), "nor does it keep the proxy from asking them for their health"
     assert len(caplog.records) == 4  # of each engine, that it is suspect, and that it is well
-
-
-def test_requests_of_others_are_load(health):
-    with health.begin(URL), health.begin(URL):
-        health.running(URL, 5)
-        assert health.of(URL).others == 3
-    health.running(URL, 1)
-    assert (health.of(URL).in_flight, health.of(URL).others) == (0, 1)
 
 
 def test_odd_urls():

@@ -100,14 +100,6 @@ async def test_another_prefill_engine_takes_over(fault):
             assert await made.node.cancelled() == transfer_of(made.prefill)
 
 
-async def test_prefill_that_refused_is_left_in_peace_for_a_moment(made):
-    await made.prefill.stop()
-    for _ in range(3):
-        assert (await made.post(COMPLETIONS, BODY))[1]["x-pdx-mode"] == "alone"
-    assert await made.metric("pdx_proxy_fallbacks_total", reason="prefill_refused") == 1
-    assert await made.metric("pdx_proxy_fallbacks_total", reason="no_prefiller") == 2
-
-
 async def test_connect_timeout():
     """An address that swallows packets: the listener's backlog is full."""
     with socket.socket() as trap:
@@ -420,14 +412,6 @@ async def test_a_continuation_is_refused():
         status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
         assert (status, headers["x-pdx-mode"], len(made.decode.seen)) == (200, "forward", 2)
         assert [chunk.get("error", {}).get("code") for chunk in events(raw)] == [None, 502]
-
-
-async def test_a_request_the_engine_refuses_is_refused_by_the_engine(made):
-    body = {**BODY, "max_tokens": 5000}
-    direct = await made.post(COMPLETIONS, body, base=made.decode.url)
-    status, _, raw = await made.post(COMPLETIONS, body)
-    assert (status, raw) == (direct[0], direct[2]) == (400, direct[2])
-    assert await made.metric("pdx_proxy_requests_total", outcome="client_error") == 1
 
 
 # ---- streams ------------------------------------------------------------------------------------

@@ -212,12 +212,3 @@ async def test_only_so_many_may_wait_for_it(monkeypatch):
     assert await made.verdicts("b") == []
     made.replied("n", Reply(0, one("cmpl-a-0")))
     assert (await first, asked) == ([Verdict("priority", "accepted")], [(Order(0, Why("a")), {""})])
-
-
-async def test_of_requests_of_one_name_the_first_waits_for_it():
-    made = orders.Orders(Mock(), Env())
-    first = asyncio.create_task(made.verdicts("a"))
-    await asyncio.sleep(0)
-    assert await made.verdicts("a") == []
-    made.replied("n", Reply(0, one("cmpl-a-0")))
-    assert await first == [Verdict("priority", "accepted")]

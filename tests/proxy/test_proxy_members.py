@@ -54,14 +54,6 @@ async def _served_by_two(made):
     return (await made.post(CHAT, TALK))[1]["x-pdx-mode"] == "sampled"
 
 
-async def test_what_differs_in_no_field_is_said_as_far_as_it_is_known():
-    async with cluster(**PATIENT) as made:
-        await made.node.report(*of(made.prefill, made.decode), naming=[naming("a"), naming("b")])
-        await ready(made, made.prefill, made.decode)
-        (said,) = (await health(made))["apart"]
-        assert said.endswith("share no KV: one of them has had its weights changed, or its cache reset")
-
-
 async def test_each_prefill_engine_gets_a_decoder_that_can_read_its_chunks():
     async with cluster(prefills=2, decodes=2, **PATIENT) as made:
         engines = (*made.prefills, *made.decodes)

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from proxy_harness import BODY, CHAT, COMPLETIONS, TALK, cluster, until, within
 
-from pdx.proxy.hints import digest
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.messages import Mark
@@ -257,9 +256,3 @@ async def test_nodes_hear_of_a_session_before_its_legs_which_name_it(request_kin
         assert len(told) == 2, "one for each name"
         assert (await made.post(path, body))[0] == 200
         assert "pdx_hints" not in made.prefill.bodies[-1]["kv_transfer_params"]
-
-
-def test_a_session_may_have_any_name():
-    names = ["a", "\udcff\udcfe", "x" * 8000]
-    assert len({digest(name) for name in names}) == 3
-    assert digest("") == ""

@@ -6,16 +6,14 @@ import os
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from engine_standin import Server, StandIn
 from proxy_harness import COMPLETIONS, cluster, within
 
-from pdx.bench.parity import asking, run
+from pdx.bench.parity import run
 from pdx.bench.parity.asking import connected
 from pdx.bench.parity.cases import HIDDEN, leaves
-from pdx.bench.parity.essence import told
 from pdx.bench.parity.reasons import REASONS
 from pdx.bench.parity.records import Recording, Way
 from pdx.proxy.routes import GENERATING, PASSED, RESPONSE
@@ -83,40 +81,12 @@ async def test_the_proxy_answers_as_its_engine_does(concurrency):
         assert len(made.prefill.seen) > 20, "two share most"
 
 
-async def test_what_differs_is_named():
-    async with both() as (_, made, plain, proxy):
-        made.decode.server = Server(repetition_penalty=1.3)
-        names = ("completions usual", "completions usual streamed", "chats model-unknown")
-        found = {each.case.name: each for each in await verdicts_of(plain, proxy, lambda case: case.name in names)}
-        assert found["chats model-unknown"].differences == []
-        where = {name: [told(each.path) for each in found[name].differences] for name in names[:2]}
-        assert "body.choices[0].text" in where["completions usual"]
-        assert "body.events[0].data.choices[0].text" in where["completions usual streamed"]
-
-
 async def test_a_client_that_leaves_is_no_difference():
     async with both() as (_, made, plain, proxy):
         verdicts = await verdicts_of(plain, proxy, lambda case: leaves(case) and case.endpoint == COMPLETIONS)
         assert {each.case.way for each in verdicts} == {Way.LEAVES, Way.UNREAD, Way.UNSENT}
         assert [each.differences for each in verdicts if each.differences] == []
         assert len(made.proxy.drain) == 0
-
-
-@pytest.mark.parametrize("page", [b'{"server_load": 3}', b'vllm:num_requests_running{engine="0"} 3.0\n'])
-async def test_what_a_client_leaves_behind_is_told(page):
-    busy = StandIn("busy")
-    await busy.start()
-    try:
-        async with both() as (_, _, plain, _), connected(busy.url, timeout_s=10) as (other,):
-            busy.gives = 200, {}, [page]
-            with mock.patch.object(asking, "_REST_S", 0.0):
-                verdicts = await verdicts_of(
-                    plain, other, lambda case: case.name == "completions client leaves, streamed"
-                )
-        [difference] = verdicts[0].differences
-        assert (told(difference.path), difference.got) == ("left", "/load counts 3 requests")
-    finally:
-        await busy.stop()
 
 
 async def test_every_route_of_the_proxy_is_asked():

@@ -11,7 +11,7 @@ from pdx.proxy import locating, placing
 from pdx.proxy.config import Routing
 from pdx.proxy.engines import Engine
 from pdx.proxy.health import Record
-from pdx.proxy.placing import Prompt, cost, pace
+from pdx.proxy.placing import Prompt, cost
 from pdx.telemetry.rate import Rate
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import Model
@@ -51,22 +51,9 @@ def test_by_prefix_an_engine_costs_the_seconds_until_it_has_the_prompt(fields, h
     assert cost(Routing.PREFIX, at("a"), record(**fields), Prompt(10_000, hits)) == wanted
 
 
-def test_where_no_pace_is_known_one_is_guessed():
-    unknown = {"computing": Rate(), "loading": Rate()}
-    found = [cost(Routing.PREFIX, at(node), record(**unknown), Prompt(10_000, {"a": 10_000})) for node in "ab"]
-    assert found == [1, 200]
-
-
 @pytest.mark.parametrize(("common", "wanted"), [(15_000, 133), (30_000, 200), (0, 200)])
 def test_an_engine_is_as_fast_as_the_others_unless_it_is_far_from_them(common, wanted):
     assert cost(Routing.PREFIX, at("a"), record(), Prompt(10_000, computing=common)) == wanted
-
-
-def test_the_pace_of_most_engines_is_the_middle_one_of_those_that_are_known():
-    assert (
-        pace([Rate(), Rate(30.0, 1_000_000_000, 1), Rate(10.0, 1_000_000_000, 1), Rate(11.0, 1_000_000_000, 1)]) == 11
-    )
-    assert pace([Rate()]) == 0
 
 
 def test_the_other_rules():
@@ -136,11 +123,21 @@ async def test_a_request_goes_where_its_prefix_is():
             assert (at, "prefix_node" in params) == (1, False)
 
 
-async def test_where_load_wins_the_node_that_has_it_is_named():
+@pytest.mark.parametrize(
+    ("more", "most_ids", "named"),
+    [
+        ({}, 1 << 20, "other"),
+        ({}, 100, None),  # so many ids are not read
+        ({"cache_salt": "s"}, 1 << 20, None),  # has other chunks
+        ({"truncate_prompt_tokens": 100}, 1 << 20, None),  # as what the engine cuts has
+    ],
+)
+async def test_where_load_wins_the_node_that_has_it_is_named(more, most_ids, named, monkeypatch):
+    monkeypatch.setattr(locating, "MOST_IDS", most_ids)
     async with pairs() as made:
         load(made, made.prefills[1].url, tokens=10_000)
-        at, params = await served(made)
-        assert (at, params["prefix_node"]) == (0, "other")
+        at, params = await served(made, {**IDS, **more})
+        assert (at, params.get("prefix_node")) == (0, named)
 
 
 async def test_a_text_is_made_tokens_by_an_engine_with_the_clients_key():
@@ -164,13 +161,6 @@ async def test_without_tokens_in_time_a_request_is_placed_by_load(monkeypatch):
         at, params = await served(made, {"prompt": "beta", "temperature": 0, "max_tokens": 4})
         assert (at, "prefix_node" in params) == (0, False)
         assert made.proxy.env.counters["placed_without_tokens"] == 1
-
-
-async def test_of_a_salted_prompt_other_chunks_are_looked_for():
-    async with pairs() as made:
-        load(made, made.prefills[1].url, tokens=10)
-        at, params = await served(made, {**IDS, "cache_salt": "s"})
-        assert (at, "prefix_node" in params) == (0, False)
 
 
 async def test_a_decoder_that_has_the_prompt_does_without_a_prefill_engine():
@@ -265,21 +255,6 @@ async def test_an_engine_that_makes_no_tokens_is_not_asked_again_and_again():
         assert made.proxy.env.counters["placed_without_tokens"] == 3
 
 
-async def test_a_prompt_of_too_many_ids_is_not_read(monkeypatch):
-    monkeypatch.setattr(locating, "MOST_IDS", 100)
-    async with pairs() as made:
-        load(made, made.prefills[1].url)
-        at, params = await served(made)
-        assert (at, "prefix_node" in params) == (0, False)
-
-
-async def test_what_an_engine_cuts_has_other_chunks():
-    async with pairs() as made:
-        load(made, made.prefills[1].url)
-        at, params = await served(made, {**IDS, "truncate_prompt_tokens": 100})
-        assert (at, "prefix_node" in params) == (0, False)
-
-
 @pytest.mark.parametrize(
     ("more", "status", "is_known"),
     [({}, 200, True), ({"min_tokens": 9}, 400, False), ({"truncate_prompt_tokens": 9}, 200, False)],
@@ -320,13 +295,6 @@ async def test_pictures_are_not_looked_at_once_more_for_their_tokens():
             assert (await made.post(CHAT, body))[0] == 200
         (asked,) = [each for engine in (*made.prefills, *made.decodes) for each in engine.tokenized]
         assert asked[0]["messages"][0]["content"] == "hello"
-
-
-@pytest.mark.parametrize(("routing", "kept"), [(Routing.LEAST_LOADED, 0), (Routing.SESSION, 1)])
-async def test_sessions_are_remembered_where_somebody_looks(routing, kept):
-    async with pairs(routing) as made:
-        await served(made, headers={"X-Session-ID": "s"})
-        assert len(made.proxy._locating._sessions) == kept
 
 
 async def test_no_prompt_is_estimated_longer_than_engines_take():

@@ -176,11 +176,6 @@ def test_a_field_nobody_has_thought_about_is_not_forwarded(name, value):
     assert classify(Route.COMPLETIONS, taken({**STREAM, unknown: 1})).why == "unknown_field"
 
 
-@pytest.mark.parametrize(("fields", "why"), [({"stream": False}, "stream"), ({"temperature": 1}, "temperature")])
-def test_why_a_first_token_is_not_forwarded(fields, why):
-    assert classify(Route.COMPLETIONS, taken({**STREAM, **fields})).why == why
-
-
 def test_transfer_parameters_of_clients_are_removed():
     body = {
         **SIMPLE,

@@ -134,23 +134,6 @@ candidates = st.lists(
 
 
 @given(candidates)
-def test_choices_are_always_able(found):
-    best = pair(found)
-    suspects = {each.engine.url for each in found if each.suspect}
-    decoders = [each for each in found if each.engine.decodes and not each.suspect]
-    last = decoder(found, planned=best)
-    assert (last is None) == (not found)
-    if best is not None:
-        assert best.prefiller.prefills
-        assert best.prefiller.url not in suspects
-        assert best.decoder.decodes or not decoders
-        assert best.decoder.url != best.prefiller.url or best.prefiller.named
-        assert last == best.decoder or best.decoder.url in suspects
-    if decoders:
-        assert decoder(found).decodes
-
-
-@given(candidates)
 def test_no_pair_is_better_than_the_chosen_one(found):
     """Against trying all pairs: first the load of both, then the wire, then whose turn it is."""
     able = [each for each in found if each.engine.prefills and not each.suspect]

@@ -81,10 +81,3 @@ def test_one_that_cannot_be_imported(site, scheme):
 def test_a_name_that_nobody_provides(site, scheme):
     with pytest.raises(ConfigError, match="no channel is named"):
         registry.find(scheme)
-
-
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
-def test_ours_are_found(scheme):
-    region = registry.find(scheme)
-    assert region.scheme == scheme
-    assert region.availability().is_ok
