@@ -104,14 +104,6 @@ class Stage:
         async with self.made.client.get(f"{self.made.admin}/cache", headers=headers) as response:
             return response.status, json.loads(await within(response.read()))
 
-    async def known(self, *names):
-        """Wait for these nodes to have reported."""
-
-        async def are_there():
-            return set(names) <= set((await self.listed())[1]["nodes"])
-
-        await until(are_there)
-
     async def told(self, count=1):
         """Wait until so many engines have told how they name chunks."""
         await until(lambda: len(self.made.proxy._cache.instances.models()) >= count)
@@ -130,10 +122,9 @@ async def stage(folder, *names, **settings):
         nodes = {names[0]: made.node} | {name: made.other_node(name, Ruled) for name in names[1:]}
         built = Stage(made, nodes)
         try:
-            for node in nodes.values():
-                await node.report()
-            if settings["cache_token_file"]:
-                await built.known(*names)
+            for name in names[1:]:
+                await nodes[name].report()
+            await made.metric_reaches(len(names), "pdx_proxy_reports_total")
             yield built
         finally:
             for node in nodes.values():
