@@ -49,7 +49,8 @@ def test_the_site_needs_no_other_host(site):
 
 
 def test_the_first_page_is_found_without_knowing_its_name(site):
-    assert 'href="docs/index.html"' in (site / "index.html").read_text()
+    assert 'href="README.html"' in (site / "index.html").read_text()
+    assert "Is it for me?" in (site / "README.html").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -98,6 +99,7 @@ def small_site(folder: Path, pages: dict[str, str]) -> Path:
     shutil.copytree(ROOT / "docs" / "site", docs / "site")
     shutil.copy(ROOT / "pyproject.toml", docs.parent)
     entries = "".join(f"- [{name}]({name}.md)\n" for name in pages if name != "unlisted")
+    (docs.parent / "README.md").write_text("# Site\n")
     (docs / "index.md").write_text(f"# Site\n\n## Pages\n\n{entries}")
     for name, text in pages.items():
         (docs / f"{name}.md").write_text(text)
