@@ -120,7 +120,7 @@ def test_tables_of_settings_are_made_from_the_settings(settings):
     assert settings in VLLM, f"docs/vllm.md lacks this table:\n{settings}"
 
 
-@pytest.mark.parametrize("prefix", ["pdx_node_", "pdx_proxy_"])
+@pytest.mark.parametrize("prefix", ["pdx_node_", "pdx_proxy_", "vllm:pdx_"])
 def test_tables_of_metrics_are_made_from_their_names(prefix):
     told = names.table(prefix)
     assert told in (ROOT / "docs" / "metrics.md").read_text(), f"docs/metrics.md lacks this table:\n{told}"

@@ -17,6 +17,7 @@ import torch
 from pdx.engine.plan import LoadPlan, StepPlan
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import EngineRequest, StepRecord
+from pdx.engine.tally import Tally
 from pdx.engine.worker import WorkerHalf
 
 log = logging.getLogger("pdx")
@@ -31,6 +32,11 @@ class _Guard:
         self._half = half
         self.is_off = False
         self._closing: threading.Thread | None = None
+
+    @property
+    def tally(self) -> Tally:
+        """What the half has counted, off or not."""
+        return self._half.tally
 
     def switch_off(self, reason: str) -> None:
         """Let go of the node, in the background, and do nothing from now on. Idempotent."""
@@ -89,6 +95,7 @@ class SchedulerGuard(_Guard):
     load_failed = _hook("load_failed")
     heard = _hook("heard")
     loaded = _hook("loaded")
+    sources = _hook("sources", dict)
     reset = _hook("reset")  # where it fails, PDX is off, and nothing is found either
 
     _half: SchedulerHalf

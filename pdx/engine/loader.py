@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pdx.client.connection import Connection
 from pdx.engine.copier import Scatter
 from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.engine.tally import Tally
 from pdx.memory.arena import NEVER, Arena
 from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.share import Share
@@ -153,12 +154,14 @@ class Loader:
         share: Share,
         tracer: Tracer | None = None,
         *,
+        tally: Tally | None = None,
         patience_s: float = 30.0,
     ) -> None:
-        """`patience_s`: a load that has copied nothing for so long fails."""
+        """`tally`: counts what is copied. `patience_s`: a load that has copied nothing for so long fails."""
         self._groups = CacheGroups.of(layout)
         self._share = share
         self._tracer = tracer
+        self._tally = tally or Tally()
         self._patience_s = patience_s
         self._jobs: queue.PriorityQueue[_Place] = queue.PriorityQueue()
         self._numbers = itertools.count()  # of two at one place the first one goes first
@@ -278,6 +281,7 @@ class Loader:
         for layers, nbytes, start_ns, end_ns in copies:
             if nbytes:  # what was not copied says nothing of how long that takes
                 self._rate.moved(nbytes, start_ns, end_ns)
+                self._tally.moved("load", nbytes, (end_ns - start_ns) / 1e9)
             if transfer is not None and tracer is not None and tracer.is_on:
                 tracer.span(Lane.SCATTER, transfer, layers.start, len(layers), start_ns, end_ns, nbytes)
         job.connection.load_s = self._rate.seconds(self._groups.chunk_bytes * self._share.count)

@@ -20,6 +20,7 @@ from pdx.engine.plan import MovedTokens, PagesPlan
 from pdx.errors import NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
+from pdx.telemetry.names import SOURCES
 from pdx.wire.base import MAX_KEYS, MAX_NAME, MAX_SLOTS
 from pdx.wire.hints import Hints, Verdict
 from pdx.wire.messages import Admit, Admitted, FindMoved, Moved, Release
@@ -33,13 +34,14 @@ if TYPE_CHECKING:
 
 class Run(NamedTuple):
     """Tokens [first, first + num_tokens) of a chunk that is leased, which are the prompt's from `target` on; their keys
-    turn by `shift` positions. `slots`: one per shard."""
+    turn by `shift` positions. `slots`: one per shard. `whence`: of `pdx.telemetry.names.SOURCES`."""
 
     slots: list[Slot]
     first: int
     num_tokens: int
     target: int
     shift: int
+    whence: str = SOURCES[0]
 
 
 def pages_of(
@@ -209,9 +211,11 @@ class MovedLookup:
         if len(answer.slots) < len(keys) * shards:
             raise ProtocolError(f"the node answers with {len(answer.slots)} slots of {len(keys)} chunks")
         slots = {key: answer.slots[at * shards : (at + 1) * shards] for at, key in enumerate(keys)}
+        sources = {key: SOURCES[source] for key, source in zip(keys, answer.sources, strict=False)}
         runs, at = list[Run](), 0
         for piece in itertools.takewhile(lambda piece: piece.key in slots, pieces):
-            runs.append(Run(slots[piece.key], piece.first, piece.count, at, piece.shift))
+            whence = "moved" if piece.shift else sources.get(piece.key, SOURCES[0])
+            runs.append(Run(slots[piece.key], piece.first, piece.count, at, piece.shift, whence))
             at += piece.count
         if not self._is_more(tracked, at):
             if answer.lease:

@@ -28,6 +28,7 @@ from pdx.errors import LayoutError
 from pdx.memory.form import MOVED
 from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
+from pdx.telemetry.names import SOURCES
 from pdx.wire.hints import Envelope, Hints, Verdict, worst
 
 NULL_BLOCK = 0  # in a table: the engine has no block there
@@ -144,6 +145,7 @@ class NodeState:
     fits: bool = True  # into the arena, as far as is known: a chunk of it at least
     reserved: bool = False  # what is missing has room, or will have none
     hits: Hits = Hits()  # noqa: RUF009  it is a tuple
+    sources: bytes = b""  # of the hits, as its answers have said (`Admitted.sources`)
     grants: list[SlotGrant] = field(default_factory=list)  # in the order of their tokens: a step costs what it saves
 
 
@@ -361,6 +363,19 @@ class TrackedRequest:
             first, end = self.local_tokens // layout.block_tokens, layout.num_blocks(end_tokens)
             blocks += [block for block in self.tables[place.table][first:end] if block != NULL_BLOCK]
         return LoadPlan.of(request_id, self.transfer, [PagesPlan([], len(blocks), 0, blocks)], NO_EPOCH)
+
+    def sources_of(self, num_external: int) -> Counter[str]:
+        """Where `num_external` tokens behind the local ones were found."""
+        start, end, size = self.local_tokens, self.local_tokens + num_external, self._groups.chunk_tokens
+        runs = [(at * size, (at + 1) * size, SOURCES[source]) for at, source in enumerate(self.node.sources)]
+        if self.node.hits.moved:
+            runs = [(run.target, run.target + run.num_tokens, run.whence) for run in self.node.hits.moved]
+        found = Counter({SOURCES[0]: num_external})
+        for first, stop, source in runs:
+            tokens = max(0, min(stop, end) - max(first, start))
+            found[source] += tokens
+            found[SOURCES[0]] -= tokens
+        return +found
 
     def load_pages(self, num_external: int) -> list[PagesPlan]:
         """What of its hits holds `num_external` tokens behind the local ones, and where it goes."""

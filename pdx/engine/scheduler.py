@@ -29,6 +29,7 @@ from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan, StepPlan, W
 from pdx.engine.request import LOADING, SEATED, SlotGrant, State, Step, TrackedRequest
 from pdx.engine.step import BlockHashing, EngineRequest, StepLimits, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
+from pdx.engine.tally import Tally
 from pdx.engine.trust import NEVER, Trust
 from pdx.engine.turns import Turns
 from pdx.errors import ProtocolError
@@ -82,6 +83,7 @@ class SchedulerHalf:
         self._aborts: list[tuple[int, list[Slot]]] = []  # (epoch, slots) per chunk
         self._ending: dict[str, TrackedRequest] = {}  # over, but their loads are not
         self._step = 0
+        self.tally = Tally()
         self._names_transfers = names_transfers
         self._times = StepTimes(groups.chunk_tokens)
         self._loads_all = config.load == "always"
@@ -177,6 +179,7 @@ class SchedulerHalf:
         tracked.local_tokens = tracked.vouched = local_tokens
         if not tracked.is_queued:  # what the store holds may be more by now; its reservation stays
             tracked.step(Step.PREEMPT)
+            tracked.node.sources = b""
             self._trust.forget(tracked)
         if tracked.state is State.LEFT_OUT or tracked.loaded_for == request.num_preemptions:  # or its load has failed
             return 0
@@ -234,8 +237,14 @@ class SchedulerHalf:
             tracked.failed_block, tracked.loaded_for = None, request.num_preemptions
             self._loads.append(tracked.plan_load(num_external, drafts))
             tracked.load_at = time.monotonic()
+            for source, tokens in tracked.sources_of(num_external).items():
+                self.tally.add("hit_tokens", source, tokens)
         else:
             self._lookup.release(tracked, connection)
+
+    def sources(self, request: EngineRequest, num_external: int) -> Counter[str]:
+        """Where those tokens were found that it was just given blocks for."""
+        return self.track(request).sources_of(num_external)
 
     def not_loaded(self, block_ids: Set[int]) -> Set[int]:
         """These blocks were not loaded, and the engine computes them. They may be another connector's, which had
@@ -297,6 +306,7 @@ class SchedulerHalf:
         has_failed, tracked.failed_block = tracked.failed_block is not None, None
         took_s, tokens = time.monotonic() - tracked.load_at, tracked.vouched - tracked.local_tokens
         spans.tell(tracked.request, "pdx.load", took_s, failed=has_failed, tokens=tokens, transfer=tracked.transfer)
+        self.tally.add("loads", "failed" if has_failed else "loaded", 1)
         if connection is None or connection.epoch != tracked.node.epoch:
             return
         if has_failed:

@@ -10,6 +10,7 @@ from functools import partial
 from pdx.client.connection import Connection
 from pdx.engine.copier import PageCopier
 from pdx.engine.plan import PagesPlan, SavePlan
+from pdx.engine.tally import Tally
 from pdx.memory.arena import Arena
 from pdx.memory.layout import CacheGroups
 from pdx.memory.share import Share
@@ -42,6 +43,7 @@ class StepSave:
         copier: PageCopier,
         connection: Connection,
         arena: Arena,
+        tally: Tally | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.pages = pages
@@ -50,6 +52,8 @@ class StepSave:
         self._groups = groups
         self._share = share
         self._arena = arena
+        self._tally = tally or Tally()
+        self._gather_ns = 0  # of the engine's thread, in hooks
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
         # Of each cache group, the slots that are whole when all layers are gathered, and of these …
         self._whole: list[list[Slot]] = [[] for _ in groups]
@@ -86,6 +90,7 @@ class StepSave:
             return
         if not self.copier.gather(group, range(layer, layer + 1)):
             return
+        self._gather_ns += time.monotonic_ns() - start_ns
         self._done[group].add(layer)
         if self._ending:
             self._copies.append((group, self.copier.copied()))
@@ -149,6 +154,11 @@ class StepSave:
         """The last layers of the step are gathered: the node hears of all that are whole, pushed ones included."""
         self._copied(gathered, start_ns, ())
         self._is_over = True
+        if self.pages:
+            of_layers = zip(self._groups, self._page_counts, strict=True)
+            nbytes = sum(layout.num_layers * layout.page_bytes * count for layout, count in of_layers)
+            took_ns = self._gather_ns + time.monotonic_ns() - start_ns
+            self._tally.moved("save", nbytes * self._share.count, took_ns / 1e9)
         for layout, whole in zip(self._groups, self._whole, strict=True):
             slots = self._current(whole)
             for _ in range(len(whole) - len(slots)):

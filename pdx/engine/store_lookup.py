@@ -9,6 +9,7 @@ is more.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -164,6 +165,9 @@ class StoreLookup:
         if answer is None:
             return
         tracked.node.asked = None
+        if answer.sources:  # what has come for this request counts so, however often it asks
+            both = itertools.zip_longest(tracked.node.sources, answer.sources, fillvalue=0)
+            tracked.node.sources = bytes(map(max, both))
         if answer.waiting and tracked.node.awaited:
             if not self._waits_on(tracked, connection):
                 self._decide(tracked, connection)

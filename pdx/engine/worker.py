@@ -26,6 +26,7 @@ from pdx.engine.pace import Pace
 from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.step_save import StepSave
 from pdx.engine.streams import Streams
+from pdx.engine.tally import Tally
 from pdx.errors import GpuError, LayoutError, NodeUnavailable
 from pdx.kernels.page_rows import page_rows
 from pdx.memory.arena import Arena, populate_in_background
@@ -84,7 +85,8 @@ class WorkerHalf:
         )
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self.link = NodeLink(config, hello, starter=rank == stage == 0)
-        self._loader = Loader(self._groups, self._share, self._tracer, patience_s=config.transfer_wait_s)
+        self.tally = tally = Tally()
+        self._loader = Loader(self._groups, self._share, self._tracer, tally=tally, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # while there is a KV cache
         self._cache: tuple[Sequence[Sequence[torch.Tensor]], int] = (), 0  # by cache group; how many blocks
         self._turning: Any = None
@@ -254,6 +256,7 @@ class WorkerHalf:
             copier=copier,
             connection=connection,
             arena=arena,
+            tally=self.tally,
             tracer=self._tracer,
         )
 

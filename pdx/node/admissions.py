@@ -182,8 +182,7 @@ class Admissions:
             for chunk in chunks:
                 if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
                     chunk.hints = ask.hints
-        if chunks:
-            self._tiers.storing.found_by_request([chunk for chunk in chunks if chunk.state is State.SEALED])
+        sources = self.explanations.sources(ask, hits, [*found, part], self._tiers.storing.found_by_request(chunks))
         lease, lease_s = 0, 0.0
         if chunks and ask.lease_s:
             lease_s = min(ask.lease_s, self._config.max_lease_s)
@@ -199,7 +198,7 @@ class Admissions:
             raise
         if full and not ask.partial:
             self._end_lease(lease, session)
-            answer = Admitted(hits, full=True)
+            answer = Admitted(hits, full=True, sources=sources)
             self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
             return answer
         if ask.lease_s or not ask.asks_room:
@@ -213,7 +212,9 @@ class Admissions:
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
         verdicts = self._carry_out_hints(session, ask, granted, arenas)
-        answer = Admitted(hits, slots, lease, False, granted, room, full, by_layer, part_blocks, verdicts, lease_s)
+        answer = Admitted(
+            hits, slots, lease, False, granted, room, full, by_layer, part_blocks, verdicts, lease_s, sources
+        )
         self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
         return answer
 

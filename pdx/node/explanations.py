@@ -11,11 +11,13 @@ from msgspec.structs import replace
 
 from pdx.memory.apart import differing
 from pdx.memory.keys import KEY_BYTES
+from pdx.memory.rules import needed
 from pdx.node.sessions import Session
 from pdx.store.chunk import Chunk, Origin
 from pdx.store.history import ago
 from pdx.store.lifecycle import State
 from pdx.telemetry.faults import printable
+from pdx.telemetry.names import SOURCES
 from pdx.telemetry.recent import remember
 from pdx.wire.base import MAX_NAME, MAX_REASONS
 from pdx.wire.hints import Verdict
@@ -89,6 +91,19 @@ class Explanations:
             text = f"the leading {blocks} blocks, {_came_from(chunks[0].reservation.origin, now)}"
             reasons.append(Reason(hits, 1, True, _kind(chunks[0].reservation.origin), text))
         return [*reasons, *self._of_misses(session, ask, hits + bool(chunks), now, MAX_EXPLAINED)]
+
+    def sources(self, ask: Admit, hits: int, found: Sequence[Sequence[Chunk]], new: Sequence[Chunk]) -> bytes:
+        """`Admitted.sources`. `found`: what the hits need, and the chunk behind them; `new`: those that no request has
+        found since they are here."""
+        if not new:
+            return b""
+        names, sources, places = {id(chunk) for chunk in new}, bytearray(hits + 1), [*range(hits)]
+        if ask.groups:
+            places = [at % ask.chunks for at in needed(ask.groups, ask.chunks, hits, has_tail=ask.has_tail)]
+        for place, chunks in zip([*places, hits], found, strict=True):
+            if chunks and id(chunks[0]) in names:
+                sources[place] = max(sources[place], SOURCES.index(_kind(self._tiers.origin(chunks[0]))))
+        return bytes(sources) if any(sources) else b""
 
     def note(
         self, session: Session, ask: Admit, reasons: list[Reason], answer: Admitted, *, waited_s: float, now: float

@@ -71,18 +71,25 @@ class Storing:
             if chunk.state is State.SEALED and not chunk.tail and self._choice != "write-back":
                 self.give(chunk, self._next(chunk))
 
-    def found_by_request(self, chunks: Iterable[Chunk]) -> None:
-        """A request has found these; of each the first time counts."""
+    def found_by_request(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """A request has found these; of each the first time counts: those that it was for, and those that are filled
+        yet."""
+        new = []
         for chunk in chunks:
+            if chunk.state is not State.SEALED:
+                new.append(chunk)
+                continue
             if chunk.is_stored_again:
                 chunk.is_stored_again = False
                 if not chunk.is_stored:
                     self._again[chunk.key] = None
             if not chunk.is_found:
                 chunk.is_found = True
+                new.append(chunk)
                 self._tiers.hit(chunk)
                 if self._choice == "twice-seen" and not chunk.tail and not any(chunk.reservation.arenas):
                     self.give(chunk, self.below(chunk))
+        return new
 
     def removed(self, keys: Iterable[bytes]) -> None:
         """A tier below has these no more: those that memory has are stored there again before they leave it.

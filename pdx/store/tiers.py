@@ -21,7 +21,7 @@ from pdx.config import StoreChoice
 from pdx.errors import PdxError
 from pdx.memory.arena import Arena, round_up
 from pdx.store import paying
-from pdx.store.chunk import Chunk, Wanted
+from pdx.store.chunk import Chunk, Origin, Wanted
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.history import Gone
@@ -434,14 +434,17 @@ class Tiers(TierHost):
         """A request has found this for the first time since it is here: if a tier below had it, count that."""
         if chunk.shard:
             return
-        here = next(
-            (each for each in self._store.index.of(chunk.key) if not each.slot.arena), chunk
-        )  # it came by way of it
+        name = self.origin(chunk).name
         names = [[tier.name for tier in level] for level in self.below]
-        where = next((at for at, level in enumerate(names) if here.reservation.origin.name in level), None)
+        where = next((at for at, level in enumerate(names) if name in level), None)
         if where is not None:
-            self.below[where][names[where].index(here.reservation.origin.name)].tally.hits += 1
+            self.below[where][names[where].index(name)].tally.hits += 1
             self.missed(chunk.key, self.below[:where], is_named=chunk.is_named)
+
+    def origin(self, chunk: Chunk) -> Origin:
+        """Where it came from; to another arena it came by way of the first one."""
+        here = next((each for each in self._store.index.of(chunk.key) if not each.slot.arena), chunk)
+        return here.reservation.origin
 
     def missed(self, key: bytes, levels: Sequence[Sequence[Tier]], *, is_named: bool) -> None:
         """A request was answered without this one, the first that it lacks, or got it from a tier below these."""

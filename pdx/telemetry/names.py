@@ -159,6 +159,20 @@ _HISTOGRAMS = {
     "copy_seconds": ("From when a copy was asked for to its end, of those done.", "kind", "direction"),
     "handoff_seconds": ("From prefill's end until a push was over; 0: it was over before.",),
 }
+# Of an engine, in its own /metrics: `vllm:pdx_NAME_total`, behind vLLM's labels one of ours with these values.
+SOURCES = ("memory", "disk", "remote", "peer", "moved")
+OF_ENGINES = {
+    "hit_tokens": SOURCES,
+    "loads": ("loaded", "failed"),
+    "copied_bytes": ("load", "save"),
+    "copied_seconds": ("load", "save"),
+}
+_ENGINE: dict[str, tuple[str, ...]] = {
+    "hit_tokens": ("Tokens of prompts that PDX had, by where their KV was found.", "source"),
+    "loads": ("Requests whose KV was loaded, or not all of it.", "outcome"),
+    "copied_bytes": ("Bytes copied into the KV cache and out of it, by all ranks.", "direction"),
+    "copied_seconds": ("Time of these copies, added up; of saves on a GPU with what they wait for.", "direction"),
+}
 _PROXY_COUNTERS = {
     "requests": ("Requests finished.", "route", "mode", "outcome"),
     "fallbacks": ("Requests that could not be served in the mode planned for them.", "reason"),
@@ -199,6 +213,7 @@ def _all() -> Iterator[tuple[str, Named]]:
         ("pdx_node_", "counter", _LABELLED),
         ("pdx_node_", "gauge", _GAUGES),
         ("pdx_proxy_", "counter", _PROXY_COUNTERS),
+        ("vllm:pdx_", "counter", _ENGINE),
         ("pdx_proxy_", "gauge", _PROXY_GAUGES),
     )
     for prefix, kind, told in kinds:

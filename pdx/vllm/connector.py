@@ -49,6 +49,7 @@ from pdx.vllm.identity import (
     parts_of,
     why_unnamed,
 )
+from pdx.vllm.metrics import PdxMetrics, PdxStats, by_source, stats_of
 from pdx.vllm.releases import check_nested, check_release, moves_groups, reports_blocks, tell_of_sleep
 from pdx.vllm.stages import cut_of
 from pdx.vllm.step import limits_of, step_record
@@ -271,6 +272,10 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         copied = {each.request_id for each in plan.saves} | {each.request_id for each in plan.loads}
         return PdxMetadata(plan, {name: claims[name] for name in copied & claims.keys()})
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Asked since 0.32."""
+        return by_source(self.scheduler.sources(request, num_external_tokens)) if num_external_tokens else {}
+
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, PdxWorkerNews) and told.is_off:
@@ -290,6 +295,18 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         """Have nobody find these in vLLM's own cache, in use or not. Others may name some that do not exist."""
         if self._blocks is not None:
             self._blocks.evict_blocks({block for block in blocks if 0 <= block < self._num_blocks})
+
+    def get_kv_connector_stats(self) -> PdxStats | None:
+        half = self._scheduler or self._worker
+        return stats_of(half.tally) if half is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PdxStats:
+        return PdxStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, labelnames: Any, engines: Any) -> PdxMetrics:
+        return PdxMetrics(vllm_config, metric_types, labelnames, engines)
 
     def reset_cache(self) -> bool:
         self.scheduler.reset()

@@ -179,6 +179,8 @@ class Admitted(Message, frozen=True):
     `by_layer`: slices are copied on as they are filled, so the node wants to hear of layers before all are. Otherwise
     one `Fill` that seals is enough.
     `verdicts`: what became of `Admit.hints`, for each field that says something.
+    `sources`: for each of the hits, and the chunk behind them, where it came from for this request, as an index into
+    `pdx.telemetry.names.SOURCES`; empty: all of it was in memory.
     """
 
     hits: Count = 0
@@ -192,3 +194,4 @@ class Admitted(Message, frozen=True):
     part_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     verdicts: Verdicts = []
     lease_s: Seconds = 0.0
+    sources: Annotated[bytes, Meta(max_length=MAX_KEYS)] = b""

@@ -52,6 +52,11 @@ def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
     assert essence(post(server.url, *CASES["second-turn"])) == essence(expected["second-turn"])
     assert hit_tokens(server) - hits == 768
     assert host.status().counters["disk_loaded"] == 3
+    told = {source: server.metric("vllm:pdx_hit_tokens_total", source=source) for source in ("disk", "memory")}
+    assert told == {"disk": 768, "memory": 0}
+    assert server.metric("vllm:pdx_loads_total", outcome="loaded") == 1
+    assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") == 768
+    assert server.metric("vllm:pdx_copied_bytes_total", direction="save") > 0
     with pdx.connect(host.address, timeout_s=10) as node:
         told = node.why().requests[0]
     assert (told.chunks, told.hits) == (4, 3), told

@@ -156,7 +156,7 @@ def test_states_are_told_before_there_is_a_chunk(told):
 def test_what_is_told_is_what_the_registry_names_and_every_counter_has_a_series(told):
     _, address = told
     families = {each.name: each for each in families_at(address) if each.name.startswith("pdx_")}
-    assert {*families} == {name for name in METRICS if not name.startswith("pdx_proxy_")}
+    assert {*families} == {name for name in METRICS if not name.startswith(("pdx_proxy_", "vllm:"))}
     for name, family in families.items():
         about = METRICS[name]
         assert (family.type, family.documentation) == (about.kind, about.text)

@@ -116,6 +116,7 @@ class Engine:
         self._inputs: dict[str, tuple[Any, tuple[Picture, ...]]] = {}  # adapter and pictures of those that have some
         self._queue: deque[tuple[Any, Any]] = deque()
         self.meanwhile: Callable[[], None] = lambda: None  # when a step is over and its outcome is not taken yet
+        self.observe: Callable[[Any], None] = lambda stats: None  # what a step says of itself
         self.preemptions = 0
         self.kind = shape.model_kind
         self.mixers = self.kind.mixers[: len(self.kind.mixers) - shape.draft_layers]
@@ -159,7 +160,7 @@ class Engine:
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=whole,
                 hash_block_size=unit,
-                log_stats=False,
+                log_stats=True,
             )
         assert not (why := missing(shape)), why
         if shape.defers:
@@ -289,6 +290,7 @@ class Engine:
         finished, output = [], end()
         self.meanwhile()  # as vLLM takes aborts there
         for outputs in self.scheduler.update_from_output(planned, output).values():
+            self.observe(outputs.scheduler_stats)
             for each in outputs.outputs:
                 self.outputs.setdefault(each.request_id, []).extend(each.new_token_ids)
                 if each.finish_reason is not None:

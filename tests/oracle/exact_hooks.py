@@ -57,6 +57,7 @@ class FirstRunner:
         else:
             output.finished_sending, output.finished_recving = self.worker.get_finished(step.finished_req_ids)
         output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        output.kv_connector_stats = self.worker.get_kv_connector_stats()
         output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         if not is_late:
             self.worker.clear_connector_metadata()
@@ -85,9 +86,7 @@ class SecondRunner:
         if hasattr(self._own, "finish_forward"):
             self._own.finish_forward()
         settings = {"defer_finalize": True} if is_late else {}
-        output = self._own.post_forward(step.finished_req_ids, **settings)
-        output.kv_connector_stats = None  # of which the toy's engines show nothing
-        return output
+        return self._own.post_forward(step.finished_req_ids, **settings)
 
     def finish(self) -> None:
         self._own.finalize_step()

@@ -19,6 +19,7 @@ from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
 from pdx.node import daemon
 from pdx.node.peers.connection import ConnectionState
+from pdx.telemetry.names import SOURCES
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Bye, Cancel, Fill, Mark, Ping
 from pdx.wire.verbs import Why
@@ -349,6 +350,8 @@ def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, is_over):
         ask = Admit(keys, lease_s=5.0, transfer=TRANSFER)
         found = wait_until(lambda: (got := decode.ask(ask)).hits == 3 and not got.waiting and got)
         assert [slot.nbytes for slot in found.slots] == [MIB, MIB, 5000]
+        assert [SOURCES[source] for source in found.sources[:3]] == ["peer"] * 3
+        assert decode.ask(Admit(keys[:2], lease_s=5.0)).sources == b"", "the second request finds them in memory"
         wait_until(lambda: cluster.counter("a", "peer_stored_bytes") == 2 * MIB + 5000)
         assert cluster.counter("a", "copies") == 1
         if is_over:
