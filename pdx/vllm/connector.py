@@ -10,6 +10,7 @@ differs between vLLM's releases.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -422,6 +424,12 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
         for half in (self._scheduler, self._worker):
             if half is not None:
                 half.close()
+
+
+# MultiConnector looks the classes of those inside it up by name when it adds up their counts, and ends the server where
+# it does not find one.
+with contextlib.suppress(ValueError):  # somebody has said so already
+    KVConnectorFactory.register_connector("PdxConnector", __name__, "PdxConnector")
 
 
 def _join_log() -> None:

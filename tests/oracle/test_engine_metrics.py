@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from pdx.engine.moved import Run
+from pdx.engine.request import Hits, TrackedRequest
 from pdx.telemetry.names import OF_ENGINES, SOURCES
 from pdx.testing.waiting import wait_until
 
@@ -139,7 +142,7 @@ def test_tokens_from_a_disk_count_once_and_then_as_those_from_memory(
     bed = OracleBed(model, start_here(**settings), "from disk")
     served = serving()
     for number, source in enumerate(["disk", "memory"]):
-        reader = reader_of(bed)
+        reader = bed.engine(f"reader {number}")
         served.shows(reader, number)
         reader.ask("a", history + bed.tokens(30, number), 2)
         assert hits(number) == {source: HISTORY}
@@ -149,15 +152,20 @@ def test_tokens_from_a_disk_count_once_and_then_as_those_from_memory(
     bed.close()
 
 
-def test_moved_tokens_are_told_apart(bed: OracleBed, serving: Callable[..., Served]) -> None:
-    shape: dict[str, Any] = {"kind": "one layer", "extra": {"moved": True}}
-    served = serving(**shape)
-    history = written(bed, **shape)
-    reader = reader_of(bed, **shape)
-    served.shows(reader)
-    prompt = history[300:] + bed.tokens(30, "a")
-    reader.ask("a", prompt, 2, params={"pdx_hints": {"version": 1, "reuse": "moved"}})
-    assert hits() == {"moved": HISTORY - 300}
+def test_of_what_is_loaded_each_token_has_one_source() -> None:
+    """Also where less is taken than was found, or chunks are in part behind what the engine has."""
+    groups = SimpleNamespace(chunk_tokens=256)
+
+    def sources(local_tokens: int, count: int, **node: Any) -> dict[str, int]:
+        state = SimpleNamespace(**{"sources": b"", "hits": Hits(), **node})
+        tracked: Any = SimpleNamespace(local_tokens=local_tokens, _groups=groups, node=state)
+        return dict(TrackedRequest.sources_of(tracked, count))
+
+    assert sources(0, 1000) == {"memory": 1000}
+    assert sources(64, 900, sources=bytes([1, 0, 3, 2])) == {"disk": 192, "memory": 256, "peer": 256, "remote": 196}
+    assert sources(64, 100, sources=bytes([1, 0, 3, 2])) == {"disk": 100}
+    runs = [Run([], 0, 256, 0, 0, "disk"), Run([], 9, 100, 256, -30, "moved")]
+    assert sources(16, 340, hits=Hits(moved=runs)) == {"disk": 240, "moved": 100}
 
 
 def test_inside_another_connector_counts_go_the_same_way(bed: OracleBed, serving: Callable[..., Served]) -> None:
