@@ -182,7 +182,8 @@ class Admissions:
             for chunk in chunks:
                 if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
                     chunk.hints = ask.hints
-        sources = self.explanations.sources(ask, hits, [*found, part], self._tiers.storing.found_by_request(chunks))
+        new = self._tiers.storing.found_by_request(chunks) if chunks else []
+        sources = self.explanations.sources(ask, hits, [*found, part], new)
         lease, lease_s = 0, 0.0
         if chunks and ask.lease_s:
             lease_s = min(ask.lease_s, self._config.max_lease_s)
