@@ -19,11 +19,13 @@ _OURS = {
     "shm": "pdx.transports.shm:ShmRegion",
     "cuda_ipc": "pdx.transports.cuda_ipc:CudaIpcRegion",
     "tcp": "pdx.transports.tcp:TcpRegion",
+    "tls": "pdx.transports.tls:TlsRegion",
     "nixl": "pdx.transports.nixl.region:NixlRegion",
     "ucx": "pdx.transports.ucx.region:UcxRegion",
 }
 # Not opened beside the other unless both are named: each brings a UCX of its own, and a process with both has crashed.
 CLASHES = {"ucx": "nixl"}
+BY_NAME = {"tls"}  # not chosen where it is not named
 FOR_GPUS = "cuda_ipc"  # comes first where the memory is a GPU's
 
 

@@ -1,9 +1,9 @@
 """TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy;
 or encoded, where the writer is asked to and the reader says that it decodes them.
 
-A channel is two streams, and each write goes over one of them. Nothing here is encrypted: the session's token, which
-came over the authenticated connection of the nodes, opens a stream, but whoever can read the network can read it.
-Streams may be idle for ever; `_prepare` says how dead peers are noticed.
+A channel is two streams, and each write goes over one of them. Nothing is encrypted, as it is by `pdx.transports.tls`:
+the session's token, which came over the authenticated connection of the nodes, opens a stream, but whoever can read the
+network can read it. Streams may be idle for ever; `_prepare` says how dead peers are noticed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _SCRATCH_BYTES = 256 << 10
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
     """Where a listener is: a numeric address, never a name, so that nothing a peer says is looked up; and whether it
-    decodes payloads."""
+    decodes payloads. `digest`: see `pdx.transports.tls`."""
 
     host: Annotated[str, Meta(min_length=2, max_length=64)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     decodes: bool = False
+    digest: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 class TcpListener(StreamListener):
@@ -67,12 +68,12 @@ class TcpRegion(StreamRegion):
     takes_codec: ClassVar[bool] = True
 
     def _listening(self) -> TcpListener:
-        server = _bind(self.host)
+        server = bind(self.host)
         host, port = server.getsockname()[:2]
         return TcpListener(self, server, msgspec.msgpack.encode(Address(host, port, decodes=True)))
 
     def _decodes(self, remote: RemoteRegion) -> bool:
-        return _address(remote.detail).decodes
+        return address_of(remote.detail).decodes
 
     def _dial(self, remote: RemoteRegion, timeout_s: float) -> socket.socket:
         family, address = _target(remote.detail)
@@ -87,7 +88,7 @@ class TcpRegion(StreamRegion):
         return stream
 
 
-def _address(detail: bytes) -> Address:
+def address_of(detail: bytes) -> Address:
     """:raises ChannelUnavailable: it is none."""
     try:
         return msgspec.msgpack.decode(detail, type=Address)
@@ -109,7 +110,7 @@ def _prepare(stream: socket.socket) -> None:
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_S * 1000)
 
 
-def _bind(host: str) -> socket.socket:
+def bind(host: str) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
@@ -122,7 +123,7 @@ def _bind(host: str) -> socket.socket:
 
 def _target(detail: bytes) -> tuple[socket.AddressFamily, Any]:
     """Where to connect, from what a peer has told."""
-    address = _address(detail)
+    address = address_of(detail)
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (ValueError, OSError) as error:

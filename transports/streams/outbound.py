@@ -16,6 +16,7 @@ from typing import ClassVar
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, ProtocolError, TransferAborted, WriteRefused
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer, check_write, merged
 from pdx.transports.streams import coded, frames
+from pdx.transports.streams.sealed import SealedBlocks, SealedSocket
 from pdx.transports.streams.sockets import Buffer, fill, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
@@ -35,7 +36,7 @@ class StreamTransfer(Transfer):
         self.is_coded = False
         self.number: int | None = None  # on its stream; given when its first byte is sent
         self.unsent: Sequence[Buffer] = ()  # once it has a number …
-        self.blocks: coded.Blocks | None = None  # … and what follows that, where it is encoded
+        self.blocks: coded.Blocks | SealedBlocks | None = None  # … and what follows that, encoded or sealed
         self._channel = channel
 
     def abort(self) -> None:
@@ -122,9 +123,10 @@ class StreamChannel(Channel):
         stream = min(self._streams, key=lambda each: each.nbytes // _BUSY_BYTES)
         stream.queue.append(transfer)
         stream.nbytes += transfer.nbytes
-        if transfer.is_coded and len(stream.queue) == 1:  # encoding takes longer than the caller has time
+        is_slow = transfer.is_coded or isinstance(stream.sock, SealedSocket)  # takes longer than the caller has time
+        if is_slow and len(stream.queue) == 1:
             os.eventfd_write(stream.wake_fd, 1)
-        if transfer.is_coded or len(stream.queue) > 1:
+        if is_slow or len(stream.queue) > 1:
             return
         self._begin(stream, transfer)
         try:
@@ -171,6 +173,9 @@ class StreamChannel(Channel):
                 transfer.blocks = coded.Blocks(spans)
             else:
                 unsent += spans
+        if isinstance(stream.sock, SealedSocket):
+            transfer.blocks = SealedBlocks(stream.sock, unsent, transfer.blocks)
+            unsent = []
         transfer.unsent = unsent
 
     def _sent(self, stream: _Stream, unsent: Sequence[Buffer]) -> None:

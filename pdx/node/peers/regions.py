@@ -18,7 +18,7 @@ from pdx.memory.slot import Slot
 from pdx.security.address import data_host
 from pdx.telemetry.env import Env
 from pdx.transports.channel import GpuMemory, Listener, Memory, Region
-from pdx.transports.registry import CLASHES, find, schemes
+from pdx.transports.registry import BY_NAME, CLASHES, find, schemes
 
 log = logging.getLogger("pdx.node")
 
@@ -60,7 +60,8 @@ class Regions:
     @property
     def candidates(self) -> list[str]:
         """Those that may work here, in the order they were asked for."""
-        return self._config.channels or schemes(on_gpu=bool(self.arena.gpu))
+        found = schemes(on_gpu=bool(self.arena.gpu))
+        return self._config.channels or [scheme for scheme in found if scheme not in BY_NAME]
 
     def when_open(self, call: Callable[[], None]) -> None:
         """Call this on the control loop as soon as the regions are open, which the first caller sets off."""
