@@ -68,6 +68,7 @@ class Proxies:
         self._all: dict[str, _Proxy] = {}  # by address
         self._by_socket: dict[zmq.Socket[bytes], _Proxy] = {}
         self._next_report = 0.0
+        self._own = service.peers.connections.own
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             for address in addresses:
@@ -178,6 +179,11 @@ class Proxies:
         """The heartbeat, when it is due, or there is news. Marks of transfers are news to whose they are, and wait, the
         last 4,096 of them, as long as no proxy is there."""
         service = self._service
+        if service.peers.connections.own is not self._own:  # each is told who this node is now
+            self._own = service.peers.connections.own
+            for address, each in list(self._all.items()):
+                self._end(address)
+                self._open(address, each.base, each.number)
         up = [proxy for proxy in self._all.values() if proxy.line.is_up]
         is_due = now >= self._next_report or service.has_news
         if not up or not (is_due or service.marks):

@@ -47,6 +47,10 @@ class Gate:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP)
 
+    def prove(self, own: KeyPair) -> None:
+        """Another key than before, at sockets that are guarded and bound from now on."""
+        self._own = own
+
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Before it binds: whoever connects to this socket has to have a key that is admitted."""
         self._own.show(socket)

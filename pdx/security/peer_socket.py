@@ -58,6 +58,7 @@ class PeerSocket:
 
         :raises ConfigError: the address cannot be had.
         """
+        self._counters = counters
         with contextlib.ExitStack() as undo:
             if listen.startswith("ipc://"):
                 path = socket_path(listen)
@@ -95,6 +96,26 @@ class PeerSocket:
                     raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
             self.address = self._filter.address if self._filter is not None else listen
             self._undo = undo.pop_all()
+
+    def prove(self, own: KeyPair, poller: zmq.Poller) -> None:
+        """Another key than before, to who connects from now on. `poller` has `sources`.
+
+        :raises ConfigError: the address cannot be had anew.
+        """
+        assert self._gate is not None, "there are no keys"
+        self._gate.prove(own)
+        self._gate.guard(self.router)
+        try:
+            if self._filter is not None:
+                self._filter.bind(self.router)
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"cannot listen for peers at {self.address!r} any more: {error}") from error
+        if self._queue is not None:
+            poller.unregister(self.fd)
+            self._queue.close()
+            path = socket_path(self.address)
+            self._queue = self._undo.enter_context(contextlib.closing(AcceptQueue(path, self.router, self._counters)))
+            poller.register(self.fd, zmq.POLLIN)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -12,6 +14,9 @@ from pdx.errors import ConfigError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+SETTLE_S = 0.2  # a file that was changed later is being written yet, maybe: one that is cut short may make sense, too
 
 
 def stamp(*paths: str) -> tuple[int, ...]:
@@ -29,22 +34,27 @@ def stamp(*paths: str) -> tuple[int, ...]:
 class Reread(Generic[T]):
     """What was last read whole is the `value`: files that are wrong, or gone, change nothing, and the log says so."""
 
-    def __init__(self, load: Callable[[], T], *paths: str, what: str) -> None:
-        """`load` reads the files at `paths`. :raises ConfigError: as it does."""
+    def __init__(self, load: Callable[[], T], *paths: str, what: str, counters: Counter[str] | None = None) -> None:
+        """`load` reads the files at `paths`. `counters`: wrong contents count there as `reread_failed`.
+
+        :raises ConfigError: as `load` does.
+        """
         self._load, self._paths, self._what = load, paths, what
+        self._counters = Counter[str]() if counters is None else counters
         self._stamp = stamp(*paths)  # before they are read: what changes meanwhile is read again
         self.value = load()
 
     def refresh(self) -> bool:
         """Read the files again if they changed; True: what they say is something else."""
         found = stamp(*self._paths)
-        if found == self._stamp:
+        if found == self._stamp or 0 <= time.time_ns() - max(found[::5], default=0) < SETTLE_S * 1e9:
             return False
         self._stamp = found
         try:
             fresh = self._load()
         except ConfigError as error:
             log.warning("%s stays as it was: %s", self._what, error)
+            self._counters["reread_failed"] += 1
             return False
         is_new = fresh != self.value
         if is_new:

@@ -3,6 +3,7 @@
     [nodes.alpha]
     address = "tcp://10.0.0.1:7700"
     key = "<public key, as `pdx keygen` prints it>"
+    next_key = "..."                    # as good as the other one, while the node gets it; may be left out
     engine_hosts = ["192.168.7.1"]      # where its engines serve besides the address's host; may be left out
 
     [proxy]
@@ -25,6 +26,7 @@ from __future__ import annotations
 import logging
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -60,7 +62,13 @@ class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     address: Annotated[str, Meta(min_length=1, max_length=256)]
     key: Annotated[str, Meta(max_length=40)] = ""
+    next_key: Annotated[str, Meta(max_length=40)] = ""
     engine_hosts: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)] = []
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Each of which it may prove."""
+        return (self.key, self.next_key) if self.next_key else (self.key,)
 
 
 _Entry = TypeVar("_Entry", RosterEntry, ReaderEntry)
@@ -120,11 +128,11 @@ class RosterFile(msgspec.Struct, frozen=True):
         proxies = all_of("proxies", RosterEntry, MAX_PROXIES)
         proxy = _entry(tables["proxy"], RosterEntry, f"roster {path}: proxy", has_keys) if "proxy" in tables else None
         owners: dict[str, str] = {}
-        keys = {f"nodes.{name}": entry.key for name, entry in nodes.items()}
-        keys |= {f"readers.{name}": entry.key for name, entry in readers.items()}
-        keys |= {f"proxies.{name}": entry.key for name, entry in proxies.items()}
-        keys |= {"proxy": proxy.key} if proxy else {}
-        for where, key in keys.items():
+        keys = [(f"nodes.{name}", key) for name, entry in nodes.items() for key in entry.keys]
+        keys += [(f"readers.{name}", entry.key) for name, entry in readers.items()]
+        keys += [(f"proxies.{name}", entry.key) for name, entry in proxies.items()]
+        keys += [("proxy", proxy.key)] if proxy else []
+        for where, key in keys:
             if key and owners.setdefault(key, where) != where:
                 raise ConfigError(f"roster {path}: {owners[key]} and {where} have the same key")
         return cls(nodes, proxy, proxies, readers)
@@ -133,22 +141,25 @@ class RosterFile(msgspec.Struct, frozen=True):
 def _entry(value: object, kind: type[_Entry], where: str, has_keys: bool) -> _Entry:
     try:
         entry = msgspec.convert(value, kind)
-        if has_keys and isinstance(entry, RosterEntry) and not entry.key:
+        if isinstance(entry, RosterEntry) and not entry.key and (has_keys or entry.next_key):
             raise ConfigError("a key is missing")
+        if isinstance(entry, RosterEntry) and entry.next_key and ": nodes." not in where:
+            raise ConfigError("only nodes have a next_key")
         if isinstance(entry, RosterEntry):
             check_address(entry.address, has_keys=has_keys)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    if entry.key or isinstance(entry, ReaderEntry):
-        check_key(entry.key, where)
+    for key in entry.keys if isinstance(entry, RosterEntry) else [entry.key]:
+        if key or isinstance(entry, ReaderEntry):
+            check_key(key, where)
     return entry
 
 
 class Roster:
     """The nodes that may be dialled and let in. One thread; `listeners` may be read by any."""
 
-    def __init__(self, path: str, *, has_keys: bool) -> None:
-        """`path` may be empty: no file, so the proxy's word counts (see `believe`).
+    def __init__(self, path: str, *, has_keys: bool, counters: Counter[str] | None = None) -> None:
+        """`path` may be empty: no file, so the proxy's word counts (see `believe`). `counters`: see `Reread`.
 
         :raises ConfigError: keys without a file, or the file is wrong.
         """
@@ -163,8 +174,14 @@ class Roster:
         self._warned: set[str] = set()
         self._reread: Reread[RosterFile] | None = None
         if path:
-            self._reread = Reread(lambda: RosterFile.load(path, has_keys=has_keys), path, what="the roster")
+            self._reread = Reread(self._load, path, what="the roster", counters=counters)
             self._set(self._reread.value)
+
+    def _load(self) -> RosterFile:
+        file = RosterFile.load(self._path, has_keys=self._has_keys)
+        if self._nodes and not file.nodes:  # whoever writes it has begun, or found no room
+            raise ConfigError(f"roster {self._path}: it names no nodes any more")
+        return file
 
     def proxy_at(self, address: str) -> RosterEntry | None:
         """The proxy, as the file names it: of several, the one at this address, else the one of `[proxy]`."""
@@ -187,6 +204,11 @@ class Roster:
             )
         return PeerEntry(name, found.address, found.key)
 
+    def keys(self, name: str) -> tuple[str, ...]:
+        """What the node of that name may prove; several while it gets a new key."""
+        found = self._nodes.get(name)
+        return found.keys if found is not None else ()
+
     @property
     def names(self) -> list[str]:
         """All nodes that may be dialled, as far as they are known now."""
@@ -205,7 +227,7 @@ class Roster:
             raise ConfigError(f"roster {self._path}: this node's key is that of {owner!r}, not of {name!r}; see --name")
         if entry is None:
             return f"{self._path} does not name this node, {name!r}: peers with that roster turn it down"
-        if entry.key and entry.key != public_key:
+        if entry.key and public_key not in entry.keys:
             raise ConfigError(f"roster {self._path}: {name!r} has another key than this node; see --keys")
         if self.told(name, address) != entry.address:
             return f"{self._path} says that this node is at {entry.address}, but it listens at {address}"
@@ -233,7 +255,7 @@ class Roster:
         if not address:
             return (not self._has_keys or self._by_key.get(key) == name) and self.admits_name(name)
         entry = self._nodes.get(name)
-        return entry is not None and (entry.address, entry.key) == (address, key)
+        return entry is not None and entry.address == address and key in entry.keys
 
     def secure_proxy(self, socket: zmq.Socket[bytes], own: KeyPair | None, address: str = "") -> None:
         """Before a socket connects to the proxy at `address`, or to a worker of it: CURVE, if this node has keys, its
@@ -263,7 +285,7 @@ class Roster:
     def _is_believed(self, entry: PeerEntry) -> bool:
         if self._file is not None:
             known = self._file.nodes.get(entry.name)
-            is_same = known is not None and known.address == entry.address and entry.public_key in ("", known.key)
+            is_same = known is not None and known.address == entry.address and entry.public_key in ("", *known.keys)
             if not is_same:
                 self._warn(entry, f"{self._path} does not say so")
             return is_same
@@ -282,5 +304,5 @@ class Roster:
     def _set(self, file: RosterFile) -> None:
         self._file = file
         self._nodes = file.nodes
-        self._by_key = {entry.key: name for name, entry in file.nodes.items() if entry.key}
+        self._by_key = {key: name for name, entry in file.nodes.items() for key in entry.keys if key}
         self.listeners = frozenset((*self._by_key, *(entry.key for entry in file.readers.values())))

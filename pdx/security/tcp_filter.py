@@ -170,7 +170,15 @@ class TcpFilter:
         self._thread = threading.Thread(target=self._run, name="pdx-tcp-filter")
 
     def bind(self, taker: zmq.Socket[bytes]) -> None:
-        """Have a ZMQ socket take what is passed on, and `start`. :raises zmq.ZMQError: it cannot be bound."""
+        """Have a ZMQ socket take what is passed on, and `start`. Again, with other options of that socket: who comes
+        from now on meets these. Those who are here stay as they are, which costs a descriptor: ZMQ would end them with
+        what they came through.
+
+        :raises OSError, zmq.ZMQError: it cannot be bound.
+        """
+        if self._target >= 0:
+            self._folder = tempfile.TemporaryDirectory(prefix="pdx-tcp-filter-")
+            self.inner = f"ipc://{self._folder.name}/zmq"
         mask = os.umask(0o177)
         try:
             taker.setsockopt(zmq.BACKLOG, _ZMQ_BACKLOG)
@@ -181,8 +189,13 @@ class TcpFilter:
 
     def start(self) -> None:
         """Take connections. What is bound at `inner` has no name any more from now on: nobody else finds it."""
-        self._target = os.open(self.inner.removeprefix("ipc://"), os.O_PATH | os.O_CLOEXEC)
+        target = os.open(self.inner.removeprefix("ipc://"), os.O_PATH | os.O_CLOEXEC)
         self._folder.cleanup()
+        if self._target >= 0:
+            os.dup2(target, self._target, inheritable=False)  # at once for the thread, which may be using it
+            os.close(target)
+            return
+        self._target = target
         self._epoll.register(self._wake, select.EPOLLIN)
         self._epoll.register(self._listener, select.EPOLLIN)
         self._thread.start()

@@ -99,6 +99,7 @@ _COUNTED = {
     "refused": "Messages refused, with the reason told.",
     "replies_dropped": "Answers to the proxy's verbs that were not sent.",
     "reports_dropped": "Reports to the proxy that were not sent.",
+    "reread_failed": "Changes of the roster or the key file that were wrong: what was there before counts on.",
     "reserve_full": "Reservations cut for lack of memory.",
     "sealed": "Chunks that became whole.",
     "stores_dropped": "Chunks not stored below memory: the tier did not keep up.",

@@ -2,6 +2,7 @@
 
 import contextlib
 
+from connection_stage import settled
 from proxy_harness import Node
 
 from pdx.proxy.control import Control
@@ -66,3 +67,4 @@ class Members:
         entries = (f'[nodes.{name}]\n{where}\nkey = "{self.pairs[name].public}"\n' for name in names)
         self.roster.write_text("".join(entries))
         self.roster.chmod(0o600)
+        settled(self.roster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from connection_stage import settled
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,7 +102,7 @@ def write(tmp_path):
         path = tmp_path / "roster.toml"
         path.write_text(text)
         path.chmod(mode)
-        return str(path)
+        return str(settled(path))
 
     return put
 
@@ -197,9 +198,32 @@ def test_a_file_that_changes_is_read_again_and_a_wrong_one_changes_nothing(write
     assert not roster.refresh()
     assert roster.entry("beta").public_key == KEYS[0]
     write("")
+    assert not roster.refresh(), "somebody has begun to write it, or found no room"
+    write(entry("nodes.gamma", key=KEYS[1]))
     assert roster.refresh()
     with pytest.raises(PeerUnknown):
         roster.entry("beta")
+
+
+def test_a_node_may_have_two_keys_and_nobody_else(write):
+    both = entry("nodes.alpha") + f'next_key = "{KEYS[1]}"\n'
+    roster = Roster(write(both + entry("nodes.beta", key=KEYS[2])), has_keys=True)
+    assert roster.keys("alpha") == (KEYS[0], KEYS[1])
+    assert [roster.name_of(key) for key in KEYS] == ["alpha", "alpha", "beta"]
+    assert roster.listeners == {*KEYS}
+    for key in KEYS[:2]:
+        assert roster.is_named("alpha", key, roster.entry("alpha").address)
+        assert roster.is_named("alpha", key, "")
+        assert not roster.check_self("alpha", key, roster.entry("alpha").address)
+    assert not roster.is_named("alpha", KEYS[2], "")
+    for wrong, why in (
+        (both + entry("nodes.beta", key=KEYS[1]), "nodes.alpha and nodes.beta have the same key"),
+        (entry("nodes.alpha") + 'next_key = "short"\n', "not a CURVE key"),
+        (entry("proxy") + f'next_key = "{KEYS[1]}"\n', "only nodes have a next_key"),
+        (entry("proxies.one") + f'next_key = "{KEYS[1]}"\n', "only nodes have a next_key"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            RosterFile.load(write(wrong), has_keys=True)
 
 
 def test_a_list_of_the_proxy_replaces_the_one_before():

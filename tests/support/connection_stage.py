@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,4 +284,11 @@ def write_roster(path: Path, entries: dict[str, tuple[str, str]], proxy: tuple[s
         text += f'[proxy]\naddress = "{proxy[0]}"\nkey = "{proxy[1]}"\n'
     path.write_text(text)
     path.chmod(0o644)
-    return str(path)
+    return str(settled(path))
+
+
+def settled(path: Path) -> Path:
+    """Nobody takes this file for one that is being written."""
+    then = time.time_ns() - 10**9
+    os.utime(path, ns=(then, then))
+    return path

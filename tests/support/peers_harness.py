@@ -51,8 +51,8 @@ class Cluster:
     def start(self, *names: str) -> None:
         """Start these nodes, also again, and attach to them."""
         for name in names:
-            settings = {**self._settings, **self._of_one.get(name, {})}
-            config = NodeConfig(address=self.address(name), name=name, roster=self._roster, **settings)
+            settings = {"roster": self._roster, **self._settings, **self._of_one.get(name, {})}
+            config = NodeConfig(address=self.address(name), name=name, **settings)
             self.nodes[name] = self.node(name, config)
         for name in names:
             self.nodes[name].wait_ready()

@@ -14,13 +14,14 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import zmq
 
 from pdx.config import is_name, is_tier_name
 from pdx.errors import PeerRefused, ProtocolError
 from pdx.memory.slot import Slot
-from pdx.security.peer_socket import post
+from pdx.security.peer_socket import Arrival, post
 from pdx.telemetry.host import runs_here
 from pdx.telemetry.recent import remember
 from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
@@ -56,6 +57,15 @@ class Ending(StrEnum):
     LOST = "lost"  # silent for too long, or its end failed: nobody knows whether the peer still writes
     RESTARTED = "restarted"  # the peer is heard in another life, so the process of this one is dead
     LEAVE = "leave"  # this node writes no more
+
+
+class Rival(NamedTuple):
+    """A hello that waits, because this node has dialled the peer that said it."""
+
+    arrival: Arrival
+    seq: int
+    hello: Hello
+    came_at: float
 
 
 class PeerConnection:

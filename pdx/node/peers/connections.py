@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from pdx.config import NodeConfig, listen_address, node_name
@@ -25,12 +26,13 @@ from pdx.node.peers.connection import (
     Ending,
     Epochs,
     PeerConnection,
+    Rival,
     check_hello,
     check_welcome,
     refusal,
 )
 from pdx.security.address import check_address
-from pdx.security.curve_keys import KeyPair
+from pdx.security.node_keys import NodeKeys
 from pdx.security.peer_socket import Arrival, PeerSocket, dialled, receive
 from pdx.security.roster import Roster
 from pdx.telemetry.env import Env, WakingClock
@@ -47,15 +49,6 @@ MAX_SESSIONS = 1024  # peers that have dialled and are connected
 LINGER_MS = 200  # a socket that is closed may take so long to send what was said last
 _LAST_SEQ = (1 << 63) - 1  # of what is said to somebody without a session: nothing follows it
 _HEARD = RIGHTS["peer"] | PEER_ANSWERS
-
-
-class _Rival(NamedTuple):
-    """A hello that waits, because this node has dialled the peer that said it."""
-
-    arrival: Arrival
-    seq: int
-    hello: Hello
-    came_at: float
 
 
 class Connections:
@@ -83,8 +76,9 @@ class Connections:
         self._node, self._env, self._numbers = node, env, numbers
         self._context, self._poller = context, poller or zmq.Poller()
         self._timeout_s, self._ping_s = config.peer_timeout_s, config.report_s
-        self.own = KeyPair.load(config.keys) if config.keys else None  # to be proved at other sockets, too
-        self.roster = Roster(config.roster, has_keys=self.own is not None)
+        self._keys = NodeKeys(config.keys, env.counters)
+        self.own = self._keys.own  # to be proved at other sockets, too
+        self.roster = Roster(config.roster, has_keys=self.own is not None, counters=env.counters)
         # A node that was stopped, or starved, heard nobody; that is not the others' silence.
         self._clock = WakingClock(self._timeout_s / 4, env.clock)
         self._now = self._clock()
@@ -92,7 +86,7 @@ class Connections:
         self._last: dict[str, PeerConnection] = {}  # by name: the one that counts, or the last that did
         self._by_route: dict[bytes, PeerConnection] = {}  # of peers that dialled
         self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
-        self._rivals: dict[str, _Rival] = {}
+        self._rivals: dict[str, Rival] = {}
         self._epochs = Epochs()
         self._name = node_name(config)
         self._peer_socket: PeerSocket | None = None
@@ -175,6 +169,7 @@ class Connections:
         if name == own.name or self._context is None:
             raise PeerUnknown(f"{name!r} is this node itself")
         entry = self.roster.entry(name)
+        entry = msgspec.structs.replace(entry, public_key=self._keys.of_peer(name, self.roster.keys(name)))
         socket = dialled(self._context, entry, self.own, self._timeout_s)
         peer = self._new(name, socket)
         peer.address, peer.key, peer.is_wanted = entry.address, entry.public_key, is_wanted
@@ -220,6 +215,9 @@ class Connections:
                 for peer in self.peers:
                     if not self.roster.is_named(peer.name, peer.key, peer.address):
                         self._lose(peer, Ending.LOST, "the roster has changed")
+            if (own := self._keys.renewed(self.roster, self._name, self.address)) is not None:
+                self.own = own
+                self._listening.prove(own, self._poller)
         self._heed()
         is_ping_due = self._now >= self._next_ping
         if is_ping_due:
@@ -340,7 +338,7 @@ class Connections:
         self._begin_life(hello.name, hello.epoch, hello.host)
         if (before := self._standing(hello.name)) is not None:
             if before.is_dialled and self._node.identity().name < hello.name:
-                self._rivals[hello.name] = _Rival(arrival, frame.seq, hello, self._now)
+                self._rivals[hello.name] = Rival(arrival, frame.seq, hello, self._now)
                 return
             if before.state is ConnectionState.DIALING:
                 self._replace(before)
@@ -351,6 +349,7 @@ class Connections:
     def _open(self, arrival: Arrival, seq: int, hello: Hello, schemes: list[str], said: int) -> None:
         peer = self._new(hello.name, self._listening.router, arrival.route, said=said)
         peer.key = arrival.key
+        self._keys.proved(hello.name, arrival.key)
         peer.is_of(hello)
         peer.take(PeerFrame(seq, 0, hello))
         self._by_route[arrival.route] = peer
@@ -442,6 +441,8 @@ class Connections:
 
     def _lose(self, peer: PeerConnection, step: Ending, why: str) -> None:
         was_ready = peer.state is ConnectionState.READY
+        if peer.state is ConnectionState.DIALING:
+            self._keys.failed(peer.name, peer.key, self.roster.keys(peer.name))
         self._close(peer, step, why)
         # A peer that is not there is dialled again and again: said once.
         is_news = was_ready or why != peer.why_before
@@ -480,3 +481,4 @@ class Connections:
         for name in self._last.keys() - names:
             if self._last[name].state is ConnectionState.CLOSED:
                 del self._last[name]
+        self._keys.forget(names)

@@ -6,7 +6,7 @@ import logging
 import stat
 
 import pytest
-from connection_stage import RawHost, welcomed, write_roster
+from connection_stage import RawHost, settled, welcomed, write_roster
 
 import pdx.node.peers.connections
 import pdx.security.peer_socket
@@ -314,6 +314,7 @@ def test_a_roster_that_changes_is_obeyed(stage, caplog):
     stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
 
     file.write_text("[nodes.beta\n")
+    settled(file)
     with caplog.at_level(logging.WARNING):
         alpha.connections.tick()
         alpha.connections.tick()
