@@ -166,15 +166,16 @@ class StreamChannel(Channel):
         stream.next_number += 1
         stream.begun.append(transfer)
         unsent: list[Buffer] = [*frames.pack_write(transfer.number, transfer.packed)]
+        blocks: coded.Blocks | None = None
         if self._sends_bytes:
             view = self._memory.view
             spans = [view[each.local : each.local + each.nbytes] for each in merged(transfer.pieces)]
             if transfer.is_coded:
-                transfer.blocks = coded.Blocks(spans)
+                blocks = transfer.blocks = coded.Blocks(spans)
             else:
                 unsent += spans
         if isinstance(stream.sock, SealedSocket):
-            transfer.blocks = SealedBlocks(stream.sock, unsent, transfer.blocks)
+            transfer.blocks = SealedBlocks(stream.sock, unsent, blocks)
             unsent = []
         transfer.unsent = unsent
 

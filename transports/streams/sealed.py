@@ -105,7 +105,7 @@ class SealedSocket(socket.socket):
         view, done = memoryview(buffer), 0
         while done < view.nbytes:
             try:
-                got = self._tls.read(view.nbytes - done, view[done:])
+                got: Any = self._tls.read(view.nbytes - done, view[done:])
             except ssl.SSLWantReadError:
                 if (done and not flags & socket.MSG_WAITALL) or not self._pull():
                     break
