@@ -22,6 +22,7 @@ from pdx.engine.moved import Run
 from pdx.engine.request import Hits, TrackedRequest
 from pdx.telemetry.names import OF_ENGINES, SOURCES
 from pdx.testing.waiting import wait_until
+from pdx.vllm.releases import RELEASE, moves_groups
 
 
 class Served:
@@ -106,6 +107,7 @@ def test_steps_that_copy_nothing_say_nothing(bed: OracleBed, serving: Callable[.
     assert served.steps <= 1  # the blocks of the prompt
 
 
+@pytest.mark.skipif(not moves_groups(), reason="several groups before vLLM 0.32")
 @pytest.mark.parametrize("runner", [1, 2])
 def test_a_load_that_fails_is_counted_once_whatever_the_ranks_are(
     bed: OracleBed, serving: Callable[..., Served], runner: int
@@ -168,6 +170,7 @@ def test_of_what_is_loaded_each_token_has_one_source() -> None:
     assert sources(16, 340, hits=Hits(moved=runs)) == {"disk": 240, "moved": 100}
 
 
+@pytest.mark.skipif(RELEASE == (0, 28), reason="PdxConnector refuses to be inside another one there")
 def test_inside_another_connector_counts_go_the_same_way(bed: OracleBed, serving: Callable[..., Served]) -> None:
     shape: dict[str, Any] = {"beside": (PDX, FOREIGN)}
     served = serving(**shape)
