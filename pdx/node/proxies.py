@@ -84,7 +84,9 @@ class Proxies:
             self._poller.register(socket, zmq.POLLIN)
 
     def _end(self, address: str) -> None:
-        gone = self._all.pop(address)
+        self._close(self._all.pop(address))
+
+    def _close(self, gone: _Proxy) -> None:
         gone.follower.gone()
         for socket in gone.line.sockets:
             del self._by_socket[socket]
@@ -182,8 +184,15 @@ class Proxies:
         if service.peers.connections.own is not self._own:  # each is told who this node is now
             self._own = service.peers.connections.own
             for address, each in list(self._all.items()):
-                self._end(address)
-                self._open(address, each.base, each.number)
+                try:
+                    self._open(address, each.base, each.number)
+                except (
+                    ConfigError,
+                    zmq.ZMQError,
+                ) as error:  # as before, as long as that key counts there
+                    self._faults.warn(f"proxy {address}", f"the proxy at {address} is not told the new key: {error}")
+                else:
+                    self._close(each)
         up = [proxy for proxy in self._all.values() if proxy.line.is_up]
         is_due = now >= self._next_report or service.has_news
         if not up or not (is_due or service.marks):
