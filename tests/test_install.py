@@ -28,6 +28,7 @@ USES = {  # modules that cannot do without the extra
     "redis": "hiredis, pdx.store.remote.redis_backend",
     "s3": "obstore, pdx.store.remote.s3_backend",
     "testing": "hypothesis, pdx.testing",
+    "tls": "cryptography.x509, pdx.transports.tls",
 }
 STORE = """
 import sys, pdx
