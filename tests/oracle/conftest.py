@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NEED_VLLM = (
     "exact_engine",
     "exact_kinds",
+    "exact_metrics",
     "exact_releases",
     "exact_stages",
     "connector_storm",
