@@ -506,7 +506,7 @@ async def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
             "is attached to no node" in record.message and engine.url in record.message for record in caplog.records
         )
 
-    async with cluster(named=False, heartbeat_timeout_s=2.0) as made:
+    async with cluster(named=False, heartbeat_timeout_s=60.0) as made:
         want = await expected(made)
         engines = {each: (each[0], each, getattr(made, each).url) for each in ("prefill", "decode")}
         goes, stays = engines.pop(leg), *engines.values()
@@ -522,6 +522,11 @@ async def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
         beats[0].cancel()
         if how == "vanishes":
             beats[0] = asyncio.create_task(made.node.keep_reporting(stays))
+        else:
+            made.pass_time(59.0)
+            heard = await made.metric("pdx_proxy_reports_total")
+            await made.metric_reaches(heard + 2, "pdx_proxy_reports_total")  # of the other node, since then
+            made.pass_time(2.0)
         await until(lambda: is_detached(held))
         held.released.set()
         status, headers, raw = await within(task)

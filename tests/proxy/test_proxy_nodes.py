@@ -185,22 +185,22 @@ async def test_nodes_hear_of_each_other():
         while await node.peers() != nodes:  # it may first be told what was so before its own report
             pass
 
-    async with cluster(heartbeat_timeout_s=0.6) as made:
+    async with cluster() as made:
         one, two, three = (made.other_node(name) for name in ("one", "two", "three"))
-        beat = asyncio.create_task(two.keep_reporting(listen="ipc:///2", public_key="k" * 40))
+        second = {"listen": "ipc:///2", "public_key": "k" * 40}
+        await two.report(**second)
         await hears_of(two, two="ipc:///2")
-        life = asyncio.create_task(one.keep_reporting(listen="ipc:///1"))
+        await one.report(listen="ipc:///1")
         await hears_of(one, one="ipc:///1", two="ipc:///2")
         await hears_of(two, one="ipc:///1", two="ipc:///2")
         await three.report()  # it does not listen, but may want to reach the others
         await hears_of(three, one="ipc:///1", two="ipc:///2")
-        life.cancel()
         one.epoch += 1  # restarted, at another address
-        life = asyncio.create_task(one.keep_reporting(listen="ipc:///3"))
+        await one.report(listen="ipc:///3")
         await hears_of(two, one="ipc:///3", two="ipc:///2")
-        life.cancel()
+        made.pass_time(601.0)
+        await two.report(**second)
         await hears_of(two, two="ipc:///2")  # one has fallen silent
-        beat.cancel()
 
 
 async def test_a_node_that_says_something_else_each_time_is_not_echoed():
