@@ -1,6 +1,7 @@
 """An engine with several cache groups at a node's `Service` in this process; `service_stage` has the rest."""
 
 import hashlib
+import itertools
 from contextlib import contextmanager
 
 from service_stage import Below, attach, serving
@@ -106,21 +107,15 @@ class GroupsStage:
 
     def here(self):
         """The (group, chunk) that are sealed in memory."""
-        return [
-            (group, chunk)
-            for group in range(len(self.groups))
-            for chunk in range(self.count)
-            if (found := self.chunk(group, chunk)) is not None and found.state is State.SEALED
-        ]
+        return self._where(lambda chunk: chunk.state is State.SEALED)
 
     def leased(self):
         """The (group, chunk) that somebody holds."""
-        return [
-            (group, chunk)
-            for group in range(len(self.groups))
-            for chunk in range(self.count)
-            if (found := self.chunk(group, chunk)) is not None and found.leases
-        ]
+        return self._where(lambda chunk: chunk.leases)
+
+    def _where(self, is_so):
+        places = itertools.product(range(len(self.groups)), range(self.count))
+        return [place for place in places if (found := self.chunk(*place)) is not None and is_so(found)]
 
     def slots(self, places):
         return [self.chunk(*place).slot for place in places]

@@ -120,7 +120,24 @@ class Server:
         return {}
 
 
-class Redis(Server):
+class Kept:
+    """What Redis keeps, by its own command line."""
+
+    def put(self, name, data):
+        self.cli("-x", "SET", f"pdx:{name}", input=data)
+
+    def remove(self, name):
+        self.cli("DEL", f"pdx:{name}")
+
+    def put_list(self, name):
+        self.cli("DEL", f"pdx:{name}")
+        self.cli("LPUSH", f"pdx:{name}", "x")
+
+    def raw(self, name):
+        return self.cli("GET", f"pdx:{name}")
+
+
+class Redis(Server, Kept):
     """redis-server of Debian; `flags` of its command line."""
 
     def __init__(self, folder, *flags, tls=None):
@@ -147,31 +164,16 @@ class Redis(Server):
             *self.flags,
         ]
 
-    def cli(self, *words):
+    def cli(self, *words, **settings):
         how = ["--tls", "--cacert", str(self.tls[0])] if self.tls else []
-        done = subprocess.run(["redis-cli", "-p", str(self.port), *how, *words], capture_output=True, check=True)
-        return done.stdout.removesuffix(b"\n")
-
-    def put(self, name, data):
-        subprocess.run(
-            ["redis-cli", "-p", str(self.port), "-x", "SET", f"pdx:{name}"], input=data, check=True, stdout=-3
-        )
-
-    def remove(self, name):
-        self.cli("DEL", f"pdx:{name}")
-
-    def put_list(self, name):
-        self.cli("DEL", f"pdx:{name}")
-        self.cli("LPUSH", f"pdx:{name}", "x")
-
-    def raw(self, name):
-        return self.cli("GET", f"pdx:{name}")
+        command = ["redis-cli", "-p", str(self.port), *how, *words]
+        return subprocess.run(command, capture_output=True, check=True, **settings).stdout.removesuffix(b"\n")
 
     def names(self):
         return sorted(line.decode().removeprefix("pdx:") for line in self.cli("--scan").splitlines())
 
 
-class Cluster:
+class Cluster(Kept):
     """Three of them as a cluster of Redis."""
 
     def __init__(self, folder, tls=None):
@@ -199,22 +201,8 @@ class Cluster:
         for member in self.members:
             member.kill()
 
-    def _ask(self, *words, **settings):
-        where = ["redis-cli", "-c", "-p", str(self.members[0].port)]
-        return subprocess.run([*where, *words], check=True, capture_output=True, **settings).stdout.removesuffix(b"\n")
-
-    def put(self, name, data):
-        self._ask("-x", "SET", f"pdx:{name}", input=data)
-
-    def remove(self, name):
-        self._ask("DEL", f"pdx:{name}")
-
-    def put_list(self, name):
-        self._ask("DEL", f"pdx:{name}")
-        self._ask("LPUSH", f"pdx:{name}", "x")
-
-    def raw(self, name):
-        return self._ask("GET", f"pdx:{name}")
+    def cli(self, *words, **settings):
+        return self.members[0].cli("-c", *words, **settings)
 
     def names(self):
         return sorted(name for member in self.members for name in member.names())
