@@ -36,6 +36,7 @@ Address = Annotated[str, Meta(max_length=256), shown_as("ADDRESS")]  # as messag
 Addresses = Annotated[str, Meta(max_length=4096, pattern="^[^,]{0,256}(,[^,]{0,256})*$")]
 HostPort = Annotated[str, Meta(max_length=256), shown_as("HOST:PORT")]
 Url = Annotated[str, Meta(max_length=1024), shown_as("URL")]
+Where = Annotated[str, Meta(max_length=1024), shown_as("WHERE")]
 Topic = Annotated[str, Meta(max_length=256), shown_as("TOPIC")]
 PolicyName = Annotated[str, Meta(max_length=256), shown_as("NAME")]
 Name = Annotated[str, shown_as("NAME")]
@@ -248,6 +249,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = ""
     listen: Annotated[Address, option("Where peers connect: ipc or tcp.", default="a socket on this host")] = ""
+    discover: Annotated[
+        Where,
+        option(
+            "Find the addresses that --roster leaves out there: kubernetes:SERVICE[.NAMESPACE] or etcd:URL/PREFIX.",
+            default="nowhere",
+        ),
+    ] = ""
     channels: Annotated[
         SchemeNames,
         option(

@@ -64,8 +64,7 @@ _STOPPED = (503, "the proxy is being stopped")
 _INTERNAL = (500, "internal error of the proxy")
 
 
-# Where a request with hints has these, and the name by which its engines know it; before aiohttp 3.14 there is no such
-# class.
+# Where a request with hints has these, and the name by which engines know it; aiohttp before 3.14 has no such class.
 _HINTED: Any = web.RequestKey("hinted", tuple) if hasattr(web, "RequestKey") else "hinted"
 
 
@@ -106,6 +105,8 @@ class Proxy:
             keys=config.keys,
             roster=config.roster,
             workers=config.workers,
+            discover=config.discover,
+            is_found=not seat.number,  # where the others are follows from that
         )
         self._metrics = Metrics(self.env, engines=self.engines, health=self._health, dropped=self._control.dropped)
         self._traces = open_traces(config, self.env.counters)

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdx.config import FileName, PositiveSeconds, Seconds
+from pdx.config import FileName, PositiveSeconds, Seconds, Where
 from pdx.options import option, shown_as
 
 Urls = Annotated[tuple[str, ...], shown_as("URL")]
@@ -49,6 +49,12 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = ""
     keys: Annotated[FileName, option("Secret key of `pdx keygen`, for nodes on other hosts.", section="Trust")] = ""
     roster: Annotated[FileName, option("Names the nodes and their public keys; goes with --keys.")] = ""
+    discover: Annotated[
+        Where,
+        option(
+            "Nodes find this proxy there, and it the hosts of nodes: kubernetes:SERVICE[.NAMESPACE] or etcd:URL/PREFIX."
+        ),
+    ] = ""
     prefill: Annotated[Urls, option("An engine that prefills; may be repeated.", section="Engines")] = ()
     decode: Annotated[Urls, option("An engine that decodes; may be repeated, and may also prefill.")] = ()
     engine_ca: Annotated[

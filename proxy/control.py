@@ -17,13 +17,14 @@ import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from pdx.errors import ConfigError, ProtocolError
 from pdx.proxy.engines import MAX_ENGINES_OF_NODE
-from pdx.security.address import address_host, base_url, check_address, is_loopback, spelled, url_host
+from pdx.security.address import address_host, base_url, check_address, is_among, is_loopback, url_host
 from pdx.security.curve_keys import KeyPair
 from pdx.security.peer_socket import GONE, Arrival, PeerSocket
 from pdx.security.roster import Roster
@@ -47,6 +48,9 @@ from pdx.wire.proxy import (
     decode_to_proxy,
 )
 
+if TYPE_CHECKING:
+    from pdx.discovery.discovery import Discovery
+
 MAX_PEERS = 1024
 _TAG_BYTES = 4
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -68,9 +72,12 @@ class Control:
         keys: str = "",
         roster: str = "",
         workers: int = 1,
+        discover: str = "",
+        is_found: bool = True,
     ) -> None:
         """`take` is handed what a node of this name said and may say. `keys` and `roster`: files, see
         `pdx.security.curve_keys` and `pdx.security.roster`; both or none. `workers`: of this proxy, see `PeerList`.
+        `discover`: see `pdx.discovery`; `is_found`: nodes find this socket there.
 
         :raises ConfigError: the address, the keys or the roster are wrong.
         """
@@ -80,6 +87,12 @@ class Control:
         self._workers = workers
         self._own_keys = KeyPair.load(keys) if keys else None
         self._roster = Roster(roster, has_keys=self._own_keys is not None)
+        self._discovery: Discovery | None = None
+        if discover:
+            from pdx.discovery.discovery import discovery
+
+            self._discovery = discovery(discover, env.counters, has_keys=self._own_keys is not None)
+        self._is_found = is_found
         self._take = take
         self._counters = env.counters
         self._faults = env.faults
@@ -115,6 +128,10 @@ class Control:
             )
             undo.callback(self._peer_socket.close)
             self.address = self._peer_socket.address
+            if self._discovery is not None and self._own_keys is not None:
+                name = self._roster.proxy_name(self._own_keys.public) or self.address.removeprefix("tcp://")
+                self._discovery.start("proxies" if self._is_found else "", name, self.address)
+                undo.callback(self._discovery.close)
             for socket in self._peer_socket.sockets:
                 self._loop.add_reader(socket.fileno(), self._serve)
                 undo.callback(self._loop.remove_reader, socket.fileno())
@@ -162,7 +179,9 @@ class Control:
         if self._own_keys is None:
             return None
         self._roster.refresh()
-        return set(self._roster.names)
+        if self._discovery is not None:
+            self._roster.find(self._discovery.found)
+        return self._roster.members
 
     def send_peers(self, entries: list[PeerEntry]) -> None:
         """Tell all nodes which nodes there are: now, and each that comes later when it first reports.
@@ -314,11 +333,11 @@ class Control:
         entry = self._roster.node(report.node)
         if entry is None:
             return False
-        where, here = address_host(entry.address), address_host(self.address)
+        where, here = self._roster.host_of(report.node), address_host(self.address)
         is_near = is_loopback(where) or where == here  # by the roster, on the proxy's own host
         if is_loopback(host):
             return is_near and report.host == host_id()
-        return host in {where, *map(spelled, entry.engine_hosts)} or (is_near and host == here)
+        return host == where or is_among(host, entry.engine_hosts) or (is_near and host == here)
 
     def _drop(self, reason: str, key: str, text: str) -> None:
         """Count a message that is not taken in, and log the first one of its sender in a minute."""

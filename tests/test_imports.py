@@ -26,6 +26,7 @@ LAYERS = [
     {"pdx.wire"},
     {"pdx.telemetry"},
     {"pdx.security"},
+    {"pdx.discovery"},
     {"pdx.store.codecs"},  # for the tiers, and for the wire
     {"pdx.cuda", "pdx.proxy"},
     {"pdx.store.history"},
@@ -54,6 +55,7 @@ OTHERS = {
     "pdx.transports.channel": "msgspec",
     "pdx.telemetry": "msgspec opentelemetry prometheus_client",
     "pdx.security": "msgspec zmq",
+    "pdx.discovery": "aiohttp msgspec",
     "pdx.cuda": "msgspec",
     "pdx.proxy": "aiohttp msgspec numpy prometheus_client zmq",
     "pdx.store": "msgspec obstore redis sortedcontainers xxhash",

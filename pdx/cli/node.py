@@ -56,8 +56,8 @@ _now = partial(option, is_flag=True, section="A running node", allow_from_autoen
 @settings_of(NodeConfig, env=NODE_ENV)
 @option(
     "--proxy",
-    help="Where the proxy listens; of several, with commas between them; '' for none. [default: $PDX_PROXY, else this "
-    "user's]",
+    help="Where the proxy listens; of several, with commas between them; '' for none. [default: those that "
+    "--discover finds, else $PDX_PROXY, else this user's]",
 )
 @_now("--status", help="Show the state of the running node and exit.")
 @_now("--json", "as_json", help="With --status: one JSON object.")
@@ -91,7 +91,9 @@ def node(
 
     check_channels(settings["channels"])
     _check_some_work(settings["channels"])
-    of_node = {"address": address, "proxy": default_proxy() if proxy is None else proxy}
+    if proxy is None:
+        proxy = "" if settings["discover"] else default_proxy()
+    of_node = {"address": address, "proxy": proxy}
     logs.set_up()
     config = parse(NodeConfig, {**of_node, **node_settings(said(settings))})
     if config.disks:

@@ -236,6 +236,8 @@ class Daemon(Closing):
 
     def _tick(self, now: float) -> None:
         self.service.tick()
+        with self._faults.contain("the look at proxies"):
+            self._proxies.look()
         if self._publisher is not None:
             for name, count in self._publisher.counts.items():
                 self.env.counters[name] = count

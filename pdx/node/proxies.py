@@ -65,6 +65,7 @@ class Proxies:
         self._faults = service.env.faults
         self._context = context
         self._poller = poller
+        self._named = list(addresses)
         self._all: dict[str, _Proxy] = {}  # by address
         self._by_socket: dict[zmq.Socket[bytes], _Proxy] = {}
         self._next_report = 0.0
@@ -83,6 +84,12 @@ class Proxies:
             self._by_socket[socket] = made
             self._poller.register(socket, zmq.POLLIN)
 
+    def _try_open(self, address: str, base: str, number: int) -> None:
+        try:
+            self._open(address, base, number)
+        except (ConfigError, zmq.ZMQError) as error:
+            self._faults.warn(f"proxy {address}", f"worker {number} of the proxy at {base} is not reported to: {error}")
+
     def _end(self, address: str) -> None:
         self._close(self._all.pop(address))
 
@@ -97,6 +104,18 @@ class Proxies:
         """Idempotent."""
         for address in list(self._all):
             self._end(address)
+
+    def look(self) -> None:
+        """At each tick: report to the proxies that were found since, and no longer to those that are found no more and
+        are not there. One that is connected stays, whatever the cluster says of it."""
+        wanted = {*self._named, *self._service.peers.connections.roster.proxies}
+        for address in wanted - self._all.keys():
+            self._try_open(address, address, 0)
+        for base in {each.base for each in self._all.values()} - wanted:
+            mine = [address for address, each in self._all.items() if each.base == base]
+            if not any(self._all[address].line.is_up for address in mine):
+                for address in mine:
+                    self._end(address)
 
     # ---- what they say ----------------------------------------------------------------------
 
@@ -143,10 +162,7 @@ class Proxies:
         wanted = {worker_address(base, number): number for number in range(1, workers)}
         for address, number in wanted.items():
             if address not in self._all:
-                try:
-                    self._open(address, base, number)
-                except (ConfigError, zmq.ZMQError) as error:
-                    self._faults.warn(f"worker {address}", f"worker {number} of the proxy is not reported to: {error}")
+                self._try_open(address, base, number)
         for address, each in list(self._all.items()):
             if each.base == base and each.number and address not in wanted:
                 self._end(address)

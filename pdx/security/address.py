@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import re
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from pdx.config import socket_path
@@ -81,6 +82,33 @@ def url_host(url: str) -> str:
 def address_host(address: str) -> str:
     """The host in an address of a node or a proxy; that of `ipc://` is `localhost`."""
     return "localhost" if address.startswith("ipc://") else spelled(str(_endpoint(address)[0]))
+
+
+@functools.lru_cache(4096)  # a cluster says the same ones again and again
+def is_found_address(address: str) -> bool:
+    """Whether who proves a key may be dialled there, where others than the roster say so: no names, which would have to
+    be looked up."""
+    try:
+        check_address(address, has_keys=True)
+        return address.startswith("tcp://") and not isinstance(_endpoint(address)[0], str)
+    except ConfigError:
+        return False
+
+
+def check_hosts(hosts: Iterable[str]) -> None:
+    """:raises ConfigError: one of them is meant to be a network, and is none."""
+    for each in hosts:
+        if "/" in each:
+            try:
+                ip_network(each)
+            except ValueError as error:
+                raise ConfigError(f"{each!r} is not a network; write for example 10.8.0.0/16") from error
+
+
+def is_among(host: str, hosts: Iterable[str]) -> bool:
+    """Whether a host, spelled so, is one of these hosts, or is in one of these networks."""
+    ip = _ip(host)
+    return any(ip is not None and ip in ip_network(each) if "/" in each else host == spelled(each) for each in hosts)
 
 
 def is_loopback(host: str) -> bool:

@@ -17,8 +17,10 @@
     [readers.router]                    # may read the events of nodes, and say nothing
     key = "..."
 
-Where there is a file, it decides. Without one, names come from the proxy, but only addresses of this host are
-believed. An address from anywhere else, above all from a request, is never dialled. No sockets here.
+Where there is a file, it decides who there is. Where it has a key and no `address`, a node is where it says itself, by
+a proxy, else where the cluster says that it is (`Found`): whoever answers there has to prove the key. Without a file,
+names come from the proxy, but only addresses of this host are believed. An address from anywhere else, above all from a
+request, is never dialled. No sockets here.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import logging
 import os
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from types import MappingProxyType
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -37,7 +40,7 @@ from msgspec import Meta
 
 from pdx.config import check_name
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.security.address import by_name, check_address
+from pdx.security.address import address_host, by_name, check_address, check_hosts, is_found_address
 from pdx.security.curve_keys import KeyPair, check_key, secure_client
 from pdx.security.reread import Reread
 from pdx.wire.proxy import PeerEntry
@@ -60,7 +63,7 @@ class ReaderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One node, or the proxy, in the file."""
 
-    address: Annotated[str, Meta(min_length=1, max_length=256)]
+    address: Annotated[str, Meta(max_length=256)] = ""  # with a key alone it may be left out
     key: Annotated[str, Meta(max_length=40)] = ""
     next_key: Annotated[str, Meta(max_length=40)] = ""
     engine_hosts: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)] = []
@@ -72,6 +75,15 @@ class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _Entry = TypeVar("_Entry", RosterEntry, ReaderEntry)
+_NOBODY: Mapping[str, str] = MappingProxyType({})
+
+
+class Found(NamedTuple):
+    """Addresses by name, as a cluster tells them (`pdx.discovery`): where somebody may be, and not who is there."""
+
+    nodes: Mapping[str, str] = _NOBODY
+    proxies: Mapping[str, str] = _NOBODY
+    is_assigned: bool = False  # the cluster itself gives out these addresses; else whoever is there has said so
 
 
 class RosterFile(msgspec.Struct, frozen=True):
@@ -145,8 +157,10 @@ def _entry(value: object, kind: type[_Entry], where: str, has_keys: bool) -> _En
             raise ConfigError("a key is missing")
         if isinstance(entry, RosterEntry) and entry.next_key and ": nodes." not in where:
             raise ConfigError("only nodes have a next_key")
-        if isinstance(entry, RosterEntry):
+        if isinstance(entry, RosterEntry) and (entry.address or not has_keys):
             check_address(entry.address, has_keys=has_keys)
+        if isinstance(entry, RosterEntry):
+            check_hosts(entry.engine_hosts)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {error}") from error
     for key in entry.keys if isinstance(entry, RosterEntry) else [entry.key]:
@@ -169,7 +183,11 @@ class Roster:
         self._has_keys = has_keys
         self._file: RosterFile | None = None
         self._by_key: dict[str, str] = {}
-        self._nodes: dict[str, RosterEntry] = {}  # of the file; without one, as the proxy told
+        self._nodes: dict[str, RosterEntry] = {}  # with an address: of the file; without one, as the proxy told
+        self._told: dict[str, str] = {}  # by proxies: where nodes are of which the file does not say it
+        self._found = Found()
+        self._known: dict[str, str] = {}  # where nodes of the file were found last
+        self._proxies: dict[str, RosterEntry] = {}  # that were found, by address
         self.listeners: frozenset[str] = frozenset()  # keys of nodes, and of readers of events
         self._warned: set[str] = set()
         self._reread: Reread[RosterFile] | None = None
@@ -179,16 +197,28 @@ class Roster:
 
     def _load(self) -> RosterFile:
         file = RosterFile.load(self._path, has_keys=self._has_keys)
-        if self._nodes and not file.nodes:  # whoever writes it has begun, or found no room
+        if self.members and not file.nodes:  # whoever writes it has begun, or found no room
             raise ConfigError(f"roster {self._path}: it names no nodes any more")
         return file
 
     def proxy_at(self, address: str) -> RosterEntry | None:
-        """The proxy, as the file names it: of several, the one at this address, else the one of `[proxy]`."""
+        """The proxy, as the file names it: of several, the one at this address, or that was found there, else the one
+        of `[proxy]`."""
         if self._file is None:
             return None
-        named = (each for each in self._file.proxies.values() if each.address == address)
-        return next(named, self._file.proxy)
+        of_file = self._file.proxy
+        named = [*self._file.proxies.values(), *([of_file] if of_file is not None else [])]
+        return next((each for each in named if each.address == address), self._proxies.get(address, of_file))
+
+    @property
+    def proxies(self) -> list[str]:
+        """Where proxies were found of which the file has the key, and no address."""
+        return list(self._proxies)
+
+    def proxy_name(self, public_key: str) -> str:
+        """Which of `[proxies.NAME]` has this key; empty: none."""
+        named = self._file.proxies if self._file is not None else {}
+        return next((name for name, each in named.items() if each.key == public_key), "")
 
     def node(self, name: str) -> RosterEntry | None:
         """A node, as the file names it."""
@@ -209,10 +239,24 @@ class Roster:
         found = self._nodes.get(name)
         return found.keys if found is not None else ()
 
+    def host_of(self, name: str) -> str:
+        """The host on which that node is by the file, or by a cluster that gives out addresses; empty: nobody says.
+        What the node says of itself does not count."""
+        entry = self.node(name)
+        if entry is None or entry.address:
+            return address_host(entry.address) if entry is not None else ""
+        found = self._known.get(name, "") if self._found.is_assigned else ""
+        return address_host(found) if found else ""
+
     @property
     def names(self) -> list[str]:
         """All nodes that may be dialled, as far as they are known now."""
         return list(self._nodes)
+
+    @property
+    def members(self) -> set[str]:
+        """All nodes of the file, wherever they are."""
+        return set(self._file.nodes) if self._file is not None else set()
 
     def check_self(self, name: str, public_key: str, address: str) -> str:
         """What the file says of this node itself, against what it is; a warning, or empty.
@@ -229,7 +273,7 @@ class Roster:
             return f"{self._path} does not name this node, {name!r}: peers with that roster turn it down"
         if entry.key and public_key not in entry.keys:
             raise ConfigError(f"roster {self._path}: {name!r} has another key than this node; see --keys")
-        if self.told(name, address) != entry.address:
+        if entry.address and self.told(name, address) != entry.address:
             return f"{self._path} says that this node is at {entry.address}, but it listens at {address}"
         return ""
 
@@ -237,7 +281,7 @@ class Roster:
         """The address that the node `name`, which listens at `bound`, tells of itself: the file's, if that has its
         host's name."""
         entry = self.node(name)
-        return entry.address if entry is not None and by_name(entry.address, bound) else bound
+        return entry.address if entry is not None and entry.address and by_name(entry.address, bound) else bound
 
     def admits_name(self, name: str) -> bool:
         """Whether a node of that name may dial; without a file, any that can reach the socket."""
@@ -251,8 +295,10 @@ class Roster:
         return key in self._by_key
 
     def is_named(self, name: str, key: str, address: str) -> bool:
-        """Whether it still names this node, with the same key and, if it was dialled, the same address."""
-        if not address:
+        """Whether it still names this node, with the same key and, if it was dialled, the same address. A connection
+        outlives an address that was found: clusters err, and the key was proved."""
+        entry = self.node(name)
+        if not address or (entry is not None and not entry.address):
             return (not self._has_keys or self._by_key.get(key) == name) and self.admits_name(name)
         entry = self._nodes.get(name)
         return entry is not None and entry.address == address and key in entry.keys
@@ -277,15 +323,29 @@ class Roster:
         return True
 
     def believe(self, entries: Iterable[PeerEntry]) -> None:
-        """What the proxy says. With a file it changes nothing; without one, these are the nodes of this host."""
+        """What the proxy says. With a file it says at most where nodes of the file are; without one, these are the
+        nodes of this host."""
         told = {one.name: one for one in entries if one.name and one.address and self._is_believed(one)}
         if self._file is None:
             self._nodes = {name: RosterEntry(one.address, one.public_key) for name, one in told.items()}
+        else:
+            self._told = {name: one.address for name, one in told.items()}
+            self._settle(self._file)
+
+    def find(self, found: Found) -> None:
+        """What the cluster says now: it may be said again and again. A node that it no longer names stays where it was:
+        clusters err, and one that is gone does not answer."""
+        if found is not self._found and self._file is not None:
+            self._found = found
+            self._settle(self._file)
 
     def _is_believed(self, entry: PeerEntry) -> bool:
         if self._file is not None:
             known = self._file.nodes.get(entry.name)
-            is_same = known is not None and known.address == entry.address and entry.public_key in ("", *known.keys)
+            is_there = known is not None and (
+                known.address == entry.address if known.address else is_found_address(entry.address)
+            )
+            is_same = known is not None and is_there and entry.public_key in ("", *known.keys)
             if not is_same:
                 self._warn(entry, f"{self._path} does not say so")
             return is_same
@@ -303,6 +363,23 @@ class Roster:
 
     def _set(self, file: RosterFile) -> None:
         self._file = file
-        self._nodes = file.nodes
+        self._settle(file)
         self._by_key = {key: name for name, entry in file.nodes.items() for key in entry.keys if key}
         self.listeners = frozenset((*self._by_key, *(entry.key for entry in file.readers.values())))
+
+    def _settle(self, file: RosterFile) -> None:
+        """Where all are of whom the file has the key."""
+        self._nodes = {name: entry for name, entry in file.nodes.items() if entry.address}
+        known, self._known = self._known, {}
+        for name in file.nodes.keys() - self._nodes.keys():
+            found = self._found.nodes.get(name, "")
+            if is_found_address(found) or (found := known.get(name, "")):
+                self._known[name] = found
+            if address := self._told.get(name, found):
+                self._nodes[name] = msgspec.structs.replace(file.nodes[name], address=address)
+        self._proxies = {}
+        for name, address in self._found.proxies.items():
+            entry = file.proxies.get(name, file.proxy)
+            is_new = len(self._proxies) < MAX_PROXIES and (name in file.proxies or address not in self._proxies)
+            if entry is not None and not entry.address and is_new and is_found_address(address):
+                self._proxies[address] = entry

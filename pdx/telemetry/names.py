@@ -47,6 +47,7 @@ _COUNTED = {
     "demotions_given_up": "Chunks hinted out of memory that no tier took.",
     "descriptors_short": "Times that new connections were kept out for lack of descriptors.",
     "digest_mismatches": "Slices from peers with a wrong digest.",
+    "discovery_failures": "Times that --discover was not answered; all stay where they were found last.",
     "early_answers": "Requests answered before their transfer was whole.",
     "engine_layouts_differ": "Engines that share no chunks with others of their model.",
     "events": "Changes of chunks noted for --events and the proxy.",

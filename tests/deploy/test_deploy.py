@@ -25,6 +25,7 @@ POD = {
     "pod": {"POD_IP": "10.0.0.9", "HOST_IP": "10.0.0.1"},
     "host": {"POD_IP": "fd00::9", "HOST_IP": "fd00::1", "HOST_NAME": "worker-1"},
 }
+POD |= {f"{shape} discovers": POD[shape] for shape in POD}
 WARNING = 2  # of Helm's severities
 
 
@@ -95,6 +96,8 @@ VALUES = {
         "networkPolicy": {"monitors": [{"namespaceSelector": {}}]},
     },
 }
+VALUES |= {f"{shape} discovers": {**values, "discover": True, "hosts": {}} for shape, values in VALUES.items()}
+VALUES["host discovers"]["networkPolicy"] = {"hosts": ["fd00::/64"]}
 
 
 @pytest.fixture(params=VALUES)
@@ -147,15 +150,45 @@ def test_every_command_of_the_chart_is_one_of_pdx_and_fits_the_roster(documents,
                 node = parsed([filled(arg, pod) for arg in containers["node"]["args"]])
                 said.add(node["name"])
                 check_address(node["listen"], has_keys=True, listens=True)
-                assert node["proxy"].split(",") == [each.address for each in roster.proxies.values()]
+                if node["discover"]:
+                    assert (node["proxy"], node["discover"]) == (None, "kubernetes:pdx-peers")
+                else:
+                    assert node["proxy"].split(",") == [each.address for each in roster.proxies.values()]
                 (key,) = (each for each in containers["node"]["volumeMounts"] if each["name"] == "keys")
                 assert filled(key["subPathExpr"], pod) == f"{node['name']}.key_secret"
             if "engine" in containers:
                 engine = parsed(["serve", *(filled(arg, pod) for arg in containers["engine"]["args"])])
                 # Else the proxy would not believe its node (ADR 31).
-                assert url_host(engine["url"]) in {url_host(each.address) for each in roster.nodes.values()}
+                found = POD[request.node.callspec.id]
+                address = found["HOST_IP"] if "HOST_NAME" in found else found["POD_IP"]
+                known = {url_host(each.address) or address for each in roster.nodes.values()}
+                assert url_host(engine["url"]) in known
             if "proxy" in containers:
                 assert pod in roster.proxies
                 parsed([filled(arg, pod) for arg in containers["proxy"]["args"]])
     assert said
     assert said <= set(roster.nodes)
+
+
+def test_who_discovers_may_read_what_it_asks_for_and_nobody_else_has_the_token(documents, request):
+    if "discovers" not in request.node.callspec.id:
+        assert not [kind for kind, _ in documents if kind in ("Role", "ServiceAccount")]
+        return
+    (rule,) = documents["Role", "pdx"]["rules"]
+    assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["get", "list", "watch"])
+    ports = {each["targetPort"] for each in documents["Service", "pdx-peers"]["spec"]["ports"]}
+    for (kind, _), document in documents.items():
+        if kind not in ("StatefulSet", "Deployment", "DaemonSet"):
+            continue
+        pod = document["spec"]["template"]["spec"]
+        for container in pod["containers"]:
+            mounts = {each["mountPath"] for each in container["volumeMounts"]}
+            asks = any(arg.startswith("--discover") for arg in container["args"])
+            assert (
+                ("/var/run/secrets/kubernetes.io/serviceaccount" in mounts) == asks == (container["name"] != "engine")
+            )
+            assert bool(ports & {each["name"] for each in container["ports"]}) == asks
+        assert pod["automountServiceAccountToken"] is False
+        assert pod.get("serviceAccountName") == (
+            "pdx" if any(each["name"] == "api" for each in pod["volumes"]) else None
+        )

@@ -107,6 +107,13 @@ async def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
         ({"address": "tcp://127.0.0.1:1"}, False, []),
         ({"address": "ipc:///run/one"}, True, ["http://127.0.0.1:8100", "http://localhost:1", "http://[::1]:1"]),
         ({"address": "tcp://beta:1"}, False, ["https://beta:8100"]),
+        ({"more": 'engine_hosts = ["10.0.0.2/31", "beta"]'}, False, [
+            "http://10.0.0.1:8100", "http://[::ffff:10.0.0.1]:8101", "http://10.0.0.2:1", "https://beta:8100",
+        ]),
+        ({"address": ""}, True, []),
+        ({"address": "", "more": 'engine_hosts = ["10.0.0.0/30"]'}, False, [
+            "http://10.0.0.1:8100", "http://[::ffff:10.0.0.1]:8101", "http://10.0.0.2:1",
+        ]),
     ],
 )  # fmt: skip
 async def test_an_engine_lies_on_its_nodes_host(members, entry, here, taken, caplog):

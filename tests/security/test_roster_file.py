@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security import roster as roster_module
 from pdx.security.address import check_address, needs_ipv6
-from pdx.security.roster import Roster, RosterFile
+from pdx.security.curve_keys import KeyPair
+from pdx.security.roster import Found, Roster, RosterFile
 from pdx.wire.proxy import PeerEntry
 
 # Always the same, so that the tests have the same names in each process.
@@ -140,7 +141,9 @@ def test_a_file_is_read(write):
         ("[peers.alpha]\n", "peers is not"),
         ("[nodes\n", ""),
         ("[nodes]\nalpha = 3", "nodes.alpha: "),
-        ("[nodes.alpha]\n", "nodes.alpha: .*address"),
+        ("[nodes.alpha]\n", "nodes.alpha: a key is missing"),
+        ("[proxy]\n", "proxy: a key is missing"),
+        (f'[nodes.alpha]\nkey = "{KEYS[0]}"\nengine_hosts = ["10.0.0.1/8"]\n', "not a network"),
         (entry("nodes.alpha") + 'port = "3"\n', "nodes.alpha: .*port"),
         (entry("nodes.alpha", "tcp://0.0.0.0:1"), "nodes.alpha: .*all interfaces"),
         (entry("nodes.alpha", "tcp://10.0.0.1:0"), "nodes.alpha: .*no port"),
@@ -307,3 +310,97 @@ def test_a_wrong_reader_is_named(write, monkeypatch, text, why):
         RosterFile.load(write(f"{entry('nodes.a')}{text}\n"), has_keys=True)
     with pytest.raises(ConfigError, match="readers is not"):
         RosterFile.load(write("readers = 1\n"), has_keys=False)
+
+
+# ---- addresses that the file leaves out -----------------------------------------------------------
+
+LEFT_OUT = f'[nodes.a]\nkey = "{KEYS[0]}"\n[proxies.p]\nkey = "{KEYS[1]}"\n' + entry(
+    "nodes.b", "tcp://10.0.0.2:7700", KEYS[2]
+)
+
+
+@pytest.fixture
+def left_out(write):
+    return Roster(write(LEFT_OUT), has_keys=True)
+
+
+def test_without_keys_nobody_may_leave_an_address_out(write):
+    with pytest.raises(ConfigError, match="nodes.a: .*not an address"):
+        Roster(write("[nodes.a]\n"), has_keys=False)
+
+
+def test_where_the_file_has_no_address_a_cluster_or_a_proxy_says_it(left_out):
+    assert (left_out.names, left_out.members) == (["b"], {"a", "b"})
+    assert left_out.admits_name("a")
+    with pytest.raises(PeerUnknown):
+        left_out.entry("a")
+    assert left_out.check_self("a", KEYS[0], "tcp://10.0.0.1:7700") == ""
+    assert left_out.told("a", "tcp://10.0.0.1:7700") == "tcp://10.0.0.1:7700"
+    everywhere = dict.fromkeys(("a", "b", "stranger"), "tcp://10.0.0.9:1")
+    left_out.find(Found(everywhere, everywhere))
+    assert left_out.entry("a") == PeerEntry("a", "tcp://10.0.0.9:1", KEYS[0])
+    assert left_out.entry("b").address == "tcp://10.0.0.2:7700", "the file decides"
+    assert sorted(left_out.names) == ["a", "b"]
+    assert left_out.proxies == [], "none of its names"
+    left_out.believe([PeerEntry("a", "tcp://10.0.0.8:1", KEYS[0]), PeerEntry("stranger", "tcp://10.0.0.8:2")])
+    assert left_out.entry("a").address == "tcp://10.0.0.8:1", "it says so itself, and now"
+    left_out.believe([PeerEntry("a", "tcp://10.0.0.7:1", KEYS[2])])
+    assert left_out.entry("a").address == "tcp://10.0.0.9:1", "with another key it is another one"
+    left_out.find(Found())
+    assert left_out.entry("a").address == "tcp://10.0.0.9:1", "a cluster that names nobody errs, or the node is gone"
+    left_out.find(Found({"a": "tcp://10.0.0.7:1"}))
+    assert left_out.entry("a").address == "tcp://10.0.0.7:1"
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://somewhere:1", "ipc:///run/a", "tcp://0.0.0.0:1", "10.0.0.1:1", "", "x" * 300]
+)
+def test_an_address_that_is_found_is_an_ip_address_and_a_port(left_out, address):
+    left_out.find(Found({"a": address}, {"p": address}, is_assigned=True))
+    left_out.believe([PeerEntry("a", address)])
+    assert (left_out.names, left_out.proxies, left_out.host_of("a")) == (["b"], [], "")
+
+
+def test_proxies_are_found_by_name_or_by_the_key_that_all_have(left_out, write):
+    left_out.find(Found({}, {"p": "tcp://10.0.0.6:7600", "q": "tcp://10.0.0.7:7600"}))
+    assert left_out.proxies == ["tcp://10.0.0.6:7600"]
+    assert left_out.proxy_at("tcp://10.0.0.6:7600").key == KEYS[1]
+    assert left_out.proxy_at("tcp://10.0.0.7:7600") is None
+    assert (left_out.proxy_name(KEYS[1]), left_out.proxy_name(KEYS[0])) == ("p", "")
+    more = KeyPair.make().public
+    write(f'{LEFT_OUT}[proxy]\nkey = "{more}"\n')
+    assert left_out.refresh()
+    assert left_out.proxies == ["tcp://10.0.0.6:7600", "tcp://10.0.0.7:7600"]
+    assert left_out.proxy_at("tcp://10.0.0.7:7600").key == more
+    left_out.find(Found({}, {f"n{number}": f"tcp://10.0.0.7:{number + 1}" for number in range(100)}))
+    assert len(left_out.proxies) == 64
+
+
+def test_a_proxy_at_a_named_address_is_not_replaced_by_one_that_is_found_there(write):
+    text = LEFT_OUT + f'[proxy]\naddress = "tcp://10.0.0.6:7600"\nkey = "{KeyPair.make().public}"\n'
+    roster = Roster(write(text), has_keys=True)
+    before = roster.proxy_at("tcp://10.0.0.6:7600").key
+    roster.find(Found({}, {"p": "tcp://10.0.0.6:7600"}))
+    assert roster.proxy_at("tcp://10.0.0.6:7600").key == before
+
+
+def test_a_connection_outlives_an_address_that_was_found_and_not_a_key(left_out, write):
+    left_out.find(Found({"a": "tcp://10.0.0.9:1"}))
+    assert left_out.is_named("a", KEYS[0], "tcp://10.0.0.9:1")
+    left_out.find(Found({"a": "tcp://10.0.0.8:1"}))
+    assert left_out.is_named("a", KEYS[0], "tcp://10.0.0.9:1")
+    assert not left_out.is_named("a", KEYS[1], "tcp://10.0.0.8:1")
+    write(entry("nodes.b", "tcp://10.0.0.2:7700", KEYS[2]))
+    assert left_out.refresh()
+    assert not left_out.is_named("a", KEYS[0], "tcp://10.0.0.8:1")
+
+
+def test_the_word_of_a_cluster_for_a_host_counts_only_where_it_gives_out_addresses(left_out):
+    assert (left_out.host_of("a"), left_out.host_of("b"), left_out.host_of("c")) == ("", "10.0.0.2", "")
+    found = {"a": "tcp://10.0.0.9:1", "b": "tcp://10.0.0.9:1", "c": "tcp://10.0.0.9:1"}
+    left_out.believe([PeerEntry("a", "tcp://10.0.0.8:1", KEYS[0])])
+    left_out.find(Found(found))
+    assert left_out.host_of("a") == "", "a node that says where it is may say anything"
+    for each in (Found(found, is_assigned=True), Found(is_assigned=True)):
+        left_out.find(each)
+        assert (left_out.host_of("a"), left_out.host_of("b"), left_out.host_of("c")) == ("10.0.0.9", "10.0.0.2", "")

@@ -41,6 +41,7 @@ from pdx.wire.messages import PEER_ANSWERS, RIGHTS, Bye, Hello, PeerFrame, Ping,
 from pdx.wire.proxy import PeerEntry
 
 if TYPE_CHECKING:
+    from pdx.discovery.discovery import Discovery
     from pdx.node.peers.peers import Peers
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,11 @@ class Connections:
         self._keys = NodeKeys(config.keys, env.counters)
         self.own = self._keys.own  # to be proved at other sockets, too
         self.roster = Roster(config.roster, has_keys=self.own is not None, counters=env.counters)
+        self._discovery: Discovery | None = None
+        if config.discover:
+            from pdx.discovery.discovery import discovery  # it brings an HTTP client
+
+            self._discovery = discovery(config.discover, env.counters, has_keys=self.own is not None)
         # A node that was stopped, or starved, heard nobody; that is not the others' silence.
         self._clock = WakingClock(self._timeout_s / 4, env.clock)
         self._now = self._clock()
@@ -109,6 +115,8 @@ class Connections:
                 log.warning("%s", warning)
             for source in self._peer_socket.sources:
                 self._poller.register(source, zmq.POLLIN)
+            if self._discovery is not None:
+                self._discovery.start("nodes", self._name, self.address)
 
     @property
     def address(self) -> str:
@@ -215,6 +223,8 @@ class Connections:
                 for peer in self.peers:
                     if not self.roster.is_named(peer.name, peer.key, peer.address):
                         self._lose(peer, Ending.LOST, "the roster has changed")
+            if self._discovery is not None:
+                self.roster.find(self._discovery.found)
             if (own := self._keys.renewed(self.roster, self._name, self.address)) is not None:
                 self.own = own
                 self._listening.prove(own, self._poller)
@@ -238,6 +248,8 @@ class Connections:
         self._rivals.clear()
         for peer in self.peers:
             self._close(peer, Ending.LEAVE, "left")
+        if self._discovery is not None:
+            self._discovery.close()
         if self._peer_socket is not None:
             for source in self._peer_socket.sources:
                 self._poller.unregister(source)

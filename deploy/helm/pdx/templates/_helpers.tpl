@@ -75,7 +75,11 @@ args:
   - --listen=tcp://{{ $ip }}:7700
   - --keys=/etc/pdx/key/key_secret
   - --roster=/etc/pdx/roster/roster.toml
+{{- if .Values.discover }}
+  - --discover=kubernetes:{{ include "pdx.name" . }}-peers
+{{- else }}
   - --proxy={{ include "pdx.proxies" . }}
+{{- end }}
   - --arena={{ .Values.arenaGiB }}GiB
   - --metrics={{ $ip }}:9100
 {{- if include "pdx.disk" . }}
@@ -122,11 +126,33 @@ volumeMounts:
 {{- if include "pdx.disk" . }}
   - {name: chunks, mountPath: /var/lib/pdx}
 {{- end }}
+{{- include "pdx.apiMount" . | nindent 2 }}
+{{- end -}}
+
+{{- /* Of the containers that discover, and no others of their pods. */ -}}
+{{- define "pdx.apiMount" -}}
+{{- if .Values.discover -}}
+- {name: api, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+{{- end -}}
+{{- end -}}
+
+{{- define "pdx.apiVolume" -}}
+{{- if .Values.discover -}}
+- name: api
+  projected:
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3600}
+      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+      - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+{{- end -}}
 {{- end -}}
 
 {{- /* Of (dict "root" $ "part" "prefill" "engine" {…}). */ -}}
 {{- define "pdx.engineContainer" -}}
-{{- $host := ternary (include "pdx.ip" (dict "root" .root "ip" "$(HOST_IP)")) (printf "$(POD_NAME).%s-%s.%s.svc" (include "pdx.name" .root) .part .root.Release.Namespace) (eq .root.Values.shape "host") -}}
+{{- $host := printf "$(POD_NAME).%s-%s.%s.svc" (include "pdx.name" .root) .part .root.Release.Namespace -}}
+{{- if or .root.Values.discover (eq .root.Values.shape "host") -}}
+{{- $host = include "pdx.ip" (dict "root" .root "ip" (ternary "$(HOST_IP)" "$(POD_IP)" (eq .root.Values.shape "host"))) -}}
+{{- end -}}
 name: engine
 image: {{ .root.Values.images.engine }}
 imagePullPolicy: {{ .root.Values.images.pullPolicy }}
@@ -183,4 +209,5 @@ volumeMounts:
 {{- end }}
 - {name: roster, configMap: {name: {{ include "pdx.name" . }}-roster}}
 - {name: keys, secret: {secretName: {{ .Values.keysSecret }}, defaultMode: 0440}}
+{{ include "pdx.apiVolume" . }}
 {{- end -}}

@@ -1,0 +1,222 @@
+"""Asks the cluster where nodes and proxies are, on a thread of its own, as long as its process runs.
+
+It says where, and never who: the roster has the names and keys, and whoever answers at an address has to prove the key.
+So a cluster that errs, or lies, costs connections at most. One that does not answer changes nothing: all stay where
+they were found last. What it says is bounded, and so is how fast it is heard: no flood takes the interpreter from the
+loop of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from pdx.closing import Closing
+from pdx.errors import ConfigError, ProtocolError
+from pdx.security.roster import Found
+from pdx.telemetry.faults import Faults, printable
+
+log = logging.getLogger(__name__)
+
+MAX_FOUND = 8192  # entries that are taken in; more is an error
+ANSWER_S = 20.0  # for a whole answer
+WATCH_S = 120.0  # then all is asked for anew, whatever was heard meanwhile: a connection may be dead unseen
+FIRST_PAUSE_S = 1.0  # between two rounds, and twice as long after each that ended early …
+MOST_PAUSE_S = 30.0  # … up to this
+CLOSE_S = 5.0
+_TELL_S = 0.2  # changes are told so often at most
+_MAX_BYTES = 4 << 20  # of an answer
+_MAX_LINE_BYTES = 1 << 20
+_LINES_BYTES_S = 8 << 20  # read of changes in a second at most
+_LINE_S = 0.001  # and each takes so long at least
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """Who runs in this process, for a cluster that is told so by those who are there."""
+
+    kind: str  # nodes or proxies
+    name: str
+    address: str
+
+
+class Source(Protocol):
+    """A kind of cluster."""
+
+    is_assigned: bool  # see `Found`
+
+    async def follow(self, own: Announced | None, changed: Callable[[], None]) -> None:
+        """Ask for everything once, and then for what changes, for `watch_s` or until something is wrong. `changed` is
+        called whenever `found` would say something else.
+
+        :raises Exception: it does not answer, or makes no sense.
+        """
+
+    def found(self) -> Found:
+        """What is known by now."""
+
+    async def leave(self) -> None:
+        """Say that who was announced ends. :raises Exception: as above."""
+
+
+class Discovery(Closing):
+    """`found` may be read by any thread: it is replaced as a whole."""
+
+    def __init__(self, source: Source, counters: Counter[str], *, pause_s: float = FIRST_PAUSE_S) -> None:
+        self.found = Found()
+        self._source = source
+        self._faults = Faults(counters, log=log)
+        self._counters = counters
+        self._pause_s = pause_s
+        self._thread: threading.Thread | None = None
+
+    def start(self, kind: str = "", name: str = "", address: str = "") -> None:
+        """`kind`, nodes or proxies: who is to be found here; empty: nobody."""
+        own = Announced(kind, name, address) if kind and address.startswith("tcp://") else None
+        if kind and own is None:
+            log.warning("%s is at %s, where nobody of another host finds it: name a tcp address", name, address)
+        self._loop = asyncio.new_event_loop()
+        self._due: asyncio.TimerHandle | None = None
+        self._task = self._loop.create_task(self._keep_asking(own))
+        self._thread = threading.Thread(target=self._run, name="pdx-discovery", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends within CLOSE_S, whatever the cluster does."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself, with an error
+                self._loop.call_soon_threadsafe(self._task.cancel)
+            thread.join(CLOSE_S)
+
+    # ---- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._task)
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())  # looks names up
+        finally:
+            self._loop.close()
+
+    async def _keep_asking(self, own: Announced | None) -> None:
+        pause_s = self._pause_s
+        try:
+            while True:
+                began = self._loop.time()
+                try:
+                    await self._source.follow(own, self._changed)
+                except Exception as error:  # noqa: BLE001 - whatever it is, all stay where they are
+                    self._counters["discovery_failures"] += 1
+                    if pause_s > self._pause_s:  # not the first one: connections may end
+                        self._faults.warn("discovery", f"{self._source} is asked again: {_told(error)}")
+                lasted_s = self._loop.time() - began
+                pause_s = min(2 * pause_s, MOST_PAUSE_S) if lasted_s < WATCH_S / 2 else self._pause_s
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all hosts at once
+        finally:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(CLOSE_S / 2):
+                    await self._source.leave()
+
+    def _changed(self) -> None:
+        if self._due is None:
+            self._due = self._loop.call_later(_TELL_S, self._tell)
+
+    def _tell(self) -> None:
+        self._due = None
+        self.found = self._source.found()
+
+
+def _told(error: BaseException) -> str:
+    """What is wrong, of several things the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return printable(str(error) or type(error).__name__)
+
+
+def discovery(where: str, counters: Counter[str], *, has_keys: bool) -> Discovery:
+    """What `--discover` names. :raises ConfigError: it is nothing that there is, or there are no keys."""
+    from pdx.discovery import etcd, kubernetes
+
+    kind, _, rest = where.partition(":")
+    kinds: dict[str, Callable[[str], Source]] = {"etcd": etcd.Etcd.named, "kubernetes": kubernetes.Kubernetes.named}
+    if kind not in kinds:
+        raise ConfigError(f"--discover {where!r:.100}: write kubernetes:SERVICE[.NAMESPACE] or etcd:URL/PREFIX")
+    if not has_keys:
+        raise ConfigError("--discover needs --keys and --roster: the cluster says where somebody is, and not who")
+    return Discovery(kinds[kind](rest), counters)
+
+
+# ---- for sources ----------------------------------------------------------------------------
+
+
+def session(**more: Any) -> aiohttp.ClientSession:
+    """For one round: files with certificates and tokens are read anew for the next one. What the environment says of
+    proxies does not count, and nothing unfolds."""
+    limits = aiohttp.ClientTimeout(total=None, connect=ANSWER_S / 4)
+    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=limits, auto_decompress=False, **more)
+
+
+@contextlib.asynccontextmanager
+async def asked(
+    http: aiohttp.ClientSession, method: str, url: str, limit_s: float, **more: Any
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """What one request is answered within this time; it is sent nowhere else, whatever the answer says. After an
+    exception the session is over.
+
+    :raises TimeoutError: the time is over.
+    """
+    asking = asyncio.ensure_future(http.request(method, url, allow_redirects=False, **more))
+    try:
+        async with asyncio.timeout(limit_s):
+            yield await asyncio.shield(asking)
+    except BaseException:
+        if http.connector is not None:
+            await http.connector.close()  # it aborts; a connection that is closed by itself waits for TLS's goodbye
+        asking.cancel()
+        await asyncio.wait([asking])
+        raise
+    finally:
+        if not asking.cancelled() and asking.exception() is None:
+            asking.result().close()
+
+
+async def answer(response: aiohttp.ClientResponse) -> bytes:
+    """All of it. :raises ProtocolError: it says no, or is too long."""
+    told = bytearray()
+    async for piece in response.content.iter_any():
+        told += piece
+        if len(told) > _MAX_BYTES:
+            raise ProtocolError(f"an answer of more than {_MAX_BYTES} bytes")
+    if response.status != 200:
+        raise ProtocolError(f"status {response.status}: {told[:200].decode(errors='replace')}")
+    return bytes(told)
+
+
+async def lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The lines of an answer that goes on, no faster than they may be heard.
+
+    :raises ProtocolError: it says no, or a line is too long.
+    """
+    if response.status != 200:
+        await answer(response)
+    begun = bytearray()
+    async for piece in response.content.iter_any():
+        *whole, rest = piece.split(b"\n")
+        for each in whole:
+            line = bytes(begun + each)
+            begun.clear()
+            yield line
+            await asyncio.sleep(_LINE_S)
+        begun += rest
+        if len(begun) > _MAX_LINE_BYTES:
+            raise ProtocolError(f"a line of more than {_MAX_LINE_BYTES} bytes")
+        await asyncio.sleep(max(_LINE_S, len(piece) / _LINES_BYTES_S))

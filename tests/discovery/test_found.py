@@ -1,0 +1,88 @@
+"""Nodes whose roster has keys alone find each other, and what was found carries chunks."""
+
+from __future__ import annotations
+
+import pytest
+from etcd_bed import needs_etcd
+from found_bed import api as api
+from found_bed import crosses, is_connected, settings
+from found_bed import etcd as etcd
+from found_bed import keys as keys
+from kubernetes_standin import SERVICE, endpoint
+
+from pdx.config import NodeConfig
+from pdx.errors import ConfigError
+from pdx.node.daemon import Daemon
+from pdx.proxy.control import Control
+from pdx.security.curve_keys import KeyPair
+from pdx.telemetry.env import Env
+from pdx.testing.waiting import wait_until
+
+
+@needs_etcd
+def test_nodes_find_each_other_by_etcd_without_a_proxy(start_here, place, keys, etcd):
+    discover = f"etcd:{etcd.url}/pdx"
+    alpha, beta = (start_here(**settings(place, keys, name, discover)) for name in ("alpha", "beta"))
+    wait_until(lambda: is_connected(alpha) and is_connected(beta), what="they are connected")
+    assert crosses(alpha, beta, "x")
+    etcd.kill()  # and it is needed no more
+    assert crosses(alpha, beta, "y")
+    beta.close()
+    wait_until(lambda: not is_connected(alpha))
+
+
+@needs_etcd
+def test_a_node_that_is_started_elsewhere_is_found_there(start_here, place, keys, etcd):
+    discover = f"etcd:{etcd.url}/pdx"
+    alpha = start_here(**settings(place, keys, "alpha", discover))
+    seen = set()
+    for _ in range(2):
+        beta = start_here(**settings(place, keys, "beta", discover))
+        wait_until(lambda: is_connected(alpha), what="they are connected")
+        seen.add(etcd.entries()["/pdx/nodes/beta"])
+        assert crosses(alpha, beta, f"x{len(seen)}")
+        beta.close()
+    assert len(seen) == 2, "at another port"
+
+
+def test_nodes_find_each_other_by_kubernetes(start_here, place, keys, api):
+    nodes = [start_here(**settings(place, keys, name, f"kubernetes:{SERVICE}")) for name in ("alpha", "beta")]
+    ports = [int(each._daemon.service.peers.connections.address.rpartition(":")[2]) for each in nodes]
+    api.put("a", endpoint("127.0.0.1", "alpha"), node=ports[0])
+    api.put("b", endpoint("127.0.0.1", "pod-of-a-daemonset", "beta"), node=ports[1])
+    wait_until(lambda: all(map(is_connected, nodes)), what="they are connected")
+    assert crosses(*nodes, "x")
+    connection = nodes[0].status().peers[0]
+    for number in range(20):  # the cluster errs, and is not needed any more
+        api.put("b", endpoint("127.0.0.9", "beta"), node=1 + number)
+        api.delete("b")
+        api.put("b", endpoint("127.0.0.1", "beta"), node=ports[1])
+    assert crosses(*nodes, "y")
+    after = nodes[0].status().peers[0]
+    assert (after.state, after.name) == (connection.state, connection.name) == ("ready", "beta")
+    assert "peers_lost" not in nodes[0].status().counters
+
+
+def test_who_is_found_without_the_key_gets_nowhere(start_here, place, keys, api):
+    """A cluster that lies costs a connection, and nothing else."""
+    alpha = start_here(**settings(place, keys, "alpha", f"kubernetes:{SERVICE}"))
+    stranger = str(KeyPair.make().save(place / "keys", "stranger")[0])
+    liar = start_here(
+        **settings(place, keys | {"alpha": {**keys["alpha"], "keys": stranger}}, "alpha", "")
+        | {"name": "gamma", "address": f"ipc://{place}/liar.sock"}
+    )
+    where = liar._daemon.service.peers.connections.address
+    api.put("b", endpoint("127.0.0.1", "beta"), node=int(where.rpartition(":")[2]))
+    roster = alpha._daemon.service.peers.connections.roster
+    wait_until(lambda: "beta" in roster.names)
+    alpha._daemon.env.mailbox.post(lambda: alpha._daemon.service.peers.connections.dial("beta"))
+    wait_until(lambda: [each for each in alpha.status().peers if each.state == "dialing"])
+    assert not is_connected(alpha)
+    assert not is_connected(liar)
+
+
+def test_discovery_needs_keys(place):
+    with pytest.raises(ConfigError, match="needs --keys"):
+        Daemon(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=2 << 20, discover="etcd:http://h:1/x"))
+    with pytest.raises(ConfigError, match="needs --keys"):
+        Control(f"ipc://{place}/p.sock", Env(), print, discover="etcd:http://h:1/x")
