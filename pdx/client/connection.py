@@ -32,7 +32,7 @@ from pdx.security.unix_peer import pidfd_of_peer
 from pdx.wire import messages
 from pdx.wire.base import Kind
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.client")
 
 HEARTBEAT_S = 1.0
 _LINGER_MS = 300

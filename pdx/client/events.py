@@ -27,7 +27,7 @@ from pdx.security.address import needs_ipv6
 from pdx.security.curve_keys import KeyPair, secure_client
 from pdx.wire import kv_events
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.client")
 
 MAX_PENDING = 10_000  # batches that wait until those before them have come
 HOLES = 3  # answers that begin with the same hole: the publisher has not kept more

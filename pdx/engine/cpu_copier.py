@@ -19,7 +19,7 @@ from pdx.memory.arena import Arena
 from pdx.memory.layout import CacheGroups
 from pdx.memory.share import Share
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.engine")
 
 
 class _Target(NamedTuple):

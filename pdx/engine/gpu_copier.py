@@ -29,7 +29,7 @@ from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 
 LAUNCH_BYTES = 64 << 20  # programs that run are not preempted: the engine's kernels start between two launches
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.engine")
 
 
 class MappedArena:

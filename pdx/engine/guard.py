@@ -20,7 +20,7 @@ from pdx.engine.step import EngineRequest, StepRecord
 from pdx.engine.tally import Tally
 from pdx.engine.worker import WorkerHalf
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.engine")
 
 T = TypeVar("T")
 

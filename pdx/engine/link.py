@@ -20,7 +20,7 @@ from pdx.memory.slot import Slot
 from pdx.node.start import start_detached
 from pdx.wire.messages import Abort, Hello
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.engine")
 
 CHECK_S = 0.1
 ANSWER_S = 0.3  # a node that runs answers within this; after it, this process starts one

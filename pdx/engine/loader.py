@@ -24,7 +24,7 @@ from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.wire.messages import Mark
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.engine")
 
 OVERTAKEN = 4
 LOOK_S = 0.0005  # how often a load looks for more slices: what is filled last waits half of it …

@@ -40,7 +40,7 @@ from pdx.telemetry.timeline import Event
 from pdx.wire.hints import Envelope
 from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.engine")
 
 
 class SchedulerHalf:

@@ -36,7 +36,7 @@ from pdx.memory.slot import Slot
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.messages import VERSION, Abort, Hello
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.engine")
 
 START_UP_S = 20.0  # at start-up only
 IDLE_WAIT_S = 0.03  # on a CPU, whose cores the load needs

@@ -38,7 +38,7 @@ from pdx.store.tier_setup import open_below
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.env import Env
-from pdx.telemetry.faults import counted
+from pdx.telemetry.faults import counted, printable
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.base import check_groups, check_slots
@@ -187,6 +187,8 @@ class Service:
             error = LayoutError(f"engine {hello.engine!r} shares no chunks {session.unshared}")
             counted(log, self.counters, "engine_layouts_differ", "%s", error)
         self.has_news = True
+        if hello.kind == "scheduler":
+            log.info("joined: %s (process %d)", printable(session.title), pid)
         session.home = next((at for at, arena in enumerate(self._arenas) if hello.gpu and arena.gpu == hello.gpu), 0)
         arena = self._arenas[session.home]
         pid = os.getpid() if session.is_near else 0
@@ -200,6 +202,8 @@ class Service:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
         self.has_news = True
+        if session.hello.kind == "scheduler":
+            log.info("left: %s", printable(session.title))
         with self.env.faults.contain("the end of a session's questions"):
             self.admissions.end_session(session)
             self.look_ahead.end_session(session)

@@ -27,7 +27,7 @@ from pdx.closing import Closing
 from pdx.config import private_folder
 from pdx.errors import ConfigError, ProtocolError
 
-log = logging.getLogger("pdx")
+log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16  # spans in memory
 MAX_FILE_BYTES = 64 << 20

@@ -23,7 +23,7 @@ import msgspec
 from pdx.engine.plan import NO_EPOCH, StepPlan
 from pdx.telemetry.recent import remember
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.vllm")
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")

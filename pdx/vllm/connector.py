@@ -58,7 +58,7 @@ from pdx.vllm.step import limits_of, step_record
 
 ATTACH_S = 5.0  # at start-up only
 _INSIDE = "PdxConnector is inside another connector"
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.vllm")
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]

@@ -29,7 +29,7 @@ from pdx.telemetry.recent import remember
 from pdx.vllm.adapters import MAX_KNOWN, Adapter, AdapterDigests, Claim, adapter_of
 from pdx.vllm.releases import can_reuse, skips_cache
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.vllm")
 
 _HEX = 64  # digits of a digest
 _NO_MEDIA = LeftOut(

@@ -35,7 +35,7 @@ from pdx.vllm.releases import (
 from pdx.vllm.stages import WHOLE, Cut
 from pdx.wire.messages import EngineFacts
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.vllm")
 
 # vLLM's specs of cache groups: `KvLayout.kind`, and the field that says its `window`.
 _KINDS = {

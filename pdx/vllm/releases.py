@@ -23,7 +23,7 @@ from vllm.version import __version__, __version_tuple__
 
 from pdx.errors import ConfigError
 
-log = logging.getLogger("pdx")
+log = logging.getLogger("pdx.vllm")
 
 OLDEST, NEWEST = (0, 28), (0, 33)  # of those that the border's tests run against
 RELEASE: tuple[int, int] = __version_tuple__[:2]  # (0, 0) where vLLM was built without a version

@@ -362,3 +362,13 @@ def test_reasons_that_a_process_invents_are_not_all_counted_by_name(node):
     assert len(degraded) == MAX_DEGRADED + 1
     assert degraded["degraded_aa"] == 3
     assert degraded["degraded_others"] == 2 * (260 - MAX_DEGRADED)
+
+
+def test_an_engine_that_joins_and_leaves_is_logged_once_each(start_here, attach, caplog):
+    caplog.set_level("INFO", logger="pdx.node")
+    node = start_here()
+    engine, worker = attach(node, kind="scheduler", engine="an\nengine"), attach(node, kind="worker")
+    assert isinstance(engine.ask(Bye()), Done)
+    assert isinstance(worker.ask(Bye()), Done)
+    told = [message for message in caplog.messages if "engine" in message]
+    assert told == [f"joined: engine an\\nengine (process {os.getpid()})", "left: engine an\\nengine"]

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from pdx.cli.main import main
 from pdx.telemetry import logs
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 LOGS = """
 import logging
 from pdx.telemetry import logs
@@ -60,3 +63,23 @@ def test_each_command_that_logs_takes_the_format_and_hands_it_on(words, monkeypa
     assert os.environ[logs.VARIABLE] == "json"
     command.make_context(name, [*rest])
     assert os.environ[logs.VARIABLE] == "json", "as the environment says"
+
+
+def test_loggers_have_the_name_of_the_part_that_speaks():
+    """Of its room, by its own name or that of its module; what stands below a node is its part."""
+    named = {}
+    for folder in ("pdx", "proxy", "transports"):
+        for file in (ROOT / folder).rglob("*.py"):
+            if folder == "pdx" and file.relative_to(ROOT).parts[1] in ("bench", "kernels", "proxy", "transports"):
+                continue  # through a link
+            room = file.relative_to(ROOT).parts[1] if folder == "pdx" else folder
+            for name in re.findall(r"^\s*\w+ = logging\.getLogger\((.+?)\)", file.read_text(), re.MULTILINE):
+                named.setdefault(room, set()).add(name)
+    assert named.pop("telemetry") <= {"__name__", '"pdx"'}, "what it says of faults, it says for any part"
+    parts = {"store": "node"}
+    allowed = {room: {"__name__", f'"pdx.{parts.get(room, room)}"'} for room in named}
+    allowed["vllm"].add('"pdx"')  # of all parts: they go where vLLM's own lines go
+    allowed["vllm"].add('"vllm"')
+    allowed["proxy"].add('"pdx.proxy.requests"')
+    assert {room: names - allowed[room] for room, names in named.items() if names - allowed[room]} == {}
+    assert len(named) > 5
