@@ -57,7 +57,7 @@ async def test_of_many_requests_that_are_cancelled_nothing_is_left(tmp_path):
         over_at = time.monotonic()
         await until(lambda: _is_idle(made, admin))
         assert time.monotonic() - over_at <= LEFT_S
-        assert made.num_files() <= files + 4
+        await until(lambda: made.num_files() <= files + 4)  # the engine closes its ends in its own time
         load, legs, left = await told(made, admin)
         assert (load, legs) == (0, 0)
         assert left >= 0.9 * COUNT
