@@ -55,6 +55,14 @@ class Workers:
         async with aiohttp.ClientSession() as session, session.get(self.made.url + path) as response:
             return response.status, json.loads(await within(response.read()))
 
+    async def held(self, count):
+        """So many requests, each of which the engine holds."""
+        before = len(self.made.engine.seen)  # that of who waited for the port
+        self.made.engine.fault = "hold"
+        under_way = [asyncio.create_task(self.ask()) for _ in range(count)]
+        await until(lambda: len(self.made.engine.seen) == before + count)
+        return under_way
+
     async def loaded(self, count):
         """Wait until so many requests are under way; clients hear of the end of theirs before it is counted."""
 
@@ -105,9 +113,7 @@ async def test_all_of_them_take_requests_and_each_tells_of_its_own(tmp_path):
 
 async def test_the_load_is_that_of_all(tmp_path):
     async with workers(tmp_path) as them:
-        them.made.engine.fault = "hold"
-        under_way = [asyncio.create_task(them.ask()) for _ in range(12)]
-        await until(lambda: len(them.made.engine.seen) >= 12)
+        under_way = await them.held(12)
         assert {(await them.fresh("/load"))[1]["server_load"] for _ in range(12)} == {12}
         them.made.engine.released.set()
         assert await within(asyncio.gather(*under_way)) == [200] * 12
@@ -116,9 +122,7 @@ async def test_the_load_is_that_of_all(tmp_path):
 
 async def test_one_that_dies_is_started_again_and_nobody_else_notices(tmp_path):
     async with workers(tmp_path) as them:
-        them.made.engine.fault = "hold"
-        under_way = [asyncio.create_task(them.ask()) for _ in range(12)]
-        await until(lambda: len(them.made.engine.seen) >= 12)
+        under_way = await them.held(12)
         them.made.engine.fault = None
         (victim, *others) = them.pids
         os.kill(victim, signal.SIGKILL)
@@ -143,9 +147,7 @@ async def test_one_that_dies_is_started_again_and_nobody_else_notices(tmp_path):
 async def test_requests_under_way_at_all_of_them_finish_at_a_signal(tmp_path):
     """Also where a terminal, or whoever ends a whole group, signals each of them, too."""
     async with workers(tmp_path, "--drain", "600") as them:
-        them.made.engine.fault = "hold"
-        under_way = [asyncio.create_task(them.ask()) for _ in range(12)]
-        await until(lambda: len(them.made.engine.seen) >= 12)
+        under_way = await them.held(12)
         pids = them.pids
         for number, to in ((signal.SIGINT, pids), (signal.SIGTERM, [*pids, them.made.pid])):
             for pid in to:
