@@ -20,7 +20,7 @@ from pdx.engine.plan import MovedTokens, PagesPlan
 from pdx.errors import NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
-from pdx.telemetry.names import SOURCES
+from pdx.telemetry.names import SOURCES, source_of
 from pdx.wire.base import MAX_KEYS, MAX_NAME, MAX_SLOTS
 from pdx.wire.hints import Hints, Verdict
 from pdx.wire.messages import Admit, Admitted, FindMoved, Moved, Release
@@ -211,7 +211,7 @@ class MovedLookup:
         if len(answer.slots) < len(keys) * shards:
             raise ProtocolError(f"the node answers with {len(answer.slots)} slots of {len(keys)} chunks")
         slots = {key: answer.slots[at * shards : (at + 1) * shards] for at, key in enumerate(keys)}
-        sources = {key: SOURCES[source] for key, source in zip(keys, answer.sources, strict=False)}
+        sources = {key: source_of(source) for key, source in zip(keys, answer.sources, strict=False)}
         runs, at = list[Run](), 0
         for piece in itertools.takewhile(lambda piece: piece.key in slots, pieces):
             whence = "moved" if piece.shift else sources.get(piece.key, SOURCES[0])

@@ -28,7 +28,7 @@ from pdx.errors import LayoutError
 from pdx.memory.form import MOVED
 from pdx.memory.layout import CacheGroups, KvLayout
 from pdx.memory.slot import Slot
-from pdx.telemetry.names import SOURCES
+from pdx.telemetry.names import SOURCES, source_of
 from pdx.wire.hints import Envelope, Hints, Verdict, worst
 
 NULL_BLOCK = 0  # in a table: the engine has no block there
@@ -367,7 +367,7 @@ class TrackedRequest:
     def sources_of(self, num_external: int) -> Counter[str]:
         """Where `num_external` tokens behind the local ones were found."""
         start, end, size = self.local_tokens, self.local_tokens + num_external, self._groups.chunk_tokens
-        runs = [(at * size, (at + 1) * size, SOURCES[source]) for at, source in enumerate(self.node.sources)]
+        runs = [(at * size, (at + 1) * size, source_of(source)) for at, source in enumerate(self.node.sources)]
         if self.node.hits.moved:
             runs = [(run.target, run.target + run.num_tokens, run.whence) for run in self.node.hits.moved]
         found = Counter({SOURCES[0]: num_external})

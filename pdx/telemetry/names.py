@@ -261,6 +261,11 @@ COPIES = [  # kinds of tiers, and which way
 _MOVED = {"loaded_bytes": "load", "stored_bytes": "store", "loaded_ns": "load", "stored_ns": "store"}
 
 
+def source_of(number: int) -> str:
+    """The source of that number in a message; one that is not known is taken for memory."""
+    return SOURCES[number] if number < len(SOURCES) else SOURCES[0]
+
+
 def of_counter(name: str) -> tuple[str, tuple[str, ...]]:
     """The metric and the labels' values of what a node counts under this name; `…_ns` are its nanoseconds."""
     if name in _COUNTED:

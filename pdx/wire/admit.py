@@ -194,4 +194,4 @@ class Admitted(Message, frozen=True):
     part_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     verdicts: Verdicts = []
     lease_s: Seconds = 0.0
-    sources: Annotated[bytes, Meta(max_length=MAX_KEYS)] = b""
+    sources: Annotated[bytes, Meta(max_length=MAX_KEYS + 1)] = b""

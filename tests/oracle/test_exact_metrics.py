@@ -166,6 +166,7 @@ def test_of_what_is_loaded_each_token_has_one_source() -> None:
     assert sources(0, 1000) == {"memory": 1000}
     assert sources(64, 900, sources=bytes([1, 0, 3, 2])) == {"disk": 192, "memory": 256, "peer": 256, "remote": 196}
     assert sources(64, 100, sources=bytes([1, 0, 3, 2])) == {"disk": 100}
+    assert sources(0, 300, sources=bytes([255, 1])) == {"memory": 256, "disk": 44}, "a number that nobody knows"
     runs = [Run([], 0, 256, 0, 0, "disk"), Run([], 9, 100, 256, -30, "moved")]
     assert sources(16, 340, hits=Hits(moved=runs)) == {"disk": 240, "moved": 100}
 

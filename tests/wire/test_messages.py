@@ -206,7 +206,7 @@ def test_the_largest_message_fits_into_a_frame():
     admit = messages.ToNode(
         1, True, messages.Admit(keys, 1 << 48, 4096, 1023, 86_400.0, 1 << 48, True, "t" * 64, "expects")
     )
-    found = messages.FromNode(1, messages.Admitted(MAX_KEYS, slots * 8, 1 << 62))
+    found = messages.FromNode(1, messages.Admitted(MAX_KEYS, slots * 8, 1 << 62, sources=bytes(MAX_KEYS + 1)))
     granted = messages.FromNode(1, messages.Admitted(granted=list(range(MAX_KEYS)), granted_slots=slots * 8))
     for message in (fill, admit, found, granted):
         assert DECODERS[type(message)](messages.encode(message)) == message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
 from pdx.node.peers.connection import ConnectionState
 from pdx.security.curve_keys import KeyPair
+from pdx.security.gate import Gate
 from pdx.security.peer_socket import dialled
 from pdx.security.reread import Reread
 from pdx.security.roster import RosterFile
@@ -48,7 +50,8 @@ class Mounted:
 class Keyed(LocalCluster):
     """Nodes a and b behind CURVE keys at ports of this host. `keys`: the key pairs of each, as they were made."""
 
-    def __init__(self, place: Path, **settings):
+    def __init__(self, place: Path, more: str = "", **settings):
+        self._more = more  # of the roster
         self._ports = dict(zip("ab", free_ports(2), strict=True))
         self.keys = {name: [KeyPair.make()] for name in "ab"}
         self.files = {name: Mounted(place / name) for name in "ab"}
@@ -71,6 +74,7 @@ class Keyed(LocalCluster):
             + (f'next_key = "{keys[1].public}"\n' if len(keys) > 1 else "")
             for name, keys in known.items()
         )
+        roster += self._more
         for name, files in self.files.items():
             key = (own or {}).get(name, self.keys[name][-1])
             files.put({"roster": roster, "key": f'curve\n    secret-key = "{key.secret}"\n'})
@@ -158,6 +162,39 @@ def test_a_key_that_the_roster_does_not_have_yet_is_used_as_soon_as_it_has(clust
     assert cluster.connections("b").own == old
     cluster.tell({"a": cluster.keys["a"], "b": [old, new]})
     cluster.proves("b", new)
+
+
+def test_its_proxy_hears_of_it_by_the_new_key(place):
+    context, proxy = zmq.Context(), KeyPair.make()
+    gate = Gate(context, proxy, admits=Everybody(), counters=Counter(), filters=[])
+    router = context.socket(zmq.ROUTER)
+    gate.guard(router)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def heard():
+        gate.answer()
+        with contextlib.suppress(zmq.Again):
+            return str(router.recv_multipart(zmq.NOBLOCK, copy=False)[-1].get("User-Id"))
+
+    try:
+        address = f"tcp://127.0.0.1:{port}"
+        told = f'[proxy]\naddress = "{address}"\nkey = "{proxy.public}"\n'
+        with Keyed(place, told, proxy=address) as cluster:
+            cluster.start("a")
+            old, new = cluster.keys["a"][0], KeyPair.make()
+            wait_until(lambda: heard() == old.public, what="it reports")
+            cluster.keys["a"].append(new)
+            cluster.tell({"a": [old, new], "b": cluster.keys["b"]})
+            wait_until(lambda: heard() == new.public, what="it reports by its new key")
+    finally:
+        router.close(0)
+        gate.close()
+        context.term()
+
+
+class Everybody:
+    def __contains__(self, key):
+        return True
 
 
 @pytest.mark.parametrize("what", ["key", "roster"])
