@@ -55,7 +55,7 @@ from pdx.wire.verbs import VERBS, AnyAnswer, AnyVerb, Found
 
 _T = TypeVar("_T")
 
-VERSION = 13
+VERSION = 14
 MAX_FRAME_BYTES = 4 << 20
 
 

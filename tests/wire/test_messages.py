@@ -77,17 +77,17 @@ def test_the_bytes_of_a_message_are_pinned():
     frame = messages.encode(messages.ToNode(7, True, messages.Fill([Slot(4096, 100, 3)], first_layer=2, seal=True)))
     assert msgpack.unpackb(frame) == [7, True, ["Fill", [[4096, 100, 3, 0]], 2, 1, True, None]]
     assert frame.hex() == "9307c396a446696c6c9194cd10006403000201c3c0"
-    assert messages.VERSION == 13
+    assert messages.VERSION == 14
     frame = messages.encode(
         messages.PeerFrame(7, 3, messages.Admitted(granted=[0, 2], granted_slots=[Slot(4096, 100, 3)]))
     )
     assert msgpack.unpackb(frame) == [
         7,
         3,
-        ["Admitted", 0, [], 0, False, [0, 2], [[4096, 100, 3, 0]], False, False, 0, [], 0.0],
+        ["Admitted", 0, [], 0, False, [0, 2], [[4096, 100, 3, 0]], False, False, 0, [], 0.0, b""],
     ]
     assert frame == bytes.fromhex(
-        "9307039ca841646d69747465640090 00c29200029194cd1000640300c2c20090 cb0000000000000000"
+        "9307039da841646d69747465640090 00c29200029194cd1000640300c2c20090 cb0000000000000000 c400"
     )
     landed = messages.encode(messages.Landed(9, [messages.Slices(8192, 4, 2, 1, b"01234567")]))
     assert msgpack.unpackb(landed) == [9, [[8192, 4, 2, 1, b"01234567"]]]
