@@ -44,8 +44,9 @@ MOST_NODES, MOST_ENGINES, MOST_REQUESTS = 256, 512, 1000
 AT_A_TIME = 128  # nodes that are asked for one document, those that were asked longest ago
 _READY = "ready"  # the state of a connection to a peer
 _MOST_LISTED = 8  # rooms, channels and reasons of a node
-_STEP = 64  # rows between two turns of the event loop
+_STEP = 16  # rows between two turns of the event loop
 _NAME, _TEXT = 64, 200  # characters
+_MOST_COUNTED = 1 << 53  # that a page can tell apart
 _PAGE = Path(__file__).with_name("status.html")
 
 
@@ -223,7 +224,7 @@ class StatusPage:
             models=_said(", ".join(islice(record.models or (), _MOST_LISTED)), _TEXT),
             requests=record.in_flight + record.others,
             backlog_tokens=record.backlog,
-            tokens_s=round(record.computing.gb_s * 1e9, 1),
+            tokens_s=_measure(record.computing.gb_s * 1e9),
         )
 
 
@@ -238,6 +239,16 @@ def _json(told: object) -> web.Response:
 def _said(text: str, most: int = _NAME) -> str:
     """What others named, for terminals and pages."""
     return printable(text, most)
+
+
+def _count(said: int) -> int:
+    """What a node counted, as JSON and its readers have room for it."""
+    return max(0, min(said, _MOST_COUNTED))
+
+
+def _measure(said: float) -> float:
+    """Likewise; JSON has no infinity."""
+    return round(said, 2) if 0 <= said <= _MOST_COUNTED else 0.0
 
 
 def _request(timeline: Timeline, now_ns: int) -> RequestView:
@@ -269,7 +280,11 @@ def _request(timeline: Timeline, now_ns: int) -> RequestView:
 def _reported(instance: Instance) -> list[Room]:
     """What each heartbeat says."""
     report = instance.report
-    return [Room("memory", report.arena_bytes - report.free_bytes, report.arena_bytes)] if report is not None else []
+    return (
+        [Room("memory", _count(report.arena_bytes - report.free_bytes), _count(report.arena_bytes))]
+        if report is not None
+        else []
+    )
 
 
 def _node(before: NodeView, outcome: Outcome) -> NodeView:
@@ -278,35 +293,41 @@ def _node(before: NodeView, outcome: Outcome) -> NodeView:
         problem = outcome.text if isinstance(outcome, Refused) else "its answer is none"
         return msgspec.structs.replace(before, problem=_said(problem, _TEXT))
     arenas = [
-        Room(_said(f"GPU {one.gpu}" if one.gpu else "memory"), one.total_bytes - one.free_bytes, one.total_bytes)
-        for one in outcome.arenas
+        Room(
+            _said(f"GPU {one.gpu}" if one.gpu else "memory"),
+            _count(one.total_bytes - one.free_bytes),
+            _count(one.total_bytes),
+        )
+        for one in outcome.arenas[:_MOST_LISTED]
     ]
     tiers = [
         Room(
             _said(tier.name),
-            tier.used_bytes,
-            tier.limit_bytes,
+            _count(tier.used_bytes),
+            _count(tier.limit_bytes),
             place=_said(tier.place, _TEXT),
-            hits=tier.hits,
-            misses=tier.misses,
-            load_gb_s=round(tier.load_gb_s, 2),
+            hits=_count(tier.hits),
+            misses=_count(tier.misses),
+            load_gb_s=_measure(tier.load_gb_s),
             state=_said(tier.state, _TEXT),
         )
-        for tier in outcome.tiers
+        for tier in outcome.tiers[:_MOST_LISTED]
     ]
     counters = outcome.counters
     degraded = {
-        _said(name.removeprefix("degraded_")): count for name, count in counters.items() if name.startswith("degraded_")
+        _said(name.removeprefix("degraded_")): _count(count)
+        for name, count in counters.items()
+        if name.startswith("degraded_")
     }
     most = sorted(degraded.items(), key=lambda each: -each[1])[:_MOST_LISTED]
     return NodeView(
         name=before.name,
-        uptime_s=round(outcome.uptime_s, 1),
+        uptime_s=_measure(outcome.uptime_s),
         rooms=[*arenas, *tiers][:_MOST_LISTED],
         links=_links(outcome.peers),
-        looked_up=counters.get("looked_up_chunks", 0),
-        found=counters.get("hit_chunks", 0),
-        transfers=outcome.transfers,
+        looked_up=_count(counters.get("looked_up_chunks", 0)),
+        found=_count(counters.get("hit_chunks", 0)),
+        transfers=_count(outcome.transfers),
         degraded=dict(most),
     )
 
@@ -320,9 +341,9 @@ def _links(peers: Collection[PeerStatus]) -> list[Link]:
         Link(
             channel=_said(channel),
             peers=len(those),
-            gb_s=round(min(peer.rates.get(channel, 0.0) for peer in those), 2),
-            pushes=sum(peer.pushes + peer.landing for peer in those),
-            moved_bytes=sum(peer.sent_bytes + peer.landed_bytes for peer in those),
+            gb_s=_measure(min(peer.rates.get(channel, 0.0) for peer in those)),
+            pushes=_count(sum(peer.pushes + peer.landing for peer in those)),
+            moved_bytes=_count(sum(peer.sent_bytes + peer.landed_bytes for peer in those)),
             why="" if channel else _said(f"{those[0].name} is {those[0].state}: {those[0].why}", _TEXT),
         )
         for channel, those in sorted(by_channel.items())[:_MOST_LISTED]

@@ -59,7 +59,7 @@ def top(admin: str, token_file: Path | None, once: bool) -> None:
         sys.stdout.reconfigure(errors="replace")
     console = Console()
     told = proxy.overview()
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(frame(told, console))
         return
     with contextlib.suppress(KeyboardInterrupt), _keys() as is_quit:
@@ -166,12 +166,12 @@ def _portions(needs: Sequence[int], room: int) -> list[int]:
 
 
 def _head(told: Overview, problem: str) -> Text:
-    under_way = len(told.requests) + told.more_requests
+    under_way, nodes = len(told.requests) + told.more_requests, len(told.nodes) + told.more_nodes
     of_all = f", {told.load:,} in all {told.workers} workers" if told.workers > 1 else ""
     return Text.assemble(
         ("pdx ", "bold"),
         (told.status, "green" if told.status == "ok" else "bold red"),
-        f"  {len(told.nodes) + told.more_nodes:,} nodes, {told.prefillers:,} can prefill, {told.decoders:,} can decode",
+        f"  {nodes:,} node{'s' * (nodes != 1)}, {told.prefillers:,} can prefill, {told.decoders:,} can decode",
         f", {under_way:,} under way{of_all}, {told.waiting:,} waiting\n",
         (f"{escaped(problem)}\n" if problem else "", "red"),
     )

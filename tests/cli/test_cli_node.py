@@ -19,7 +19,7 @@ from rich.console import Console
 from pdx.cli.main import COMMANDS, main
 from pdx.cli.node import end_node, follow
 from pdx.cli.options import said
-from pdx.cli.tables import duration, size, to_json, view
+from pdx.cli.tables import duration, size, table, to_json, view
 from pdx.client.api import connect
 from pdx.config import node_settings
 from pdx.errors import NodeError, NodeUnavailable
@@ -118,6 +118,17 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it():
     assert row.split() == ["beta", "ready", "nixl", "2.25", "3", "4", "5.0", "MiB", "6.0", "GiB"]
     assert more == "peer beta: it [was] silent; tcp 1.50 GB/s"
     assert json.loads(to_json(status))["peers"][0]["channel"] == "nixl"
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_numbers_and_headings_are_never_broken(is_wide):
+    console = Console(width=60, file=io.StringIO())
+    row = ("gpu-node-18.cluster.example.org " * 3, "123,456,789", "123.4 GiB", "not heard of for 12 s " * 4)
+    console.print(table("", ("node", ">chunks", ">bytes", "what is the matter"), [row], is_wide=is_wide))
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 60
+    for words in ("node", "chunks", "bytes", "what is the matter", "123,456,789", "123.4 GiB"):
+        assert words in shown
 
 
 FULL = NodeStatus(

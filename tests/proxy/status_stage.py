@@ -12,7 +12,9 @@ import sys
 import tempfile
 import time
 from contextlib import asynccontextmanager
+from unittest import mock
 
+from pdx.proxy import status
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.health import EngineState
@@ -196,7 +198,7 @@ def populate(proxy, nodes, requests, *, hostile=False):
 
 @asynccontextmanager
 async def serving(nodes=2, requests=3, *, hostile=False, address="127.0.0.1:0", **settings):
-    """(proxy, URL of --admin, names of nodes that were asked)"""
+    """(proxy, URL of --admin, names of nodes that were asked). What is there has time to answer."""
     folder = tempfile.mkdtemp(prefix="pdxs")
     settings.setdefault("heartbeat_timeout_s", 1e6)
     proxy = Proxy(ProxyConfig(control=f"ipc://{folder}/p.sock", **settings))
@@ -204,7 +206,8 @@ async def serving(nodes=2, requests=3, *, hostile=False, address="127.0.0.1:0", 
     server = Server(proxy.admin_app(), proxy.env)
     await server.start(address)
     try:
-        yield proxy, server.url, asked
+        with mock.patch.object(status, "WAIT_S", 60.0):
+            yield proxy, server.url, asked
     finally:
         await server.close()
         shutil.rmtree(folder)

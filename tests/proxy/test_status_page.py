@@ -27,9 +27,10 @@ from pdx.proxy.plan import Mode
 from pdx.proxy.routes import Route
 from pdx.proxy.timelines import KEPT, LAST, Timeline, Timelines
 from pdx.telemetry.timeline import Event, Moment, phases
+from pdx.wire import messages
 from pdx.wire.overview import Overview
-from pdx.wire.proxy import Reply
-from pdx.wire.status import NodeStatus
+from pdx.wire.proxy import Reply, decode_to_proxy
+from pdx.wire.status import ArenaStatus, NodeStatus, PeerStatus, TierStatus
 
 MOST_BYTES = 200_000  # of page and document together, as they come
 
@@ -189,8 +190,7 @@ async def test_many_readers_cost_one_document_a_second():
         assert len(asked) == 6
 
 
-async def test_a_reader_that_goes_away_takes_nobodys_document_along(monkeypatch):
-    monkeypatch.setattr(status, "WAIT_S", 60.0)
+async def test_a_reader_that_goes_away_takes_nobodys_document_along():
     async with serving(nodes=2) as (proxy, url, asked):
         answers = proxy._control.order
         proxy._control.order = lambda node, said: ""
@@ -205,17 +205,18 @@ async def test_a_reader_that_goes_away_takes_nobodys_document_along(monkeypatch)
 
 
 async def test_a_node_that_does_not_answer_is_told_of_as_it_was(monkeypatch):
-    monkeypatch.setattr(status, "WAIT_S", 0.05)
     async with serving(nodes=3) as (proxy, url, _asked):
         before = (await overview(url)).nodes
         answers = proxy._control.order
         proxy._control.order = lambda node, said: "" if node == "node-001" else answers(node, said)
+        monkeypatch.setattr(status, "WAIT_S", 2.0)
         passed(proxy, status.FRESH_S)
         first, *others = (await overview(url)).nodes
-        assert "has not answered for 0.05 s" in first.problem
+        assert "has not answered for 2 s" in first.problem
         assert msgspec.structs.replace(first, problem="") == before[1]
         assert [each.name for each in others] == ["node-000", "node-002"]
         proxy._control.order = answers
+        monkeypatch.setattr(status, "WAIT_S", 60.0)
         passed(proxy, status.FRESH_S)
         assert not any(node.problem for node in (await overview(url)).nodes)
 
@@ -299,21 +300,31 @@ async def test_a_model_of_half_a_character_breaks_nothing():
         assert (await overview(url)).engines[0].models == "\\ud800"
 
 
-async def test_a_node_may_answer_with_whatever_it_likes():
+@pytest.mark.parametrize("number", [-(2**63), 2**63 - 1])
+@pytest.mark.parametrize("share", [float("nan"), float("inf"), -1e308])
+async def test_a_node_may_answer_with_whatever_numbers_it_likes(number, share):
     async with serving(nodes=1) as (proxy, url, _asked):
-        order = proxy._control.order
-        empty = NodeStatus(
-            "", 0, 0, -1e300, -5, 10, {}, {}, 0, 0, 0, [], {f"degraded_{each}": 1 for each in range(999)}
+        odd = NodeStatus(
+            *("", 0, 0, share, number, -number - 1, {}, {}, 0, 0, number, []),
+            {"hit_chunks": number, "looked_up_chunks": number, **{f"degraded_{each}": number for each in range(999)}},
+            arenas=[ArenaStatus("", number, -number - 1)] * 99,
+            tiers=[TierStatus("", "", used_bytes=number, limit_bytes=number, hits=number, load_gb_s=share)] * 99,
+            peers=[PeerStatus("", "", "ready", "tcp", {"tcp": share}, number, number, number, number, "")] * 99,
         )
+        frame = messages.encode(Reply(0, odd))
 
         def answered(node, said):
-            asyncio.get_running_loop().call_soon(proxy._cache.orders.replied, node, Reply(said.number, empty))
+            reply = msgspec.structs.replace(decode_to_proxy(frame), number=said.number)
+            asyncio.get_running_loop().call_soon(proxy._cache.orders.replied, node, reply)
             return ""
 
         proxy._control.order = answered
-        shown = await overview(url)
-        assert len(shown.nodes[0].degraded) == 8
-        proxy._control.order = order
+        [node] = (await overview(url)).nodes
+        assert node.problem == ""
+        assert (len(node.degraded), len(node.rooms), len(node.links)) == (8, 8, 1)
+        told = msgspec.to_builtins(node)
+        numbers = [each for room in (told, *told["rooms"], *told["links"]) for each in room.values()]
+        assert all(0 <= each <= 2**53 for each in numbers if isinstance(each, int | float))
 
 
 # ---- in a browser -------------------------------------------------------------------------------
