@@ -36,9 +36,8 @@ def table(
         made.padding = (0, 1, 0, 0)
     for name in columns:
         is_number, head = name.startswith(">"), name.removeprefix(">")
-        widest = max(map(len, head.split("\n")))
         justify: JustifyMethod = "right" if is_number else "left"
-        made.add_column(head, justify=justify, overflow="fold", no_wrap=is_number, min_width=widest)
+        made.add_column(head, justify=justify, overflow="fold", no_wrap=is_number)
     for row in rows:
         made.add_row(*(Text(escaped(cell)) if isinstance(cell, str) else cell for cell in row))
     return made
