@@ -9,12 +9,21 @@ from typing import Any
 
 import click
 
-from pdx.cli.options import FOLDER, option
+from pdx.cli.options import FOLDER, Sectioned, option
 
 _SHARE = click.FloatRange(0.01, 1.0)
 
 
-@click.command()
+@click.command(
+    cls=Sectioned,
+    sections={
+        "--model": "Engines and links",
+        "--rate": "Load and goal",
+        "--prefillers": "Sizes to judge",
+        "--mfu": "Assumptions",
+        "--out": "Options",
+    },
+)
 @option("--model", default="", help="A preset's name, or a Hugging Face config.json.  [default: llama-3.1-8b]")
 @option("--gpu", default="h100", help="a100, l40s, h20, h800, h100, h200 or b200.")
 @option("--tp", default="auto", help="GPUs of one engine (tensor parallelism).")

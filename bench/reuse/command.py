@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pdx.bench.harness.lists import NAMES, listed
-from pdx.cli.options import FOLDER, option
+from pdx.cli.options import FOLDER, Sectioned, option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,15 @@ def _above_0(word: str) -> float:
 NUMBERS = listed(_above_0)
 
 
-@click.command()
+@click.command(
+    cls=Sectioned,
+    sections={
+        "--documents": "Documents and sessions",
+        "--loads": "Rates",
+        "--disk": "Stores",
+        "--seed": "Options",
+    },
+)
 @option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

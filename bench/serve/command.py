@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdx.cli.options import FOLDER, option
+from pdx.cli.options import FOLDER, Sectioned, option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,14 @@ WORKLOADS = ("random", "long-document", "chat", "shared-prompt")
 _SOME = click.IntRange(1)
 
 
-@click.command()
+@click.command(
+    cls=Sectioned,
+    sections={
+        "--workload": "Requests",
+        "--slo": "Measurement",
+        "--out": "Options",
+    },
+)
 @option("--url", default="http://127.0.0.1:8000", help="The service: a proxy or an engine.")
 @option("--compare", metavar="URL", help="Send the same to a second service too, in turns.")
 @option("--label", "labels", multiple=True, help="What to call the service, and the second one. [default: its URL]")

@@ -14,7 +14,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from pdx.cli.options import option
+from pdx.cli.options import Sectioned, option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,17 @@ _SHARE = click.FloatRange(0.01, 1.0)
 _PRICE = click.FloatRange(0)
 
 
-@click.command()
+@click.command(
+    cls=Sectioned,
+    sections={
+        "--sessions": "Requests",
+        "--host": "Memory, disk and store",
+        "--model": "Engines and nodes",
+        "--look-ahead": "Queues",
+        "--gpu-price": "Prices",
+        "--apart": "Options",
+    },
+)
 @click.argument("traces", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="[TRACE]...")
 @option("--sessions", default=0, type=click.IntRange(0), help="Generate so many conversations, in place of TRACE.")
 @option("--session-rate", default=1.0, type=click.FloatRange(0.001), help="Of those per second (Poisson).")
@@ -78,6 +88,7 @@ _PRICE = click.FloatRange(0)
     flag_value="each",
     default="",
     type=click.Choice(["", "each", "after"]),
+    metavar="[each|after]",
     help="Memory alone, as a plain cache's simulator: blocks one by one; after: room is made after each prompt.",
 )
 @option(

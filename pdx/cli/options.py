@@ -100,15 +100,22 @@ log_format = option(
 class Sectioned(click.Command):
     """A command whose options are listed under headings; those that have none come first."""
 
+    def __init__(self, *args: Any, sections: Mapping[str, str] | None = None, **settings: Any) -> None:
+        """`sections`: with which option a heading begins, where the options have none of their own."""
+        super().__init__(*args, **settings)
+        self._sections = {"--help": "Options", **(sections or {})}
+
     def get_help_option_names(self, ctx: click.Context) -> list[str]:
         """See `click.Command`, which keeps what the first caller's context says."""
         return ["-h", "--help"]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         found: dict[str, list[tuple[str, str]]] = {"Options": []}
+        heading = "Options"
         for each in self.get_params(ctx):
+            heading = next((self._sections[word] for word in each.opts if word in self._sections), heading)
             if isinstance(each, click.Option) and (record := each.get_help_record(ctx)) is not None:
-                found.setdefault(getattr(each, "section", "") or "Options", []).append(record)
+                found.setdefault(getattr(each, "section", "") or heading, []).append(record)
         for section, records in found.items():
             with formatter.section(section):
                 formatter.write_dl(records)

@@ -41,12 +41,18 @@ def entries(text: str) -> list[str]:
     return [" ".join(each.split()) for each in re.split(r"\n(?=  -)|\n\n", text) if each.lstrip().startswith("-")]
 
 
+def sections(text: str) -> dict[str, int]:
+    """How many options each heading has."""
+    return {part.partition(":\n")[0]: len(entries(part)) for part in text.split("\n\n") if ":\n" in part}
+
+
 @pytest.mark.parametrize("path", commands(), ids=" ".join)
 def test_help(path):
     text = shown(*path)
     assert shown(*path, flag="-h") == text
     assert [each for each in entries(text) if each.count("[default:") > 1] == []
     assert re.findall(r"\S*[<>]=?x\S*", text) == []
+    assert max(sections(text).values()) <= 16, "more are listed under headings"
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -54,9 +60,8 @@ def test_a_nodes_options_are_under_headings(name):
     text = shown(name)
     for heading in ("Options:", "Memory:", "Disks:", "Remote store:", "Metrics and events:"):
         assert f"\n{heading}\n" in text
-    sections = {part.partition(":\n")[0]: len(entries(part)) for part in text.split("\n\n") if ":\n" in part}
-    assert sections["Disks"] == 5
-    assert max(sections.values()) <= 14
+    assert sections(text)["Disks"] == 5
+    assert max(sections(text).values()) <= 14
 
 
 def test_a_node_is_named_alike_in_all_commands():
