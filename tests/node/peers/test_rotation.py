@@ -113,6 +113,15 @@ def test_a_key_is_exchanged_while_the_node_runs_and_the_old_one_is_worth_nothing
     assert cluster.connections("b").of("a").number == session, "the connection stays"
     assert cluster.counter("a", "peers_lost") == cluster.counter("b", "peers_lost") == 0
 
+    context = zmq.Context()
+    try:  # who dials a meets the new key, and no other one
+        entry = PeerEntry("a", f"tcp://127.0.0.1:{cluster._ports['a']}", new.public)
+        with dialled(context, entry, cluster.keys["b"][0], 5.0) as probe:
+            probe.send(encode(PeerFrame(1, 0, Ping())))
+            wait_until(lambda: probe.poll(0), what="it is answered")
+    finally:
+        context.destroy(linger=0)
+
     cluster.nodes["b"].close()
     cluster.start("b")  # it dials a by the key that comes first in the roster, and then by the other one
     wait_until(lambda: _moved(cluster, "b", "a"), timeout_s=60.0, what="b reaches a by its new key")
