@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_install import SMALL, USES
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pdx", "transports", "kernels", "proxy", "bench")
@@ -107,6 +108,10 @@ def test_the_licence_and_what_it_says_of_itself_are_in_it(contents, kind, licenc
     assert (told["Version"], told["License-Expression"]) == (PROJECT["version"], "Apache-2.0")
     assert (told["Requires-Python"], told["Description-Content-Type"]) == (">=3.11", "text/markdown")
     assert set(told.get_all("Provides-Extra")) == {*PROJECT["optional-dependencies"]}
+
+
+def test_each_extra_is_installed_somewhere():
+    assert sorted(USES) == SMALL, "tests/test_install.py says what each is for"
 
 
 def test_an_index_would_take_both(built):
