@@ -34,6 +34,7 @@ BENCHES = {
     "across": "python -m pdx.bench.node.across",
     "stalls": "python -m pdx.bench.proxy.stalls",
     "workers": "python -m pdx.bench.proxy.workers",
+    "traces": "python -m pdx.bench.proxy.traces",
     "quality": "pdx bench quality",
     "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }

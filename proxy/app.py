@@ -22,7 +22,7 @@ from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig, Routing
 from pdx.proxy.control import Control, FromNode
 from pdx.proxy.engines import Engines
-from pdx.proxy.exchange import TRACE, Drain, Exchange, Seat
+from pdx.proxy.exchange import BEGUN, TRACE, Drain, Exchange, Seat
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.leg import Asked, Legs, engine_socket, engine_tls
@@ -396,7 +396,8 @@ class Proxy:
         )
 
     def _passed(self, request: web.Request) -> dict[str, str]:
-        return headers.to_engines(request.headers, has_key=not self._config.is_keyed)
+        begun = request.get(BEGUN, "")
+        return headers.to_engines(request.headers, has_key=not self._config.is_keyed, begun=begun)
 
     async def _exchange(self, request: web.Request, route: Route, body: Body, reply: Reply) -> Exchange:
         body, envelope = hints.take(body, request.headers.get("X-Session-ID", ""))

@@ -28,8 +28,10 @@ from pdx.wire.hints import Hints
 if TYPE_CHECKING:
     from pdx.proxy.traces import Trace
 
-# Where a request has its trace; before aiohttp 3.14 there is no such class.
+# Where a request has its trace, if that is sampled, and its `traceparent`, if its client has told none; before aiohttp
+# 3.14 there is no such class.
 TRACE: Any = web.RequestKey("trace", object) if hasattr(web, "RequestKey") else "trace"
+BEGUN: Any = web.RequestKey("begun", str) if hasattr(web, "RequestKey") else "begun"
 KEY_ROWS = 16_384  # names of API keys that are told apart in a proxy's life, and few fall on one row
 
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 
 REQUEST_ID = "X-Request-Id"
+TRACEPARENT = "traceparent"
 RANK = "X-data-parallel-rank"
 _KEY = "Authorization"
 _TO_ENGINES = (
-    *(_KEY, "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority"),
+    *(_KEY, TRACEPARENT, "tracestate", "X-Session-ID", "X-Vllm-Priority"),
     *(RANK, "endpoint-load-metrics-format"),
 )
 _TO_CLIENTS = (
@@ -20,9 +21,13 @@ _OF_BODIES = ("Content-Type", "Content-Length", "metadata")  # the last one of v
 _ID = re.compile(r"[0-9A-Za-z._:-]{1,128}")
 
 
-def to_engines(headers: Mapping[str, str], *, has_key: bool = True) -> dict[str, str]:
-    """Those of a client's request that its engines get. `has_key`: the client's key is one of theirs."""
+def to_engines(headers: Mapping[str, str], *, has_key: bool = True, begun: str = "") -> dict[str, str]:
+    """Those of a client's request that its engines get. `has_key`: the client's key is one of theirs. `begun`: the
+    trace that was begun for it, since its client has told of none."""
     passed = {name: headers[name] for name in _TO_ENGINES if name in headers and (has_key or name != _KEY)}
+    if begun:
+        passed[TRACEPARENT] = begun
+        passed.pop("tracestate", None)  # it goes with the client's
     return passed | ({REQUEST_ID: own} if (own := request_id(headers)) else {})
 
 

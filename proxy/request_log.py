@@ -29,7 +29,7 @@ def served(exchange: Exchange) -> None:
         "request",
         request=name if name != exchange.transfer else None,
         transfer=exchange.transfer,
-        trace=exchange.trace.told if exchange.trace is not None else None,
+        trace=exchange.trace.name if exchange.trace is not None else None,
         route=str(exchange.route),
         model=printable(model, 128) if model else None,
         outcome=str(timeline.outcome),

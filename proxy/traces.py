@@ -24,7 +24,8 @@ from pdx.errors import ConfigError, LegFailed
 from pdx.extras import install
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.engines import Engine
-from pdx.proxy.exchange import TRACE, Exchange
+from pdx.proxy.exchange import BEGUN, TRACE, Exchange
+from pdx.proxy.headers import TRACEPARENT
 from pdx.proxy.metrics import Outcome
 from pdx.proxy.reply import Handler
 from pdx.proxy.routes import Route
@@ -64,9 +65,10 @@ class _Leg(msgspec.Struct):
 class Trace:
     """Of one request. Owned by its task until its end, and then by `Traces`."""
 
-    def __init__(self, method: str, route: str, said: str, sample: float) -> None:
-        """`said`: its client's `traceparent`, which decides, where it is one. `sample`: of others, so many."""
+    def __init__(self, method: str, route: str, number: int, parent: int) -> None:
+        """`number`: of the trace that it is in. `parent`: its client's span; 0: it begins the trace."""
         self._method, self._route = method, route
+        self._number, self._parent = number, parent
         self._start_ns = time.monotonic_ns()
         self.ended_ns = 0
         self.exchange: Exchange | None = None  # until its end
@@ -76,30 +78,20 @@ class Trace:
         self._attributes: dict[str, Value | None] = {}
         self._error = ""
         self._id = random.getrandbits(64)
-        if (found := _PARENT.fullmatch(said)) is not None:
-            self._number, self._parent, flags = (int(each, 16) for each in found.groups())
-        else:  # the choice is that of every sampler that goes by a trace's number
-            self._number, self._parent = random.getrandbits(128), 0
-            flags = int((self._number & (1 << 64) - 1) < sample * (1 << 64))
-        self.is_sampled = bool(flags & 1)
 
     @property
-    def told(self) -> str | None:
-        """Its number, for the log; None: it is not sampled."""
-        return f"{self._number:032x}" if self.is_sampled else None
+    def name(self) -> str:
+        """Its number as it is written."""
+        return f"{self._number:032x}"
 
     @contextmanager
     def leg(self, name: str, engine: Engine, headers: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-        """Inside, the leg is under way, with these headers for its engine. Which hears, too, that a request is not
-        sampled: else it would choose for itself."""
+        """Inside, the leg is under way, with these headers for its engine."""
         leg = _Leg(name, engine, random.getrandbits(64), time.monotonic_ns())
-        sent = {**headers, "traceparent": f"00-{self._number:032x}-{leg.id:016x}-{self.is_sampled:02x}"}
-        if not self._parent:
-            sent.pop("tracestate", None)  # it goes with a parent
-        if self.is_sampled and len(self._legs) < MAX_LEGS:
+        if len(self._legs) < MAX_LEGS:
             self._legs.append(leg)
         try:
-            yield sent
+            yield {**headers, TRACEPARENT: f"00-{self.name}-{leg.id:016x}-01"}
         except BaseException as error:
             leg.error = str(error.reason) if isinstance(error, LegFailed) else type(error).__name__
             raise
@@ -187,8 +179,21 @@ def open_traces(config: ProxyConfig, counters: Counter[str]) -> Traces | None:
         from pdx.telemetry.otlp import Collector
 
         return Traces(Collector(endpoint, "pdx-proxy"), config.otlp_traces_sample, counters)
-    except ImportError as error:
-        raise ConfigError(f"--otlp-traces-endpoint {endpoint}: {error}: {install('otel')}") from error
+    except (ImportError, ValueError) as error:  # the latter of a setting in the environment
+        hint = f": {install('otel')}" if isinstance(error, ImportError) else ""
+        raise ConfigError(f"--otlp-traces-endpoint {endpoint}: {error}{hint}") from error
+
+
+def chosen(said: str, sample: float) -> tuple[int, int, int]:
+    """The trace that a request is in, its client's span there, and flags: 1 is sampled.
+
+    `said`: its client's `traceparent`; where that is none, a trace begins, with no such span. `sample`: of these, so
+    many are sampled, chosen as every sampler does that goes by a trace's number.
+    """
+    if (found := _PARENT.fullmatch(said)) is not None:
+        return int(found[1], 16), int(found[2], 16), int(found[3], 16)
+    number = random.getrandbits(128)
+    return number, 0, int((number & (1 << 64) - 1) < sample * (1 << 64))
 
 
 class Traces:
@@ -204,10 +209,15 @@ class Traces:
         """The same, with a trace of each request."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
+            number, parent, flags = chosen(request.headers.get(TRACEPARENT, ""), self._sample)
+            if not parent:
+                # Engines hear what is chosen: else they would choose for themselves.
+                request[BEGUN] = f"00-{number:032x}-{random.getrandbits(64):016x}-{flags:02x}"
+            if not flags & 1:
+                return await handler(request)
             resource = request.match_info.route.resource
             route = resource.canonical if resource is not None else ""
-            said = request.headers.get("traceparent", "")
-            request[TRACE] = trace = Trace(request.method, route, said, self._sample)
+            request[TRACE] = trace = Trace(request.method, route, number, parent)
             status, failed = 0, ""
             try:
                 response = await handler(request)
@@ -217,10 +227,9 @@ class Traces:
                 raise
             finally:
                 trace.end(status, failed)
-                if trace.is_sampled:
-                    self._ended.append(trace)
-                    if len(self._ended) > MAX_LINGERING:
-                        self._give_oldest()
+                self._ended.append(trace)
+                if len(self._ended) > MAX_LINGERING:
+                    self._give_oldest()
             return response
 
         return answer

@@ -53,13 +53,13 @@ class Stage:
     engine_pids: tuple[int, int]
     proxy: Front
     example: Front | None = None
-    shared: Front | None = None  # by several workers; `pid` is that of the process that started them
+    other: Front | None = None  # of several workers, `pid` is that of the process that started them
 
 
 @contextlib.contextmanager
-def stage(pace: Pace, *, workers: int = 0) -> Iterator[Stage]:
-    """All of them; they end with this context, and also if this process is killed. `workers`: a further
-    proxy has so many.
+def stage(pace: Pace, *, other: Sequence[str] = (), workers: int = 1) -> Iterator[Stage]:
+    """All of them; they end with this context, and also if this process is killed. `other`: a further proxy has these
+    options, and so many `workers`.
 
     :raises CannotRun: one of them did not start; the message has the decisive line of its log.
     :raises RuntimeError: the proxy takes no reports.
@@ -77,16 +77,17 @@ def stage(pace: Pace, *, workers: int = 0) -> Iterator[Stage]:
             )
             for name, port, url, link in zip(("prefill", "decode"), ports, urls, ("kv-to", "kv-from"), strict=False)
         ]
-        ways = {"proxy": 2} | ({"shared": 4} if workers else {})
+        ways = {"proxy": 2} | ({"other": 4} if other else {})
         controls: list[str] = []
         proxies = []
         for name, at in ways.items():
             control = f"ipc://{folder}/{name}.sock"
-            controls += [worker_address(control, number) for number in range(workers if name == "shared" else 1)]
+            controls += [worker_address(control, number) for number in range(workers if name == "other" else 1)]
             options = ["--port", str(ports[at]), "--log-level", "warning", "--max-body", "8M", "--control", control]
             options += ["--prefill", urls[0], "--decode", urls[1]]
-            alone = ["--admin", f"127.0.0.1:{ports[at + 1]}"]
-            options += alone if name != "shared" else ["--workers", str(workers)]
+            is_other = name == "other"
+            options += ["--admin", f"127.0.0.1:{ports[at + 1]}"] if not is_other or workers == 1 else []
+            options += other if is_other else []
             proxies.append(_python("pdx.cli.main", name, urls[at], "proxy", *options, "--debug-headers"))
         servers.start(engines, START_S)
         has_example = all(importlib.util.find_spec(name) for name in _EXAMPLE_NEEDS)
@@ -98,10 +99,10 @@ def stage(pace: Pace, *, workers: int = 0) -> Iterator[Stage]:
         fronts = {name: Front(urls[at], urls[at + 1], servers.pid(name)) for name, at in ways.items()}
         with _reported(controls, urls[0], urls[1]):
             for name, front in fronts.items():
-                for _ in range(_LOOKS * workers if name == "shared" else 1):  # connections, of any worker
+                for _ in range(_LOOKS * workers if name == "other" else 1):  # connections, of any worker
                     _wait_for_nodes(front.url)
             pids = servers.pid("prefill"), servers.pid("decode")
-            yield Stage(pace, urls[0], urls[1], pids, fronts["proxy"], example, fronts.get("shared"))
+            yield Stage(pace, urls[0], urls[1], pids, fronts["proxy"], example, fronts.get("other"))
 
 
 def _python(module: str, name: str, url: str, *options: str) -> Command:

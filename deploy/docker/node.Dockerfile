@@ -5,7 +5,7 @@ ARG BASE=python:3.12-slim
 FROM ${BASE} AS build
 WORKDIR /src
 COPY . .
-RUN python3 -m venv /opt/pdx && /opt/pdx/bin/pip install --no-cache-dir '.[redis,s3]'
+RUN python3 -m venv /opt/pdx && /opt/pdx/bin/pip install --no-cache-dir '.[otel,redis,s3]'
 
 # hadolint ignore=DL3006
 FROM ${BASE}

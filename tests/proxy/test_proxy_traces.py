@@ -17,7 +17,7 @@ from pdx.errors import ConfigError
 from pdx.proxy import traces
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
-from pdx.proxy.traces import Trace
+from pdx.proxy.traces import chosen
 from pdx.telemetry import otlp
 from pdx.telemetry.otlp import Collector
 from pdx.telemetry.span import Span
@@ -134,17 +134,17 @@ async def test_what_is_no_trace_begins_a_new_one(said):
 
 
 def test_a_version_to_come_is_taken_as_far_as_it_is_known():
-    assert Trace("POST", "/", f"01-{THEIRS}-{PARENT}-01-more", 0.0).told == THEIRS
-    assert Trace("POST", "/", f"01-{THEIRS}-{PARENT}-01", 0.0).told == THEIRS
+    for more in ("", "-more"):
+        assert chosen(f"01-{THEIRS}-{PARENT}-01{more}", 0.0) == (int(THEIRS, 16), int(PARENT, 16), 1)
 
 
 def test_others_choose_the_same_traces():
     """Who samples by the number of a trace, as OpenTelemetry's own sampler does."""
     sampler = TraceIdRatioBased(0.25)
-    made = [Trace("POST", "/", "", 0.25) for _ in range(2000)]
-    for each in made:
-        assert each.is_sampled == (sampler.should_sample(None, each._number, "").decision is not Decision.DROP)
-    assert 300 < sum(each.is_sampled for each in made) < 700
+    made = [chosen("", 0.25) for _ in range(2000)]
+    for number, _, flags in made:
+        assert flags == (sampler.should_sample(None, number, "").decision is not Decision.DROP)
+    assert 300 < sum(flags for *_, flags in made) < 700
 
 
 async def test_without_an_endpoint_clients_traces_go_to_engines_as_they_are():
@@ -348,6 +348,12 @@ def test_a_protocol_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="'smoke': known are grpc and http/protobuf"):
         Proxy(ProxyConfig())
+
+
+def test_a_setting_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", str(otlp.MAX_QUEUE + 1))
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint http://x: .*less than"):
+        Proxy(ProxyConfig(otlp_traces_endpoint="http://x"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
