@@ -34,12 +34,11 @@ BENCHES = {
     "across": "python -m pdx.bench.node.across",
     "stalls": "python -m pdx.bench.proxy.stalls",
     "workers": "python -m pdx.bench.proxy.workers",
-    "traces": "python -m pdx.bench.proxy.traces",
     "quality": "pdx bench quality",
     "handoff": "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5",
 }
 # Only when they are named: they take long.
-NAMED = {"proxy": "pdx bench proxy"}
+NAMED = {"proxy": "pdx bench proxy", "traces": "python -m pdx.bench.proxy.traces"}
 # Their last results are shown, too: they need a GPU (`python -m pdx.bench.gpu`).
 SHOWN = tuple(f"gpu-{section}" for section in SECTIONS)
 NUMBERS = ROOT / "docs" / "numbers.md"

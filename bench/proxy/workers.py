@@ -32,7 +32,6 @@ WORKERS = 4
 SHARE = 0.1
 LOOK_S, SPARE_S = 0.002, 0.02  # between two looks at what it has used, and that it may have left
 ROUNDS, ROUND_S = 7, 6.0
-ONE, SEVERAL = "1", str(WORKERS)
 CLIENTS = 64
 GOAL = 3.0
 _PROMPT = "a" * 2000
@@ -71,31 +70,37 @@ def limited(pids: Sequence[int], share: float) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-class Rounds:
-    """The proxy of a stage and the other one, in turns, each process with `share` of a core."""
+async def chats(http: aiohttp.ClientSession, url: str, numbers: Iterator[int]) -> None:
+    """One after the other, without an end; each takes a number."""
+    body = completion(MODEL, "", 4)
+    del body["prompt"]
+    for number in numbers:
+        body["messages"] = [{"role": "user", "content": f"{number}{_PROMPT}"}]
+        await ask(http, url, body, f"workers-{number}", path="/v1/chat/completions")
 
-    def __init__(
-        self, made: Stage, share: float, names: tuple[str, str] = (ONE, SEVERAL), rounds: int = ROUNDS
-    ) -> None:
+
+class _Rounds:
+    def __init__(self, made: Stage, share: float) -> None:
         assert made.other is not None
-        self._ways = dict(zip(names, (made.proxy, made.other), strict=True))
-        self._share, self._rounds = share, rounds
+        self._ways = {1: made.proxy, WORKERS: made.other}
+        self._share = share
         self._numbers = itertools.count()
-        self.rates: dict[str, list[float]] = {name: [] for name in names}
-        self.cpu_ms: dict[str, list[float]] = {name: [] for name in names}
-        self.cores: dict[str, list[float]] = {name: [] for name in names}
+        self.rates: dict[int, list[float]] = {1: [], WORKERS: []}
+        self.cpu_ms: dict[int, list[float]] = {1: [], WORKERS: []}
+        self.cores: dict[int, list[float]] = {1: [], WORKERS: []}
 
     async def run(self) -> None:
-        for number in range(self._rounds):
-            for name in list(self._ways)[:: -1 if number % 2 else 1]:
-                await self._round(name, self._ways[name], counts=number > 0)
+        for number in range(ROUNDS):
+            for count in sorted(self._ways, reverse=bool(number % 2)):
+                await self._round(count, self._ways[count], counts=number > 0)
 
-    async def _round(self, name: str, front: Front, *, counts: bool) -> None:
+    async def _round(self, count: int, front: Front, *, counts: bool) -> None:
         pids = processes(front)
+        assert len(pids) == count
         clocks = [CpuClock(pid) for pid in pids]
         with limited(pids, self._share):
             async with session() as http:
-                tasks = [asyncio.create_task(self._client(http, front.url)) for _ in range(CLIENTS)]
+                tasks = [asyncio.create_task(chats(http, front.url, self._numbers)) for _ in range(CLIENTS)]
                 await asyncio.sleep(ROUND_S / 4)
                 done, since, spent = next(self._numbers), time.monotonic(), sum(each.seconds() for each in clocks)
                 await asyncio.sleep(ROUND_S)
@@ -107,28 +112,18 @@ class Rounds:
                     each.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         if counts:
-            self.rates[name].append(served / took_s)
-            self.cpu_ms[name].append(spent * 1e3 / served)
-            self.cores[name].append(spent / took_s)
-
-    async def _client(self, http: aiohttp.ClientSession, url: str) -> None:
-        body = completion(MODEL, "", 4)
-        del body["prompt"]
-        while True:
-            number = next(self._numbers)
-            body["messages"] = [{"role": "user", "content": f"{number}{_PROMPT}"}]
-            await ask(http, url, body, f"workers-{number}", path="/v1/chat/completions")
+            self.rates[count].append(served / took_s)
+            self.cpu_ms[count].append(spent * 1e3 / served)
+            self.cores[count].append(spent / took_s)
 
 
 async def measure(share: float) -> list[Figure]:
-    with stage(Pace(0.0, 0.0), other=("--workers", SEVERAL), workers=WORKERS) as made:
-        assert made.other is not None
-        assert (len(processes(made.proxy)), len(processes(made.other))) == (1, WORKERS)
-        rounds = Rounds(made, share)
+    with stage(Pace(0.0, 0.0), other=("--workers", str(WORKERS)), workers=WORKERS) as made:
+        rounds = _Rounds(made, share)
         await rounds.run()
-    ratios = [many / one for one, many in zip(rounds.rates[ONE], rounds.rates[SEVERAL], strict=True)]
+    ratios = [many / one for one, many in zip(rounds.rates[1], rounds.rates[WORKERS], strict=True)]
     found = []
-    for count in (ONE, SEVERAL):
+    for count in (1, WORKERS):
         name = f"workers: {count}"
         cores = f"{statistics.median(rounds.cores[count]):.2f} cores in all"
         found += [

@@ -107,7 +107,7 @@ class StoreLookup:
             tracked, asked = self._ahead.popleft()
             if tracked.node.asked is asked and connection is not None and tracked.node.epoch == connection.epoch:
                 connection.forget(asked.seq)
-                tracked.node.asked = None
+                tracked.node.asked, tracked.asked_at = None, 0.0
 
     def advance(self, tracked: TrackedRequest, connection: Connection, *, may_ask: bool = True) -> bool:
         """Ask the node, as far as needed; whether the request is decided now. `may_ask`: its turn is near."""
