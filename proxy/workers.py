@@ -42,7 +42,8 @@ FIND_S = 3.0  # a worker that is started again listens when it has found a decod
 END_S = 2 * SHUTDOWN_S  # behind `drain_s`, a worker that has not ended is killed
 HUNG_S = 30.0  # so is one whose loop does not turn for so long: the kernel goes on giving it connections
 _LOOK_S = 0.05
-_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM})
+_STOP = frozenset({signal.SIGINT, signal.SIGTERM})
+_SIGNALS = _STOP | {signal.SIGCHLD, signal.SIGALRM}
 _SERVES = b"+"  # what a worker says when it listens; what it says before that is why it cannot
 
 
@@ -196,15 +197,19 @@ class _Workers:
     def run(self) -> None:
         """:raises ConfigError: one cannot serve."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody hears of a worker's end
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one may be left when signals are not blocked any more
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         gc.collect()
         gc.freeze()  # the pages of what is here already stay shared
         try:
             while not self._stopping_at or any(each.pid for each in self._all):
                 self._start_due()
-                self._heed(signal.sigtimedwait(_SIGNALS, _LOOK_S if self._is_busy else AGAIN_S))
+                # Not `sigtimedwait`: for a process that was stopped and goes on, Python's tells a signal nobody sent.
+                signal.setitimer(signal.ITIMER_REAL, _LOOK_S if self._is_busy else AGAIN_S)
+                self._heed(signal.sigwaitinfo(_SIGNALS).si_signo)
                 self._end_hung()
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             for each in self._all:
                 if each.pid:
                     os.kill(each.pid, signal.SIGKILL)
@@ -217,8 +222,8 @@ class _Workers:
     def _is_busy(self) -> bool:
         return bool(self._stopping_at) or not all(each.pid for each in self._all)
 
-    def _heed(self, told: signal.struct_siginfo | None) -> None:
-        if told is not None and told.si_signo != signal.SIGCHLD:
+    def _heed(self, signo: int) -> None:
+        if signo in _STOP:
             self._stop()
         while (ended := self._ended()) is not None:
             self._over(*ended)

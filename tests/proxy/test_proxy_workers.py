@@ -18,7 +18,7 @@ from proxy_harness import DEADLINE_S, Node, until, within
 from proxy_process import proxy_process
 from test_proxy_drain import stream
 
-from pdx.proxy.workers import HUNG_S
+from pdx.proxy.workers import AGAIN_S, HUNG_S
 from pdx.security.address import worker_address
 
 PATIENT_S = 6 * DEADLINE_S
@@ -213,6 +213,17 @@ async def test_one_that_is_signalled_alone_finishes_and_comes_again(tmp_path):
         assert "is started again: it ended with status 0" in them.made.log
         for _ in range(10):
             assert await them.ask() == 200
+
+
+async def test_the_process_that_started_them_may_be_stopped_for_a_while(tmp_path):
+    """As by Ctrl-Z, a freezer or a debugger: once it took that for a signal to end."""
+    async with workers(tmp_path, count=2) as them:
+        them.made.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.2 * AGAIN_S)  # what it waits for at most ends meanwhile
+        them.made.process.send_signal(signal.SIGCONT)
+        os.kill(them.pids[0], signal.SIGKILL)
+        await until(lambda: them.num_starts == 3, PATIENT_S)
+        assert "stopping" not in them.made.log
 
 
 def start(folder, port, *options):
