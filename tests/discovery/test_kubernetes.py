@@ -217,6 +217,20 @@ def test_a_change_that_makes_no_sense_is_followed_by_a_new_list(api, ask, line):
     asking.finds(**named(ONE))
 
 
+def test_a_change_that_is_too_long_is_not_read(api, ask, caplog):
+    def answers(handler, asked):
+        if "watch" not in asked:
+            api.list(handler)
+            return
+        handler.begin()
+        handler.piece(b'{"x":"%s","type":"ADDED","object":{"metadata":{}}}\n' % (b"x" * (2 << 20)))
+
+    api.answers = answers
+    asking = ask()
+    wait_until(lambda: asking.counters["discovery_failures"] > 1)
+    assert "a line of more than" in caplog.text
+
+
 @pytest.mark.parametrize("part", ["list", "watch"])
 def test_one_that_hangs_or_trickles_is_left_at_its_deadline(api, ask, monkeypatch, part):
     monkeypatch.setattr("pdx.discovery.kubernetes.ANSWER_S", 0.3)

@@ -382,6 +382,8 @@ def test_a_proxy_at_a_named_address_is_not_replaced_by_one_that_is_found_there(w
     before = roster.proxy_at("tcp://10.0.0.6:7600").key
     roster.find(Found({}, {"p": "tcp://10.0.0.6:7600"}))
     assert roster.proxy_at("tcp://10.0.0.6:7600").key == before
+    roster.find(Found({}, {"q": "tcp://10.0.0.8:7600"}))
+    assert roster.proxies == [], "the roster says where the one is whose key q could have"
 
 
 def test_a_connection_outlives_an_address_that_was_found_and_not_a_key(left_out, write):

@@ -114,7 +114,9 @@ class KubernetesStandIn(ThreadingHTTPServer):
     def watch(self, handler: _Handler, seen: int) -> None:
         if seen < self._forgotten:
             handler.begin()
-            handler.line({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
+            handler.line(
+                {"type": "ERROR", "object": {"kind": "Status", "metadata": {}, "code": 410, "reason": "Expired"}}
+            )
             handler.end()
             return
         generation = self._generation
