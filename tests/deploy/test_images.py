@@ -30,7 +30,7 @@ pytestmark = [
 
 def run(*command, **more):
     done = subprocess.run(command, capture_output=True, text=True, check=False, **more)
-    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]} {done.stderr[-2000:]}"
+    assert done.returncode == 0, f"{command[:2]}: {(done.stdout + done.stderr)[-1500:]}"
     return done.stdout
 
 
@@ -44,10 +44,11 @@ def image(tmp_path_factory):
     base, source, wheels = place / "base", place / "source", place / "wheels"
     packages = "--include=python3,python3-venv,ca-certificates"
     run("debootstrap", "--variant=minbase", packages, "bookworm", str(base), MIRROR)
+    (base / "etc/pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheels\n")
     run("tar", "-C", str(base), "-cf", str(place / "base.tar"), ".")
     podman("import", str(place / "base.tar"), f"{IMAGE}-base")
     version = run("chroot", str(base), "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
-    wanted = [f"{ROOT}[{EXTRAS}]", "setuptools>=77", "wheel"]
+    wanted = [f"{ROOT}[{EXTRAS}]", "setuptools>=77", "async-timeout"]  # the latter for redis before Python 3.11.3
     select = ["--only-binary", ":all:", "--python-version", version]
     try:
         run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), str(ROOT))
@@ -57,8 +58,8 @@ def image(tmp_path_factory):
         source.mkdir()
         archive = subprocess.run(["git", "-C", str(ROOT), "archive", "HEAD"], capture_output=True, check=True).stdout
         subprocess.run(["tar", "-C", str(source), "-x"], input=archive, check=True)
-        command = ["buildah", "bud", "--isolation", "chroot", "--network", "none", "-v", f"{wheels}:/wheels:ro"]
-        command += ["--env", "PIP_NO_INDEX=1", "--env", "PIP_FIND_LINKS=/wheels", "--build-arg", f"BASE={IMAGE}-base"]
+        command = ["buildah", "bud", "--isolation", "chroot", "--network", "host", "-v", f"{wheels}:/wheels:ro"]
+        command += ["--build-arg", f"BASE={IMAGE}-base"]
         run(*command, "-f", "deploy/docker/node.Dockerfile", "-t", IMAGE, ".", cwd=source)
         yield IMAGE
     finally:
