@@ -172,7 +172,8 @@ def test_salt_keeps_tenants_apart(shared: Host, engine: Server) -> None:
 def test_after_a_reset_nothing_that_was_saved_before_is_found(shared: Host, engine: Server) -> None:
     """As vLLM does around a change of weights; here they stay, so that the answers do, too."""
     told = [process.facts for process in shared.status().attached if process.kind == "scheduler"]
-    assert told == [{"max_model_len": 4096, "max_new_tokens": 7, "looks_back": True}]
+    facts = {"max_model_len": 4096, "max_new_tokens": 7, "looks_back": True, "stops_short": False}
+    assert told == [facts]
     body = completion(text(3100, 600))
     before, hit = shared.sealed(), hit_tokens(engine)
     first = essence(post(engine.url, *body))

@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import time
+from unittest import mock
 
 import aiohttp
 import msgspec
@@ -204,19 +205,18 @@ async def test_a_reader_that_goes_away_takes_nobodys_document_along():
         assert len(proxy._cache.orders) == 0
 
 
-async def test_a_node_that_does_not_answer_is_told_of_as_it_was(monkeypatch):
+async def test_a_node_that_does_not_answer_is_told_of_as_it_was():
     async with serving(nodes=3) as (proxy, url, _asked):
         before = (await overview(url)).nodes
         answers = proxy._control.order
         proxy._control.order = lambda node, said: "" if node == "node-001" else answers(node, said)
-        monkeypatch.setattr(status, "WAIT_S", 2.0)
         passed(proxy, status.FRESH_S)
-        first, *others = (await overview(url)).nodes
+        with mock.patch.object(status, "WAIT_S", 2.0):
+            first, *others = (await overview(url)).nodes
         assert "has not answered for 2 s" in first.problem
         assert msgspec.structs.replace(first, problem="") == before[1]
         assert [each.name for each in others] == ["node-000", "node-002"]
         proxy._control.order = answers
-        monkeypatch.setattr(status, "WAIT_S", 60.0)
         passed(proxy, status.FRESH_S)
         assert not any(node.problem for node in (await overview(url)).nodes)
 
