@@ -46,7 +46,7 @@ def usage_of(route: Route, raw: bytes) -> Usage:
             found = {_CACHED: usage.get(_READ), _CREATED: usage.get(_CREATION)}
         beside = sum(count or 0 for count in found.values()) if route is Route.MESSAGES else 0
         return Usage(int(usage["input_tokens"]) + beside, found)
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"an answer of {len(raw)} bytes has no usage: {error}") from error
 
 

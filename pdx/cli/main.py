@@ -62,7 +62,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "PDX"}
 
 
 @click.group(cls=LazyGroup, where=COMMANDS, context_settings=_SETTINGS)
-@click.version_option(package_name="pdx-transport", prog_name="pdx")
+@click.version_option(package_name="pdx-transport", prog_name="pdx", allow_from_autoenv=False)
 def main() -> None:
     """PDX moves the KV cache of LLM engines: from prefill to decode, and from engines to memory for reuse.
 

@@ -158,9 +158,10 @@ def _read_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
         found = known.get(word.replace("_", "-"))
         if found is None or found.name is None:
             raise ConfigError(f"{file}: {word!r} is no option of {what}; there are {', '.join(known)}")
-        if isinstance(said, dict) or (isinstance(said, list) and not found.multiple):
-            raise ConfigError(f"{file}: {word} = {said!r} is not one value, as --{word} takes")
-        settings[found.name] = [said] if found.multiple and not isinstance(said, list) else said
+        items = said if isinstance(said, list) and found.multiple else [said]
+        if not all(isinstance(item, str | int | float) and isinstance(item, bool) is found.is_flag for item in items):
+            raise ConfigError(f"{file}: {word} = {said!r} is not what --{word} takes")
+        settings[found.name] = items if found.multiple else said
     ctx.default_map = {**(ctx.default_map or {}), **settings}
 
 

@@ -149,6 +149,9 @@ def up(
     of_proxy = said({name: settings.pop(name) for name in _OF_PROXY})
     if node and channel:
         raise ConfigError("--channel starts two nodes of its own, --node uses one that is there; choose one of them")
+    for name in ("PDX_PROXY_TLS_CERT", "PDX_PROXY_TLS_KEY"):
+        if os.environ.get(name):
+            raise ConfigError(f"{name}: pdx up asks its proxy by plain HTTP; unset it, or run pdx proxy by itself")
     if node:
         refuse_node_options("--node uses one that is there")
     check_channels([channel] if channel and channel != "auto" else [])

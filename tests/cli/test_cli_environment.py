@@ -139,3 +139,13 @@ def test_what_up_is_told_of_its_parts_it_tells_them(place, monkeypatch):
     assert "--arena 1GiB" in node
     assert ("--workers 2" in proxy, "--no-forward" in proxy) == (True, True)
     assert ['"moved": true' in engine for engine in (prefill, decode)] == [True, True]
+
+
+def test_a_variable_that_is_called_as_a_version_changes_no_command():
+    result = CliRunner().invoke(main, ["keygen", "-h"], env={"PDX_VERSION": "1"})
+    assert result.output.startswith("Usage:")
+
+
+def test_up_starts_no_proxy_whose_answer_it_would_not_understand():
+    result = CliRunner().invoke(main, ["up", "some/model"], env={"PDX_PROXY_TLS_CERT": "/x"})
+    assert result.output.startswith("Error: PDX_PROXY_TLS_CERT: ")

@@ -74,7 +74,13 @@ def test_a_size_that_is_empty_is_refused():
     assert (result.exit_code, "'' is not a size" in result.output) == (1, True)
 
 
-@pytest.mark.parametrize("text", ["prot = 1", 'config = "x"', "port = [1]", "port ="])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("prot = 1", 'config = "x"', "port = [1]", "port =", "port = true", "port = 2020-01-01", "forward = 2"),
+        'prefill = [["http://a:1"]]',
+    ],
+)
 def test_a_file_that_is_wrong(tmp_path, text):
     file = tmp_path / "proxy.toml"
     file.write_text(text)

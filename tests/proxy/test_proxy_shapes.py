@@ -7,6 +7,7 @@ from engine_standin import Server
 from proxy_harness import FORWARDED, cluster, patience
 from read_at_once import classify, parse
 
+from pdx.errors import ProtocolError
 from pdx.proxy.plan import Mode
 from pdx.proxy.routes import Route
 from pdx.proxy.usage import usage_of, with_cached
@@ -128,5 +129,7 @@ def test_what_was_cached_is_told_in_each_routes_names():
     assert (usage.prompt_tokens, usage.cache_counts) == (100, {"cached_tokens": 90, "created_cache_tokens": 9})
     told = json.loads(with_cached(Route.MESSAGES, message, {"cached_tokens": 16, "created_cache_tokens": 80}))
     assert told["usage"] == {"input_tokens": 4, "cache_read_input_tokens": 16, "cache_creation_input_tokens": 80}
+    with pytest.raises(ProtocolError, match="has no usage"):
+        usage_of(Route.MESSAGES, b'{"usage":{"input_tokens":"abc"}}')
     odd = b'{"response":{"usage":null}}'
     assert with_cached(Route.RESPONSES, odd, {"cached_tokens": 16}) is odd

@@ -6,6 +6,7 @@ What a peer would send later than it is computed is not asked for, by the rate o
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 
@@ -54,6 +55,7 @@ class Fetches:
         self._of_transfer: Groups[tuple[str, str], Fetch] = Groups()
         self._deadlines: Deadlines[Fetch] = Deadlines()
         self._rates: defaultdict[str, Rate] = defaultdict(Rate)  # by peer
+        self._tried_at: dict[str, float] = {}  # by peer: see `_is_due`
         self._chunk_bytes: Counter[str] = Counter()  # of all shards of the chunk that came last, by peer
 
     def __len__(self) -> int:
@@ -99,9 +101,11 @@ class Fetches:
     def _is_due(self, name: str, now: float) -> bool:
         """Whether one request shall wait for a peer that seems slower than computing: else nobody would learn that it
         is faster by now. A look that asks for less than a prompt would bring nothing: the prompt's chunks are reserved
-        for the engine that computes it."""
-        since_s = now - self._rates[name].end_ns / 1e9
-        return since_s >= paying.PROBE_S and all(fetch.push.transfer for fetch in self._of_peer.of(name))
+        for the engine that computes it. Then it is noted as tried: some tries measure nothing."""
+        is_due = now - max(self._rates[name].end_ns / 1e9, self._tried_at.get(name, -math.inf)) >= paying.PROBE_S
+        if is_due:
+            self._tried_at[name] = now
+        return is_due
 
     def _begin(self, name: bytes, ask: Admit, push: Push, now: float, deadline: float) -> Fetch:
         peer, number = self._connections.dial(ask.source), next(self._numbers)
@@ -156,6 +160,7 @@ class Fetches:
         """Peers of other names than these are not there any more."""
         for name in [name for name in self._rates if name not in known and not self._of_peer.count(name)]:
             del self._rates[name], self._chunk_bytes[name]
+            self._tried_at.pop(name, None)
 
     def lost(self, name: str, now: float) -> None:
         """The peer is gone."""

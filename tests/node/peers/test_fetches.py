@@ -287,13 +287,19 @@ def test_a_transfer_keeps_no_peer_from_being_tried(fetches, link):
     assert fetches.is_waiting(ASK, 0, 1.0 + paying.PROBE_S, Computing(0.1))
 
 
-def test_a_peer_that_has_nothing_is_tried_by_the_next_request(fetches, link):
+@pytest.mark.parametrize("why", ["it has nothing", "no room here", "it is being dialled"])
+def test_a_try_that_measures_nothing_is_one_all_the_same(fetches, link, why):
+    """Else every request would wait for a peer that seemed slow."""
     measured(fetches, 1.0)
-    due = 1.0 + paying.PROBE_S
-    assert fetches.is_waiting(ASK, 0, due, Computing(0.1))
-    fetches.answered(link, 1, 0, due)
-    assert not fetches.is_waiting(ASK, 0, due, Computing(0.1))
-    assert fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, due, Computing(0.1))
+    now, waited = 1.0 + paying.PROBE_S, 0
+    link.state = ConnectionState.DIALING if why == "it is being dialled" else ConnectionState.READY
+    for number in range(100):
+        waited += fetches.is_waiting(Admit([bytes([number]) * 16], source="b"), 0, now, Computing(0.1))
+        if why == "it has nothing":
+            fetches.answered(link, len(link.sent), 0, now)
+        now += 0.5
+        fetches.tick(now, lambda name, number, now=now: now)
+    assert waited == 5, "in 50 seconds"
 
 
 def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link):
