@@ -98,6 +98,7 @@ class Control:
         self._faults = env.faults
         self.dropped: Counter[str] = Counter()  # messages, by reason
         self._peers: dict[bytes, str] = {}  # names by route, in the order last heard of
+        self._keys: dict[bytes, str] = {}  # what they proved, likewise
         self._routes: dict[str, bytes] = {}  # of each name the route that was heard of last
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
         self._peer_socket: PeerSocket | None = None
@@ -148,6 +149,7 @@ class Control:
             self._soon.cancel()
             self._soon = None
         self._peers.clear()
+        self._keys.clear()
         self._routes.clear()
 
     def tell(self, message: Arriving | Cancel | Prefilled | Order, nodes: Collection[str]) -> None:
@@ -166,7 +168,7 @@ class Control:
     def order(self, node: str, order: Order) -> str:
         """Tell one node to carry out a verb, without waiting; what was wrong, empty if nothing."""
         route = self._routes.get(node)
-        if route is None or self._peer_socket is None:
+        if route is None or self._peer_socket is None or not self._is_named(route):
             return "it is not connected"
         problem = self._peer_socket.post(route, messages.encode(order))
         if problem == GONE:
@@ -199,13 +201,23 @@ class Control:
 
     def _post(self, peer: bytes, frame: bytes) -> None:
         assert self._peer_socket is not None
+        if not self._is_named(peer):
+            return
         problem = self._peer_socket.post(peer, frame)
         if problem == GONE:
             self._forget_route(peer)
         elif problem:
             self.dropped["peer_full"] += 1
 
+    def _is_named(self, route: bytes) -> bool:
+        """Whether the roster still has the key of who is at this route, as that node's; else it is told nothing."""
+        is_named = self._own_keys is None or self._roster.name_of(self._keys.get(route, "")) == self._peers.get(route)
+        if not is_named:
+            self._forget_route(route)
+        return is_named
+
     def _forget_route(self, route: bytes) -> None:
+        self._keys.pop(route, None)
         name = self._peers.pop(route, None)
         if name is not None and self._routes.get(name) == route:
             del self._routes[name]
@@ -289,7 +301,7 @@ class Control:
             return
         is_new = arrival.route not in self._peers
         self._forget_route(arrival.route)
-        self._peers[arrival.route] = report.node
+        self._peers[arrival.route], self._keys[arrival.route] = report.node, arrival.key
         self._routes[report.node] = arrival.route
         if len(self._peers) > MAX_PEERS:
             self._forget_route(next(iter(self._peers)))

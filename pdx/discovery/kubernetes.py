@@ -170,7 +170,8 @@ class Kubernetes:
 
 
 def _ends(said: _Slice) -> Iterator[_End]:
-    for port in said.ports or ():
+    # Of each name one port: a slice has many endpoints, and may have many ports.
+    for port in {port.name: port for port in said.ports or ()}.values():
         part = _PORTS.get(port.name or "")
         for each in said.endpoints or () if part else ():
             for name in (each.target.name if each.target is not None else "", each.host):

@@ -38,8 +38,10 @@ def proxies_of(config: NodeConfig) -> list[str]:
 class _Proxy:
     """One process, worker `number` of the proxy at `base`."""
 
-    def __init__(self, base: str, number: int, line: ProxyLine, follower: Follower) -> None:
+    def __init__(self, base: str, number: int, key: str, line: ProxyLine, follower: Follower) -> None:
+        """`key`: its public one, as the roster had it; empty: none."""
         self.base = base
+        self.key = key
         self.number = number
         self.line = line
         self.follower = follower
@@ -79,10 +81,15 @@ class Proxies:
     def _open(self, address: str, base: str, number: int) -> None:
         connections = self._service.peers.connections
         line = ProxyLine(self._context, address, connections.roster, connections.own, self._faults, base=base)
-        made = self._all[address] = _Proxy(base, number, line, Follower(self._service.events, self._service.epoch))
+        follower = Follower(self._service.events, self._service.epoch)
+        made = self._all[address] = _Proxy(base, number, self._key(base), line, follower)
         for socket in line.sockets:
             self._by_socket[socket] = made
             self._poller.register(socket, zmq.POLLIN)
+
+    def _key(self, base: str) -> str:
+        entry = self._service.peers.connections.roster.proxy_at(base)
+        return entry.key if entry is not None else ""
 
     def _try_open(self, address: str, base: str, number: int) -> None:
         try:
@@ -107,7 +114,10 @@ class Proxies:
 
     def look(self) -> None:
         """At each tick: report to the proxies that were found since, and no longer to those that are found no more and
-        are not there. One that is connected stays, whatever the cluster says of it."""
+        are not there. One that is connected stays, whatever the cluster says of it, while the roster has its key."""
+        for address, each in list(self._all.items()):
+            if each.key != self._key(each.base):
+                self._end(address)
         wanted = {*self._named, *self._service.peers.connections.roster.proxies}
         for address in wanted - self._all.keys():
             self._try_open(address, address, 0)

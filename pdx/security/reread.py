@@ -41,13 +41,15 @@ class Reread(Generic[T]):
         """
         self._load, self._paths, self._what = load, paths, what
         self._counters = Counter[str]() if counters is None else counters
+        self._seen: tuple[int, ...] = ()
+        self._seen_at = 0.0
         self._stamp = stamp(*paths)  # before they are read: what changes meanwhile is read again
         self.value = load()
 
     def refresh(self) -> bool:
         """Read the files again if they changed; True: what they say is something else."""
         found = stamp(*self._paths)
-        if found == self._stamp or 0 <= time.time_ns() - max(found[::5], default=0) < SETTLE_S * 1e9:
+        if found == self._stamp or not self._is_settled(found):
             return False
         self._stamp = found
         try:
@@ -61,3 +63,11 @@ class Reread(Generic[T]):
             log.info("%s was read again", self._what)
             self.value = fresh
         return is_new
+
+    def _is_settled(self, found: tuple[int, ...]) -> bool:
+        age_ns = time.time_ns() - max(found[::5], default=0)
+        if age_ns >= 0:
+            return age_ns >= SETTLE_S * 1e9
+        if found != self._seen:  # the clock of whoever keeps the file is ahead of this one: it says nothing
+            self._seen, self._seen_at = found, time.monotonic()
+        return time.monotonic() - self._seen_at >= SETTLE_S

@@ -10,10 +10,12 @@ from proxy_harness import until, within
 
 from pdx.errors import ConfigError
 from pdx.proxy.control import Control
+from pdx.security.curve_keys import KeyPair
 from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
 from pdx.wire.messages import Cancel
-from pdx.wire.proxy import PeerEntry, PeerList, decode_from_proxy
+from pdx.wire.proxy import Order, PeerEntry, PeerList, Prefilled, decode_from_proxy
+from pdx.wire.verbs import Status
 
 PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
 
@@ -51,6 +53,26 @@ async def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
         frame = await within(two.socket.recv())
         assert isinstance(decode_from_proxy(frame), Cancel), "a list is told once"
         assert made.drops == []
+
+
+async def test_who_is_not_in_the_roster_any_more_is_told_nothing(members):
+    """Its connection may live on: its name, or another key of that name, is somebody else's now."""
+    pairs, files, write = members
+    with control_stage(**files) as made:
+        former = made.node("one", pairs["one"], pairs["proxy"].public)
+        await former.report()
+        await until(lambda: made.reports)
+        pairs["one"] = KeyPair.make()
+        write("one", "two")
+        assert made.control.members() == {"one", "two"}
+        assert made.control.order("one", Order(1, Status())) == "it is not connected"
+        made.control.tell(Prefilled("t" * 16), {""})
+        made.control.send_peers(PEERS)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(former.socket.recv(), 0.05)
+        now = made.node("one", pairs["one"], pairs["proxy"].public)
+        await now.report()
+        assert await peers_of(now) == PEERS
 
 
 async def test_a_report_under_anothers_name_is_dropped(members):

@@ -15,10 +15,11 @@ from peers_harness import LocalCluster, pattern, put, read
 from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
 from pdx.node.peers.connection import ConnectionState
+from pdx.security import reread
 from pdx.security.curve_keys import KeyPair
 from pdx.security.gate import Gate
 from pdx.security.peer_socket import dialled
-from pdx.security.reread import Reread
+from pdx.security.reread import SETTLE_S, Reread
 from pdx.security.roster import RosterFile
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import PeerFrame, Ping, encode
@@ -195,10 +196,19 @@ def test_its_proxy_hears_of_it_by_the_new_key(place):
             cluster.keys["a"].append(new)
             cluster.tell({"a": [old, new], "b": cluster.keys["b"]})
             wait_until(lambda: heard() == new.public, what="it reports by its new key")
+            for more in (told.replace(proxy.public, KeyPair.make().public), ""):  # the proxy has another key now, or is none
+                cluster._more = more
+                cluster.tell({"a": [old, new], "b": cluster.keys["b"]})
+                wait_until(lambda: not [each for each in proxies_of(cluster) if each.line.is_up], what="it is left")
+                assert not any(each.key == proxy.public for each in proxies_of(cluster))
     finally:
         router.close(0)
         gate.close()
         context.term()
+
+
+def proxies_of(cluster):
+    return list(cluster.nodes["a"]._daemon._proxies._all.values())
 
 
 class Everybody:
@@ -219,6 +229,27 @@ def test_what_is_wrong_changes_nothing_and_is_said(cluster, what, text, caplog):
     cluster.moves("a", "b")
     cluster.files["b"].put(files)
     cluster.moves("b", "a")
+
+
+def test_a_file_from_the_future_is_read_when_it_has_been_the_same_for_a_while(tmp_path, monkeypatch):
+    """The clock of a file server may be ahead."""
+    path, now = tmp_path / "file", [100.0]
+    monkeypatch.setattr(reread.time, "monotonic", lambda: now[0])
+
+    def write(text):
+        path.write_text(text)
+        os.utime(path, (4e9, 4e9 + len(text)))
+
+    write("one")
+    file = Reread(path.read_text, str(path), what="it")
+    for text in ("hal", "half a", "whole"):
+        write(text)
+        assert not file.refresh()
+        now[0] += SETTLE_S / 2
+        assert not file.refresh()
+    now[0] += SETTLE_S
+    assert file.refresh()
+    assert file.value == "whole"
 
 
 def test_a_file_that_is_being_written_is_not_read(tmp_path):
