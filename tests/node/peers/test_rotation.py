@@ -196,7 +196,8 @@ def test_its_proxy_hears_of_it_by_the_new_key(place):
             cluster.keys["a"].append(new)
             cluster.tell({"a": [old, new], "b": cluster.keys["b"]})
             wait_until(lambda: heard() == new.public, what="it reports by its new key")
-            for more in (told.replace(proxy.public, KeyPair.make().public), ""):  # the proxy has another key now, or is none
+            # It has another key now, or is none.
+            for more in (told.replace(proxy.public, KeyPair.make().public), ""):
                 cluster._more = more
                 cluster.tell({"a": [old, new], "b": cluster.keys["b"]})
                 wait_until(lambda: not [each for each in proxies_of(cluster) if each.line.is_up], what="it is left")
