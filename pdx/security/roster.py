@@ -239,6 +239,11 @@ class Roster:
         found = self._nodes.get(name)
         return found.keys if found is not None else ()
 
+    def is_elsewhere(self, name: str, address: str) -> bool:
+        """Whether that node is dialled somewhere else by now."""
+        found = self._nodes.get(name)
+        return found is not None and found.address != address
+
     def host_of(self, name: str) -> str:
         """The host on which that node is by the file, or by a cluster that gives out addresses; empty: nobody says.
         What the node says of itself does not count."""
@@ -332,12 +337,14 @@ class Roster:
             self._told = {name: one.address for name, one in told.items()}
             self._settle(self._file)
 
-    def find(self, found: Found) -> None:
-        """What the cluster says now: it may be said again and again. A node that it no longer names stays where it was:
-        clusters err, and one that is gone does not answer."""
-        if found is not self._found and self._file is not None:
-            self._found = found
-            self._settle(self._file)
+    def find(self, found: Found) -> bool:
+        """What the cluster says now: it may be said again and again; True: it is something else. A node that it no
+        longer names stays where it was: clusters err, and one that is gone does not answer."""
+        if found is self._found or self._file is None:
+            return False
+        self._found = found
+        self._settle(self._file)
+        return True
 
     def _is_believed(self, entry: PeerEntry) -> bool:
         if self._file is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from etcd_bed import needs_etcd
 from found_bed import api as api
@@ -61,6 +63,19 @@ def test_nodes_find_each_other_by_kubernetes(start_here, place, keys, api):
     after = nodes[0].status().peers[0]
     assert (after.state, after.name) == (connection.state, connection.name) == ("ready", "beta")
     assert "peers_lost" not in nodes[0].status().counters
+
+
+def test_a_node_that_has_not_answered_is_dialled_where_it_is_found_by_then(start_here, place, keys, api):
+    nodes = [start_here(**settings(place, keys, name, f"kubernetes:{SERVICE}")) for name in ("alpha", "beta")]
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        api.put("b", endpoint("127.0.0.1", "beta"), node=silent.getsockname()[1])
+        wait_until(lambda: [each.state for each in nodes[0].status().peers] == ["dialing"])
+        address = nodes[1]._daemon.service.peers.connections.address
+        api.put("b", endpoint("127.0.0.1", "beta"), node=int(address.rpartition(":")[2]))
+        wait_until(lambda: nodes[0].status().counters.get("peers_lost"), what="it is waited for there no more")
+        wait_until(lambda: is_connected(nodes[0]), what="they are connected")
 
 
 def test_who_is_found_without_the_key_gets_nowhere(start_here, place, keys, api):

@@ -223,8 +223,10 @@ class Connections:
                 for peer in self.peers:
                     if not self.roster.is_named(peer.name, peer.key, peer.address):
                         self._lose(peer, Ending.LOST, "the roster has changed")
-            if self._discovery is not None:
-                self.roster.find(self._discovery.found)
+            if self._discovery is not None and self.roster.find(self._discovery.found):
+                for peer in self.peers:  # who has not answered is not waited for where it was
+                    if peer.state is ConnectionState.DIALING and self.roster.is_elsewhere(peer.name, peer.address):
+                        self._lose(peer, Ending.LOST, "it was found elsewhere")
             if (own := self._keys.renewed(self.roster, self._name, self.address)) is not None:
                 self.own = own
                 self._listening.prove(own, self._poller)
