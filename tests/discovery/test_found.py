@@ -20,6 +20,8 @@ from pdx.security.curve_keys import KeyPair
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 
+pytestmark = pytest.mark.long  # nodes dial again every few seconds
+
 
 @needs_etcd
 def test_nodes_find_each_other_by_etcd_without_a_proxy(start_here, place, keys, etcd):
