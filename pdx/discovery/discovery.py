@@ -104,6 +104,8 @@ class Discovery(Closing):
             with contextlib.suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._task)
             self._loop.run_until_complete(self._loop.shutdown_default_executor())  # looks names up
+            for _ in range(3):  # an aborted connection is closed some turns later
+                self._loop.run_until_complete(asyncio.sleep(0))
         finally:
             self._loop.close()
 

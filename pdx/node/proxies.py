@@ -116,7 +116,7 @@ class Proxies:
         """At each tick: report to the proxies that were found since, and no longer to those that are found no more and
         are not there. One that is connected stays, whatever the cluster says of it, while the roster has its key."""
         for address, each in list(self._all.items()):
-            if each.key != self._key(each.base):
+            if not self._service.peers.connections.roster.is_proxys(each.key, each.base):
                 self._end(address)
         wanted = {*self._named, *self._service.peers.connections.roster.proxies}
         for address in wanted - self._all.keys():

@@ -210,6 +210,13 @@ class Roster:
         named = [*self._file.proxies.values(), *([of_file] if of_file is not None else [])]
         return next((each for each in named if each.address == address), self._proxies.get(address, of_file))
 
+    def is_proxys(self, key: str, address: str) -> bool:
+        """Whether the proxy there may still prove this key, empty for none: one that is found no more may."""
+        entry = self.proxy_at(address)
+        if entry is not None or self._file is None:
+            return (entry.key if entry is not None else "") == key
+        return not key or any(each.key == key for each in self._file.proxies.values())
+
     @property
     def proxies(self) -> list[str]:
         """Where proxies were found of which the file has the key, and no address."""
