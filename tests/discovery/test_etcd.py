@@ -13,7 +13,7 @@ from pdx.discovery.discovery import Discovery
 from pdx.discovery.etcd import Etcd
 from pdx.testing.waiting import wait_until
 
-pytestmark = needs_etcd
+pytestmark = [needs_etcd, pytest.mark.long]
 
 
 class Member:

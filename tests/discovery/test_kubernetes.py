@@ -11,6 +11,8 @@ from pdx.discovery.kubernetes import Kubernetes
 from pdx.errors import ConfigError
 from pdx.testing.waiting import wait_until
 
+pytestmark = pytest.mark.long  # connections are lost, and made again, in real time
+
 ONE, TWO = endpoint("10.0.0.1", "pdx-decode-0", "worker-1"), endpoint("10.0.0.2", "pdx-decode-1", "worker-2")
 
 

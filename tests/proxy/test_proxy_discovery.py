@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from control_stage import control_stage
 from etcd_bed import needs_etcd
 from found_bed import api as api
@@ -13,6 +14,8 @@ from proxy_harness import until
 
 from pdx.security.curve_keys import KeyPair
 from pdx.wire.proxy import PeerEntry
+
+pytestmark = pytest.mark.long  # connections are lost, and made again, in real time
 
 
 @needs_etcd
