@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from http import HTTPStatus
 
+import msgspec
 from aiohttp import web
 
 from pdx.errors import ClientGone
@@ -19,6 +20,10 @@ def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
     kind = "BadRequestError" if param else HTTPStatus(status).phrase if status < 500 else "InternalServerError"
     fault = {"error": {"message": message, "type": kind, "param": param, "code": status}}
     return json.dumps(fault, separators=(",", ":")).encode()
+
+
+def json_response(told: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(told), content_type="application/json", headers=headers)
 
 
 def error_response(

@@ -28,7 +28,7 @@ from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Drain
 from pdx.proxy.health import Health
 from pdx.proxy.outline import Steps, in_turns
-from pdx.proxy.reply import error_response
+from pdx.proxy.reply import error_response, json_response
 from pdx.proxy.timelines import Timeline, Timelines
 from pdx.telemetry.env import Env
 from pdx.telemetry.faults import printable
@@ -121,11 +121,11 @@ class StatusPage:
         return web.Response(body=packed, content_type="application/json", headers=headers)
 
     async def _list_requests(self, _request: web.Request) -> web.Response:
-        return _json({"requests": self._timelines.view()})
+        return json_response({"requests": self._timelines.view()})
 
     async def _tell_request(self, request: web.Request) -> web.Response:
         found = self._timelines.find(request.match_info["transfer"])
-        return error_response(404, "no such transfer (any more)") if found is None else _json(found)
+        return error_response(404, "no such transfer (any more)") if found is None else json_response(found)
 
     async def document(self) -> tuple[bytes, bytes]:
         """As it is now, or was within the last second: plain, and packed."""
@@ -230,10 +230,6 @@ class StatusPage:
 
 def _guarded(headers: Mapping[str, str]) -> dict[str, str]:
     return {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", **headers}
-
-
-def _json(told: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
 
 def _said(text: str, most: int = _NAME) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import email
-import os
 import re
 import shutil
 import subprocess
@@ -15,25 +14,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_install import SMALL, USES
+from test_install import SMALL, USES, call
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pdx", "transports", "kernels", "proxy", "bench")
 PAGES = ("README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-def call(*command: str | Path, **environment: str) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -82,14 +82,10 @@ class Proxies:
         connections = self._service.peers.connections
         line = ProxyLine(self._context, address, connections.roster, connections.own, self._faults, base=base)
         follower = Follower(self._service.events, self._service.epoch)
-        made = self._all[address] = _Proxy(base, number, self._key(base), line, follower)
+        made = self._all[address] = _Proxy(base, number, connections.roster.proxy_key(base), line, follower)
         for socket in line.sockets:
             self._by_socket[socket] = made
             self._poller.register(socket, zmq.POLLIN)
-
-    def _key(self, base: str) -> str:
-        entry = self._service.peers.connections.roster.proxy_at(base)
-        return entry.key if entry is not None else ""
 
     def _try_open(self, address: str, base: str, number: int) -> None:
         try:
@@ -115,10 +111,11 @@ class Proxies:
     def look(self) -> None:
         """At each tick: report to the proxies that were found since, and no longer to those that are found no more and
         are not there. One that is connected stays, whatever the cluster says of it, while the roster has its key."""
+        roster = self._service.peers.connections.roster
         for address, each in list(self._all.items()):
-            if not self._service.peers.connections.roster.is_proxys(each.key, each.base):
+            if not roster.is_proxys(each.key, each.base):
                 self._end(address)
-        wanted = {*self._named, *self._service.peers.connections.roster.proxies}
+        wanted = {*self._named, *roster.proxies}
         for address in wanted - self._all.keys():
             self._try_open(address, address, 0)
         for base in {each.base for each in self._all.values()} - wanted:
@@ -212,10 +209,8 @@ class Proxies:
             for address, each in list(self._all.items()):
                 try:
                     self._open(address, each.base, each.number)
-                except (
-                    ConfigError,
-                    zmq.ZMQError,
-                ) as error:  # as before, as long as that key counts there
+                except (ConfigError, zmq.ZMQError) as error:
+                    # As before, as long as that key counts there.
                     self._faults.warn(f"proxy {address}", f"the proxy at {address} is not told the new key: {error}")
                 else:
                     self._close(each)

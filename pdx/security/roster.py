@@ -210,12 +210,16 @@ class Roster:
         named = [*self._file.proxies.values(), *([of_file] if of_file is not None else [])]
         return next((each for each in named if each.address == address), self._proxies.get(address, of_file))
 
+    def proxy_key(self, address: str) -> str:
+        """What the proxy there is to prove; empty: nothing, or it is not known."""
+        proxy = self.proxy_at(address)
+        return proxy.key if proxy is not None else ""
+
     def is_proxys(self, key: str, address: str) -> bool:
         """Whether the proxy there may still prove this key, empty for none: one that is found no more may."""
-        entry = self.proxy_at(address)
-        if entry is not None or self._file is None:
-            return (entry.key if entry is not None else "") == key
-        return not key or any(each.key == key for each in self._file.proxies.values())
+        if self._file is not None and self.proxy_at(address) is None:
+            return not key or any(each.key == key for each in self._file.proxies.values())
+        return self.proxy_key(address) == key
 
     @property
     def proxies(self) -> list[str]:
@@ -325,7 +329,7 @@ class Roster:
         """
         proxy = self.proxy_at(address)
         if not address.startswith("ipc://") or (proxy is not None and proxy.address == address):
-            secure_client(socket, own=own, server_key=proxy.key if proxy is not None else "")
+            secure_client(socket, own=own, server_key=self.proxy_key(address))
 
     def refresh(self) -> bool:
         """Read the file again if it changed; True: something is different. A file that is wrong changes nothing."""

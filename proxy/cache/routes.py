@@ -37,6 +37,7 @@ from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines
 from pdx.proxy.following import Following
 from pdx.proxy.metrics import Metrics
+from pdx.proxy.reply import json_response
 from pdx.telemetry.env import Env
 from pdx.wire.messages import Refused
 from pdx.wire.objects import Failure, encode_answers, form_of
@@ -97,8 +98,7 @@ class CacheControl:
             self.access.check(request)
         except PdxError as error:
             return error_answer(error)
-        told = msgspec.json.encode({"nodes": list(self.instances.all()), "verbs": list(VERBS)})
-        return web.Response(body=told, content_type="application/json")
+        return json_response({"nodes": list(self.instances.all()), "verbs": list(VERBS)})
 
     async def _serve(self, request: web.Request) -> web.Response:
         name = request.match_info["verb"]
@@ -183,5 +183,4 @@ def error_answer(error: PdxError) -> web.Response:
             headers["Retry-After"] = str(error.retry_after_s)
         if status == 401:
             headers["WWW-Authenticate"] = 'Bearer realm="pdx"'
-    body = msgspec.json.encode({"error": Failure(kind, str(error))})
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+    return json_response({"error": Failure(kind, str(error))}, status=status, headers=headers)

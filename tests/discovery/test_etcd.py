@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from etcd_bed import EtcdServer, needs_etcd
+from found_bed import etcd as etcd
 from http_server import Canned, answering
 from remote_bed import signed
 
@@ -30,15 +31,6 @@ class Member:
 
     def finds(self, nodes, proxies=()):
         wait_until(lambda: self.found == (nodes, dict(proxies)), what=f"{nodes} {proxies} {self.found}")
-
-
-@pytest.fixture
-def etcd(tmp_path):
-    server = EtcdServer(tmp_path / "etcd")
-    try:
-        yield server.start()
-    finally:
-        server.kill()
 
 
 @pytest.fixture
