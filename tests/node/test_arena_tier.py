@@ -1,6 +1,6 @@
 """Several arenas in one node: what is sealed in one is copied to the first, and comes back where it is wanted.
 
-The GPUs are fake ones, or host memory stands for them.
+The GPUs are fake ones.
 """
 
 import ctypes
@@ -166,19 +166,8 @@ def fake():
 
 
 @pytest.fixture
-def on_gpus(fake, tmp_path):
+def stage(fake, tmp_path):
     stage = Stage(tmp_path, gpus=[Gpu.find("0"), Gpu.find("1")])
-    yield stage
-    stage.assert_idle()
-    stage.close()
-
-
-@pytest.fixture(params=["host", "gpus"])
-def stage(request, tmp_path):
-    if request.param == "gpus":
-        yield request.getfixturevalue("on_gpus")
-        return
-    stage = Stage(tmp_path)
     yield stage
     stage.assert_idle()
     stage.close()
@@ -202,13 +191,6 @@ def test_what_is_sealed_on_a_gpu_is_copied_to_the_first_arena_and_comes_back(sta
     assert stage.hits([0, 1, 2, 3], (1,)) == 3
     assert not stage.may_come([0, 1, 2, 3], (1,))
     assert stage.counters["arenas_stored_bytes"] == 5 * GRANULE_BYTES
-
-
-def test_another_gpu_gets_it_too(stage):
-    stage.save([0, 1])
-    assert stage.may_come([0, 1], (2,))
-    stage.settle()
-    assert [stage.hits([0, 1], arenas) for arenas in ((), (1,), (2,))] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("numbers", [[0, 1], [1, 0]])
@@ -291,15 +273,6 @@ def test_without_host_memory_no_gpu_is_filled_with_what_others_seal(stage, monke
     assert stage.hits([0, 1], (2,)) == 2
 
 
-def test_a_pinned_or_leased_chunk_stays_while_others_come(stage):
-    stage.save([0])
-    lease = stage.store.lease(stage.store.find([key(0)], 1, (1,))[0], WRITER, 10.0)
-    for number in range(1, 40):
-        stage.save([number])
-    assert stage.hits([0], (1,)) == 1
-    stage.store.release(lease, WRITER)
-
-
 def test_a_thread_that_meets_a_bug_goes_on(stage, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError
@@ -346,19 +319,21 @@ def calls(fake):
     return {name: fake.calls[name] for name in ("cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventSynchronize")}
 
 
-def test_a_job_is_one_call_of_the_driver(fake, on_gpus):
-    locked(on_gpus)
-    slots = on_gpus.reserve([0, 1, 2])
+def test_a_job_is_one_call_of_the_driver(fake, stage):
+    """To host memory, from it, and from GPU to GPU."""
+    locked(stage)
+    slots = stage.reserve([0, 1, 2])
     before = calls(fake)
-    on_gpus.fill(slots)
-    on_gpus.settle()
-    assert on_gpus.hits([0, 1, 2]) == 3
+    stage.fill(slots)
+    stage.settle()
+    for to in (1, 2):
+        forget(stage, [0, 1, 2], to)
+        assert stage.may_come([0, 1, 2], (to,))
+        stage.settle()
+    assert [stage.hits([0, 1, 2], arenas) for arenas in ((), (1,), (2,))] == [3, 3, 3]
     after = calls(fake)
-    assert {name: after[name] - before[name] for name in after} == {
-        "cuMemcpyBatchAsync": 1,
-        "cuMemcpyAsync": 0,
-        "cuEventSynchronize": 1,
-    }
+    expected = {"cuMemcpyBatchAsync": 3, "cuMemcpyAsync": 0, "cuEventSynchronize": 3}
+    assert {name: after[name] - before[name] for name in after} == expected
 
 
 def test_what_goes_between_arenas_is_counted_and_has_spans(tmp_path):
@@ -376,27 +351,13 @@ def test_what_goes_between_arenas_is_counted_and_has_spans(tmp_path):
     stage.close()
 
 
-@pytest.mark.parametrize(("chunks", "jobs"), [(2, 2), (4, 1)])
-def test_a_job_is_bounded(fake, on_gpus, monkeypatch, chunks, jobs):
+def test_a_job_is_bounded(fake, stage, monkeypatch):
     """Copies that are queued behind a job wait for all of it."""
-    monkeypatch.setattr(ArenaTier, "max_job_bytes", chunks * GRANULE_BYTES)
-    locked(on_gpus)
-    on_gpus.save(list(range(4)))  # as many as may be held for a store at once
-    assert on_gpus.hits(list(range(4))) == 4
-    assert (fake.calls["cuMemcpyBatchAsync"], fake.calls["cuMemcpyAsync"]) == (jobs, 0)
-
-
-@pytest.mark.parametrize("to", [1, 2], ids=["from host memory", "from a GPU"])
-def test_what_comes_to_a_gpu_is_one_call_too(fake, on_gpus, to):
-    locked(on_gpus)
-    on_gpus.save([0, 1, 2])
-    forget(on_gpus, [0, 1, 2], to)
-    before = calls(fake)
-    assert on_gpus.may_come([0, 1, 2], (to,))
-    on_gpus.settle()
-    assert on_gpus.hits([0, 1, 2], (to,)) == 3
-    after = calls(fake)
-    assert (after["cuMemcpyBatchAsync"] - before["cuMemcpyBatchAsync"], after["cuMemcpyAsync"]) == (1, 0)
+    monkeypatch.setattr(ArenaTier, "max_job_bytes", 2 * GRANULE_BYTES)
+    locked(stage)
+    stage.save(list(range(4)))  # as many as may be held for a store at once
+    assert stage.hits(list(range(4))) == 4
+    assert (fake.calls["cuMemcpyBatchAsync"], fake.calls["cuMemcpyAsync"]) == (2, 0)
 
 
 def test_memory_that_may_not_be_page_locked_is_copied_slice_by_slice_and_counted(tmp_path):
@@ -410,13 +371,6 @@ def test_memory_that_may_not_be_page_locked_is_copied_slice_by_slice_and_counted
         stage.close()
         assert stage.counters["page_lock_refused"] == 1
         assert fake.leftovers() == {}
-
-
-def test_no_memory_is_page_locked_where_no_gpu_copies(fake, tmp_path):
-    stage = Stage(tmp_path)
-    assert stage.tier._page_lock is None
-    stage.close()
-    assert fake.calls.total() == 0
 
 
 @pytest.mark.parametrize("without", [{"peer_access": False}, {"vmm": False}], ids=["peer access", "vmm"])

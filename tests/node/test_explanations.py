@@ -173,17 +173,6 @@ def test_a_missing_shard_is_named(service, session):
     assert told(service, session, "a") == [(0, 1, False, "shards [1] of it are missing")]
 
 
-@pytest.mark.parametrize("service", [{"pin_share": 1.0}], indirect=True)
-def test_room_that_was_not_there_is_a_note(service, session):
-    keep(service, session, range(CHUNKS - 1), "a")
-    service.handle(session, Pin(keys(range(CHUNKS - 1))))
-    keep(service, session, [1000, 1001, 1002], "b")
-    assert why(service, session, "b").notes == [
-        f"2 chunks found no room: {CHUNKS * GRANULE_BYTES} of {CHUNKS * GRANULE_BYTES} bytes are leased, pinned "
-        f"or being filled; {(CHUNKS - 1) * GRANULE_BYTES} pinned; {GRANULE_BYTES} being filled for engine one"
-    ]
-
-
 def test_who_holds_the_room_that_another_lacks_is_named_with_transfers_for_themselves(service, session):
     other = attach(service, "two")
     service.handle(other, Admit(keys(range(100)), GRANULE_BYTES, 1, partial=True))
@@ -202,43 +191,6 @@ def test_who_holds_the_room_that_another_lacks_is_named_with_transfers_for_thems
         f"{10 * GRANULE_BYTES} being filled for engine one",
     ]
     assert note.split("; ")[1:] == held
-
-
-def test_who_holds_the_room_is_known_without_a_look_at_each_lease(service, session):
-    answer = service.handle(session, Admit(keys(range(4)), GRANULE_BYTES, 1, partial=True))
-    service.handle(worker(service, session), Fill(answer.granted_slots, 0, 1, True))
-    leases = [service.handle(session, Admit(keys(range(4)), lease_s=60.0)).lease for _ in range(3)]
-    service.store._leases = NoLooks(service.store._leases)
-    assert service.store.holders()[0] == {session.number: 3 * 4 * GRANULE_BYTES}
-    for lease in leases[:2]:
-        service.handle(session, Release(lease))
-    assert service.store.holders()[0] == {session.number: 4 * GRANULE_BYTES}
-    service.handle(session, Release(leases[2]))
-    assert not service.store.holders()[0]
-
-
-class NoLooks(dict):
-    def __iter__(self):
-        raise AssertionError("each lease was looked at")
-
-    values = items = keys = __iter__
-
-
-def test_a_question_that_asks_for_no_room_says_that_nothing_is_stored_by_it(service, session):
-    service.handle(session, Admit(keys([1]), lease_s=1.0, request="a"))
-    assert why(service, session, "a").notes == ["it asked for no room: nothing of it is stored by this request"]
-
-
-def test_engines_that_share_nothing_are_told_of_where_nothing_is_found(service, clock):
-    shape = {"model": "m", "dtype": "bf16"}
-    for engine, dtype in (("one", "bf16"), ("two", "fp8")):
-        hello = Hello(
-            VERSION, os.getpid(), "scheduler", engine=engine, layout=dtype.encode(), shape=shape | {"dtype": dtype}
-        )
-        session, _ = service.attach(engine.encode(), hello, os.getpid())
-    service.handle(session, Admit(keys([1]), lease_s=1.0, request="a"))
-    notes = why(service, session, "a").notes
-    assert any("its engine shares no chunks" in note and "dtype" in note for note in notes), notes
 
 
 def test_an_engine_that_has_gone_is_compared_with_as_well(service, clock):

@@ -92,16 +92,6 @@ def test_opening_it_calls_no_driver_and_makes_no_context(arena, opened, fake):
     assert (fake.calls.total(), fake.counts()["contexts"]) == (calls, contexts)
 
 
-def test_two_mappings_share_bytes(arena, opened, gpu):
-    other = opened()
-    other.map(gpu)
-    other.map(gpu)
-    assert other.address != arena.address
-    fill(arena.address + SLOT.offset, 5, SLOT.nbytes)
-    assert bytes(other.read(SLOT.offset, SLOT.nbytes)) == b"\5" * SLOT.nbytes
-    assert num_mapped() == 2
-
-
 def test_reading_copies_exactly_what_was_asked_for(arena):
     for offset in range(0, NBYTES, GRANULE_BYTES):
         fill(arena.address + offset, offset // GRANULE_BYTES, GRANULE_BYTES)

@@ -84,16 +84,6 @@ def test_what_a_prompt_has_passed_is_worth_the_least_in_both(prompt):
         assert set(prompt.named([each.key for each in chunks if each.level == LEAST])) == passed
 
 
-def test_only_what_is_of_use_is_copied(stored):
-    forget(stored, 1, places(stored))
-    forget(stored, 0, [(1, 5), (2, 4), (2, 3)])
-    assert stored.ask(wait_s=10.0) is None
-    (answer,) = settle(stored)
-    assert answer.hits == 3
-    assert of_arena(stored, 1) == stored.needs(3)
-    stored.release(answer)
-
-
 def test_nothing_is_copied_that_the_rest_is_missing_for(stored):
     forget(stored, 1, places(stored))
     forget(stored, 0, [(2, chunk) for chunk in range(6)])
@@ -113,9 +103,3 @@ def test_the_other_arena_and_a_tier_below_together(stored):
     (answer,) = settle(stored, tier)
     assert (answer.hits, {slot.arena for slot in answer.slots}) == (6, {1})
     stored.release(answer)
-
-
-def test_room_is_had_in_the_engines_arena(prompt):
-    answer = prompt.ask_room(lease_s=0.0)
-    assert {slot.arena for slot in answer.granted_slots} == {1}
-    prompt.give_back(answer.granted_slots)

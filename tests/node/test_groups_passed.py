@@ -136,17 +136,6 @@ def test_more_prompts_are_found_to_their_end(gemma, has_tier):
     assert found == PROMPTS * LENGTH
 
 
-def test_where_prompts_part_is_learnt_from_the_second(gemma):
-    """Three questions about one text, each with other work before it. The second finds the text of full attention
-    alone, so what that length needs of the window is kept from then on."""
-    text, found = words("text"), []
-    for number in range(3):
-        found.append(gemma.asked([*text, *words(f"question {number}", 4)]))
-        for other in range(4 - number):
-            gemma.asked(words(f"other {number} {other}", 12))
-    assert found == [0, 0, LENGTH]
-
-
 def test_where_prompts_part_is_learnt_while_the_first_is_being_computed(gemma):
     text = words("text")
     first, second = ([*text, *words(f"question {number}", 4)] for number in range(2))

@@ -155,16 +155,6 @@ def test_what_was_expected_before_now_has_lost_its_place(bed):
     assert bed.there(range(8)) == []
 
 
-def test_what_was_expected_loses_its_place_in_several_looks_where_it_is_much(bed, monkeypatch):
-    monkeypatch.setattr("pdx.store.policies.ranks.MAX_PAST", 3)
-    bed.request(range(8), Hints("", reuse_s=60.0))
-    levels = []
-    for seconds in (61, 1, 1):
-        bed.wait(seconds)
-        levels.append(sum(chunk.level for key in keys(range(8)) for chunk in bed.service.store.index.of(key)))
-    assert levels == [5, 2, 0]
-
-
 def test_priority_comes_before_expectation(bed):
     bed.request(range(4), Hints("", priority=1))
     bed.request(range(10, 14), Hints("", reuse_s=10.0))
@@ -306,26 +296,6 @@ def test_above_the_budget_the_beginning_of_the_prompt_is_leased_and_then_nothing
     assert outcomes(bed.request(range(200, 208), Hints("", salt=A, lease_s=60.0))) == {"lease_s": "accepted"}
     bed.flood(count=2 * CHUNKS)
     assert bed.there(range(300)) == [*range(32), *range(200, 208)]
-
-
-def test_all_tenants_and_pins_together_keep_no_more_than_the_share_of_pins(bed):
-    bed.request(range(900, 920))
-    bed.ask(Pin(keys(range(900, 920))))
-    kept = 0
-    for number in range(6):
-        hints = Hints("", salt=tenant(f"tenant {number}"), lease_s=60.0)
-        bed.request(range(number * 10, number * 10 + 10), hints)
-        kept = sum(
-            bool(chunk.keep.leased_until) for one in range(60) for chunk in bed.service.store.index.of(keys([one])[0])
-        )
-    assert kept == 64 - 20
-    bed.request(range(800, 801))
-    with pytest.raises(ArenaFull, match="pinned or leased"):
-        bed.ask(Pin(keys([800])))
-    assert bed.there(range(5)) == list(range(5))
-    bed.ask(Pin(keys([0])))  # what is leased already costs nothing
-    bed.wait(61)
-    assert bed.service.store.index.kept_bytes == 21 * GRANULE_BYTES
 
 
 def test_what_nobody_reads_is_leased_by_advice(bed):
@@ -575,15 +545,6 @@ def test_the_name_of_a_session_finds_nothing_of_another_tenant(bed):
     assert bed.there([*range(8), *range(100, 104)]) == [100, 101, 102, 103]
     bed.wait(61)
     assert not bed.below.keys & set(keys(range(8)))
-
-
-def test_another_tenants_keys_are_as_if_they_were_not_there(bed):
-    bed.request(range(8), Hints("s", salt=A))
-    verdicts = bed.advise(Hints("", salt=B, lease_s=60.0, demote=[""], ttl_s=5.0, priority=9, reuse_s=9.0), range(8))
-    assert set(outcomes(verdicts).values()) == {"refused"}
-    bed.settle()
-    bed.wait(6)
-    assert bed.there(range(8)) == list(range(8))
 
 
 def test_a_prefetch_without_a_tier_below_says_so(beds):

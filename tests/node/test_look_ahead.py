@@ -1,8 +1,5 @@
 """Requests in a queue: what they want is loaded ahead and evicted last. The service with a fake tier below."""
 
-import time
-from collections import Counter
-
 import pytest
 from service_stage import CHUNKS, Below, attach, keys, serving, there
 
@@ -181,13 +178,6 @@ def test_a_store_that_must_be_asked_is_asked_and_what_it_has_is_loaded(service, 
     assert load(service) == [0, 1, 2, 3]
 
 
-def test_a_key_may_stand_twice(service, session):
-    put(service, session, range(4))
-    assert expect(service, session, "r", [1, 2, 1, 1]) == 1
-    assert expect(service, session, "r", []) == 1
-    assert service.store.wanted == {}
-
-
 def test_the_same_request_is_told_once(service, session):
     assert expect(service, session, "r", [1]) == 1
     assert expect(service, session, "r", [2]) == 0
@@ -224,23 +214,6 @@ def test_requests_that_come_and_go_while_there_is_no_room_leave_nothing(service,
 def test_a_question_of_too_many_slots_is_refused(service, session):
     with pytest.raises(ProtocolError, match="are more than"):
         service.handle(session, Expect("r", keys(range(100)), MAX_SLOTS // 100 + 1))
-
-
-def test_each_request_is_looked_up_once(service, session):
-    looked = Counter()
-    find = service.store.find
-
-    def counted(wanted, *others):
-        looked[bytes(wanted[0])] += 1
-        return find(wanted, *others)
-
-    service.look_ahead._store = type("Store", (), {"find": staticmethod(counted), "wanted": service.store.wanted})()
-    service.look_ahead._store.pools = service.store.pools
-    service.look_ahead._store.want = service.store.want
-    service.look_ahead._store.want_no_more = service.store.want_no_more
-    for number in range(50):
-        expect(service, session, f"r{number}", [number])
-    assert set(looked.values()) == {1}
 
 
 # ---- what the proxy tells of ----------------------------------------------------------------
@@ -357,22 +330,6 @@ def test_what_sessions_may_want_leaves_the_queues_of_engines_half_of_the_room(se
     load(service)
     assert expect(service, session, "r", range(HALF, HALF + size)) == 1
     assert load(service) == list(range(HALF, HALF + size))
-
-
-def test_what_sessions_share_is_found_without_a_look_at_each_session(service, session):
-    def seconds(count):
-        for number in range(count):
-            service.look_ahead.came(session, Admit(keys([0, 1, 10 + number]), hints=Hints(f"s{number}")), ())
-        times = []
-        for _ in range(5):
-            start = time.thread_time()
-            for number in range(20):
-                assert shared(service, keys([0, 1, 10 + number]), (b"", f"s{number}")) == 2
-            times.append(time.thread_time() - start)
-        return min(times)
-
-    few = seconds(20)
-    assert seconds(look_ahead.MAX_SESSIONS) < 8 * few
 
 
 def test_what_is_shared_is_shared_no_more_when_the_other_session_is_forgotten(service, session, monkeypatch):

@@ -4,66 +4,55 @@ A step is a line of the store's or the node's Python, or an element of a contain
 in Python or within one call of C. The messages are those of `pdx.bench.node.scaling`, which times them.
 """
 
-import os
 import sys
+import time
 from collections import OrderedDict, defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import zmq
+from service_stage import attach, serving
+from service_stage import keys as keys_of
+from steps import calls_run
 
 import pdx.node
 import pdx.store
 from pdx.bench.node import scaling
 from pdx.bench.node.scaling import Load, drive
-from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.node.service import PROBE_BYTES, Service
 from pdx.store.allocator import Allocator
 from pdx.store.chunk import Claim
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
-from pdx.wire.messages import VERSION, Admit, Cancel, Hello
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Admit, Cancel, Fill
 
-SMALL, LARGE = 600, 6_000
+SMALL, LARGE = 600, 3_000
 CROWD = 12  # one lease, reservation, transfer of others for so many chunks
 SPARE = 1.1  # what the large one may cost of the small one's steps, and a few more
 MORE = 30
+ADMIT_CALLS = 10  # per chunk that is missing, of 64
+ADMIT_FILES = 18  # of PDX, for one that is missing
+SAVE_CALLS = 45  # per chunk: its fill, and the turn in which the disk is given it
 MEASURED = tuple(str(Path(room.__file__).parent) for room in (pdx.store, pdx.node))
 PLAIN = (dict, OrderedDict, list, set)
 
 
 class Here:
-    """A node's own classes in this process, without its loop; its arena is a file of which no byte is touched."""
+    """A node without its loop, and processes of it."""
 
-    def __init__(self, folder, arena_bytes):
-        config = NodeConfig(address=f"ipc://{folder}/run/node.sock", arena_bytes=arena_bytes)
-        path, nbytes = folder / "arena", arena_bytes + PROBE_BYTES
-        with path.open("wb") as file:
-            file.truncate(nbytes + nbytes // GRANULE_BYTES * (8 + 2))
-        self.now = 0.0
-        self._routes = 0
-        self._arena = Arena(path, nbytes, writable_generations=True)
-        self._context = zmq.Context()
-        self.service = Service(config, [self._arena], 1, Env(lambda: self.now), context=self._context)
+    def __init__(self, service, clock):
+        self.service, self.clock = service, clock
+        self._attached = 0
 
     def attach(self):
-        self._routes += 1
-        hello = Hello(VERSION, os.getpid(), "client", name="bench")
-        session, _ = self.service.attach(self._routes.to_bytes(4, "little"), hello, os.getpid())
-        return Attached(self.service, session)
+        self._attached += 1
+        return Attached(self.service, attach(self.service, f"bench {self._attached}"))
 
     def tick(self):
         """Deadlines, and answers to who waits."""
         self.service.tick()
-        for _ in self.service.admissions.late_answers():
-            pass
-
-    def close(self):
-        self.service.sessions.close()
-        self.service.peers.close()
-        self._context.term()
-        self._arena.close()
+        assert not list(self.service.admissions.late_answers())
 
 
 class Attached:
@@ -73,9 +62,7 @@ class Attached:
         self._service, self._session = service, session
 
     def ask(self, body):
-        answer = self._service.handle(self._session, body)
-        assert answer is not None, "no answer is kept back from who does not ask for that"
-        return answer
+        return self._service.handle(self._session, body)
 
     def end(self):
         self._service.end(self._session)
@@ -138,26 +125,22 @@ def is_flat(small, large):
 
 
 @pytest.fixture
-def load(place, monkeypatch):
+def load(place, clock, monkeypatch):
     """A node's service with so many chunks, and much that waits for its end; with the steps that it takes."""
     monkeypatch.setattr(scaling, "WRITER_CHUNKS", 200)
-    beds = []
+    with ExitStack() as stack:
 
-    def make(chunks):
-        folder = place / str(chunks)
-        folder.mkdir()
-        bed = Here(folder, Load.arena_bytes(chunks + chunks // CROWD))
-        beds.append(bed)
-        made = Load(bed, chunks)
-        crowd(bed, chunks)
-        steps = Steps()
-        for part in (bed.service.store, bed.service.transfers, bed.service.sessions):
-            steps.watch(part)
-        return made, bed, steps
+        def make(chunks):
+            arena_bytes = Load.arena_bytes(chunks + chunks // CROWD)
+            bed = Here(stack.enter_context(serving(place, clock, arena_bytes=arena_bytes)), clock)
+            made = Load(bed, chunks)
+            crowd(bed, chunks)
+            steps = Steps()
+            for part in (bed.service.store, bed.service.transfers, bed.service.sessions):
+                steps.watch(part)
+            return made, bed, steps
 
-    yield make
-    for bed in beds:
-        bed.close()
+        yield make
 
 
 def crowd(bed, chunks):
@@ -213,7 +196,7 @@ def test_a_tick_costs_what_ends_however_much_waits(load):
         client = bed.attach()
         found = client.ask(Admit([(chunks - 1).to_bytes(16, "little")], lease_s=0.5))
         assert found.lease
-        bed.now += 1.0
+        bed.clock.now += 1.0
         busy, _ = steps_of(steps, bed.tick)
         assert bed.service.store.counters["leases_expired"] == 1
         counts.append((idle, busy))
@@ -285,3 +268,34 @@ def test_a_slot_is_freed_and_found_in_steps_of_its_own(shattered):
         assert len(again) == 5
         counts.append(freed + taken)
     assert is_flat(*counts), counts
+
+
+def test_what_is_missing_costs_few_calls_and_passes_few_files(place, clock):
+    with serving(place, clock) as service:
+        scheduler = attach(service, "e", "scheduler", engine="e")
+        attach(service, "e", "worker", engine="e")
+
+        def calls_for(keys):
+            ask = Admit(keys, nbytes=GRANULE_BYTES, layers=4, wait_s=1.0, lease_s=30.0, request="r", partial=True)
+            with calls_run() as calls:
+                answer = service.handle(scheduler, ask)
+            assert len(answer.granted) == len(keys)
+            return calls
+
+        calls_for(keys_of([0]))
+        assert len({file for file, _ in calls_for(keys_of([1]))}) <= ADMIT_FILES
+        assert calls_for(keys_of(range(100, 164))).total() <= 64 * ADMIT_CALLS
+
+
+def test_a_saved_chunk_costs_few_calls(place):
+    with serving(place, time.monotonic, disks=[f"{place}/disk"], disk_limit_bytes=1 << 26) as service:
+        service.open_tiers()
+        disk, deliver = service.tiers.below[0][0], service.env.mailbox.deliver
+        wait_until(lambda: deliver() or disk.is_counted, what="the disk is counted")
+        session = attach(service, "x")
+        slots = service.handle(session, Admit(keys_of(range(64)), nbytes=GRANULE_BYTES)).granted_slots
+        with calls_run() as calls:
+            service.handle(session, Fill(slots, 0, 1, True))
+            service.turn()
+        wait_until(lambda: deliver() or service.turn() or disk.tally.stores == 64, what="all is stored")
+        assert calls.total() <= 64 * SAVE_CALLS

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from node_harness import MIB, Wire, arenas_of, refused_node
 
 import pdx
 from pdx.config import NodeConfig, node_name
-from pdx.errors import ConfigError, NodeUnavailable
+from pdx.errors import ConfigError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
 from pdx.node.service import MAX_DEGRADED, PROBE_BYTES
@@ -143,8 +142,8 @@ def hello_of(pid):
     return Hello(VERSION, pid, "client", name="x")
 
 
-@pytest.mark.parametrize("suffix", ["", ".peers"])
-def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node, suffix):
+def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node):
+    """Neither where processes attach, nor where peers of this host do."""
     node = start_node()
     resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (300, 300))
     with Wire(node.address) as wire, contextlib.ExitStack() as undo:
@@ -155,11 +154,11 @@ def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node
         rounds, is_short = 5, False  # once it is short; how many a round brings is the kernel's and the node's matter
         while rounds:
             os.kill(node.pid, signal.SIGSTOP)
-            for _ in range(100):
+            for number in range(100):
                 stranger = undo.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
-                    stranger.connect(node.address.removeprefix("ipc://") + suffix)
+                    stranger.connect(node.address.removeprefix("ipc://") + ".peers" * (number % 2))
             os.kill(node.pid, signal.SIGCONT)
             assert isinstance(wire.ask(Ping()), Done)
             if gaps:
@@ -171,47 +170,28 @@ def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node
             assert isinstance(late.hello(), Welcome)
 
 
-def test_a_second_worker_of_the_same_rank_is_refused_until_the_first_is_gone(node, attach):
+def test_a_shard_has_one_worker_and_the_next_one_when_that_is_gone(node, attach):
     first = attach(node, kind="worker", engine="e", shard=1)
-    attach(node, kind="worker", engine="e", shard=0)
     attach(node, kind="worker", engine="another", shard=1)
+    attach(node, kind="worker", engine="e", shard=2, shards=2)
     with Wire(node.address) as second:
-        refused = second.hello(kind="worker", engine="e", shard=1)
-        assert isinstance(refused, Refused)
-        assert "'e' has a worker of shard 1 already" in refused.text
+        for shard, taken in ((1, 1), (3, 3)):
+            refused = second.hello(kind="worker", engine="e", shard=shard)
+            assert f"'e' has a worker of shard {taken} already" in refused.text
+        refused = second.hello(kind="worker", engine="e", shard=1023, shards=2)
+        assert "shards 1023 to 1025, where 1024 are the most" in refused.text
         first.ask(Bye())
         assert isinstance(second.hello(kind="worker", engine="e", shard=1), Welcome)
+    with Wire(node.address) as reader:
+        assert isinstance(reader.hello(kind="worker", engine="e", shard=3, shards=0), Welcome), "which only reads it"
 
 
-def test_a_worker_of_shards_that_no_chunk_has_is_refused(node):
-    with Wire(node.address) as wire:
-        refused = wire.hello(kind="worker", engine="e", shard=1023, shards=2)
-        assert isinstance(refused, Refused)
-        assert "shards 1023 to 1025, where 1024 are the most" in refused.text
-
-
-def test_two_workers_may_not_write_one_shard(node, attach):
-    attach(node, kind="worker", engine="e", shard=2, shards=2)
-    with Wire(node.address) as wire:
-        assert "'e' has a worker of shard 3 already" in wire.hello(kind="worker", engine="e", shard=3).text
-        assert isinstance(wire.hello(kind="worker", engine="e", shard=3, shards=0), Welcome), "which only reads it"
-
-
-@pytest.mark.parametrize("ask", [Status(), Admit([KEY]), Admit([KEY], 1), Ping(), Bye()])
-def test_say_hello_first(wire, ask):
-    refused = wire.ask(ask)
-    assert isinstance(refused, Refused)
-    assert "hello" in refused.text
-
-
-def test_hello_twice_is_refused_and_changes_nothing(wire):
+def test_hello_comes_first_and_once_and_again_after_bye(wire):
+    for ask in (Status(), Admit([KEY]), Admit([KEY], 1), Ping(), Bye()):
+        assert "hello" in wire.ask(ask).text
     wire.hello(name="first")
     assert isinstance(wire.ask(Hello(VERSION, os.getpid(), "client", name="second")), Refused)
     assert [attached.name for attached in wire.status().attached] == ["first"]
-
-
-def test_after_bye_comes_hello(wire):
-    wire.hello()
     assert isinstance(wire.ask(Bye()), Done)
     assert isinstance(wire.ask(Status()), Refused)
     assert isinstance(wire.hello(), Welcome)
@@ -236,38 +216,12 @@ def test_the_status_shows_who_is_attached_and_what_is_held(node, attach):
     assert status.uptime_s > 0
 
 
-def test_heartbeats_come_by_themselves(node):
-    with pdx.connect(node.address, timeout_s=30.0) as client:
-        client._connection.running = 5
-
-        def is_seen():
-            return [attached.running for attached in client.status().attached] == [5]
-
-        wait_until(is_seen)
+# ---- too many nodes ---------------------------------------------------------------
 
 
-# ---- no node, or too many of them ---------------------------------------------------------------
-
-
-def test_without_a_node_connect_says_how_to_start_one(address):
-    with pytest.raises(NodeUnavailable, match="start one with: pdx node"):
-        pdx.connect(address, timeout_s=0.05)
-
-
-def test_a_client_may_come_before_its_node(address, start_node):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(pdx.connect(address, timeout_s=20.0)))
-    thread.start()
-    start_node()
-    thread.join()
-    with found[0] as client:
-        assert client.status().attached
-
-
-@pytest.mark.parametrize("lost", ["", ".peers"])
-def test_a_node_whose_lock_was_removed_keeps_its_socket_and_its_memory(start_node, lost):
+def test_a_node_whose_lock_was_removed_keeps_its_socket_and_its_memory(start_node):
     node = start_node()
-    Path(f"{node.address.removeprefix('ipc://')}{lost}.lock").unlink()
+    Path(f"{node.address.removeprefix('ipc://')}.lock").unlink()
     second = refused_node(node.address)
     assert second.returncode == 1
     assert f"process {node.pid}" in second.stderr
@@ -300,30 +254,9 @@ def test_of_four_nodes_started_together_one_wins(address, place):
     assert sorted(codes) == [0, 1, 1, 1]
 
 
-def test_an_arena_the_host_cannot_back_ends_the_node_with_advice(address):
-    result = refused_node(address, arena_bytes=1 << 45)
-    assert result.returncode == 1
-    assert "choose a smaller --arena" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_a_node_nobody_uses_ends_when_told_to(start_node):
-    node = start_node(exit_when_idle_s=2.0)
-    with pdx.connect(node.address, timeout_s=30.0) as client:
-        # Longer than the idle time, observed by the node's own clock.
-        wait_until(lambda: client.status().uptime_s > 3.0)
-    assert node.process.wait(30) == 0
-
-
-def test_settings_survive_the_command_line(start_node):
-    node = start_node(arena_bytes=2 * MIB, max_lease_s=7.5)
-    assert node.status().arena_bytes == 2 * MIB
-    assert NodeConfig(address=node.address, arena_bytes=2 * MIB, max_lease_s=7.5) == node.config
-
-
-def test_engines_of_one_model_that_cannot_share_are_named_with_what_differs(start_node):
+def test_engines_of_one_model_that_cannot_share_are_named_with_what_differs(start_here, caplog):
     """A miss of every lookup is not silent: one warning, a counter, and a line in the status."""
-    node = start_node()
+    node = start_here()
     shape = {"model": "m", "num_shards": "1", "backend": "FLASH_ATTN"}
     hellos = {
         "first": shape,
@@ -344,7 +277,7 @@ def test_engines_of_one_model_that_cannot_share_are_named_with_what_differs(star
         assert unshared["wider"].startswith(f"with engine 'same': {apart}")
         assert len(unshared["wider"]) < 250
         assert status.counters["engine_layouts_differ"] == 2
-        (line,) = [line for line in node.log.splitlines() if "shares no chunks" in line]
+        (line,) = [line for line in caplog.messages if "shares no chunks" in line]
         assert "engine 'wider' shares no chunks with engine 'same'" in line
     wait_until(lambda: len(node.status().attached) == 1, what="all engines are gone")
     with Wire(node.address) as wire:

@@ -92,17 +92,6 @@ def test_what_is_encoded_on_the_disk_is_told_and_comes_back(start_here, disk):
     assert 750_000 < tier.read_bytes < 760_000
 
 
-def test_what_the_arena_evicts_is_found_on_the_disk(start_here, disk):
-    node = start_here(arena_bytes=4 * MIB, disks=[disk])
-    for name in NAMES:
-        fill(node.address, [name])
-    assert node.status().chunks["sealed"] < len(NAMES)
-    for name in NAMES:
-        assert read(node.address, name) == content(name)
-    assert node.status().counters["disk_loaded"] > 0
-    assert node.status().counters["disk_stored"] == len(NAMES)  # what was loaded is not stored again
-
-
 def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_here, disk, place):
     spans = place / "spans"
     spans.mkdir(mode=0o700)

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from node_harness import wait_until
+from node_harness import NodeProcess
 from prometheus_client.parser import text_string_to_metric_families
 
 import pdx
+from pdx.config import NodeConfig
 from pdx.errors import ConfigError
 from pdx.node import metrics
 from pdx.node.metrics import MetricsServer
 from pdx.telemetry.env import Env
 from pdx.telemetry.names import METRICS, TIER_EVENTS, of_counter
+from pdx.testing.waiting import wait_until
 
 
 def address_in(log):
@@ -40,10 +42,13 @@ def scrape(address):
     return {(each.name, *each.labels.values()): each.value for one in families_at(address) for each in one.samples}
 
 
-@pytest.fixture
-def told(start_node):
-    node = start_node(metrics="127.0.0.1:0")
-    return node, address_in(node.log)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """A node, and where its metrics are."""
+    address = f"ipc://{tmp_path_factory.mktemp('told')}/node.sock"
+    node = NodeProcess.ready(NodeConfig(address=address, arena_bytes=8 << 20, metrics="127.0.0.1:0"))
+    yield node, address_in(node.log)
+    node.close()
 
 
 def test_each_number_of_the_status_is_told(told):
@@ -52,12 +57,14 @@ def test_each_number_of_the_status_is_told(told):
         client.reserve("a", 1000).seal()
         status = client.status()
         found = scrape(address)
+        client.delete("a")
     assert found["pdx_node_arena_bytes",] == status.arena_bytes
     assert found["pdx_node_free_bytes",] == status.free_bytes < status.arena_bytes
     assert found["pdx_node_uptime_seconds",] >= status.uptime_s
     for state, count in status.chunks.items():
         assert found["pdx_node_chunks", state] == count
-    assert found["pdx_node_chunks", "retired"] == 0
+    states = {name[1] for name in found if name[0] == "pdx_node_chunks"}
+    assert states == {"filling", "sealed", "quarantined", "retired"}, "also those that no chunk is in"
     for name, count in status.counters.items():
         metric, values = of_counter(name)
         labels = dict(sorted(zip(METRICS[metric].labels, values, strict=True)))
@@ -67,12 +74,9 @@ def test_each_number_of_the_status_is_told(told):
     assert found["pdx_node_admit_seconds_count",] == found["pdx_node_admit_seconds_bucket", "+Inf"] == 1
 
 
-def test_nothing_listens_by_default(node):
-    assert not psutil.Process(node.pid).net_connections("tcp")
-
-
-def test_it_listens_on_its_address_only(told):
+def test_it_listens_on_its_address_only_and_by_default_nowhere(told, module_node):
     node, address = told
+    assert not psutil.Process(module_node.pid).net_connections("tcp")
     listening = [each for each in psutil.Process(node.pid).net_connections("tcp") if each.status == "LISTEN"]
     assert [tuple(each.laddr) for each in listening] == [address]
 
@@ -98,30 +102,10 @@ def test_connections_that_say_nothing_cost_metrics_only(told):
     wait_until(lambda: scrape(address), what="metrics are told again")
 
 
-def test_a_connection_that_says_nothing_has_a_deadline(told):
-    _, address = told
-    with socket.create_connection(address), socket.create_connection(address) as half:
-        half.sendall(b"GET /metrics HTTP/1.1\r\n")
-        assert scrape(address)
-
-
-def test_a_control_loop_that_does_not_answer_is_an_error_and_no_hang(monkeypatch, caplog):
-    monkeypatch.setattr(metrics, "ANSWER_S", 0.05)
-    caplog.set_level("INFO", logger="pdx.node")
-    before = threading.active_count()
-    server = MetricsServer("127.0.0.1:0", Env(), status=lambda: None)
-    try:
-        with pytest.raises((urllib.error.URLError, ConnectionError)):
-            scrape(address_in(caplog.text))
-    finally:
-        server.close()
-    wait_until(lambda: threading.active_count() == before, what="the thread has ended")
-
-
 def test_who_asks_a_byte_at_a_time_is_served_no_longer_than_others(told):
     """It kept the only thread for as long as it liked."""
     _, address = told
-    with socket.create_connection(address) as slow:
+    with socket.create_connection(address), socket.create_connection(address) as slow:  # one says nothing at all
         ended = threading.Event()
 
         def drip():
@@ -136,21 +120,6 @@ def test_who_asks_a_byte_at_a_time_is_served_no_longer_than_others(told):
         finally:
             ended.set()
             thread.join()
-
-
-@pytest.mark.parametrize("path", ["/", "/metric", "/metrics/x", "/-/ready"])
-def test_elsewhere_there_is_nothing(told, path):
-    _, address = told
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen("http://{}:{}".format(*address) + path, timeout=30)
-
-
-def test_states_are_told_before_there_is_a_chunk(told):
-    _, address = told
-    found = scrape(address)
-    assert {name[1]: value for name, value in found.items() if name[0] == "pdx_node_chunks"} == dict.fromkeys(
-        ("filling", "sealed", "quarantined", "retired"), 0
-    )
 
 
 def test_what_is_told_is_what_the_registry_names_and_every_counter_has_a_series(told):
@@ -185,19 +154,25 @@ def test_what_is_counted_has_a_name():
     assert len(events) > 5
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
-def test_it_is_well_as_long_as_its_loop_answers(told, path, monkeypatch, caplog):
-    _, address = told
-    with urllib.request.urlopen("http://{}:{}".format(*address) + path, timeout=30) as answer:
-        assert answer.read() == b"ok\n"
+def test_a_control_loop_that_does_not_answer_is_an_error_and_no_hang(told, monkeypatch, caplog):
+    """Of the node, which is well as long as its loop answers, and of who asks for metrics."""
+    for path in ("healthz", "readyz"):
+        with urllib.request.urlopen("http://{}:{}/".format(*told[1]) + path, timeout=30) as answer:
+            assert answer.read() == b"ok\n"
     monkeypatch.setattr(metrics, "ANSWER_S", 0.05)
     caplog.set_level("INFO", logger="pdx.node")
+    before = threading.active_count()
     server = MetricsServer("127.0.0.1:0", Env(), status=lambda: None)
     try:
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen("http://{}:{}".format(*address_in(caplog.text)) + path, timeout=30)
+        address = address_in(caplog.text)
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            scrape(address)
+        for path in ("healthz", "readyz"):
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                urllib.request.urlopen("http://{}:{}/".format(*address) + path, timeout=30)
     finally:
         server.close()
+    wait_until(lambda: threading.active_count() == before, what="the thread has ended")
 
 
 def test_with_a_token_only_who_shows_it_is_told(start_node, tmp_path):
@@ -214,7 +189,8 @@ def test_with_a_token_only_who_shows_it_is_told(start_node, tmp_path):
         except urllib.error.HTTPError as error:
             return error.code
 
-    assert [status(path) for path in ("/metrics", "/healthz", "/readyz", "/")] == [401, 200, 200, 404]
+    paths = ("/metrics", "/healthz", "/readyz", "/", "/metric", "/metrics/x")
+    assert [status(path) for path in paths] == [401, 200, 200, 404, 404, 404]
     assert status("/metrics", f"Bearer {'0123456789' * 4}") == 200
     assert [status("/metrics", header) for header in ("Bearer x", "Bearer ", f"Basic {'0123456789' * 4}")] == [401] * 3
     file.write_text("abcdefghij" * 4)

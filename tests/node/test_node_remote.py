@@ -10,8 +10,6 @@ import pytest
 from raw_engine import CHUNK_BYTES, Engine, key
 from remote_bed import made
 
-from pdx.client.api import connect
-from pdx.errors import ChunkMissing
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Delete
 
@@ -83,20 +81,6 @@ def test_chunks_come_from_arena_disk_and_remote_in_one_answer(start, engine, red
     found = counters(node)
     assert (found["disk_loaded"], found["remote_loaded"]) == (10, 10)
     wait_until(lambda: node.status().tiers[0].chunks == 30, what="what came from afar is on the disk as well")
-
-
-def test_a_clients_name_says_nothing_to_other_nodes(start, redis):
-    """Both may use it for other bytes."""
-    nodes = [start(remote=redis.url) for _ in range(2)]
-    wait_until(lambda: all(node.status().tiers[0].state == "ok" for node in nodes), what="it answers")
-    with connect(nodes[0].address) as one, connect(nodes[1].address) as other:
-        with one.reserve("weights", 5000) as chunk:
-            chunk.view[:] = bytes(5000)
-            chunk.seal()
-        with pytest.raises(ChunkMissing):
-            other.get("weights", wait_s=0.3)
-        assert redis.names() == []
-        assert [node.status().counters.get("remote_hits", 0) for node in nodes] == [0, 0]
 
 
 def test_what_is_deleted_is_forgotten_there_too(start, engine, redis):

@@ -111,14 +111,3 @@ def test_each_tier_is_counted_for_itself_and_told_everywhere(node, ask, place, r
     page = CliRunner().invoke(main, ["node", "--status", "--node", node.address], env={"COLUMNS": "300"}).output
     for said in ("4 hits, 2 misses\n", "loaded 4, 256.0 KiB; stored 12, 768.0 KiB", "3 hits, 1 misses; 1 errors\n"):
         assert said in page
-
-
-def test_a_tier_that_does_not_answer_is_not_up_and_a_slow_or_full_one_is(node, ask, redis):
-    redis.kill()
-    for number in range(200, 204):
-        ask([number])
-    wait_until(lambda: "unreachable" in node.status().tiers[-1].state, what="it is given up for a while")
-    up = {key[-1]: value for key, value in told(node).items() if key[0] == "pdx_node_tier_up"}
-    assert sorted(up.values()) == [0, 1, 1]
-    assert up["remote"] == 0
-    assert node.status().tiers[-1].errors >= 3

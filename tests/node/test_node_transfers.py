@@ -77,25 +77,12 @@ def test_a_decoder_waits_until_everything_is_sealed(prefill, decode, transfer):
     assert look(decode, transfer).hits == 2, "a tail is for one reader"
 
 
-def test_nobody_waits_for_a_transfer_nobody_knows(decode, transfer):
-    found = look(decode, transfer)
-    assert (found.hits, found.waiting) == (0, False)
-
-
 def test_a_decoder_waits_for_chunks_that_another_request_is_filling(prefill, decode, transfer):
     slots = reserve(prefill, None, tail=False)
     assert look(decode, transfer).waiting
     assert not decode.ask(Admit(KEYS[:3])).waiting, "without a transfer nobody waits"
     seal(prefill, slots)
     found = look(decode, transfer)
-    assert (found.hits, found.waiting) == (3, False)
-    decode.ask(Release(found.lease))
-
-
-def test_a_transfer_whose_chunks_are_all_there_is_not_waited_for(prefill, decode, transfer):
-    seal(prefill, reserve(prefill, None, tail=False))
-    assert reserve(prefill, transfer, tail=False) == []
-    found = look(decode, transfer, count=4)
     assert (found.hits, found.waiting) == (3, False)
     decode.ask(Release(found.lease))
 
@@ -127,13 +114,6 @@ def test_cancel_ends_the_waiting_and_drops_the_tail(prefill, decode, transfer, w
     assert decode.ask(Admit([KEYS[1]], 8 * MIB - 2 * GRANULE_BYTES, partial=False)).full is False
     assert prefill.ask(Fill(slots[1:2], layers=2, seal=True)).count == 0, "finishing it late is harmless"
     assert "quarantined" not in decode.status().chunks
-
-
-def test_a_transfer_given_up_stays_given_up(prefill, decode, transfer):
-    prefill.ask(Cancel(transfer))
-    assert reserve(prefill, transfer) == []
-    assert look(decode, transfer).waiting is False
-    assert decode.status().counters["transfers_given_up"] >= 1
 
 
 def test_the_death_of_the_writer_ends_the_waiting(start_here, puppets, attach, address):
@@ -200,15 +180,6 @@ def test_an_answer_that_is_kept_back_comes_once_and_at_once_when_it_is_known(pre
     assert (answered, found.hits, found.waiting) == (number, 3 if how == "sealed" else 2, False)
     assert found.slots == slots[: found.hits]
     decode.ask(Release(found.lease))
-
-
-def test_an_answer_is_kept_back_no_longer_than_was_asked_for(prefill, decode, transfer):
-    slots = reserve(prefill, transfer, tail=False)
-    seal(prefill, slots[:1])
-    number = ask_and_wait(decode, transfer, wait_s=0.3)
-    answered, found = decode.answer()
-    assert (answered, found.hits, found.waiting, found.slots, found.lease) == (number, 1, True, [], 0)
-    prefill.ask(Abort(slots))
 
 
 def test_what_waits_is_bounded_and_goes_with_its_process(start_here, puppets, attach):
@@ -297,12 +268,6 @@ def test_nothing_is_granted_while_what_is_missing_may_still_come(prefill, decode
     assert (answered, answer.hits, answer.granted) == (number, 2, [2, 3]), "now it is certain what is to be computed"
     decode.ask(Abort(answer.granted_slots))
     decode.ask(Release(answer.lease))
-
-
-def test_the_reader_of_a_tail_is_granted_no_room_for_it(decode, transfer):
-    answer = decode.ask(Admit(KEYS[:2], GRANULE_BYTES, layers=2, lease_s=20.0, tail_nbytes=100, transfer=transfer))
-    assert (answer.hits, answer.granted) == (0, [0])
-    decode.ask(Abort(answer.granted_slots))
 
 
 def test_what_is_refused_holds_nothing(prefill, decode):

@@ -58,7 +58,7 @@ def test_workers_may_come_and_go_any_number_of_times(place, proxies):
         wait_until(lambda: daemon.turn(0.01) or a.router.poll(0), what="a report")
         a.report()
         before = len(os.listdir("/proc/self/fd"))
-        for _ in range(8):
+        for _ in range(3):
             for workers in (64, 1):
                 tell(a, workers=workers)
                 wait_until(lambda workers=workers: daemon.turn(0.01) or len(daemon._proxies._all) == workers)

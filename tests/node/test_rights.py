@@ -1,9 +1,12 @@
 """Which kind of session may say what: one list, asked for everything that a session says."""
 
+import contextlib
+
 import msgspec
 import pytest
-from node_harness import Wire
+from service_stage import attach, serving
 
+from pdx.errors import NodeError, ProtocolError
 from pdx.wire.hints import Hints
 from pdx.wire.messages import (
     RIGHTS,
@@ -22,7 +25,6 @@ from pdx.wire.messages import (
     Pin,
     Ping,
     Push,
-    Refused,
     Release,
     Renew,
     Settle,
@@ -104,17 +106,19 @@ def test_the_list_is_this_and_names_every_kind_and_nothing_but_questions():
 
 
 @pytest.mark.parametrize("kind", ["worker", "scheduler", "client", "controller"])
-@pytest.mark.parametrize("body", SAID, ids=lambda body: type(body).__name__)
-def test_a_process_is_heard_within_its_rights_only(node_here, kind, body):
-    with Wire(node_here.address) as wire:
-        assert not isinstance(wire.hello(kind=kind, engine=f"{kind}-{type(body).__name__}"), Refused)
-        answer = wire.ask(body)
-        is_refused = isinstance(answer, Refused) and f"is not for a {kind}" in answer.text
-        assert is_refused == (type(body) not in RIGHTS[kind])
+def test_a_process_is_heard_within_its_rights_only(place, clock, kind):
+    with serving(place, clock) as service:
+        for number, body in enumerate(SAID):
+            session = attach(service, str(number), kind, engine=f"{kind}-{number}")
+            said = ""
+            with contextlib.suppress(NodeError):
+                try:
+                    service.handle(session, body)
+                except ProtocolError as error:
+                    said = str(error)
+            assert (f"is not for a {kind}" in said) == (type(body) not in RIGHTS[kind]), body
 
 
-def test_a_peer_does_not_attach_where_processes_do(node_here):
-    with Wire(node_here.address) as wire:
-        answer = wire.hello(kind="peer")
-        assert isinstance(answer, Refused)
-        assert "--listen" in answer.text
+def test_a_peer_does_not_attach_where_processes_do(place, clock):
+    with serving(place, clock) as service, pytest.raises(ProtocolError, match="--listen"):
+        attach(service, "b", "peer")

@@ -61,14 +61,14 @@ def put(pair, place, contents):
 
 
 PLACES = ["a/host", "a/disk", "a/remote", "b/host", "b/disk"]
-MOVES = [(source, target) for source, target in itertools.product(PLACES[:3], PLACES) if source != target]
+MOVES = [(*each, False) for each in itertools.product(PLACES[:3], PLACES) if each[0] != each[1]]
+MOVES += [("a/remote", "a/disk", True), ("a/host", "b/disk", True)]
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["moved", "kept"])
-@pytest.mark.parametrize(("source", "target"), MOVES)
+@pytest.mark.parametrize(("source", "target", "keeps"), MOVES)
 def test_what_is_moved_is_in_the_other_tier_and_only_there(pair, source, target, keeps):
     _, engines, wires = pair
-    contents = contents_of(1 + MOVES.index((source, target)) + 100 * keeps)
+    contents = contents_of(100 + MOVES.index((source, target, keeps)))
     keys = list(contents)
     put(pair, source, contents)
     (_, tier), (node, to) = source.split("/"), target.split("/")

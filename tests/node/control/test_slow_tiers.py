@@ -140,9 +140,8 @@ def test_what_is_pinned_while_it_is_moved_stays_where_it_is_pinned(bed, source):
     target = {"host": "disk", "disk": "host"}[source]
     job = bed.service.control(Move(what, source, target))
     assert not job.is_over
-    pinned = bed.service.control(
-        PinIn(what, source)
-    )  # the same turn of the control loop reads it: the job has just begun
+    # The same turn of the control loop reads it: the job has just begun.
+    pinned = bed.service.control(PinIn(what, source))
     assert pinned.chunks == 64
     assert bed.over(job).state == "done"
     assert bed.service.control(Find(what)).tiers == {"host": 64, "disk": 64, "remote": 0}
@@ -290,12 +289,11 @@ def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):
     assert begun == [STEP_KEYS, STEP_KEYS // 2]
 
 
-@pytest.mark.parametrize("tier", ["remote", ""])
-def test_what_is_cleared_leaves_a_store_without_a_look_first(bed, tier):
+def test_what_is_cleared_leaves_a_store_without_a_look_first(bed):
     keys = bed.put(1, 8)
     assert bed.run(Move(Selection(keys), "host", "remote", keeps=True)).state == "done"
     bed.now += 60.0  # and nobody has looked since
-    done = bed.service.control(Clear(Selection(keys), tier))
+    done = bed.service.control(Clear(Selection(keys)))
     assert {kept.name: kept.chunks for kept in done.tiers}["remote"] == 8
     bed.until(lambda: not bed.shelf.kept, "all is removed there")
     assert bed.found(keys)["remote"] == [0] * 8
@@ -329,12 +327,6 @@ def test_what_a_tenant_deletes_is_removed_in_all_its_shards(bed):
     bed.shelf.kept = {f"v3/{key(1).hex()}-{shard}": b"anything" for shard in range(3)}
     bed.service.tiers.forget([key(1)])
     bed.until(lambda: not bed.shelf.kept, "all is removed there")
-
-
-def test_what_clients_name_is_not_looked_for_in_a_store(bed):
-    bed.shelf.remove = None
-    bed.service.tiers.forget([key(1)], is_named=True)
-    assert not bed.remote._catalog.num_leaving
 
 
 def test_what_a_controller_looks_at_or_plans_is_no_use(bed):

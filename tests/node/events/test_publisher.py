@@ -2,13 +2,10 @@
 
 import contextlib
 import math
-import os
 import random
 import socket
 import struct
-import threading
 
-import msgspec
 import plain_chunk
 import pytest
 import zmq
@@ -223,13 +220,6 @@ def test_chunks_without_names_are_told_of_when_they_get_them(stage):
         assert subscriber.index.tiers(as_ints(blocks_of(1))[0]) == {"host", "disk"}
 
 
-def test_hashes_may_be_bytes(stage):
-    stage = stage(as_bytes=True)
-    with Subscriber(stage.address, stage.replay) as subscriber:
-        stage.put(5)
-        wait_until(lambda: stage.turn() or subscriber.poll(0.01) and subscriber.index.tiers(names(10)) == {"host"})
-
-
 def test_a_subscriber_without_a_place_to_ask_says_what_it_lacks(stage):
     stage = stage()
     with Subscriber(stage.address) as subscriber:
@@ -268,7 +258,8 @@ def test_a_publisher_ends_while_it_encodes_what_is_there(stage):
     assert not publisher._thread.is_alive()
 
 
-def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage):
+def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage, monkeypatch):
+    monkeypatch.setattr(publisher_module, "HIGH_WATER", 100)
     stage = stage(max_kept=1)
     with zmq.Context() as context, context.socket(zmq.SUB) as unread:
         unread.setsockopt(zmq.RCVHWM, 1)
@@ -283,7 +274,7 @@ def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage):
         changes = [
             Change("host", is_stored, keys, chunks) for is_stored in (False, True)
         ]  # in turns, or nothing is told
-        sent = 2500
+        sent = 1000
         for number in range(1, sent + 1):
             stage.publisher.put(Batch(stage.bed.log.seq + number, 0.0, [changes[number % 2]]))
             if number % 100 == 0:
@@ -292,7 +283,7 @@ def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage):
         while unread.poll(1000):
             unread.recv_multipart()
             count += 1
-    assert count < 1400
+    assert count < 500
 
 
 class Asked:
@@ -360,16 +351,17 @@ def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time(stage, monke
         unread.setsockopt(zmq.RCVHWM, 1)
         for client in (unread, reads):
             client.connect(stage.replay)
-        for _ in range(60):
+        rounds = 12
+        for _ in range(rounds):
             unread.send_multipart(asked)
             reads.send_multipart(asked)  # and when it has its answer, the other one was heard, too
             assert reads.poll(20_000)
             while reads.recv_multipart()[-2] != END_SEQ:
                 pass
-        assert publisher.counts["events_snapshots"] - 60 <= 4  # what its own side takes, and one
+        assert publisher.counts["events_snapshots"] - rounds <= 4  # what its own side takes, and one
         assert len(made) == 1
         answers = 0
-        while answers < publisher.counts["events_snapshots"] - 60:  # what is there for it comes
+        while answers < publisher.counts["events_snapshots"] - rounds:  # what is there for it comes
             assert unread.poll(20_000)
             answers += unread.recv_multipart()[-2] != END_SEQ
         unread.send_multipart(asked)
@@ -421,25 +413,6 @@ def test_who_subscribes_to_ever_more_topics_is_cut_off(stage):
         with Subscriber(made.publisher.sockets.address, made.publisher.sockets.replay, check_s=0.2) as subscriber:
             made.put(0, 1)
             made.settle(subscriber)
-
-
-def test_the_control_loop_wakes_a_thread_that_sleeps_and_no_other(stage, monkeypatch):
-    """Each system call lets the thread have the interpreter, which the loop then has to wait for."""
-    calls = []
-    real = os.eventfd_write
-    monkeypatch.setattr(os, "eventfd_write", lambda fd, count: calls.append(fd) or real(fd, count))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda thread: None)
-        patch.setattr(threading.Thread, "join", lambda *arguments: None)
-        mine = stage()
-        assert not calls, "the thread looks before it sleeps"
-        mine.publisher._is_asleep = True
-        for number in range(3):
-            mine.put(number)
-            mine.turn()
-        assert len(calls) == 1
-        assert len(mine.publisher._queue) >= 3
-        mine.publisher.close()
 
 
 def test_what_is_put_while_the_thread_falls_asleep_is_published(stage, monkeypatch):
@@ -507,82 +480,3 @@ def test_a_flood_of_connections_does_not_keep_readers_out(stage):
             made.put(0, 1)
             made.settle(subscriber)
         wait_until(lambda: counters["strangers_dropped"] >= 200 - MAX_YOUNG_OF_ADDRESS)
-
-
-# ---- readers that are not ours ------------------------------------------------------------------
-
-
-class PlainReader:
-    """The logic of vLLM's example: a gap is asked for, and what is answered taken in, then the message behind it."""
-
-    def __init__(self, stage, decoder):
-        self.context = zmq.Context()
-        self.sub = self.context.socket(zmq.SUB)
-        self.sub.connect(stage.address)
-        self.sub.setsockopt_string(zmq.SUBSCRIBE, "")
-        self.replay = self.context.socket(zmq.DEALER)
-        self.replay.connect(stage.replay)
-        self.decoder = decoder
-        self.last_seq = -1
-        self.where = {}
-
-    def take(self, payload):
-        for event in self.decoder.decode(payload).events:
-            match type(event).__name__:
-                case "AllBlocksCleared":
-                    self.where.clear()
-                case "BlockStored":
-                    for block in event.block_hashes:
-                        self.where.setdefault(block, set()).add(event.medium)
-                case "BlockRemoved":
-                    for block in event.block_hashes:
-                        self.where.get(block, set()).discard(event.medium)
-
-    def heard(self, *, loses=False):
-        if not self.sub.poll(10):
-            return False
-        _, seq_bytes, payload = self.sub.recv_multipart()
-        if loses:
-            return True
-        seq = int.from_bytes(seq_bytes, "big")
-        if self.last_seq >= 0 and seq > self.last_seq + 1:
-            self.replay.send_multipart([b"", (self.last_seq + 1).to_bytes(8, "big")])
-            while self.replay.poll(5000):
-                _, _, replay_seq, replayed = self.replay.recv_multipart()
-                if not replayed:
-                    assert replay_seq == END_SEQ
-                    break
-                if int.from_bytes(replay_seq, "big") > self.last_seq:
-                    self.take(replayed)
-                    self.last_seq = int.from_bytes(replay_seq, "big")
-        self.take(payload)
-        self.last_seq = max(seq, self.last_seq)
-        return True
-
-    def known(self):
-        return {block: tiers for block, tiers in self.where.items() if tiers}
-
-    def close(self):
-        self.context.destroy(linger=0)
-
-
-@pytest.mark.long  # vLLM is imported: that takes half a minute
-@pytest.mark.parametrize("kept", [2, 1000])
-def test_vllms_own_decoder_and_the_logic_of_its_example_read_our_stream(stage, kept):
-    kv_events = pytest.importorskip("vllm.distributed.kv_events")
-    stage = stage(max_kept=kept)
-    reader = PlainReader(stage, msgspec.msgpack.Decoder(type=kv_events.KVEventBatch))
-    try:
-        wait_until(lambda: stage.publisher._subscribed)
-        rng = random.Random(7)
-        for _ in range(200):
-            step(stage, rng)
-            stage.turn()
-            reader.heard(loses=rng.random() < 0.2)
-        for number in range(3):  # the last one is not lost
-            stage.bed.disk.put(key(number))
-            stage.put(number)
-            stage.turn()
-        wait_until(lambda: not reader.heard() and reader.known() == stage.blocks())
-    finally:
-        reader.close()

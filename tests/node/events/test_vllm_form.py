@@ -5,8 +5,10 @@ Of vLLM nothing runs but the file of its events, without the imports from the re
 """
 
 import ast
+import contextlib
 import importlib.util
 import logging
+import random
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,10 +16,13 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 import zmq
+from events_bed import key
 from test_node_events import BLOCKS, Engine, ints
+from test_publisher import Stage, step
 
 from pdx.client.events import Subscriber
 from pdx.testing.waiting import wait_until
+from pdx.wire.kv_events import END_SEQ
 from pdx.wire.messages import Delete
 
 RELEASES = Path(__file__).parents[3] / "build" / "releases"  # of `make releases`
@@ -130,3 +135,67 @@ def test_our_subscriber_reads_what_vllms_publisher_sends(engine, vllm):
         wait_until(lambda: subscriber.poll(0.05) and subscriber.last == 1)
         assert subscriber.leading([1, 2]) == {"GPU": 2}
         assert not subscriber.counters["malformed"]
+
+
+class PlainReader:
+    """The logic of vLLM's example: a gap is asked for, and what is answered taken in, then the message behind it."""
+
+    def __init__(self, context, stage, decoder):
+        self.sub, self.replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self.sub.connect(stage.address)
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, "")
+        self.replay.connect(stage.replay)
+        self.decoder, self.last_seq, self.where = decoder, -1, {}
+
+    def take(self, seq, payload):
+        for event in self.decoder.decode(payload).events:
+            match type(event).__name__:
+                case "AllBlocksCleared":
+                    self.where.clear()
+                case "BlockStored":
+                    for block in event.block_hashes:
+                        self.where.setdefault(block, set()).add(event.medium)
+                case "BlockRemoved":
+                    for block in event.block_hashes:
+                        self.where.get(block, set()).discard(event.medium)
+        self.last_seq = max(seq, self.last_seq)
+
+    def heard(self, *, loses=False):
+        if not self.sub.poll(10):
+            return False
+        _, seq_bytes, payload = self.sub.recv_multipart()
+        seq = int.from_bytes(seq_bytes, "big")
+        if not loses and 0 <= self.last_seq < seq - 1:
+            self.replay.send_multipart([b"", (self.last_seq + 1).to_bytes(8, "big")])
+            while self.replay.poll(5000):
+                _, _, replay_seq, replayed = self.replay.recv_multipart()
+                if not replayed:
+                    assert replay_seq == END_SEQ
+                    break
+                if int.from_bytes(replay_seq, "big") > self.last_seq:
+                    self.take(int.from_bytes(replay_seq, "big"), replayed)
+        if not loses:
+            self.take(seq, payload)
+        return True
+
+    def known(self):
+        return {block: tiers for block, tiers in self.where.items() if tiers}
+
+
+@pytest.mark.parametrize("kept", [2, 1000])
+def test_the_logic_of_vllms_example_reads_our_stream(place, vllm, kept):
+    stage = Stage(place, max_kept=kept)
+    with zmq.Context() as context, contextlib.closing(stage):
+        reader = PlainReader(context, stage, msgspec.msgpack.Decoder(type=vllm.KVEventBatch))
+        wait_until(lambda: stage.publisher._subscribed)
+        rng = random.Random(7)
+        for _ in range(100):
+            step(stage, rng)
+            stage.turn()
+            reader.heard(loses=rng.random() < 0.2)
+        for number in range(3):  # the last one is not lost
+            stage.bed.disk.put(key(number))
+            stage.put(number)
+            stage.turn()
+        wait_until(lambda: not reader.heard() and reader.known() == stage.blocks())
+        context.destroy(linger=0)
