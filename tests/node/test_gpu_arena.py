@@ -12,11 +12,13 @@ from gpu_harness import GRANULE
 from pdx.cuda import arena as arena_module
 from pdx.cuda import driver
 from pdx.cuda.arena import GpuArena
-from pdx.cuda.gpu import Gpu
+from pdx.cuda.copies import CopyStream
+from pdx.cuda.gpu import Gpu, keeping_context
 from pdx.cuda.memory import DeviceMemory, num_mapped
 from pdx.errors import ArenaTooSmall, GpuError, GpuUnavailable, LayoutError, NodeUnavailable, ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
+from pdx.testing.waiting import wait_until
 
 NBYTES = 16 * GRANULE_BYTES
 SLOT = Slot(3 * GRANULE_BYTES, 100, 7)
@@ -53,7 +55,12 @@ def arena(tmp_path, gpu):
 def opened(arena, monkeypatch):
     """Opens the arena as an attached process would, with a handover that is a call."""
     made = []
-    monkeypatch.setattr(arena_module, "fetch_handle", lambda path, ticket, timeout_s: arena.device.export())
+
+    def export(*_):
+        with keeping_context():  # as if it were done in the node's process
+            return arena.device.export()
+
+    monkeypatch.setattr(arena_module, "fetch_handle", export)
 
     def open_it(is_node_alive=lambda: True):
         made.append(GpuArena.open(arena.path, arena.nbytes, arena.gpu, "/handover", b"t" * 16, is_node_alive))
@@ -317,3 +324,66 @@ def test_the_file_is_let_go_of_when_the_threads_context_cannot_be_put_back(arena
     assert num_mapped() == 1
     with pytest.raises(ValueError, match="released"):
         _ = other.generations[0]
+
+
+# ---- what a client's tensors share, and the thread that they are made and dropped in, which is not ours -----------
+
+
+@pytest.mark.parametrize("is_closed_first", [False, True])
+def test_it_stays_mapped_until_the_gpu_has_done_what_it_was_asked_to_do(fake, opened, gpu, is_closed_first):
+    """Unmapping does not wait by itself, and whoever drops a tensor does not know what is still under way."""
+    other = opened()
+    other.map(gpu)
+    target = ctypes.create_string_buffer(SLOT.nbytes)
+    spans = [other.span(SLOT)]
+    if is_closed_first:
+        other.close()
+    with CopyStream(gpu) as stream:
+        with fake.hold():
+            stream.copy(ctypes.addressof(target), spans[0].address, SLOT.nbytes)
+
+            def drop():
+                spans.clear()
+                gc.collect()
+                other.close()
+
+            dropping = threading.Thread(target=drop)
+            dropping.start()
+            wait_until(lambda: fake.calls["cuCtxSynchronize"] or num_mapped() == 1, what="it is to be unmapped")
+            assert num_mapped() == 2
+        dropping.join()
+        stream.wait()
+    assert num_mapped() == 1
+
+
+def test_what_the_gpu_refuses_does_not_keep_it_mapped(fake, opened, gpu, caplog):
+    other = opened()
+    other.map(gpu)
+    span = other.span(SLOT)
+    other.close()
+    fake.fail("cuCtxSynchronize")
+    del span
+    assert num_mapped() == 1
+    assert "cuCtxSynchronize" in caplog.text
+
+
+def test_the_threads_own_gpu_stays_its_current_one(opened, gpu):
+    """PyTorch takes the context for the thread's device: its next tensor would be on another GPU."""
+    found = []
+
+    def run(own):
+        if own is not None:
+            own.use()
+        other = opened()
+        for step in (lambda: other.map(gpu), lambda: other.span(SLOT), other.close):
+            step()
+            gc.collect()
+            found.append(int(driver.call("cuCtxGetCurrent")))
+
+    for own in (None, Gpu.find("1")):
+        thread = threading.Thread(target=run, args=(own,))
+        thread.start()
+        thread.join()
+    assert found[:3] == [0] * 3
+    assert len(set(found[3:])) == 1
+    assert found[3]

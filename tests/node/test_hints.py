@@ -17,7 +17,7 @@ from pdx.store.tier import Grant
 from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import OWN, Hints, tenant
 from pdx.wire.messages import Abort, Admit, Delete, Expect, Fill, Pin, Release
-from pdx.wire.verbs import Advise, Why
+from pdx.wire.verbs import Advise
 
 A, B = tenant("a"), tenant("b")
 
@@ -153,15 +153,6 @@ def test_what_was_expected_before_now_has_lost_its_place(bed):
     bed.wait(2)
     bed.flood(first=7000, count=2 * CHUNKS)
     assert bed.there(range(8)) == []
-
-
-def test_priority_comes_before_expectation(bed):
-    bed.request(range(4), Hints("", priority=1))
-    bed.request(range(10, 14), Hints("", reuse_s=10.0))
-    bed.flood(count=CHUNKS - 8)
-    bed.ask(Admit(keys(range(5000, 5000 + CHUNKS - 8)), lease_s=60.0))
-    bed.request(range(9000, 9004), lease_s=60.0, is_done=False)
-    assert bed.there([*range(4), *range(10, 14)]) == [0, 1, 2, 3]
 
 
 def test_of_several_expectations_the_soonest_that_is_to_come_counts(bed):
@@ -572,12 +563,3 @@ def test_hints_that_fail_cost_the_request_nothing(bed, monkeypatch):
     answer = bed.ask(Admit(keys(range(4)), GRANULE_BYTES, 1, hints=Hints("", lease_s=5.0)))
     assert (answer.granted, answer.verdicts) == ([0, 1, 2, 3], [])
     assert bed.service.counters["internal_errors"] == 1
-
-
-def test_the_answer_is_remembered_with_the_request(bed):
-    bed.request(range(4), Hints("", lease_s=5.0, codec="int8"), request="r")
-    [explained] = bed.service.handle(bed.session, Why("r")).requests
-    assert {verdict.field: verdict.outcome for verdict in explained.verdicts} == {
-        "lease_s": "accepted",
-        "codec": "refused",
-    }

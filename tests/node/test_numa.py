@@ -44,40 +44,21 @@ def gpus():
 
 @pytest.mark.parametrize(("near", "expected"), [((1, 1), 1), ((0, 0), 0), ((0, 1), None), ((-1, -1), None)])
 def test_auto_is_the_node_that_all_gpus_hang_on(machine, gpus, near, expected):
-    sysfs = machine({0: "0-3", 1: "4-7"}, zip(gpus, near, strict=True))
+    sysfs = machine({0: "0-2,8", 1: ""}, zip(gpus, near, strict=True))
     assert numa.choose("auto", sysfs=sysfs) == expected
-
-
-def test_auto_is_the_node_of_the_gpu_that_has_the_arena(machine, gpus):
-    sysfs = machine({0: "0-3", 1: "4-7"}, zip(gpus, (0, 1), strict=True))
-    assert [numa.choose("auto", str(ordinal), sysfs) for ordinal in (0, 1)] == [0, 1]
-
-
-def test_on_a_machine_with_one_node_nothing_is_chosen(machine, gpus):
-    sysfs = machine({0: "0-7"}, zip(gpus, (0, 0), strict=True))
-    assert numa.choose("auto", sysfs=sysfs) is None
-    assert numa.choose("0", sysfs=sysfs) == 0
-
-
-def test_without_a_gpu_nothing_is_chosen(machine):
+    assert [numa.choose("auto", gpu, sysfs) for gpu in "01"] == [each if each >= 0 else None for each in near]
+    assert [numa.cpus_of(node, sysfs) for node in (0, 1)] == [{0, 1, 2, 8}, set()], "memory without CPUs"
     with fake_cuda(gpus=0):
-        assert numa.choose("auto", sysfs=machine({0: "0", 1: "1"})) is None
+        assert numa.choose("auto", sysfs=sysfs) is None
 
 
-def test_none_and_numbers(machine, gpus):
+def test_none_and_numbers_and_a_machine_without_nodes(machine, gpus, tmp_path):
+    assert (numa.online(tmp_path), numa.choose("auto", "0", tmp_path), numa.choose("0", "", tmp_path)) == ([0], None, 0)
     sysfs = machine({0: "0-3", 2: "4-7"}, zip(gpus, (2, 2), strict=True))
     assert numa.choose("none", "0", sysfs) is None
     assert numa.choose("2", sysfs=sysfs) == 2
     with pytest.raises(ConfigError, match="--numa 1: this machine has the NUMA nodes 0, 2"):
         numa.choose("1", sysfs=sysfs)
-
-
-def test_lists_of_the_kernel(machine, tmp_path):
-    sysfs = machine({0: "0-2,8", 3: ""})
-    assert numa.online(sysfs) == [0, 3]
-    assert numa.cpus_of(0, sysfs) == {0, 1, 2, 8}
-    assert numa.cpus_of(3, sysfs) == set(), "memory without CPUs"
-    assert numa.online(tmp_path / "nothing") == [0]
 
 
 def test_memory_is_asked_for_by_the_real_system_call_and_the_policy_is_given_back():

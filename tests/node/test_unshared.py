@@ -15,7 +15,6 @@ LAYOUT = KvLayout(
 FULL = {"layers": (1, 3, 5)}
 WINDOW = {"kind": "window", "window": 512, "layers": (0, 2, 4)}
 WINDOW_NAME = "the window group (layers 0,2,4; 512 tokens)"
-_SHARDS = "num_shards '4' and '2' (--tensor-parallel-size, or shards)"
 
 
 def hello(*groups: dict, **changes: object) -> Hello:
@@ -32,26 +31,18 @@ def _fields(layout: KvLayout) -> dict:
     ("mine", "other", "said"),
     [
         pytest.param(hello(FULL, WINDOW), hello(FULL, WINDOW), "", id="nothing"),
-        pytest.param(hello(num_shards=4), hello(), _SHARDS, id="shards of one group"),
-        pytest.param(hello(FULL, WINDOW, num_shards=4), hello(FULL, WINDOW), _SHARDS, id="shards of several groups"),
+        pytest.param(
+            hello(FULL, WINDOW, num_shards=4),
+            hello(FULL, WINDOW),
+            "num_shards '4' and '2' (--tensor-parallel-size, or shards)",
+            id="shards",
+        ),
         pytest.param(
             hello(FULL, WINDOW | {"block_tokens": 32, "page_bytes": 2048}),
             hello(FULL, WINDOW),
             f"block_tokens '32' and '16' (--block-size) of {WINDOW_NAME}, "
             f"page_bytes '2048' and '1024' of {WINDOW_NAME}",
             id="blocks of one of several groups",
-        ),
-        pytest.param(
-            hello(FULL, WINDOW, block_tokens=32),
-            hello(FULL, WINDOW),
-            "block_tokens '32' and '16' (--block-size)",
-            id="blocks of all groups",
-        ),
-        pytest.param(
-            hello(FULL, WINDOW),
-            hello(FULL, WINDOW | {"window": 256}),
-            f"window '512' and '256' of {WINDOW_NAME}",
-            id="window",
         ),
         pytest.param(
             hello(num_layers=6),
