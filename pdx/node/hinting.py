@@ -243,7 +243,7 @@ class Hinting:
 
     def memory_at(self, to: str) -> Place:
         """The arenas that are called so; empty: the first one. :raises NodeError: there are none."""
-        place = self._places.at(to) if to else self._places.first
+        place = self._places.at(to)
         if place.tier is not None:
             raise NodeError(f"{to} is no memory that chunks are prefetched into; move stores them there")
         return place

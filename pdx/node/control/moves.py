@@ -90,8 +90,7 @@ class Mover:
             batch: list[bytes] = []
             nbytes = 0
             for key, _ in run:
-                held = self._places.held(place, key, shards)
-                size = held.nbytes * shards if held is not None else 0
+                size = self._places.kept(place, [key], shards).nbytes
                 if batch and (nbytes + size > most or len(batch) == BATCH_KEYS):
                     yield place, batch
                     batch, nbytes = [], 0
@@ -123,20 +122,20 @@ class Mover:
         try:
             yield from self._until_known(source, keys, shards)
             there = self._there(target, keys, shards)
-            wanted = [key for key in self._places.having(source, keys, shards) if key not in there]
+            wanted = [key for key in self._places.found(source, keys, shards) if key not in there]
             if first not in (source, target):
                 passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
             if crosses:
                 copies += self._bring(source, wanted, shards)
                 yield from self._until_over(job, copies)
-                wanted = self._places.having(first, wanted, shards)
+                wanted = list(self._places.found(first, wanted, shards))
             if wanted and isinstance(target, Place) and target != first:
                 copies += self._take_away(target, wanted, shards)
                 yield from self._until_over(job, copies)
             confirmed: Sequence[bytes]
             if isinstance(target, Place):
                 yield from self._until_known(target, keys, shards)
-                confirmed = self._places.having(target, keys, shards)
+                confirmed = list(self._places.found(target, keys, shards))
             else:
                 try:
                     confirmed = yield from self._settled(errand, target, wanted, copies)
@@ -152,7 +151,7 @@ class Mover:
 
     def _there(self, target: Place | str, keys: Sequence[bytes], shards: int) -> set[bytes]:
         """Those that the target has already, as far as is known without asking."""
-        return set(self._places.having(target, keys, shards)) if isinstance(target, Place) else set()
+        return set(self._places.found(target, keys, shards)) if isinstance(target, Place) else set()
 
     def _until_known(self, place: Place, keys: Sequence[bytes], shards: int) -> Steps:
         """Wait until a tier has said which of these it has, if it has to be asked; it has ANSWER_S for that."""
@@ -286,11 +285,10 @@ class Mover:
     def _fail(self, errand: Errand, source: Place, keys: Sequence[bytes]) -> None:
         """:raises ChunkMissing: these are gone. :raises NodeError: they could not be stored."""
         job, target = errand.job, errand.target
-        gone = [key for key in keys if self._places.held(source, key, errand.shards) is None]
         self._counters["moves_failed"] += 1
         where = f"{errand.node}/{target}" if isinstance(target, str) else target.name
         done = f"{job.chunks_done} of {job.chunks} chunks were moved, the others are where they were"
-        if len(gone) == len(keys):
+        if not self._places.found(source, keys, errand.shards):
             if why_not := source.why_not(keys[0]):
                 raise NodeError(f"{source.name} {why_not}; {done}")
             raise ChunkMissing(f"{len(keys)} chunks have left {source.name} meanwhile; {done}")
@@ -311,9 +309,8 @@ class Mover:
         """
         if len(ask.keys) > BATCH_KEYS:
             raise NodeError(f"a peer may ask for {BATCH_KEYS} chunks to be stored at a time, not {len(ask.keys)}")
-        place = self._places.at(ask.tier) if ask.tier else self._places.first
+        place, first = self._places.at(ask.tier), self._places.first
         self._places.check_homes(place, ask.shards)
-        first = self._places.first
         count = self._places.leading(place, ask.keys, ask.shards)
         if place.is_shared:
             self._places.check_unnamed(ask.keys)
@@ -321,7 +318,7 @@ class Mover:
             return Found(len(ask.keys), count, {place.name: count})
         if place != first:
             self._settle_in(place, ask)
-            for key in self._places.having(place, ask.keys, ask.shards):
+            for key in self._places.found(place, ask.keys, ask.shards):
                 chunks = self._places.chunks(first, key, ask.shards)
                 is_used = any(chunk.is_found or chunk.is_kept or chunk.leases for chunk in chunks)
                 by_peer = from_node(peer).name

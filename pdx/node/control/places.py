@@ -7,6 +7,7 @@ control loop; nothing here waits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -73,11 +74,11 @@ class Places:
         return [*reversed(self._memory), *below]
 
     def at(self, name: str) -> Place:
-        """The tier of that name.
+        """The tier of that name; empty: the first arena's.
 
         :raises TierUnknown: there is none.
         """
-        found = next((place for place in self.all if place.name == name), None)
+        found = next((place for place in self.all if place.name == name), None) if name else self.first
         if found is None:
             known = ", ".join(repr(place.name) for place in self.all)
             raise TierUnknown(f"this node has no tier {name!r:.80}; it has {known}")
@@ -124,18 +125,14 @@ class Places:
             return ()
         return tuple(lying)
 
-    def held(self, place: Place, key: bytes, shards: int) -> Held | None:
-        """What is there of `key` in every shard, as far as is known without asking; None: not all of it."""
-        if place.tier is not None:
-            return next(iter(place.tier.find([key], shards)), None)
-        chunks = self.chunks(place, key, shards)
-        return Held(chunks[0].slot.nbytes, chunks[0].reservation.layers) if chunks else None
-
     def found(self, place: Place, keys: Sequence[bytes], shards: int) -> dict[bytes, Held]:
-        """Those of the keys that are there in every shard, as `held` says."""
-        if place.tier is None:
-            return {key: held for key in keys if (held := self.held(place, key, shards)) is not None}
+        """Those of the keys that are there in every shard, as far as is known without asking."""
         found: dict[bytes, Held] = {}
+        if place.tier is None:
+            for key in keys:
+                if chunks := self.chunks(place, key, shards):
+                    found[key] = Held(chunks[0].slot.nbytes, chunks[0].reservation.layers)
+            return found
         at = 0
         while at < len(keys):  # a tier finds leading ones: what follows one that it lacks is asked for anew
             some = keys[at : at + SOME]
@@ -144,31 +141,22 @@ class Places:
             at += len(leading) + (len(leading) < len(some))
         return found
 
-    def having(self, place: Place, keys: Sequence[bytes], shards: int) -> list[bytes]:
-        """Those of the keys that are there in every shard."""
-        return list(self.found(place, keys, shards))
-
     def is_pinned(self, place: Place, key: bytes, shards: int) -> bool:
         """Whether what is there of `key` is to stay."""
         if place.tier is not None:
             return place.tier.is_pinned(key)
-        return any(chunk.keep.pins for chunk in self.chunks(place, key, shards))
+        return bool(self._store.index.pinned_bytes) and any(c.keep.pins for c in self.chunks(place, key, shards))
 
     def leading(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
         """How many leading ones of the keys are there in every shard."""
         if place.tier is not None:
             return len(place.tier.find(keys, shards))
-        for at, key in enumerate(keys):
-            if not self.chunks(place, key, shards):
-                return at
-        return len(keys)
+        return sum(1 for _ in itertools.takewhile(lambda key: self.chunks(place, key, shards), keys))
 
     def seeks(self, place: Place, keys: Sequence[bytes], shards: int) -> bool:
         """Whether the tier is being asked, from now on at the latest, for keys of which nothing is known."""
-        if place.tier is None or not place.tier.is_shared:
-            return False
-        known = len(place.tier.find(keys, shards))
-        return known < len(keys) and place.tier.seeks(keys[known:], shards)
+        known = self.leading(place, keys, shards) if place.is_shared else len(keys)
+        return known < len(keys) and place.tier is not None and place.tier.seeks(keys[known:], shards)
 
     def seeks_any(self, place: Place, keys: Sequence[bytes], shards: int) -> bool:
         """The same of keys behind such as it lacks, too."""
@@ -179,13 +167,21 @@ class Places:
 
     # ---- dropping ---------------------------------------------------------------------------
 
+    def kept(self, place: Place, keys: Sequence[bytes], shards: int) -> Kept:
+        """What `drop` would forget of these."""
+        if place.tier is not None:
+            held = self.found(place, keys, shards).values()
+            return Kept(place.name, len(held) * shards, sum(each.nbytes for each in held) * shards)
+        chunks = [chunk for key in keys for chunk in self._store.index.of(key) if chunk.slot.arena in place.arenas]
+        return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
+
     def drop(self, place: Place, keys: Sequence[bytes], shards: int = 0, *, why: Cause = Cause.DELETED) -> Kept:
         """Have a place forget these chunks, in all shards (in memory, those of so many alone); how many there were.
 
         What somebody reads in memory is free with its last lease.
         """
         if place.tier is not None:
-            nbytes = sum(held.nbytes for held in self.found(place, keys, shards or 1).values()) * max(1, shards)
+            nbytes = self.kept(place, keys, max(1, shards)).nbytes
             return Kept(place.name, place.tier.evict(keys, shards) * max(1, shards), nbytes)
         count = nbytes = 0
         for key in keys:

@@ -5,6 +5,7 @@ What is done at once is bounded by the message that asks for it; all else is a j
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -128,31 +129,21 @@ class Controls:
             tiers[place.name] = self.places.leading(place, keys, shards)
             if self.places.seeks(place, keys, shards):
                 asking.append(place.name)
-            pinned[place.name] = self._leading_pinned(place, keys, shards)
+            is_pinned = functools.partial(self.places.is_pinned, place, shards=shards)
+            pinned[place.name] = sum(1 for _ in itertools.takewhile(is_pinned, keys))
         hits = max(tiers.values(), default=0)
-        while hits < len(keys) and any(self.places.held(place, keys[hits], shards) for place in self.places.all):
+        while hits < len(keys) and any(self.places.found(place, [keys[hits]], shards) for place in self.places.all):
             hits += 1
-        held = next((held for place in self.places.all if (held := self.places.held(place, keys[0], shards))), None)
+        of_first = [held for place in self.places.all for held in self.places.found(place, keys[:1], shards).values()]
         return Found(
             len(keys),
             hits,
             tiers,
             {name: count for name, count in pinned.items() if count},
             asking,
-            held.nbytes if held is not None else 0,
+            of_first[0].nbytes if of_first else 0,
             ask.what.chunk_tokens,
         )
-
-    def _leading_pinned(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
-        if place.tier is not None:
-            return sum(1 for _ in itertools.takewhile(place.tier.is_pinned, keys))
-        if not self._store.index.pinned_bytes:
-            return 0
-        for at, key in enumerate(keys):
-            chunks = self.places.chunks(place, key, shards)
-            if not chunks or not all(chunk.keep.pins for chunk in chunks):
-                return at
-        return len(keys)
 
     def _models(self, ask: Models) -> ModelList:
         models = [
@@ -199,7 +190,7 @@ class Controls:
         found = [(key, places[key]) for key in keys if key in places]
         whence, where = ask.source or "any tier", f"{node or self._name}/{tier}"
         if not found:
-            there = [place.name for place in self.places.all if self.places.having(place, keys, shards)]
+            there = [place.name for place in self.places.all if self.places.found(place, keys, shards)]
             others = f"; {', '.join(there)} has some" if there else "; no tier of this node has any"
             others += "".join(f"; {place.name} {why}" for place in sources if (why := place.why_not(keys[0])))
             raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
@@ -230,9 +221,8 @@ class Controls:
         return places, nbytes
 
     def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int, instead: str) -> None:
-        pinning = {place.name for place in self.places.all if place.tier is not None or self._store.index.pinned_bytes}
         for key, place in found:
-            if place.name in pinning and self.places.is_pinned(place, key, shards):
+            if self.places.is_pinned(place, key, shards):
                 raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, {instead}")
 
     def _prefetch(self, ask: Prefetch) -> Effect:
@@ -257,7 +247,7 @@ class Controls:
         keys, shards = self._selected(ask.what)
         self.jobs.check(keys)
         if ask.dry_run:
-            return Effect([self._drops(place, keys, shards) for place in places], dry_run=True)
+            return Effect([self.places.kept(place, keys, shards) for place in places], dry_run=True)
         self._names.forget(keys)
         done = [self.places.drop(place, keys, shards if place.tier is not None else 0) for place in places]
         for place in places:
@@ -266,13 +256,6 @@ class Controls:
                 why = f"{place.name} {place.why_not(keys[0])}: what it has of them is removed when it answers"
                 raise NodeError(f"{others} are forgotten; {why}" if others else why)
         return Effect(done)
-
-    def _drops(self, place: Place, keys: Sequence[bytes], shards: int) -> Kept:
-        if place.tier is not None:
-            held = self.places.found(place, keys, shards).values()
-            return Kept(place.name, len(held) * shards, sum(each.nbytes for each in held) * shards)
-        chunks = [chunk for key in keys for chunk in self._store.index.of(key) if chunk.slot.arena in place.arenas]
-        return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
 
     def _clear_all(self, places: Sequence[Place], *, dry_run: bool) -> JobStatus:
         shared = next((place.name for place in places if place.is_shared), "")
@@ -304,7 +287,7 @@ class Controls:
                 yield
 
     def _evict(self, ask: Evict) -> Effect:
-        place = self.places.at(ask.tier) if ask.tier else self.places.first
+        place = self.places.at(ask.tier)
         if place.tier is not None:
             raise NodeError(f"{place.name} has no priorities: evict from memory, or clear it by tokens")
         victims: list[Chunk] = []
@@ -350,21 +333,19 @@ class Controls:
         each = ((place, self.places.found(place, keys, shards)) for place in places)
         having = next(((place, found) for place, found in each if len(found) == len(keys)), None)
         if having is None:
-            place = places[0] if ask.tier else self.places.first
-            lacking = len(keys) - len(self.places.having(place, keys, shards))
+            place = self.places.at(ask.tier)
+            lacking = len(keys) - len(self.places.found(place, keys, shards))
             raise ChunkMissing(f"{lacking} of {len(keys)} chunks are not in {place.name}: move them there first")
         place, found = having
-        if place.tier is not None:
-            nbytes = sum(held.nbytes for held in found.values()) * shards
-            if not ask.dry_run:
-                place.tier.pin(keys, pinned=ask.pinned, share=self._pin_share)
-            return Effect([Kept(place.name, len(keys) * shards, nbytes)], ask.dry_run)
-        chunks = [chunk for key in keys for chunk in self.places.chunks(place, key, shards)]
+        chunks = [chunk for key in keys for chunk in self.places.chunks(place, key, shards)]  # none below memory
         if ask.pinned:
             self.check_pins(chunks)
-        if not ask.dry_run:
+        if not ask.dry_run and place.tier is not None:
+            place.tier.pin(keys, pinned=ask.pinned, share=self._pin_share)
+        elif not ask.dry_run:
             self._store.pin_chunks(chunks, pinned=ask.pinned)
-        return Effect([Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))], ask.dry_run)
+        nbytes = sum(held.nbytes for held in found.values()) * shards
+        return Effect([Kept(place.name, len(keys) * shards, nbytes)], ask.dry_run)
 
     def check_pins(self, chunks: Sequence[Chunk]) -> None:
         """:raises ArenaFull: with these so much would be pinned that the rest would be too little for others."""
