@@ -7,7 +7,6 @@ word, and sends the handle, with the memory's file descriptor where there is one
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -22,12 +21,9 @@ from pdx.node.sessions import TICKET_BYTES, Sessions
 from pdx.security.unix_peer import peer_of
 from pdx.telemetry.env import Env
 
-log = logging.getLogger("pdx.node")
-
 MAX_UNPROVED = 16  # connections that have not shown a ticket yet; more wait in the backlog
 MAX_OF_ONE_PROCESS = 4
 TIMEOUT_S = 1.0  # with a connection that shows no ticket
-QUIET_S = 10.0  # between two lines in the log about one process; all refusals are counted
 _BACKLOG = 256
 
 
@@ -50,7 +46,6 @@ class HandoverServer:
         self._poller = poller
         self._env = env
         self._askers: dict[int, _Asker] = {}  # by file descriptor
-        self._quiet: dict[int, float] = {}  # until when nothing is logged of refusals to this process
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._is_listening = False
         try:
@@ -78,7 +73,6 @@ class HandoverServer:
         now = self._env.clock()
         for asker in [asker for asker in self._askers.values() if asker.deadline <= now]:
             self._refuse(asker, f"no ticket within {TIMEOUT_S:g} s")
-        self._quiet = {pid: until for pid, until in self._quiet.items() if until > now}
 
     def close(self) -> None:
         """Close everything and remove the socket. Idempotent."""
@@ -149,9 +143,8 @@ class HandoverServer:
 
     def _refuse(self, asker: _Asker, why: str) -> None:
         self._env.counters["handover_refused"] += 1
-        if asker.pid not in self._quiet:
-            self._quiet[asker.pid] = self._env.clock() + QUIET_S
-            log.warning("GPU memory is not handed over to process %d: %s", asker.pid, why)
+        about = f"GPU memory is not handed over to process {asker.pid}"
+        self._env.faults.warn(about, f"{about}: {why}")
         self._end(asker)
 
     def _end(self, asker: _Asker) -> None:

@@ -254,16 +254,6 @@ def test_an_arena_without_room_gets_the_beginning(stage):
     stage.store.let_go([stage.store.at(slot) for slot in held])
 
 
-def test_shards_that_do_not_fit_in_all_of_their_arenas_leave_nothing_in_one(stage):
-    held = stage.reserve(list(range(100, 113)), (2,))
-    slots = stage.reserve(list(range(5)), (1, 2))
-    assert [slot.arena for slot in slots] == [1, 2] * 3, "the second arena has room for three"
-    assert [pool.free_bytes // GRANULE_BYTES for pool in stage.store.pools] == [16, 13, 0]
-    assert stage.reserve(list(range(5, 10)), (1, 2), partial=False) == []
-    assert [pool.free_bytes // GRANULE_BYTES for pool in stage.store.pools] == [16, 13, 0]
-    stage.store.let_go([stage.store.at(slot) for slot in [*held, *slots]])
-
-
 def test_without_host_memory_no_gpu_is_filled_with_what_others_seal(stage, monkeypatch):
     monkeypatch.setattr(stage.tiers.storing, "spills", False)
     stage.save([0, 1])

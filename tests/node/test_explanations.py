@@ -279,95 +279,115 @@ def evict(service, session, clock):
     clock.now += 3.0
 
 
-def first_of(service, session, request):
-    reason = why(service, session, request).reasons[0]
-    return reason.is_hit, reason.kind, reason.text
-
-
 GONE = "evicted for request greedy, 3.0 s ago"
 
 
-@pytest.mark.parametrize(
-    ("service", "kind", "text"),
-    [
-        (
-            {"store": "twice-seen"},
-            "policy",
-            "not stored below, because no second request had found it (--store twice-seen)",
-        ),
-        ({"store": "write-back"}, "policy", "not stored below, because its turn had not come (--store write-back)"),
-    ],
-    indirect=["service"],
-)
-def test_what_the_choice_of_what_is_stored_has_left_out_says_so(service, session, below, clock, kind, text):
+def go(service, session, below, clock):
+    """It was here, and is no more."""
     keep(service, session, [1], "a")
     evict(service, session, clock)
-    keep(service, session, [1], "b")
-    assert first_of(service, session, "b") == (False, kind, f"{GONE}; {text}")
 
 
-@pytest.mark.parametrize("service", [{"store": "twice-seen"}], indirect=True)
-def test_what_was_found_twice_is_stored_and_not_said_to_be_refused(service, session, below, clock):
-    keep(service, session, [1], "a")
-    keep(service, session, [1], "again")
+def be_stored(service, session, below, clock, *, requests=1):
+    """The tier got it, has lost it, and it is no more here."""
+    for number in range(requests):
+        keep(service, session, [1], f"a {number}")
     service.turn()
     below.end()
     below.keys.clear()
     evict(service, session, clock)
-    keep(service, session, [1], "b")
-    assert first_of(service, session, "b") == (False, "evicted", GONE)
 
 
-@pytest.mark.parametrize("is_over", [False, True])
-def test_what_a_tier_did_not_keep_up_with_says_so(service, session, below, clock, is_over):
+def be_found_twice(*stage):
+    be_stored(*stage, requests=2)
+
+
+def be_too_many(service, session, below, clock):
+    """The tier takes nothing while it is here."""
     below.takes_stores = False
     keep(service, session, [1], "a")
     service.turn()
     evict(service, session, clock)
-    if is_over:
-        below.takes_stores = True
-        service.turn()
-    keep(service, session, [1], "b")
-    text = "below: not stored: it did not keep up, and the chunk was evicted before its turn, 0.0 s ago"
-    text = text if is_over else "below was to get it, and takes nothing now"
-    assert first_of(service, session, "b") == (False, "policy", f"{GONE}; {text}")
 
 
-def test_a_tier_that_cannot_say_what_it_has_is_named_behind_what_became_of_it_here(service, session, below, clock):
-    keep(service, session, [1], "a")
+def be_left_out(service, session, below, clock):
+    be_too_many(service, session, below, clock)
+    below.takes_stores = True
     service.turn()
-    below.end()
-    below.keys.clear()
-    evict(service, session, clock)
+
+
+def be_hidden(*stage):
+    be_stored(*stage)
+    be_nowhere_known(*stage)
+
+
+def be_nowhere_known(service, session, below, clock):
     below.says = "does not answer: unreachable"
-    keep(service, session, [1], "b")
-    keep(service, session, [2], "new")
-    assert first_of(service, session, "b") == (False, "tier", f"{GONE}; below does not answer: unreachable")
-    assert first_of(service, session, "new") == (
-        False,
-        "tier",
-        "never in memory here; below does not answer: unreachable",
-    )
 
 
-def test_what_a_tier_removed_is_told_with_its_time(service, session, below, clock):
-    below.history.note(keys([1, 2]), Cause.REMOVED, clock.now)
+def be_removed(service, session, below, clock):
+    below.history.note(keys([1]), Cause.REMOVED, clock.now)
     clock.now += 2.0
-    keep(service, session, [2], "other life")
-    assert first_of(service, session, "other life") == (
-        False, "evicted", "never in memory here; below: removed to make room, 2.0 s ago",
-    )  # fmt: skip
 
 
-def test_a_tier_that_was_too_slow_is_not_asked_and_says_so(service, session, below, clock):
+def be_slow(service, session, below, clock):
     below.late_at = clock.now
     below.keys.update(keys([1]))
-    keep(service, session, [1], "it has it")
-    assert first_of(service, session, "it has it") == (False, "tier", "on below, which was too slow a moment ago")
+
+
+def be_slow_and_shared(service, session, below, clock):
+    below.late_at = clock.now
     below.is_shared = True  # what it has is not known here
-    keep(service, session, [2], "who knows")
-    text = "never in memory here; below was not asked, because it was too slow a moment ago"
-    assert first_of(service, session, "who knows") == (False, "tier", text)
+
+
+def be_without_room(service, session, below, clock):
+    keep(service, session, range(1000, 1000 + CHUNKS), "all")
+    service.handle(session, Pin(keys(range(1000, 1000 + CHUNKS))))
+    below.keys.update(keys([1]))
+
+
+def be_broken(service, session, below, clock):
+    below.keys.update(keys([1]))
+    assert service.handle(session, Admit(keys([1]), lease_s=1.0, wait_s=5.0)) is None
+    service.turn()
+    below.keys.clear()
+    below.end(TierError("its digest is another", "corrupt"))
+    clock.now += 1.0
+
+
+TWICE_SEEN = "not stored below, because no second request had found it (--store twice-seen)"
+OVERRUN = "below: not stored: it did not keep up, and the chunk was evicted before its turn, 0.0 s ago"
+NOT_ASKED = "never in memory here; below was not asked, because it was too slow a moment ago"
+
+
+@pytest.mark.parametrize(
+    ("service", "happens", "kind", "text"),
+    [
+        ({"store": "twice-seen"}, go, "policy", f"{GONE}; {TWICE_SEEN}"),
+        ({"store": "twice-seen"}, be_found_twice, "evicted", GONE),
+        (
+            {"store": "write-back"},
+            go,
+            "policy",
+            f"{GONE}; not stored below, because its turn had not come (--store write-back)",
+        ),
+        ({}, be_too_many, "policy", f"{GONE}; below was to get it, and takes nothing now"),
+        ({}, be_left_out, "policy", f"{GONE}; {OVERRUN}"),
+        ({}, be_hidden, "tier", f"{GONE}; below does not answer: unreachable"),
+        ({}, be_nowhere_known, "tier", "never in memory here; below does not answer: unreachable"),
+        ({}, be_removed, "evicted", "never in memory here; below: removed to make room, 2.0 s ago"),
+        ({}, be_slow, "tier", "on below, which was too slow a moment ago"),
+        ({}, be_slow_and_shared, "tier", NOT_ASKED),
+        ({"pin_share": 1.0}, be_without_room, "tier", "on below, but the arena had no room for it"),
+        ({}, be_broken, "failed", "not loaded from below: its digest is another, 1.0 s ago"),
+    ],
+    indirect=["service"],
+)
+def test_what_a_tier_has_to_do_with_it_is_told(service, session, below, clock, happens, kind, text):
+    happens(service, session, below, clock)
+    keep(service, session, [1], "b")
+    reason = why(service, session, "b").reasons[0]
+    assert (reason.is_hit, reason.kind, reason.text) == (False, kind, text)
 
 
 def test_what_is_computed_sooner_than_a_tier_loads_it_says_so_with_both_rates(service, session, below):
@@ -379,28 +399,6 @@ def test_what_is_computed_sooner_than_a_tier_loads_it_says_so_with_both_rates(se
     probe = (1, 1, False, "being filled by below at that time")
     assert told(service, session, "a") == [(0, 1, False, text), probe], "a look how fast it is, which nobody waits for"
     assert service.counters["loads_not_worth"] == 2
-
-
-@pytest.mark.parametrize("service", [{"pin_share": 1.0}], indirect=True)
-def test_what_a_tier_has_and_memory_has_no_room_for(service, session, below):
-    keep(service, session, range(1000, 1000 + CHUNKS), "all")
-    service.handle(session, Pin(keys(range(1000, 1000 + CHUNKS))))
-    below.keys.update(keys([1]))
-    keep(service, session, [1], "a")
-    assert first_of(service, session, "a") == (False, "tier", "on below, but the arena had no room for it")
-
-
-def test_a_load_that_failed_says_from_where_and_how(service, session, below, clock):
-    below.keys.update(keys([1]))
-    assert service.handle(session, Admit(keys([1]), lease_s=1.0, wait_s=5.0)) is None
-    service.turn()
-    below.keys.clear()
-    below.end(TierError("its digest is another", "corrupt"))
-    clock.now += 1.0
-    keep(service, session, [1], "a")
-    assert first_of(service, session, "a") == (
-        False, "failed", "not loaded from below: its digest is another, 1.0 s ago",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

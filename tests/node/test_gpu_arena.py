@@ -110,25 +110,6 @@ def test_reading_copies_exactly_what_was_asked_for(arena):
             arena.read(offset, nbytes)
 
 
-def test_many_threads_read_at_the_same_time(arena):
-    for index in range(16):
-        fill(arena.address + index * GRANULE_BYTES, index, GRANULE_BYTES)
-    wrong = []
-
-    def read(mine):
-        for index in range(16):
-            granule = (index + mine) % 16
-            if bytes(arena.read(granule * GRANULE_BYTES, GRANULE_BYTES)) != bytes([granule]) * GRANULE_BYTES:
-                wrong.append(granule)
-
-    threads = [threading.Thread(target=read, args=(mine,)) for mine in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_a_read_that_fails_gives_its_stream_back(arena, fake):
     before = fake.counts()
     fake.fail("cuMemcpyAsync")

@@ -235,28 +235,8 @@ def test_so_many_chunks_may_have_an_end(bed, monkeypatch):
     verdicts = bed.request(range(8), Hints("", ttl_s=60.0))
     assert outcomes(verdicts) == {"ttl_s": "clipped"}
     assert verdicts["ttl_s"][2] == "2 of 8 chunks stay: too many chunks have an end"
-    bed.request(range(20, 24))
-    assert bed.request(range(20, 26), Hints("", ttl_s=60.0))["ttl_s"] == (
-        "refused",
-        "",
-        "6 of 6 chunks stay: requests that set no end have used them, too; too many chunks have an end",
-    )
     bed.wait(61)
     assert len(bed.there(range(8))) == 2
-
-
-def test_many_ends_at_one_time_are_spread_over_several_looks(bed, monkeypatch):
-    monkeypatch.setattr("pdx.store.hints.MAX_TAKEN", 3)
-    bed.request(range(8), Hints("", ttl_s=60.0))
-    bed.wait(61)
-    assert len(bed.there(range(8))) == 5
-    bed.request(bed.there(range(8))[:1])  # which has an end no more
-    bed.request(bed.there(range(8))[-1:], Hints("", ttl_s=60.0))
-    bed.wait(1)
-    assert len(bed.there(range(8))) == 2
-    bed.wait(61)
-    assert len(bed.there(range(8))) == 1
-    assert len(bed.service.hinting.ends) == 0
 
 
 # ---- leases --------------------------------------------------------------------------------------

@@ -3,11 +3,8 @@
 import pytest
 from service_stage import CHUNKS, Below, attach, keys, serving, there
 
-from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node import look_ahead
-from pdx.store.copy import Priority
-from pdx.wire.base import MAX_SLOTS
 from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Bye, Expect, Fill
 
@@ -63,21 +60,6 @@ def test_what_a_request_in_the_queue_wants_is_loaded_ahead(service, session):
     assert all(
         chunk.reservation.origin.name == "below" for key in keys(range(8)) for chunk in service.store.index.of(key)
     )
-
-
-def test_only_what_is_missing_is_loaded(service, session):
-    put(service, session, range(3))
-    service.below.keys = set(keys(range(8)))
-    expect(service, session, "r", range(8))
-    assert load(service) == [3, 4, 5, 6, 7]
-
-
-def test_a_load_that_somebody_waits_for_goes_first(service, session):
-    service.below.keys = set(keys(range(8)))
-    service.handle(session, Expect("r", keys(range(4))))
-    service.look_ahead.turn()
-    [copy] = service.copies.of(service.below)
-    assert copy.priority is Priority.PREFETCH
 
 
 def test_as_many_requests_are_loaded_ahead_as_half_of_the_memory_holds(service, session):
@@ -209,11 +191,6 @@ def test_requests_that_come_and_go_while_there_is_no_room_leave_nothing(service,
     assert not load(service), "there is no room"
     expect(service, session, "large", [])
     assert load(service) == [7000]
-
-
-def test_a_question_of_too_many_slots_is_refused(service, session):
-    with pytest.raises(ProtocolError, match="are more than"):
-        service.handle(session, Expect("r", keys(range(100)), MAX_SLOTS // 100 + 1))
 
 
 # ---- what the proxy tells of ----------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Frames that are wrong in every way: the node drops and counts them, lives, and still serves."""
 
-import random
-
 import msgpack
 import pytest
 from node_harness import MIB, Wire, attached, oversized
@@ -105,25 +103,6 @@ def test_a_replayed_message_is_dropped_and_counted(wire):
     wire.tell(Ping(), seq=1 << 40)
     wire.tell(Release(99))
     assert isinstance(wire.ask(Ping()), Done), "numbers may skip, and what wants no answer gets none"
-
-
-def test_random_frames_for_a_while(node, wire):
-    source = random.Random(7)
-    valid = [
-        encode(ToNode(number + 1, True, body))
-        for number, body in enumerate(
-            [Admit([KEY], shards=2, lease_s=5.0), Admit([KEY], MIB), Fill([Slot(0, 4096, 1)]), Status()]
-        )
-    ]
-    with Wire(node.address) as stranger:
-        for _ in range(500):
-            frame = bytearray(source.choice(valid))
-            for _ in range(source.randint(1, 6)):
-                frame[source.randrange(len(frame))] = source.randrange(256)
-            stranger.send_frames(bytes(frame[: source.randint(1, len(frame))]))
-        while stranger.answer(0.2):
-            pass
-    assert isinstance(wire.ask(Ping()), Done)
 
 
 # ---- messages that are well formed and make no sense ------------------------------------------------

@@ -26,7 +26,7 @@ from pdx.wire.messages import (
     encode,
 )
 from pdx.wire.proxy import Arriving, NodeReport, Order, Prefilled, Reply, decode_to_proxy
-from pdx.wire.verbs import Advise, Clear, Drain, Drained, Find, Selection, Status
+from pdx.wire.verbs import Clear, Drain, Drained, Find, Selection, Status
 
 TRANSFER = "transfer-0123456789"
 OTHER_TRANSFER, THIRD_TRANSFER = "other-" + TRANSFER, "third-" + TRANSFER
@@ -306,19 +306,3 @@ def test_an_engine_that_is_drained_is_told_of_at_once(node, proxy, attach):
     refused = proxy.order(Drain("http://127.0.0.1:8001"))
     assert refused.error == "NodeError"
     assert f"is attached to node {node_name(node.config)}; there are: {url}" in refused.text
-
-
-def test_the_node_answers_advice_that_comes_by_way_of_the_proxy(node, proxy, attach):
-    client = attach(node)
-    proxy.report()
-    admitted = client.ask(Admit([KEY], GRANULE_BYTES, lease_s=1.0, hints=Hints("s", salt=b"tenant")))
-    client.ask(Fill(admitted.granted_slots, layers=1, seal=True))
-    answers = {}
-    for number, hints in enumerate((Hints("s", salt=b"tenant", lease_s=9.0), Hints("s", lease_s=9.0)), start=5):
-        told = proxy.order(Advise(hints), number)
-        answers[number] = {verdict.field: verdict.outcome for verdict in told.verdicts}
-    assert answers == {
-        5: {"lease_s": "accepted", "session": "accepted"},
-        6: {"lease_s": "refused", "session": "refused"},
-    }
-    client.ask(Delete([KEY]))

@@ -12,7 +12,7 @@ from pdx.node.look_ahead import ARRIVAL_S
 from pdx.store.eviction import WANTED
 from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints
-from pdx.wire.messages import Admit, Bye, Expect, Release
+from pdx.wire.messages import Admit, Release
 from pdx.wire.verbs import Advise, Prefetch, Selection
 
 OWN = {1}  # the arena of the engine
@@ -104,10 +104,9 @@ def test_an_engine_finds_what_was_loaded_ahead_in_its_gpus_memory(bed):
     assert bed.service.counters["prefetched_chunks"] == 12, "each into the host's memory, and from there"
 
 
-@pytest.mark.parametrize("to", ["", "host"])
-def test_where_nothing_else_is_said_it_is_loaded_into_the_first_arena(bed, to):
+def test_where_nothing_else_is_said_it_is_loaded_into_the_first_arena(bed):
     bed.below.keys |= set(keys(range(6)))
-    assert bed.prefetch(range(6), to) == 6
+    assert [bed.prefetch(range(3), ""), bed.prefetch(range(3, 6), "host")] == [3, 3]
     assert (bed.of(range(6), 0), bed.of(range(6), 1)) == (list(range(6)), [])
 
 
@@ -180,15 +179,6 @@ def test_two_that_wait_for_the_same_chunks_get_them(bed):
     bed.service.turn()
     assert bed.settle()
     assert bed.of(range(6), 1) == list(range(6))
-
-
-def test_a_queue_is_loaded_ahead_as_ever(bed):
-    """To where its engine is, when its turn comes."""
-    bed.below.keys |= set(keys(range(6)))
-    bed.service.handle(bed.engine, Expect("r", keys(range(6))))
-    bed.settle()
-    assert bed.of(range(6), 1) == []
-    bed.service.handle(bed.engine, Bye())
 
 
 def test_where_there_is_no_such_memory_one_sentence_says_so(beds):

@@ -178,7 +178,7 @@ def test_a_job_that_is_cancelled_leaves_every_chunk_somewhere(place):
         assert engine.look(list(contents)[:16]) == list(contents.values())[:16]
 
 
-@pytest.mark.parametrize("dies", ["a", "b"])
+@pytest.mark.parametrize("dies", ["a", pytest.param("b", marks=pytest.mark.long)])
 def test_a_node_that_dies_meanwhile_loses_nothing(place, dies):
     """Sealed chunks in memory die with their node; all else is at the one or the other."""
     with disk_pair(place, arena_bytes=32 * MIB, peer_timeout_s=5.0) as cluster:

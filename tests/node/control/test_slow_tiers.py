@@ -10,7 +10,7 @@ import pytest
 from control_bed import ControlBed, control_bed
 from raw_engine import CHUNK_BYTES, LAYERS, key
 
-from pdx.errors import ChunkMissing, JobConflict, NodeError, TierError
+from pdx.errors import JobConflict, NodeError, TierError
 from pdx.node.control.jobs import STALLED_S
 from pdx.node.control.moves import ANSWER_S
 from pdx.node.control.verbs import STEP_KEYS
@@ -185,14 +185,6 @@ def test_what_a_store_is_being_asked_for_can_be_moved_from_there(bed):
     assert bed.found(keys) == {"host": [1] * 4, "disk": [0] * 4, "remote": [0] * 4}
 
 
-def test_what_memory_has_as_well_can_be_moved_from_a_store(bed):
-    keys = bed.put_away(1, 4)
-    bed.put(1, 4)
-    status = bed.move(keys, "remote", "disk")
-    assert (status.state, status.chunks_done) == ("done", 4)
-    assert bed.found(keys) == {"host": [1] * 4, "disk": [1] * 4, "remote": [0] * 4}
-
-
 def test_what_no_tier_has_does_not_keep_the_rest_from_being_moved(bed):
     """A store that has to be asked may have it, until it has answered."""
     keys, nowhere = bed.put(1, 6), [key(number) for number in range(100, 106)]
@@ -236,14 +228,6 @@ def test_moves_at_the_same_time_wait_for_room_in_the_arena(bed):
     assert [(status.state, status.chunks_done, status.why) for status in over] == [("done", 24, "")] * len(kept)
 
 
-def test_a_tier_that_does_not_answer_is_said_not_to(bed):
-    keys = bed.put(1, 4)
-    assert bed.move(keys, "host", "disk").state == "done"
-    bed.disk._health.doubts(SILENT)
-    with pytest.raises(ChunkMissing, match="none of 4 chunks is in disk; .*; disk does not answer"):
-        bed.service.control(Move(Selection(keys), "disk", "remote"))
-
-
 def test_a_disk_that_does_not_answer_any_more_is_said_not_to(bed):
     keys = bed.put(1, 24, 256 << 10)
     assert bed.move(keys, "host", "disk").state == "done"
@@ -265,12 +249,6 @@ def test_a_store_that_does_not_say_that_it_has_what_it_took_is_said_not_to(bed):
     why = bed.over(job).why
     assert "remote did not take 4 chunks (was asked, and had not answered yet); 0 of 4 chunks were moved" in why
     assert all(bed.service.store.index.of(one) for one in keys)
-
-
-def test_a_store_that_has_nothing_of_it_is_said_to_have_nothing(bed):
-    status = bed.move([key(number) for number in range(4)], "remote", "host")
-    assert (status.state, status.chunks_done) == ("failed", 0)
-    assert status.why == "none of 4 chunks is in remote"
 
 
 def test_many_chunks_are_recoded_a_few_at_a_time(bed, monkeypatch):

@@ -71,14 +71,6 @@ def test_a_long_prompt_costs_no_more_for_each_chunk_than_a_short_one():
     assert seconds_each(16_384, come) < 4 * seconds_each(512, come)
 
 
-def test_a_first_chunk_of_which_nothing_else_is_known_is_told_of():
-    first = plain_chunk.chunk(os.urandom(16), Slot(0, 0, 1), 1, blocks=os.urandom(16 * BLOCKS))
-    events = Blocks().apply([stored([first])])
-    assert [(len(event.block_hashes), event.parent_block_hash, event.block_size) for event in events] == [
-        (BLOCKS, None, 0)
-    ]
-
-
 def test_each_block_comes_once_to_a_place_and_goes_once():
     """Readers that count find nothing twice: not a block of several chunks, nor a chunk in several tiers of a place."""
     places = {"host": Place("CPU", "LOCAL"), "disk": Place("STORAGE", "LOCAL"), "remote": Place("STORAGE", "REMOTE")}

@@ -220,20 +220,6 @@ def test_chunks_without_names_are_told_of_when_they_get_them(stage):
         assert subscriber.index.tiers(as_ints(blocks_of(1))[0]) == {"host", "disk"}
 
 
-def test_a_subscriber_without_a_place_to_ask_says_what_it_lacks(stage):
-    stage = stage()
-    with Subscriber(stage.address) as subscriber:
-        wait_until(lambda: stage.publisher._subscribed)
-        stage.put(0)
-        stage.turn()
-        wait_until(lambda: subscriber.poll(0.01) and len(subscriber.index) == 2)
-        stage.bed.log.seq += 3
-        stage.put(1)
-        stage.turn()
-        wait_until(lambda: subscriber.poll(0.01) and len(subscriber.index) == 4)
-        assert (subscriber.counters["lost"], subscriber.is_complete) == (3, False)
-
-
 def test_nothing_is_encoded_while_nobody_subscribes(stage):
     stage = stage()
     stage.put(0, 1, 2)
@@ -284,53 +270,6 @@ def test_a_subscriber_that_never_reads_costs_so_many_batches_at_most(stage, monk
             unread.recv_multipart()
             count += 1
     assert count < 500
-
-
-class Asked:
-    """A socket at which so many ask at once."""
-
-    def __init__(self, count):
-        self.frames = [[bytes([number]), b"", (1).to_bytes(8, "big")] for number in range(count)]
-
-    def recv_multipart(self, flags):
-        if not self.frames:
-            raise zmq.Again
-        return self.frames.pop()
-
-    def send_multipart(self, *_, **__):
-        raise zmq.Again
-
-
-def test_who_asks_at_once_gets_one_answer_that_is_made_once(stage):
-    stage = stage()
-    stage.put(0, 1)
-    stage.turn()
-    publisher, made = stage.publisher, []
-    wait_until(lambda: publisher._is_whole and publisher.seq == stage.bed.log.seq, what="it is taken in")
-    publisher.close()  # the test is its thread from here on
-    whole = publisher._blocks.everything
-
-    def counted():
-        made.append(1)
-        return whole()
-
-    publisher._blocks.everything = counted
-
-    def ask(count):
-        publisher.sockets.router = Asked(count)
-        publisher._hear_replays()
-        for client in publisher._replays:
-            publisher._go_on(client)
-        return len(publisher._replays), {replay.frame[2] for replay in publisher._replays.values()}, len(made)
-
-    count, before, times = ask(20)
-    assert (count, len(before), times) == (20, 1, 1)
-    publisher._replays.clear()
-    publisher._whole_from = 0.0  # without a pause
-    publisher._take(Batch(publisher.seq + 1, 0.0, [Change("host", False, [key(0)])]))
-    count, after, times = ask(1)
-    assert (count, len(after), times) == (1, 1, 2)
-    assert after != before
 
 
 def test_a_reader_that_does_not_read_has_one_large_answer_at_a_time(stage, monkeypatch):
