@@ -55,12 +55,7 @@ def arena(tmp_path, gpu):
 def opened(arena, monkeypatch):
     """Opens the arena as an attached process would, with a handover that is a call."""
     made = []
-
-    def export(*_):
-        with keeping_context():  # as if it were done in the node's process
-            return arena.device.export()
-
-    monkeypatch.setattr(arena_module, "fetch_handle", export)
+    monkeypatch.setattr(arena_module, "fetch_handle", lambda path, ticket, timeout_s: arena.device.export())
 
     def open_it(is_node_alive=lambda: True):
         made.append(GpuArena.open(arena.path, arena.nbytes, arena.gpu, "/handover", b"t" * 16, is_node_alive))
@@ -348,9 +343,15 @@ def test_what_the_gpu_refuses_does_not_keep_it_mapped(fake, opened, gpu, caplog)
     assert "cuCtxSynchronize" in caplog.text
 
 
-def test_the_threads_own_gpu_stays_its_current_one(opened, gpu):
+def test_the_threads_own_gpu_stays_its_current_one(arena, opened, gpu, monkeypatch):
     """PyTorch takes the context for the thread's device: its next tensor would be on another GPU."""
     found = []
+
+    def export(*_):
+        with keeping_context():  # as if it were done in the node's process
+            return arena.device.export()
+
+    monkeypatch.setattr(arena_module, "fetch_handle", export)
 
     def run(own):
         if own is not None:

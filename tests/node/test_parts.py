@@ -52,21 +52,29 @@ class Bed:
         self.below = None
 
     def ask(self, ask):
-        answers = [self.service.handle(self.engine, ask)]
-        while answers[-1] is None or (self.below is not None and self.below.jobs):
-            if self.below is not None:
-                self.below.end()
+        answer = self.service.handle(self.engine, ask)
+        late = self.settle()
+        assert len(late) == (answer is None)
+        return late[0] if answer is None else answer
+
+    def settle(self):
+        """Until the tier is at nothing: the answers that came."""
+        answers = []
+        for _ in range(2):
             self.service.turn()
-            answers += [late for _, _, late in self.service.admissions.late_answers()]
-        (answer,) = filter(None, answers)
-        return answer
+            answers += [answer for _, _, answer in self.service.admissions.late_answers()]
+            while self.below is not None and self.below.jobs:
+                self.below.end()
+                self.service.turn()
+                answers += [answer for _, _, answer in self.service.admissions.late_answers()]
+        return answers
 
     def keep(self, prompt, **settings):
         """All of the prompt is there from now on; what was granted for that."""
         answer = self.ask(asking(prompt, **settings))
         self.release(answer)
         self.service.handle(self.worker, Fill(answer.granted_slots, layers=LAYERS, seal=True))
-        self.ask(Admit([]))  # the tier stores it
+        self.settle()  # the tier stores it
         return answer
 
     def look(self, prompt, **settings):
