@@ -14,6 +14,7 @@ import math
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -123,7 +124,13 @@ class Daemon(Closing):
             undo.callback(self._peers.close)
             self._process_socket = ProcessSocket(self._context, path, self.env.counters)
             undo.callback(self._process_socket.close)
-            for source in (self._process_socket.socket, self._process_socket.queue.fd, self.service.sessions.fd):
+            self._own: dict[object, Callable[[], None]] = {
+                self._process_socket.socket: self._serve_burst,
+                self._process_socket.queue.fd: lambda: None,  # somebody connects: `heed` has seen to it
+                self.service.sessions.fd: self._end_dead,
+                env.mailbox.fd: env.mailbox.deliver,
+            }
+            for source in self._own:
                 self._poller.register(source, zmq.POLLIN)
             self._handovers = []
             for number, arena in enumerate(arenas):
@@ -133,7 +140,6 @@ class Daemon(Closing):
             undo.callback(self.service.tiers.close)
             self.service.open_tiers()
             undo.callback(self.service.controls.jobs.close)
-            self._poller.register(self.env.mailbox.fd, zmq.POLLIN)
             if config.metrics:
                 undo.callback(
                     MetricsServer(
@@ -187,8 +193,7 @@ class Daemon(Closing):
         for source, _ in ready:
             with self._faults.contain("serving a socket") as failures:
                 self._serve_source(source)
-            own = (self.env.mailbox.fd, self._process_socket.queue.fd, self.service.sessions.fd)
-            if failures and isinstance(source, int) and source not in own:
+            if failures and isinstance(source, int) and source not in self._own:
                 with contextlib.suppress(KeyError):
                     self._poller.unregister(source)  # else it would fail again at once, for ever
         now = time.monotonic()
@@ -206,19 +211,9 @@ class Daemon(Closing):
             self._proxies.report(now)
 
     def _serve_source(self, source: object) -> None:
-        if source is self._process_socket.socket:
-            self._serve_burst()
-        elif self._proxies.serve(source):
-            pass
-        elif source == self.env.mailbox.fd:
-            self.env.mailbox.deliver()
-        elif source == self._process_socket.queue.fd:
-            pass  # somebody connects: `heed` has seen to it
-        elif source == self.service.sessions.fd:
-            self._end_dead()
-        elif self._peers.connections.serve(source):
-            pass
-        elif isinstance(source, int):
+        if source in self._own:
+            self._own[source]()
+        elif not (self._proxies.serve(source) or self._peers.connections.serve(source)) and isinstance(source, int):
             any(handover.serve(source) for handover in self._handovers)
 
     def _tell_changes(self, now: float) -> None:
@@ -238,9 +233,6 @@ class Daemon(Closing):
         self.service.tick()
         with self._faults.contain("the look at proxies"):
             self._proxies.look()
-        if self._publisher is not None:
-            for name, count in self._publisher.counts.items():
-                self.env.counters[name] = count
         for handover in self._handovers:
             with self._faults.contain("the tick of the handover"):
                 handover.tick()

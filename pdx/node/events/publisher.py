@@ -100,8 +100,9 @@ class Publisher:
 
         :raises ConfigError: an address is none, or cannot be had, or is beyond this host, where there are no keys.
         """
-        # For the node's status: batches, batches, and answers with all that is there; the thread's.
-        self.counts = {"events_seq": 0, "events_published": 0, "events_replayed": 0, "events_snapshots": 0}
+        self.counts = events.env.counters  # batches, batches, and answers with all that is there: the thread's alone
+        for name in ("events_seq", "events_published", "events_replayed", "events_snapshots"):
+            self.counts[name] = 0
         self._events = events
         self._blocks = Blocks(places, as_bytes=as_bytes)
         self._topic = topic.encode()
