@@ -72,22 +72,15 @@ def test_two_processes_share_the_bytes_on_the_gpu(node, puppet):
     assert other.do("get", "x") == slot
     assert other.do("read", "x") == [7]
     assert node.status().counters["handovers"] == 2
+    descriptors = len(os.listdir(f"/proc/{node.pid}/fd"))
+    free = node.status().free_bytes
+    one.do("put", "half", 100_000, 1, False)
+    assert node.status().free_bytes < free
     one.kill()
+    wait_until(lambda: node.status().free_bytes == free, what="it leaves nothing")
     assert other.do("read", "x") == [7]
     assert other.do("map") == "vmm", "mapped once"
     assert node.status().mapped == 1, "the dead one's mapping was its own"
-
-
-def test_a_client_that_is_killed_leaves_nothing(node, puppet):
-    descriptors = len(os.listdir(f"/proc/{node.pid}/fd"))
-    free = node.status().free_bytes
-    victim = puppet()
-    victim.do("map")
-    victim.do("put", "half", 100_000, 1, False)
-    assert node.status().free_bytes < free
-    victim.kill()
-    wait_until(lambda: node.status().free_bytes == free)
-    assert node.status().mapped == 1
     # Fewer, where the connection of who waited for the node was still being closed when they were counted.
     wait_until(lambda: len(os.listdir(f"/proc/{node.pid}/fd")) <= descriptors)
 

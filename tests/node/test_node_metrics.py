@@ -96,21 +96,23 @@ def test_connections_that_say_nothing_cost_metrics_only(told):
             sock = stack.enter_context(socket.socket())
             sock.setblocking(False)
             sock.connect_ex(address)
-        with pdx.connect(node.address) as client:
-            assert client.status().arena_bytes
+        assert node.status().arena_bytes
         assert process.num_threads() <= before
     wait_until(lambda: scrape(address), what="metrics are told again")
 
 
-def test_who_asks_a_byte_at_a_time_is_served_no_longer_than_others(told):
+def test_who_asks_a_byte_at_a_time_is_served_no_longer_than_others(start_here, monkeypatch, caplog):
     """It kept the only thread for as long as it liked."""
-    _, address = told
+    monkeypatch.setattr(metrics, "SILENCE_S", 0.3)
+    caplog.set_level("INFO", logger="pdx.node")
+    start_here(metrics="127.0.0.1:0")
+    address = address_in(caplog.text)
     with socket.create_connection(address), socket.create_connection(address) as slow:  # one says nothing at all
         ended = threading.Event()
 
         def drip():
             with contextlib.suppress(OSError):
-                while not ended.wait(0.2):
+                while not ended.wait(0.05):
                     slow.sendall(b"G")
 
         thread = threading.Thread(target=drip)
