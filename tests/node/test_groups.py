@@ -89,14 +89,6 @@ def test_room_is_had_for_what_is_missing_behind_the_hits(prompt):
     assert prompt.ask(lease_s=0.0).hits == 6
 
 
-def test_who_asks_for_room_alone_has_it_for_all_that_is_missing(prompt):
-    prompt.store()
-    prompt.drop((1, 0), (2, 1))
-    answer = prompt.ask_room(lease_s=0.0)
-    assert [divmod(at, 6) for at in answer.granted] == [(1, 0), (2, 1)]
-    prompt.give_back(answer.granted_slots)
-
-
 def test_a_group_of_which_nothing_is_kept_gets_no_room(prompt):
     groups = [*prompt.groups[:2], *without_tail([STATE], nbytes=0)]
     answer = prompt.ask(groups=groups)
@@ -368,18 +360,6 @@ def test_a_decoder_waits_for_what_the_whole_prompt_needs_and_no_more(tailed):
     assert (answer.hits, answer.slots) == (6, [slot_of[place] for place in needs])
     assert set(places) - set(needs), "some never came"
     tailed.service.handle(tailed.engine, Cancel(TRANSFER))
-    tailed.give_back(written.granted_slots)
-    tailed.release(answer)
-
-
-def test_a_decoder_is_told_how_long_a_part_it_may_have_when_the_transfer_is_given_up(tailed):
-    written = write(tailed)
-    slot_of = dict(zip((divmod(at, 6) for at in written.granted), written.granted_slots, strict=True))
-    assert decode(tailed) is None
-    tailed.fill([slot_of[place] for place in tailed.needs(3)] + [slot_of[0, 4]])
-    tailed.service.handle(tailed.engine, Cancel(TRANSFER))
-    (answer,) = tailed.turn()
-    assert (answer.hits, answer.waiting) == (3, False)
     tailed.give_back(written.granted_slots)
     tailed.release(answer)
 

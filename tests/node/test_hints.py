@@ -269,14 +269,6 @@ def test_above_the_budget_the_beginning_of_the_prompt_is_leased_and_then_nothing
     assert bed.there(range(300)) == [*range(32), *range(200, 208)]
 
 
-def test_what_nobody_reads_is_leased_by_advice(bed):
-    bed.request(range(4))
-    assert outcomes(bed.advise(Hints("", lease_s=60.0), range(4))) == {"lease_s": "accepted"}
-    assert bed.service.store.pools[0].available_bytes == (CHUNKS - 4) * GRANULE_BYTES
-    bed.flood(count=2 * CHUNKS)
-    assert bed.there(range(4)) == [0, 1, 2, 3]
-
-
 class Leases(RuleBasedStateMachine):
     """Never more than the shares, and all of it is given back. `run` gives it a place."""
 

@@ -15,7 +15,7 @@ import zmq
 from node_harness import MIB, Wire, arenas_of
 
 from pdx.config import NodeConfig
-from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
+from pdx.errors import ArenaTooSmall, ConfigError
 from pdx.node import daemon as module
 from pdx.node.daemon import TICK_S, Daemon
 from pdx.node.proxy_line import ProxyLine
@@ -198,12 +198,6 @@ def test_a_start_that_fails_leaves_nothing(address, settings, error):
         assert len(arenas_of(address)) == 1
 
 
-def test_a_second_node_does_not_touch_what_the_first_one_has(address, daemon, wire):
-    with pytest.raises(NodeRunning, match=f"process {os.getpid()}"):
-        Daemon(NodeConfig(address=address, arena_bytes=MIB))
-    hello(daemon, wire)
-
-
 # ---- exceptions that nobody expected ------------------------------------------------------------
 
 
@@ -246,15 +240,6 @@ def test_an_exception_in_a_message_ends_its_session_and_nothing_else(daemon, wir
     hello(daemon, wire)
     assert is_served(daemon, wire)
     assert daemon.service.store.index.census()[0] == {}
-
-
-def test_an_exception_in_a_hello_lets_nobody_in(daemon, wire, other, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(daemon.service, "attach", fail)
-        wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
-        assert "internal error" in turn_until_answered(daemon, wire).text
-    assert daemon.service.counters["internal_errors"] == 1
-    assert is_served(daemon, other)
 
 
 def test_an_exception_in_a_bye_keeps_what_is_held_until_the_process_is_gone(daemon, child, other, monkeypatch):
