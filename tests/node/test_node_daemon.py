@@ -325,7 +325,7 @@ def test_an_exception_in_a_part_of_a_tick_ends_that_part_only(daemon, other, mon
     for name, part in PARTS.items():
         with monkeypatch.context() as patched:
             patched.setattr(*part(daemon), fail)
-            daemon._peers._warm_up_at = daemon._next_touch = 0.0
+            daemon._peers._warm_up_at = daemon._next_touch = daemon._next_tick = 0.0
             before = len(expired), counters["internal_errors"]
             daemon.turn(0.0)
             daemon.turn(0.0)
