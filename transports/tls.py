@@ -19,6 +19,7 @@ class TlsRegion(TcpRegion):
     """As `TcpRegion`."""
 
     scheme: ClassVar[str] = "tls"
+    seals: ClassVar[type[sealed.SealedBlocks] | None] = sealed.SealedBlocks
 
     @classmethod
     def availability(cls) -> Availability:

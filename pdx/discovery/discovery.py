@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import logging
 import random
+import socket
+import ssl
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -104,8 +106,6 @@ class Discovery(Closing):
             with contextlib.suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._task)
             self._loop.run_until_complete(self._loop.shutdown_default_executor())  # looks names up
-            for _ in range(3):  # an aborted connection is closed some turns later
-                self._loop.run_until_complete(asyncio.sleep(0))
         finally:
             self._loop.close()
 
@@ -160,11 +160,32 @@ def discovery(where: str, counters: Counter[str], *, has_keys: bool) -> Discover
 # ---- for sources ----------------------------------------------------------------------------
 
 
-def session(**more: Any) -> aiohttp.ClientSession:
+@contextlib.asynccontextmanager
+async def session(tls: ssl.SSLContext | bool = True, **more: Any) -> AsyncIterator[aiohttp.ClientSession]:
     """For one round: files with certificates and tokens are read anew for the next one. What the environment says of
-    proxies does not count, and nothing unfolds."""
+    proxies does not count, and nothing unfolds. All connections are closed behind it: one that is closed by itself
+    waits for TLS's goodbye."""
+    opened: list[socket.socket] = []
+
+    def opening(info: Any) -> socket.socket:
+        opened.append(socket.socket(*info[:3]))
+        return opened[-1]
+
     limits = aiohttp.ClientTimeout(total=None, connect=ANSWER_S / 4)
-    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), timeout=limits, auto_decompress=False, **more)
+    connector, jar = aiohttp.TCPConnector(ssl=tls, socket_factory=opening), aiohttp.DummyCookieJar()
+    try:
+        async with aiohttp.ClientSession(
+            connector=connector, cookie_jar=jar, timeout=limits, auto_decompress=False, **more
+        ) as http:
+            yield http
+    finally:
+        for each in opened:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for _ in range(1000):  # a few turns, mostly
+            if all(each.fileno() < 0 for each in opened):
+                break
+            await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
@@ -176,19 +197,12 @@ async def asked(
 
     :raises TimeoutError: the time is over.
     """
-    asking = asyncio.ensure_future(http.request(method, url, allow_redirects=False, **more))
-    try:
-        async with asyncio.timeout(limit_s):
-            yield await asyncio.shield(asking)
-    except BaseException:
-        if http.connector is not None:
-            await http.connector.close()  # it aborts; a connection that is closed by itself waits for TLS's goodbye
-        asking.cancel()
-        await asyncio.wait([asking])
-        raise
-    finally:
-        if not asking.cancelled() and asking.exception() is None:
-            asking.result().close()
+    async with asyncio.timeout(limit_s), http.request(method, url, allow_redirects=False, **more) as response:
+        try:
+            yield response
+        except BaseException:
+            await http.close()  # what is left of the answer is not waited for
+            raise
 
 
 async def answer(response: aiohttp.ClientResponse) -> bytes:

@@ -127,7 +127,7 @@ class Etcd:
             tls = ssl.create_default_context(cafile=ca)
             if cert:
                 tls.load_cert_chain(cert, key)
-        async with session(base_url=self._urls[0], connector=aiohttp.TCPConnector(ssl=tls)) as http:
+        async with session(tls, base_url=self._urls[0]) as http:
             if user:
                 name, _, password = user.partition(":")
                 said = await _call(http, "auth/authenticate", {"name": name, "password": password}, _Token)

@@ -123,8 +123,8 @@ class Kubernetes:
         ask = {"labelSelector": f"kubernetes.io/service-name={self._service}"}
         headers = {"Authorization": f"Bearer {self._read('token')}", "Accept": "application/json"}
         tls = ssl.create_default_context(cadata=self._read("ca.crt"))
-        async with session(headers=headers) as http:
-            async with asked(http, "GET", url, ANSWER_S, params=ask, ssl=tls) as told:
+        async with session(tls, headers=headers) as http:
+            async with asked(http, "GET", url, ANSWER_S, params=ask) as told:
                 listed = _list.decode(await answer(told))
             self._slices, self._count = {}, 0
             for each in listed.items:
@@ -132,7 +132,7 @@ class Kubernetes:
             changed()
             watch_s = random.uniform(WATCH_S, 1.5 * WATCH_S)
             ask |= {"watch": "1", "resourceVersion": listed.metadata.version, "timeoutSeconds": f"{watch_s:.0f}"}
-            async with asked(http, "GET", url, watch_s + ANSWER_S, params=ask, ssl=tls) as told:
+            async with asked(http, "GET", url, watch_s + ANSWER_S, params=ask) as told:
                 async for line in lines(told):
                     self._heed(_event.decode(line))
                     changed()

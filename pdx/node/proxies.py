@@ -35,23 +35,6 @@ def proxies_of(config: NodeConfig) -> list[str]:
     return list(dict.fromkeys(each for word in config.proxy.split(",") if (each := word.strip())))
 
 
-class _Proxy:
-    """One process, worker `number` of the proxy at `base`."""
-
-    def __init__(self, base: str, number: int, key: str, line: ProxyLine, follower: Follower) -> None:
-        """`key`: its public one, as the roster had it; empty: none."""
-        self.base = base
-        self.key = key
-        self.number = number
-        self.line = line
-        self.follower = follower
-        self.peers: list[PeerEntry] = []  # as it told last
-        self.tag = ""  # of its transfers
-
-    def concerns(self, transfer: str) -> bool:
-        return bool(self.tag) and transfer.startswith(self.tag)
-
-
 class Proxies:
     """Owned by the control loop. Open from construction to `close`; nothing waits."""
 
@@ -68,10 +51,9 @@ class Proxies:
         self._context = context
         self._poller = poller
         self._named = list(addresses)
-        self._all: dict[str, _Proxy] = {}  # by address
-        self._by_socket: dict[zmq.Socket[bytes], _Proxy] = {}
+        self._all: dict[str, ProxyLine] = {}  # by address
+        self._by_socket: dict[zmq.Socket[bytes], ProxyLine] = {}
         self._next_report = 0.0
-        self._own = service.peers.connections.own
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             for address in addresses:
@@ -79,29 +61,37 @@ class Proxies:
             undo.pop_all()
 
     def _open(self, address: str, base: str, number: int) -> None:
+        """In the place of the line that there is, which stays where this fails."""
         connections = self._service.peers.connections
-        line = ProxyLine(self._context, address, connections.roster, connections.own, self._faults, base=base)
-        follower = Follower(self._service.events, self._service.epoch)
-        made = self._all[address] = _Proxy(base, number, connections.roster.proxy_key(base), line, follower)
+        line = ProxyLine(
+            self._context,
+            address,
+            base,
+            number,
+            roster=connections.roster,
+            own=connections.own,
+            follower=Follower(self._service.events, self._service.epoch),
+            faults=self._faults,
+        )
+        self._end(address)
+        self._all[address] = line
         for socket in line.sockets:
-            self._by_socket[socket] = made
+            self._by_socket[socket] = line
             self._poller.register(socket, zmq.POLLIN)
 
     def _try_open(self, address: str, base: str, number: int) -> None:
         try:
             self._open(address, base, number)
         except (ConfigError, zmq.ZMQError) as error:
-            self._faults.warn(f"proxy {address}", f"worker {number} of the proxy at {base} is not reported to: {error}")
+            text = f"worker {number} of the proxy at {base} is not reported to, or not with the node's new key: {error}"
+            self._faults.warn(f"proxy {address}", text)
 
     def _end(self, address: str) -> None:
-        self._close(self._all.pop(address))
-
-    def _close(self, gone: _Proxy) -> None:
-        gone.follower.gone()
-        for socket in gone.line.sockets:
-            del self._by_socket[socket]
-            self._poller.unregister(socket)
-        gone.line.close()
+        if (line := self._all.pop(address, None)) is not None:
+            for socket in line.sockets:
+                del self._by_socket[socket]
+                self._poller.unregister(socket)
+            line.close()
 
     def close(self) -> None:
         """Idempotent."""
@@ -110,19 +100,18 @@ class Proxies:
 
     def look(self) -> None:
         """At each tick: report to the proxies that were found since, and no longer to those that are found no more and
-        are not there. One that is connected stays, whatever the cluster says of it, while the roster has its key."""
-        roster = self._service.peers.connections.roster
-        for address, each in list(self._all.items()):
-            if not roster.is_proxys(each.key, each.base):
-                self._end(address)
+        are not there. One that is connected stays, whatever the cluster says of it, while the roster has its key; it is
+        told anew who this node is when that has another key."""
+        own, roster = self._service.peers.connections.own, self._service.peers.connections.roster
         wanted = {*self._named, *roster.proxies}
+        kept = wanted | {each.base for each in self._all.values() if each.is_up}
+        for address, each in list(self._all.items()):
+            if each.base not in kept or not roster.is_proxys(each.key, each.base):
+                self._end(address)
+            elif each.own != own:
+                self._try_open(address, each.base, each.number)
         for address in wanted - self._all.keys():
             self._try_open(address, address, 0)
-        for base in {each.base for each in self._all.values()} - wanted:
-            mine = [address for address, each in self._all.items() if each.base == base]
-            if not any(self._all[address].line.is_up for address in mine):
-                for address in mine:
-                    self._end(address)
 
     # ---- what they say ----------------------------------------------------------------------
 
@@ -131,16 +120,16 @@ class Proxies:
         proxy = self._by_socket.get(source) if isinstance(source, zmq.Socket) else None
         if proxy is None:
             return False
-        if proxy.line.heed_events():
+        if proxy.heed_events():
             self._next_report = 0.0
-        if not proxy.line.is_up:
+        if not proxy.is_up:
             proxy.follower.gone()
-        for message in proxy.line.receive():
+        for message in proxy.receive():
             with self._faults.contain("a message of the proxy"):
                 self._heed(proxy, message)
         return True
 
-    def _heed(self, proxy: _Proxy, message: object) -> None:
+    def _heed(self, proxy: ProxyLine, message: object) -> None:
         service = self._service
         match message:
             case Arriving(session, salt):
@@ -162,7 +151,7 @@ class Proxies:
     def _peers(self) -> list[PeerEntry]:
         """All that any of them tells of that is there, or of the last ones that were: one that was just started does
         not know all nodes yet."""
-        up = [each for each in self._all.values() if each.line.is_up]
+        up = [each for each in self._all.values() if each.is_up]
         return list({peer.name: peer for each in up or self._all.values() for peer in each.peers}.values())
 
     def _heed_workers(self, base: str, workers: int) -> None:
@@ -186,11 +175,11 @@ class Proxies:
             outcome = Refused.of(error)
         return outcome
 
-    def _reply(self, proxy: _Proxy, number: int, outcome: Outcome) -> None:
+    def _reply(self, proxy: ProxyLine, number: int, outcome: Outcome) -> None:
         reply = Reply(number, outcome)
         if len(encode(reply)) > MAX_FRAME_BYTES:
             reply = Reply(number, Refused(NodeError.__name__, f"the answer has more than {MAX_FRAME_BYTES} bytes"))
-        if not proxy.line.send(reply):
+        if not proxy.send(reply):
             self._service.counters["replies_dropped"] += 1
 
     # ---- what they are told -----------------------------------------------------------------
@@ -198,23 +187,13 @@ class Proxies:
     def tell_changes(self) -> None:
         """What changed among chunks, to those that follow."""
         for proxy in self._all.values():
-            proxy.follower.turn(proxy.line.send)
+            proxy.follower.turn(proxy.send)
 
     def report(self, now: float) -> None:
         """The heartbeat, when it is due, or there is news. Marks of transfers are news to whose they are, and wait, the
         last 4,096 of them, as long as no proxy is there."""
         service = self._service
-        if service.peers.connections.own is not self._own:  # each is told who this node is now
-            self._own = service.peers.connections.own
-            for address, each in list(self._all.items()):
-                try:
-                    self._open(address, each.base, each.number)
-                except (ConfigError, zmq.ZMQError) as error:
-                    # As before, as long as that key counts there.
-                    self._faults.warn(f"proxy {address}", f"the proxy at {address} is not told the new key: {error}")
-                else:
-                    self._close(each)
-        up = [proxy for proxy in self._all.values() if proxy.line.is_up]
+        up = [proxy for proxy in self._all.values() if proxy.is_up]
         is_due = now >= self._next_report or service.has_news
         if not up or not (is_due or service.marks):
             return
@@ -223,10 +202,10 @@ class Proxies:
         report = heartbeat(service)
         for proxy in up:
             mine = self._marks_of(proxy, report)
-            if (is_due or mine.marks) and not proxy.line.send(mine):
+            if (is_due or mine.marks) and not proxy.send(mine):
                 service.counters["reports_dropped"] += 1
 
-    def _marks_of(self, proxy: _Proxy, report: NodeReport) -> NodeReport:
+    def _marks_of(self, proxy: ProxyLine, report: NodeReport) -> NodeReport:
         """With those of its transfers, and of such as nobody has named."""
         others = [each for each in self._all.values() if each is not proxy]
         found = [

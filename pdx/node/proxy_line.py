@@ -1,4 +1,4 @@
-"""The node's connection to its proxy: reports go out while it stands, cancels and lists of nodes come in."""
+"""The node's connection to a proxy: reports go out while it stands, cancels and lists of nodes come in."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ProtocolError
+from pdx.node.events.follower import Follower
 from pdx.security.address import needs_ipv6
 from pdx.security.curve_keys import KeyPair
 from pdx.security.roster import Roster
 from pdx.telemetry.faults import Faults
 from pdx.wire.burst import burst
 from pdx.wire.messages import MAX_FRAME_BYTES, encode
-from pdx.wire.proxy import FromProxy, ToProxy, decode_from_proxy
+from pdx.wire.proxy import FromProxy, PeerEntry, ToProxy, decode_from_proxy
 
 log = logging.getLogger("pdx.node")
 
@@ -27,22 +28,30 @@ _numbers = itertools.count()  # ZMQ may have the name of a monitor for a while a
 
 
 class ProxyLine:
-    """A DEALER that connects until it is closed. One thread; nothing blocks."""
+    """To one process: worker `number` of the proxy at `base`. A DEALER that connects until it is closed. One thread;
+    nothing blocks."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
+        base: str,
+        number: int,
+        *,
         roster: Roster,
         own: KeyPair | None,
+        follower: Follower,
         faults: Faults,
-        *,
-        base: str,
     ) -> None:
-        """`roster` may say the proxy's key; `own`: this node's. `base`: of a worker, where the first of them is.
+        """`roster` may say the proxy's key; `own`: this node's.
 
         :raises ConfigError: see `Roster.secure_proxy`.
         """
+        self.base, self.number = base, number
+        self.key, self.own = roster.proxy_key(base), own  # what either side proves; empty, None: nothing
+        self.follower = follower
+        self.peers: list[PeerEntry] = []  # as it told last
+        self.tag = ""  # of its transfers
         self.is_up = False
         self._address = address
         self._faults = faults
@@ -111,6 +120,11 @@ class ProxyLine:
             return False
         return True
 
+    def concerns(self, transfer: str) -> bool:
+        """Whether it is one of this proxy's."""
+        return bool(self.tag) and transfer.startswith(self.tag)
+
     def close(self) -> None:
         """Idempotent."""
+        self.follower.gone()
         self._undo.close()

@@ -84,15 +84,15 @@ def address_host(address: str) -> str:
     return "localhost" if address.startswith("ipc://") else spelled(str(_endpoint(address)[0]))
 
 
-@functools.lru_cache(4096)  # a cluster says the same ones again and again
+@functools.lru_cache(1 << 14)  # more than a cluster says at a time: it says the same ones again and again
 def is_found_address(address: str) -> bool:
     """Whether who proves a key may be dialled there, where others than the roster say so: no names, which would have to
     be looked up."""
     try:
-        check_address(address, has_keys=True)
-        return address.startswith("tcp://") and not isinstance(_endpoint(address)[0], str)
+        host, port = _endpoint(address)
     except ConfigError:
         return False
+    return port > 0 and not isinstance(host, str)
 
 
 def check_hosts(hosts: Iterable[str]) -> None:

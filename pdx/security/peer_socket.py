@@ -86,9 +86,7 @@ class PeerSocket:
             if listen.startswith("ipc://"):
                 for user in (os.getuid(), 0):  # by the kernel's word, whatever the folder's mode has become
                     self.router.setsockopt(zmq.IPC_FILTER_UID, user)
-                self._queue = undo.enter_context(
-                    contextlib.closing(AcceptQueue(socket_path(listen), self.router, counters))
-                )
+                self._queue = undo.enter_context(self._queue_at(listen))
             elif self._filter is not None:
                 try:
                     self._filter.bind(self.router)
@@ -100,7 +98,7 @@ class PeerSocket:
     def prove(self, own: KeyPair, poller: zmq.Poller) -> None:
         """Another key than before, to who connects from now on. `poller` has `sources`.
 
-        :raises ConfigError: the address cannot be had anew.
+        :raises ConfigError: the address cannot be had anew, say for want of a descriptor; to be called again.
         """
         assert self._gate is not None, "there are no keys"
         self._gate.prove(own)
@@ -110,12 +108,16 @@ class PeerSocket:
                 self._filter.bind(self.router)
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(f"cannot listen for peers at {self.address!r} any more: {error}") from error
-        if self._queue is not None:
-            poller.unregister(self.fd)
-            self._queue.close()
-            path = socket_path(self.address)
-            self._queue = self._undo.enter_context(contextlib.closing(AcceptQueue(path, self.router, self._counters)))
+        if self._filter is None:
+            if self._queue is not None:
+                poller.unregister(self.fd)
+                self._queue.close()
+                self._queue = None
+            self._queue = self._undo.enter_context(self._queue_at(self.address))
             poller.register(self.fd, zmq.POLLIN)
+
+    def _queue_at(self, address: str) -> contextlib.closing[AcceptQueue]:
+        return contextlib.closing(AcceptQueue(socket_path(address), self.router, self._counters))
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:

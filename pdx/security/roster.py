@@ -235,25 +235,20 @@ class Roster:
         """A node, as the file names it."""
         return self._file.nodes.get(name) if self._file is not None else None
 
-    def entry(self, name: str) -> PeerEntry:
-        """The node of that name. :raises PeerUnknown: there is none."""
+    def entry(self, name: str) -> RosterEntry:
+        """Where the node of that name is dialled now, and which keys it may prove. :raises PeerUnknown: nowhere."""
         found = self._nodes.get(name)
         if found is None:
             known = ", ".join(sorted(self._nodes)[:16]) or "nobody"
             raise PeerUnknown(
                 f"no node is named {name!r:.80} in the roster ({self._path or 'told by the proxy'}: {known})"
             )
-        return PeerEntry(name, found.address, found.key)
+        return found
 
-    def keys(self, name: str) -> tuple[str, ...]:
-        """What the node of that name may prove; several while it gets a new key."""
+    def address_of(self, name: str) -> str:
+        """Where that node is dialled now; empty: nowhere."""
         found = self._nodes.get(name)
-        return found.keys if found is not None else ()
-
-    def is_elsewhere(self, name: str, address: str) -> bool:
-        """Whether that node is dialled somewhere else by now."""
-        found = self._nodes.get(name)
-        return found is not None and found.address != address
+        return found.address if found is not None else ""
 
     def host_of(self, name: str) -> str:
         """The host on which that node is by the file, or by a cluster that gives out addresses; empty: nobody says.
@@ -311,13 +306,14 @@ class Roster:
         return key in self._by_key
 
     def is_named(self, name: str, key: str, address: str) -> bool:
-        """Whether it still names this node, with the same key and, if it was dialled, the same address. A connection
-        outlives an address that was found: clusters err, and the key was proved."""
-        entry = self.node(name)
-        if not address or (entry is not None and not entry.address):
-            return (not self._has_keys or self._by_key.get(key) == name) and self.admits_name(name)
-        entry = self._nodes.get(name)
-        return entry is not None and entry.address == address and key in entry.keys
+        """Whether a file still names this node, with the same key and, if it was dialled, the same address. A
+        connection outlives an address that was found or told: clusters err, and the key was proved."""
+        if self._file is None:
+            return True
+        entry = self._file.nodes.get(name)
+        if entry is None or (self._has_keys and key not in entry.keys):
+            return False
+        return not (address and entry.address) or address == entry.address
 
     def secure_proxy(self, socket: zmq.Socket[bytes], own: KeyPair | None, address: str = "") -> None:
         """Before a socket connects to the proxy at `address`, or to a worker of it: CURVE, if this node has keys, its

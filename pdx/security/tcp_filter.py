@@ -183,14 +183,17 @@ class TcpFilter:
         try:
             taker.setsockopt(zmq.BACKLOG, _ZMQ_BACKLOG)
             taker.bind(self.inner)
+        except zmq.ZMQError:
+            self._folder.cleanup()
+            raise
         finally:
             os.umask(mask)
         self.start()
 
     def start(self) -> None:
         """Take connections. What is bound at `inner` has no name any more from now on: nobody else finds it."""
-        target = os.open(self.inner.removeprefix("ipc://"), os.O_PATH | os.O_CLOEXEC)
-        self._folder.cleanup()
+        with self._folder:
+            target = os.open(self.inner.removeprefix("ipc://"), os.O_PATH | os.O_CLOEXEC)
         if self._target >= 0:
             os.dup2(target, self._target, inheritable=False)  # at once for the thread, which may be using it
             os.close(target)

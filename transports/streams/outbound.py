@@ -16,7 +16,7 @@ from typing import ClassVar
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, ProtocolError, TransferAborted, WriteRefused
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer, check_write, merged
 from pdx.transports.streams import coded, frames
-from pdx.transports.streams.sealed import SealedBlocks, SealedSocket
+from pdx.transports.streams.sealed import SealedBlocks
 from pdx.transports.streams.sockets import Buffer, fill, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
@@ -67,7 +67,7 @@ class StreamChannel(Channel):
 
     def __init__(self, region: StreamRegion, remote: RemoteRegion, wake: threading.Event) -> None:
         self._memory = region.memory
-        self._sends_bytes = region.sends_bytes
+        self._sends_bytes, self._seals = region.sends_bytes, region.seals
         self._remote = remote
         self._is_coding = region.codec != "none" and region.sends_bytes and region._decodes(remote)
         self.wake = wake
@@ -123,7 +123,7 @@ class StreamChannel(Channel):
         stream = min(self._streams, key=lambda each: each.nbytes // _BUSY_BYTES)
         stream.queue.append(transfer)
         stream.nbytes += transfer.nbytes
-        is_slow = transfer.is_coded or isinstance(stream.sock, SealedSocket)  # takes longer than the caller has time
+        is_slow = transfer.is_coded or self._seals is not None  # takes longer than the caller has time
         if is_slow and len(stream.queue) == 1:
             os.eventfd_write(stream.wake_fd, 1)
         if is_slow or len(stream.queue) > 1:
@@ -174,9 +174,8 @@ class StreamChannel(Channel):
                 blocks = transfer.blocks = coded.Blocks(spans)
             else:
                 unsent += spans
-        if isinstance(stream.sock, SealedSocket):
-            transfer.blocks = SealedBlocks(stream.sock, unsent, blocks)
-            unsent = []
+        if self._seals is not None:
+            unsent, transfer.blocks = [], self._seals(stream.sock, unsent, blocks)
         transfer.unsent = unsent
 
     def _sent(self, stream: _Stream, unsent: Sequence[Buffer]) -> None:
@@ -264,6 +263,7 @@ class StreamRegion(Region):
 
     streams: ClassVar[int] = 2  # of a channel
     sends_bytes: ClassVar[bool]  # bytes follow the head of a write; else the reader copies them
+    seals: ClassVar[type[SealedBlocks] | None] = None  # makes what is sent of them, over a stream of `_dial`
 
     @abstractmethod
     def _dial(self, remote: RemoteRegion, timeout_s: float) -> socket.socket:

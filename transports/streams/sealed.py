@@ -181,7 +181,8 @@ class SealedServer(socket.socket):
 class SealedBlocks:
     """What is sent for some bytes, and what follows them, where it is encoded. False when all of it was taken."""
 
-    def __init__(self, stream: SealedSocket, buffers: Sequence[Buffer], coded: Blocks | None) -> None:
+    def __init__(self, stream: socket.socket, buffers: Sequence[Buffer], coded: Blocks | None) -> None:
+        assert isinstance(stream, SealedSocket)
         self._stream, self._coded = stream, coded
         self._left = deque(memoryview(buffer) for buffer in buffers)
 

@@ -13,10 +13,9 @@ later, the rival is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
 import zmq
 
 from pdx.config import NodeConfig, listen_address, node_name
@@ -32,7 +31,7 @@ from pdx.node.peers.connection import (
     refusal,
 )
 from pdx.security.address import check_address
-from pdx.security.node_keys import NodeKeys
+from pdx.security.own_key import OwnKey
 from pdx.security.peer_socket import Arrival, PeerSocket, dialled, receive
 from pdx.security.roster import Roster
 from pdx.telemetry.env import Env, WakingClock
@@ -77,8 +76,8 @@ class Connections:
         self._node, self._env, self._numbers = node, env, numbers
         self._context, self._poller = context, poller or zmq.Poller()
         self._timeout_s, self._ping_s = config.peer_timeout_s, config.report_s
-        self._keys = NodeKeys(config.keys, env.counters)
-        self.own = self._keys.own  # to be proved at other sockets, too
+        self._own_key = OwnKey(config.keys, env.counters)
+        self.own = self._own_key.in_file  # what is proved here now, and is to be proved at other sockets, too
         self.roster = Roster(config.roster, has_keys=self.own is not None, counters=env.counters)
         self._discovery: Discovery | None = None
         if config.discover:
@@ -154,10 +153,7 @@ class Connections:
 
     def address_of(self, name: str) -> str:
         """Where the roster says that a peer is, empty if it does not name it."""
-        try:
-            return self.roster.entry(name).address
-        except PeerUnknown:
-            return ""
+        return self.roster.address_of(name)
 
     def dial(self, name: str, *, is_wanted: bool = True) -> PeerConnection:
         """The connection to that peer; if there is none, the peer is dialled now, and `invited` or `over` will follow.
@@ -176,8 +172,8 @@ class Connections:
         own = self._node.identity()
         if name == own.name or self._context is None:
             raise PeerUnknown(f"{name!r} is this node itself")
-        entry = self.roster.entry(name)
-        entry = msgspec.structs.replace(entry, public_key=self._keys.of_peer(name, self.roster.keys(name)))
+        found = self.roster.entry(name)
+        entry = PeerEntry(name, found.address, self._key_of(name, found.keys))
         socket = dialled(self._context, entry, self.own, self._timeout_s)
         peer = self._new(name, socket)
         peer.address, peer.key, peer.is_wanted = entry.address, entry.public_key, is_wanted
@@ -185,6 +181,14 @@ class Connections:
         self._poller.register(socket, zmq.POLLIN)
         peer.post(own)
         return peer
+
+    def _key_of(self, name: str, keys: Sequence[str]) -> str:
+        """Which of its keys a peer is to prove that is dialled: what it proved last, and another one where nobody has
+        answered by that."""
+        before = self._last.get(name)
+        if before is None or before.key not in keys:
+            return keys[0]
+        return next((key for key in keys if not before.epoch and key != before.key), before.key)
 
     def leave(self, peer: PeerConnection, refusal: str = "") -> None:
         """End it: this node will write nothing more to that peer, so close the channels to it before. With a reason, a
@@ -220,25 +224,23 @@ class Connections:
         with self._env.faults.contain("the look at the roster"):
             if self.roster.refresh():
                 self._forget_strangers()
-                for peer in self.peers:
-                    if not self.roster.is_named(peer.name, peer.key, peer.address):
-                        self._lose(peer, Ending.LOST, "the roster has changed")
-            if self._discovery is not None and self.roster.find(self._discovery.found):
-                for peer in self.peers:  # who has not answered is not waited for where it was
-                    if peer.state is ConnectionState.DIALING and self.roster.is_elsewhere(peer.name, peer.address):
-                        self._lose(peer, Ending.LOST, "it was found elsewhere")
-            if (own := self._keys.renewed(self.roster, self._name, self.address)) is not None:
+            if self._discovery is not None:
+                self.roster.find(self._discovery.found)
+        with self._env.faults.contain("the node's key"):
+            own = self._own_key.after(self.own, self.roster, self._name, self.address)
+            if own is not None and own != self.own:
+                self._listening.prove(own, self._poller)  # where that fails it is tried again at the next tick
                 self.own = own
-                self._listening.prove(own, self._poller)
+                log.info("new connections have the node's new key, %s", own.public)
         self._heed()
         is_ping_due = self._now >= self._next_ping
         if is_ping_due:
             self._next_ping = self._now + self._ping_s
         for peer in self.peers:
             with self._env.faults.contain("the tick of a connection") as failures:
+                self._tick(peer)
                 if is_ping_due:
                     peer.send(Ping())
-                self._tick(peer)
             if failures:
                 self._end_failed(peer)
 
@@ -286,7 +288,7 @@ class Connections:
                 return
 
     def _hear(self, peer: PeerConnection, key: str, frame: PeerFrame) -> None:
-        if not peer.is_dialled and self.own is not None and self.roster.name_of(key) != peer.name:
+        if not peer.is_dialled and key != peer.key:
             raise ProtocolError(f"sent with a key that is not that of {peer.name!r}")
         peer.take(frame)
         peer.heard_at = self._now
@@ -363,7 +365,6 @@ class Connections:
     def _open(self, arrival: Arrival, seq: int, hello: Hello, schemes: list[str], said: int) -> None:
         peer = self._new(hello.name, self._listening.router, arrival.route, said=said)
         peer.key = arrival.key
-        self._keys.proved(hello.name, arrival.key)
         peer.is_of(hello)
         peer.take(PeerFrame(seq, 0, hello))
         self._by_route[arrival.route] = peer
@@ -438,8 +439,12 @@ class Connections:
             self._lose(peer, Ending.LOST, why)
 
     def _tick(self, peer: PeerConnection) -> None:
-        is_dialing = peer.state is ConnectionState.DIALING
-        if is_dialing and peer.name in self._rivals and self._now - peer.dialled_at > self._timeout_s / 2:
+        is_dialing, address = peer.state is ConnectionState.DIALING, self.address_of(peer.name)
+        if not self.roster.is_named(peer.name, peer.key, peer.address):
+            self._lose(peer, Ending.LOST, "the roster has changed")
+        elif is_dialing and address not in ("", peer.address):  # who has not answered is not waited for where it was
+            self._lose(peer, Ending.LOST, "it was found elsewhere")
+        elif is_dialing and peer.name in self._rivals and self._now - peer.dialled_at > self._timeout_s / 2:
             self._replace(peer)  # the peer reaches this node, and this node seems not to reach the peer
             if not self._accept_rival(peer.name):
                 self._node.over(peer, Ending.LOST, "nothing was heard, and its own dialling has ended")
@@ -455,8 +460,6 @@ class Connections:
 
     def _lose(self, peer: PeerConnection, step: Ending, why: str) -> None:
         was_ready = peer.state is ConnectionState.READY
-        if peer.state is ConnectionState.DIALING:
-            self._keys.failed(peer.name, peer.key, self.roster.keys(peer.name))
         self._close(peer, step, why)
         # A peer that is not there is dialled again and again: said once.
         is_news = was_ready or why != peer.why_before
@@ -495,4 +498,3 @@ class Connections:
         for name in self._last.keys() - names:
             if self._last[name].state is ConnectionState.CLOSED:
                 del self._last[name]
-        self._keys.forget(names)
