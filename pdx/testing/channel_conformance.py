@@ -70,7 +70,8 @@ class ChannelSetting:
 
 
 class BetweenKindsOfMemory(ChannelSetting):
-    """The part of the suite that may depend on what either side's memory is: for two kinds in `memories`, both ways."""
+    """The part of the suite that may depend on what either side's memory is, for two kinds in `memories`, both ways; or
+    on what the bytes of a channel go through that passes all of it otherwise."""
 
     _stopped_in_the_middle = Deaths._stopped_in_the_middle
     test_every_byte_arrives_and_no_other_changes = Writes.test_every_byte_arrives_and_no_other_changes

@@ -21,7 +21,7 @@ from pdx.testing.waiting import DEADLINE_S, wait_until
 from pdx.transports.channel import MAX_DETAIL_BYTES, TOKEN_BYTES, Channel, Piece, Region, RemoteRegion, Transfer
 
 _PROMPT_S = 20.0  # what must not wait for a silent peer takes less than this, on a loaded machine
-_ROUNDS = 50
+_ROUNDS = 30
 _MAX_GROWTH_BYTES = 12 * MIB
 
 
@@ -51,18 +51,12 @@ class Endings:
             transfer.abort()
         errors = stage.finish(transfers)
         assert set(errors) <= {"", "TransferAborted"}
+        for transfer in transfers:
+            transfer.abort()  # which changes nothing any more
+        assert stage.finish(transfers) == errors
         assert stage.written(channel, [Piece(0, 0, 16)], b"last") == ""
         arrived = {bytes([at]) for at, error in enumerate(errors) if not error} | {b"last"}
         stage.until(lambda: arrived <= set(reader.payloads()), "all that have no error are notified")
-
-    def test_abort_after_the_end_changes_nothing(self, stage: Stage) -> None:
-        writer, reader = stage.side(), stage.side()
-        channel = writer.connect(reader.session((0, MIB))[1])
-        transfer = channel.write([Piece(0, 0, MIB)], b"")
-        stage.finish([transfer])
-        transfer.abort()
-        assert transfer.poll()
-        assert transfer.error is None
 
     def test_close_ends_what_is_in_flight(self, stage: Stage) -> None:
         """All transfers are over at once, local bytes are free, and writes afterwards are broken from the beginning."""
@@ -290,7 +284,7 @@ class Malformed:
         """Any bytes at all: an error of ours, never a crash."""
         connect = self._connect(stage)
 
-        @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(st.binary(max_size=300) | st.recursive(_LEAVES, _nested, max_leaves=8).map(msgspec.msgpack.encode))
         def refused(detail: bytes) -> None:
             remote = RemoteRegion(self.region.scheme, MIB, secrets.token_bytes(TOKEN_BYTES), detail)
@@ -306,7 +300,7 @@ class Malformed:
         _, remote = stage.side(MIB).session((0, MIB))
         detail = remote.detail
         allowed = {"", "ChannelBroken", "ChannelUnavailable"}
-        for at in range(0, len(detail), max(1, len(detail) // 24)):
+        for at in range(0, len(detail), max(1, len(detail) // 10)):
             changed = detail[:at] + bytes([detail[at] ^ 0x55]) + detail[at + 1 :]
             for damaged in (detail[:at], changed):
                 fake = RemoteRegion(remote.scheme, remote.nbytes, remote.token, damaged)

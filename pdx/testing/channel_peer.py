@@ -7,7 +7,6 @@ Tests of channels kill and stop it. Its first line is the path of its memory, if
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import signal
@@ -77,14 +76,7 @@ def _verbs(stage: Stage, side: Side) -> dict[str, Callable[..., Any]]:
     def read(offset: int, nbytes: int) -> str:
         return bytes(side.view[offset : offset + nbytes]).hex()
 
-    def digest() -> str:
-        return hashlib.blake2b(bytes(side.view)).hexdigest()
-
-    def close() -> None:
-        for channel in channels:
-            channel.close()
-
-    said = (invite, grant, payloads, connect, write, storm, finish, read, digest, close)
+    said = (invite, grant, payloads, connect, write, storm, finish, read)
     return {each.__name__: each for each in said}
 
 

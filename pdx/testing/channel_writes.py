@@ -19,8 +19,6 @@ from pdx.transports.channel import (
     MAX_NOTIFY_BYTES,
     MAX_PIECES,
     MAX_UNTAKEN_BYTES,
-    NOTIFICATION_BYTES,
-    TOKEN_BYTES,
     Channel,
     Piece,
     Region,
@@ -32,8 +30,7 @@ _CALM_ROUNDS = 100
 _SHAPES: dict[str, list[int]] = {
     "one byte": [1],
     "one": [MIB],
-    "few large": [64 * MIB, 64 * MIB],
-    "many small": [4 * _KIB] * 2000,
+    "few large": [12 * MIB, 12 * MIB],
     "as many as possible": [517] * MAX_PIECES,
     "odd sizes": [1, 4095, 4096, 4097, 65_537, 300_001, 3, 1_048_577],
     "mixed": [4 * _KIB] * 100 + [2 * MIB] * 3 + [64 * _KIB] * 16,
@@ -89,13 +86,6 @@ class Writes:
         assert bytes(reader.view) == landed(before, source, pieces)
         assert bytes(writer.view) == source
 
-    def test_the_same_local_bytes_may_go_to_several_places(self, stage: Stage) -> None:
-        writer, reader = stage.side(), stage.side()
-        pieces = [Piece(100, index * 8192, 4096) for index in range(64)]
-        expected = landed(bytes(reader.view), writer.view, pieces)
-        assert stage.written(connected(writer, reader, (0, 8 * MIB)), pieces) == ""
-        assert bytes(reader.view) == expected
-
     def test_a_notification_comes_once_and_behind_its_bytes(self, stage: Stage) -> None:
         """Whenever one is there, the bytes it speaks of are, however many writes are in flight."""
         writer, reader = stage.side(), stage.side()
@@ -124,52 +114,45 @@ class Writes:
         assert Counter(reader.payloads()) == Counter(bytes([index]) for index in range(len(sizes)))
         assert all(transfer.poll() for transfer in transfers)  # once over, always over
 
+    def test_several_writers_with_a_thread_each_and_one_listener(self, stage: Stage) -> None:
+        """At the same time, with the numbers of their writes the same; each keeps its own token and its own span."""
+        writers, reader = [stage.side(), stage.side()], stage.side()
+        share = 2 * MIB
+        errors: list[str] = []
+        tokens, expected = [], b""
+
+        def write(lane: int, channel: Channel) -> None:
+            pieces = [Piece(lane * share + at, lane * share + at, 32 * _KIB) for at in range(0, share, 32 * _KIB)]
+            errors.extend(stage.finish([channel.write([piece], bytes([lane])) for piece in pieces]))
+
+        threads = []
+        for lane in range(4):
+            token, remote = reader.session((lane * share, share))
+            tokens.append(token)
+            expected += bytes(writers[lane % 2].view[lane * share : (lane + 1) * share])
+            threads.append(threading.Thread(target=write, args=(lane, writers[lane % 2].connect(remote))))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == [""] * 256
+        stage.notified(reader, 256)
+        assert Counter((each.token, each.payload) for each in reader.take()) == {
+            (token, bytes([lane])): 64 for lane, token in enumerate(tokens)
+        }
+        assert bytes(reader.view) == expected
+
     def test_writes_over_one_channel_are_independent(self, stage: Stage) -> None:
-        """Many in flight, waited for in the opposite order."""
+        """Many in flight, some of the same bytes, waited for in the opposite order."""
         writer, reader = stage.side(), stage.side()
         channel = connected(writer, reader, (0, 8 * MIB))
-        pieces = [Piece(index * 16 * _KIB, (511 - index) * 16 * _KIB, 16 * _KIB) for index in range(512)]
+        pieces = [Piece(index // 2 * 16 * _KIB, (511 - index) * 16 * _KIB, 16 * _KIB) for index in range(512)]
         expected = landed(bytes(reader.view), writer.view, pieces)
         transfers = [channel.write([piece], b"") for piece in pieces]
         for transfer in reversed(transfers):
             assert stage.finish([transfer]) == [""]
         assert stage.notified(reader, 512) == [b""] * 512
         assert bytes(reader.view) == expected
-
-    def test_several_threads_with_a_channel_each(self, stage: Stage) -> None:
-        """Four writers' threads into one listener, each session with its own span."""
-        writer, reader = stage.side(), stage.side()
-        share = 2 * MIB
-        errors: list[str] = []
-
-        def write(lane: int, channel: Channel) -> None:
-            pieces = [Piece(lane * share + at, lane * share + at, 32 * _KIB) for at in range(0, share, 32 * _KIB)]
-            errors.extend(stage.finish([channel.write([piece], bytes([lane])) for piece in pieces]))
-
-        channels = [connected(writer, reader, (lane * share, share)) for lane in range(4)]
-        threads = [threading.Thread(target=write, args=each) for each in enumerate(channels)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == [""] * 256
-        assert Counter(stage.notified(reader, 256)) == {bytes([lane]): 64 for lane in range(4)}
-        assert bytes(reader.view) == bytes(writer.view)
-
-    def test_two_writers_and_one_listener(self, stage: Stage) -> None:
-        """At the same time, with the numbers of their writes the same; each keeps its own token."""
-        first, second, reader = stage.side(), stage.side(), stage.side()
-        tokens, channels, pieces = [], [], []
-        for index, writer in enumerate([first, second]):
-            token, remote = reader.session((index * 4 * MIB, 4 * MIB))
-            tokens.append(token)
-            channels.append(writer.connect(remote))
-            pieces.append([Piece(at, index * 4 * MIB + at, MIB) for at in range(0, 4 * MIB, MIB)])
-        transfers = [channels[index].write([pieces[index][n]], bytes([index])) for n in range(4) for index in range(2)]
-        assert set(stage.finish(transfers)) == {""}
-        stage.notified(reader, 8)
-        assert Counter((n.token, n.payload) for n in reader.take()) == {(tokens[i], bytes([i])): 4 for i in range(2)}
-        assert bytes(reader.view) == bytes(first.view[: 4 * MIB]) + bytes(second.view[: 4 * MIB])
 
     def test_a_write_wakes_who_waits_for_its_channel_and_nobody_else(self, stage: Stage) -> None:
         """With a hundred peers a write to one of them would cost a hundred threads their sleep."""
@@ -215,13 +198,6 @@ class Writes:
         assert stage.notified(side, 1) == [b"back"]
         assert bytes(side.view) == landed(source, expected, pieces)
 
-    def test_the_longest_notification(self, stage: Stage) -> None:
-        writer, reader = stage.side(), stage.side()
-        channel = connected(writer, reader, (0, 4096))
-        payload = random.Random(1).randbytes(MAX_NOTIFY_BYTES - 2) + b"\0\0"
-        assert stage.written(channel, [Piece(0, 0, 4096)], payload) == ""
-        assert stage.notified(reader, 1) == [payload]
-
     @pytest.mark.parametrize(
         "pieces",
         [
@@ -230,12 +206,10 @@ class Writes:
             [Piece(8 * MIB, 0, 1)],
             [Piece(0, 8 * MIB - 1, 2)],
             [Piece(-1, 0, 2)],
-            [Piece(0, -1, 2)],
             [Piece(0, 0, 0)],
-            [Piece(0, 0, -1)],
             [Piece(0, 0, 64), Piece(1 << 60, 0, 1)],
         ],
-        ids=["none", "too many", "local", "remote end", "local < 0", "remote < 0", "empty", "size < 0", "far away"],
+        ids=["none", "too many", "local", "remote end", "local < 0", "empty", "far away"],
     )
     def test_writes_outside_a_region_do_not_begin(self, stage: Stage, pieces: list[Piece]) -> None:
         """They are the caller's mistake: `ValueError`, and the channel goes on."""
@@ -260,17 +234,26 @@ class Writes:
             channel.write([Piece(0, MIB + 1, MIB)], b"")
 
     def test_notifications_that_nobody_takes_are_bounded(self, stage: Stage) -> None:
-        """A writer does not fill the reader's memory with them: it waits, or is not heard, until some are taken."""
+        """A writer does not fill the reader's memory with them: it waits, or is not heard, until some are taken. The
+        bound is each session's own, and a session that is expelled at its bound is over, and so are its writes."""
         writer, reader = stage.side(), stage.side()
-        channel = connected(writer, reader, (0, 8 * MIB))
-        payloads = [number.to_bytes(4) + bytes(MAX_NOTIFY_BYTES - 4) for number in range(200)]
+        listener = reader.region.listen()
+        token, remote = reader.session((0, 8 * MIB))
+        expelled, channel = writer.connect(remote), connected(writer, reader, (0, 8 * MIB))
+        payloads = [number.to_bytes(4) + bytes(MAX_NOTIFY_BYTES - 5) + b"\1" for number in range(100)]
+        ended = [expelled.write([Piece(0, 0, 64)], payload) for payload in payloads]
         transfers = [channel.write([Piece(0, 0, 64)], payload) for payload in payloads]
-        settle(transfers)
-        held = stage.until(reader.region.listen().take, "some of them are heard")
-        assert sum(len(each.payload) for each in held) <= MAX_UNTAKEN_BYTES + 16 * MAX_NOTIFY_BYTES
-        reader.seen += held
+        settle(ended + transfers)
+        assert stage.written(connected(writer, reader, (0, 8 * MIB)), [Piece(0, 0, 64)], b"other") == ""
+        listener.expel(token)
+        assert set(stage.finish(ended)) == ({"", "ChannelBroken"} if self.region.checks_writes else {""})
+        held = stage.until(listener.take, "some of them are heard")
+        own = [each.payload for each in held if each.token != token]
+        assert sum(map(len, own)) <= MAX_UNTAKEN_BYTES + 16 * MAX_NOTIFY_BYTES
+        reader.seen += [each for each in held if each.token != token]
+        stage.until(lambda: b"other" in reader.payloads(), "the other one is heard")
         if self.region.checks_writes:
-            assert sorted(stage.notified(reader, len(payloads))) == payloads
+            assert sorted(stage.notified(reader, 1 + len(payloads))) == [*payloads, b"other"]
         assert set(stage.finish(transfers)) == {""}
 
         def hears_later() -> bool:
@@ -279,33 +262,6 @@ class Writes:
             return b"later" in reader.payloads()
 
         stage.until(hears_later, "who took them hears of what is written later")
-
-    def test_notifications_without_a_word_are_bounded(self, stage: Stage) -> None:
-        """Each costs memory, however little it says."""
-        writer, reader = stage.side(), stage.side()
-        bound = MAX_UNTAKEN_BYTES // NOTIFICATION_BYTES
-        channel = connected(writer, reader, (0, 8 * MIB))
-        transfers = [channel.write([Piece(0, 0, 1)], b"") for _ in range(bound + bound // 4)]
-        settle(transfers)
-        held = stage.until(reader.region.listen().take, "some of them are heard")
-        assert len(held) <= bound + 16
-        reader.seen += held
-        if self.region.checks_writes:
-            stage.notified(reader, len(transfers))
-        assert set(stage.finish(transfers)) == {""}
-
-    def test_a_writer_that_is_not_heard_keeps_no_other_waiting(self, stage: Stage) -> None:
-        """The bound is each session's own; a session that is expelled at its bound is over, and so are its writes."""
-        writer, reader = stage.side(), stage.side()
-        token, remote = reader.session((0, 8 * MIB))
-        channel = writer.connect(remote)
-        transfers = [channel.write([Piece(0, 0, 64)], bytes(MAX_NOTIFY_BYTES)) for _ in range(100)]
-        settle(transfers)
-        assert stage.written(connected(writer, reader, (0, 8 * MIB)), [Piece(0, 0, 64)], b"other") == ""
-        reader.region.listen().expel(token)
-        errors = stage.finish(transfers)
-        assert set(errors) == ({"", "ChannelBroken"} if self.region.checks_writes else {""})
-        stage.until(lambda: b"other" in reader.payloads(), "the other one is heard")
 
 
 class Grants:
@@ -319,7 +275,7 @@ class Grants:
         assert bytes(reader.view) == before
         assert len(reader.take()) == count
 
-    @pytest.mark.parametrize("count", [1, 3, 200])
+    @pytest.mark.parametrize("count", [1, 200])
     def test_a_write_outside_the_grants_changes_nothing(self, stage: Stage, checks: None, count: int) -> None:
         """One bad piece among good ones, of all sizes: none of them lands, and the next good write does."""
         writer, reader = stage.side(), stage.side()
@@ -334,12 +290,6 @@ class Grants:
         assert stage.written(again, [Piece(0, 4 * MIB, MIB)], b"good") == ""
         assert stage.notified(reader, 1) == [b"good"]
         assert reader.view[4 * MIB : 5 * MIB] == writer.view[:MIB]
-
-    def test_a_piece_may_lie_anywhere_inside_its_span(self, stage: Stage) -> None:
-        writer, reader = stage.side(), stage.side()
-        _, remote = reader.session((0, MIB), (MIB, 2 * MIB))
-        channel = writer.connect(remote)
-        assert stage.written(channel, [Piece(0, MIB + 5, 7), Piece(0, 3 * MIB - 9, 9), Piece(0, MIB - 1, 1)]) == ""
 
     @pytest.mark.parametrize(
         ("others", "own", "piece"),
@@ -365,7 +315,7 @@ class Grants:
         channel = writer.connect(remote)
         assert stage.written(channel, [Piece(0, 0, MIB)]) == ""
         assert wait_until(lambda: listener.revoke(token, 0, MIB), "nothing lands there any more")
-        assert listener.revoke(token, 0, MIB)
+        assert listener.revoke(token, 0, MIB), "also one that is not granted any more"
         self._refused(stage, channel, reader, [Piece(0, 0, MIB)])
         listener.grant(token, MIB, MIB)
         assert stage.written(writer.connect(remote), [Piece(0, MIB, MIB)]) == ""
@@ -385,16 +335,6 @@ class Grants:
         assert set(errors) <= {"", "WriteRefused", "ChannelBroken"}
         assert reader.view[:nbytes] == mine
         assert len(reader.take()) >= errors.count("")
-
-    def test_the_same_listener_each_time(self, stage: Stage) -> None:
-        region = stage.side().region
-        assert region.listen() is region.listen()
-
-    def test_a_span_that_was_never_granted_is_free(self, stage: Stage) -> None:
-        reader = stage.side()
-        token, _ = reader.session((0, MIB))
-        assert reader.region.listen().revoke(token, 2 * MIB, MIB)
-        assert reader.region.listen().revoke(secrets.token_bytes(TOKEN_BYTES), 0, MIB)
 
     @pytest.mark.parametrize("kind", ["unknown", "expelled", "almost right"])
     def test_a_wrong_token_opens_nothing(self, stage: Stage, kind: str) -> None:

@@ -35,20 +35,6 @@ def test_nodes_find_each_other_by_etcd_without_a_proxy(start_here, place, keys, 
     wait_until(lambda: not is_connected(alpha))
 
 
-@needs_etcd
-def test_a_node_that_is_started_elsewhere_is_found_there(start_here, place, keys, etcd):
-    discover = f"etcd:{etcd.url}/pdx"
-    alpha = start_here(**settings(place, keys, "alpha", discover))
-    seen = set()
-    for _ in range(2):
-        beta = start_here(**settings(place, keys, "beta", discover))
-        wait_until(lambda: is_connected(alpha), what="they are connected")
-        seen.add(etcd.entries()["/pdx/nodes/beta"])
-        assert crosses(alpha, beta, f"x{len(seen)}")
-        beta.close()
-    assert len(seen) == 2, "at another port"
-
-
 def test_nodes_find_each_other_by_kubernetes(start_here, place, keys, api):
     nodes = [start_here(**settings(place, keys, name, f"kubernetes:{SERVICE}")) for name in ("alpha", "beta")]
     ports = [int(each._daemon.service.peers.connections.address.rpartition(":")[2]) for each in nodes]

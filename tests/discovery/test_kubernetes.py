@@ -1,5 +1,7 @@
 """Nodes and proxies as a stand-in of the Kubernetes API tells of them, whatever happens to it meanwhile."""
 
+import gc
+import time
 from collections import Counter
 
 import pytest
@@ -160,13 +162,9 @@ def test_nobody_is_sent_elsewhere_with_the_token(api, ask):
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"", "Input data was truncated"),
         (b"<html>", "JSON is malformed"),
         (b'{"x":' + b"[" * 100_000, "recursion"),
-        (b'{"metadata":{},"items":[{"metadata":{"name":"%s"}}]}' % (b"n" * 300), "<= 256"),
         (b'{"metadata":{},"items":[{"metadata":{},"endpoints":[{"addresses":["%s"]}]}]}' % (b"1" * 300), "<= 256"),
-        (b'{"metadata":{},"items":7}', "Expected `array`"),
-        (b'{"metadata":{},"items":[{"metadata":{},"ports":[{"name":"node","port":"1"}]}]}', "Expected `int"),
         (b" " * ((4 << 20) + 1), "an answer of more than"),
         (
             b'{"metadata":{},"items":[%s]}'
@@ -174,7 +172,7 @@ def test_nobody_is_sent_elsewhere_with_the_token(api, ask):
             "more than 8192",
         ),
     ],
-    ids=["nothing", "html", "deep", "long name", "long address", "number", "text", "huge", "many"],
+    ids=["html", "deep", "long address", "huge", "many"],
 )
 def test_what_makes_no_sense_changes_nothing(api, ask, caplog, body, why):
     api.put("a", ONE, node=7700)
@@ -193,13 +191,12 @@ def test_what_makes_no_sense_changes_nothing(api, ask, caplog, body, why):
 @pytest.mark.parametrize(
     "line",
     [
-        b"{}\n",
         b"\xff\n",
         b'{"type":"ERROR","object":{"code":500}}\n',
         b'{"type":"ADDED","object":7}\n',
-        b"x" * (5 << 20) + b"\n",
+        b'{"x":"%s","type":"ADDED","object":{"metadata":{}}}\n' % (b"x" * (2 << 20)),
     ],
-    ids=["empty", "not utf-8", "error", "number", "huge"],
+    ids=["not utf-8", "error", "number", "huge"],
 )
 def test_a_change_that_makes_no_sense_is_followed_by_a_new_list(api, ask, line):
     spoiled = []
@@ -217,20 +214,6 @@ def test_a_change_that_makes_no_sense_is_followed_by_a_new_list(api, ask, line):
     wait_until(lambda: len(spoiled) > 1)
     api.put("a", ONE, node=7700)
     asking.finds(**named(ONE))
-
-
-def test_a_change_that_is_too_long_is_not_read(api, ask, caplog):
-    def answers(handler, asked):
-        if "watch" not in asked:
-            api.list(handler)
-            return
-        handler.begin()
-        handler.piece(b'{"x":"%s","type":"ADDED","object":{"metadata":{}}}\n' % (b"x" * (2 << 20)))
-
-    api.answers = answers
-    asking = ask()
-    wait_until(lambda: asking.counters["discovery_failures"] > 1)
-    assert "a line of more than" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["list", "watch"])
@@ -252,6 +235,18 @@ def test_one_that_hangs_or_trickles_is_left_at_its_deadline(api, ask, monkeypatc
     asking = ask()
     wait_until(lambda: len(lasting) > 1)
     assert asking.counters["discovery_failures"]
+
+
+def test_whenever_it_ends_no_connection_is_left(api, ask):
+    """Also in the middle of a handshake: one that was lost sight of was there until the other side said goodbye."""
+    api.answers = lambda handler, asked: handler.raw(200, b"<html>")
+    for number in range(40):
+        asking = ask(pause_s=0.001)
+        wait_until(lambda asking=asking: asking.counters["discovery_failures"])
+        time.sleep(0.0003 * number)
+        asking.discovery.close()
+        assert asking.discovery._loop.is_closed()
+    gc.collect()  # which would say what was not closed
 
 
 def test_nothing_waits_for_one_that_hangs_when_all_ends(api, ask, monkeypatch):
@@ -290,18 +285,12 @@ def test_thousands_that_come_and_go_are_told_a_few_times_a_second(api, ask):
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        ("kubernetes:", "SERVICE"),
-        ("kubernetes:a.b.c", "SERVICE"),
         ("kubernetes:../x", "SERVICE"),
         ("kubernetes:pdx", "not a pod"),
         ("consul:x", "kubernetes:SERVICE"),
-        ("", "kubernetes:SERVICE"),
-        ("etcd:", "PREFIX"),
         ("etcd:http://h:1", "PREFIX"),
-        ("etcd:http://h/x", "PREFIX"),
         ("etcd:http://u:p@h:1/x", "PREFIX"),
         ("etcd:http://h:x/x", "PREFIX"),
-        ("etcd:ftp://h:1/x", "PREFIX"),
         ("etcd:http://h:1,/x", "PREFIX"),
     ],
 )
@@ -309,11 +298,3 @@ def test_what_is_no_place_is_refused(monkeypatch, where, why):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match=why):
         discovery(where, Counter(), has_keys=True)
-
-
-def test_a_pod_knows_its_api(monkeypatch):
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    assert str(Kubernetes.named("pdx-peers.llm")) == "Kubernetes at https://[fd00::1]:443"
-    with pytest.raises(ConfigError, match="needs --keys"):
-        discovery("kubernetes:pdx-peers", Counter(), has_keys=False)

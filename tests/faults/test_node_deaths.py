@@ -69,15 +69,6 @@ def test_a_stopped_writer_keeps_its_room_and_its_late_fill_is_harmless(short_nod
     assert client.status().free_bytes == 4 * MIB
 
 
-def test_a_writer_killed_in_quarantine_gives_its_room_back(short_node, puppets, client):
-    puppet = puppets()
-    puppet.do("reserve", "a", 8 * MIB)
-    puppet.stop()
-    wait_until(lambda: client.status().chunks == {"quarantined": 1})
-    puppet.kill()
-    wait_until(lambda: client.status().free_bytes == 8 * MIB, timeout_s=BACK_S)
-
-
 def test_a_stopped_reader_finds_out_that_its_bytes_are_stale(node, puppets, client):
     puppet = puppets()
     puppet.do("put", "a", 4 * MIB, 1)

@@ -1,4 +1,5 @@
-"""CUDA IPC passes the suite on a fake driver: on one GPU all of it, with other kinds of memory what differs there."""
+"""CUDA IPC passes the suite on a fake driver: on one GPU all of it, with other kinds of memory what differs there, as
+all else is that of shm."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pdx.testing.channel_writes import Writes
 from pdx.transports.cuda_ipc import CudaIpcRegion
 
 
+@pytest.mark.long
 class TestCudaIpc(ChannelConformance):
     region = CudaIpcRegion
     memories = (GpuBlock,)

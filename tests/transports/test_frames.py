@@ -26,12 +26,6 @@ def test_a_reason_comes_back_in_one_line_that_can_be_logged():
     assert frames.pack_answer(OK) == frames.pack_ack(0, OK)
 
 
-@given(st.text(max_size=4000))
-def test_a_reason_is_bounded(text):
-    packed = frames.pack_answer(frames.UNREACHABLE, text)
-    assert frames.unpack_ack(packed[: frames.ACK_BYTES])[0] == len(packed) - frames.ACK_BYTES <= frames.MAX_REASON_BYTES
-
-
 @given(PIECES, st.binary(max_size=300))
 def test_a_write_comes_back_as_it_was(pieces, notify):
     packed = frames.pack_body(pieces, notify)
@@ -46,13 +40,6 @@ def test_the_largest_write_is_within_the_bounds():
     pieces = [Piece(1 << 48, 1 << 48, 1 << 48)] * MAX_PIECES
     packed = frames.pack_body(pieces, bytes(MAX_NOTIFY_BYTES))
     assert frames.unpack_head(frames.pack_write(0, packed)[0])[1] == len(packed)
-
-
-def test_greetings_and_acknowledgements_come_back():
-    packed = frames.pack_greeting(TOKEN)
-    assert len(packed) == frames.GREETING_BYTES
-    assert frames.unpack_greeting(packed) == TOKEN
-    assert frames.unpack_ack(frames.pack_ack(77, OK)) == (77, OK)
 
 
 @given(st.binary(max_size=200))

@@ -1,8 +1,10 @@
 """The spans granted to a session: what may be written to, when it is free again, and what a look costs."""
 
 import random
+import threading
 
-from pdx.transports.sessions import WriteSession
+from pdx.transports.channel import MAX_UNTAKEN_BYTES, NOTIFICATION_BYTES, Piece
+from pdx.transports.sessions import SessionListener, WriteSession
 
 LAYERS = 8
 
@@ -44,6 +46,20 @@ def compared(count):
 
 def test_a_slice_is_found_in_few_steps_however_many_spans_there_are():
     assert compared(8192) <= 2 * compared(128)
+
+
+def test_notifications_that_nobody_takes_are_bounded_however_little_they_say():
+    """Each costs memory."""
+    listener = SessionListener("x", 8192, threading.Event(), b"")
+    listener.invite(bytes(16))
+    listener.grant(bytes(16), 0, 8192)
+    session = listener.find(bytes(16))
+    for _ in range(MAX_UNTAKEN_BYTES // NOTIFICATION_BYTES):
+        assert session.has_room
+        listener.land(session, listener.enter(session, [Piece(0, 0, 1)]), b"")
+    assert not session.has_room
+    assert len(listener.take()) == MAX_UNTAKEN_BYTES // NOTIFICATION_BYTES
+    assert session.has_room
 
 
 def test_spans_that_come_and_go_are_found_as_by_looking_at_all():

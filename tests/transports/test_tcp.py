@@ -118,42 +118,24 @@ HALF = [Piece(0, 0, 4096)]
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "fault"),
     [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\x16\x03\x01" + bytes(200),
-        b"PDX\x01" + bytes(100),
-        b"PDX\xff" + bytes(100),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "greeting"),
+        (b"PDX\x01" + bytes(100), "greeting"),
+        (frames.pack_greeting(bytes(16))[:-1], "silence"),
     ],
-    ids=["http", "tls", "version", "far version"],
+    ids=["http", "another version", "cut short"],
 )
-def test_garbage_instead_of_a_greeting(target, data):
-    assert target.ended(target.stream(data))
-    target.is_unharmed("greeting")
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [b"\xff\xff\xff\xff" + bytes(100), b"\x00\x00\x01\x01" + bytes(300), b"\x00\x00\x00\x02\xc1" * 4, b"\x91" * 32],
-    ids=["4 GB", "too long", "no msgpack", "nested"],
-)
-def test_garbage_instead_of_a_token(target, rest):
-    """CVE-2026-93838: a greeting has one length, and nothing in it is decoded."""
-    sock = target.stream(b"PDX\x02" + rest)
-    assert target.answer(sock) in (frames.UNKNOWN, None)
-    assert target.ended(sock)
-    target.is_unharmed("token")
-
-
-def test_a_greeting_that_ends_early(target):
-    sock = target.stream(target.greeting()[:-1])
+def test_garbage_instead_of_a_greeting(target, data, fault):
+    sock = target.stream(data)
     no_more(sock)
     assert target.ended(sock)
-    target.is_unharmed("silence")
+    target.is_unharmed(fault)
 
 
 def test_a_wrong_token(target):
-    with target.stream(target.greeting(secrets.token_bytes(16))) as sock:
+    """CVE-2026-93838: a greeting has one length, and nothing in it is decoded."""
+    with target.stream(target.greeting(b"\xff\xff\xff\xff" + bytes(12))) as sock:
         assert target.answer(sock) == frames.UNKNOWN
         assert sock.recv(1) == b""
     target.is_unharmed("token")
@@ -169,7 +151,30 @@ def test_random_bytes(target, data, is_greeted):
     assert target.digest() == target.before
 
 
-@pytest.mark.parametrize("changed", range(0, frames.HEAD_BYTES, 5))
+FRAMES_THAT_CANNOT_BE = {
+    "ahead": lambda frame: frame(HALF, number=1),
+    "far ahead": lambda frame: frame(HALF, number=2**64 - 1),
+    "no msgpack": lambda frame: frame(HALF, body=b"\xc1"),
+    "an empty piece": lambda frame: frame(HALF, body=msgspec.msgpack.encode([[[0, 0, 0]], b""])),
+    "beyond all memory": lambda frame: frame(HALF, body=msgspec.msgpack.encode([[[0, 2**63, 1]], b""])),
+    "too many pieces": lambda frame: frame([Piece(0, 0, 1)] * (MAX_PIECES + 1)),
+    "notification too long": lambda frame: frame(HALF, notify=bytes(70_000)),
+    "body too long": lambda frame: frame(HALF, body=bytes(frames.MAX_BODY_BYTES + 1)),
+}
+
+
+def test_frames_that_cannot_be(target):
+    """CVE-2026-93838, CVE-2026-103764: each ends its stream before a byte of its payload is looked at."""
+    for name, frame in FRAMES_THAT_CANNOT_BE.items():
+        sock = target.greeted()
+        with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough
+            sock.sendall(frame(target.frame) + bytes(4096))
+        assert target.ended(sock), name
+    wait_until(lambda: target.listener.faults["frame"] == len(FRAMES_THAT_CANNOT_BE), "each is counted")
+    target.is_unharmed()
+
+
+@pytest.mark.parametrize("changed", [0, 3, 4, 11, 12, 15, 16, 17, 20, 24, 28, 40, frames.HEAD_BYTES - 1])
 def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
     """CVE-2026-103764: no number in a header decides where bytes go before it was checked."""
     frame = bytearray(target.frame([Piece(0, 2 * MIB, 4096)]))
@@ -180,47 +185,6 @@ def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
         no_more(sock)
         assert target.answer(sock) in (None, frames.REFUSED)
     target.is_unharmed()
-
-
-@pytest.mark.parametrize(
-    ("frame", "fault"),
-    [
-        (lambda t: t.frame(HALF, number=1), "frame"),
-        (lambda t: t.frame(HALF, number=256), "frame"),
-        (lambda t: t.frame(HALF, number=2**64 - 1), "frame"),
-        (lambda t: t.frame(HALF, body=b"\xc1"), "frame"),
-        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[], b""])), "frame"),
-        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, 0, 0]], b""])), "frame"),
-        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, -1, 1]], b""])), "frame"),
-        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, 2**63, 1]], b""])), "frame"),
-        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, 0, 2**60]], b""])), "frame"),
-        (lambda t: t.frame([Piece(0, 0, 1)] * (MAX_PIECES + 1)), "frame"),
-        (lambda t: t.frame(HALF, notify=bytes(70_000)), "frame"),
-        (lambda t: t.frame(HALF, body=bytes(frames.MAX_BODY_BYTES + 1)), "frame"),
-    ],
-    ids=[
-        "one ahead",
-        "far ahead",
-        "very far ahead",
-        "no msgpack",
-        "no pieces",
-        "an empty piece",
-        "before the beginning",
-        "beyond all memory",
-        "larger than all memory",
-        "too many pieces",
-        "notification too long",
-        "body too long",
-    ],
-)
-def test_frames_that_cannot_be(target, frame, fault):
-    """CVE-2026-93838, CVE-2026-103764: each ends its stream before a byte of its payload is looked at."""
-    sock = target.greeted()
-    data = frame(target)
-    with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough
-        sock.sendall(data + bytes(4096))
-    assert target.ended(sock)
-    target.is_unharmed(fault)
 
 
 def test_a_replayed_frame(target):
@@ -249,9 +213,7 @@ def test_a_refused_write_is_taken_off_the_stream(target):
     assert bytes(target.side.view[:4096]) == bytes(4096)
 
 
-@pytest.mark.parametrize(
-    "nbytes", [1, frames.HEAD_BYTES // 2, frames.HEAD_BYTES, frames.HEAD_BYTES + 1, frames.HEAD_BYTES + 1000]
-)
+@pytest.mark.parametrize("nbytes", [frames.HEAD_BYTES // 2, frames.HEAD_BYTES + 1000])
 def test_a_frame_cut_short_frees_its_span(target, nbytes):
     """The peer stays, silent, in the middle of a frame: its span is in use until it is expelled, and then free."""
     frame = target.frame(HALF) + bytes([7]) * 4096
@@ -328,16 +290,6 @@ def test_streams_of_a_session_are_bounded(target):
     target.is_unharmed("greeting")
 
 
-def test_a_stream_has_one_thread_at_each_end():
-    with Stage(TcpRegion) as stage:
-        writer, reader = stage.side(MIB), stage.side(MIB)
-        _, remote = reader.session((0, MIB))
-        before = set(threading.enumerate())
-        writer.connect(remote)
-        names = sorted(thread.name for thread in set(threading.enumerate()) - before)
-        assert names == ["pdx-tcp-receive"] * TcpRegion.streams + ["pdx-tcp-send"] * TcpRegion.streams
-
-
 def test_small_writes_share_a_stream_and_large_ones_use_all(monkeypatch):
     """The reader does not read, so nothing is over: what is under way decides."""
     used = []
@@ -390,16 +342,20 @@ def sockets():
         yield connect
 
 
-def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel(sockets):
+@pytest.mark.parametrize(
+    ("ack", "size"),
+    [((0, frames.OK), 64 * MIB), ((1, frames.OK), 4096), ((0, frames.UNKNOWN), 4096), ((0, 9), 4096)],
+    ids=["before all was sent", "never begun", "no answer to a write", "no status"],
+)
+def test_an_acknowledgement_that_cannot_be_breaks_the_channel(sockets, ack, size):
     """A peer that says it has a write which is not wholly sent does not free the bytes of that write."""
-    size = 64 * MIB  # more than the kernel takes
     channel, streams = sockets(size)
     transfer = channel.write([Piece(0, 0, size)], b"")
-    streams[0].sendall(frames.pack_ack(0, frames.OK))
-    assert streams[0].recv(8 * MIB, socket.MSG_WAITALL)  # now the kernel takes some more
+    assert streams[0].recv(4096)  # it has begun
+    streams[0].sendall(frames.pack_ack(*ack))
+    assert streams[0].recv(min(size - 4096, 8 * MIB) or 1)
     wait_until(transfer.poll, "it is over")
     assert isinstance(transfer.error, ChannelBroken)
-    assert "not under way" in str(transfer.error)
 
 
 def unread(sock):
@@ -471,12 +427,10 @@ def test_ipv6():
     "answer",
     [
         b"",
-        b"PDX\x01" + bytes(25),
-        b"PDX\x02" + bytes([9] * 25),
         b"HTTP/1.1 400 Bad Request\r\n\r\n\r\n\r\n",
-        frames.pack_ack(frames.MAX_REASON_BYTES + 1, frames.UNREACHABLE),
+        frames.pack_ack(1 + frames.MAX_REASON_BYTES, frames.UNREACHABLE),
     ],
-    ids=["nothing", "version", "status", "http", "a reason without end"],
+    ids=["nothing", "http", "a reason without end"],
 )
 def test_a_listener_that_is_none_of_ours(answer):
     """Connecting fails; what it answers is read to a bound."""
@@ -496,23 +450,3 @@ def test_a_listener_that_is_none_of_ours(answer):
             region.connect(RemoteRegion("tcp", 4096, secrets.token_bytes(16), detail))
         thread.join()
     region.close()
-
-
-@pytest.mark.parametrize(
-    "ack",
-    [
-        (1, frames.OK),
-        (2**64 - 1, frames.OK),
-        (0, frames.UNKNOWN),
-        (0, 9),
-    ],
-    ids=["never begun", "far away", "no answer to a write", "no status"],
-)
-def test_acknowledgements_that_cannot_be(sockets, ack):
-    """They break the channel, and nothing else."""
-    channel, streams = sockets(4096)
-    transfer = channel.write([Piece(0, 0, 4096)], b"")
-    streams[0].recv(4096)  # the write has begun
-    streams[0].sendall(frames.pack_ack(*ack))
-    wait_until(transfer.poll, "it is over")
-    assert isinstance(transfer.error, ChannelBroken)

@@ -55,13 +55,13 @@ def through_a_pipe(parts: list[bytes], change: dict[int, int] | None = None) -> 
         return [bytes(each) for each in into]
 
 
-@pytest.mark.parametrize("sizes", [[1], [MIB, 5], [3 * MIB + 7], [100_000, 1, 2 * MIB]])
+@pytest.mark.parametrize("sizes", [[1], [100_000, 1, 2 * MIB + 7]])
 def test_every_byte_comes_back(sizes: list[int]) -> None:
     parts = [kv(size) if at % 2 else random.Random(size).randbytes(size) for at, size in enumerate(sizes)]
     assert through_a_pipe(parts) == parts
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_what_is_damaged_on_the_way_ends_the_stream_or_is_found_by_digests(seed: int) -> None:
     random_ = random.Random(seed)
     parts = [kv(100_000)]

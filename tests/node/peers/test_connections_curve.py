@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import zmq
-from connection_stage import TIMEOUT_S, Raw, key_files, write_roster, zmq_events
+from connection_stage import TIMEOUT_S, Raw, key_files, settled, write_roster, zmq_events
 
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.node.peers.connection import Ending
@@ -143,6 +146,28 @@ def test_a_key_that_changes_hands_ends_the_session(cluster):
     fresh.hello(name="alpha", epoch=6)
     stage.until(fresh.hear)
     assert len(beta.connections.peers) == 1
+
+
+def test_a_key_exchange_that_fails_is_tried_again(cluster, monkeypatch, caplog):
+    """There may be no descriptor for it just then."""
+    stage, beta, new = cluster.stage, cluster.beta, KeyPair.make()
+    path = Path(cluster.files["beta"])
+    path.write_text(f'secret-key = "{new.secret}"\n')
+    settled(path)
+    cluster.write({"alpha": cluster.keys["alpha"].public, "beta": new.public})
+
+    def full(*_, **__):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as short:
+        short.setattr(os, "open", full)
+        beta.connections.tick()
+    assert beta.connections.public_key == cluster.keys["beta"].public, "that one is proved still"
+    beta.connections.tick()
+    assert beta.connections.public_key == new.public
+    cluster.alpha.connections.tick()
+    cluster.alpha.connections.dial("beta")
+    stage.until(lambda: cluster.alpha.core.saw("ready") and beta.core.saw("ready"))
 
 
 def test_a_changed_key_ends_the_link_to_it(loopback):

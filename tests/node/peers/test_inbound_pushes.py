@@ -13,7 +13,7 @@ from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
 from pdx.wire.base import MAX_SLOTS
-from pdx.wire.messages import Admit, Slices
+from pdx.wire.messages import Admit
 
 TRANSFER = "transfer-0123456789"
 
@@ -260,20 +260,6 @@ def test_a_peer_at_its_share_waits_and_keeps_nobody_waiting(stage_with, a, b):
     stage.assert_idle()
 
 
-def test_room_freed_in_the_arena_that_peers_write_is_seen_at_once(stage_with, a):
-    """Another arena that is free has no room for peers."""
-    stage = stage_with(other_granules=16)
-    kept = stage.reserve(list(range(16)), GRANULE_BYTES)
-    push = stage.offer(a, [20])
-    assert a.answers(push) == []
-    stage.store.abort([stage.store.at(slot) for slot in kept])
-    stage.store.let_go([stage.store.at(slot) for slot in kept])
-    stage.inbound.turn()
-    assert len(a.granted(push).slots) == 1
-    finish(stage, a, push)
-    stage.assert_idle()
-
-
 def test_what_lands_of_a_peer_at_its_share_looks_at_no_offer_before_one_has_room(stage_with, a, monkeypatch):
     stage = stage_with(peer_share=0.5)
     first = stage.offer(a, list(range(8)))
@@ -297,22 +283,6 @@ def test_what_lands_of_a_peer_at_its_share_looks_at_no_offer_before_one_has_room
         finish(stage, a, push)
         stage.inbound.turn()
     stage.assert_idle()
-
-
-def test_a_peer_that_comes_again_has_one_share(stage_with, a):
-    """What its earlier session may still write to counts, too."""
-    stage = stage_with(peer_share=0.5)
-    first = stage.offer(a, list(range(8)), scheme="blind")
-    stage.inbound.session_over(a, is_dead=False)
-    again = FakeSession(9, a.name)
-    second = stage.offer(again, [10])
-    assert again.answers(second) == []
-    stage.inbound.session_over(a, is_dead=True)
-    stage.tick()
-    assert len(again.granted(second).slots) == 1
-    finish(stage, again, second)
-    stage.assert_idle()
-    assert a.granted(first) is not None
 
 
 def test_what_is_here_already_is_not_granted(stage, a, b):
@@ -387,20 +357,6 @@ def test_room_that_is_too_scattered_is_looked_at_again_now_and_then(stage, a, b,
     stage.assert_idle()
 
 
-def test_whoever_is_first_and_leaves_makes_way(stage, a, b):
-    first = stage.offer(a, [0], granules=12)
-    c = FakeSession(3, "c")
-    second = stage.offer(c, [1], granules=8, wait_s=60.0)
-    third = stage.offer(b, [2], granules=4, wait_s=60.0)
-    assert b.answers(third) == []
-    stage.let_go(c, second, complete=False)
-    stage.inbound.turn()
-    assert len(b.granted(third).slots) == 1
-    finish(stage, a, first)
-    finish(stage, b, third)
-    stage.assert_idle()
-
-
 @pytest.mark.parametrize(("bound", "most", "keys"), [("MAX_PUSHES", 3, 1), ("MAX_KEYS_OF_A_PEER", 15, 5)])
 def test_a_peer_has_no_more_under_way_than_may_be(stage, a, b, monkeypatch, bound, most, keys):
     """Each push, with its keys, is remembered until its peer lets go, also if nothing was granted to it."""
@@ -442,15 +398,6 @@ def test_an_offer_that_makes_no_sense_is_refused(stage, a, numbers, fields):
     assert a.sent == []
 
 
-def test_a_push_is_offered_once(stage, a):
-    push = stage.offer(a, [0])
-    stage._pushes[a.number] -= 1
-    with pytest.raises(ProtocolError, match="twice"):
-        stage.offer(a, [1])
-    finish(stage, a, push)
-    stage.assert_idle()
-
-
 def test_more_offers_than_may_wait_are_stopped(stage, a, b, monkeypatch):
     monkeypatch.setattr(module, "MAX_QUEUED", 2)
     first = stage.offer(a, [0], granules=16)
@@ -463,14 +410,6 @@ def test_more_offers_than_may_wait_are_stopped(stage, a, b, monkeypatch):
     for push in (first, *waiting):
         finish(stage, a, push)
         stage.tick()
-    stage.assert_idle()
-
-
-def test_a_transfer_that_was_given_up_is_not_offered_again(stage, a):
-    stage.transfers.give_up(TRANSFER, stage.now, "a client")
-    push = stage.offer(a, [0], transfer=TRANSFER)
-    assert [type(body) for body in a.answers(push)] == [Stop]
-    stage.let_go(a, push, complete=False)
     stage.assert_idle()
 
 
@@ -517,63 +456,3 @@ def test_a_silent_peer_may_still_write_where_nobody_checks(stage, a, scheme):
     stage.inbound.session_over(a, is_dead=True)
     assert {one.number for one in stage.over} == {push, waiting}
     stage.assert_idle()
-
-
-STATES = ["queued", "landing", "landing in part", "empty", "let go", "stopped", "lost"]
-EVENTS = ["let go", "let go incomplete", "cancel", "late", "session dead", "session silent", "bad", "landed"]
-
-
-@pytest.mark.parametrize("scheme", ["sure", "blind"])
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("state", STATES)
-def test_every_event_in_every_state(stage, a, b, state, event, scheme):
-    if state == "queued":
-        stage.offer(b, [9], granules=16)
-    push = stage.offer(a, [] if state == "nothing" else [0, 1], scheme=scheme, transfer=TRANSFER, wait_s=10.0)
-    reach(stage, a, push, state, scheme)
-    happen(stage, a, push, event, scheme)
-    busy = bool(stage.inbound.of(a))
-    stage.let_go(a, push, complete=False)
-    if busy and scheme == "blind":
-        stage.inbound.session_over(a, is_dead=True)
-    stage.inbound.session_over(b, is_dead=True)
-    stage.tick(100.0)
-    assert [one.number for one in stage.over].count(push) >= 1
-    assert len({id(one) for one in stage.over}) == len(stage.over), "a push ended twice"
-    stage.assert_idle()
-    stage.free_what_is_sealed()
-
-
-def reach(stage, session, push, state, scheme):
-    granted = session.granted(push)
-    match state:
-        case "queued":
-            assert granted is None
-        case "landing in part":
-            stage.land(session, push, granted.slots[:1], scheme=scheme)
-        case "empty":
-            stage.land(session, push, scheme=scheme)
-        case "let go":
-            stage.let_go(session, push)
-        case "stopped":
-            stage.inbound.cancel(TRANSFER)
-        case "lost":
-            stage.inbound.session_over(session, is_dead=False)
-
-
-def happen(stage, session, push, event, scheme):
-    granted = session.granted(push)
-    match event:
-        case "let go" | "let go incomplete":
-            stage.let_go(session, push, complete=event == "let go")
-        case "cancel":
-            stage.inbound.cancel(TRANSFER)
-        case "late":
-            stage.tick(70.0)
-        case "session dead" | "session silent":
-            stage.inbound.session_over(session, is_dead=event == "session dead")
-        case "bad":
-            bad = [Slices(slot.offset, slot.generation, 0, 1) for slot in (granted.slots if granted else [])]
-            stage.inbound.landed(scheme, session.token, push, [], bad, 0)
-        case "landed" if granted:
-            stage.land(session, push, scheme=scheme)

@@ -1,16 +1,7 @@
-"""What a third party would write: a channel of its own in a distribution of its own, here around `inproc`."""
+"""What a third party would write: a channel of its own in a distribution of its own, here `inproc` by another name."""
 
-import msgspec
-from inproc import InprocListener, InprocRegion
-
-
-class FarshoreListener(InprocListener):
-    def invite(self, token):
-        return msgspec.structs.replace(super().invite(token), scheme=FarshoreRegion.scheme)
+from inproc import InprocRegion
 
 
 class FarshoreRegion(InprocRegion):
     scheme = "farshore"
-
-    def _listening(self):
-        return FarshoreListener(self.memory, self.wake)
