@@ -34,13 +34,14 @@ def test_a_pair_is_written_for_its_owner_and_read_back(folder):
         KeyPair.load(public)
     assert KeyPair.load(secret) == keys
     assert keys.secret not in public.read_text()
-
-
-def test_zmqs_own_reader_reads_the_files(folder):
-    keys = KeyPair.make()
-    secret, public = keys.save(folder, "alpha")
+    assert keys.secret not in f"{keys} {keys!r} {[keys]}"
+    assert keys.public in repr(keys)
     assert zmq.auth.load_certificate(secret) == (keys.public.encode(), keys.secret.encode())
     assert zmq.auth.load_certificate(public) == (keys.public.encode(), None)
+    with pytest.raises(ConfigError, match="pdx keygen"):
+        KeyPair.load(folder / "nobody.key_secret")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        keys.save(public / "folder", "alpha")
 
 
 def test_the_public_key_is_computed_not_believed(folder):
@@ -48,12 +49,6 @@ def test_the_public_key_is_computed_not_believed(folder):
     secret, _ = keys.save(folder, "alpha")
     secret.write_text(secret.read_text().replace(keys.public, other.public))
     assert KeyPair.load(secret).public == keys.public
-
-
-def test_a_secret_is_not_shown():
-    keys = KeyPair.make()
-    assert keys.secret not in f"{keys} {keys!r} {[keys]}"
-    assert keys.public in repr(keys)
 
 
 def test_keys_are_not_written_over(folder):
@@ -80,7 +75,7 @@ def test_a_planted_link_is_replaced_not_followed(folder):
     assert not (folder / "alpha.key_secret").is_symlink()
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o660, 0o644, 0o666, 0o610])
+@pytest.mark.parametrize("mode", [0o604, 0o610])
 def test_a_secret_that_others_can_read_is_refused(folder, mode):
     secret, _ = KeyPair.make().save(folder, "alpha")
     secret.chmod(mode)
@@ -92,8 +87,6 @@ def test_a_secret_that_others_can_read_is_refused(folder, mode):
     ("text", "why"),
     [
         ("", "holds no secret key"),
-        ('public-key = "x"', "holds no secret key"),
-        ('secret-key = ""', "not a CURVE key"),
         ('secret-key = "short"', "not a CURVE key"),
         (f'secret-key = "{"~" * 40}"', "not a CURVE key"),
         (f'secret-key = "{"#" * 40}"', "not a CURVE key"),  # beyond 32 bits
@@ -109,14 +102,6 @@ def test_what_is_no_secret_key_is_refused_without_showing_it(tmp_path, text, why
         KeyPair.load(path)
     assert str(path) in str(caught.value)
     assert "~~~" not in str(caught.value)
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="pdx keygen"):
-        KeyPair.load(tmp_path / "nobody.key_secret")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        KeyPair.make().save(tmp_path / "file" / "folder", "alpha")
 
 
 @given(st.text(max_size=45))

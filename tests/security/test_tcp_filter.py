@@ -251,7 +251,7 @@ def test_where_one_connection_cannot_be_served_the_others_are(bed, monkeypatch, 
     bed.passed()
 
 
-@pytest.mark.parametrize("part", ["_take", "_drop_oldest", "_greeted", "_watch", "_grow_up"])
+@pytest.mark.parametrize("part", ["_take", "_watch", "_grow_up"])
 def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, monkeypatch, part):
     failed = []
 
@@ -260,8 +260,6 @@ def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, mo
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        if part == "_drop_oldest":
-            patch.setattr(module, "MAX_YOUNG_OF_ADDRESS", 0)
         patch.setattr(bed.filter, part, fail)
         outer = bed.dial()
         outer.sendall(GREETING)
@@ -329,18 +327,3 @@ def test_all_are_dropped_on_demand_and_may_come_again(bed, monkeypatch):
         wait_until(lambda: len(rounds) > 3)
     assert [] in rounds, "it does not turn without end"
     bed.passed()
-
-
-def test_a_port_that_is_taken_is_an_error(bed):
-    port = int(bed.filter.address.rpartition(":")[2])
-    with pytest.raises(OSError, match="in use"):
-        TcpFilter("127.0.0.1", port, young_s=YOUNG_S, counters=Counter())
-
-
-def test_few_places_where_few_files_may_be_open(monkeypatch):
-    monkeypatch.setattr(descriptors, "limit", lambda: 256)
-    made = TcpFilter("127.0.0.1", 0, young_s=YOUNG_S, counters=Counter())
-    assert 3 * made._max_connections <= 256 - descriptors.reserve()
-    assert made._max_young <= made._max_connections
-    made.close()
-    assert made._max_connections < module.MAX_CONNECTIONS

@@ -174,19 +174,6 @@ def test_a_disk_that_is_slower_than_computing_is_not_read_for_a_peer(cluster_wit
     assert cluster.counter("b", "wants_served") == 0
 
 
-def test_a_disk_that_hangs_is_waited_for_no_longer_than_the_peer_waits(cluster_with_disk, monkeypatch):
-    cluster = cluster_with_disk
-    service = on_disk(cluster, KEYS[:4])
-    ((disk,),) = service.tiers.below
-    monkeypatch.setattr(disk, "load", lambda job: None)  # it hangs
-    monkeypatch.setattr("pdx.store.paying.MIN_LOAD_S", 0.1)
-    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
-        worker.ask(Ping(chunk_s=0.02))
-        assert look(a) == 0
-    wait_until(lambda: len(service.peers._loads) == 0, what="nobody waits for it")
-    assert cluster.counter("b", "wants_served") == 0
-
-
 def test_what_is_loaded_for_peers_has_one_bound_for_all_questions(cluster_with_disk, monkeypatch):
     """Each question had a share of its own: two disjoint prompts took all memory."""
     cluster = cluster_with_disk
@@ -194,13 +181,15 @@ def test_what_is_loaded_for_peers_has_one_bound_for_all_questions(cluster_with_d
     ((disk,),) = service.tiers.below
     monkeypatch.setattr(disk, "load", lambda job: None)  # it hangs
     monkeypatch.setattr(service.peers, "_share_bytes", 2.5 * G)
-    with engine(cluster, "a") as a:
+    monkeypatch.setattr("pdx.store.paying.MIN_LOAD_S", 0.1)
+    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
+        worker.ask(Ping(chunk_s=0.2))  # it is waited for no longer than this peer waits
         a.tell(Admit(KEYS[:2], lease_s=5.0, wait_s=20.0, part="keeps", request="first"))
         wait_until(lambda: len(service.peers._loads) == 2, what="its disk is asked")
         assert look(a, KEYS[2:4]) == 0
         assert len(service.peers._loads) == 2
     wait_until(lambda: len(service.peers._loads) == 0, what="they are given up")
-    assert service.peers._loading_bytes == 0
+    assert service.peers._loading_bytes == cluster.counter("b", "wants_served") == 0
 
 
 # ---- of several cache groups ----------------------------------------------------------------
@@ -281,7 +270,7 @@ class Liar:
             self.raw.send(Ping())
 
 
-@pytest.mark.parametrize(("count", "asks"), [(0, 1), (COUNT, 2), (1 << 19, 2)])
+@pytest.mark.parametrize(("count", "asks"), [(0, 1), (1 << 19, 2)])
 def test_a_peer_that_has_not_what_it_says_costs_its_answers(place, count, asks):
     node = NodeProcess.ready(
         NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=8 * MIB, channels=["tcp"], **PATIENT)

@@ -42,15 +42,6 @@ def test_only_over_is_final_and_nothing_goes_back(side):
     assert first not in table.values()
 
 
-def test_each_side_takes_what_the_other_does_in_every_state():
-    for state in (CopyState.QUEUED, CopyState.RUNNING):
-        assert COPY[state, CopyStep.GIVE_UP] is CopyState.DRAINING
-    for state in set(PushState) - {PushState.OVER}:
-        assert (state, PushStep.LET_GO) in PUSH
-        assert (state, PushStep.LOST) in PUSH or state is PushState.CLOSING
-    assert PUSH[PushState.QUEUED, PushStep.LOST] is PushState.OVER, "who waits for room holds none"
-
-
 def test_room_that_may_be_written_is_free_only_after_let_go_or_a_fence():
     """Invariant 3; and the sender says that it let go only when nothing reads its memory any more."""
     ends = {(state, step) for (state, step), target in COPY.items() if target is CopyState.OVER}

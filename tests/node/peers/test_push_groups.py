@@ -124,9 +124,7 @@ def test_where_there_is_room_for_a_part_alone_that_part_can_be_restored(cluster,
     cluster.settle()
 
 
-@pytest.mark.parametrize(
-    ("gone", "hits"), [([], 8), ([(0, 6)], 6), ([(1, 7), (2, 6)], 6), ([(2, chunk) for chunk in range(8)], 0)]
-)
+@pytest.mark.parametrize(("gone", "hits"), [([], 8), ([(1, 7), (2, 6)], 6), ([(2, chunk) for chunk in range(8)], 0)])
 def test_of_a_peer_the_longest_part_that_it_has_is_fetched(cluster, at, gone, hits):
     (scheduler, worker), (asker, _) = at["a"], at["b"]
     groups = sized(GROUPS, tail_nbytes=0)

@@ -17,7 +17,6 @@ from pdx.node.peers.regions import Regions
 from pdx.telemetry.env import Env
 from pdx.testing.waiting import wait_until
 from pdx.transports import registry
-from pdx.transports.channel import Piece
 from pdx.wire.burst import BURST
 
 OPENING = threading.Event()
@@ -133,10 +132,6 @@ def test_closed_while_they_are_being_opened_nothing_is_begun_with_them(open_regi
     assert regions.regions == regions.listeners == {}
 
 
-def test_all_are_candidates(open_regions):
-    assert {"shm", "tcp"} <= set(open_regions().candidates)
-
-
 def test_an_arena_on_a_gpu_is_registered_as_device_memory_and_only_where_that_works(tmp_path, caplog):
     TAKEN.clear()
     env = Env()
@@ -151,21 +146,3 @@ def test_an_arena_on_a_gpu_is_registered_as_device_memory_and_only_where_that_wo
     assert regions.schemes == []
     assert all("moves host memory" in regions.why[scheme] for scheme in ("shm", "tcp"))
     assert caplog.text.count("no channel tcp") == 1
-
-
-def test_notifications_and_writes_wake_each_their_own(open_regions):
-    """Who waits for writes to one peer sleeps on when another's is over, and so does who waits for notifications."""
-    writing, landing = open_regions("inproc"), open_regions("inproc")
-    for regions in (writing, landing):
-        regions.when_open(lambda: None)
-        wait_until(lambda regions=regions: regions.mailbox.deliver() or regions.is_open)
-    over = [threading.Event(), threading.Event()]
-    channels = []
-    for number, event in enumerate(over):
-        remote = landing.listeners["inproc"].invite(bytes([number]) * 16)
-        landing.listeners["inproc"].grant(remote.token, 0, 4096)
-        channels.append(writing.regions["inproc"].connect(remote, wake=event))
-    assert channels[0].write([Piece(0, 0, 4096)], b"").error is None
-    assert [event.is_set() for event in over] == [True, False]
-    assert landing.regions["inproc"].wake.is_set()
-    assert not writing.regions["inproc"].wake.is_set()

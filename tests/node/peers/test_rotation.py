@@ -15,7 +15,6 @@ from peers_harness import LocalCluster, pattern, put, read
 
 from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
-from pdx.node.peers.connection import ConnectionState
 from pdx.node.proxy_line import ProxyLine
 from pdx.security import reread
 from pdx.security.curve_keys import KeyPair
@@ -151,20 +150,6 @@ def _moved(cluster, source, target):
     return True
 
 
-def test_who_leaves_the_roster_is_gone_within_seconds(cluster):
-    cluster.moves("a", "b")
-    cluster.files["b"].put(
-        {
-            "key": f'secret-key = "{cluster.keys["b"][0].secret}"\n',
-            "roster": f'[nodes.b]\naddress = "tcp://127.0.0.1:{cluster._ports["b"]}"\n'
-            f'key = "{cluster.keys["b"][0].public}"\n',
-        }
-    )
-    peer = cluster.connections("b").of("a")
-    wait_until(lambda: peer.state is ConnectionState.CLOSED, timeout_s=5.0, what="a is gone")
-    assert peer.why == "the roster has changed"
-
-
 def test_a_key_that_the_roster_does_not_have_yet_is_used_as_soon_as_it_has(cluster):
     old, new = cluster.keys["b"][0], KeyPair.make()
     cluster.keys["b"].append(new)
@@ -228,8 +213,7 @@ class Everybody:
         return True
 
 
-@pytest.mark.parametrize("what", ["key", "roster"])
-@pytest.mark.parametrize("text", ["", "[nodes.", '[nodes.a]\naddress = "tcp://10.0.0.1:1"\n', 'secret-key = "x"'])
+@pytest.mark.parametrize(("what", "text"), [("key", 'secret-key = "x"'), ("roster", "[nodes.")])
 def test_what_is_wrong_changes_nothing_and_is_said(cluster, what, text, caplog):
     files = {
         "key": f'secret-key = "{cluster.keys["b"][0].secret}"\n',

@@ -216,6 +216,9 @@ def test_a_channel_with_a_bug_ends_and_no_write_is_forgotten(stage_with):
     region = FakeRegion(bug=ValueError("outside of the region"))
     stage = stage_with(region)
     assert stage.channel
+    other = stage_with(FakeRegion(), FakeRegion(fault=ZeroDivisionError("a bug")), measure=True)
+    other.until(lambda: other.ended)
+    assert other.broken == ["ZeroDivisionError: a bug"]  # and those that were tried are closed, see `close`
     stage.submit(0)
     stage.submit(1)
     stage.until(lambda: stage.ended)
@@ -233,17 +236,13 @@ def test_what_is_submitted_to_a_thread_that_has_ended_is_answered_too(stage_with
     assert "nobody there" in stage.broken[0]
 
 
-def test_the_first_that_connects_is_used(stage_with):
-    stage = stage_with(FakeRegion(fault=ChannelUnavailable("no")), FakeRegion(), FakeRegion())
+@pytest.mark.parametrize("settings", [{}, {"measure": True, "preferred": "s1"}], ids=str)
+def test_the_first_through_which_a_probe_goes_is_used_or_the_preferred_one(stage_with, settings):
+    """And no other is tried behind it."""
+    stage = stage_with(FakeRegion(probe_fault=ChannelBroken("no way")), FakeRegion(), FakeRegion(), **settings)
     assert stage.channel is stage.regions.regions["s1"].channels[0]
     assert stage.chosen == [("s1", {})]
     assert stage.regions.regions["s2"].channels == []
-
-
-@pytest.mark.parametrize("settings", [{}, {"measure": True}, {"measure": True, "preferred": "s0"}], ids=str)
-def test_a_channel_through_which_no_probe_goes_is_not_used(stage_with, settings):
-    stage = stage_with(FakeRegion(probe_fault=ChannelBroken("no way")), FakeRegion(), **settings)
-    assert stage.channel is stage.regions.regions["s1"].channels[0]
     assert stage.channel.probes == 1
     assert stage.regions.regions["s0"].channels[0].is_closed
     assert stage.sender.missing == {"s0": "no way"}
@@ -262,20 +261,6 @@ def test_the_fastest_is_used_where_they_are_measured(stage_with):
     assert stage.channel is quick.channels[0]
     assert stage.chosen[0][1]["s1"] > stage.chosen[0][1]["s0"] > 0
     assert slow.channels[0].is_closed
-
-
-def test_channels_that_were_tried_are_closed_when_another_has_a_bug(stage_with):
-    stage = stage_with(FakeRegion(), FakeRegion(fault=ZeroDivisionError("a bug")), measure=True)
-    stage.until(lambda: stage.ended)
-    assert stage.broken == ["ZeroDivisionError: a bug"]
-    assert stage.regions.regions["s0"].channels[0].is_closed
-
-
-def test_the_preferred_channel_is_used_without_measuring_it_against_others(stage_with):
-    stage = stage_with(FakeRegion(), FakeRegion(), measure=True, preferred="s0")
-    assert stage.channel is stage.regions.regions["s0"].channels[0]
-    assert stage.chosen == [("s0", {})]
-    assert stage.regions.regions["s1"].channels == []
 
 
 def test_where_the_preferred_one_does_not_connect_the_others_are_measured_and_the_reason_is_kept(stage_with):

@@ -85,19 +85,6 @@ def test_every_layer_is_written_once_and_when_it_is_filled(cluster, folder):
     cluster.settle()
 
 
-def test_layers_that_are_sent_together_are_one_span(cluster, folder):
-    with attached(cluster.address("a")) as prefill:
-        slots = reserve(prefill).granted_slots
-        prefill.ask(Fill(slots, 0, LAYERS, seal=True))
-        sent = LAYERS * PER_LAYER
-        wait_sent(cluster, sent)
-        spans = spans_of(folder, sent)
-    assert by_layer(spans) == dict.fromkeys(range(LAYERS), PER_LAYER)
-    assert max(span.num_layers for span in spans) == LAYERS
-    assert sum(span.nbytes for span in spans) == sent
-    cluster.settle()
-
-
 def test_a_transfer_that_is_given_up_has_spans_of_what_was_sent(cluster, folder):
     with attached(cluster.address("a")) as prefill:
         slots = reserve(prefill).granted_slots
