@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,10 +20,10 @@ from pdx.node.peers.regions import Regions
 from pdx.node.peers.send_thread import SendThread
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
-from pdx.store.deadlines import Deadlines
 from pdx.store.tier import Job, Tier
 from pdx.telemetry.env import Env
 from pdx.telemetry.host import host_id
+from pdx.telemetry.recent import remember
 from pdx.telemetry.timeline import Event
 from pdx.transports.registry import FOR_GPUS
 from pdx.wire.hints import Hints
@@ -31,9 +31,8 @@ from pdx.wire.messages import Admit, Cancel, Chosen, Mark, PeerBody, Release, We
 
 log = logging.getLogger("pdx.node")
 
-MAX_FLOWS = 16_384
+MAX_FLOWS = 4096  # transfers of which it is known, also behind their push, how much was across
 MAX_UNTOLD = 1024  # transfers that one peer will be told of when it is connected
-FLOW_S = 60.0  # how long it is known, after a push, how much of its transfer was across
 JOIN_S = 5.0
 
 
@@ -130,11 +129,10 @@ def admit(copy: Copy, wait_s: float) -> Admit:
 
 
 class Flow(msgspec.Struct):
-    """What a peer has acknowledged of a transfer, kept a while beyond its push."""
+    """What a peer has acknowledged of a transfer."""
 
-    acked: int
-    across: int  # already told as ACROSS
-    deadline: float
+    acked: int = 0
+    across: int = 0  # already told as ACROSS
     ended_ns: int = 0  # when prefill was over; 0: it is not
     is_pushed: bool = False  # a push was over before that
 
@@ -165,8 +163,7 @@ class PeerTiers:
         self._marks = marks
         self._handoffs = env.timings[("pdx_node_handoff_seconds",)]
         self._tiers: dict[str, PeerTier] = {}
-        self._flows: dict[str, Flow] = {}
-        self._flow_ends: Deadlines[str] = Deadlines()
+        self._flows: OrderedDict[str, Flow] = OrderedDict()
         self._left: list[SendThread] = []  # senders that were told to end
 
     def tier(self, name: str) -> PeerTier:
@@ -203,21 +200,14 @@ class PeerTiers:
             return []
         self.connections.dial(name)
         self.start(name)
-        now = self.env.clock()
         if transfer is not None:
-            flow = self._flows.setdefault(transfer, Flow(0, 0, 0.0))
-            self._flow_ends.discard(transfer, flow.deadline)
-            flow.deadline = now + FLOW_S + self.config.push_s
-            self._flow_ends.add([transfer], flow.deadline)
-            if len(self._flows) > MAX_FLOWS:
-                oldest = next(iter(self._flows))
-                self._flow_ends.discard(oldest, self._flows.pop(oldest).deadline)
+            remember(self._flows, transfer, self._flows.get(transfer) or Flow(), MAX_FLOWS)
         return self.copies.store(
             self.tier(name),
             list(dict.fromkeys(keys)),  # a peer grants each key its room once
             shards,
             priority=Priority.AWAITED if want else Priority.HANDOFF,
-            deadline=now + self.config.push_s,
+            deadline=self.env.clock() + self.config.push_s,
             transfer=transfer,
             layout=layout,
             want=want,
@@ -367,18 +357,11 @@ class PeerTiers:
             except (PeerError, ConfigError) as error:
                 self.gone(peer.name, str(error))
 
-    # ---- time and the end -------------------------------------------------------------------
-
     def forget_strangers(self) -> None:
         """Peers that are not connected, that the roster names no longer and that nothing goes to, are not kept."""
         for name in self._tiers.keys() - set(self.connections.roster.names):
             if self.connections.of(name) is None and not self.copies.of(self.look(name)):
                 del self._tiers[name]
-
-    def tick(self, now: float) -> None:
-        """A few times a second."""
-        for transfer in self._flow_ends.take(now):
-            del self._flows[transfer]
 
     def close(self) -> None:
         """End all writing, and wait until it has ended. Idempotent."""

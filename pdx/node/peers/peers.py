@@ -432,8 +432,6 @@ class Peers:
         now = self._env.clock()
         with self._env.faults.contain("the tick of connections"):
             self.connections.tick()
-        with self._env.faults.contain("the tick of peers that are written to"):
-            self.tiers.tick(now)
         with self._env.faults.contain("the tick of pushes from peers"):
             self.inbound.tick()
         with self._env.faults.contain("what peers wait for in tiers"):

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -203,19 +203,15 @@ class SendThread:
         :raises ChannelBroken: none connects; the text says why, scheme by scheme.
         """
         connected: dict[str, Channel] = {}
+        best = ""
         try:
             best, rates = self._best(connected)
-        except BaseException:
-            self._close_but("", connected)
-            raise
-        self._close_but(best, connected)
+        finally:
+            for scheme, channel in connected.items():
+                if scheme != best:
+                    channel.close()
         self._post(lambda: self._tiers.channel_chosen(self, best, rates))
         return best, connected[best]
-
-    def _close_but(self, kept: str, connected: Mapping[str, Channel]) -> None:
-        for scheme, channel in connected.items():
-            if scheme != kept:
-                channel.close()
 
     def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
         """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
