@@ -121,33 +121,3 @@ def test_the_sender_stops_and_its_late_writes_harm_nobody(cluster):
     assert read(cluster["b"], "x", wait_s=30.0) == data
     works_again(cluster, 4)
     cluster.settle()
-
-
-def test_a_stopped_sender_in_the_middle_of_a_write(place):
-    """Bytes are on their way when it stops: they land where they were granted, or nowhere."""
-    with Cluster(
-        place,
-        "ab",
-        channels=["tcp"],
-        peer_timeout_s=SILENCE_S,
-        of_one={"a": {"arena_bytes": 64 * MIB}, "b": {"arena_bytes": 40 * MIB}},
-    ) as cluster:
-        cluster.start("a", "b")
-        data = pattern(1, 32 * MIB)
-        put(cluster["a"], "x", data, parts=32)
-        cluster["a"].push("x", to="b")
-        wait_until(lambda: cluster.counter("b", "landed_bytes"))
-        before, before_b = (cluster.counter(name, "peers_lost") for name in "ab")
-        freeze(cluster.nodes["a"])
-        wait_until(lambda: cluster.counter("b", "peers_lost") > before_b)
-        cluster.settle("b", timeout_s=30.0)
-        other = pattern(2, 38 * MIB)
-        if not cluster["b"].lookup(["x"]):
-            put(cluster["b"], "other", other)
-        cluster.nodes["a"].signal(signal.SIGCONT)
-        wait_until(lambda: cluster.counter("a", "peers_lost") > before)
-        cluster.settle("a", timeout_s=30.0)
-        if cluster["b"].lookup(["other"]):
-            assert read(cluster["b"], "other") == other
-        else:
-            assert read(cluster["b"], "x") == data

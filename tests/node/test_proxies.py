@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+from collections import Counter
 
 import pytest
 import zmq
+from connection_stage import settled
 from test_node_proxy import Proxy
 
 from pdx.config import NodeConfig
 from pdx.node.daemon import Daemon
+from pdx.node.proxy_line import ProxyLine
+from pdx.security.curve_keys import KeyPair
+from pdx.security.gate import Gate
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Mark, encode
 from pdx.wire.proxy import NodeReport, PeerEntry, PeerList
@@ -121,6 +127,55 @@ def test_nodes_of_which_any_proxy_tells_are_there(place, proxies):
         b.context.destroy(linger=0)
         hears(a, "two", "four")
         wait_until(lambda: settled(["four", "two"]), what="of one that is gone nothing counts where another is there")
+
+
+def test_a_proxy_hears_of_the_nodes_new_key_and_is_left_when_the_roster_has_it_no_more(place, monkeypatch, caplog):
+    context, keys = zmq.Context(), {name: KeyPair.make() for name in ("proxy", "old", "new", "other")}
+    gate = Gate(context, keys["proxy"], admits={each.public for each in keys.values()}, counters=Counter(), filters=[])
+    router = context.socket(zmq.ROUTER)
+    gate.guard(router)
+    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    roster, key = place / "roster.toml", place / "key"
+
+    def tell(own, proxy):
+        key.write_text(f'secret-key = "{own.secret}"\n')
+        text = f'[nodes.n]\nkey = "{own.public}"\n'
+        roster.write_text(text + (f'[proxy]\naddress = "{address}"\nkey = "{proxy.public}"\n' if proxy else ""))
+        for path in (key, roster):
+            path.chmod(0o600)
+            settled(path)
+
+    def heard():
+        """By which key a report has come."""
+        daemon.turn(0.05)
+        gate.answer()
+        return str(router.recv_multipart(copy=False)[-1].get("User-Id")) if router.poll(0) else ""
+
+    def no_descriptor(*_):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    tell(keys["old"], keys["proxy"])
+    config = NodeConfig(
+        address=f"ipc://{place}/n.sock", name="n", arena_bytes=2 << 20, proxy=address, roster=str(roster), keys=str(key)
+    )
+    try:
+        with Daemon(config) as daemon:
+            wait_until(lambda: heard() == keys["old"].public, what="it reports")
+            with monkeypatch.context() as short:  # no descriptor is left for another line: it is tried again
+                short.setattr(ProxyLine, "_monitor", no_descriptor)
+                tell(keys["new"], keys["proxy"])
+                wait_until(
+                    lambda: heard() and "not with the node's new key" in caplog.text, what="it goes on as before"
+                )
+            wait_until(lambda: heard() == keys["new"].public, what="it reports by its new key")
+            for proxy in (keys["other"], None):
+                tell(keys["new"], proxy)
+                wait_until(lambda: heard() or not [each for each in daemon._proxies._all.values() if each.is_up])
+                assert not any(each.key == keys["proxy"].public for each in daemon._proxies._all.values())
+    finally:
+        router.close(0)
+        gate.close()
+        context.term()
 
 
 def test_who_comes_back_hears_of_everything_at_once(start_here, attach, proxies):

@@ -210,23 +210,6 @@ def test_beyond_the_most_connections_or_without_descriptors_new_ones_are_refused
     assert read(inner, 6) == b"served"
 
 
-def test_with_no_descriptor_at_all_it_rests_and_goes_on(bed, monkeypatch):
-    real, failed = socket.socket.accept, []
-
-    def accept(listener):
-        if listener is bed.filter._listener and not failed:
-            failed.append(1)
-            raise OSError(24, "Too many open files")
-        return real(listener)
-
-    monkeypatch.setattr(socket.socket, "accept", accept)
-    outer = bed.dial()
-    wait_until(lambda: failed)
-    bed.now += 1.0
-    outer.sendall(GREETING)
-    assert read(bed.accept(), 10) == GREETING
-
-
 @pytest.mark.parametrize("call", ["socket", "register"])
 def test_where_one_connection_cannot_be_served_the_others_are(bed, monkeypatch, call):
     """Others took the last descriptor, or place in the epoll, just now."""

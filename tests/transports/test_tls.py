@@ -192,19 +192,6 @@ def test_an_older_version_is_refused(stage):
     address = address_of(remote)
     with socket.create_connection((address.host, address.port)) as sock, pytest.raises(ssl.SSLError):
         old.wrap_socket(sock)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        context, digest = sealed.reader_context()
-        context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
-
-        def serve():
-            with contextlib.suppress(OSError):
-                context.wrap_socket(server.accept()[0], server_side=True)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(ChannelBroken):
-            stage.side(MIB).region.connect(at(remote, server.getsockname()[1], digest=digest))
-        thread.join()
 
 
 def test_who_shakes_hands_for_ever_goes(stage, monkeypatch):
@@ -230,22 +217,6 @@ def test_who_shakes_hands_for_ever_goes(stage, monkeypatch):
         else:
             pytest.fail("it was let finish")
     wait_until(lambda: listener.faults["silence"] == 1, "it is counted")
-
-
-def test_what_is_no_tls_ends_that_stream_only(stage):
-    reader = stage.side(MIB)
-    token, remote = reader.session((0, MIB))
-    address = address_of(remote)
-    for data in (b"", frames.pack_greeting(token), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(1 << 16)):
-        with socket.create_connection((address.host, address.port)) as sock, contextlib.suppress(OSError):
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            sock.settimeout(10)
-            while sock.recv(4096):
-                pass
-    channel = stage.side(MIB).region.connect(remote)
-    assert written(channel, MIB) is None
-    channel.close()
 
 
 def test_many_acknowledgements_that_come_at_once_are_all_heard(stage):

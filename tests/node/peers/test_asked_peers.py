@@ -111,22 +111,6 @@ def test_an_answer_says_why_a_peer_that_has_it_was_not_asked_for_it(cluster):
     assert reasons[-1].text.startswith("not asked of node b: it would take")
 
 
-def test_of_the_end_of_a_prompt_that_is_here_peers_are_not_asked(cluster):
-    """It is no chunk that is sought, and a hit all the same."""
-    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
-        ask = Admit(
-            KEYS[:1], nbytes=4 * G, tail_nbytes=G, part="keeps", lease_s=5.0, wait_s=20.0, request="r",
-            blocks=b"b" * 16, chunk_blocks=4, parent=b"p" * 16,
-        )  # fmt: skip
-        slots = a.ask(ask).granted_slots
-        worker.ask(Fill(slots, seal=True))
-        answer = a.ask(ask)
-        assert (answer.hits, answer.waiting) == (1, False)
-        a.ask(Release(answer.lease))
-        assert a.ask(Why("r")).requests[0].hits == 1
-    assert cluster.counter("a", "internal_errors") == cluster.counter("a", "peer_lookups") == 0
-
-
 @pytest.fixture
 def cluster_with_disk(place):
     (place / "disk").mkdir(mode=0o700)
@@ -160,18 +144,6 @@ def test_what_a_peer_has_on_its_disk_is_loaded_there_and_fetched(cluster_with_di
     assert cluster.counter("b", "wants_served") == 1
     assert len(service.peers._loads) == 0
     cluster.settle("a")
-
-
-def test_a_disk_that_is_slower_than_computing_is_not_read_for_a_peer(cluster_with_disk):
-    cluster = cluster_with_disk
-    ((disk,),) = on_disk(cluster, KEYS[:4]).tiers.below
-    disk.load_rate.moved(1, 0, int(60e9))
-    with engine(cluster, "a") as a, attached(cluster.address("a"), kind="worker", engine="engine-a") as worker:
-        worker.ask(Ping(chunk_s=2.0))
-        assert look(a) == 0
-    assert cluster.counter("a", "peer_lookups") == 1
-    assert cluster.counter("b", "disk_loaded") <= 1, "a look how fast it is"
-    assert cluster.counter("b", "wants_served") == 0
 
 
 def test_what_is_loaded_for_peers_has_one_bound_for_all_questions(cluster_with_disk, monkeypatch):

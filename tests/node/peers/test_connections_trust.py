@@ -6,7 +6,7 @@ import logging
 import stat
 
 import pytest
-from connection_stage import RawHost, settled, welcomed, write_roster
+from connection_stage import RawHost, welcomed, write_roster
 
 import pdx.node.peers.connections
 import pdx.security.peer_socket
@@ -24,21 +24,6 @@ WELCOME = messages.Welcome(22, 7, name="beta", host="h", regions=[RemoteRegion("
 
 
 # ---- what is not believed -----------------------------------------------------------------------
-
-
-def test_replayed_answers_are_dropped(stage):
-    alpha = stage.node("alpha")
-    with RawHost(stage, "beta") as beta:
-        alpha.connections.told([beta.entry])
-        alpha.connections.dial("beta")
-        assert isinstance(stage.until(beta.hear), messages.Hello)
-        beta.send(WELCOME, seq=5)
-        beta.send(messages.Done(1), 1, seq=5)
-        beta.send(messages.Done(1), 2, seq=4)
-        beta.send(messages.Done(1), 3, seq=6)
-        stage.until(lambda: alpha.core.saw("heard"))
-        assert [about for _, _, about in alpha.core.saw("heard")] == [3]
-        assert alpha.counters["messages_dropped"] == 2
 
 
 def test_replayed_messages_are_dropped(stage, raw):
@@ -223,37 +208,6 @@ def test_with_a_file_the_file_decides(stage, caplog, raw):
     stranger = raw(alpha)
     stranger.hello(name="gamma")
     assert "in the roster" in stage.until(stranger.hear).text
-
-
-def test_a_roster_that_changes_is_obeyed(stage, caplog):
-    file = stage.place / "roster.toml"
-    where = {name: (f"ipc://{stage.place}/{name}.sock", "") for name in ("alpha", "beta")}
-    alpha = stage.node("alpha", roster=write_roster(file, where))
-    beta = stage.node("beta", 2)
-    beta.connections.told([alpha.entry])
-    alpha.connections.dial("beta")
-    beta.connections.dial("alpha")
-    stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
-
-    file.write_text("[nodes.beta\n")
-    settled(file)
-    with caplog.at_level(logging.WARNING):
-        alpha.connections.tick()
-        alpha.connections.tick()
-    assert [record.message for record in caplog.records if "stays as it was" in record.message]
-    assert len(caplog.records) == 1
-    assert alpha.connections.of("beta").state is ConnectionState.READY
-
-    write_roster(file, {"alpha": where["alpha"]})
-    alpha.connections.tick()
-    assert alpha.core.saw("over")[0][1:] == (Ending.LOST, "the roster has changed")
-    stage.until(lambda: beta.core.saw("over"))
-    with pytest.raises(PeerUnknown):
-        alpha.connections.dial("beta")
-    write_roster(file, where)
-    alpha.connections.tick()
-    alpha.connections.dial("beta")
-    stage.until(lambda: len(alpha.core.saw("ready")) == 2)
 
 
 def test_the_socket_is_this_users_alone_and_has_one_owner(stage):

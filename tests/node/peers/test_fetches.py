@@ -247,27 +247,6 @@ def test_a_try_that_measures_nothing_is_one_all_the_same(fetches, link, why):
     assert waited == 5, "in 50 seconds"
 
 
-def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link):
-    """Chunks are small, so that few bytes move; each try finds the peer as fast as it always was."""
-    small, now = 1 << 20, 0.0
-    for _ in range(100):
-        fetches.landed("b", small, small, now, now + 0.001)
-        now += 0.001
-    assert fetches.is_waiting(ASK, 0, now, Computing(0.5))
-    now += 4.0
-    assert fetches.tick(now) == 1, "it was lost: twice the time of computing is over"
-    tries = 0
-    while fetches.takes_s("b", 4) > 4 * 0.02:
-        now += paying.PROBE_S + 0.1
-        fetches.tick(now)
-        assert fetches.is_waiting(ASK, 0, now, Computing(0.02))
-        tries += 1
-        assert len(link.sent) == 1 + tries < 10
-        fetches.landed("b", small, small, now, now + 0.001)
-        fetches.over("b", link.sent[-1][0], None, now + 0.001)
-    assert tries > 1, "the loss counts for something"
-
-
 def test_what_waits_for_room_here_says_nothing_of_its_peer(fetches, link):
     assert fetches.is_waiting(ASK, 1, 0.0, Computing(0.5))
     assert fetches.tick(3.1, lambda name, number: 3.1) == 1

@@ -9,7 +9,6 @@ from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
 from pdx.node.peers import inbound_pushes as module
-from pdx.node.peers.inbound_pushes import InboundPushes
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
 from pdx.wire.base import MAX_SLOTS
@@ -230,19 +229,6 @@ def test_what_a_peers_share_has_room_for(stage_with, a, share, before, offered, 
     stage.assert_idle()
 
 
-def test_a_share_keeps_what_is_here_already_and_what_others_have_cached(stage_with, a, b):
-    stage = stage_with(peer_share=0.25)
-    finish(stage, a, stage.offer(a, [0, 1, 2, 3]))
-    push = stage.offer(a, list(range(9)))
-    assert a.granted(push).granted == [4, 5, 6, 7], "what is here takes nothing of it"
-    finish(stage, a, push)
-    for number in range(20, 28):
-        finish(stage, b, stage.offer(b, [number]))
-    finish(stage, a, stage.offer(a, list(range(30, 38))))
-    assert stage.store.counters["evicted"] == 4
-    stage.assert_idle()
-
-
 def test_a_peer_at_its_share_waits_and_keeps_nobody_waiting(stage_with, a, b):
     stage = stage_with(peer_share=0.5)
     first = stage.offer(a, [0, 1], granules=4)
@@ -257,31 +243,6 @@ def test_a_peer_at_its_share_waits_and_keeps_nobody_waiting(stage_with, a, b):
     more = stage.offer(a, [5, 6])
     assert len(a.granted(more).slots) == 2
     finish(stage, a, more)
-    stage.assert_idle()
-
-
-def test_what_lands_of_a_peer_at_its_share_looks_at_no_offer_before_one_has_room(stage_with, a, monkeypatch):
-    stage = stage_with(peer_share=0.5)
-    first = stage.offer(a, list(range(8)))
-    waiting = [stage.offer(a, [10 + 3 * n, 11 + 3 * n, 12 + 3 * n], wait_s=1000.0) for n in range(100)]
-    looked_at = []
-    look = InboundPushes._look
-    monkeypatch.setattr(InboundPushes, "_look", lambda self, *args: looked_at.append(args) or look(self, *args))
-    slots = a.granted(first).slots
-    for slot in slots[:2]:
-        stage.land(a, first, [slot])
-        stage.inbound.turn()
-    assert not looked_at
-    stage.land(a, first, slots[2:3])
-    stage.inbound.turn()
-    assert len(a.granted(waiting[0]).slots) == 3
-    stage.land(a, first, slots[3:])
-    stage.inbound.turn()
-    stage.let_go(a, first)
-    assert a.granted(waiting[1]) is not None
-    for push in waiting:
-        finish(stage, a, push)
-        stage.inbound.turn()
     stage.assert_idle()
 
 

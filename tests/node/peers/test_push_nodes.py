@@ -4,7 +4,6 @@ import contextlib
 import gc
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from pdx.node import daemon
 from pdx.node.peers.connection import ConnectionState
 from pdx.telemetry.names import SOURCES
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Bye, Cancel, Fill, Mark, Ping
+from pdx.wire.messages import Admit, Bye, Cancel, Fill, Mark
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
 TRANSFER = "transfer-0123456789"
@@ -103,39 +102,6 @@ def test_sealed_chunks_are_pushed_and_fetched_in_both_directions(cluster_of):
         a.push("a-one", "nothing", to="b")
     cluster.settle()
     assert [cluster.counter(name, "messages_dropped") for name in "ab"] == [0, 0]
-
-
-@contextlib.contextmanager
-def an_engine_at_a(cluster):
-    """Its worker and scheduler, three keys of chunks that node b has, and how many chunks it finds when it asks b."""
-    keys = [bytes([number]) * 16 for number in range(3)]
-    with (
-        attached(cluster.address("b")) as b,
-        attached(cluster.address("a"), kind="worker", engine="one", name="one") as worker,
-        attached(cluster.address("a"), kind="scheduler", engine="one", name="one") as scheduler,
-    ):
-        there = b.ask(Admit(keys, nbytes=MIB, layers=1))
-        b.ask(Fill(there.granted_slots, layers=1, seal=True))
-
-        def hits(key):
-            return scheduler.ask(Admit([key], lease_s=5.0, wait_s=20.0, source="b", request=key.hex())).hits
-
-        yield worker, scheduler, keys, hits
-
-
-def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(cluster_of, clock):
-    cluster = cluster_of("ab")
-    with an_engine_at_a(cluster) as (worker, _, keys, hits), ThreadPoolExecutor(1) as beside:
-        worker.ask(Ping(chunk_s=0.5))
-        with cluster["a"].reserve("most of it", 15 * MIB + MIB // 2):
-            found = beside.submit(hits, keys[0])
-            wait_until(lambda: cluster.counter("a", "reserve_full"), what="b has asked for room")
-            clock.passes(1.5)
-            assert found.result() == 0
-            assert cluster.counter("a", "fetches_late") == 1
-        wait_until(lambda: cluster.counter("a", "landed_bytes") >= MIB, what="it lands when there is room")
-        assert hits(keys[1]) == 1, "the peer was never slow"
-        assert cluster.counter("a", "fetches_not_worth") == 0
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
