@@ -7,6 +7,7 @@ Tests of channels kill and stop it. Its first line is the path of its memory, if
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import signal
@@ -76,7 +77,10 @@ def _verbs(stage: Stage, side: Side) -> dict[str, Callable[..., Any]]:
     def read(offset: int, nbytes: int) -> str:
         return bytes(side.view[offset : offset + nbytes]).hex()
 
-    said = (invite, grant, payloads, connect, write, storm, finish, read)
+    def digest() -> str:
+        return hashlib.blake2b(bytes(side.view)).hexdigest()
+
+    said = (invite, grant, payloads, connect, write, storm, finish, read, digest)
     return {each.__name__: each for each in said}
 
 
