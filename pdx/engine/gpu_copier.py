@@ -166,7 +166,20 @@ class GpuCopier(PageCopier):
         link: NodeLink,
         turned: TurnedPages | None = None,
     ) -> None:
-        """`turned`: of the first cache group, how tokens are loaded at other positions; None: they are not."""
+        """`turned`: of the first cache group, how tokens are loaded at other positions; None: they are not.
+
+        Kernels that cannot be compiled or loaded here are logged and counted; the copier then copies nothing.
+
+        :raises GpuUnavailable: the driver cannot be called, or cuda-bindings is missing.
+        """
+        why = _warm_up(pages, streams, turned)
+        if why:
+            log.error(
+                "the copy kernels cannot be made ready, nothing is saved or loaded: %s (Triton needs a C compiler and "
+                "Python's headers at its first use; see `pdx doctor`)",
+                why,
+            )
+            link.count("kernels_unavailable")
         self._pages = pages
         self._turned = turned
         self._share = share
@@ -177,51 +190,11 @@ class GpuCopier(PageCopier):
         self._spare: deque[StreamEvent] = deque()  # events that have passed and that nobody waits for
         self._arenas = threading.Lock()
         self._mapped: MappedArena | None = None
-        self._has_failed = False  # CUDA does nothing any more for this process
+        self._has_failed = bool(why)  # CUDA does nothing (any more) for this process
         self._step: _Step | None = None
         self._staging: Staging | None = None  # once an arena in host memory was mapped
         self._copied = EventThread("pdx-copied", self)
         self._computed = EventThread("pdx-computed", self)
-
-    @classmethod
-    def start(
-        cls,
-        pages: Sequence[Sequence[PageMap]],
-        share: Share,
-        streams: Streams,
-        link: NodeLink,
-        turned: TurnedPages | None = None,
-    ) -> GpuCopier:
-        """Compile the kernels, so that no step has to, and wait until the tables are on the GPU.
-
-        Kernels that cannot be compiled or loaded here are logged and counted; the copier then copies nothing.
-
-        :raises GpuUnavailable: the driver cannot be called, or cuda-bindings is missing.
-        """
-        why = ""
-        try:
-            streams.gpu()
-            for of_shard in itertools.chain.from_iterable(pages):
-                warm_up(of_shard)
-            if turned is not None:
-                warm_up_turned(pages[0][0], turned)
-            ready = streams.event()
-            ready.record(streams.compute())
-            ready.synchronize()
-        except GpuUnavailable:
-            raise
-        except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
-            why = f"{type(error).__name__}: {error}"
-        made = cls(pages, share, streams, link, turned)
-        if why:
-            made._has_failed = True
-            log.error(
-                "the copy kernels cannot be made ready, nothing is saved or loaded: %s (Triton needs a C compiler and "
-                "Python's headers at its first use; see `pdx doctor`)",
-                why,
-            )
-            link.count("kernels_unavailable")
-        return made
 
     # ---- the link's thread ------------------------------------------------------------------
 
@@ -451,6 +424,25 @@ class GpuCopier(PageCopier):
     def _passed(self, event: StreamEvent, action: Action) -> None:
         self._spare.append(event)
         action()
+
+
+def _warm_up(pages: Sequence[Sequence[PageMap]], streams: Streams, turned: TurnedPages | None) -> str:
+    """Compile the kernels, so that no step has to, and wait until the tables are on the GPU. Why that is not possible;
+    empty: it is done."""
+    try:
+        streams.gpu()
+        for of_shard in itertools.chain.from_iterable(pages):
+            warm_up(of_shard)
+        if turned is not None:
+            warm_up_turned(pages[0][0], turned)
+        ready = streams.event()
+        ready.record(streams.compute())
+        ready.synchronize()
+    except GpuUnavailable:
+        raise
+    except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def page_map(layers: Sequence[torch.Tensor], num_blocks: int, page_bytes: int) -> PageMap:

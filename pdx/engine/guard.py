@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,6 +19,10 @@ from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import EngineRequest, StepRecord
 from pdx.engine.tally import Tally
 from pdx.engine.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from pdx.engine.turning import Turning
+    from pdx.kernels.turned_gpu import TurnedPages
 
 log = logging.getLogger("pdx.engine")
 
@@ -170,7 +174,7 @@ class WorkerGuard(_Guard):
         kv_caches: Mapping[str, torch.Tensor],
         num_blocks: int,
         group_of: Mapping[str, int] | None = None,
-        turning: Any = None,
+        turning: Turning | TurnedPages | None = None,
     ) -> None:
         """A part of start-up: it raises."""
         self._half.register(kv_caches, num_blocks, group_of, turning)

@@ -141,12 +141,28 @@ class NodeState:
     asked: Asked | None = None  # what is there of the prompt, and for room for what is not
     late: Asked | None = None  # room that is not waited for
     found: Asked | None = None  # the question that the hits are the answer to
+    asked_since: float = 0.0  # of the first of its questions that is not answered; 0: it has no such question
+    is_expecting: bool = False  # it was told that the request will come, and not asked yet
+    verdicts: list[Verdict] = field(default_factory=list)  # what became of the request's hints
     awaited: Awaited = Awaited.SOURCE
     fits: bool = True  # into the arena, as far as is known: a chunk of it at least
     reserved: bool = False  # what is missing has room, or will have none
     hits: Hits = Hits()  # noqa: RUF009  it is a tuple
     sources: bytes = b""  # of the hits, as its answers have said (`Admitted.sources`)
     grants: list[SlotGrant] = field(default_factory=list)  # in the order of their tokens: a step costs what it saves
+
+
+@dataclass(slots=True)
+class Load:
+    """What was planned last to be loaded for a request: under way or over."""
+
+    sources: Counter[str]  # of its tokens
+    preemptions: int  # of the request, until then
+    planned_at: float
+    failed_block: int | None = None  # while it is under way: the first of the request's blocks that was not loaded
+
+
+NO_WAIT = float("-inf")  # a deadline that has passed for good
 
 
 class TrackedRequest:
@@ -166,7 +182,6 @@ class TrackedRequest:
         self.request = request
         self.params = params
         self.envelope = envelope
-        self.verdicts: list[Verdict] = []  # what became of its hints, as far as the node has answered
         self._groups = groups
         self.keys = RequestKeys(request, groups, fingerprint)
         self.moving = Moving() if envelope.form == MOVED else None  # what is known of its tokens at other positions
@@ -175,14 +190,11 @@ class TrackedRequest:
         self._counts = Counter[State]() if counts is None else counts
         self._counts[state] += 1
         self.node = NodeState()
-        self.asked_at = 0.0  # when the node was first asked what it has; 0: it was not, or has answered
-        self.load_at = 0.0  # when its load was planned
-        self.expected_epoch = 0  # the node's life in which it was told that this request will come
+        self.load: Load | None = None
         self.wait_until: float | None = None  # for what may still come; None: not waiting yet
-        self.room_until: float | None = None
+        # For room for all of its prompt; None: not waiting yet, NO_WAIT: room for a part will do from now on.
+        self.room_until: float | None = None if self.is_prefill else NO_WAIT
         self.needed_since: float | None = None  # of drafts: since when the request waits for nothing else
-        self.takes_part = not self.is_prefill  # room for a part of the prompt will do
-        self.is_short = False  # its engine leaves the prompt's last token to the decode leg
         self.tables: list[list[int]] = [[] for _ in range(groups.num_tables)]  # its block ids
         self.saved_blocks = [0] * len(groups)  # by cache group: blocks before this one need no more saving
         self.gathered_bytes = Counter[int]()  # of one shard, by cache group
@@ -191,9 +203,6 @@ class TrackedRequest:
         self.decoded_end = 0  # chunks before this one were considered for saving
         self.local_tokens = 0  # that the engine's own cache had, when it asked last
         self.vouched = 0  # tokens that this cache had, or that are loaded from the store: nobody else's promise
-        self.doubt = 0  # see `pdx.engine.trust`
-        self.failed_block: int | None = None  # the first of its blocks that could not be loaded
-        self.loaded_for = -1  # the request's count of preemptions when its load was planned
 
     def step(self, step: Step) -> None:
         """Go on in its life. A step that is not in the table is a bug of ours: PDX goes off for this engine."""
@@ -235,11 +244,17 @@ class TrackedRequest:
         return self.state not in (State.LEFT_OUT, State.VOID, State.LOADING_VOID)
 
     @property
+    def takes_part(self) -> bool:
+        """Whether room for a part of its prompt will do."""
+        return self.room_until == NO_WAIT
+
+    @property
     def stands_aside(self) -> bool:
         """Whether it waits for what may come, as decode legs do, or for room: it has none meanwhile."""
         if self.state is not State.WAITING:
             return False
-        return self.wait_until is not None or self.room_until is not None or self.is_decode
+        waits_for_room = self.is_prefill and self.room_until is not None
+        return self.wait_until is not None or waits_for_room or self.is_decode
 
     # ---- its hints and its transfer ---------------------------------------------------------
 
@@ -249,13 +264,13 @@ class TrackedRequest:
 
     def take_verdicts(self, verdicts: list[Verdict]) -> None:
         """The node has answered to its hints: of the last chunks of the request not as of the first, perhaps."""
-        self.verdicts = worst([*self.verdicts, *verdicts])
+        self.node.verdicts = worst([*self.node.verdicts, *verdicts])
 
     @property
     def hints_answer(self) -> dict[str, str]:
         """What became of each field of its envelope, in words; empty: it had none."""
         own = [self.moving.verdict] if self.moving is not None else []
-        return {verdict.field: verdict.told for verdict in self.envelope.answer([*self.verdicts, *own])}
+        return {verdict.field: verdict.told for verdict in self.envelope.answer([*self.node.verdicts, *own])}
 
     @property
     def is_prefill(self) -> bool:
@@ -276,7 +291,7 @@ class TrackedRequest:
         if not self.is_prefill or self.request.kv_transfer_params.get("transfer_id") is not None:
             return {}
         params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer}
-        return params | {"prefill_node": node, "prefill_tokens": self.request.num_prompt_tokens + self.is_short}
+        return params | {"prefill_node": node, "prefill_tokens": self.params.prefill_tokens}
 
     @property
     def part(self) -> Literal["reads", "writes", "expects", "keeps"]:
@@ -329,6 +344,12 @@ class TrackedRequest:
         """The node it dealt with is gone, and all that it held there."""
         self.node = NodeState()
         self.step(Step.ASK_AGAIN)
+
+    def deal_with(self, epoch: int) -> None:
+        """This is the node's life; with another one it has dealt before, perhaps."""
+        if self.node.epoch != epoch:
+            self.forget_node()
+            self.node.epoch = epoch
 
     # ---- plans for the workers --------------------------------------------------------------
 

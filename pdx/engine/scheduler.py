@@ -26,7 +26,7 @@ from pdx.engine.moved import MovedLookup
 from pdx.engine.pace import StepTimes
 from pdx.engine.params import TransferParams, parse_hints, parse_params
 from pdx.engine.plan import NO_EPOCH, LoadPlan, PagesPlan, SavePlan, StepPlan, WorkerNews
-from pdx.engine.request import LOADING, SEATED, SlotGrant, State, Step, TrackedRequest
+from pdx.engine.request import LOADING, SEATED, Load, SlotGrant, State, Step, TrackedRequest
 from pdx.engine.step import BlockHashing, EngineRequest, StepLimits, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
 from pdx.engine.tally import Tally
@@ -136,9 +136,12 @@ class SchedulerHalf:
             state = State.WAITING
         else:
             envelope, state = Envelope(), State.LEFT_OUT
+        if params.do_remote_decode:
+            params = msgspec.structs.replace(params, prefill_tokens=request.num_prompt_tokens)
+            if is_new and self._groups.has_state:
+                self._hashing.shorten(request)
         fingerprint = self._forms.fingerprint_of(envelope)
         tracked = TrackedRequest(request, self._groups, params, fingerprint, envelope, state, self._counts)
-        tracked.is_short = is_new and tracked.is_prefill and self._groups.has_state and self._hashing.shorten(request)
         self._requests[request.request_id] = tracked
         if self._drafts is not None:
             self._drafts.track(tracked, self._forms.fingerprint)
@@ -181,7 +184,8 @@ class SchedulerHalf:
             tracked.step(Step.PREEMPT)
             tracked.node.sources = b""
             self._trust.forget(tracked)
-        if tracked.state is State.LEFT_OUT or tracked.loaded_for == request.num_preemptions:  # or its load has failed
+        has_loaded = tracked.load is not None and tracked.load.preemptions == request.num_preemptions
+        if tracked.state is State.LEFT_OUT or has_loaded:  # or rather, it has not
             return 0
         connection = self.link.connection
         if connection is None or (tracked.is_decided and tracked.node.epoch != connection.epoch):
@@ -234,17 +238,17 @@ class SchedulerHalf:
         if num_external:
             tracked.vouched = tracked.local_tokens + num_external
             self._trust.written(tracked.block_ids[tracked.local_tokens // self._groups[0].block_tokens :])
-            tracked.failed_block, tracked.loaded_for = None, request.num_preemptions
             self._loads.append(tracked.plan_load(num_external, drafts))
-            tracked.load_at = time.monotonic()
-            for source, tokens in tracked.sources_of(num_external).items():
+            tracked.load = Load(tracked.sources_of(num_external), request.num_preemptions, time.monotonic())
+            for source, tokens in tracked.load.sources.items():
                 self.tally.add("hit_tokens", source, tokens)
         else:
             self._lookup.release(tracked, connection)
 
-    def sources(self, request: EngineRequest, num_external: int) -> Counter[str]:
-        """Where those tokens were found that it was just given blocks for."""
-        return self.track(request).sources_of(num_external)
+    def sources(self, request: EngineRequest) -> Mapping[str, int]:
+        """Where the tokens were found whose load was planned last."""
+        load = self.track(request).load
+        return load.sources if load is not None else {}
 
     def not_loaded(self, block_ids: Set[int]) -> Set[int]:
         """These blocks were not loaded, and the engine computes them. They may be another connector's, which had
@@ -254,13 +258,13 @@ class SchedulerHalf:
         """
         ours, others = set[int](), list[TrackedRequest]()
         for tracked in self._requests.values():
-            if not tracked.is_loading:
+            if tracked.load is None or not tracked.is_loading:
                 others.append(tracked)
                 continue
             failed = [at for at, block_id in enumerate(tracked.block_ids) if block_id in block_ids]
             ours.update(tracked.block_ids[at] for at in failed)
-            before = [] if tracked.failed_block is None else [tracked.failed_block]
-            tracked.failed_block = min([*failed, *before], default=None)
+            before = [] if tracked.load.failed_block is None else [tracked.load.failed_block]
+            tracked.load.failed_block = min([*failed, *before], default=None)
         if block_ids <= ours:
             return frozenset()  # the engine's cache has nothing that is being loaded
         spoiled, blocks = self._trust.failed(block_ids - ours, others)
@@ -271,8 +275,8 @@ class SchedulerHalf:
     def load_failed(self, request_id: str) -> None:
         """Not all of the request's load has come, and the engine computes the whole prompt."""
         tracked = self._requests.get(request_id)
-        if tracked is not None and tracked.is_loading:
-            tracked.failed_block = tracked.local_tokens // self._groups[0].block_tokens
+        if tracked is not None and tracked.load is not None and tracked.is_loading:
+            tracked.load.failed_block = tracked.local_tokens // self._groups[0].block_tokens
 
     def _spoil(self, tracked: TrackedRequest) -> None:
         """It was computed from pages that nobody has loaded: nothing of it is saved."""
@@ -299,12 +303,13 @@ class SchedulerHalf:
             self._release(ended)
             return
         tracked = self._requests.get(request_id)
-        if tracked is None or not tracked.is_loading:
+        if tracked is None or tracked.load is None or not tracked.is_loading:
             return
         tracked.step(Step.LOADED)
         self._release(tracked)
-        has_failed, tracked.failed_block = tracked.failed_block is not None, None
-        took_s, tokens = time.monotonic() - tracked.load_at, tracked.vouched - tracked.local_tokens
+        load = tracked.load
+        has_failed, load.failed_block = load.failed_block is not None, None
+        took_s, tokens = time.monotonic() - load.planned_at, load.sources.total()
         spans.tell(tracked.request, "pdx.load", took_s, failed=has_failed, tokens=tokens, transfer=tracked.transfer)
         self.tally.add("loads", "failed" if has_failed else "loaded", 1)
         if connection is None or connection.epoch != tracked.node.epoch:
@@ -360,8 +365,8 @@ class SchedulerHalf:
             tracked.take_blocks(step.blocks, are_all=step.has_all_blocks)
             if self._drafts is not None and tracked.drafts is not None:
                 self._drafts.computing(tracked.drafts, step)
-        self._trust.scheduled(tracked, step, self._step)
-        if tracked.doubt == NEVER and tracked.saves:
+        doubt = self._trust.scheduled(tracked, step, self._step)
+        if doubt == NEVER and tracked.saves:
             self._spoil(tracked)
         # Drafts of speculative decoding may be rejected: only known tokens count as final.
         step_end = step.computed + step.scheduled
@@ -371,7 +376,7 @@ class SchedulerHalf:
             if connection is None or each.node.epoch != connection.epoch:
                 each.node.grants.clear()
                 continue
-            if each.saves and not tracked.doubt:
+            if each.saves and not doubt:
                 lookup.reserve_late(each, connection, end)
                 save, lost = each.plan_save(step.computed, end, step_end)
                 if lost:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine import spans
-from pdx.engine.request import Asked, Awaited, ChunkSlots, Hits, SlotGrant, Step, TrackedRequest
+from pdx.engine.request import NO_WAIT, Asked, Awaited, ChunkSlots, Hits, SlotGrant, Step, TrackedRequest
 from pdx.engine.request_keys import sizes, with_tail, without_tail
 from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
@@ -90,16 +90,16 @@ class StoreLookup:
         """A new request whose turn will not come soon: tell the node what it will want. Never waits."""
         keys = self._keys(tracked, tracked.request.num_prompt_tokens)
         if keys:
-            tracked.expected_epoch = connection.epoch
+            tracked.deal_with(connection.epoch)
+            tracked.node.is_expecting = True
             groups = sizes(self._groups, 0, has_room=False).get("groups", [])
             name = tracked.request.request_id[:MAX_NAME]
             connection.tell(Expect(name, keys, self._groups.num_shards, groups=groups))
 
     def expect_no_more(self, tracked: TrackedRequest, connection: Connection) -> None:
         """The request ended before its turn."""
-        if tracked.expected_epoch == connection.epoch:
+        if tracked.node.is_expecting and tracked.node.epoch == connection.epoch:
             connection.tell(Expect(tracked.request.request_id[:MAX_NAME]))
-        tracked.expected_epoch = 0
 
     def take_back(self, connection: Connection | None) -> None:
         """The turn of these has not come soon: others may fill their room sooner, and decoders wait for that."""
@@ -107,7 +107,7 @@ class StoreLookup:
             tracked, asked = self._ahead.popleft()
             if tracked.node.asked is asked and connection is not None and tracked.node.epoch == connection.epoch:
                 connection.forget(asked.seq)
-                tracked.node.asked, tracked.asked_at = None, 0.0
+                tracked.node.asked, tracked.node.asked_since = None, 0.0
 
     def advance(self, tracked: TrackedRequest, connection: Connection, *, may_ask: bool = True) -> bool:
         """Ask the node, as far as needed; whether the request is decided now. `may_ask`: its turn is near."""
@@ -121,9 +121,7 @@ class StoreLookup:
         return True
 
     def _try(self, tracked: TrackedRequest, connection: Connection, step: _Question) -> None:
-        if tracked.node.epoch != connection.epoch:
-            tracked.forget_node()
-            tracked.node.epoch = connection.epoch
+        tracked.deal_with(connection.epoch)
         try:
             if self.is_silent(tracked, connection):
                 raise NodeError(f"the node has said nothing for {connection.silent_s():.1f} s")
@@ -158,9 +156,10 @@ class StoreLookup:
             answer = self.collect(connection, asked, Admitted, times=_patience(tracked))
         except ArenaTooSmall:
             tracked.node.asked = None
-            tracked.room_until = self._clock()  # waiting does not help
             tracked.node.fits = not tracked.takes_part
-            tracked.takes_part = tracked.takes_part or not self._may_wait_for_room(tracked, connection)
+            if not tracked.takes_part:
+                tracked.room_until = self._clock()  # waiting does not help
+                self._wait_for_room(tracked, connection)
             return
         if answer is None:
             return
@@ -174,7 +173,7 @@ class StoreLookup:
             return
         tracked.node.awaited = min(tracked.node.awaited, Awaited.TRANSFER)  # the source has had its turn
         if answer.full and not tracked.takes_part:
-            tracked.takes_part = not self._may_wait_for_room(tracked, connection)
+            self._wait_for_room(tracked, connection)
             return
         self._take(tracked, connection, answer, asked)
         if tracked.node.reserved:
@@ -298,8 +297,8 @@ class StoreLookup:
         )
         end_tokens = whole * self._groups.chunk_tokens + tail_tokens
         tracked.node.asked = self.ask(connection, ask, 0, whole + (tail_tokens > 0), end_tokens)
-        tracked.expected_epoch = 0  # the node knows by the question
-        tracked.asked_at = tracked.asked_at or tracked.node.asked.at
+        tracked.node.is_expecting = False  # the node knows by the question
+        tracked.node.asked_since = tracked.node.asked_since or tracked.node.asked.at
         if wants_room and not tracked.is_prefill:
             tracked.decoded_end = max(tracked.decoded_end, whole)
 
@@ -372,7 +371,7 @@ class StoreLookup:
         tracked.take_verdicts(answer.verdicts)
         is_first, tracked.node.found = tracked.node.found is None, asked
         tracked.node.hits = self._hits(tracked, answer, asked)
-        took_s, tracked.asked_at = self._clock() - tracked.asked_at, 0.0
+        took_s, tracked.node.asked_since = self._clock() - tracked.node.asked_since, 0.0
         spans.tell(tracked.request, "pdx.lookup", took_s, tokens=tracked.node.hits.tokens, transfer=tracked.transfer)
         self._take_grants(tracked, answer, asked)
         if tracked.is_decode and is_first:
@@ -419,15 +418,16 @@ class StoreLookup:
         shards = self._groups.num_shards
         return [slots[start : start + shards] for start in range(0, len(slots), shards)]
 
-    def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> bool:
+    def _wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> None:
+        """There is not enough for all of its prompt: ask again, and from a deadline on take a part."""
         now = self._clock()
         if tracked.room_until is None:
             tracked.room_until = now + self._config.reserve_wait_s
         if now < tracked.room_until:
-            return True
+            return
+        tracked.room_until = NO_WAIT
         text = "no room in the arena for request %s within %s s: the rest of its prompt is not transferred"
         connection.count("no_room", text, tracked.request.request_id, self._config.reserve_wait_s)
-        return False
 
     def _take_grants(self, tracked: TrackedRequest, answer: Admitted, asked: Asked) -> None:
         """Keep the slots of the chunks that the question was about; the last one of each group may be a tail."""
@@ -470,8 +470,8 @@ class StoreLookup:
         lease, node.hits = node.hits.lease, Hits()
         if lease and connection is not None and connection.epoch == node.epoch:
             told = Release(lease)
-            if tracked.failed_block is not None:
-                failed_chunk = tracked.failed_block * self._layout.block_tokens // self._groups.chunk_tokens
+            if tracked.load is not None and tracked.load.failed_block is not None:
+                failed_chunk = tracked.load.failed_block * self._layout.block_tokens // self._groups.chunk_tokens
                 told = Release(lease, request=tracked.request.request_id[:MAX_NAME], failed_chunk=failed_chunk)
             connection.tell(told)
 

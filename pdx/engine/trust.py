@@ -26,15 +26,15 @@ class Trust:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._doubts: dict[int, int] = {}  # of blocks
-        self._doubted: dict[str, TrackedRequest] = {}
+        self._doubted: dict[str, int] = {}  # of requests
         self._awaited = self._heard = 0  # steps
 
     @property
     def is_waiting(self) -> bool:
         return self._awaited > self._heard
 
-    def scheduled(self, tracked: TrackedRequest, step: StepRequest, number: int) -> None:
-        """The request is in step `number`: say in `tracked.doubt` what its pages are worth."""
+    def scheduled(self, tracked: TrackedRequest, step: StepRequest, number: int) -> int:
+        """The request is in step `number`: the doubt about its pages."""
         if step.blocks and step.has_all_blocks:
             computed = -(-step.computed // self._block_tokens)
             vouched = min(tracked.vouched // self._block_tokens, computed) if step.computed else 0
@@ -50,10 +50,12 @@ class Trust:
             self._set(tracked, doubt)
         else:
             new = list(step.blocks[0]) if step.blocks else []
-        if tracked.doubt:
-            self._doubts.update(dict.fromkeys(new, tracked.doubt))
+        doubt = self._doubted.get(tracked.request.request_id, 0)
+        if doubt:
+            self._doubts.update(dict.fromkeys(new, doubt))
         else:
             self.written(new)
+        return doubt
 
     def written(self, blocks: Iterable[int]) -> None:
         """These are filled anew by somebody who is trusted."""
@@ -83,24 +85,23 @@ class Trust:
         if not self._doubts:
             return []
         self._doubts = {block: doubt for block, doubt in self._doubts.items() if doubt > number}
-        trusted = [each for each in self._doubted.values() if each.doubt <= number]
-        for tracked in trusted:
-            self._set(tracked, 0)
-        return [tracked.request.request_id for tracked in trusted]
+        trusted = [name for name, doubt in self._doubted.items() if doubt <= number]
+        for name in trusted:
+            del self._doubted[name]
+        return trusted
 
     def forget(self, tracked: TrackedRequest) -> None:
         """It is over, or has lost its blocks."""
-        self._set(tracked, 0)
+        self._doubted.pop(tracked.request.request_id, None)
 
     def _worst(self, blocks: Sequence[int]) -> int:
         return max((self._doubts.get(block, 0) for block in blocks), default=0) if self._doubts else 0
 
     def _set(self, tracked: TrackedRequest, doubt: int) -> None:
-        tracked.doubt = doubt
         if doubt:
-            self._doubted[tracked.request.request_id] = tracked
+            self._doubted[tracked.request.request_id] = doubt
         else:
-            self._doubted.pop(tracked.request.request_id, None)
+            self.forget(tracked)
 
 
 def _first(block_ids: Sequence[int], bad: Set[int]) -> int | None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -35,6 +35,10 @@ from pdx.memory.share import Share
 from pdx.memory.slot import Slot
 from pdx.telemetry.trace import tracer_for
 from pdx.wire.messages import VERSION, Abort, Hello
+
+if TYPE_CHECKING:
+    from pdx.engine.turning import Turning
+    from pdx.kernels.turned_gpu import TurnedPages
 
 log = logging.getLogger("pdx.engine")
 
@@ -89,7 +93,7 @@ class WorkerHalf:
         self._loader = Loader(self._groups, self._share, self._tracer, tally=tally, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # while there is a KV cache
         self._cache: tuple[Sequence[Sequence[torch.Tensor]], int] = (), 0  # by cache group; how many blocks
-        self._turning: Any = None
+        self._turning: Turning | TurnedPages | None = None
         self._idle = True
         self._pace = Pace(self._groups.chunk_tokens)
         self._number = 0  # of this step
@@ -105,11 +109,11 @@ class WorkerHalf:
         kv_caches: Mapping[str, torch.Tensor],
         num_blocks: int,
         group_of: Mapping[str, int] | None = None,
-        turning: Any = None,
+        turning: Turning | TurnedPages | None = None,
     ) -> None:
         """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order; `group_of`: the cache
-        group of each layer, the first by default; `turning`: how tokens are loaded at other positions
-        (`pdx.engine.turning.Turning`; on a GPU `pdx.kernels.turned_gpu.TurnedPages`).
+        group of each layer, the first by default; `turning`: how tokens are loaded at other positions, which is a
+        Turning for a CPU's cache and TurnedPages for a GPU's.
 
         :raises LayoutError: they are not what the layout says, or not all in one place.
         :raises GpuUnavailable: PDX cannot call the driver of their GPU.
@@ -171,14 +175,16 @@ class WorkerHalf:
                 [[_block_rows(tensor, num_blocks, layout.page_bytes) for tensor in of_shard] for of_shard in of_group]
                 for layout, of_group in zip(self._groups, self._by_shard(layers), strict=True)
             ]
-            return CpuCopier(blocks, self._groups, self._share, self.link, self._turning)
+            turning = cast("Turning | None", self._turning)
+            return CpuCopier(blocks, self._groups, self._share, self.link, turning)
         from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
         pages = [
             [page_map(of_shard, num_blocks, layout.page_bytes) for of_shard in of_group]
             for layout, of_group in zip(self._groups, self._by_shard(layers), strict=True)
         ]
-        return GpuCopier.start(pages, self._share, self._streams or Streams(device), self.link, self._turning)
+        turned = cast("TurnedPages | None", self._turning)
+        return GpuCopier(pages, self._share, self._streams or Streams(device), self.link, turned)
 
     def _by_shard(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[list[list[torch.Tensor]]]:
         """The layers of each cache group, cut by heads into the shards of this rank."""

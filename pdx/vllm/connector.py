@@ -16,7 +16,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -55,6 +55,10 @@ from pdx.vllm.metrics import PdxMetrics, PdxStats, by_source, stats_of
 from pdx.vllm.releases import check_nested, check_release, moves_groups, reports_blocks, tell_of_sleep
 from pdx.vllm.stages import cut_of
 from pdx.vllm.step import limits_of, step_record
+
+if TYPE_CHECKING:
+    from pdx.engine.turning import Turning
+    from pdx.kernels.turned_gpu import TurnedPages
 
 ATTACH_S = 5.0  # at start-up only
 _INSIDE = "PdxConnector is inside another connector"
@@ -276,7 +280,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Asked since 0.32."""
-        return by_source(self.scheduler.sources(request, num_external_tokens)) if num_external_tokens else {}
+        return by_source(self.scheduler.sources(request)) if num_external_tokens else {}
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
@@ -349,7 +353,7 @@ class PdxConnector(*_BASES):  # type: ignore[misc]
             kv_caches = dict(sorted(kv_caches.items(), key=lambda each: layer_number(each[0])))
         self.worker.register(kv_caches, self._num_blocks, group_of, self._turning([*kv_caches.values()]))
 
-    def _turning(self, layers: Sequence[torch.Tensor]) -> Any:
+    def _turning(self, layers: Sequence[torch.Tensor]) -> Turning | TurnedPages | None:
         """How tokens are loaded at other positions; None: they are not."""
         if not self._config.moved:
             return None

@@ -29,7 +29,7 @@ def stage(fake: FakeCuda, place: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with contextlib.closing(LaggingStreams()) as streams, Arena.create(place / "arena", MIB) as arena:
         for slot in pages.slots:
             arena.generations[slot.offset // GRANULE_BYTES] = GENERATION
-        copier = GpuCopier.start(pages.maps(), Share(0, 1), streams, SimpleNamespace(count=counts.append))
+        copier = GpuCopier(pages.maps(), Share(0, 1), streams, SimpleNamespace(count=counts.append))
         copier.use(arena)
         yield copier, arena, pages
         copier.close()

@@ -240,7 +240,7 @@ class Holder(SimpleNamespace):
     """A request that holds these blocks."""
 
     def __init__(self, number: int, block_ids: list[int]) -> None:
-        super().__init__(request=SimpleNamespace(request_id=str(number)), block_ids=block_ids, doubt=0, vouched=0)
+        super().__init__(request=SimpleNamespace(request_id=str(number)), block_ids=block_ids, vouched=0)
 
     def __eq__(self, other: object) -> bool:
         raise AssertionError("one request is compared with another: with many, that is most of a step")
@@ -252,7 +252,6 @@ def test_all_that_share_what_was_computed_from_failed_blocks_are_spoiled_each_lo
     failed, blocks = Trust(TRUST_BLOCK).failed({0, 100, 390}, [*reversed(chain), *requests])
     assert {each.request.request_id for each in failed} == {"0", "10", "39", "40", "41", "42"}
     assert blocks == {0, 1, 100, 101, 387, 388, 389, 390, 391}
-    assert all(each.doubt == NEVER for each in failed)
 
 
 def steps(trust: Trust, tracked: Any, number: int, *, computed: int, found: int) -> int:
@@ -261,8 +260,7 @@ def steps(trust: Trust, tracked: Any, number: int, *, computed: int, found: int)
     tracked.vouched = found * TRUST_BLOCK
     scheduled = (len(tracked.block_ids) - computed) * TRUST_BLOCK
     step = StepRequest("", computed * TRUST_BLOCK, scheduled, 1 << 20, [tracked.block_ids])
-    trust.scheduled(tracked, step, number)
-    return tracked.doubt  # type: ignore[no-any-return]
+    return trust.scheduled(tracked, step, number)
 
 
 def test_what_is_computed_from_promised_blocks_is_doubted_until_the_outcome_is_known() -> None:

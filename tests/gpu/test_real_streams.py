@@ -60,7 +60,7 @@ class Engine:
         layers = [each.view(BLOCKS, HEADS, TOKENS, -1) for each in self.pages]
         strides = PageStrides.of(layers, BLOCKS, HEADS, DIM, torch.bfloat16)
         link, turned = SimpleNamespace(count=self.counts.append), TurnedPages(ROPE, strides, torch.bfloat16)
-        self.copier = GpuCopier.start(pages, Share(0, 1), streams, link, turned)
+        self.copier = GpuCopier(pages, Share(0, 1), streams, link, turned)
         self.slot = Slot(0, CHUNK_BYTES, GENERATION)
         self.plan = PagesPlan([self.slot], len(IDS), 0, IDS, completes=True)
         self.copier.use(arena)
@@ -327,7 +327,7 @@ def test_each_cache_group_is_copied_from_its_own_pages(cuda: Gpu, kind: str) -> 
         for slot in groups.slots:
             arena.generations[slot.offset // GRANULE_BYTES] = GENERATION
         streams = Streams(torch.device("cuda", cuda.ordinal))
-        copier = GpuCopier.start(groups.maps(), Share(0, 1), streams, SimpleNamespace(count=counts.append))
+        copier = GpuCopier(groups.maps(), Share(0, 1), streams, SimpleNamespace(count=counts.append))
         copier.use(arena)
         try:
             wait_until(lambda: copier.begin(arena, groups.plans) == groups.plans, timeout_s=30.0, what="within reach")
