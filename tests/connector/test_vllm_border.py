@@ -818,20 +818,6 @@ def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
     assert not scheduler.has_pending_push_work()
 
 
-def test_a_load_that_nobody_began_fails_in_the_blocks_of_its_own_request(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From 0.33 on others may be asked about between a promise and the blocks for it."""
-    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=Mock(matched_tokens=lambda request, local: 256)))
-    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
-    first, second = (SimpleNamespace(request_id=name) for name in "ab")
-    for request, local in ((first, 256), (second, 0)):
-        scheduler.get_num_new_matched_tokens(request, local)
-    scheduler.scheduler.switch_off("of a test")
-    scheduler.update_state_after_alloc(first, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 256)
-    assert scheduler.build_connector_meta(None).plan.lost == {"a": [3, 4]}
-
-
 @pytest.mark.skipif(
     not hasattr(KVOutputAggregator, "ft_defer_kv_connector_outputs"),
     reason="what a worker that fails has told is lost before vLLM 0.33",
@@ -866,24 +852,6 @@ def test_every_load_is_asynchronous_and_what_failed_is_known_before_the_news_of_
     scheduler.update_connector_output(output)
     assert half.method_calls[-2:] == [call.not_loaded({3}), call.heard(news)], "what failed is known first"
     assert not scheduler.scheduler.is_off
-
-
-def test_what_vllm_says_reaches_the_scheduler_half_and_what_became_of_hints_is_answered(
-    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = {"pdx_hints": {"lease_s": "clipped to 60: longer is above --lease-max-s"}}
-    half = Mock(finished=Mock(side_effect=[told, {}]))
-    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
-    scheduler, request = connector_of(folder, KVConnectorRole.SCHEDULER), SimpleNamespace(request_id="r")
-    assert scheduler.reset_cache() is True
-    scheduler.on_new_request("request")
-    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"a"}, invalid_block_ids={1, 2})
-    scheduler.update_connector_output(output)
-    assert half.mock_calls == [call.reset(), call.arrived("request"), call.not_loaded({1, 2}), call.loaded("a")]
-    assert scheduler.request_finished(request, []) == (False, told)
-    assert scheduler.request_finished(request, []) == (False, None)
-    scheduler.scheduler.switch_off("of a test")
-    assert scheduler.request_finished(request, []) == (False, None)
 
 
 # ---- a request's claims ---------------------------------------------------------------------

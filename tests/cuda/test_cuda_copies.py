@@ -137,3 +137,14 @@ def test_a_copy_among_many_that_crosses_a_registration_goes_in_two(monkeypatch):
         ("cuMemcpyAsync", PIECE_BYTES - 16, 1 << 40, 16, "stream"),
         ("cuMemcpyAsync", PIECE_BYTES, (1 << 40) + 16, 48, "stream"),
     ]
+
+
+def test_copies_of_ours_spoil_no_capture(fake):
+    """Reading a chunk of a GPU arena, beside an engine that captures."""
+    gpu = Gpu.find("0")
+    with DeviceMemory.create(gpu, 2 * MIB) as memory, CopyStream(gpu) as stream:
+        fake.capture(is_under_way=True)
+        stream.copy(memory.address, memory.address + 64, 64)
+        stream.wait()
+        assert fake.spoiled == []
+        fake.capture(is_under_way=False)

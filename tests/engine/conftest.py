@@ -12,10 +12,17 @@ from node_harness import NodeProcess, NodeThread
 from stream_bed import Bed, use_interpreted
 from toy_engine import Engines
 
+from pdx.client import connection
 from pdx.client.connection import Connection
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
 from pdx.wire.messages import Hello, Ping
+
+
+@pytest.fixture(autouse=True)
+def _told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes hear with the next heartbeat of what is counted, and tests wait for that."""
+    monkeypatch.setattr(connection, "HEARTBEAT_S", 0.05)
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ def fail_step(bed: Bed, fails_at: tuple[int, int], *, done: int = 0, **settings:
     return prompt, request
 
 
-@pytest.mark.parametrize("lags", [False, True], ids=["cpu", "streams"])
-@pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("done", [0, CHUNK, CHUNK + 3])
+@pytest.mark.parametrize(
+    ("lags", "layer", "done"), [(False, 0, 0), (False, 2, CHUNK + 3), (True, 1, CHUNK), (True, 2, 0)]
+)
 def test_a_chunk_of_which_a_layer_was_not_computed_is_never_sealed(bed: Bed, lags: bool, layer: int, done: int) -> None:
     """vLLM ends a step with `wait_for_save` also when its forward pass has raised. Later steps are saved."""
     prompt, request = fail_step(bed, (0, layer), done=done, lags=lags)
@@ -132,15 +132,19 @@ def serve(engine: ToyEngine, request: Request) -> None:
     assert not engine.waiting
 
 
-@pytest.mark.parametrize(("call", "is_late"), [(1, False), (2, True)], ids=["early", "late"])
 @pytest.mark.parametrize(
-    ("hook", "lags"),
-    [(hook, False) for hook in (*SCHEDULER_HOOKS, *WORKER_HOOKS)] + [(hook, True) for hook in WORKER_HOOKS],
+    ("hook", "is_late", "lags"),
+    [
+        *((hook, False, False) for hook in (*SCHEDULER_HOOKS, *WORKER_HOOKS)),
+        *((hook, True, False) for hook in ("allocated", "plan_step", "finished")),
+        *((hook, True, True) for hook in WORKER_HOOKS),
+    ],
 )
 def test_a_hook_that_fails_ends_pdx_and_not_the_engine(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch, lags: bool, hook: str, is_late: bool, call: int
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, hook: str, is_late: bool, lags: bool
 ) -> None:
-    shards = 1 if lags else 2
+    """Early: before it has done anything; late: when it has done all, and not at once."""
+    shards, call = 1 if lags else 2, 1 + is_late
     other = bed.engine(lags=False, shards=shards)
     there, new = tokens(510, 3 * CHUNK + 3), tokens(511, 2 * CHUNK + 3)
     serve(other, Request("other", there))

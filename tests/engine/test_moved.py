@@ -8,7 +8,6 @@ a byte of it is seen.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -125,8 +124,7 @@ def engine(start_here: Callable[..., NodeThread], stack: ExitStack) -> ToyEngine
     return engine_of(start_here(arena_bytes=16 * MIB), stack)
 
 
-@pytest.mark.parametrize("kept", [1, 5, CHUNK, CHUNK + 3, 2 * CHUNK])
-@pytest.mark.parametrize("lost", [1, 7, CHUNK, 4 * CHUNK + 3])
+@pytest.mark.parametrize(("kept", "lost"), [(1, 1), (5, CHUNK), (CHUNK, 7), (CHUNK + 3, 4 * CHUNK + 3), (2 * CHUNK, 1)])
 def test_a_conversation_that_lost_tokens_keeps_the_rest(engine: ToyEngine, kept: int, lost: int) -> None:
     history = tokens((kept, lost), HISTORY)
     assert engine.run(history) == 0
@@ -157,33 +155,21 @@ def test_each_rank_turns_the_heads_that_it_has(
     engine.finish(request)
 
 
-def test_tokens_that_are_left_out_leave_runs_that_move_up(engine: ToyEngine) -> None:
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(0, 18), (23, 65), (85, 121), (124, 160)],  # tokens are left out here and there, and those behind them move up
+        [(0, 16), (112, 144), (48, 80), (16, 48), (80, 112)],  # documents in another order
+        [(0, 4), (2 * CHUNK, 5 * CHUNK)],
+    ],
+)
+def test_whatever_a_prompt_is_made_of_is_found_and_its_last_token_is_computed(
+    engine: ToyEngine, runs: list[tuple[int, int]]
+) -> None:
     history = tokens(1, HISTORY)
     engine.run(history)
-    holes = [(CHUNK + 2, 5), (4 * CHUNK + 1, 20), (7 * CHUNK + 9, 3)]
-    keep = set(range(10 * CHUNK)) - {token for start, count in holes for token in range(start, start + count)}
-    prompt = [history[at] for at in sorted(keep)]
-    assert ask_moved(engine, [*prompt, 1, 2])[0] == len(prompt)
-
-
-def test_documents_in_another_order_are_found(engine: ToyEngine) -> None:
-    system, *documents = tokens("s", CHUNK), *(tokens(at, 2 * CHUNK) for at in range(4))
-    engine.run([*system, *itertools.chain(*documents)])
-    for order in ([3, 1, 0, 2], [2, 3], [1, 0, 3, 2]):
-        prompt = [*system, *itertools.chain(*[documents[at] for at in order]), *tokens(str(order), 3)]
-        assert ask_moved(engine, prompt)[0] == len(prompt) - 3
-
-
-def test_a_prompt_that_is_wholly_known_has_one_token_computed(engine: ToyEngine) -> None:
-    history = tokens(1, HISTORY)
-    engine.run(history)
-    prompt = [*history[:4], *history[2 * CHUNK : 5 * CHUNK]]
+    prompt = [token for start, end in runs for token in history[start:end]]
     assert ask_moved(engine, prompt)[0] == len(prompt) - 1
-
-
-def test_without_its_beginning_nothing_is_moved_and_that_is_told(engine: ToyEngine) -> None:
-    history = tokens(1, HISTORY)
-    engine.run(history)
     assert ask_moved(engine, history[CHUNK:]) == (0, "refused: nothing is there that begins as this prompt does")
 
 
@@ -260,7 +246,7 @@ def test_what_is_gone_from_memory_is_not_promised(engine: ToyEngine, monkeypatch
     assert ask_moved(engine, [*prompt, 2, 3])[0] > CHUNK
 
 
-@pytest.mark.parametrize("lost", [0, 1, 3, 7])
+@pytest.mark.parametrize("lost", [0, 3])
 def test_chunks_that_go_before_they_are_loaded_are_computed(
     engine: ToyEngine, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +386,7 @@ def test_a_storm_of_exact_and_moved_requests_leaves_every_byte_right(
     documents = [tokens(("d", at), rng.randrange(3, 5 * CHUNK)) for at in range(6)]
     chats = [tokens("system", 9)]
     moved = 0
-    for number in range(120):
+    for number in range(45):
         chat = rng.choice(chats)
         cut = rng.randrange(len(chat)) if rng.random() < 0.6 else 0
         kept = rng.randrange(1, 10)
@@ -412,8 +398,8 @@ def test_a_storm_of_exact_and_moved_requests_leaves_every_byte_right(
             moved += ask_moved(engine, prompt)[0]
         else:
             engine.run(prompt)
-    assert moved > 2000
-    assert node.counter("moved_tokens") > 1000
+    assert moved > 600
+    assert node.counter("moved_tokens") > 300
     node.wait_at_rest()
     assert not node.status().leases
     for engine in engines:

@@ -22,11 +22,11 @@ from pdx.engine.staging import Staging
 from pdx.testing.waiting import wait_until
 
 
-@pytest.mark.parametrize("pages", [1, 3, 7, 100_000], ids=lambda pages: f"{pages} pages in a half")
-@pytest.mark.parametrize("hooks", [True, False], ids=["layer by layer", "at once"])
+@pytest.mark.parametrize(("pages", "hooks"), [(1, True), (3, False), (7, True), (100_000, False)])
 def test_whatever_fits_into_a_half_the_bytes_arrive(
     beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch, pages: int, hooks: bool
 ) -> None:
+    """So many pages, layer by layer or all at once."""
     monkeypatch.setattr(staging, "STAGING_BYTES", 2 * pages * PAGE_BYTES)
     bed = beds(False)
     first, second = bed.engine(), bed.engine()

@@ -152,20 +152,6 @@ def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
     bed.node.wait_sealed(1)
 
 
-def test_a_step_that_fails_is_not_sealed(bed: Bed) -> None:
-    """The forward pass raised: no hook of the other layers, no end."""
-    engine = bed.engine()
-    request = Request("a", tokens(14, CHUNK))
-    engine.admit(request)
-    plan = engine.planned((request, CHUNK))
-    engine.workers[0].begin(plan)
-    engine.compute(0, 0, request, 0, CHUNK)
-    engine.workers[0].save_layer("layer.0")
-    engine.finish(request)
-    bed.node.wait_at_rest()
-    assert bed.node.status().chunks == {}
-
-
 # ---- loading ----------------------------------------------------------------------------------
 
 

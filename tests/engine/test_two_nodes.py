@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_harness import NodeProcess
+from node_harness import NodeProcess, NodeThread
 from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine, decode_of, prefill_of
 
 from pdx.config import NodeConfig, listen_address
@@ -24,7 +24,7 @@ DECODE = decode_of(TRANSFER, prefill_node="one")
 LENGTH = 2 * CHUNK + BLOCK + 1  # two chunks and a tail
 
 
-def two_nodes(start: Callable[..., NodeProcess], place: Path, **settings: Any) -> list[NodeProcess]:
+def two_nodes(start: Callable[..., Any], place: Path, **settings: Any) -> list[Any]:
     """Each other's peers over tcp, once each has reached the other. A stall of the machine is no silence of a peer: it
     would lose a push."""
     roster = place / "roster.toml"
@@ -45,11 +45,9 @@ def two_nodes(start: Callable[..., NodeProcess], place: Path, **settings: Any) -
 class Pair:
     """A prefill engine and a decode engine, at one node or at two."""
 
-    def __init__(self, nodes: list[NodeProcess], shards: int = 1) -> None:
+    def __init__(self, nodes: list[Any]) -> None:
         self.nodes = nodes
-        self.first, self.second = (
-            ToyEngine(node.address, f"toy-{at}", shards=shards) for at, node in enumerate((nodes * 2)[:2])
-        )
+        self.first, self.second = (ToyEngine(node.address, f"toy-{at}") for at, node in enumerate((nodes * 2)[:2]))
 
     def handed_over(self, prompt: list[int]) -> Request:
         """Prefill in steps of a chunk; the decode leg, loaded."""
@@ -68,28 +66,29 @@ class Pair:
 
 
 @pytest.fixture
-def make_pair(place: Path, start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., Pair]]:
-    nodes = two_nodes(start_node, place)
-    with contextlib.ExitStack() as stack:
-        yield lambda shards=1: stack.enter_context(contextlib.closing(Pair(nodes, shards)))
-
-
-@pytest.fixture
-def pair(make_pair: Callable[..., Pair]) -> Pair:
-    return make_pair()
+def pair(place: Path, start_here: Callable[..., NodeThread]) -> Iterator[Pair]:
+    with contextlib.closing(Pair(two_nodes(start_here, place))) as made:
+        yield made
 
 
 def numbers(start: int, count: int) -> list[int]:
     return list(range(start, start + count))
 
 
-@pytest.mark.parametrize(("length", "shards"), [(1, 1), (2 * CHUNK + 7, 2), (3 * CHUNK, 1)])
-def test_every_token_arrives(make_pair: Callable[..., Pair], length: int, shards: int) -> None:
-    pair = make_pair(shards)
-    decode = pair.handed_over(numbers(0, length))
-    assert decode.num_computed == length
-    pair.second.check_cache(decode, length)
-    pair.second.finish(decode)
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_legs_that_come_when_their_transfers_are_over_load_all(
+    place: Path, start_here: Callable[..., NodeThread], num_nodes: int, is_early: bool
+) -> None:
+    nodes = two_nodes(start_here, place, arena_bytes=1 << 20) if num_nodes == 2 else [start_here(name="one")]
+    to, from_one = ({"decode_node": "two"}, {"prefill_node": "one"}) if num_nodes == 2 else ({}, {})
+    lengths = [1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, LENGTH]
+    legs = [(f"transfer-{at:020d}", numbers(10_000 * at, length)) for at, length in enumerate(lengths)]
+    with contextlib.closing(Pair(nodes)) as pair:
+        for transfer, prompt in legs:
+            pair.first.finish(pair.first.save(prompt, prefill_of(transfer, **to), step=CHUNK))
+        for transfer, prompt in legs:
+            assert pair.second.load(prompt, decode_of(transfer, is_early=is_early, **from_one)) == len(prompt)
 
 
 @pytest.mark.parametrize("length", [CHUNK - 1, 2 * CHUNK + 15])
@@ -147,16 +146,19 @@ def test_a_decoder_whose_prefill_was_given_up_computes(pair: Pair) -> None:
     assert pair.second.load(prompt, DECODE) in (0, CHUNK), "what was sealed may have arrived; nobody waits for the rest"
 
 
-def test_a_decoder_whose_prefill_node_does_not_answer_computes(pair: Pair) -> None:
+def test_a_decoder_whose_prefill_node_does_not_answer_computes(
+    place: Path, start_node: Callable[..., NodeProcess]
+) -> None:
     """The answer comes later than the engine believes in old ones; the next one must not wait for its own room."""
     prompt = numbers(0, 3 * CHUNK)
-    pair.nodes[0].signal(signal.SIGSTOP)
-    try:
-        assert pair.second.run(prompt, DECODE) == 0
-    finally:
-        pair.nodes[0].signal(signal.SIGCONT)
-    pair.nodes[1].wait_sealed(3)
-    assert pair.second.load(prompt) == len(prompt)
+    with contextlib.closing(Pair(two_nodes(start_node, place, fetch_s=1.5))) as pair:
+        pair.nodes[0].signal(signal.SIGSTOP)
+        try:
+            assert pair.second.run(prompt, DECODE) == 0
+        finally:
+            pair.nodes[0].signal(signal.SIGCONT)
+        pair.nodes[1].wait_sealed(3)
+        assert pair.second.load(prompt) == len(prompt)
 
 
 def test_a_decoder_asks_for_what_was_not_pushed(pair: Pair) -> None:
@@ -168,30 +170,23 @@ def test_a_decoder_asks_for_what_was_not_pushed(pair: Pair) -> None:
     pair.first.finish(request)
 
 
-@pytest.mark.parametrize("params", [None, {**PREFILL, "decode_node": ""}], ids=["alone", "a prefill leg"])
-def test_a_prefix_is_fetched_from_the_node_that_is_named(pair: Pair, params: Any) -> None:
-    prompt = numbers(0, 2 * CHUNK + 7)
-    pair.first.finish(pair.first.save(prompt))
-    nobody = {**(params or {}), "prefix_node": "two"}
-    assert pair.second.run([*prompt, 9], nobody) == 0, "nobody is asked"
-    other = numbers(5000, 2 * CHUNK + 7)
-    pair.first.finish(pair.first.save(other))
+def test_a_prefix_is_fetched_from_the_node_that_is_named(pair: Pair) -> None:
+    prompt, other = numbers(0, 2 * CHUNK + 7), numbers(5000, 2 * CHUNK + 7)
+    for each in (prompt, other):
+        pair.first.finish(pair.first.save(each))
     pair.nodes[0].wait_sealed(6)  # two chunks and a part, twice
-    named = {**(params or {}), "prefix_node": "one", "transfer_id": "z" * 20} if params else {"prefix_node": "one"}
-    assert pair.second.run([*other, 9], named) == 2 * CHUNK
+    assert pair.second.run([*prompt, 9], {"prefix_node": "two"}) == 0, "nobody is asked"
+    assert pair.second.run([*other, 9], {"prefix_node": "one"}) == 2 * CHUNK
     assert pair.nodes[0].counter("wants_served") == 1
     assert pair.nodes[1].counter("peer_lookups") == 0
 
 
-@pytest.mark.parametrize("params", [None, {**PREFILL, "decode_node": ""}], ids=["alone", "a prefill leg"])
-def test_where_no_node_is_named_peers_are_asked(
-    place: Path, start_node: Callable[..., NodeProcess], params: Any
-) -> None:
-    with contextlib.closing(Pair(two_nodes(start_node, place, peer_lookup_s=20.0))) as pair:
+def test_where_no_node_is_named_peers_are_asked(place: Path, start_here: Callable[..., NodeThread]) -> None:
+    with contextlib.closing(Pair(two_nodes(start_here, place, peer_lookup_s=20.0))) as pair:
         prompt = numbers(0, 3 * CHUNK + 7)
         pair.first.finish(pair.first.save(prompt[: 2 * CHUNK + 7]))
         pair.nodes[0].wait_sealed(3)
-        assert pair.second.run(prompt, params) == 2 * CHUNK
+        assert pair.second.run(prompt, {**PREFILL, "decode_node": ""}) == 2 * CHUNK
         assert pair.nodes[0].counter("wants_served") == pair.nodes[1].counter("peer_lookups") == 1
         assert pair.first.load(numbers(900, CHUNK)) == 0, "and nobody has another one"
 
@@ -265,16 +260,18 @@ class Early(Pair):
         self.first.finish(self.prefill)
 
 
-@pytest.fixture(params=["one node", "two nodes"])
+@pytest.fixture
 def early(
-    request: Any, place: Path, start_node: Callable[..., NodeProcess], monkeypatch: pytest.MonkeyPatch
+    request: Any, place: Path, start_here: Callable[..., NodeThread], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Early]:
+    """On one node, or on as many as the test says."""
     monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
-    nodes = [start_node()] if request.param == "one node" else two_nodes(start_node, place, group_bytes=1)
+    nodes = two_nodes(start_here, place, group_bytes=1) if getattr(request, "param", 1) == 2 else [start_here()]
     with contextlib.closing(Early(nodes)) as made:
         yield made
 
 
+@pytest.mark.parametrize("early", [1, 2], indirect=True)
 def test_layers_are_loaded_while_the_next_ones_are_computed(early: Early, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the request may run as soon as the last one is there."""
     early.begin(monkeypatch, load_s=60, layers=1)
@@ -343,14 +340,15 @@ NIXL_PREFILL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [CHUNK - 1, 2 * CHUNK, LENGTH])
-@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize(("num_nodes", "length"), [(1, 2 * CHUNK), (2, LENGTH)])
 def test_an_engine_names_a_transfer_that_has_no_name(
-    place: Path, start_node: Callable[..., NodeProcess], length: int, num_nodes: int
+    place: Path, start_here: Callable[..., NodeThread], length: int, num_nodes: int
 ) -> None:
-    nodes = two_nodes(start_node, place) if num_nodes == 2 else [start_node(name="one")]
+    nodes = two_nodes(start_here, place) if num_nodes == 2 else [start_here(name="one")]
     with contextlib.closing(Pair(nodes)) as pair:
         prompt = numbers(0, length)
+        for named in (PREFILL, None):
+            assert pair.first.finish(pair.first.save(numbers(900, length), named)) == {}
         told = pair.first.finish(pair.first.save(prompt, NIXL_PREFILL, step=CHUNK))
         assert told.pop("transfer_id")
         assert told == {
@@ -362,11 +360,6 @@ def test_an_engine_names_a_transfer_that_has_no_name(
         assert decode.num_computed == length
         pair.second.check_cache(decode, length)
         assert pair.second.finish(decode) == {}
-
-
-def test_a_transfer_that_its_router_has_named_is_not_named_again(pair: Pair) -> None:
-    assert pair.first.finish(pair.first.save(numbers(0, LENGTH), PREFILL)) == {}
-    assert pair.first.finish(pair.first.save(numbers(0, LENGTH))) == {}
 
 
 def test_legs_of_other_connectors_run_alone_with_one_warning(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

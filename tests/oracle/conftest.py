@@ -13,6 +13,7 @@ import pytest
 from node_harness import MIB, NodeProcess, NodeThread
 
 from pdx.bench.harness.tiny_llama import make_model
+from pdx.client import connection
 from pdx.config import NodeConfig
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ NEED_VLLM = (
     "plants",
 )
 collect_ignore = [] if importlib.util.find_spec("vllm") else [f"test_{name}.py" for name in NEED_VLLM]
+
+
+@pytest.fixture(autouse=True)
+def _told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes hear with the next heartbeat of what is counted, and tests wait for that."""
+    monkeypatch.setattr(connection, "HEARTBEAT_S", 0.05)
 
 
 @pytest.fixture(scope="session")

@@ -322,6 +322,8 @@ class Engine:
         is_gone = all((raw == GONE).all() for raw in self.runner.pages.raws)
         assert is_gone, "something was written to the cache of an engine that sleeps"
         self.runner.weights = weights
+        for raw in self.runner.pages.raws:
+            raw[:, 0] = 0
         for worker in self._workers.values():
             worker.restore_kv_caches()
 
@@ -377,6 +379,8 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         if (missing := self.shape.blocks - 1 - pool.get_num_free_blocks()) != 0:
             yield f"{missing} blocks are not free"
+        if any(raw[:, 0].any() for stage in self.runner.stages for raw in stage.pages.raws):
+            yield "the null block was written, which is no request's"
         torn = sum(stage.pages.torn for stage in self.runner.stages)
         if torn and not self.shape.beside:  # a load that fails may leave pages as they were
             yield f"{torn} torn reads"

@@ -113,8 +113,10 @@ KINDS = {
 DRAFTED = {"undrafted": Kind((_full(0, 1),)), "apart": Kind((_full(0, 1), _full(2)))}
 # A token's key depends on the token and its position alone, so that it is known at any other position, too.
 ONE_LAYER = {"one layer": Kind((_full(0),))}
-# `make test` has storms and tables of PdxConnector over these; `make test-long` over all kinds.
+# `make test` has PdxConnector over these kinds, and by these schedulers where both have something to say of all kinds;
+# `make test-long` has all of them.
 EVERY_DAY = ("full", "window", "mixed")
+EVERY_DAY_ASYNC = {"full": True, "window": False, "mixed": True}
 _needs_groups = pytest.mark.skipif(not moves_groups(), reason="PDX moves one group of full attention before vLLM 0.32")
 
 
@@ -129,7 +131,23 @@ def with_pdx(*kinds: str) -> list[Any]:
     return found
 
 
-KINDS_WITH_PDX = with_pdx(*(each for each in KINDS if each != "heads"))  # which is "window", cut finer
+def by_schedulers(*kinds: str) -> pytest.MarkDecorator:
+    """For tests that have PdxConnector over these kinds, scheduled in either way."""
+    params = [
+        pytest.param(
+            *(each.values[0], asynchronous),
+            marks=each.marks
+            if EVERY_DAY_ASYNC.get(each.values[0]) == asynchronous
+            else [*each.marks, pytest.mark.long],
+            id=f"{each.values[0]}-{'async' if asynchronous else 'sync'}",
+        )
+        for each in with_pdx(*kinds)
+        for asynchronous in (False, True)
+    ]
+    return pytest.mark.parametrize(("kind", "asynchronous"), params)
+
+
+MOVED_KINDS = [each for each in KINDS if each != "heads"]  # which is "window", cut finer
 
 
 def layer_name(layer: int) -> str:

@@ -55,7 +55,8 @@ PLAYED = [(mode, kind) for kind in KINDS for mode in modes_of(kind)]
 
 
 def _is_long(mode: str, kind: str) -> bool:
-    return kind not in EVERY_DAY and mode != "ranks"
+    """Engines of the mode "mixed" are those of "sync" and "async" on one node."""
+    return mode in ("sync", "async") or (kind not in EVERY_DAY and mode != "ranks")
 
 
 @pytest.fixture(

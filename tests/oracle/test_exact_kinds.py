@@ -3,29 +3,23 @@ schedulers, with their prefix cache and without any connector, make it say what 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from connector_storm import Storm, of_kind
-from exact_engine import Engine, Shape, check_nothing_left, tokens
-from exact_kinds import KINDS, Pages, cache_config
+from exact_engine import tokens
+from exact_kinds import EVERY_DAY, KINDS, Pages, cache_config
 from exact_model import FULL, Mixer, Word, answer, embed, mix, sample
 from exact_runner import NoWorker, Runner
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from test_connector_storm import EXAMPLES, requests
 from vllm.v1 import kv_cache_interface
 
 MASK = (1 << 64) - 1
-both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-each_kind = pytest.mark.parametrize("kind", KINDS)
+# The oracle itself is tried with each kind where it may have changed; with a connector it is tried each day.
+each_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in EVERY_DAY else pytest.mark.long) for kind in KINDS]
+)
 
 
 # ---- the model ----------------------------------------------------------------------------------
@@ -134,74 +128,3 @@ def test_the_next_token_depends_on_each_byte_of_the_pages_that_it_needs_and_on_n
             for slot, byte, is_needed in places:
                 token = next_token(row, blocks[number][slot], byte)
                 assert (token != right[1]) == is_needed, (group, row, slot, byte)
-
-
-# ---- vLLM's own cache -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone(model: Path) -> Iterator[Any]:
-    """Makes engines that have no connector."""
-    made = []
-
-    def engine(kind: str, **shape: Any) -> Engine:
-        made.append(Engine(f"alone {len(made)}", model, "", Shape(kind=kind, connector=None, **shape)))
-        return made[-1]
-
-    yield engine
-    check_nothing_left(made)
-
-
-@each_kind
-@pytest.mark.parametrize(("asynchronous", "threshold"), [(False, 0), (True, 48)], ids=["sync", "async in pieces"])
-def test_a_prompt_that_vllm_has_the_beginning_of_is_right(
-    alone: Any, kind: str, asynchronous: bool, threshold: int
-) -> None:
-    engine = alone(kind, asynchronous=asynchronous, budget=160, threshold=threshold)
-    history = tokens(700, kind)
-    engine.ask("first", history + tokens(50, "first"), 20)
-    for length in (700, 640, 129, 128, 127, 64, 40):
-        prompt, before = history[:length] + tokens(60, length), engine.runner.computed
-        engine.ask(f"again {length}", prompt, 20)
-        if length >= 640:
-            assert engine.runner.computed - before < len(prompt) - 512, "vLLM has found the beginning"
-
-
-# Blocks that are too few for five requests; of windows alone only small steps let so many begin.
-ROOM = {"windows": 14, "local": 90, "window": 70, "mixed": 70}
-
-
-@each_kind
-@both
-def test_requests_that_are_preempted_are_right(alone: Any, kind: str, asynchronous: bool) -> None:
-    blocks = ROOM.get(kind, 900 // KINDS[kind].block)
-    engine = alone(kind, asynchronous=asynchronous, budget=32 if kind == "windows" else 160, blocks=blocks)
-    history = tokens(500, kind)
-    for number in range(5):
-        engine.add(str(number), history[: 100 + 100 * number] + tokens(33, number), 80)
-    engine.run()
-    engine.check()
-    assert engine.preemptions
-
-
-@pytest.fixture(scope="module")
-def engines(model: Path) -> dict[str, list[Engine]]:
-    """Of each kind one of each scheduler, with little room."""
-    shape = Shape(connector=None, blocks=160, budget=160, seqs=6)
-    shapes = [shape, replace(shape, asynchronous=True), replace(shape, threshold=48)]
-    return {
-        kind: [Engine(f"{kind} {number}", model, "", of_kind(each, kind)) for number, each in enumerate(shapes)]
-        for kind in KINDS
-    }
-
-
-_names = itertools.count()
-
-
-@each_kind
-@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
-@given(played=st.lists(requests(("abort", "reset")), min_size=1, max_size=20))
-def test_every_token_of_a_storm_is_right(engines: dict[str, list[Engine]], kind: str, played: list[Any]) -> None:
-    storm = Storm(f"alone-{next(_names)}", engines[kind])
-    storm.play(played)
-    storm.settle()

@@ -96,17 +96,6 @@ def test_counters_of_each_engine_begin_with_zero_and_count_its_loads_and_saves(
     assert "hit_tokens/memory=1024" in served.logged()
 
 
-def test_steps_that_copy_nothing_say_nothing(bed: OracleBed, serving: Callable[..., Served]) -> None:
-    served = serving()
-    engine = bed.engine("engine")
-    engine.ask("warm", bed.tokens(100, "warm"), 2)
-    bed.settled()
-    served.shows(engine)
-    engine.ask("a", bed.tokens(100, "a"), 100)
-    assert len(served.caches) > 90
-    assert served.steps <= 1  # the blocks of the prompt
-
-
 @pytest.mark.skipif(not moves_groups(), reason="several groups before vLLM 0.32")
 @pytest.mark.parametrize("runner", [1, 2])
 def test_a_load_that_fails_is_counted_once_whatever_the_ranks_are(

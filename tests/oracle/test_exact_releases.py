@@ -12,7 +12,7 @@ import pytest
 from connector_storm import REQUESTS, Event, Storm, storm_bed
 from exact_engine import Engine, KVConnectorOutput, connector
 from exact_hooks import SecondRunner
-from exact_kinds import EVERY_DAY, with_pdx
+from exact_kinds import EVERY_DAY, by_schedulers, with_pdx
 from exact_releases import CAPS, DEFERS, Cap, keep_routes
 from oracle_bed import OracleBed
 from test_exact_engine import CHUNK, HISTORY, both, found, of, read_by_another, reader_of, written
@@ -67,8 +67,7 @@ def test_vllms_own_second_runner_calls_the_connector(bed: OracleBed, monkeypatch
     read_by_another(bed, bed.tokens(600), draft_layers=1, **SECOND)
 
 
-@each_kind
-@both
+@by_schedulers(*EVERY_DAY, "windows")
 def test_the_second_runner_finds_what_the_first_has_saved_and_the_other_way_round(
     bed: OracleBed, asynchronous: bool, kind: str
 ) -> None:
@@ -86,8 +85,7 @@ def test_the_second_runner_finds_what_the_first_has_saved_and_the_other_way_roun
     read_by_another(bed, own, history + bed.tokens(300, "a"), **of(kind))
 
 
-@both
-@pytest.mark.parametrize("draft_layers", [0, 1])
+@pytest.mark.parametrize(("asynchronous", "draft_layers"), [(False, 1), (True, 0)], ids=["sync", "async"])
 def test_requests_that_the_second_runner_has_lost_come_back_as_new_ones(
     bed: OracleBed, asynchronous: bool, draft_layers: int
 ) -> None:
@@ -96,7 +94,7 @@ def test_requests_that_the_second_runner_has_lost_come_back_as_new_ones(
     reader = bed.engine("reader", blocks=130, **shape)
     prompts = {str(number): history[: 256 + 100 * number] + bed.tokens(80, number) for number in range(5)}
     for name, prompt in prompts.items():
-        reader.add(name, prompt, 300)
+        reader.add(name, prompt, 100)
     reader.run()
     reader.check()
     assert reader.preemptions
@@ -242,8 +240,7 @@ def told_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @tells_requests
-@both
-@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+@pytest.mark.parametrize(("asynchronous", "steps"), [(False, 0), (True, 1), (False, 2), (True, 4)])
 def test_a_request_may_be_aborted_while_its_failure_is_told(
     bed: OracleBed, asynchronous: bool, steps: int, told_by_request: None
 ) -> None:

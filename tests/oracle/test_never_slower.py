@@ -90,8 +90,7 @@ def test_a_new_prompt_beside_others_has_its_token_in_the_step_that_it_has_it_in_
     finish(engine)
 
 
-@both
-@pytest.mark.parametrize("more", [BLOCK, 512])
+@pytest.mark.parametrize(("asynchronous", "more"), [(False, 512), (True, BLOCK)], ids=["sync", "async"])
 def test_a_hit_that_costs_more_steps_than_computing_is_not_loaded(
     bed: OracleBed, step_takes: Callable[[float], None], asynchronous: bool, more: int
 ) -> None:
@@ -110,8 +109,7 @@ def test_a_hit_that_costs_more_steps_than_computing_is_not_loaded(
     finish(engine)
 
 
-@both
-@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize(("asynchronous", "answers"), [(False, False), (True, True)], ids=["sync", "async"])
 def test_a_burst_asks_and_takes_room_for_those_that_run_next(
     own_bed: OracleBed, step_takes: Callable[[float], None], asynchronous: bool, answers: bool
 ) -> None:
