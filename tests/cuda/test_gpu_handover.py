@@ -261,10 +261,8 @@ VMM = msgspec.msgpack.encode(msgspec.structs.replace(HANDLE, kind="vmm", data=b"
     ("message", "fds"),
     [
         (b"garbage", 0),
-        (GOOD[:-1], 0),
         (GOOD + b"x", 0),
         (GOOD.replace(b"ipc", b"ipx"), 0),
-        (msgspec.msgpack.encode(["ipc", HANDLE.gpu, -1, 0, 1, b""]), 0),
         (msgspec.msgpack.encode(["ipc", HANDLE.gpu, 1 << 60, 0, 1, b""]), 0),
         (msgspec.msgpack.encode(["ipc", "../../etc", 4096, 0, 1, b""]), 0),
         (GOOD + b"x" * 5000, 0),

@@ -177,9 +177,7 @@ def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(
     [
         ({}, (1, HEADS, BLOCK, 2, DIM)),
         ({"order": "LBNHC"}, (BLOCK, HEADS, 1, 2, DIM)),
-        ({"order": "BLHNC", "dtype": "torch.bfloat16 as auto"}, (1, HEADS, BLOCK, 2, DIM)),
         ({"backend": "CPU_ATTN", "isa": "amx", "dtype": "torch.bfloat16 as auto"}, (1, HEADS, 1, 2, BLOCK * DIM)),
-        ({"num_heads": 1, "head_dim": 2 * DIM}, (1, 1, BLOCK, 2, 2 * DIM)),
         ({"num_heads": 1, "head_dim": 4 * DIM}, (1, 1, BLOCK, 1, 4 * DIM)),  # as with latent attention
         ({"dtype": "torch.float16 as float16"}, (1, HEADS, BLOCK, 2, DIM)),
     ],
@@ -194,10 +192,8 @@ def test_a_layout_says_where_heads_are(changes: dict[str, Any], shape: tuple[int
     "changes",
     [
         {"dtype": "torch.uint8 as fp8"},
-        {"dtype": "torch.bfloat16 as fp8_e4m3"},
         {"dtype": "torch.float64"},
         {"order": "LHBNC"},
-        {"order": "LBHNC+LBNHC"},
         {"order": ""},
         {"isa": "amx"},
         {"head_dim": 96},

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_engine import CHUNK, Engines, Request, ToyEngine, tokens
+from toy_engine import CHUNK, Engines, Request, ToyEngine, decode_of, prefill_of, tokens
 
 from pdx.engine.params import parse_hints
 from pdx.engine.step import StepLimits
 from pdx.testing.waiting import wait_until
-from pdx.wire.hints import Hints
 
 EARLY = 8  # the turn of so many is near
 
@@ -120,17 +119,20 @@ def test_a_request_that_ends_before_its_turn_takes_its_word_back(engine: ToyEngi
         engine.finish(request)
 
 
-@pytest.mark.parametrize(
-    ("params", "hints"),
-    [
-        (None, Hints("")),
-        ({}, Hints("")),
-        ({"pdx_hints": {"version": 1, "priority": 7, "session": "s", "reuse_s": 60}}, Hints("s", 7, 60.0)),
-        ({"pdx_hints": {"version": 1}}, Hints("")),
-    ],
-)
-def test_a_request_may_say_how_important_its_chunks_are(params: Any, hints: Hints) -> None:
-    assert parse_hints(params).hints == hints
+def test_a_decoder_does_not_wait_for_a_prefill_that_ends_before_its_turn(engines: Engines, engine: ToyEngine) -> None:
+    """Its node was told that it will come, and nothing else."""
+    decoder, prompt, transfer = engines(transfer_wait_s=60.0), tokens(402, 3 * CHUNK), "t" * 20
+    queue = arrive(engine, [tokens(300 + number, CHUNK // 2) for number in range(EARLY)])
+    prefill = Request("p", prompt, prefill_of(transfer))
+    engine.scheduler_guard.arrived(prefill)
+    reading = Request("d", prompt, decode_of(transfer, is_early=True))
+    decoder.scheduler_guard.arrived(reading)
+    assert decoder.scheduler_guard.matched_tokens(reading, 0) is None
+    engine.finish(prefill)
+    assert decoder.match(reading, deadline_s=20.0) == 0
+    for request in queue:
+        engine.finish(request)
+    decoder.finish(reading)
 
 
 @pytest.mark.parametrize("hint", [{"priority": 10}, {"priority": -1}, {"priority": "much"}, {"session": "s" * 65}])

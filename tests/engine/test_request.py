@@ -108,14 +108,6 @@ def test_a_load_of_what_is_not_there_fails_in_each_of_its_blocks(kind: str, foun
     assert (load.epoch, load.block_ids) == (NO_EPOCH, [2, 3, 4])
 
 
-def test_a_load_is_one_object_on_its_way_however_long_the_prompt() -> None:
-    short, long = (
-        len(pickle.dumps(LoadPlan.of("r", None, plan(8, chunks)))) - len(LoadPlan.of("r", None, plan(8, chunks)).packed)
-        for chunks in (1, 500)
-    )
-    assert long - short < 32, "a few more digits of a length"
-
-
 # ---- whose turn is near, whatever way a request comes to it -----------------------------------
 
 DECODE, PREFILL = decode_of("t" * 20), prefill_of("t" * 20)

@@ -173,18 +173,6 @@ def test_a_load_waits_for_what_was_computed_before_it(bed: Bed) -> None:
     engine.finish(again)
 
 
-def test_a_load_is_over_when_its_pages_are_there(bed: Bed) -> None:
-    first, second = bed.engine(), bed.engine(lag_s=0.05)
-    prompt = tokens(16, CHUNK)
-    first.finish(first.save(prompt))
-    bed.node.wait_sealed(1)
-    again = Request("again", prompt)
-    assert second.admit(again) == set()
-    assert bed.log.count(("scatter", 0, LAYERS)) == 1, "told after the copy"
-    second.check_cache(again, CHUNK)
-    second.finish(again)
-
-
 def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = bed.engine()
     prompt = tokens(17, 2 * CHUNK)

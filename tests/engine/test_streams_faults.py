@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
 from pdx.engine import gpu_copier
-from pdx.engine.gpu_copier import MappedArena
 from pdx.errors import GpuError
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill
@@ -94,47 +92,6 @@ def test_page_lock_refused_costs_only_the_cache(bed: Bed, fake: FakeCuda, caplog
         assert sum(record.levelname != "DEBUG" and once in record.message for record in caplog.records) == 1
 
 
-def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whole(
-    killed_bed: Bed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The node promises room as soon as the worker is attached. A chunk whose first pages fell into that time is never
-    sealed, and its room is given back at once."""
-    engine = killed_bed.engine()
-    is_mapped, open_arena = threading.Event(), MappedArena.open
-
-    def open_late(*args: Any) -> MappedArena:
-        is_mapped.wait(60)
-        return open_arena(*args)
-
-    monkeypatch.setattr(MappedArena, "open", open_late)
-    killed_bed.node.kill()
-    killed_bed.start_node()
-    wait_until(lambda: engine.scheduler.link.is_attached, what="the scheduler half is attached")
-    wait_until(lambda: engine.workers[0].link._connection is not None, what="the worker half is attached")
-    assert not engine.workers[0].link.is_attached
-    half, whole = Request("half", tokens(28, CHUNK)), Request("whole", tokens(29, CHUNK))
-    assert engine.admit(whole) == set()
-    engine.step((whole, CHUNK))
-    wait_until(lambda: killed_bed.node.status().chunks == {}, what="nobody will fill it: its room is free")
-    assert engine.admit(half) == set()
-    killed_bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
-    engine.step((half, CHUNK // 2))
-    is_mapped.set()
-    wait_until(lambda: engine.is_attached, what="mapped")
-    engine.step((half, CHUNK - CHUNK // 2))
-    engine.streams.synchronize()
-    killed_bed.node.signal(signal.SIGCONT)
-    for request in (half, whole):
-        engine.finish(request)
-    killed_bed.node.wait_at_rest()
-    assert killed_bed.node.status().chunks == {}
-    wait_until(lambda: killed_bed.node.degraded("save_skipped") == 3, what="counted")
-    assert killed_bed.told(Fill) == []
-    engine.finish(engine.save(half.all_token_ids))
-    killed_bed.node.wait_sealed(1)
-    assert killed_bed.engine().load(half.all_token_ids) == CHUNK
-
-
 class SlowPageLock(PageLock):
     """Covers nothing until it is told to."""
 
@@ -200,33 +157,6 @@ def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.Lo
     window.release()
     window.release()
     assert not window.hold()
-
-
-def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:
-    """And what was gathered is sealed: the node hears of it before the goodbye."""
-    engine, reader = gpu_bed.engine(), gpu_bed.engine()
-    streams = engine.streams
-    prompt, other = tokens(26, CHUNK), tokens(27, CHUNK)
-    engine.finish(engine.save(prompt))
-    gpu_bed.node.wait_sealed(1)
-    again = Request("again", prompt)
-    engine.allocate(again, engine.match(again))
-    with streams.held(streams.gathering, streams.loading):
-        engine.run_worker(0, engine.planned(), {})
-        request = engine.save(other)
-        closing = threading.Thread(target=engine.workers[0].close)
-        closing.start()
-        wait_until(lambda: streams.loading.waiting and streams.gathering.waiting, what="both copies are queued")
-        assert closing.is_alive()
-        assert num_mapped() == 2
-    closing.join(10)
-    assert not closing.is_alive()
-    assert num_mapped() == 1, "the reader's"
-    engine.check_cache(again, CHUNK)
-    gpu_bed.node.wait_sealed(2)
-    assert reader.load(other) == CHUNK
-    for each in (again, request):
-        engine.scheduler.finished(each)
 
 
 @pytest.mark.parametrize(
