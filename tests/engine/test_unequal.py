@@ -157,7 +157,7 @@ def test_a_gpu_cuts_pages_as_well(beds: Callable[..., Bed], on_gpu: bool) -> Non
 def test_shards_of_one_gpu_go_to_two(beds: Callable[..., Bed], shards: int) -> None:
     """Of one shard, ranks on several GPUs find what one of them has written."""
     bed = beds(True, "--gpus", "2", gpu="", more_gpus=["0", "1"], gpu_arena_bytes=MIB)
-    prompt, settings = tokens(9, 3 * CHUNK + 3), {"heads": 2 * shards, "page_bytes": 128, "shards": shards}
+    prompt, settings = tokens(9, 3 * CHUNK + 3), {"heads": shards**2, "page_bytes": 64 * shards, "shards": shards}
     two = bed.engine(gpus=("0", "1"), ranks=2, **settings)
     one = bed.engine(gpus=("0",), ranks=1, **settings) if shards > 1 else two
     one.finish(one.save(prompt))
