@@ -42,8 +42,12 @@ class PageLock:
         *,
         anchor: object,
         on_refused: Callable[[str], None],
+        is_read_only: bool = False,
     ) -> None:
-        """:raises ValueError: `address` is not a page's."""
+        """`is_read_only`: this process may not write to the memory, and the GPU will not.
+
+        :raises ValueError: `address` is not a page's.
+        """
         if address % mmap.PAGESIZE or nbytes <= 0:
             raise ValueError(f"{nbytes} bytes at {address:#x}: whole pages can be locked")
         self.error = ""
@@ -52,6 +56,7 @@ class PageLock:
         self._gpu = gpu
         self._anchor: object = anchor
         self._on_refused = on_refused
+        self._is_read_only = is_read_only
         self._covered = 0  # bytes from the start that are registered; written by the thread, and by `close`
         self._pieces: list[int] = []  # addresses that we registered; the thread's, then `close`'s
         self._stop = threading.Event()
@@ -129,7 +134,12 @@ class PageLock:
     def _flags(self) -> int:
         if not self._gpu.attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"):
             raise GpuError("this GPU reaches host memory at other addresses than the host does")
-        return int(api().CU_MEMHOSTREGISTER_PORTABLE) | int(api().CU_MEMHOSTREGISTER_DEVICEMAP)
+        flags = int(api().CU_MEMHOSTREGISTER_PORTABLE) | int(api().CU_MEMHOSTREGISTER_DEVICEMAP)
+        if self._is_read_only:
+            if not self._gpu.attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"):
+                raise GpuError("this GPU cannot lock memory that the process may only read")
+            flags |= int(api().CU_MEMHOSTREGISTER_READ_ONLY)
+        return flags
 
 
 def _is_reachable(address: int, nbytes: int) -> bool:

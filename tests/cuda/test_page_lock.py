@@ -21,9 +21,9 @@ MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 class Host:
     """Host memory that is never touched, so that its size costs nothing; unmapped when nobody holds it."""
 
-    def __init__(self, nbytes):
+    def __init__(self, nbytes, protection=mmap.PROT_READ | mmap.PROT_WRITE):
         self.nbytes = nbytes
-        self.map = mmap.mmap(-1, nbytes)
+        self.map = mmap.mmap(-1, nbytes, prot=protection)
         libc = ctypes.pythonapi
         view = ctypes.py_object(self.map)
         buffer = (ctypes.c_byte * 128)()
@@ -140,6 +140,17 @@ def test_what_others_have_registered_only_in_part_is_a_refusal(fake, gpu, first,
     locked.close()
     assert fake.host.is_registered(theirs, pages * 4096)
     call("cuMemHostUnregister", theirs)
+
+
+def test_memory_that_may_only_be_read(fake, gpu):
+    host, refusals = Host(4096, mmap.PROT_READ), []
+    locked = lock(gpu, host, refusals=refusals)
+    wait_until(lambda: refusals)
+    assert "INVALID_VALUE" in refusals[0]
+    locked.close()
+    read_only = lock(gpu, host, is_read_only=True)
+    wait_until(lambda: read_only.covers(0, 4096))
+    read_only.close()
 
 
 def test_the_memory_is_kept_until_nothing_is_registered(fake, gpu):
