@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -294,7 +295,7 @@ def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, i
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # `connect` to a full backlog heeds the first
             stream.setsockopt(socket.SOL_SOCKET, option, limit)
         try:
-            stream.connect(str(path))
+            _connect(stream, path, timeout_s)
             if (uid := peer_of(stream).uid) != os.geteuid():  # else somebody else would learn the ticket
                 raise ProtocolError(f"user {uid} listens at {path}")
             stream.send(ticket)
@@ -309,6 +310,20 @@ def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, i
         for fd in fds:
             os.close(fd)
         raise
+
+
+def _connect(stream: socket.socket, path: Path, timeout_s: float) -> None:
+    """Where the backlog is full, a stop of this process ends the wait, and Python takes the connection for made."""
+    until = time.monotonic() + timeout_s
+    while True:
+        stream.connect(str(path))
+        try:
+            stream.getpeername()
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+        else:
+            return
 
 
 def _checked(message: bytes, fds: list[int], flags: int) -> tuple[Handle, int]:

@@ -299,6 +299,17 @@ def test_no_node_and_a_node_that_is_silent(place):
     (place / "s").unlink()
 
 
+def test_a_connection_that_a_stop_has_interrupted_is_made_again(answering, monkeypatch):
+    """`socket.connect` says nothing then, and nobody is at the other end."""
+    connect, interrupted = socket.socket.connect, iter([True])
+    monkeypatch.setattr(socket.socket, "connect", lambda *where: next(interrupted, False) or connect(*where))
+    handle, _ = fetch_handle(answering(GOOD), TICKET, 10.0)
+    assert handle == HANDLE
+    monkeypatch.setattr(socket.socket, "connect", lambda *where: None)
+    with pytest.raises(NodeUnavailable, match="not connected"):
+        fetch_handle("anywhere", TICKET, 0.01)
+
+
 def test_a_ticket_is_not_shown_to_another_user(place, monkeypatch):
     monkeypatch.setattr(arena, "peer_of", lambda stream: Credentials(1, os.getuid() + 1))
     shown = []
