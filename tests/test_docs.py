@@ -6,14 +6,19 @@ import ast
 import json
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 import pytest
 
+import pdx
 import pdx.wire.messages
 import pdx.wire.proxy
 import pdx.wire.verbs
+from pdx import errors
+from pdx.cli.machine import FindingName
 from pdx.cli.main import main
+from pdx.client import api
 from pdx.config import ConnectorConfig, NodeConfig
 from pdx.options import table
 from pdx.telemetry import names
@@ -22,21 +27,42 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 VLLM = (ROOT / "docs" / "vllm.md").read_text()
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:^|[`(]) *pdx ([a-z]\w*)([^`#\n]*)", re.MULTILINE)
 PASSES_FLAGS_ON = {"serve", "up"}  # to vLLM
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+URL = re.compile(r"https?:[^\s)`>\"']*")
+LOCAL_HOSTS = re.compile(r"localhost|\d+\.\d+\.\d+\.\d+")
 
 
-@pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def page(request) -> Path:
-    return request.param
+def anchors(page: Path) -> set[str]:
+    headings = HEADING.findall(FENCED.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_resolve(page):
-    text = CODE.sub("", page.read_text())
-    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
-    broken = [target for target in targets if not (page.parent / target.partition("#")[0]).exists()]
-    assert not broken
+def test_links_and_their_anchors_resolve():
+    broken = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text())):
+            name, _, anchor = target.partition("#")
+            there = page.parent / name if name else page
+            if "://" not in target and not (there.exists() and (not anchor or anchor in anchors(there))):
+                broken.append((page.name, target))
+    assert broken == []
+
+
+def test_links_to_other_hosts_have_a_sound_form():
+    """Whether somebody answers there is not asked: tests run without a network."""
+    bad = []
+    for page in PAGES:
+        for found in URL.findall(page.read_text()):
+            url = urlsplit(found.rstrip(".,;:"))
+            is_public = url.scheme == "https" and re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}", url.hostname or "")
+            if not LOCAL_HOSTS.fullmatch(url.hostname or "") and not (is_public and not url.username and not url.port):
+                bad.append((page.name, found))
+    assert bad == []
 
 
 def test_every_page_is_linked_from_the_index_or_the_records():
@@ -44,14 +70,11 @@ def test_every_page_is_linked_from_the_index_or_the_records():
     listed = {*re.findall(r"\]\(([^)#]+\.md)\)", index)}
     names = {Path(name).name for name in listed}
     assert [page.name for page in PAGES if page.name not in names and page.name != "index.md"] == []
-
-
-def test_the_readme_leads_to_the_index():
     assert "](docs/index.md)" in (ROOT / "README.md").read_text()
 
 
-def test_commands_and_their_options_exist(page):
-    code = "\n".join(CODE.findall(page.read_text()))
+def test_commands_and_their_options_exist():
+    code = "\n".join(found for page in PAGES for found in CODE.findall(page.read_text()))
     for name, rest in COMMAND.findall(code):
         command = main.get_command(click.Context(main), name)
         assert command is not None, f"pdx {name}"
@@ -93,9 +116,12 @@ def test_every_module_says_what_is_in_it():
     ] == []
 
 
-def test_every_path_named_exists(page):
-    paths = re.findall(r"`((?:pdx|proxy|kernels|tests|bench|docs)/[\w./-]+)[`:]", page.read_text())
+def test_every_path_and_test_named_exists():
+    text = "\n".join(page.read_text() for page in PAGES)
+    paths = re.findall(r"`((?:pdx|proxy|kernels|tests|bench|docs)/[\w./-]+)[`:]", text)
     assert [path for path in paths if not (ROOT / path).exists() and not path.startswith("bench/results")] == []
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)", text)
+    assert [each for each in named if f"def {each[1]}(" not in (ROOT / each[0]).read_text()] == []
 
 
 def test_pictures_of_results_are_shown_and_have_a_baseline_that_does_not_poll():
@@ -108,11 +134,6 @@ def test_pictures_of_results_are_shown_and_have_a_baseline_that_does_not_poll():
             systems = result["details"]["settings"]["systems"]
             assert "plain" in systems, picture.name
             assert not {"nixl", "nixl-push"} & {*systems}, picture.name
-
-
-def test_every_test_named_exists(page):
-    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)", page.read_text()):
-        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
 @pytest.mark.parametrize("settings", [table(ConnectorConfig, flags=False), table(NodeConfig)], ids=["engine", "node"])
@@ -139,3 +160,34 @@ def test_every_message_is_in_the_architecture():
     kinds = {kind.__name__ for kind in messages if kind.__module__.startswith("pdx.")}
     assert len(kinds) > 15
     assert [name for name in sorted(kinds) if f"`{name}`" not in ARCHITECTURE] == []
+
+
+def test_every_public_name_of_the_python_api_is_documented():
+    text = (ROOT / "docs" / "python-api.md").read_text()
+    named = [*pdx.__all__, *(name for name, kind in vars(errors).items() if isinstance(kind, type))]
+    for kind in (api.Node, api.WritableChunk, api.ReadableChunk):
+        named += [name for name in dir(kind) if not name.startswith("_")]
+    assert [name for name in named if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_every_finding_of_doctor_has_a_row_in_troubleshooting_and_a_symptom_a_command_that_tells():
+    symptoms, findings = TROUBLES.split("\n## What pdx doctor finds\n")
+    rows = [line.strip("|").split("|") for line in findings.splitlines() if "| `" in line[:3]]
+    assert sorted(name.strip(" `") for name, _, _ in rows) == sorted(FindingName)
+    assert [name for name, means, do in rows if not means.strip() or not do.strip()] == []
+    sources = "".join((ROOT / "pdx" / "cli" / f"{module}.py").read_text() for module in ("doctor", "machine", "gpus"))
+    assert [name for name in FindingName if f"FindingName.{name.name}" not in sources] == []
+    sections = symptoms.split("\n### ")[1:]
+    assert len(sections) >= 6
+    assert [
+        section for section in sections if not re.search(r"^```\n[^`]*\b(?:pdx|curl) ", section, re.MULTILINE)
+    ] == []
+
+
+def test_counters_and_messages_that_troubleshooting_quotes_are_those_of_the_program():
+    sources = "".join(path.read_text() for folder in ("pdx", "proxy") for path in (ROOT / folder).rglob("*.py"))
+    counters = set(re.findall(r"`degraded_(\w+)`", TROUBLES))
+    assert len(counters) > 2
+    quoted = ("already owns", "no engine that could serve this request can be reached", "between all")
+    assert [word for word in (*(f'"{name}"' for name in counters), *quoted) if word not in sources] == []
+    assert [word for word in quoted if word not in TROUBLES] == []

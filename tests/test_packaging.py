@@ -1,10 +1,13 @@
-"""The wheel and the source distribution: complete, and enough for a working `pdx` without vLLM and torch."""
+"""The wheel, the source distribution and the extras: complete, and enough for what each is for.
+
+What is built and installed takes long. Extras whose packages have gigabytes are resolved and not installed.
+"""
 
 from __future__ import annotations
 
 import email
+import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,27 +17,92 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_install import SMALL, USES, call
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pdx", "transports", "kernels", "proxy", "bench")
 PAGES = ("README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+LARGE = ("torch", "gpu", "nixl", "ucx")
+SMALL = sorted({*PROJECT["optional-dependencies"]} - {"dev", *LARGE})
+USES = {  # modules that cannot do without the extra
+    "bench": "matplotlib, pdx.bench.breakdown.command",
+    "docs": "furo, myst_parser, sphinx",
+    "otel": "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.grpc, opentelemetry.exporter.otlp.proto.http",
+    "parity": "anthropic, openai, pdx.bench.parity.command",
+    "redis": "hiredis, pdx.store.remote.redis_backend",
+    "s3": "obstore, pdx.store.remote.s3_backend",
+    "testing": "hypothesis, pdx.testing",
+    "tls": "cryptography.x509, pdx.transports.tls",
+}
+STORE = """
+import sys, pdx
+with pdx.connect(timeout_s=60) as node:
+    with node.reserve("word", nbytes=4096) as chunk:
+        chunk.view[:3] = b"pdx"
+        chunk.seal()
+    with node.get("word") as chunk:
+        print(bytes(chunk.view[:3]), pdx.__version__, "torch" in sys.modules)
+"""
+
+
+def takes_long(test):
+    """It downloads."""
+    return pytest.mark.long(pytest.mark.timeout(900)(test))
+
+
+def call(*command: object, **environment: str) -> str:
+    given = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env={**given, **environment},
+        cwd="/",
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def modules() -> set[str]:
+    """Names of all there are; those of folders at the top are parts of `pdx`, by links."""
+    files = [file.relative_to(ROOT) for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    linked = [file for file in files if file.parts[0] == "pdx" and file.parts[1] in FOLDERS]
+    return {str(file) if file.parts[0] == "pdx" else f"pdx/{file}" for file in {*files} - {*linked}}
+
+
+def test_every_folder_with_modules_is_a_package_of_the_wheel():
+    """What `packages` in pyproject.toml leaves out, a wheel lacks."""
+    folders = {str(Path(name).parent).replace("/", ".") for name in modules()}
+    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(folders)
+
+
+def test_each_extra_is_installed_somewhere():
+    assert sorted(USES) == SMALL, "USES says what each is for"
+
+
+def test_the_version_is_that_of_pyproject_everywhere():
+    """`pdx.__version__` and `pdx --version` tell that of what is installed, `make docs` that of pyproject.toml."""
+    top = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    chart = (ROOT / "deploy/helm/pdx/Chart.yaml").read_text()
+    images = (ROOT / "deploy/helm/pdx/values.yaml").read_text() + (ROOT / "docs/deploy.md").read_text()
+    assert top is not None
+    named = {top[1], *re.findall(r"(?i)^(?:app)?version: (\S+)", chart, re.MULTILINE)}
+    named |= {*re.findall(r"pdx-(?:node|engine):(\d\S*)", images)}
+    assert named == {PROJECT["version"]}
+
+
+# ---- built and installed --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with the source distribution, and the wheel that is made from it. Built from a copy, because setuptools
-    leaves a build folder where it builds."""
+    """A folder with the source distribution, and the wheel that is made from it, of what git has here."""
     folder = tmp_path_factory.mktemp("built")
-    source = folder / "source"
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in (*FOLDERS, "tests"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "MANIFEST.in", *PAGES):
-        shutil.copy(ROOT / name, source / name)
-    offline = ["--no-isolation"] if _has_setuptools() else []
-    call(sys.executable, "-m", "build", *offline, "--outdir", folder / "dist", source)
+    call("git", "-c", "safe.directory=*", "clone", "-q", ROOT, folder / "source")
+    call(sys.executable, "-m", "build", "--outdir", folder / "dist", folder / "source")
     return folder / "dist"
 
 
@@ -58,18 +126,7 @@ def contents(built, wheel) -> dict[str, dict[str, bytes]]:
     return found
 
 
-def _has_setuptools() -> bool:
-    code = "import setuptools, sys; sys.exit(int(setuptools.__version__.split('.')[0]) < 77)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-
-
-def modules() -> set[str]:
-    """Names of all there are; those of folders at the top are parts of `pdx`, by links."""
-    files = [file.relative_to(ROOT) for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
-    linked = [file for file in files if file.parts[0] == "pdx" and file.parts[1] in FOLDERS]
-    return {str(file) if file.parts[0] == "pdx" else f"pdx/{file}" for file in {*files} - {*linked}}
-
-
+@takes_long
 def test_both_hold_every_module_and_what_belongs_to_them_and_nothing_else(contents):
     """So neither holds a test, a fake of CUDA, or results of benches."""
     wheel = {name for name in contents["wheel"] if ".dist-info/" not in name}
@@ -78,6 +135,7 @@ def test_both_hold_every_module_and_what_belongs_to_them_and_nothing_else(conten
     assert source == wheel | {"pyproject.toml", "MANIFEST.in", "PKG-INFO", "setup.cfg", *PAGES}
 
 
+@takes_long
 @pytest.mark.parametrize("kind", ["wheel", "source"])
 def test_nothing_of_the_machine_that_built_it_is_in_it(contents, built, kind):
     places = {str(ROOT), sys.prefix, str(built.parent), *([str(Path.home())] * (Path.home() != Path("/")))}
@@ -85,6 +143,7 @@ def test_nothing_of_the_machine_that_built_it_is_in_it(contents, built, kind):
     assert {name: found for name, found in told.items() if found} == {}
 
 
+@takes_long
 @pytest.mark.parametrize(("kind", "licence"), [("wheel", "licenses/LICENSE"), ("source", "LICENSE")])
 def test_the_licence_and_what_it_says_of_itself_are_in_it(contents, kind, licence):
     [text] = {data for name, data in contents[kind].items() if name.endswith(licence)}
@@ -96,76 +155,72 @@ def test_the_licence_and_what_it_says_of_itself_are_in_it(contents, kind, licenc
     assert set(told.get_all("Provides-Extra")) == {*PROJECT["optional-dependencies"]}
 
 
-def test_each_extra_is_installed_somewhere():
-    assert sorted(USES) == SMALL, "tests/test_install.py says what each is for"
-
-
+@takes_long
 def test_an_index_would_take_both(built):
     call(sys.executable, "-m", "twine", "check", "--strict", *sorted(built.iterdir()))
 
 
-def test_the_version_is_that_of_pyproject_everywhere():
-    """`pdx.__version__` and `pdx --version` tell that of what is installed, `make docs` that of pyproject.toml."""
-    top = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    chart = (ROOT / "deploy/helm/pdx/Chart.yaml").read_text()
-    images = (ROOT / "deploy/helm/pdx/values.yaml").read_text() + (ROOT / "docs/deploy.md").read_text()
-    assert top is not None
-    named = {top[1], *re.findall(r"(?i)^(?:app)?version: (\S+)", chart, re.MULTILINE)}
-    named |= {*re.findall(r"pdx-(?:node|engine):(\d\S*)", images)}
-    assert named == {PROJECT["version"]}
+@pytest.fixture
+def install(tmp_path, wheel):
+    """Makes an environment with the wheel, with an extra of it; returns where its programs are."""
+
+    def made(extra: str = "", *options: object) -> Path:
+        venv.create(tmp_path / "venv", with_pip=True)
+        programs = tmp_path / "venv" / "bin"
+        wanted = f"pdx-transport[{extra}] @ {wheel.as_uri()}" if extra else wheel
+        call(programs / "pip", "install", "--quiet", *options, wanted)
+        return programs
+
+    return made
 
 
-def test_the_command_works_without_vllm_and_torch(wheel, tmp_path):
-    """Installed where only the declared dependencies are to be had, not what else is in this environment."""
-    place = tmp_path / "venv"
-    venv.create(place, with_pip=False, symlinks=True)
-    site = next(place.glob("lib/python*/site-packages"))
-    call(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel)
-    for path in _installed(_needed()):
-        (site / path.name).symlink_to(path)
-    python = place / "bin" / "python"
-    code = "from pdx.cli.main import main; main()"
-    for arguments in (["--help"], ["--version"], *([name, "--help"] for name in ("node", "up", "serve", "proxy"))):
-        call(python, "-c", code, *arguments)
-    call(python, "-c", "import pdx.transports, pdx.kernels, pdx.proxy.app, pdx.node.daemon, pdx.store.store")
-    refused = subprocess.run(
-        [python, "-c", code, "serve", "both", "model"], capture_output=True, text=True, check=False
-    )
-    assert refused.returncode == 1
-    assert "pip install vllm" in refused.stderr
-    scripts = call(python, "-c", "from importlib.metadata import entry_points as e; print(*e(group='console_scripts'))")
-    assert "pdx.cli.entry:run" in scripts
-
-
-def _needed() -> set[str]:
-    """Names of the distributions that ours needs, and those need, without extras."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    from packaging.requirements import Requirement
-
-    found: set[str] = set()
-    waiting = ["pdx-transport"]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
+def use(programs: Path, place: Path) -> None:
+    """What needs no engine: help, what works here, a node with a client, and a proxy's options."""
+    reach = {"XDG_RUNTIME_DIR": str(place), "PDX_NODE": f"ipc://{place}/node.sock"}
+    assert "pdx up MODEL" in call(programs / "pdx", "--help")
+    assert call(programs / "pdx", "--version").split()[-1] == PROJECT["version"]
+    assert "--max-body" in call(programs / "pdx", "proxy", "--help")
+    assert "memcpy" in call(programs / "pdx", "doctor", **reach)
+    command = [str(programs / "pdx"), "node", "--arena", "16MiB", "--proxy", ""]
+    with subprocess.Popen(command, env={**os.environ, **reach}, cwd="/") as node:
         try:
-            requirements = distribution(name).requires or []
-        except PackageNotFoundError:
-            continue  # for another platform or Python
-        found.add(name)
-        parsed = map(Requirement, requirements)
-        waiting += [each.name for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
-    return found - {"pdx-transport"}
+            assert call(programs / "python", "-c", STORE, **reach).split() == ["b'pdx'", PROJECT["version"], "False"]
+            assert "has ended" in call(programs / "pdx", "node", "--stop", **reach)
+        finally:
+            node.terminate()
+    call(programs / "python", "-c", "import pdx.proxy.workers, pdx.node.daemon, pdx.testing.channel_stage")
 
 
-def _installed(names: set[str]) -> set[Path]:
-    """Top-level files and folders of these distributions."""
-    from importlib.metadata import distribution
+@takes_long
+def test_base_without_torch(install, place):
+    programs = install()
+    call(programs / "pip", "check")
+    use(programs, place)
+    assert subprocess.run([programs / "python", "-c", "import torch"], capture_output=True, check=False).returncode == 1
 
-    tops = set()
-    for name in names:
-        one = distribution(name)
-        root = Path(str(one.locate_file("")))
-        tops |= {root / file.parts[0] for file in one.files or () if file.parts[0] not in ("..", "__pycache__")}
-    return tops
+
+@takes_long
+def test_base_with_the_least_versions_that_it_says_it_needs(install, place, tmp_path):
+    least = [re.sub(r"^([\w.-]+)>=([\w.]+)$", r"\1==\2", each) for each in PROJECT["dependencies"]]
+    assert all("==" in each for each in least)
+    (tmp_path / "least.txt").write_text("\n".join(least))
+    use(install("", "--constraint", tmp_path / "least.txt"), place)
+
+
+@takes_long
+@pytest.mark.parametrize("extra", SMALL)
+def test_an_extra_brings_what_it_is_for(install, extra):
+    programs = install(extra)
+    call(programs / "pip", "check")
+    call(programs / "python", "-c", f"import {USES[extra]}")
+
+
+@takes_long
+@pytest.mark.parametrize("extra", LARGE)
+def test_a_large_extra_is_resolved(tmp_path, wheel, extra):
+    venv.create(tmp_path / "venv", with_pip=True)
+    wanted = f"pdx-transport[{extra}] @ {wheel.as_uri()}"
+    said = call(tmp_path / "venv" / "bin" / "pip", "install", "--dry-run", wanted)
+    names = {re.split(r"[\[>=<;]", each)[0] for each in PROJECT["optional-dependencies"][extra]}
+    [found] = (line for line in said.splitlines() if line.startswith("Would install"))
+    assert [name for name in names if f" {name.replace('_', '-')}-" not in found.replace("_", "-")] == []

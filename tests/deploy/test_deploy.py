@@ -67,23 +67,12 @@ def test_compose():
         assert {services[name][each] for each in ("pid", "ipc", "network_mode")} == {"service:host"}
 
 
-PODS = ("prefill-0", "prefill-1", "decode-0", "proxy-0", "proxy-1")
+PODS = ("pdx-prefill-0", "pdx-prefill-1", "pdx-decode-0", "pdx-proxy-0", "pdx-proxy-1")
 
 
 @pytest.fixture(scope="module")
 def keys():
-    return {
-        name: KeyPair.make().public
-        for name in (
-            "pdx-prefill-0",
-            "pdx-prefill-1",
-            "pdx-decode-0",
-            "pdx-proxy-0",
-            "pdx-proxy-1",
-            "worker-1",
-            "worker-2",
-        )
-    }
+    return {name: KeyPair.make().public for name in (*PODS, "worker-1", "worker-2")}
 
 
 VALUES = {
@@ -100,17 +89,13 @@ VALUES |= {f"{shape} discovers": {**values, "discover": True, "hosts": {}} for s
 VALUES["host discovers"]["networkPolicy"] = {"hosts": ["fd00::/64"]}
 
 
-@pytest.fixture(params=VALUES)
+@pytest.fixture(scope="module", params=VALUES)
 def documents(request, keys):
     values = {"model": "m", "keys": keys, "proxy": {"replicas": 2}, "podMonitor": {"enabled": True}}
     with Chart.load(CHART) as chart:
         rendered = chart.render({**values, **VALUES[request.param]}, name="pdx", namespace="llm")
-    return {
-        (each["kind"], each["metadata"]["name"]): each
-        for text in rendered.values()
-        for each in yaml.safe_load_all(text)
-        if each
-    }
+    each_of = [each for text in rendered.values() for each in yaml.safe_load_all(text) if each]
+    return {(each["kind"], each["metadata"]["name"]): each for each in each_of}
 
 
 def test_the_chart_is_well_formed():

@@ -64,12 +64,11 @@ def check(expression) -> set[str]:
     raise AssertionError(f"{expression!r}: teach this test what it is")
 
 
-@pytest.mark.parametrize(
-    ("title", "query", "text"), ASKED, ids=[f"{title}-{at}" for at, (title, *_) in enumerate(ASKED)]
-)
-def test_what_is_asked_for_is_told(title, query, text):
-    labels = check(promql.parse(query.replace("$__rate_interval", "5m")))
-    assert {*re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", text)} <= labels
+def test_what_is_asked_for_is_told():
+    assert len(ASKED) > 50
+    for title, query, text in ASKED:
+        labels = check(promql.parse(query.replace("$__rate_interval", "5m")))
+        assert {*re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", text)} <= labels, title
 
 
 def test_the_dashboard_has_a_place_for_each_panel():
