@@ -6,11 +6,12 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 from cache_bed import CHUNK, bed, prompt
-from cli_process import CliProcess
 from click.testing import CliRunner
 from raw_engine import CHUNK_BYTES
 
@@ -187,7 +188,7 @@ def test_health_query_ip_and_ls(two, pdx):
 # ---- Ctrl-C, and a node that hangs --------------------------------------------------------------
 
 
-def test_ctrl_c_cancels_the_job_and_says_so(two, tmp_path):
+def test_ctrl_c_cancels_the_job_and_says_so(two):
     """The move waits: the node that it goes to is stopped."""
     tokens = prompt(8)
     two.save("alpha", tokens)
@@ -195,11 +196,14 @@ def test_ctrl_c_cancels_the_job_and_says_so(two, tmp_path):
     beta.signal(signal.SIGSTOP)
     try:
         arguments = ("cache", "move", "alpha/host", "beta/disk", "--ids", listed(tokens), "--node", address)
-        with CliProcess(tmp_path, *arguments) as command, Controller(address) as cache:
+        command = [sys.executable, "-P", "-m", "pdx.cli.main", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, Controller(address) as cache:
             wait_until(lambda: any(not job.is_over for job in cache.jobs("alpha")["alpha"]), what="the job runs")
             (job,) = [job for job in cache.jobs("alpha")["alpha"] if not job.is_over]
-            assert command.interrupt() == 130
-            assert command.output.startswith("cancelled: move 8 of 8 chunks from host to beta/disk"), command.output
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate()
+            assert process.returncode == 130
+            assert output.startswith("cancelled: move 8 of 8 chunks from host to beta/disk"), output
             assert cache.check_finish(job).status.state == "cancelled"
             assert cache.lookup(tokens)["alpha"]["host"] == 8 * CHUNK
     finally:

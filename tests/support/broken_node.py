@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import forked
-import msgspec
 from node_harness import NodeProcess
 
 from pdx.config import NodeConfig
@@ -27,10 +25,7 @@ class BreakableNode(NodeProcess):
     """Such a node, with its log and what breaks it in the folder `place`."""
 
     def __init__(self, config: NodeConfig, place: Path) -> None:
-        self.config, self.address = config, config.address
-        arguments = [__file__, msgspec.json.encode(config).decode(), str(place)]
-        with open(f"{place}/node.sock.log", "ab") as log:
-            self.process = forked.Popen(arguments, stdout=log, stderr=log)
+        super().__init__(config, [__file__], str(place))
 
     def warnings(self, word: str) -> list[str]:
         return [line for line in self.log.splitlines() if " WARNING " in line and word in line]

@@ -15,10 +15,11 @@ import re
 import struct
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fake_cuda_calls import DeviceCalls, Refused
+
+from pdx.telemetry.host import process_stat
 
 GRANULARITY = 2 << 20
 _HOST_VARIABLE = "PDX_FAKE_GPU_HOST"  # which processes have their GPUs in common: a name, inherited by children
@@ -250,9 +251,9 @@ class FakeMemory:
             if found is not None:
                 found.opens += 1
                 return self._bindings.CUdeviceptr(found.start)
+            if _started(pid) != started:
+                raise Refused("INVALID_HANDLE")
             try:
-                if _started(pid) != started:
-                    raise Refused("INVALID_HANDLE")
                 ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
             except OSError:
                 raise Refused("INVALID_HANDLE") from None
@@ -382,7 +383,7 @@ class FakeMemory:
 
     def _bury(self, found: Range) -> None:
         """Legacy memory of a process that is gone: what is mapped is anything, and what is written is nowhere."""
-        if found.exporter is None or _lives(*found.exporter):
+        if found.exporter is None or _started(found.exporter[0]) == found.exporter[1]:
             return
         found.exporter = None
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
@@ -407,22 +408,13 @@ def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int) -> in
 
 
 def _started(pid: int) -> int:
-    """When the process started, in the kernel's ticks. :raises OSError: it is gone."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    if fields[0] in ("Z", "X"):
-        raise ProcessLookupError(pid)
-    return int(fields[19])
+    """When the process started, in the kernel's ticks; -1: it is gone."""
+    stat = process_stat(pid)
+    return -1 if stat is None or stat.state in "ZX" else stat.started
 
 
 def _shadow_of(allocation: Allocation, nbytes: int) -> int:
     return _mmap(0, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, allocation.fd)
-
-
-def _lives(pid: int, started: int) -> bool:
-    try:
-        return _started(pid) == started
-    except OSError:
-        return False
 
 
 def _held_bytes(name: str) -> int:

@@ -80,12 +80,8 @@ class Family:
         import torch
         import transformers
 
-        make_config = getattr(transformers, self.config_class or f"{self.architecture}Config")
-        config = make_config(
-            **{name: value for name, value in {**_SHAPE, **self.config}.items() if value is not _ABSENT}
-        )
         torch.manual_seed(0)
-        model = getattr(transformers, f"{self.architecture}ForCausalLM")(config).float()
+        model = getattr(transformers, f"{self.architecture}ForCausalLM")(self.config_of()).float()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

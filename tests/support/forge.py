@@ -49,7 +49,7 @@ class Answer(NamedTuple):
     transfer: dict[str, Any] | None
 
 
-def attached_to(address: str, **settings: Any) -> dict[str, Any]:
+def attached_to(node: str, **settings: Any) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine with `PdxConnector`, attached to the node at this address. A node may be
     silent for some seconds where the machine is busy; its answer counts all the same."""
     return {
@@ -57,7 +57,7 @@ def attached_to(address: str, **settings: Any) -> dict[str, Any]:
         "kv_connector_module_path": "pdx.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"node": address, "start_node": False, "lookup_s": 30.0, **settings},
+        "kv_connector_extra_config": {"node": node, "start_node": False, "lookup_s": 30.0, **settings},
     }
 
 

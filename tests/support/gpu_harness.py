@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import forked
 import msgspec
 from fake_cuda import fake_cuda
 from node_harness import NodeProcess, Puppet, arenas_of
 from peers_harness import Cluster
 
-from pdx.config import NodeConfig, private_folder, socket_path
+from pdx.config import NodeConfig, socket_path
 from pdx.cuda.gpu import Gpu
 
 GRANULE = 2 << 20  # of device memory
@@ -37,13 +35,7 @@ class GpuNode(NodeProcess):
     """A node with the fake driver."""
 
     def __init__(self, config: NodeConfig, *flags: str) -> None:
-        self.config = config
-        self.address = config.address
-        path = socket_path(config.address)
-        private_folder(path.parent)
-        arguments = ["-P", "-m", "fake_cuda", *flags, "-m", "pdx.node", msgspec.json.encode(self.config).decode()]
-        with open(f"{path}.log", "ab") as log:
-            self.process = forked.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        super().__init__(config, ["-m", "fake_cuda", *flags, "-m", "pdx.node"])
 
     @property
     def handover(self) -> Path:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,15 +170,6 @@ def run(wire: Wire, verb: Any) -> JobStatus:
     return over(wire, wire.ask(verb))
 
 
-def _start(config: NodeConfig) -> Any:
-    """As `pdx.node.start.start`, forked."""
-    path = socket_path(config.address)
-    private_folder(path.parent)
-    arguments = ["-P", "-m", "pdx.node", msgspec.json.encode(config).decode()]
-    with open(f"{path}.log", "ab") as log:
-        return forked.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-
-
 class Served:
     """A node that serves, as its clients see it."""
 
@@ -240,10 +231,17 @@ class Served:
 class NodeProcess(Served):
     """A real node in a process of its own."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, program: Sequence[str] = ("-m", "pdx.node"), *more: str) -> None:
+        """As `pdx.node.start.start`, forked. `program`: of Python, which gets the settings and what is `more`."""
         self.config = config
         self.address = config.address
-        self.process = _start(config)
+        path = socket_path(config.address)
+        private_folder(path.parent)
+        arguments = ["-P", *program, msgspec.json.encode(config).decode(), *more]
+        with open(f"{path}.log", "ab") as log:
+            self.process = forked.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
 
     @classmethod
     def ready(cls, config: NodeConfig) -> NodeProcess:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from families import FAMILIES, OPTIONS
+from forge import attached_to
 
 from pdx.client.api import connect
 from pdx.testing.waiting import wait_until
@@ -46,13 +47,7 @@ def main(folder: str, name: str, more: dict[str, Any], settings: dict[str, Any],
 
     family = FAMILIES[name]
     family.write(Path(folder))
-    connector = {
-        "kv_connector": "PdxConnector",
-        "kv_connector_module_path": "pdx.vllm.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"start_node": False, "lookup_s": 30.0, "load": "always", **settings},
-    }
+    connector = attached_to(**{"load": "always", **settings})
     engine = LLM(folder, **{**OPTIONS, **family.options, "kv_transfer_config": connector, **more})
     with connect(settings["node"]) as node:  # who asks before that is answered without it
         wait_until(lambda: any(one.kind == "scheduler" for one in node.status().attached), what="it is attached")
