@@ -28,7 +28,6 @@ from pdx.bench.harness import tiny_llama
 from pdx.cli.main import main
 from pdx.cli.ports import free_ports
 from pdx.cli.serve import engine_command
-from pdx.config import connector_config
 from pdx.errors import PdxError
 from pdx.telemetry.timeline import Breakdown
 from pdx.testing.channel_conformance import ChannelConformance
@@ -37,7 +36,7 @@ from pdx.transports import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = sorted(page.stem for page in (ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -71,54 +70,44 @@ def is_piece(code: str, program: Path) -> bool:
     return any(plain("\n".join(lines[at : at + count])) == wanted for at in range(len(lines) - count + 1))
 
 
-@pytest.mark.parametrize("page", [page.stem for page in PAGES])
-def test_code_on_a_page_is_a_piece_of_a_program_that_runs(page):
+def test_code_on_a_page_is_a_piece_of_a_program_that_runs():
     programs = sorted(EXAMPLES.rglob("*.py"))
-    for code in blocks(page, "python"):
-        assert any(is_piece(code, program) for program in programs), code
-    for code in blocks(page, "toml"):
-        known = [path.read_text() for path in EXAMPLES.rglob("*.toml")]
-        assert any(code in text for text in known) or "nodes" in tomllib.loads(code), code
-    for code in blocks(page, "json"):
-        json.loads(code)
+    known = [path.read_text() for path in EXAMPLES.rglob("*.toml")]
+    for page in PAGES:
+        for code in blocks(page, "python"):
+            assert any(is_piece(code, program) for program in programs), f"{page}: {code}"
+        for code in blocks(page, "toml"):
+            assert any(code in text for text in known) or "nodes" in tomllib.loads(code), f"{page}: {code}"
+        for code in blocks(page, "json"):
+            json.loads(code)
 
 
 # ---- two instances (engines are started by tests/end_to_end and by the demo) -----------------------
 
 
-def test_the_connector_is_configured_as_pdx_serve_does_it():
-    lines = commands("two-instances", "vllm serve")
-    assert len(lines) == 2
-    for line in lines:
-        shown = json.loads(line[line.index("--kv-transfer-config") + 1])
-        settings = shown.pop("kv_connector_extra_config")
-        connector_config(settings)
-        assert settings["url"].endswith(f":{line[line.index('--port') + 1]}")
-
-
 @needs_vllm
-def test_it_writes_what_pdx_serve_writes():
-    for shown, served in zip(
-        commands("two-instances", "vllm serve"), commands("two-instances", "pdx serve")[:2], strict=True
-    ):
+def test_the_connector_is_configured_as_pdx_serve_does_it():
+    by_vllm, by_pdx = (commands("two-instances", f"{program} serve")[:2] for program in ("vllm", "pdx"))
+    assert len(by_vllm) == 2
+    for shown, served in zip(by_vllm, by_pdx, strict=True):
         role, model, flags = served[2], served[3], served[4:]
         written = engine_command(model, flags, role=role, node="", arena="8GiB", proxy="")
         ours, theirs = (json.loads(line[line.index("--kv-transfer-config") + 1]) for line in (written, shown))
         here, there = (each.pop("kv_connector_extra_config") for each in (ours, theirs))
         assert ours == theirs
         assert {name: here[name] for name in there} == there
+        assert there["url"].endswith(f":{shown[shown.index('--port') + 1]}")
 
 
 @needs_vllm
-@pytest.mark.parametrize("page", [page.stem for page in PAGES])
-def test_flags_for_vllm_are_known_to_it(page):
+def test_flags_for_vllm_are_known_to_it():
     """By vLLM's sources, because asking it takes half a minute."""
     home = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     sources = [home / "engine" / "arg_utils.py", *(home / "entrypoints").rglob("cli_args.py")]
     known = "".join(path.read_text() for path in sources)
     serve = main.get_command(click.Context(main), "serve")
     ours = {option for parameter in serve.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for line in commands(page, "vllm serve") + commands(page, "pdx serve"):
+    for line in (line for page in PAGES for program in ("vllm", "pdx") for line in commands(page, f"{program} serve")):
         for flag in {word for word in line if word.startswith("--")} - ours:
             assert f'"{flag}"' in known or f"    {flag[2:].replace('-', '_')}: " in known, flag
 
@@ -179,6 +168,7 @@ def run_example(line: list[str], environ: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @needs_torch
 @pytest.mark.timeout(180)
 def test_the_python_api_page(place, monkeypatch):
@@ -205,6 +195,7 @@ def test_the_python_api_page(place, monkeypatch):
 # ---- an engine --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_torch
 @pytest.mark.timeout(180)
 def test_the_engine_page(start_node):
@@ -255,6 +246,8 @@ class TestCarrier(ChannelConformance):
 
 def test_doctor_tries_the_channel_of_the_page(carrier, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(carrier), *filter(None, sys.path)]))
+    for look in ("_ucx_transports", "_gpus"):  # processes of their own, which take seconds
+        monkeypatch.setattr(f"pdx.cli.doctor.{look}", lambda timeout_s: [])
     (line,) = commands("add-a-channel", "pdx doctor")
     result = CliRunner().invoke(main, [*line[1:], "--json"])
     assert result.exit_code == 0, result.output

@@ -64,14 +64,15 @@ def host(pdx, tokens):
 # ---- each command -------------------------------------------------------------------------------
 
 
-def test_an_engine_is_drained_wherever_it_is_attached(two, pdx):
+def test_an_engine_is_drained_wherever_it_is_attached(two, pdx, monkeypatch):
+    monkeypatch.setattr("pdx.cli.cache._LOOK_S", 0.02)
     name, alpha = "e" * 16, two.engines["alpha"].scheduler
     alpha.ask(Ping(running=3))
     told = pdx("drain", name).stdout.splitlines()
     assert told == [
         f"{name} of node {node} gets no more requests, and has {n}" for node, n in (("alpha", 3), ("beta", 0))
     ]
-    threading.Timer(0.3, alpha.tell, [Ping(running=0)]).start()
+    threading.Timer(0.1, alpha.tell, [Ping(running=0)]).start()
     assert "alpha gets no more requests, and has 0" in pdx("drain", name, "--wait").stdout
     undone = json.loads(pdx("drain", name, "--undo", "--json").stdout)
     assert {node: each["draining"] for node, each in undone.items()} == {"alpha": False, "beta": False}

@@ -69,14 +69,17 @@ def named(report: Report) -> dict[str, FindingName | None]:
     return {each.scheme: each.finding for each in report.channels}
 
 
-def test_our_own_channels_work_and_all_that_is_not_well_has_a_name():
-    status, report = examine()
-    assert status == 0
-    for scheme in ("tcp", "shm", "nixl", "ucx"):
+@pytest.mark.parametrize(
+    "schemes",
+    [("tcp", "shm"), pytest.param(("nixl",), marks=pytest.mark.long), pytest.param(("ucx",), marks=pytest.mark.long)],
+)
+def test_our_own_channels_work_and_all_that_is_not_well_has_a_name(schemes):
+    status, report = examine(*schemes)
+    for scheme in schemes:
         found = trial(report, scheme)
         if scheme in ("nixl", "ucx") and found.state == "unavailable":
             continue
-        assert (found.state, named(report)[scheme]) == ("ok", None), found
+        assert (status, found.state, named(report)[scheme]) == (0, "ok", None), found
         module = f"{scheme}.region" if scheme in ("nixl", "ucx") else scheme
         assert found.provider == f"pdx.transports.{module}:{scheme.capitalize()}Region"
         assert found.rate.best_gb_s > 0
@@ -86,20 +89,17 @@ def test_our_own_channels_work_and_all_that_is_not_well_has_a_name():
 
 @pytest.mark.usefixtures("strange")
 def test_a_broken_channel_of_another_package_harms_no_other_one():
-    status, report = examine("crashing", "unloadable", "lying", "deaf", "copying")
+    status, report = examine("crashing", "unloadable", "lying", "copying")
     assert status == 1
     assert (trial(report, "copying").state, trial(report, "copying").provider) == ("ok", "strange_channels:Copying")
     crashed = trial(report, "crashing")
-    assert crashed.state == "broken"
     assert "pigeon down" in crashed.why or "the peer process ended" in crashed.why
     assert "strange_channels:Nothing" in trial(report, "unloadable").why
     assert "other bytes arrived" in trial(report, "lying").why
-    assert "the pigeon is deaf" in trial(report, "deaf").why
     assert named(report) == {
         "crashing": FindingName.CHANNEL_BROKEN,  # the receiving process, not the one that tries
         "unloadable": FindingName.CHANNEL_UNLOADABLE,
         "lying": FindingName.CHANNEL_BROKEN,
-        "deaf": FindingName.CHANNEL_BROKEN,
         "copying": None,
     }
 
@@ -115,10 +115,10 @@ def test_a_side_has_its_memory_before_it_is_written_to():
 
 @pytest.mark.usefixtures("strange")
 def test_a_channel_that_hangs_is_ended_with_all_its_processes():
-    result = CliRunner().invoke(main, ["doctor", "--json", "--timeout", "2", "--channel", "hanging"])
+    result = CliRunner().invoke(main, ["doctor", "--json", "--timeout", "1", "--channel", "hanging"])
     assert result.exit_code == 1
     (found,) = json.loads(result.stdout)["channels"]
-    assert "within 2 s" in found["trial"]["why"]
+    assert "within 1 s" in found["trial"]["why"]
     assert found["finding"] == "channel-hangs"
     assert not [each for each in commands() if "pdx.cli.loopback" in each and "hanging" in each]
 
@@ -131,19 +131,30 @@ def commands() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("strange")
-def test_what_cannot_work_here_matters_only_where_it_was_asked_for(monkeypatch):
-    monkeypatch.setattr(doctor_module, "schemes", lambda: ["absent", "copying"])
-    status, report = examine()
-    assert status == 0
-    assert [each.scheme for each in report.channels] == ["absent", "copying"]
-    assert trial(report, "absent") == Trial("unavailable", "no carrier pigeon", "buy one", "strange_channels:Absent")
-    assert named(report) == {"absent": FindingName.CHANNEL_UNAVAILABLE, "copying": None}
+def test_what_cannot_work_here_is_said_with_what_would_help():
     result = CliRunner().invoke(main, ["doctor", "--channel", "absent"], env={"COLUMNS": "120"})
     assert result.exit_code == 1
     for words in ("not here", "no carrier pigeon", "buy one", "memcpy", "/dev/shm", "memlock", "RDMA"):
         assert words in result.output, result.output
     assert "see troubleshooting: channel-unavailable" in result.output
     assert "explained in PDX's documentation, on the page Troubleshooting" in result.output
+
+
+@pytest.mark.usefixtures("strange")
+def test_what_cannot_work_here_matters_only_where_it_was_asked_for(monkeypatch):
+    found = {"one": "ok", "two": "unavailable", "three": "broken"}
+    tried = lambda scheme, nbytes, timeout_s: Finding(scheme, Trial(found[scheme]))  # noqa: E731
+    monkeypatch.setattr(doctor_module, "examine_channel", tried)
+    monkeypatch.setattr(doctor_module, "check_channels", lambda channels: None)
+    for all_there_are, named, is_well in (
+        (["one", "two"], (), True),
+        (["one", "three"], (), False),
+        (["two"], (), False),
+        (["one", "two"], ("one", "two"), False),
+    ):
+        monkeypatch.setattr(doctor_module, "schemes", lambda all_there_are=all_there_are: all_there_are)
+        report = doctor_module.examine(named, 1.0, Console(quiet=True))
+        assert (report.is_well, [each.scheme for each in report.channels]) == (is_well, all_there_are)
 
 
 @pytest.mark.parametrize("status", [None, 1, -11])
@@ -206,6 +217,7 @@ def test_the_engines_of_a_node_are_listed_with_their_groups_and_shards_and_what_
 
 def test_a_node_that_was_named_has_to_answer_and_that_of_the_host_need_not_be_there(place, monkeypatch):
     monkeypatch.setenv("PDX_NODE", f"ipc://{place}/none.sock")
+    monkeypatch.setattr(doctor_module, "LOOK_S", 0.1)
     assert doctor_module.engines_at(None) == []
     monkeypatch.setattr(doctor_module, "NAMED_S", 0.1)
     result = CliRunner().invoke(main, ["doctor", "--node", f"ipc://{place}/none.sock"])

@@ -49,7 +49,7 @@ def test_status_as_json_and_as_tables(start_here):
     assert "sealed" in result.output
 
 
-def test_stop_ends_a_node_and_waits_until_nothing_of_it_is_left(node):
+def test_stop_ends_a_node_and_waits_until_nothing_of_it_is_left(node, monkeypatch):
     assert arenas_of(node.address)
     result = pdx("node", "--stop", "--node", node.address)
     assert result.exit_code == 0, result.output
@@ -58,6 +58,7 @@ def test_stop_ends_a_node_and_waits_until_nothing_of_it_is_left(node):
     assert node.process.wait(0) == 0
     assert not arenas_of(node.address)
     assert not os.path.exists(node.address.removeprefix("ipc://"))
+    monkeypatch.setattr("pdx.cli.node.ANSWER_S", 0.1)
     again = pdx("node", "--stop", "--node", node.address)
     assert again.exit_code == 1
     assert "no node answers" in again.output

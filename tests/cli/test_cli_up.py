@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,7 @@ def invoke(place, monkeypatch):
     """`pdx up` in this process, where it starts nothing."""
     place.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    monkeypatch.setattr(up_module, "connect", partial(connect, timeout_s=0.1))
     (port,) = free_ports(1)
 
     def run(*flags):

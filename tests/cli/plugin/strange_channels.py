@@ -8,7 +8,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-from pdx.errors import ChannelBroken
 from pdx.transports.channel import Availability, Channel, Listener, Notification, Region, RemoteRegion, Transfer
 
 
@@ -128,15 +127,3 @@ class Lying(Copying):
 
         link.write = write
         return link
-
-
-class Deaf(Copying):
-    """Bytes arrive, and its receiver cannot tell what was notified."""
-
-    def listen(self):
-        def take():
-            raise ChannelBroken("the pigeon is deaf")
-
-        mailbox = super().listen()
-        mailbox.take = take
-        return mailbox
