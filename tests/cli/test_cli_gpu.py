@@ -49,9 +49,6 @@ def fact(found, name):
     [
         (None, ["--numa", "77"], "--numa 77: this machine has the NUMA nodes 0"),
         (None, ["--numa", "near"], "Expected `str` matching regex"),
-        (None, ["--gpu", "x" * 100], "length <= 64"),
-        (None, ["--arena", "huge"], "'huge' is not a size"),
-        ({"gpus": 0}, ["--gpu", "0"], "CUDA_ERROR_NO_DEVICE"),
         ({"gpus": 0}, ["--gpu", "0"], "without --gpu chunks lie in host memory"),
         (
             {"nbytes": 8 * MIB},
@@ -148,7 +145,6 @@ def test_everything_that_two_good_gpus_can_do():
         ({"gpus": 2, "peer_access": False}, "", "peer access", "missing: 0→1 1→0", "gpu-no-peer-access"),
         ({}, "cuMemHostRegister", "page-locking", "cuMemHostRegister failed", "page-lock-refused"),
         ({}, "cuMemCreate", "GPU arena", "cuMemCreate failed", "gpu-failed"),
-        ({}, "cuMemExportToShareableHandle", "GPU arena", "cuMemExportToShareableHandle failed", "gpu-failed"),
         ({}, "cuDevicePrimaryCtxRetain", "GPU 0", "cuDevicePrimaryCtxRetain failed", "gpu-failed"),
     ],
 )
@@ -177,7 +173,7 @@ def test_page_locking_says_what_to_do_in_containers():
 
 @pytest.mark.parametrize(
     ("compiler", "headers", "words"),
-    [("", "here", "no C compiler"), ("/bin/sh", "elsewhere", "Python.h"), ("/no/such/cc", "here", "no C compiler")],
+    [("", "here", "no C compiler"), ("/bin/sh", "elsewhere", "Python.h")],
 )
 def test_what_triton_lacks_to_build_the_copy_kernels_is_said(monkeypatch, tmp_path, compiler, headers, words):
     (tmp_path / "here").mkdir()

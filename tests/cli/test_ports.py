@@ -53,7 +53,6 @@ def test_a_port_whose_last_connections_linger_can_be_held() -> None:
     [
         ("nosuchhost.invalid", 8000, "'nosuchhost.invalid' is no host"),
         ("", 8000, "'' is no host"),
-        ("x" * 70, 8000, f"'{'x' * 70}' is no host"),
         ("203.0.113.7", 8000, "203.0.113.7 is no address of this host"),
     ],
 )

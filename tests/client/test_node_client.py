@@ -183,25 +183,17 @@ def test_a_lease_ends_and_says_so(start_here):
             chunk.release()
         chunk.check()  # nobody needed the room
         assert client.status().counters["leases_expired"] == 1
-
-
-def test_a_renewed_lease_ends_when_it_was_renewed_to_and_a_peek_needs_none(client):
-    put(client, "a", b"x")
-    client.get("a", lease_s=60.0).renew(0.01)
-    wait_until(lambda: client.status().leases == 0)
-    with client.get("a", lease_s=0.0) as chunk:
-        assert bytes(chunk.view) == b"x"
-    assert client.status().leases == 0
+        with client.get("a", lease_s=0.0) as peek:
+            assert bytes(peek.view) == b"x"
+            assert client.status().leases == 0
 
 
 @pytest.mark.parametrize(
     "call",
     [
         lambda client: client.reserve("a", 0),
-        lambda client: client.reserve("a", 1 << 60),
         lambda client: client.reserve("a", 100, parts=5000),
         lambda client: client.get("a", lease_s=float("nan")),
-        lambda client: client.get("a", lease_s=1e9),
         lambda client: client.lookup([str(n) for n in range(20_000)]),
     ],
 )

@@ -73,39 +73,6 @@ def test_it_follows_the_switch_of_a_process_or_a_shell(tracer, folder):
     assert not tracer.is_on
 
 
-def test_whether_it_is_on_is_one_byte_read_and_off_where_it_cannot_be(tracer, monkeypatch):
-    reads = []
-
-    def pread(_file, *args):
-        reads.append(args)
-        if len(reads) > 1:
-            raise OSError(116, "Stale file handle")
-        return b"1"
-
-    monkeypatch.setattr(trace.os, "pread", pread)
-    assert (tracer.is_on, tracer.is_on, reads) == (True, False, [(1, 0)] * 2)
-
-
-def test_threads_record_and_flush_at_the_same_time(tracer, folder):
-    start = threading.Barrier(8)
-
-    def work(number):
-        start.wait()
-        for at in range(500):
-            record(tracer, number * 1000 + at)
-            if at % 7 == number % 7:
-                tracer.flush()
-        tracer.flush()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert starts(folder) == [number * 1000 + at for number in range(8) for at in range(500)], "without close"
-    assert tracer.num_dropped == 0
-
-
 def test_whoever_comes_while_another_thread_writes_has_its_spans_written_by_that_one(tracer, folder, monkeypatch):
     written, go = threading.Event(), threading.Event()
     real = os.write
