@@ -130,9 +130,10 @@ def arrows(source: str) -> list[tuple[int, str, bool]]:
             # `from pdx.wire import messages` and `from pdx.wire.messages import Hello` are arrows to pdx.wire.messages.
             is_room = module in ROOMS
             found.extend((node.lineno, f"{module}.{n.name}" if is_room else module, is_lazy) for n in node.names)
-        is_lazy = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        is_lazy = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            visit(child, is_lazy=is_lazy)
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                visit(child, is_lazy=is_lazy)
 
     visit(ast.parse(source), is_lazy=False)
     return sorted(set(found))

@@ -47,7 +47,8 @@ def strange(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_in_shared_memory():
+def nothing_is_left_in_shared_memory(monkeypatch):
+    monkeypatch.setattr(doctor_module, "REGION_BYTES", doctor_module.SMALL_REGION_BYTES)
     yield
     assert not list(Path("/dev/shm").glob("pdx-doctor-*"))
 

@@ -64,8 +64,9 @@ def test_each_setting_has_a_variable_named_after_the_command_or_the_part_it_belo
 
 
 def test_a_nodes_variables_are_the_same_whoever_starts_it():
-    named = {path: {variable for each, _, variable in variables() if each == path} for path, _, _ in variables()}
-    assert of(NODE_ENV, NodeConfig, for_engines=True) <= named["node",] & named["up",] & named["serve",]
+    for command in ("node", "up", "serve"):
+        named = {variable for path, _, variable in variables() if path == (command,)}
+        assert of(NODE_ENV, NodeConfig, for_engines=True) <= named
 
 
 @pytest.mark.parametrize(

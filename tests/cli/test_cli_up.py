@@ -267,6 +267,7 @@ def test_ctrl_c_while_starting_and_a_start_that_takes_too_long(run):
 
 def test_a_second_one_on_the_port_touches_nothing(invoke, place):
     folder = place / "pdx" / f"up-{invoke.port}"
+    private_folder(folder.parent)
     private_folder(folder)
     (folder / "node.sock").touch()
     with up_module._owned(folder, invoke.port):

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import msgspec
 import pytest
-from cache_bed import CHUNK, LAYOUT, MODEL, SHAPE, prompt
+from cache_bed import CHUNK, LAYOUT, MODEL, NODES, SHAPE, bed, prompt
 from click.testing import CliRunner
 from http_server import Canned, answering
 from node_harness import attached
-from proxied_bed import TOKEN, proxied_bed, proxy
 from raw_engine import Engine
 
 from pdx.cli.main import main
+from pdx.cli.ports import free_ports
 from pdx.client.connection import Connection
 from pdx.client.controller import Controller
 from pdx.client.results import Place
@@ -28,6 +31,7 @@ from pdx.errors import (
     NodeError,
     NodeUnavailable,
     NoEngine,
+    PdxError,
     ProtocolError,
     ProxyError,
     SelectionError,
@@ -39,11 +43,41 @@ from pdx.wire.prompt import Prompt
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import MAX_EVICTED, Find, Kept
 
+TOKEN = secrets.token_hex(16)
+
+
+@contextlib.contextmanager
+def proxy(control: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A `pdx proxy` in a process of its own."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-P", "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", control, *options]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Two nodes behind a proxy; see `proxied_bed`."""
-    with proxied_bed(tmp_path_factory.mktemp("two")) as made:
+    """Two nodes (see `cache_bed`) behind a proxy, whose `url` and `token_file` these are: its verbs need a token."""
+    place = tmp_path_factory.mktemp("two")
+    control, admin = f"ipc://{place}/control/p.sock", f"127.0.0.1:{free_ports(1)[0]}"
+    (place / "control").mkdir(mode=0o700)
+    (place / "token").write_text(TOKEN)
+    (place / "token").chmod(0o600)
+    with (
+        bed(place, proxy=control) as made,
+        proxy(control, "--admin", admin, "--cache-token-file", str(place / "token")),
+        Controller(proxy=f"http://{admin}", token=TOKEN) as cache,
+    ):
+        made.url, made.token_file = f"http://{admin}", str(place / "token")
+
+        def is_known():
+            with contextlib.suppress(PdxError):
+                return cache.instances == list(NODES) and bool(cache.find(prompt()).tiers)
+
+        wait_until(is_known, timeout_s=60.0, what="the proxy knows both nodes and their engines")
         yield made
 
 

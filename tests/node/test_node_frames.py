@@ -2,13 +2,14 @@
 
 import msgpack
 import pytest
-from node_harness import MIB, Wire, attached, oversized
+from node_harness import MIB, Wire, attached
 
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
 from pdx.testing.waiting import wait_until
 from pdx.wire.base import MAX_KEYS
 from pdx.wire.messages import (
+    MAX_FRAME_BYTES,
     Abort,
     Admit,
     Admitted,
@@ -83,7 +84,7 @@ def test_a_malformed_message_is_dropped_and_counted(node, wire, with_hello):
 
 def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(node, wire):
     with Wire(node.address) as rude:
-        rude.send_frames(oversized())
+        rude.send_frames(bytes(MAX_FRAME_BYTES + 1))
         assert wire.status().free_bytes == 8 * MIB
         assert isinstance(rude.hello(), Welcome), "a new connection serves it again"
 

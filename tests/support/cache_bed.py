@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers_harness import Cluster
+from peers_harness import Cluster, disk_pair
 from raw_engine import CHUNK_BYTES, Engine
 
-from pdx.testing.waiting import wait_until
 from pdx.wire.hints import Hints
 from pdx.wire.tokens import chunk_keys
 from pdx.wire.verbs import Model
@@ -38,29 +37,11 @@ def prompt(chunks: int = 4, more: int = 3) -> list[int]:
 class Bed:
     """Nodes by their names, and an engine at each."""
 
-    def __init__(self, place: Path, **settings: Any) -> None:
-        place.chmod(0o700)
-        of_one = {name: {"disks": [str(place / f"disk-{name}")]} for name in NODES}
-        common = {"store": "write-back", "store_window": 1e-9, **settings}
-        self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as undo:
-            self.cluster = undo.enter_context(Cluster(place, NODES, of_one=of_one, **common))
-            self.cluster.start(*NODES)
-            for name in NODES:
-                wait_until(lambda name=name: self.disk(name).state == "ok", what="the disk is counted")
-            wait_until(lambda: self.cluster.peer("alpha", "beta").state == "ready", what="they know each other")
-            self.engines = {name: self.engine(name, undo) for name in NODES}
-            self._stack = undo.pop_all()
-
-    def disk(self, name: str) -> Any:
-        """The status of a node's disk."""
-        return self.cluster[name].status().tiers[0]
-
-    def engine(self, name: str, undo: contextlib.ExitStack, **hello: Any) -> Engine:
-        """An engine at a node, until `undo` is left."""
-        made = Engine(self.address(name), **{"layout": LAYOUT, "shape": SHAPE, **hello})
-        undo.callback(made.close)
-        return made
+    def __init__(self, cluster: Cluster, undo: contextlib.ExitStack) -> None:
+        self.cluster = cluster
+        self.engines = {name: Engine(self.address(name), layout=LAYOUT, shape=SHAPE) for name in NODES}
+        for engine in self.engines.values():
+            undo.callback(engine.close)
 
     def address(self, name: str) -> str:
         """Where controllers attach to a node."""
@@ -78,16 +59,10 @@ class Bed:
         self.engines[name].save(contents, request=request, hints=Hints(hints.pop("session", ""), **hints), lease_s=9.0)
         return list(contents.values())
 
-    def close(self) -> None:
-        """End it all."""
-        self._stack.close()
-
 
 @contextlib.contextmanager
 def bed(place: Path, **settings: Any) -> Iterator[Bed]:
     """Two nodes, until the end of the block."""
-    made = Bed(place, **settings)
-    try:
-        yield made
-    finally:
-        made.close()
+    place.chmod(0o700)
+    with disk_pair(place, NODES, **settings) as cluster, contextlib.ExitStack() as undo:
+        yield Bed(cluster, undo)

@@ -25,7 +25,6 @@ from pdx.errors import ArenaFull, NodeUnavailable
 from pdx.node.daemon import TICK_S, Daemon
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
-    MAX_FRAME_BYTES,
     VERSION,
     Answer,
     Ask,
@@ -401,8 +400,3 @@ class Puppet:
         self.process.wait(10)
         if self.process.stdout is not None:
             self.process.stdout.close()
-
-
-def oversized() -> bytes:
-    """A frame one byte beyond what a node takes."""
-    return bytes(MAX_FRAME_BYTES + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ def why_not(scheme: str) -> str:
 class Cluster:
     """Nodes `names`, all with the same settings; `of_one` says what is different at one of them."""
 
-    def __init__(self, place: Path, names: str, *, of_one: dict[str, dict[str, Any]] | None = None, **settings: Any):
+    def __init__(
+        self, place: Path, names: Sequence[str], *, of_one: dict[str, dict[str, Any]] | None = None, **settings: Any
+    ):
         self._place = place
         self.names = names
         self._settings = {"arena_bytes": ARENA, "report_s": 0.2, "peer_timeout_s": 20.0, **settings}
@@ -135,12 +137,14 @@ def pattern(seed: int, nbytes: int) -> bytes:
 
 
 @contextlib.contextmanager
-def disk_pair(place: Path, *, of_one: dict[str, dict[str, Any]] | None = None, **settings: Any) -> Iterator[Cluster]:
-    """Nodes `a` and `b` with a disk each, which store what they are told to; they know each other, and tiers are up."""
-    own = {name: {"disks": [str(place / f"disk-{name}")], **(of_one or {}).get(name, {})} for name in "ab"}
-    with Cluster(place, "ab", of_one=own, store="write-back", store_window=1e-9, **settings) as cluster:
-        cluster.start("a", "b")
-        tiers = lambda: [tier for name in "ab" for tier in cluster[name].status().tiers]  # noqa: E731
+def disk_pair(
+    place: Path, names: Sequence[str] = "ab", *, of_one: dict[str, dict[str, Any]] | None = None, **settings: Any
+) -> Iterator[Cluster]:
+    """Two nodes with a disk each, which store what they are told to; they know each other, and tiers are up."""
+    own = {name: {"disks": [str(place / f"disk-{name}")], **(of_one or {}).get(name, {})} for name in names}
+    with Cluster(place, names, of_one=own, store="write-back", store_window=1e-9, **settings) as cluster:
+        cluster.start(*names)
+        tiers = lambda: [tier for name in names for tier in cluster[name].status().tiers]  # noqa: E731
         wait_until(lambda: all(tier.is_up and tier.state != COUNTING for tier in tiers()), what="tiers are up")
-        wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
+        wait_until(lambda: cluster.peer(*names).state == "ready", what="they know each other")
         yield cluster
