@@ -176,7 +176,6 @@ class _MappedChunk:
         self.name = name
         self.slot = slot
         self._open = True
-        self._device = -1  # ordinal of the GPU that may be working on a tensor of it
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} {self.slot.nbytes} bytes{'' if self._open else ' closed'}>"
@@ -210,9 +209,8 @@ class _MappedChunk:
         import torch
 
         if self._arena.gpu:
-            self._device, span = self._on_gpu()
-            self._node._device = self._device
-            return torch.as_tensor(span, device=f"cuda:{self._device}").view(dtype).view(tuple(shape))
+            self._node._device, span = self._on_gpu()
+            return torch.as_tensor(span, device=f"cuda:{self._node._device}").view(dtype).view(tuple(shape))
         return torch.frombuffer(self._arena.view(self.slot), dtype=dtype).view(tuple(shape))
 
     def _on_gpu(self) -> tuple[int, DeviceSpan]:
@@ -227,10 +225,6 @@ class _MappedChunk:
 
     def __enter__(self) -> Self:
         return self
-
-    def _finish(self) -> None:
-        """What this process has asked a GPU to do with the chunk's tensors is done."""
-        _synchronize(self._device)
 
 
 class WritableChunk(_MappedChunk):
@@ -260,7 +254,7 @@ class WritableChunk(_MappedChunk):
         self._open = False
 
     def _fill(self, fill: messages.Fill) -> None:
-        self._finish()
+        _synchronize(self._node._device)
         if not self._node._call(fill, messages.Done).count:
             raise StaleSlot(f"the reservation of {self!r} ended before it was sealed")
 
@@ -268,7 +262,7 @@ class WritableChunk(_MappedChunk):
         """Give the room back. Idempotent."""
         if self._open:
             self._open = False
-            self._finish()
+            _synchronize(self._node._device)
             self._node._call(messages.Abort([self.slot]), messages.Done)
 
     def __exit__(self, *error: object) -> None:
@@ -293,7 +287,7 @@ class ReadableChunk(_MappedChunk):
         """
         if self._open and self._lease:
             self._open = False
-            self._finish()
+            _synchronize(self._node._device)
             self._node._call(messages.Release(self._lease), messages.Done)
 
     def __exit__(self, *error: object) -> None:
@@ -301,6 +295,7 @@ class ReadableChunk(_MappedChunk):
 
 
 def _synchronize(device: int) -> None:
+    """What this process has asked that GPU to do, with chunks' tensors as well, is done."""
     if device >= 0:
         import torch
 

@@ -58,7 +58,7 @@ def test_spans_of_all_files_come_in_order_of_their_start(tracer, folder):
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
-def test_it_follows_the_switch_of_a_process_or_a_shell(tracer, folder):
+def test_it_follows_the_switch_of_a_process_or_a_shell(tracer, folder, monkeypatch):
     assert not tracer.is_on
     for on in (True, False, True):
         switch(folder, on)
@@ -69,6 +69,10 @@ def test_it_follows_the_switch_of_a_process_or_a_shell(tracer, folder):
         (folder / "on").write_text(text)  # truncates first, as `echo 1 > on` does
         assert tracer.is_on is on
     (folder / "on").write_text("1")
+    with monkeypatch.context() as patch:
+        patch.setattr(trace.os, "pread", lambda *_: os.close(-1))  # OSError, as where its file system is gone
+        assert not tracer.is_on
+    assert tracer.is_on
     tracer.close()
     assert not tracer.is_on
 
