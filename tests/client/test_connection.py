@@ -24,6 +24,11 @@ SLOTS = 1500
 TRANSFER = "t" * 16
 
 
+@pytest.fixture(autouse=True)
+def _hearts_beat_fast(monkeypatch):
+    monkeypatch.setattr("pdx.client.connection.HEARTBEAT_S", 0.05)
+
+
 @pytest.fixture
 def connect():
     """Opens connections to an address; closes them after the test."""

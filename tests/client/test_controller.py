@@ -149,7 +149,7 @@ def test_evict_asks_until_a_node_has_evicted_what_it_was_asked_for(two, cache):
     assert cache.evict(2, 1 << 40, "*")["beta"].tiers == [Kept("host", some - 1, (some - 1) * small)]
 
 
-def test_a_job_is_cancelled(two, cache):
+def test_a_job_is_cancelled(two):
     """What is to be moved there waits behind a peer that is stopped."""
     tokens = prompt(chunks=8)
     two.save("alpha", tokens)
