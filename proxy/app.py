@@ -17,6 +17,7 @@ from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.proxy import headers, hints
 from pdx.proxy.admission import Admission
 from pdx.proxy.body import Intake, as_it_is, check_kind, encode, form_text, parsing
+from pdx.proxy.cache.access import refuse_strange_names
 from pdx.proxy.cache.routes import CacheControl
 from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig, Routing
@@ -166,7 +167,7 @@ class Proxy:
 
     def admin_app(self) -> web.Application:
         """What only those may ask who run this proxy: it tells of all clients' requests."""
-        app = web.Application(middlewares=[self._contain])
+        app = web.Application(middlewares=[self._contain, refuse_strange_names])
         app.add_routes(
             [
                 web.get("/metrics", self._expose),

@@ -1,16 +1,20 @@
-"""Who may say verbs over HTTP: whoever shows the token, or without one, whoever reaches a Unix socket of this user.
+"""Who may ask at the administrator's address, and say verbs there: whoever shows the token, or without one, whoever
+reaches a Unix socket of this user.
 
-A loopback address is open to every user of the host, and to their browsers' pages, so it needs the token, too.
+A loopback address is open to every user of the host, and to their browsers' pages, so verbs need the token there, too.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 
 from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
+from pdx.proxy.reply import Handler, error_response
+from pdx.security.address import is_loopback
 from pdx.security.secret_file import Token
 from pdx.telemetry.env import Env
 from pdx.telemetry.recent import remember
@@ -18,6 +22,18 @@ from pdx.telemetry.recent import remember
 MAX_FAILED = 32  # of one address, in …
 WINDOW_S = 10.0
 _MAX_ADDRESSES = 1024
+_PORT = re.compile(r":\d*$")
+
+
+@web.middleware
+async def refuse_strange_names(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """At a loopback address, let in only who calls it so. A page of elsewhere can have its own name lead there (DNS
+    rebinding), and a browser of this host would let it read all that is told without a token."""
+    where = request.transport.get_extra_info("sockname") if request.transport is not None else None
+    name = _PORT.sub("", request.headers.get("Host", "")).strip("[]")
+    if isinstance(where, tuple) and is_loopback(where[0]) and not is_loopback(name):
+        return error_response(403, f"this address is this host's alone: ask for localhost, and not {name!r:.80}")
+    return await handler(request)
 
 
 class Access:

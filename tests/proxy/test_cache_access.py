@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import secrets
 import threading
 
@@ -13,15 +11,12 @@ import aiohttp
 import pytest
 from cache_stage import KEY, SHAPE, TOKEN, refused, stage
 from proxy_harness import until
-from proxy_process import proxy_process
 
-from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
 from pdx.proxy.cache import access, routes, verbs
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
-from pdx.security.secret_file import Token, load_token
 from pdx.telemetry.env import Env
 from pdx.wire.verbs import Find, JobStatus, Selection
 
@@ -29,15 +24,15 @@ RUNNING = JobStatus("a:3f-7", "move", "running", 4)
 SAID = {"what": {"keys": [KEY]}}
 
 
-@pytest.mark.parametrize("token", ["", "x" * 32, TOKEN[:-1], TOKEN + "x", "é" * 16], ids=range(5))
-async def test_without_the_token_nothing_is_told_and_nothing_done(one, token, caplog):
-    for verb in ("clear", "health", "nonsense"):
-        status, answer = await one.post(verb, SAID, node="a", token=token)
-        assert status == 401
-        assert answer["error"]["type"] == "RequestRefused"
+async def test_without_the_token_nothing_is_told_and_nothing_done(one, caplog):
+    wrong = ("", "x" * 32, TOKEN[:-1], TOKEN + "x", "é" * 16)
+    for token in wrong:
+        for verb in ("clear", "health", "nonsense"):
+            status, answer = await one.post(verb, SAID, node="a", token=token)
+            assert (status, answer["error"]["type"]) == (401, "RequestRefused")
+        assert not token or token not in caplog.text
     assert one.nodes["a"].verbs == []
-    assert one.counters["controllers_denied"] == 3
-    assert not token or token not in caplog.text
+    assert one.counters["controllers_denied"] == 3 * len(wrong)
     assert TOKEN not in caplog.text
 
 
@@ -74,24 +69,9 @@ def test_a_token_file_that_is_wrong_is_refused_at_the_start(tmp_path, text, mode
     if text is not None:
         file.write_text(text)
         file.chmod(mode)
-    with pytest.raises(ConfigError, match=why):
-        Token(str(file))
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as raised:
         Proxy(ProxyConfig(control=f"ipc://{tmp_path}/p.sock", cache_token_file=str(file)))
-    if text:
-        with pytest.raises(ConfigError) as raised:
-            load_token(file)
-        assert text not in str(raised.value)
-
-
-def test_a_token_file_of_another_user_is_refused(tmp_path, monkeypatch):
-    file = tmp_path / "token"
-    file.write_text("x" * 32)
-    file.chmod(0o600)
-    uid = os.getuid()
-    os.chown(file, 12345, -1) if uid == 0 else monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    with pytest.raises(ConfigError, match="belongs to user"):
-        load_token(file)
+    assert not text or text not in str(raised.value)
 
 
 async def test_wrong_tokens_of_one_address_are_bounded(one, monkeypatch):
@@ -113,36 +93,34 @@ def test_addresses_that_fail_are_forgotten_the_oldest_first(monkeypatch):
     assert list(made._failed) == ["b", "c"]
 
 
-async def test_without_a_token_file_nobody_is_let_in_at_a_port(tmp_path, caplog):
-    async with stage(tmp_path, "a", cache_token_file="") as made:
-        for token in ("", TOKEN):
-            status, answer = await made.post("health", token=token)
-            assert status == 403
-            assert "--cache-token-file" in answer["error"]["message"]
-            assert "--admin /path" in answer["error"]["message"]
+async def get_at(path, url="http://pdx/cache", **headers):
+    """The status, by a Unix socket."""
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as client,
+        client.get(url, headers=headers) as response,
+    ):
+        return response.status
 
 
 @pytest.mark.parametrize("has_token", [False, True])
-async def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp_path, has_token):
-    settings = {} if has_token else {"cache_token_file": ""}
-    async with stage(tmp_path, "a", **settings) as made:
+async def test_without_a_token_verbs_are_for_this_users_unix_socket_alone(tmp_path, has_token):
+    async with stage(tmp_path, "a", **({} if has_token else {"cache_token_file": ""})) as made:
+        if not has_token:
+            for token in ("", TOKEN):
+                status, answer = await made.post("health", token=token)
+                assert status == 403
+                assert "--cache-token-file" in answer["error"]["message"]
+                assert "--admin /path" in answer["error"]["message"]
         folder = tmp_path / "admin"
         server = Server(made.made.proxy.admin_app(), made.made.proxy.env)
         await server.start(f"{folder}/s.sock")
-        assert (folder / "s.sock").stat().st_mode & 0o777 == 0o600
-        connector = aiohttp.UnixConnector(f"{folder}/s.sock")
-        async with aiohttp.ClientSession(connector=connector) as client:
-            async with client.get("http://pdx/cache") as response:
-                assert response.status == (401 if has_token else 200)
-            headers = {"Authorization": f"Bearer {TOKEN}"}
-            async with client.get("http://pdx/cache", headers=headers) as response:
-                assert (await response.json())["nodes"] == ["a"]
+        assert await get_at(f"{folder}/s.sock") == (401 if has_token else 200)
+        assert await get_at(f"{folder}/s.sock", Authorization=f"Bearer {TOKEN}") == 200
         await server.close()
 
 
-@pytest.mark.parametrize(
-    ("raw", "status"),
-    [
+async def test_what_makes_no_sense_is_refused_in_words_and_reaches_no_node(tmp_path):
+    cases = [
         (b"not json", 400),
         (b"[]", 400),
         (b'{"what": {"keys": ["ab"]}}', 400),
@@ -156,54 +134,43 @@ async def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp
         (b"{}", 400),
         (b"", 400),
         (b'{"what": {"text": "a", "request": "b"}}', 400),
+        (b'{"what": {"tokens": [1], "text": ""}}', 400),  # a text that is empty is one
         (b'{"what": {"tokens": [' + b"1," * 600_000 + b"1]}}", 413),
         (b'{"what": {"keys": [' + b",".join([b'"' + b"ab" * 16 + b'"'] * 16_385) + b"]}}", 400),
-    ],
-)
-async def test_what_makes_no_sense_is_refused_in_words_and_reaches_no_node(tmp_path, raw, status):
+    ]
     async with stage(tmp_path, "a", max_body_bytes=1 << 20) as made:
-        got, answer = await made.post("lookup", raw=raw)
-        assert got == status, answer
-        assert answer["error"]["type"] in ("RequestRefused", "SelectionError")
-        assert answer["error"]["message"]
+        for raw, status in cases:
+            got, answer = await made.post("lookup", raw=raw)
+            assert got == status, (raw[:40], answer)
+            assert answer["error"]["type"] in ("RequestRefused", "SelectionError")
+            assert answer["error"]["message"]
+        for how, status, said in (
+            *(({"query": [("wait_s", each)]}, 400, "node=NAME and wait_s") for each in ("1e9", "nan", "x")),
+            ({"query": [("at", "a/host")]}, 400, "node=NAME and wait_s"),
+            ({"headers": {"Content-Type": "text/plain"}}, 415, "application/json"),  # which a page may post unasked
+            ({"headers": {"Content-Encoding": "gzip"}}, 415, "sent unpacked"),
+        ):
+            got, answer = await made.post("clear", SAID, node="a", **how)
+            assert (got, said in answer["error"]["message"]) == (status, True)
         assert made.nodes["a"].verbs == []
         assert made.counters["internal_errors"] == 0
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "said"),
-    [
-        *(({"query": [each]}, 400, "node=NAME and wait_s") for each in [("wait_s", "1e9"), ("wait_s", "nan")]),
-        *(({"query": [each]}, 400, "node=NAME and wait_s") for each in [("wait_s", "x"), ("at", "a/host")]),
-        ({"headers": {"Content-Type": "text/plain"}}, 415, "application/json"),  # a page may post so, and not ask first
-        ({"headers": {"Content-Encoding": "gzip"}}, 415, "sent unpacked"),
-    ],
-)
-async def test_what_a_request_is_beside_its_body_has_to_make_sense(one, how, status, said):
-    got, answer = await one.post("clear", SAID, node="a", **how)
-    assert (got, said in answer["error"]["message"]) == (status, True)
-    assert one.nodes["a"].verbs == []
-
-
-@pytest.mark.parametrize(
-    ("verb", "said", "error", "text"),
-    [
-        ("lookup", {**SAID, "node": "x"}, "SelectionError", "no node 'x' is known here; there are a, b/c"),
-        ("clear", {**SAID, "tier": "host"}, "SelectionError", "say at which node"),
-        ("move", {**SAID, "node": "a", "source": "host"}, "RequestRefused", "missing required field `target`"),
-        ("lookup", {"what": {"tokens": [1]}}, "SelectionError", "no engine is attached"),
-        ("compress", {**SAID, "node": "a", "tier": "disk", "codec": "fp8"}, "SelectionError", "get other keys"),
-        ("check_finish", {"job": "yesterday"}, "RequestRefused", "job"),
-        ("check_finish", {"job": ""}, "JobUnknown", "is no job's name"),
-        ("check_finish", {"job": "x:3f-7"}, "SelectionError", "no node 'x' is known here"),
-        ("dance", {}, "RequestRefused", "there is no such verb; there are lookup"),
-    ],
-)
-async def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, said, error, text):
+async def test_what_is_not_there_is_named_with_what_there_is(tmp_path):
     async with stage(tmp_path, "a", "b/c") as made:
-        status, kind, message = await made.error(verb, **said)
-        assert (kind, 400 <= status < 500) == (error, True)
-        assert text in message
+        for verb, said, error, text in (
+            ("lookup", {**SAID, "node": "x"}, "SelectionError", "no node 'x' is known here; there are a, b/c"),
+            ("clear", {**SAID, "tier": "host"}, "SelectionError", "say at which node"),
+            ("move", {**SAID, "node": "a", "source": "host"}, "RequestRefused", "missing required field `target`"),
+            ("lookup", {"what": {"tokens": [1]}}, "SelectionError", "no engine is attached"),
+            ("compress", {**SAID, "node": "a", "tier": "disk", "codec": "fp8"}, "SelectionError", "get other keys"),
+            ("check_finish", {"job": "yesterday"}, "RequestRefused", "job"),
+            ("check_finish", {"job": ""}, "JobUnknown", "is no job's name"),
+            ("check_finish", {"job": "x:3f-7"}, "SelectionError", "no node 'x' is known here"),
+            ("dance", {}, "RequestRefused", "there is no such verb; there are lookup"),
+        ):
+            status, kind, message = await made.error(verb, **said)
+            assert (kind, 400 <= status < 500, text in message) == (error, True, True), message
         assert all(node.verbs == [] for node in made.nodes.values())
 
 
@@ -217,22 +184,17 @@ async def test_a_move_goes_to_no_node_that_is_not_there(two):
     assert two.nodes["a"].verbs == []
 
 
-@pytest.mark.parametrize(
-    ("error", "told", "status"),
-    [
+async def test_a_nodes_refusal_keeps_its_class(one):
+    for error, told, status in (
         ("JobUnknown", "JobUnknown", 404),
         ("TierUnknown", "TierUnknown", 404),
-        ("JobConflict", "JobConflict", 409),
         ("ArenaFull", "ArenaFull", 409),
         ("ProtocolError", "ProtocolError", 400),
         ("system", "NodeError", 409),
-        ("Mapping", "NodeError", 409),
-    ],
-)
-async def test_a_nodes_refusal_keeps_its_class(one, error, told, status):
-    one.nodes["a"].answers = lambda _: refused(error, "so there")
-    assert await one.error("check_finish", job="a:3f-7") == (status, told, "so there")
-    assert await one.made.metric("pdx_proxy_verbs_total", verb="check_finish", outcome=told) == 1
+    ):
+        one.nodes["a"].answers = lambda _, error=error: refused(error, "so there")
+        assert await one.error("check_finish", job="a:3f-7") == (status, told, "so there")
+        assert await one.made.metric("pdx_proxy_verbs_total", verb="check_finish", outcome=told) == 1
 
 
 async def test_engines_that_name_chunks_differently_have_to_be_named(two):
@@ -255,7 +217,7 @@ async def test_engines_that_name_chunks_differently_have_to_be_named(two):
     assert kind == "SelectionError", "less than a chunk is never all chunks"
 
 
-async def test_a_thousand_verbs_at_once_are_answered(one):
+async def test_many_verbs_at_once_are_answered(one):
     most = 0
     node = one.nodes["a"]
 
@@ -265,44 +227,12 @@ async def test_a_thousand_verbs_at_once_are_answered(one):
         return RUNNING
 
     node.answers = answer
-    told = await asyncio.gather(*(one.answers("check_finish", job="a:3f-7", wait_s=60) for _ in range(1000)))
+    told = await asyncio.gather(*(one.answers("check_finish", job="a:3f-7", wait_s=60) for _ in range(200)))
     assert {each["a"]["job"] for each in told} == {"a:3f-7"}
-    assert len(node.orders) == 1000
-    assert len({order.number for order in node.orders}) == 1000
+    assert len(node.orders) == 200
+    assert len({order.number for order in node.orders}) == 200
     assert 1 < most <= 32
     assert not one.made.proxy._cache.orders._turns
-
-
-async def test_large_bodies_that_came_together_are_decoded_one_in_a_turn_of_the_loop(tmp_path, monkeypatch):
-    decoded, turns, came = [], 0, []
-    decode, together = routes._decoded, asyncio.Event()
-
-    def decode_one(*said):
-        decoded.append(turns)
-        return decode(*said)
-
-    @contextlib.asynccontextmanager
-    async def body(_intake, request):
-        raw = await request.read()
-        came.append(raw)
-        await together.wait()
-        yield raw
-
-    monkeypatch.setattr(routes, "_decoded", decode_one)
-    monkeypatch.setattr(routes.Intake, "body", body)
-    together.set()
-    async with stage(tmp_path, "a") as made:
-        together.clear()
-        came.clear()
-        asked = [asyncio.create_task(made.post("lookup", {"what": {"keys": [KEY] * 10_000}})) for _ in range(5)]
-        await until(lambda: len(came) == 5)
-        decoded.clear()
-        together.set()
-        while len(decoded) < 5:
-            turns += 1
-            await asyncio.sleep(0)
-        await asyncio.gather(*asked)
-        assert len(set(decoded)) == 5
 
 
 async def test_a_conversation_of_any_depth_is_no_internal_error(one):
@@ -324,7 +254,7 @@ async def test_keys_of_prompts_are_made_one_prompt_after_the_other(one, monkeypa
         nonlocal making, most
         making += 1
         most = max(most, making)
-        together.wait(0.2)
+        together.wait(0.02)
         making -= 1
         return Find(Selection([bytes.fromhex(KEY)]))
 
@@ -364,28 +294,17 @@ async def test_one_dead_node_does_not_hold_up_the_others(two):
     await until(lambda: len(two.made.proxy._cache.orders) == 0)
 
 
-async def test_a_proxy_that_is_started_again_finds_jobs_by_their_names(tmp_path):
-    numbers = []
-    for _ in range(2):
-        async with stage(tmp_path, "a") as made:
-            made.nodes["a"].answers = lambda _: RUNNING
-            assert (await made.answers("check_finish", job="a:3f-7"))["a"]["state"] == "running"
-            numbers.append(made.nodes["a"].orders[0].number)
-    assert abs(numbers[0] - numbers[1]) > 1000, "an answer to its last life is none to this one"
-
-
-async def test_the_token_is_an_option_of_the_command(tmp_path):
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
-    (port,) = free_ports(1)
-    options = ("--admin", f"127.0.0.1:{port}", "--cache-token-file", str(token))
-    async with proxy_process(tmp_path, *options) as made:
-        for shown, status in ((TOKEN, 200), ("x" * 32, 401)):
-            headers = {"Authorization": f"Bearer {shown}"}
-            url = f"http://127.0.0.1:{port}/cache/health"
-            async with made.client.post(url, json={}, headers=headers) as response:
-                assert response.status == status
+async def test_a_page_of_elsewhere_whose_name_leads_here_is_told_nothing(made):
+    """DNS rebinding: to a browser this is that page's own server."""
+    for host, status in (
+        ("evil.example:8001", 403),
+        ("evil.example", 403),
+        ("", 403),
+        ("127.0.0.1.evil.example", 403),
+    ) + (("localhost:8001", 200), ("127.0.0.1", 200), ("[::1]:8001", 200)):
+        for path in ("/", "/status.json", "/metrics", "/pdx/requests"):
+            async with made.client.get(made.admin + path, headers={"Host": host}) as response:
+                assert response.status == status, (host, path)
 
 
 async def test_neither_tokens_nor_texts_are_logged(one, caplog):

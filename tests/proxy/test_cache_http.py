@@ -6,7 +6,6 @@ import asyncio
 import base64
 from types import SimpleNamespace
 
-import pytest
 from cache_stage import KEY, LAYOUT, SHAPE, refused, stage
 from proxy_harness import put_ahead, until
 
@@ -91,46 +90,45 @@ def test_every_verb_is_among_the_cases():
     assert {kind for *_, kind, _ in CASES for kind in type(kind).answers} >= {type(answer) for *_, answer in CASES}
 
 
-@pytest.mark.parametrize(
-    ("verb", "body", "order", "answer"), CASES, ids=lambda value: value if isinstance(value, str) else ""
-)
-async def test_each_verb_goes_to_the_node_that_is_named(two, verb, body, order, answer):
-    two.nodes["a"].answers = lambda _: answer
-    told = await two.ok(verb, node="a", **body)
-    assert (two.nodes["a"].verbs, two.nodes["b"].verbs) == ([order], [])
-    (entry,) = told["nodes"].values()
-    assert (list(told["nodes"]), told["errors"], entry["type"]) == (["a"], {}, type(answer).__name__)
-    if isinstance(answer, JobStatus):
-        assert (entry["job"], entry["state"], entry["chunks"]) == ("a:3f-7", "running", 4)
-    if isinstance(answer, Found):
-        counts = {"chunks": 3, "hits": 2, "tiers": {"memory": 1, "disk": 2}, "pinned": {"memory": 1}}
-        more = {"asking": [], "nbytes": 9, "chunk_tokens": 32, "by_index": False}
-        assert entry == {"type": "Found", **counts, **more}
-    if verb == "advise":
-        told = [(each["field"], each["outcome"]) for each in entry["verdicts"]]
-        assert told == [("session", "refused"), ("prefetch", "accepted"), ("lease_s", "refused")]
+async def test_each_verb_goes_to_the_node_that_is_named(two):
+    a, b = two.nodes.values()
+    for verb, body, order, answer in CASES:
+        a.orders.clear()
+        a.answers = lambda _, answer=answer: answer
+        told = await two.ok(verb, node="a", **body)
+        assert (a.verbs, b.verbs) == ([order], [])
+        (entry,) = told["nodes"].values()
+        assert (list(told["nodes"]), told["errors"], entry["type"]) == (["a"], {}, type(answer).__name__)
+        if isinstance(answer, JobStatus):
+            assert (entry["job"], entry["state"], entry["chunks"]) == ("a:3f-7", "running", 4)
+        if isinstance(answer, Found):
+            counts = {"chunks": 3, "hits": 2, "tiers": {"memory": 1, "disk": 2}, "pinned": {"memory": 1}}
+            more = {"asking": [], "nbytes": 9, "chunk_tokens": 32, "by_index": False}
+            assert entry == {"type": "Found", **counts, **more}
+        if verb == "advise":
+            verdicts = [(each["field"], each["outcome"]) for each in entry["verdicts"]]
+            assert verdicts == [("session", "refused"), ("prefetch", "accepted"), ("lease_s", "refused")]
 
 
-@pytest.mark.parametrize(
-    ("verb", "body", "order", "answer"), CASES, ids=lambda value: value if isinstance(value, str) else ""
-)
-async def test_only_what_looks_goes_to_all_nodes_where_none_is_named(two, verb, body, order, answer):
-    kind = VERBS[verb]
-    two.nodes["a"].answers = lambda _: answer
-    two.nodes["b"].answers = lambda _: refused("TierUnknown", "no such tier")
-    status, told = await two.post(verb, body)
-    if verb in ("check_finish", "cancel"):
-        assert (status, list(told["nodes"])) == (200, ["a"]), "a job's name says where it is"
-        return
-    assert (status, status == 200) == (200 if kind.only_looks() else 400, kind.only_looks())
-    status, told = await two.post(verb, body, node="*")
-    if kind.is_of_one_node():
-        assert (status, told["error"]["message"]) == (400, "a job is of one node: name it")
-        return
-    assert [list(told["nodes"]), told["errors"]] == [
-        ["a"], {"b": {"type": "TierUnknown", "message": "no such tier"}},
-    ]  # fmt: skip
-    assert set(map(str, two.nodes["b"].verbs)) == {str(order)}
+async def test_only_what_looks_goes_to_all_nodes_where_none_is_named(two):
+    a, b = two.nodes.values()
+    b.answers = lambda _: refused("TierUnknown", "no such tier")
+    for verb, body, order, answer in CASES:
+        kind = VERBS[verb]
+        b.orders.clear()
+        a.answers = lambda _, answer=answer: answer
+        status, told = await two.post(verb, body)
+        if verb in ("check_finish", "cancel"):
+            assert (status, list(told["nodes"])) == (200, ["a"]), "a job's name says where it is"
+            continue
+        assert status == (200 if kind.only_looks() else 400), verb
+        status, told = await two.post(verb, body, node="*")
+        if kind.is_of_one_node():
+            assert (status, told["error"]["message"]) == (400, "a job is of one node: name it")
+            continue
+        errors = {"b": {"type": "TierUnknown", "message": "no such tier"}}
+        assert (list(told["nodes"]), told["errors"]) == (["a"], errors)
+        assert set(map(str, b.verbs)) == {str(order)}
 
 
 async def test_a_lookup_by_tokens_names_the_keys_that_the_engine_makes(one):
@@ -147,11 +145,6 @@ async def test_a_job_is_of_its_node_whatever_the_query_says(two):
     for nodes in ((), "a", "b", "*"):
         for verb in ("cancel", "check_finish"):
             assert await two.error(verb, node=nodes, job="a:1-1") == (404, "JobUnknown", "no such job")
-
-
-async def test_a_text_that_is_empty_is_a_text(one):
-    said = {"tokens": [1] * 64, "text": ""}
-    assert (await one.error("lookup", what=said))[2].endswith("not by tokens and text")
 
 
 async def test_tiers_that_have_not_answered_are_asked_again(one):
@@ -275,18 +268,15 @@ async def test_a_text_is_made_tokens_by_an_engine_without_the_controllers_token(
         assert "give token ids" in text
 
 
-@pytest.mark.parametrize(
-    ("hints", "said"),
-    [
+async def test_advice_that_makes_no_sense_is_refused(one):
+    for hints, said in (
         ({"version": 1}, "name no session"),
         ({"session": "s"}, "say which version"),
         ([1], "are refused"),
         ({"version": 1, "session": ["s"]}, "name no session"),
         ({"version": 1, "session": "s", "x": "y" * (16 << 10)}, "more than 16384 bytes"),
         ({**ENVELOPE, "cache_salt": 5}, "cache_salt of the hints is no text"),
-    ],
-)
-async def test_advice_that_makes_no_sense_is_refused(one, hints, said):
-    status, _, text = await one.error("advise", hints=hints)
-    assert (status, said in text) == (400, True), text
+    ):
+        status, _, text = await one.error("advise", hints=hints)
+        assert (status, said in text) == (400, True), text
     assert one.nodes["a"].verbs == []

@@ -99,6 +99,10 @@ async def test_an_answer_that_comes_twice_at_once_counts_once():
     orders.lost("a", "was started again")
     assert (await asked).chunks == 1
     assert env.counters["replies_late"] == 1
+    again = asyncio.create_task(Orders(orders._control, env).ask("a", FIND, 60.0))
+    await asyncio.sleep(0)
+    again.cancel()
+    assert abs(sent[1].number - sent[0].number) > 1000, "an answer to its last life is none to this one"
 
 
 async def test_what_could_not_be_posted_is_an_error_at_once():

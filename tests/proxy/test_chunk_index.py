@@ -9,7 +9,7 @@ from events_bed import EventsBed, key, random_step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.node.events.follower import MAX_REPEATS, WINDOW, Follower
+from pdx.node.events.follower import MAX_REPEATS, Follower
 from pdx.proxy import chunk_index
 from pdx.proxy.chunk_index import ANY, OTHERS, ChunkIndex
 from pdx.proxy.following import Following
@@ -181,18 +181,6 @@ def line(tmp_path):
     bed.close()
 
 
-def test_a_proxy_that_does_not_read_is_sent_a_few_frames(line):
-    line.following.heard("n", 1)
-    line.pass_on()
-    sent = []
-    line.send = lambda changes: sent.append(changes) or True
-    for number in range(5000):
-        line.bed.disk.put(number.to_bytes(16, "big"))
-        line.bed.log.turn()
-        line.follower.turn(line.send)
-    assert len(sent) <= WINDOW
-
-
 def test_a_node_of_whose_first_telling_a_part_was_lost_begins_anew(line):
     for number in range(10_000):
         line.bed.disk.put(number.to_bytes(16, "big"))
@@ -237,19 +225,6 @@ def test_a_silent_node_is_forgotten_and_comes_back(line):
     assert line.known() == {key(1): {"disk"}}
     line.following.look({"others"})
     assert line.known() == {}
-
-
-def test_a_large_change_goes_in_frames_of_bounded_size(line):
-    line.settle()
-    frames = []
-    send = line.send
-    line.send = lambda changes: frames.append(len(encode(changes))) or send(changes)
-    for number in range(10_000):
-        line.bed.disk.put(number.to_bytes(16, "big"))
-    line.settle()
-    assert len(line.index) == 10_000
-    assert len(frames) >= 3
-    assert max(frames) < 70_000
 
 
 def test_a_node_that_begins_anew_without_end_does_not_make_the_index_wider(line, caplog, monkeypatch):

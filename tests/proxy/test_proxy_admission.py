@@ -10,7 +10,6 @@ import aiohttp
 import openai
 import pytest
 from proxy_harness import BODY, COMPLETIONS, begin, cluster, until, within
-from proxy_process import proxy_process
 from test_proxy_drain import stream
 from test_proxy_workers import PATIENT_S, workers
 
@@ -18,6 +17,7 @@ from pdx.errors import ConfigError, RequestRefused
 from pdx.proxy import admission
 from pdx.proxy.admission import MAX_NAMES, Key, _Uses, load_keys
 from pdx.proxy.exchange import KEY_ROWS, Seat
+from pdx.security import reread
 
 ALICE, BOB, FRESH = "a" * 64, "sk-" + "b" * 48, "c" * 32
 
@@ -45,29 +45,13 @@ async def test_all_but_what_balancers_ask_needs_a_key(keys):
     async with cluster(api_keys=keys(f"# who\nalice {ALICE}\nbob\t{BOB}  # theirs\n")) as made:
         for path in ("/health", "/healthz", "/readyz", "/ping", "/load"):
             assert (await made.get(path))[0] == 200
-        closed = (
-            "/v1/models",
-            "/version",
-            "/nonsense",
-            "/v1/nonsense",
-            "/metrics",
-            "/health/",
-            "//health",
-            "/health/../v1/models",
-        )
+        closed = ["/v1/models", "/version", "/nonsense", "/v1/nonsense", "/metrics", "/health/", "//health"]
+        closed.append("/health/../v1/models")
         assert {(await made.get(path))[0] for path in closed} == {401}
         for path in (COMPLETIONS, "/invocations", "/tokenize", "/v2/rerank"):
             assert (await made.post(path, BODY))[0] == 401
-        wrong = [
-            f"Bearer {ALICE}x",
-            f"Bearer {ALICE[1:]}",
-            f"Basic {ALICE}",
-            f"Bearer  {ALICE}",
-            ALICE,
-            "Bearer",
-            "",
-            "Bearer \xe9",
-        ]
+        wrong = [f"Bearer {ALICE}x", f"Bearer {ALICE[1:]}", f"Basic {ALICE}", f"Bearer  {ALICE}", ALICE, "Bearer", ""]
+        wrong.append("Bearer \xe9")
         for header in wrong:
             status, headers, raw = await made.post(COMPLETIONS, BODY, headers={"Authorization": header})
             assert (status, headers["WWW-Authenticate"], json.loads(raw)["error"]["code"]) == (401, "Bearer", 401)
@@ -103,7 +87,8 @@ async def test_a_clients_key_ends_at_the_proxy_and_engines_get_their_own(keys, t
         assert not any("Authorization" in headers for _, _, headers in (*made.prefill.seen, *made.decode.seen))
 
 
-async def test_keys_change_while_it_runs_and_a_bad_file_changes_nothing(keys, caplog, tmp_path):
+async def test_keys_change_while_it_runs_and_a_bad_file_changes_nothing(keys, caplog, tmp_path, monkeypatch):
+    monkeypatch.setattr(reread, "SETTLE_S", 0.01)
     async with cluster(api_keys=keys(f"alice {ALICE}\n")) as made:
 
         async def status(key):
@@ -359,9 +344,8 @@ async def test_workers_share_the_limits_of_keys_and_one_that_dies_takes_its_requ
         await until(none_takes_it)
 
 
-async def test_the_openai_client_understands(keys, tmp_path):
-    text = f"alice {ALICE}\nbob {BOB} per-minute=1"
-    async with proxy_process(tmp_path, "--api-keys", keys(text), headers=shown(ALICE)) as made:
+async def test_the_openai_client_understands(keys):
+    async with cluster(api_keys=keys(f"alice {ALICE}\nbob {BOB} per-minute=1")) as made:
 
         def client(key, **more):
             return openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key=key, max_retries=0, **more)

@@ -33,38 +33,31 @@ from pdx.telemetry.names import METRICS
 
 PHASES = {
     "prefill": ("prefill", "hang", COMPLETIONS, BODY),
-    "prefill of a stream": ("prefill", "hang", COMPLETIONS, {**BODY, "stream": True}),
-    "prefill of a chat": ("prefill", "hang", CHAT, TALK),
     "decode": ("decode", "hang", COMPLETIONS, BODY),
     "decode of a stream, first token sent": ("decode", "hang_first", COMPLETIONS, {**BODY, "stream": True}),
-    "decode of a stream, sampled": ("decode", "hang", COMPLETIONS, {**BODY, "prompt": HALF, "stream": True}),
-    "decode of a chat": ("decode", "hang", CHAT, TALK),
-    "in the middle of a forwarded stream": ("decode", "hang_mid", COMPLETIONS, {**BODY, "stream": True}),
     "in the middle of a chat": ("decode", "hang_mid", CHAT, {**TALK, "stream": True}),
 }
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_client_leaves(phase):
+async def test_client_leaves(made, phase):
     leg, fault, path, body = PHASES[phase]
-    async with cluster() as made:
-        engine = getattr(made, leg)
-        engine.arrived.clear()
-        engine.fault = fault
-        request = asyncio.create_task(made.post(path, body))
-        await within(engine.arrived.wait())
-        if fault == "hang_mid":
-            await within(engine.progress.wait())
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        await within(engine.closed.wait())
-        transfer = engine.bodies[-1]["kv_transfer_params"]["transfer_id"]
-        assert await made.node.cancelled() == transfer
-        assert await made.metric("pdx_proxy_requests_total", outcome="client_gone") == 1
-        assert await made.metric("pdx_proxy_cancels_total", reason="client_gone") == 1
-        assert (await made.timeline(transfer))["outcome"] == "client_gone"
-        assert await made.metric("pdx_proxy_engine_in_flight", url=engine.url) == 0
+    engine = getattr(made, leg)
+    engine.fault = fault
+    request = asyncio.create_task(made.post(path, body))
+    await within(engine.arrived.wait())
+    if fault == "hang_mid":
+        await within(engine.progress.wait())
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    await within(engine.closed.wait())
+    transfer = engine.bodies[-1]["kv_transfer_params"]["transfer_id"]
+    assert await made.node.cancelled() == transfer
+    assert await made.metric("pdx_proxy_requests_total", outcome="client_gone") == 1
+    assert await made.metric("pdx_proxy_cancels_total", reason="client_gone") == 1
+    assert (await made.timeline(transfer))["outcome"] == "client_gone"
+    assert await made.metric("pdx_proxy_engine_in_flight", url=engine.url) == 0
 
 
 async def test_client_leaves_while_one_engine_serves_alone(made):
@@ -101,30 +94,27 @@ LIMIT = "body is larger than 262144 bytes (0 MiB); pdx proxy --max-body raises t
 LONG = b"x" * 300_000
 
 
-@pytest.mark.parametrize(
-    ("raw", "kind", "status", "said"),
-    [
+async def test_nonsense_is_refused_and_told_what_is_wrong():
+    cases = [
         (b"", "application/json", 400, "not valid JSON"),
         (b'{"prompt" "a"}', "application/json", 400, "not valid JSON: Expecting ':' delimiter: line 1 column 11"),
         (b"[1]", "application/json", 400, "is a JSON list, and must be an object"),
         (b"\xff\xfe\xfa", "application/json", 400, ""),
         (b'{"prompt":"\xff"}', "application/json", 400, "is not UTF-8"),
         (b'{"a":' + b"[" * 200_000, "application/json", 400, ""),
-        (b'{"a":' + b"[" * 300_000, "application/json", 413, LIMIT),
         (b'{"prompt":"%b"}' % LONG, "application/json", 413, LIMIT),
         (b'{"prompt":"x"}', "text/plain", 400, "Content-Type is text/plain; send JSON, as application/json"),
-    ],
-)
-async def test_nonsense_is_refused_and_told_what_is_wrong(raw, kind, status, said):
+    ]
     async with cluster(max_body_bytes=1 << 18) as made:
-        async with made.client.post(made.url + CHAT, data=raw, headers={"Content-Type": kind}) as response:
-            fault = (await response.json())["error"]
-            assert (response.status, fault["code"]) == (status, status)
-            assert fault["message"]
-            assert said in fault["message"]
-            assert "xxxx" not in fault["message"]
+        for raw, kind, status, said in cases:
+            async with made.client.post(made.url + CHAT, data=raw, headers={"Content-Type": kind}) as response:
+                fault = (await response.json())["error"]
+                assert (response.status, fault["code"]) == (status, status)
+                assert fault["message"]
+                assert said in fault["message"]
+                assert "xxxx" not in fault["message"]
         assert made.prefill.seen == made.decode.seen == []
-        assert await made.metric("pdx_proxy_requests_total", outcome="bad_request") == 1
+        assert await made.metric("pdx_proxy_requests_total", outcome="bad_request") == len(cases)
 
 
 async def test_transfer_parameters_of_clients_go_nowhere(caplog):
@@ -279,27 +269,26 @@ async def test_clients_are_told_nothing_of_others():
         assert (await made.tell("/v1/models"))[0] == 404
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body", [BODY, {**BODY, "prompt": HALF}, {**BODY, "best_of": 2}])
-async def test_what_an_engine_tells_its_client_in_headers(made, body, stream):
-    made.decode.headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
-    _, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
-    assert headers["Retry-After"] == "7"
-    assert headers["WWW-Authenticate"] == "Bearer"
-    assert headers["X-Request-Id"] == "mine"
-    assert "Set-Cookie" not in headers
-    assert headers["Server"] != "s"
+async def test_what_an_engine_tells_its_client_in_headers(made):
+    told = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
+    kinds = [{**BODY, **more, "stream": stream} for more in ({}, {"prompt": HALF}, {"best_of": 2}) for stream in (0, 1)]
+    made.decode.headers = told
+    for body in kinds:
+        _, headers, _ = await made.post(COMPLETIONS, body, headers={"X-Request-Id": "mine"})
+        assert {name: headers.get(name) for name in told} == {**told, "Set-Cookie": None, "Server": "pdx"}
+        assert headers["X-Request-Id"] == "mine"
     made.prefill.headers = {"Retry-After": "7"}  # it is asked last
     made.decode.fault = made.prefill.fault = 429
-    status, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream})
-    assert (status, headers["Retry-After"]) == (429, "7")
+    for body in kinds:
+        status, headers, _ = await made.post(COMPLETIONS, body)
+        assert (status, headers["Retry-After"]) == (429, "7")
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/health", "/nowhere"])
-async def test_a_request_id_comes_back(made, path):
-    for sent, told in (("trace-1", "trace-1"), ("evil id", None)):
-        async with made.client.post(made.url + path, data=b"{", headers={"X-Request-Id": sent}) as response:
-            assert response.headers.get("X-Request-Id") == told
+async def test_a_request_id_comes_back(made):
+    for path in (COMPLETIONS, "/health", "/nowhere"):
+        for sent, told in (("trace-1", "trace-1"), ("evil id", None)):
+            async with made.client.post(made.url + path, data=b"{", headers={"X-Request-Id": sent}) as response:
+                assert response.headers.get("X-Request-Id") == told
 
 
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type,authorization"}
@@ -341,8 +330,7 @@ async def test_prompts_are_not_logged(caplog):
     assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "stream"), [(COMPLETIONS, False), (CHAT, True)])
 async def test_one_token_comes_from_a_prefill_engine_alone(made, path, stream):
     body = {**(BODY if path == COMPLETIONS else TALK), "max_tokens": 1, "stream": stream}
     status, headers, _ = await made.post(path, body)

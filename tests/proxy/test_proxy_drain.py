@@ -77,31 +77,26 @@ async def test_a_body_that_is_still_coming_is_ended_too(made):
     assert await made.metric("pdx_proxy_requests_total", outcome="stopped") == 1
 
 
-async def test_a_signal_lets_requests_finish(tmp_path):
-    async with proxy_process(tmp_path, "--drain", "600") as made:
-        made.engine.arrived.clear()
-        made.engine.fault = "hold"
-        before = asyncio.create_task(made.ask())
-        await within(made.engine.arrived.wait())
-        made.process.send_signal(signal.SIGTERM)
-        await until(lambda: "stopping" in made.log, 60)
-        assert made.process.returncode is None
-        made.engine.released.set()
-        assert await within(before) == 200
-        assert await within(made.process.wait(), 60) == 0
-
-
 @pytest.mark.parametrize(("drain", "signals"), [("600", 2), ("0.1", 1)], ids=["a second signal", "their time is over"])
-async def test_streams_end_with_an_error(drain, signals, tmp_path):
+async def test_a_signal_lets_requests_finish_and_then_streams_end_with_an_error(drain, signals, tmp_path):
     """At once by a second signal, else when their time is over."""
     async with proxy_process(tmp_path, "--drain", drain) as made:
         begun = asyncio.Event()
         made.engine.fault = "hang_mid"
         streaming = asyncio.create_task(stream(made, begun))
         await within(begun.wait())
+        await until(lambda: made.engine.hanging)
+        made.engine.arrived.clear()
+        made.engine.fault = "hold"
+        before = asyncio.create_task(made.ask())
+        await within(made.engine.arrived.wait())
         made.process.send_signal(signal.SIGTERM)
         if signals == 2:
             await until(lambda: "stopping" in made.log, 60)
+            assert made.process.returncode is None
+            made.engine.released.set()
+            assert await within(before) == 200
             made.process.send_signal(signal.SIGINT)
         assert json.loads((await within(streaming))[-1])["error"]["code"] == 503
         assert await within(made.process.wait(), 60) == 0
+        await asyncio.gather(before, return_exceptions=True)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from engine_standin import Server
-from proxy_harness import CHAT, COMPLETIONS, ENDED, FORWARDED, HALF, cluster, events, patience, within
+from proxy_harness import CHAT, COMPLETIONS, ENDED, FORWARDED, HALF, TALK, cluster, events, patience, within
 
 
 def normal_whole(raw):
@@ -50,32 +50,30 @@ async def assert_equal(made, path, body):
 
 
 USAGE = {"include_usage": True}
-PROMPTS = [f"prompt {number}" for number in range(40)]
+OPTIONS = [{}, {"stream_options": USAGE}, {"stream_options": {**USAGE, "continuous_usage_stats": True}}]
+PROMPTS = [f"prompt {number}" for number in range(8)]
+
+
+def asked(path, prompt, **more):
+    said = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+    return {"model": "hash", "temperature": 0, "max_tokens": 12, **said, **more}
 
 
 @pytest.mark.parametrize("details", [False, True])
-@pytest.mark.parametrize("options", [None, USAGE, {**USAGE, "continuous_usage_stats": True}])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_stream(path, options, details):
+async def test_stream(details):
     async with cluster(server=Server(details=details)) as made:
-        modes = set()
-        for prompt in PROMPTS[:16]:
-            body = {"model": "hash", "temperature": 0, "max_tokens": 12, "stream": True}
-            body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
-            if options:
-                body["stream_options"] = options
-            modes.add(await assert_equal(made, path, body))
-        assert modes == ({"forward", "sampled"} if path == COMPLETIONS else {"sampled"})
+        for path, wanted in ((COMPLETIONS, {"forward", "sampled"}), (CHAT, {"sampled"})):
+            for options in OPTIONS:
+                bodies = [asked(path, prompt, stream=True, **options) for prompt in PROMPTS]
+                assert {await assert_equal(made, path, body) for body in bodies} == wanted
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_whole(made, path):
-    for prompt in PROMPTS:
-        body = {"model": "hash", "temperature": 0, "max_tokens": 12}
-        body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
-        assert await assert_equal(made, path, body) == "sampled"
+async def test_whole(made):
+    for path in (COMPLETIONS, CHAT):
+        for prompt in PROMPTS:
+            assert await assert_equal(made, path, asked(path, prompt)) == "sampled"
     legs = [body["kv_transfer_params"] for body in made.decode.bodies if "kv_transfer_params" in body]
-    assert len(legs) == len(PROMPTS)
+    assert len(legs) == 2 * len(PROMPTS)
     assert all(leg["do_remote_prefill"] and leg["is_early"] for leg in legs), "sent before any tokens were counted"
 
 
@@ -99,7 +97,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_any_mix_of_fields(seed):
     """Random bodies, legal or not: same answer, or same refusal."""
     dice = random.Random(seed)
@@ -120,20 +118,17 @@ async def test_any_mix_of_fields(seed):
     assert {"alone", "forward", "sampled"} == set(modes), modes
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+async def test_no_token_is_sent_before_an_engine_has_read_odd_stream_options(made):
+    for fields in (
         {"stream_options": {"include_usage": "no"}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": "no"}},
         {"stream_options": {"include_usage": "perhaps"}},
         {"stream_options": {"never_heard_of": 7}},
         {"stream_interval": 0},
-    ],
-)
-async def test_no_token_is_sent_before_an_engine_has_read_odd_stream_options(made, fields):
-    for prompt in (FORWARDED, ENDED):
-        body = {"prompt": prompt, "temperature": 0, "stream": True, **fields}
-        assert await assert_equal(made, COMPLETIONS, body) != "forward"
+    ):
+        for prompt in (FORWARDED, ENDED):
+            body = {"prompt": prompt, "temperature": 0, "stream": True, **fields}
+            assert await assert_equal(made, COMPLETIONS, body) != "forward"
 
 
 STREAM = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": True}
@@ -171,15 +166,12 @@ async def test_a_decode_engine_that_has_the_first_token_first_sends_it(made):
 END_OF_TEXT = 256
 
 
-@pytest.mark.parametrize("details", [False, True])
-@pytest.mark.parametrize("options", [None, USAGE, {**USAGE, "continuous_usage_stats": True}])
 @pytest.mark.parametrize("first", [ord("q"), 0xC3, END_OF_TEXT])
-async def test_a_decode_engine_that_samples_another_first_token_is_asked_to_go_on_after_it(first, options, details):
+async def test_a_decode_engine_that_samples_another_first_token_is_asked_to_go_on_after_it(first):
     """What the client has cannot be taken back, and all behind it fits to it."""
-    async with cluster(server=Server(details=details), decode_server=Server(first=first, details=details)) as made:
+    async with cluster(server=Server(details=True), decode_server=Server(first=first, details=True)) as made:
         differing = 0
-        for prompt in PROMPTS[:12]:
-            body = {**STREAM, "prompt": prompt, "min_tokens": 3} | ({"stream_options": options} if options else {})
+        for body in [{**STREAM, "prompt": prompt, "min_tokens": 3, **more} for prompt in PROMPTS for more in OPTIONS]:
             _, _, alone = await made.post(COMPLETIONS, body, base=made.prefill.url)
             own = {**body, "kv_transfer_params": {"do_remote_prefill": True}}
             _, _, other = await made.post(COMPLETIONS, own, base=made.decode.url)
@@ -194,7 +186,7 @@ async def test_a_decode_engine_that_samples_another_first_token_is_asked_to_go_o
             assert normal_stream(got) == normal_stream(alone)
             early, continued = made.decode.bodies
             assert early["kv_transfer_params"]["is_early"]
-            assert (continued["prompt"][:-1], continued["max_tokens"]) == ([257, *prompt.encode()], 11)
+            assert (continued["prompt"][:-1], continued["max_tokens"]) == ([257, *body["prompt"].encode()], 11)
             assert "kv_transfer_params" not in continued
         assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token_differs") == differing > 3
         assert await made.metric("pdx_proxy_engine_failures_total") == 0
@@ -225,7 +217,7 @@ async def test_first_token_that_is_half_a_character_is_sampled_by_the_decoder(ma
 
 async def test_without_forward_every_completion_is_sampled():
     async with cluster(forward=False) as made:
-        for prompt in PROMPTS[:5]:
+        for prompt in PROMPTS:
             assert await assert_equal(made, COMPLETIONS, {**STREAM, "prompt": prompt}) == "sampled"
 
 
@@ -244,7 +236,7 @@ SERVERS = {
 async def test_what_a_server_adds_to_every_request(name, stream):
     async with cluster(server=SERVERS[name]) as made:
         modes = set()
-        for prompt in PROMPTS[:12]:
+        for prompt in PROMPTS[:6]:
             for fields in ({}, {"max_tokens": 3}, {"max_tokens": 12, "min_tokens": 6}, {"presence_penalty": 0}):
                 body = {"model": "hash", "temperature": 0, "prompt": prompt, "stream": stream, **fields}
                 modes.add(await assert_equal(made, COMPLETIONS, body))
@@ -275,8 +267,10 @@ async def test_engines_of_which_nothing_is_known_are_not_forwarded():
         assert await assert_equal(made, COMPLETIONS, STREAM) == "sampled"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("other", [Server(presence_penalty=1.5), Server(max_new_tokens=3), Server(model_len=8), None])
+@pytest.mark.parametrize(
+    ("other", "stream"),
+    [(Server(presence_penalty=1.5), True), (Server(max_new_tokens=3), False), (None, True)],
+)
 async def test_another_decode_engine_answers_as_it_does_alone(other, stream):
     """The planned one refuses connections; both engines that are left add something of their own to requests."""
     async with cluster(decodes=2, known=False, server=Server(max_new_tokens=3), decode_server=Server()) as made:
@@ -298,8 +292,7 @@ async def test_another_decode_engine_answers_as_it_does_alone(other, stream):
         assert status != 200 or normal(got) == normal(alone)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("news", ["detached", "unknown", "another"])
+@pytest.mark.parametrize(("news", "stream"), [("detached", True), ("unknown", True), ("another", False)])
 async def test_what_is_known_of_the_decoder_when_the_first_token_comes_decides(made, news, stream):
     """While the prompt is computed the engines' node says something else of them: no answer ends with that."""
     made.prefill.fault = "hold"
@@ -319,37 +312,32 @@ async def test_what_is_known_of_the_decoder_when_the_first_token_comes_decides(m
     assert normal(got) == normal(alone)
 
 
-TALK = {"messages": [{"role": "user", "content": "hello"}]}
 SEVERAL = [
     (COMPLETIONS, {"prompt": FORWARDED, "n": 3}, "stream"),
-    (CHAT, {**TALK, "n": 2}, "chat"),
+    (CHAT, {"messages": TALK["messages"], "n": 2}, "chat"),
     (COMPLETIONS, {"prompt": ["one", "another one", "x"]}, "prompts"),
     (COMPLETIONS, {"prompt": [[7, 8, 9], [7]], "n": 2, "logprobs": 1}, "prompts"),
 ]
 
 
-@pytest.mark.parametrize("details", [False, True])
 @pytest.mark.parametrize(("path", "body", "why"), SEVERAL)
-async def test_several_answers_or_prompts_are_one_prefill(path, body, why, details):
-    async with cluster(server=Server(details=details)) as made:
+async def test_several_answers_or_prompts_are_one_prefill(path, body, why):
+    async with cluster(server=Server(details=True)) as made:
         body = {**body, "temperature": 0, "max_tokens": 5}
         assert await assert_equal(made, path, body) == "sampled"
         _, headers, _ = await made.post(path, body)
         assert (await made.timeline(headers["x-pdx-transfer-id"]))["why"] == why
         first, last = made.prefill.bodies[-1], made.decode.bodies[-1]
         assert (first.get("n", 1), last.get("n")) == (1, body.get("n"))
-        assert (
-            first["prompt" if path == COMPLETIONS else "messages"]
-            == last["prompt" if path == COMPLETIONS else "messages"]
-        )
+        what = "prompt" if path == COMPLETIONS else "messages"
+        assert first[what] == last[what]
         params = last["kv_transfer_params"]
         assert params["transfer_id"] == first["kv_transfer_params"]["transfer_id"]
         if why == "prompts":
             assert not params.keys() & {"is_early", "prefill_tokens"}
 
 
-@pytest.mark.parametrize(("path", "body", "why"), SEVERAL)
-async def test_where_prefill_fails_one_engine_answers_all(path, body, why):
-    async with cluster() as made:
-        made.prefill.fault = 500
+async def test_where_prefill_fails_one_engine_answers_all(made):
+    made.prefill.fault = 500
+    for path, body, _ in SEVERAL:
         assert await assert_equal(made, path, {**body, "temperature": 0, "max_tokens": 5}) == "alone"

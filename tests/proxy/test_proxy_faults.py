@@ -55,15 +55,14 @@ PROMPTS = {**BODY, "prompt": [FORWARDED, HALF]}  # its decode leg follows the ot
 
 # ---- the prefill leg ----------------------------------------------------------------------------
 
-PREFILL = {"refuse": "refused", "reset": "reset", 500: "status_5xx"}
-OF_COMPLETIONS = {"hang": "timeout", 503: "status_5xx", 202: "malformed", 400: "status_4xx", 429: "status_429"}
-OF_COMPLETIONS |= {"nonsense": "malformed", "elsewhere": "redirect"}
+OF_COMPLETIONS = {"refuse": "refused", "reset": "reset", 500: "status_5xx", "hang": "timeout", 202: "malformed"}
+OF_COMPLETIONS |= {400: "status_4xx", 429: "status_429", "nonsense": "malformed", "elsewhere": "redirect"}
+OF_CHATS = [(False, 500, "status_5xx"), (True, "reset", "reset"), (True, "defect", "internal")]
 
 
 @pytest.mark.parametrize(
     ("path", "stream", "fault", "reason"),
-    [(COMPLETIONS, False, *each) for each in {**PREFILL, **OF_COMPLETIONS}.items()]
-    + [(CHAT, stream, *each) for each in {**PREFILL, "defect": "internal"}.items() for stream in (False, True)],
+    [(COMPLETIONS, False, *each) for each in OF_COMPLETIONS.items()] + [(CHAT, *each) for each in OF_CHATS],
 )
 async def test_prefill_fails_and_one_engine_serves_alone(path, stream, fault, reason, monkeypatch):
     """The decode leg of a chat is under way by then, and goes on."""
@@ -85,12 +84,12 @@ async def test_prefill_fails_and_one_engine_serves_alone(path, stream, fault, re
         assert await made.metric("pdx_proxy_events_total", event="internal_errors") == (fault == "defect")
 
 
-@pytest.mark.parametrize("fault", ["refuse", "nonsense", "hang"])
+@pytest.mark.parametrize("fault", ["refuse", "nonsense"])
 async def test_another_prefill_engine_takes_over(fault):
-    async with cluster(prefills=2, **patience(fault)) as made:
+    async with cluster(prefills=2) as made:
         want = await expected(made, PROMPTS)
         await broken(made.prefill, fault)
-        status, headers, raw = await made.outlast(made.post(COMPLETIONS, PROMPTS))
+        status, headers, raw = await made.post(COMPLETIONS, PROMPTS)
         assert (status, headers["x-pdx-mode"], text_of(raw)) == (200, "sampled", want)
         assert await made.metric("pdx_proxy_failovers_total", leg="prefill") == 1
         assert {transfer_of(made.prefills[1]), transfer_of(made.decode)} == {headers["x-pdx-transfer-id"]}
@@ -111,7 +110,7 @@ async def test_connect_timeout():
             filler.connect_ex(trap.getsockname())
         url = f"http://127.0.0.1:{trap.getsockname()[1]}"
         # The node reports once.
-        async with cluster(prefills=0, decode=(), named=False, connect_s=1.0, heartbeat_timeout_s=60.0) as made:
+        async with cluster(prefills=0, decode=(), named=False, connect_s=0.3, heartbeat_timeout_s=60.0) as made:
             await made.node.report(("trap", "prefill", url), ("d", "decode", made.decode.url))
             await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
             made.proxy._health.of(url).models = {"hash": None}
@@ -302,14 +301,14 @@ async def test_nodes_are_told_where_no_engine_decodes(made, path, body, broken, 
 
 # ---- the decode leg -----------------------------------------------------------------------------
 
-DEAD = {"reset": 502, "hang": 502, 500: 500, 503: 503, 429: 429, "nonsense": 502, "elsewhere": 502, 999: 502}
+DEAD = {"reset": 502, "hang": 502, 500: 500, 429: 429, "nonsense": 502, "elsewhere": 502}
 
 
 @pytest.mark.parametrize(
-    ("fault", "stream"),
-    [(fault, stream) for fault in ("refuse", *DEAD) for stream in (False, True) if stream or fault != "hang"],
+    ("prompt", "fault", "stream"),
+    [(HALF, fault, fault == "hang") for fault in ("refuse", *DEAD)]
+    + [(FORWARDED, fault, True) for fault in ("refuse", "hang", "reset", 500)],
 )
-@pytest.mark.parametrize("prompt", [FORWARDED, HALF])
 async def test_decoder_dies_before_it_answers_and_another_takes_over(prompt, fault, stream):
     async with cluster(decodes=2, **patience(fault)) as made:
         body = {**BODY, "prompt": prompt}
@@ -325,7 +324,7 @@ async def test_decoder_dies_before_it_answers_and_another_takes_over(prompt, fau
         assert await made.metric("pdx_proxy_failovers_total", leg="decode") == 1
 
 
-@pytest.mark.parametrize(("fault", "code"), DEAD.items())
+@pytest.mark.parametrize(("fault", "code"), [*DEAD.items(), (999, 502)])
 async def test_no_engine_answers(fault, code):
     async with cluster(prefills=0, decodes=2, **patience(fault)) as made:
         for engine in made.decodes:
@@ -335,19 +334,18 @@ async def test_no_engine_answers(fault, code):
         assert [len(engine.seen) for engine in made.decodes] == [1, 1]
 
 
-@pytest.mark.parametrize(("fault", "code"), [("reset", 502), (429, 429)])
-async def test_the_transfer_of_a_request_that_nobody_answers_is_cancelled(made, fault, code):
+async def test_the_transfer_of_a_request_that_nobody_answers_is_cancelled(made):
     made.prefill.fault = "hold"
     request = asyncio.create_task(made.post(COMPLETIONS, PROMPTS))
     await within(made.prefill.arrived.wait())
-    made.decode.fault = fault
+    made.decode.fault = 429
     transfer = transfer_of(made.prefill)
     made.prefill.released.set()
     made.decode.arrived.clear()
     await within(made.decode.arrived.wait())
-    made.prefill.fault = fault  # it has answered; as the last resort it fails, too
+    made.prefill.fault = 429  # it has answered; as the last resort it fails, too
     status, headers, raw = await within(request)
-    assert (status, json.loads(raw)["error"]["code"]) == (code, code)
+    assert (status, json.loads(raw)["error"]["code"]) == (429, 429)
     assert headers["x-pdx-transfer-id"] == await made.node.cancelled() == transfer
 
 
@@ -361,7 +359,7 @@ async def test_a_request_that_ends_engines_or_finds_all_full_does_not_get_them_a
         assert sum(len(engine.seen) for engine in made.decodes) == 3
 
 
-@pytest.mark.parametrize("more", [{"prompt": FORWARDED}, {"prompt": HALF}, {"best_of": 2}])
+@pytest.mark.parametrize("more", [{"prompt": HALF}, {"best_of": 2}])
 async def test_a_whole_answer_that_takes_too_long_is_not_asked_for_again(more):
     """An engine may have computed it all the time, and its first byte comes with its end."""
     async with cluster(decodes=2, answer_timeout_s=600.0) as made:
@@ -380,11 +378,12 @@ async def test_a_whole_answer_that_takes_too_long_is_not_asked_for_again(more):
 
 
 async def test_a_proxy_that_stood_still_after_a_refusal_tries_another(monkeypatch):
-    """Its clock of failovers counts only from the first engine that could be reached."""
+    """Its clock of failovers counts only the time in which it ran."""
+    monkeypatch.setattr(relay, "_FAILOVER_S", 0.3)
     failed = Health.failed
 
     def stand_still(health, use, reason):
-        time.sleep(2.6)
+        time.sleep(0.4)
         failed(health, use, reason)
 
     monkeypatch.setattr(Health, "failed", stand_still)
@@ -431,8 +430,9 @@ async def test_an_error_in_place_of_a_first_event_goes_to_no_client():
         assert all(engine.seen for engine in made.decodes)
 
 
-@pytest.mark.parametrize("fault", ["reset_mid", "end_mid", "hang_mid"])
-@pytest.mark.parametrize("prompt", [FORWARDED, HALF])
+@pytest.mark.parametrize(
+    ("prompt", "fault"), [(FORWARDED, "reset_mid"), (FORWARDED, "hang_mid"), (HALF, "reset_mid"), (HALF, "end_mid")]
+)
 async def test_decoder_dies_in_the_middle_of_a_stream(prompt, fault):
     async with cluster(**patience(fault)) as made:
         made.decode.fault = fault
@@ -476,7 +476,8 @@ async def test_what_comes_after_the_end_of_a_stream_is_no_error(prompt, monkeypa
         assert await made.metric("pdx_proxy_cancels_total") == 0
 
 
-async def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone(made):
+async def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone(made, monkeypatch):
+    monkeypatch.setattr(leg, "_DRAIN_S", 0.2)
     made.decode.fault = "hang_after"
     async with made.client.post(made.url + COMPLETIONS, json={**BODY, "stream": True}) as response:
         await within(response.content.readuntil(DONE))
@@ -489,15 +490,7 @@ async def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone(made):
 # ---- nodes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("leg", "how", "stream"),
-    [
-        ("prefill", "vanishes", True),
-        ("prefill", "falls silent", False),
-        ("decode", "vanishes", False),
-        ("decode", "falls silent", True),
-    ],
-)
+@pytest.mark.parametrize(("leg", "how", "stream"), [("prefill", "vanishes", True), ("decode", "falls silent", False)])
 async def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
     """The engine goes on with what it has, and serves alone afterwards: no KV goes through its node."""
 

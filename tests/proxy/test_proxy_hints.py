@@ -47,8 +47,7 @@ async def answer(node, *verdicts):
     return asked
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, BODY), (CHAT, CHATTED)])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "stream"), [(COMPLETIONS, BODY, True), (CHAT, CHATTED, False)])
 async def test_engines_are_handed_the_envelope_and_clients_told_of_it(made, path, body, stream):
     verdicts = [Verdict("lease_s", "clipped", "longer is above", "60"), Verdict("priority", "accepted")]
     node = asyncio.create_task(answer(made.node, *verdicts))
@@ -95,27 +94,24 @@ async def test_an_engine_that_pdx_is_not_in_gets_none_of_it(monkeypatch):
         assert not any("pdx_hints" in json.dumps(body) for body in bodies)
 
 
-@pytest.mark.parametrize("body", [{}, {"pdx_hints": None}, {"pdx_hints": {"version": 1}}])
-async def test_who_says_nothing_waits_for_nothing(body, monkeypatch):
+async def test_who_says_nothing_waits_for_nothing(made, monkeypatch):
     monkeypatch.setattr(orders.Orders, "verdicts", None)  # would raise
-    async with cluster() as made:
+    for body in ({}, {"pdx_hints": None}, {"pdx_hints": {"version": 1}}):
         status, headers, _ = await made.post(COMPLETIONS, {**BODY, **body})
         assert status == 200
         assert "X-PDX-Hints" not in headers
-        assert "pdx_hints" not in json.dumps(made.prefill.bodies)
+    assert "pdx_hints" not in json.dumps(made.prefill.bodies)
 
 
-@pytest.mark.parametrize(
-    "bad", ["x", 5, [], {}, {"version": 2, "priority": 5}, {"version": 1, **{f"f{one}": 1 for one in range(1000)}}]
-)
-async def test_an_envelope_that_makes_no_sense_costs_its_request_nothing(bad, monkeypatch):
+async def test_an_envelope_that_makes_no_sense_costs_its_request_nothing(made, monkeypatch):
     monkeypatch.setattr(orders, "WHY_S", 0.01)
-    async with cluster() as made:
+    many = {"version": 1, **{f"f{one}": 1 for one in range(1000)}}
+    for bad in ("x", 5, [], {}, {"version": 2, "priority": 5}, many):
         status, headers, plain = await made.post(COMPLETIONS, {**BODY, "pdx_hints": bad})
         assert status == 200
         assert headers["X-PDX-Hints"].startswith("version=refused")
-        assert "pdx_hints" not in json.dumps([*made.prefill.bodies, *made.decode.bodies])
         assert json.loads(plain)["choices"]
+    assert "pdx_hints" not in json.dumps([*made.prefill.bodies, *made.decode.bodies])
 
 
 @pytest.mark.parametrize(
@@ -136,10 +132,7 @@ def test_what_is_deep_large_or_no_number_is_refused(raw):
 
 @pytest.mark.parametrize(
     ("field", "stream"),
-    [
-        *((field, stream) for field in ("session", "prefetch", "codec") for stream in (False, True)),
-        ("request_id", False),  # an engine's stream says it as well, and cannot
-    ],
+    [("session", True), ("prefetch", False), ("codec", True), ("request_id", False)],  # a stream cannot say the last
 )
 async def test_half_a_character_costs_its_request_nothing(made, field, stream):
     """Python's reader of JSON makes texts of it that have no bytes."""
@@ -156,13 +149,12 @@ async def test_half_a_character_costs_its_request_nothing(made, field, stream):
         await node
 
 
-@pytest.mark.parametrize("request_id", ["", "r" * 257])
-async def test_of_a_request_without_a_name_that_nodes_know_none_is_asked(made, request_id):
-    asks = {**BODY, "pdx_hints": {"version": 1, "priority": 4}, "request_id": request_id}
-    _, headers, _ = await made.post(COMPLETIONS, asks)
-    assert headers["X-PDX-Hints"] == f"priority={NOTHING}"
-    asks["request_id"] = "named"
-    tell = asyncio.create_task(made.post(COMPLETIONS, asks))
+async def test_of_a_request_without_a_name_that_nodes_know_none_is_asked(made):
+    asks = {**BODY, "pdx_hints": {"version": 1, "priority": 4}}
+    for name in ("", "r" * 257):
+        _, headers, _ = await made.post(COMPLETIONS, {**asks, "request_id": name})
+        assert headers["X-PDX-Hints"] == f"priority={NOTHING}"
+    tell = asyncio.create_task(made.post(COMPLETIONS, {**asks, "request_id": "named"}))
     assert await answer(made.node, Verdict("priority", "accepted")) == "named"
     assert (await tell)[1]["X-PDX-Hints"] == "priority=accepted"
 

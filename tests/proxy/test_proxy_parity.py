@@ -2,20 +2,20 @@
 
 import asyncio
 import json
-import os
-import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from engine_standin import Server, StandIn
-from proxy_harness import COMPLETIONS, cluster, within
+from proxy_harness import COMPLETIONS, cluster
 
 from pdx.bench.parity import run
 from pdx.bench.parity.asking import connected
 from pdx.bench.parity.cases import HIDDEN, leaves
 from pdx.bench.parity.reasons import REASONS
 from pdx.bench.parity.records import Recording, Way
+from pdx.cli.main import main
 from pdx.proxy.routes import GENERATING, PASSED, RESPONSE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,14 +105,8 @@ def test_each_reason_is_documented():
 
 async def command(*words, **env):
     """The exit status of `pdx parity`, and what it says."""
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "pdx.cli.main", "parity", *map(str, words)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **env},
-    )
-    said, _ = await within(child.communicate(), 60)
-    return child.returncode, said.decode()
+    done = await asyncio.to_thread(CliRunner().invoke, main, ["parity", *map(str, words)], env=env)
+    return done.exit_code, done.output
 
 
 async def test_the_command(tmp_path):

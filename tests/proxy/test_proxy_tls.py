@@ -15,6 +15,7 @@ from remote_bed import certificate, signed
 from pdx.errors import ConfigError
 from pdx.proxy import server as listener
 from pdx.proxy.server import server_tls
+from pdx.security import reread
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,9 @@ async def test_streams_and_whole_answers_by_https(certificates):
         await until(lambda: made.proxy.drain.load == 0)
 
 
-async def test_a_new_certificate_is_shown_and_a_wrong_one_is_not(certificates, tmp_path, caplog):
+async def test_a_new_certificate_is_shown_and_a_wrong_one_is_not(certificates, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(listener, "_LOOK_S", 0.02)
+    monkeypatch.setattr(reread, "SETTLE_S", 0.01)
     ca, cert, key = (shutil.copy(each, tmp_path) for each in certificates)
     other_ca, other_cert, other_key = signed(tmp_path, "other")
     tls = server_tls(str(cert), str(key))
