@@ -296,15 +296,11 @@ async def test_one_dead_node_does_not_hold_up_the_others(two):
 
 async def test_a_page_of_elsewhere_whose_name_leads_here_is_told_nothing(made):
     """DNS rebinding: to a browser this is that page's own server."""
-    for host, status in (
-        ("evil.example:8001", 403),
-        ("evil.example", 403),
-        ("", 403),
-        ("127.0.0.1.evil.example", 403),
-    ) + (("localhost:8001", 200), ("127.0.0.1", 200), ("[::1]:8001", 200)):
+    strange = ("evil.example:8001", "evil.example", "", "127.0.0.1.evil.example")
+    for host in (*strange, "localhost:8001", "127.0.0.1", "[::1]:8001"):
         for path in ("/", "/status.json", "/metrics", "/pdx/requests"):
             async with made.client.get(made.admin + path, headers={"Host": host}) as response:
-                assert response.status == status, (host, path)
+                assert response.status == (403 if host in strange else 200), (host, path)
 
 
 async def test_neither_tokens_nor_texts_are_logged(one, caplog):
