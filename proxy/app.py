@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from pdx.config import default_proxy
@@ -26,7 +25,7 @@ from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import BEGUN, TRACE, Drain, Exchange, Seat
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
-from pdx.proxy.leg import Asked, Legs, engine_socket, engine_tls
+from pdx.proxy.leg import Asked, Legs
 from pdx.proxy.locating import Locating
 from pdx.proxy.metrics import Metrics, Outcome
 from pdx.proxy.outline import in_turns
@@ -57,8 +56,6 @@ from pdx.wire.proxy import Changes, NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 
-_KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
-_FIELD_BYTES = 1 << 20  # of a header of an engine's answer: vectors that are sent as bytes have all about them there
 _LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
 
 _STOPPED = (503, "the proxy is being stopped")
@@ -71,10 +68,6 @@ _HINTED: Any = web.RequestKey("hinted", tuple) if hasattr(web, "RequestKey") els
 
 class Proxy:
     """All parts of one proxy, which live as long as its `app` does."""
-
-    _legs: Legs
-    _relay: Relay
-    _probes: Probes
 
     def __init__(self, config: ProxyConfig, seat: Seat | None = None) -> None:
         """`seat`: of a worker that serves beside others.
@@ -91,6 +84,14 @@ class Proxy:
             prefill=config.prefill,
             decode=config.decode,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+        self._legs = Legs(self._health, config)
+        self._probes = Probes(
+            self._health,
+            self._legs,
+            self.env,
+            engines=self.engines,
+            first_byte_timeout_s=config.first_byte_timeout_s,
         )
         self._timelines = Timelines(timings=self.env.timings)
         self._clocks = Clocks(host_id())
@@ -122,7 +123,13 @@ class Proxy:
             index = ChunkIndex(config.chunk_index_limit, self.env.counters)
             self.chunks = Following(index, self._control, self.env, timeout_s=config.heartbeat_timeout_s)
         self._cache = CacheControl(
-            config, self._control, self.env, engines=self.engines, metrics=self._metrics, chunks=self.chunks
+            config,
+            self._control,
+            self.env,
+            engines=self.engines,
+            legs=self._legs,
+            metrics=self._metrics,
+            chunks=self.chunks,
         )
         self._status = StatusPage(
             config,
@@ -134,13 +141,25 @@ class Proxy:
             admission=self.admission,
             drain=self.drain,
         )
-        self._locating = Locating(
+        locating = Locating(
             config,
             self.env,
             engines=self.engines,
             health=self._health,
+            legs=self._legs,
             instances=self._cache.instances,
             chunks=self.chunks,
+        )
+        self._relay = Relay(
+            engines=self.engines,
+            health=self._health,
+            timelines=self._timelines,
+            locating=locating,
+            legs=self._legs,
+            control=self._control,
+            metrics=self._metrics,
+            drain=self.drain,
+            faults=self._faults,
         )
 
     def app(self) -> web.Application:
@@ -180,44 +199,16 @@ class Proxy:
         return app
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        """The control socket and the client session are open.
+        """The control socket and the connections to engines are open.
 
         :raises ConfigError: the control socket cannot be had, or there are no certificates to believe engines by.
         """
-        config, tls = self._config, engine_tls(self._config.engine_ca)
         async with AsyncExitStack() as stack:
             if self._traces is not None:
                 stack.push_async_callback(self._traces.close)
             self._control.start()
             stack.callback(self._control.close)
-            session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket, ssl=tls
-                ),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
-                max_field_size=_FIELD_BYTES,
-            )
-            await stack.enter_async_context(session)
-            self._legs = self._cache.verbs.legs = self._locating.legs = Legs(session, self._health, config)
-            self._relay = Relay(
-                engines=self.engines,
-                health=self._health,
-                timelines=self._timelines,
-                locating=self._locating,
-                legs=self._legs,
-                control=self._control,
-                metrics=self._metrics,
-                drain=self.drain,
-                faults=self._faults,
-            )
-            self._probes = Probes(
-                self._health,
-                self._legs,
-                self.env,
-                engines=self.engines,
-                first_byte_timeout_s=config.first_byte_timeout_s,
-            )
+            await stack.enter_async_context(self._legs.open())
             stack.push_async_callback(self._probes.close)
             watch = asyncio.create_task(self._watch())
             stack.push_async_callback(_stop, watch)

@@ -29,13 +29,13 @@ CONNECT_S = 2.0  # a connection to an engine is there by then
 _DRAIN_S = 1.0
 _SMALL_BYTES = 4 << 20  # of what is no user's answer: whether an engine is well, its models, why it refuses
 _WHOLE_BYTES = 256 << 20  # of an answer that is not streamed: far more than any has
-
-
+_KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
+_FIELD_BYTES = 1 << 20  # of a header of an engine's answer: vectors that are sent as bytes have all about them there
 # The host of a silent engine is asked after 30 s whether it is there, and lost after 30 s more without an answer.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
-def engine_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def _engine_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """A socket for a connection to an engine: a host that went without a word would be waited for to the limit."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
@@ -173,14 +173,15 @@ class Answer:
 
 
 class Legs:
-    """All legs under way. `end_silent` must be called regularly."""
+    """All legs under way, from `open` on. `end_silent` must be called regularly."""
 
-    def __init__(self, session: aiohttp.ClientSession, health: Health, config: ProxyConfig) -> None:
+    session: aiohttp.ClientSession
+
+    def __init__(self, health: Health, config: ProxyConfig) -> None:
         """The clock of `health` tells the seconds in which this process ran: all limits are of those.
 
         :raises ConfigError: see `load_token`.
         """
-        self._session = session
         self._health = health
         self._clock = health.clock
         self._config = config
@@ -189,6 +190,23 @@ class Legs:
             self.key = Reread(partial(load_token, file), file, what="the engines' key")
         self._timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S)
         self._under_way: set[Answer] = set()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Inside, engines can be asked. :raises ConfigError: there are no certificates to believe them by."""
+        connector = aiohttp.TCPConnector(
+            limit=0,
+            keepalive_timeout=_KEEPALIVE_S,
+            socket_factory=_engine_socket,
+            ssl=engine_tls(self._config.engine_ca),
+        )
+        async with aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
+            max_field_size=_FIELD_BYTES,
+        ) as self.session:
+            yield
 
     def end_silent(self) -> None:
         now = self._clock()
@@ -308,7 +326,7 @@ class Legs:
             headers = {**headers, "Authorization": f"Bearer {self.key.value}"}
         while True:
             try:
-                return await self._session.request(
+                return await self.session.request(
                     method,
                     engine.url + path,
                     data=payload,

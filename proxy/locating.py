@@ -46,9 +46,7 @@ _MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video|file)[a-z_]*"\s*:')
 
 
 class Locating:
-    """One thread, the event loop's. It asks engines from the time on when `legs` is set."""
-
-    legs: Legs
+    """One thread, the event loop's."""
 
     def __init__(
         self,
@@ -57,6 +55,7 @@ class Locating:
         *,
         engines: Engines,
         health: Health,
+        legs: Legs,
         instances: Instances,
         chunks: Following | None,
     ) -> None:
@@ -65,6 +64,7 @@ class Locating:
         self._split_tokens = config.min_split_tokens
         self._engines = engines
         self._health = health
+        self._legs = legs
         self._instances = instances
         self._chunks = chunks
         self._counters = env.counters
@@ -139,7 +139,7 @@ class Locating:
             raise SelectionError(f"no engine is to make tokens of these {len(payload)} bytes")
         record = self._health.of(engine.url)
         record.untold += 1
-        tokens = await self.legs.tokens(engine, payload, headers=exchange.headers, timeout_s=FIND_S)
+        tokens = await self._legs.tokens(engine, payload, headers=exchange.headers, timeout_s=FIND_S)
         record.untold -= 1
         return tokens
 

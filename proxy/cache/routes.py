@@ -36,6 +36,7 @@ from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines
 from pdx.proxy.following import Following
+from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.reply import json_response
 from pdx.telemetry.env import Env
@@ -71,13 +72,14 @@ class CacheControl:
         env: Env,
         *,
         engines: Engines,
+        legs: Legs,
         metrics: Metrics,
         chunks: Following | None,
     ) -> None:
         """`chunks`: see `Verbs`. :raises ConfigError: the token's file is wrong."""
         self.instances = Instances(control, env, silent_s=config.heartbeat_timeout_s)
         self.orders = Orders(control, env)
-        self.verbs = Verbs(self.instances, self.orders, engines, chunks)
+        self.verbs = Verbs(self.instances, self.orders, engines, legs, chunks)
         self.access = Access(config.cache_token_file, env)
         self._metrics = metrics
         largest = config.max_body_bytes

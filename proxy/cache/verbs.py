@@ -134,14 +134,15 @@ class Instances:
 class Verbs:
     """All calls on one event loop. Each method raises what `pdx.errors` says of its body, its node, or its chunks."""
 
-    def __init__(self, instances: Instances, orders: Orders, engines: Engines, chunks: Following | None) -> None:
-        """`chunks`: what nodes tell of theirs; without it, and where that is not known of all nodes, they are asked.
-        Texts are made tokens of from the time on when `legs` is set."""
+    def __init__(
+        self, instances: Instances, orders: Orders, engines: Engines, legs: Legs, chunks: Following | None
+    ) -> None:
+        """`chunks`: what nodes tell of theirs; without it, and where that is not known of all nodes, they are asked."""
         self._instances = instances
         self._orders = orders
         self._engines = engines
         self._chunks = chunks
-        self.legs: Legs | None = None
+        self._legs = legs
         self._turn = asyncio.Semaphore(1)  # to make keys: more threads of Python would only hold up the loop
 
     async def carry_out(self, kind: type[Verb], said: Any, names: Collection[str], wait_s: float) -> dict[str, Outcome]:
@@ -269,8 +270,7 @@ class Verbs:
         if engine is None:
             raise NoEngine(f"engine {model.engine!r} serves no HTTP that this proxy knows, so give token ids")
         try:
-            assert self.legs is not None
-            return await self.legs.tokens(engine, body, headers={}, timeout_s=_TOKENIZE_S)
+            return await self._legs.tokens(engine, body, headers={}, timeout_s=_TOKENIZE_S)
         except (LegFailed, Exhausted, ProtocolError) as error:
             why = str(error)[:200]
             raise NoEngine(f"engine {model.engine!r} made no tokens of the text ({why}), so give token ids") from error

@@ -108,31 +108,22 @@ def timeline_of(number, nodes, now_ns, *, hostile=False, chance=None):
     chance = chance or random.Random(number)
     alone, tokens = number % 6 == 5, chance.randrange(200, 30_000)
     prefill, decode = chance.randrange(0, max(1, nodes), 2), chance.randrange(1, max(2, nodes), 2)
-    engines = [f"{name_of(each, hostile)}-engine"[:256] if hostile else f"llama-{each}" for each in (prefill, decode)]
-    moments, at = [Moment(Event.RECEIVED, 0)], 0
-
-    def then(event, ms, engine="", nbytes=0):
-        nonlocal at
+    first, last = (f"{name_of(each, True)}-engine"[:256] if hostile else f"llama-{each}" for each in (prefill, decode))
+    steps = [(Event.RECEIVED, 0, "", 0)]
+    if alone:
+        steps += [(Event.DECODE_SENT, 0.4, last, 0), (Event.DECODE_FIRST, 30 + tokens / 40, "", 0)]
+    else:
+        steps += [(Event.PREFILL_SENT, 0.6, first, 0), (Event.DECODE_SENT, 0.1, last, 0)]
+        steps += [(Event.ADMITTED, chance.choice([3, 20, 900]), "", 0), (Event.PREFILL_END, 50 + tokens / 20, "", 0)]
+        steps += [(Event.LANDED, chance.choice([1, 30]), "", tokens * 1000), (Event.RUNNABLE, 5, "", 0)]
+        steps += [(Event.DECODE_FIRST, 25, "", 0)]
+    moments, at = [], 0
+    for event, ms, engine, nbytes in steps:
         at += int(ms * MS)
         moments.append(Moment(event, at, engine, nbytes, tokens))
-
-    if alone:
-        then(Event.DECODE_SENT, 0.4, engines[1])
-        then(Event.DECODE_FIRST, 30 + tokens / 40)
-    else:
-        then(Event.PREFILL_SENT, 0.6, engines[0])
-        then(Event.DECODE_SENT, 0.1, engines[1])
-        then(Event.ADMITTED, chance.choice([3, 20, 900]))
-        then(Event.PREFILL_END, 50 + tokens / 20)
-        then(Event.PREFILL_ANSWERED, 2)
-        then(Event.LANDED, chance.choice([1, 30]), nbytes=tokens * 1000)
-        then(Event.RUNNABLE, 5)
-        then(Event.DECODE_FIRST, 25)
-    then(Event.FIRST_TOKEN, 0.2)
     age_ns = int(chance.random() ** 2 * (at + 9000 * MS))
-    came_ns = now_ns - age_ns
     moments = [
-        Moment(each.event, came_ns + each.at_ns, each.engine, each.nbytes, each.tokens)
+        Moment(each.event, now_ns - age_ns + each.at_ns, each.engine, each.nbytes, each.tokens)
         for each in moments
         if each.at_ns <= age_ns
     ]

@@ -68,15 +68,6 @@ async def test_stream(details):
                 assert {await assert_equal(made, path, body) for body in bodies} == wanted
 
 
-async def test_whole(made):
-    for path in (COMPLETIONS, CHAT):
-        for prompt in PROMPTS:
-            assert await assert_equal(made, path, asked(path, prompt)) == "sampled"
-    legs = [body["kv_transfer_params"] for body in made.decode.bodies if "kv_transfer_params" in body]
-    assert len(legs) == 2 * len(PROMPTS)
-    assert all(leg["do_remote_prefill"] and leg["is_early"] for leg in legs), "sent before any tokens were counted"
-
-
 FIELDS = {
     "max_tokens": [None, 1, 2, 3, 30, 511, 512, 513, 0, -1, "5"],
     "min_tokens": [None, 1, 5, 40],

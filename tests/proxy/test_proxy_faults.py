@@ -264,13 +264,6 @@ async def test_a_prefill_leg_may_end_a_little_later_than_its_decode_leg(stream, 
         assert not made.prefill.closed.is_set()
 
 
-async def test_a_chat_that_leaves_ends_both_of_its_legs():
-    async with held_chat() as (made, request, transfer):
-        request.cancel()
-        await within(asyncio.gather(made.prefill.closed.wait(), made.decode.closed.wait()))
-        assert await made.node.cancelled() == transfer
-
-
 async def test_a_chat_that_its_decode_engine_refuses_is_not_late(made):
     made.prefill.fault = "hold"
     made.decode.fault = 404
@@ -284,17 +277,16 @@ async def test_a_chat_that_its_decode_engine_refuses_is_not_late(made):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "broken", "reason", "code"),
+    ("broken", "reason", "code"),
     [
-        (COMPLETIONS, {**BODY, "logprobs": 1}, (relay.answer.AsItIs, "take", defective), "internal", 500),
-        (CHAT, TALK, (relay.answer.AsItIs, "take", defective), "internal", 500),
-        (CHAT, TALK, (relay.router, "decoder", lambda *_args, **_kwargs: None), "no_decoder", 503),
+        ((relay.answer.AsItIs, "take", defective), "internal", 500),
+        ((relay.router, "decoder", lambda *_args, **_kwargs: None), "no_decoder", 503),
     ],
 )
-async def test_nodes_are_told_where_no_engine_decodes(made, path, body, broken, reason, code, monkeypatch):
+async def test_nodes_are_told_where_no_engine_decodes(made, broken, reason, code, monkeypatch):
     """For a defect, or because none is left."""
     monkeypatch.setattr(*broken)
-    assert (await made.post(path, body))[0] == code
+    assert (await made.post(CHAT, TALK))[0] == code
     assert await made.node.cancelled() == transfer_of(made.prefill)
     assert await made.metric("pdx_proxy_cancels_total", reason=reason) == 1
 

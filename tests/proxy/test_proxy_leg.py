@@ -21,7 +21,9 @@ ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=Tru
 
 
 def legs_of(session, clock):
-    return Legs(session, Health(Env(clock), silence_s=120.0), ProxyConfig())
+    made = Legs(Health(Env(clock), silence_s=120.0), ProxyConfig())
+    made.session = session
+    return made
 
 
 class StoppedWhileConnecting:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 
-import pytest
 from proxy_harness import BODY, CHAT, COMPLETIONS, TALK, cluster, until, within
 
 PATIENT = {"named": False, "heartbeat_timeout_s": 600.0}
@@ -54,19 +53,6 @@ async def _served_by_two(made):
     return (await made.post(CHAT, TALK))[1]["x-pdx-mode"] == "sampled"
 
 
-async def test_each_prefill_engine_gets_a_decoder_that_can_read_its_chunks():
-    async with cluster(prefills=2, decodes=2, **PATIENT) as made:
-        engines = (*made.prefills, *made.decodes)
-        await made.node.report(*of(*engines), naming=[naming("a"), naming("b"), naming("b"), naming("a")])
-        await ready(made, *engines)
-        assert "apart" not in await health(made)
-        for _ in range(6):
-            assert (await made.post(CHAT, TALK))[1]["x-pdx-mode"] == "sampled"
-        (p0, p1), (d0, d1) = made.prefills, made.decodes
-        assert (len(p0.seen), len(p1.seen)) == (len(d1.seen), len(d0.seen))
-        assert len(p0.seen) == len(p1.seen) == 3
-
-
 async def test_an_engine_that_is_drained_finishes_and_gets_no_more():
     async with cluster(decodes=2, **PATIENT) as made:
         engines = of(made.prefill, *made.decodes)
@@ -92,16 +78,6 @@ async def test_an_engine_that_is_drained_finishes_and_gets_no_more():
         assert len(first.seen) > 1
 
 
-@pytest.mark.parametrize("drained", [["d0"], ["p0"], ["d0", "p0"]], ids=" and ".join)
-async def test_nobody_is_refused_because_engines_are_drained(drained):
-    async with cluster(**PATIENT) as made:
-        await made.node.report(*of(made.prefill, made.decode), draining=drained)
-        await ready(made, made.prefill, made.decode)
-        assert (await made.post(CHAT, TALK))[0] == 200
-        spared = [each.seen for each in (made.prefill, made.decode) if each.name in drained]
-        assert len(drained) == 2 or spared == [[]]
-
-
 async def test_an_engine_that_comes_back_with_another_model_serves_that():
     """Its list was believed until it was asked for the next time, in half a minute."""
     async with cluster(decodes=2, prefills=0, models={"d0": ["a"], "d1": ["b"]}, **PATIENT) as made:
@@ -118,25 +94,6 @@ async def test_an_engine_that_comes_back_with_another_model_serves_that():
 
         await until(is_served, 5.0)
         assert len(changed.seen) >= 2
-
-
-async def test_an_engine_that_comes_back_with_another_role_has_that_one(caplog):
-    caplog.set_level(logging.INFO, "pdx.proxy")
-    async with cluster(prefills=1, decodes=2, **PATIENT) as made:
-        (p,), (d, turned) = made.prefills, made.decodes
-        await made.node.report(*of(p, d, turned))
-
-        async def is_said(what, role):
-            line = f"{what}: engine d1 at {turned.url} ({role}, model hash, node node)"
-            await until(lambda: line in [each.message for each in caplog.records])
-
-        await is_said("joined", "decode")
-        await made.node.report(*of(p, d), ("d1", "prefill", turned.url))
-        await is_said("changed", "prefill")
-        for _ in range(4):
-            assert (await made.post(CHAT, TALK))[1]["x-pdx-mode"] == "sampled"
-        assert (len(p.seen), len(d.seen), len(turned.seen)) == (2, 4, 2)
-        assert all("do_remote_decode" in body["kv_transfer_params"] for body in turned.bodies)
 
 
 async def test_a_pair_between_which_a_probe_has_gone_is_taken_first():
@@ -162,14 +119,3 @@ async def test_a_pair_between_which_a_probe_has_gone_is_taken_first():
 async def _all_are_reached(made):
     told = await health(made)
     return told["pairs"] == 2 and "not_reached" not in told
-
-
-async def test_a_suspect_is_named_with_role_model_and_node(caplog):
-    async with cluster(decodes=2, **PATIENT) as made:
-        await made.node.report(*of(made.prefill, *made.decodes))
-        await ready(made, made.prefill, *made.decodes)
-        made.decode.fault = 500
-        for _ in range(2):
-            assert (await made.post(CHAT, TALK))[0] == 200
-        line = f"engine d0 at {made.decode.url} (decode, model hash, node node) is suspect (status_5xx"
-        assert any(each.message.startswith(line) and each.levelno == logging.WARNING for each in caplog.records)

@@ -123,21 +123,18 @@ async def test_a_request_goes_where_its_prefix_is():
             assert (at, "prefix_node" in params) == (1, False)
 
 
-@pytest.mark.parametrize(
-    ("more", "most_ids", "named"),
-    [
-        ({}, 1 << 20, "other"),
-        ({}, 100, None),  # so many ids are not read
-        ({"cache_salt": "s"}, 1 << 20, None),  # has other chunks
-        ({"truncate_prompt_tokens": 100}, 1 << 20, None),  # as what the engine cuts has
-    ],
-)
-async def test_where_load_wins_the_node_that_has_it_is_named(more, most_ids, named, monkeypatch):
-    monkeypatch.setattr(locating, "MOST_IDS", most_ids)
+async def test_where_load_wins_the_node_that_has_it_is_named(monkeypatch):
     async with pairs() as made:
-        load(made, made.prefills[1].url, tokens=10_000)
-        at, params = await served(made, {**IDS, **more})
-        assert (at, params.get("prefix_node")) == (0, named)
+        for more, most_ids, named in (
+            ({}, 1 << 20, "other"),
+            ({}, 100, None),  # so many ids are not read
+            ({"cache_salt": "s"}, 1 << 20, None),  # has other chunks
+            ({"truncate_prompt_tokens": 100}, 1 << 20, None),  # as what the engine cuts has
+        ):
+            monkeypatch.setattr(locating, "MOST_IDS", most_ids)
+            load(made, made.prefills[1].url, tokens=10_000)
+            at, params = await served(made, {**IDS, **more})
+            assert (at, params.get("prefix_node")) == (0, named), more
 
 
 async def test_a_text_is_made_tokens_by_an_engine_with_the_clients_key():
@@ -204,45 +201,29 @@ async def test_a_prompt_that_is_being_computed_counts_as_there(monkeypatch):
         for engine in (*made.prefills, *made.decodes):
             engine.released.set()
         await asyncio.gather(*asking)
-        assert not made.proxy._locating._coming._keys
-
-
-async def test_the_pace_of_an_engine_is_measured_and_its_backlog_ends_with_its_legs():
-    async with pairs() as made:
-        made.prefills[1].fault = "hold"
-        load(made)
-        asking = asyncio.create_task(served(made))
-        await made.prefills[1].arrived.wait()
-        records = [made.proxy._health.of(each.url) for each in made.prefills]
-        assert [each.backlog for each in records] == [0, 5]
-        made.prefills[1].released.set()
-        await asking
-        assert [each.backlog for each in records] == [0, 0]
+        assert not made.proxy._relay.locating._coming._keys
 
 
 # ---- what clients and engines may send -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        b'"prompt":[1,2,3]',  # fills no chunk
-        b'"prompt":"beta"',
-        b'"prompt":[%s],"cache_salt":"\xed\xa0\x80"' % b",".join([b"1"] * 64),  # half of a surrogate pair
-        b'"prompt":[%s],"cache_salt":[1]' % b",".join([b"1"] * 64),
-        b'"prompt":[%s]' % b",".join([b"9" * 30] * 64),
-        b'"prompt":"beta","model":"\\ud800"',
-    ],
-)
-async def test_a_prompt_without_keys_is_served(said):
+async def test_a_prompt_without_keys_is_served():
+    kind = {"Content-Type": "application/json"}
     async with pairs() as made:
         for engine in (*made.prefills, *made.decodes):
             engine.tokens = [1, 2]
-        kind = {"Content-Type": "application/json"}
-        raw = b'{"temperature":0,"max_tokens":4,%s}' % said
-        async with made.client.post(made.url + COMPLETIONS, data=raw, headers=kind) as response:
-            assert response.status == (404 if b"model" in said else 200), await response.read()
-        assert not made.proxy._locating._coming._keys
+        for said in (
+            b'"prompt":[1,2,3]',  # fills no chunk
+            b'"prompt":"beta"',
+            b'"prompt":[%s],"cache_salt":"\xed\xa0\x80"' % b",".join([b"1"] * 64),  # half of a surrogate pair
+            b'"prompt":[%s],"cache_salt":[1]' % b",".join([b"1"] * 64),
+            b'"prompt":[%s]' % b",".join([b"9" * 30] * 64),
+            b'"prompt":"beta","model":"\\ud800"',
+        ):
+            raw = b'{"temperature":0,"max_tokens":4,%s}' % said
+            async with made.client.post(made.url + COMPLETIONS, data=raw, headers=kind) as response:
+                assert response.status == (404 if b"model" in said else 200), await response.read()
+        assert not made.proxy._relay.locating._coming._keys
 
 
 async def test_an_engine_that_makes_no_tokens_is_not_asked_again_and_again():
@@ -268,24 +249,6 @@ async def test_the_pace_is_of_prompts_that_were_computed(more, status, is_known)
         assert any(record.computing.is_known for record in records) == is_known
 
 
-async def test_others_have_their_turn_while_keys_are_made(monkeypatch):
-    turns = []
-
-    def counted(*_):
-        for key in KEYS:
-            asyncio.get_running_loop().call_soon(turns.append, key)
-            yield key
-            before.append(len(turns))
-
-    before = []
-    monkeypatch.setattr(locating, "_AT_ONCE", 1)
-    monkeypatch.setattr(locating, "each_chunk_key", counted)
-    async with pairs() as made:
-        load(made)
-        await served(made)
-        assert before == [1, 2, 3, 4]
-
-
 async def test_pictures_are_not_looked_at_once_more_for_their_tokens():
     async with pairs() as made:
         load(made)
@@ -297,7 +260,7 @@ async def test_pictures_are_not_looked_at_once_more_for_their_tokens():
         assert asked[0]["messages"][0]["content"] == "hello"
 
 
-async def test_no_prompt_is_estimated_longer_than_engines_take():
+async def test_no_prompt_is_estimated_longer_than_engines_take_and_backlogs_end_with_their_legs():
     async with pairs() as made:
         for engine in (*made.prefills, *made.decodes):
             engine.fault, engine.tokens = "hold", None
@@ -305,12 +268,13 @@ async def test_no_prompt_is_estimated_longer_than_engines_take():
         body = {"messages": [{"role": "user", "content": "x" * 100_000}], "max_tokens": 4}
         asking = asyncio.create_task(made.post(CHAT, body))
         await until(lambda: any(each.bodies for each in made.prefills))
-        backlogs = [made.proxy._health.of(each.url).backlog for each in made.prefills]
-        assert sorted(backlogs) == [0, made.prefill.server.model_len]
+        records = [made.proxy._health.of(each.url) for each in made.prefills]
+        assert sorted(each.backlog for each in records) == [0, made.prefill.server.model_len]
         for engine in (*made.prefills, *made.decodes):
             engine.fault = None
             engine.released.set()
         await asking
+        assert [each.backlog for each in records] == [0, 0]
 
 
 async def test_an_adapter_has_other_chunks_than_its_model():

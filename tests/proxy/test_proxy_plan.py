@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from read_at_once import classify, parse
 
-from pdx.proxy.body import arriving, as_engines_read, continuation_body, encode, located, prefill_body
+from pdx.proxy.body import arriving, as_engines_read, continuation_body, encode, prefill_body
 from pdx.proxy.plan import ONE_TOKEN, Mode, Plan, strip_control, token_limit
 from pdx.proxy.routes import GENERATING, Route
 
@@ -176,19 +176,6 @@ def test_a_field_nobody_has_thought_about_is_not_forwarded(name, value):
     assert classify(Route.COMPLETIONS, taken({**STREAM, unknown: 1})).why == "unknown_field"
 
 
-def test_transfer_parameters_of_clients_are_removed():
-    body = {
-        **SIMPLE,
-        "kv_transfer_params": {"do_remote_prefill": True},
-        "ec_transfer_params": {},
-        "vllm_xargs": {"kv_transfer_params": "x", "keep": 1},
-    }
-    clean, stripped = strip_control(taken(body))
-    assert stripped
-    assert given_back(clean) == {**SIMPLE, "vllm_xargs": {"keep": 1}}
-    assert strip_control(clean) == (clean, False)
-
-
 def test_prefill_leg():
     client = {**SIMPLE, "max_tokens": 9, "min_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
     leg = given_back(prefill_body(Route.COMPLETIONS, taken(client), mode=Mode.FORWARD, transfer=TRANSFER))
@@ -213,13 +200,3 @@ def test_prefill_leg():
         "continue_final_message": True,
         "kv_transfer_params": {"do_remote_decode": True, "transfer_id": TRANSFER},
     }
-
-
-def test_legs_name_the_other_legs_node_only_if_told():
-    leg = prefill_body(Route.COMPLETIONS, SIMPLE, mode=Mode.FORWARD, transfer=TRANSFER, decode_node="two")
-    assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
-    decode = arriving(SIMPLE, prompt_tokens=3, cached_tokens=0, transfer=TRANSFER)
-    before = json.dumps(decode)
-    found = located(decode, "one")
-    assert found["kv_transfer_params"] == {**decode["kv_transfer_params"], "prefill_node": "one"}
-    assert json.dumps(decode) == before, "the leg may go to another engine, too"

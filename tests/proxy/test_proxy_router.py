@@ -11,8 +11,8 @@ from pdx.proxy.engines import Engine
 from pdx.proxy.router import Pair, decoder, pair, serving
 
 
-def engine(url, prefills=False, decodes=False, named=False, node="", detached=False):
-    return Engine(url=url, name=url, prefills=prefills, decodes=decodes, named=named, node=node, detached=detached)
+def engine(url, prefills=False, decodes=False, named=False, **told):
+    return Engine(url=url, name=url, prefills=prefills, decodes=decodes, named=named, **told)
 
 
 def Candidate(engine, load=0, last_used=0, suspect=False, cost=None):
@@ -25,6 +25,12 @@ D, E = engine("d", decodes=True), engine("e", decodes=True)
 BOTH = engine("both", prefills=True, decodes=True)
 P1, P2 = engine("p1", prefills=True, node="one"), engine("p2", prefills=True, node="two")
 D1, D2 = engine("d1", decodes=True, node="one"), engine("d2", decodes=True, node="two")
+
+
+PX, PY = (engine(f"p{name}", prefills=True, layout=name.encode()) for name in "xy")
+DX, DY = (engine(f"d{name}", decodes=True, layout=name.encode()) for name in "xy")
+REACHES = engine("r", prefills=True, node="one", reaches=frozenset({"two"}))
+D3 = engine("d3", decodes=True, node="three")
 
 
 def chosen(*candidates):
@@ -62,6 +68,11 @@ IDLE = [Candidate(P1, last_used=1), Candidate(D1, last_used=9), Candidate(D2, la
         ([Candidate(P1), Candidate(D1, suspect=True), Candidate(D2, 5)], ("p1", "d2")),
         ([Candidate(P), Candidate(P1, last_used=5), Candidate(D), Candidate(D1, last_used=5)], ("p1", "d1")),
         ([Candidate(P), Candidate(D, last_used=2), Candidate(D1)], ("p", "d1")),  # unknown nodes are not one node
+        ([Candidate(PX), Candidate(DX, 5), Candidate(DY)], ("px", "dx")),  # of another layout it can read nothing
+        ([Candidate(PX), Candidate(DY)], None),
+        ([Candidate(PX), Candidate(DY), Candidate(D, 5)], ("px", "d")),  # of one layout nobody tells
+        ([Candidate(REACHES), Candidate(D3), Candidate(D2, last_used=9)], ("r", "d2")),  # where a probe has gone
+        ([Candidate(REACHES), Candidate(D3), Candidate(D2, 1)], ("r", "d3")),
     ],
 )
 def test_the_pair_is_chosen_by_load_then_node_then_turn(candidates, wanted):
@@ -110,7 +121,7 @@ def test_the_planned_decoder_serves_as_long_as_it_can():
 
 
 def test_another_decoder_is_one_where_the_kv_is():
-    D3, E2 = engine("d3", decodes=True, node="three"), engine("e2", decodes=True, node="two")
+    E2 = engine("e2", decodes=True, node="two")
     planned = Pair(P1, D2)
     assert decoder([Candidate(D3), Candidate(E2, last_used=5)], planned=planned) == E2
     assert decoder([Candidate(D3), Candidate(D1, last_used=5)], planned=planned) == D1
