@@ -10,7 +10,6 @@ import aiohttp
 import openai
 import pytest
 from proxy_harness import BODY, COMPLETIONS, begin, cluster, until, within
-from test_proxy_drain import stream
 from test_proxy_workers import PATIENT_S, workers
 
 from pdx.errors import ConfigError, RequestRefused
@@ -260,22 +259,6 @@ async def test_others_wait_in_turn_and_no_more_than_the_queue_has_room_for():
         assert [(await within(each))[0] for each in (asked[0], asked[2])] == [200, 200]
         assert [body["prompt"] for body in made.prefill.bodies] == ["prompt 0", "prompt 2"]
         assert await made.metric("pdx_proxy_requests_total", outcome="limited") == 1
-
-
-async def test_a_stream_is_served_until_its_end():
-    async with cluster(max_concurrent=1, max_queue=0) as made:
-        made.decode.fault = "hang_mid"
-        begun = asyncio.Event()
-        streaming = asyncio.create_task(stream(made, begun))
-        await within(begun.wait())
-        assert (await made.post(COMPLETIONS, BODY))[0] == 429
-        streaming.cancel()
-        made.decode.fault = None
-
-        async def is_in():
-            return (await made.post(COMPLETIONS, BODY))[0] == 200
-
-        await until(is_in)
 
 
 async def test_a_body_that_does_not_come_keeps_nobody_waiting():

@@ -1,33 +1,13 @@
 """What a client of plain vLLM is used to, at the proxy: sizes, headers, paths, methods, forms of numbers, errors."""
 
-import io
 import json
 
 import pytest
-from proxy_harness import BODY, CHAT, COMPLETIONS, ENDED, begin, cluster, dial, within
+from proxy_harness import BODY, COMPLETIONS, ENDED, begin, cluster, dial, within
 
 from pdx.proxy.body import as_engines_read
 from pdx.proxy.plan import SWITCHES, WHOLE
 from pdx.proxy.server import _HEAD_BYTES
-
-
-async def post_large(made, path, body):
-    """The status and the message of the error that comes back."""
-    content = io.BytesIO(json.dumps(body).encode())
-    kind = {"Content-Type": "application/json"}
-    async with made.client.post(made.url + path, data=content, headers=kind) as response:
-        return response.status, (await response.json())["error"]["message"].encode()
-
-
-async def test_a_picture_in_a_chat_is_no_large_body():
-    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * (20 << 20)}"}}
-    words = {"type": "text", "text": "What is this?"}
-    talk = {"messages": [{"role": "user", "content": [words, picture]}], "max_tokens": 12, "best_of": 2}
-    async with cluster() as made:
-        made.decode.fault = 418  # it is given the request, and reads no pictures
-        assert await post_large(made, CHAT, talk) == (418, b"as the test wishes")
-        sent = made.decode.bodies[-1]["messages"][0]["content"][1]
-        assert sent == picture
 
 
 async def test_the_rest_of_a_body_that_was_answered_early_is_no_head():
