@@ -57,7 +57,7 @@ async def test_two_engines_answer_as_one_does(route, body, stream, details, node
 async def test_a_stream_that_breaks_off_ends_with_an_error():
     for fault in ("reset_mid", "end_mid"):
         async with cluster() as made:
-            made.decode.fault = fault
+            made.prefill.fault = made.decode.fault = fault  # the other one serves alone, once the first is suspect
             for route, body in BOTH:
                 status, _, raw = await made.post(route, {**body, "stream": True})
                 name, data = events(raw)[-1]
