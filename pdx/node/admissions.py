@@ -182,7 +182,7 @@ class Admissions:
             for chunk in chunks:
                 if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
                     chunk.hints = ask.hints
-        new = self._tiers.storing.found_by_request(chunks) if chunks else []
+        new = self._tiers.storing.found_by_request(chunks) if chunks else {}
         sources = self.explanations.sources(ask, hits, [*found, part], new)
         lease, lease_s = 0, 0.0
         if chunks and ask.lease_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -92,17 +92,17 @@ class Explanations:
             reasons.append(Reason(hits, 1, True, _kind(chunks[0].reservation.origin), text))
         return [*reasons, *self._of_misses(session, ask, hits + bool(chunks), now, MAX_EXPLAINED)]
 
-    def sources(self, ask: Admit, hits: int, found: Sequence[Sequence[Chunk]], new: Sequence[Chunk]) -> bytes:
-        """`Admitted.sources`. `found`: what the hits need, and the chunk behind them; `new`: those that no request has
-        found since they are here."""
+    def sources(self, ask: Admit, hits: int, found: Sequence[Sequence[Chunk]], new: Mapping[Chunk, Origin]) -> bytes:
+        """`Admitted.sources`. `found`: what the hits need, and the chunk behind them; `new`: of those that no request
+        has found since they are here, where they came from."""
         if not new:
             return b""
-        names, sources, places = {id(chunk) for chunk in new}, bytearray(hits + 1), [*range(hits)]
+        sources, places = bytearray(hits + 1), [*range(hits)]
         if ask.groups:
             places = [at % ask.chunks for at in needed(ask.groups, ask.chunks, hits, has_tail=ask.has_tail)]
         for place, chunks in zip([*places, hits], found, strict=True):
-            if chunks and id(chunks[0]) in names:
-                sources[place] = max(sources[place], SOURCES.index(_kind(self._tiers.origin(chunks[0]))))
+            if chunks and (origin := new.get(chunks[0])) is not None:
+                sources[place] = max(sources[place], SOURCES.index(_kind(origin)))
         return bytes(sources) if any(sources) else b""
 
     def note(

@@ -1,14 +1,12 @@
 """The form of a chunk that is kept outside of memory, in a file or under a key.
 
-It is a header, then the bytes of the chunk as they lie in the arena (version 3), or its slices, each encoded by itself,
-one behind the other (version 4).
+It is a header, then the bytes of the chunk as they lie in the arena, or its slices, each encoded by itself, one behind
+the other.
 
 The header says what the bytes are for and has a digest of each slice, as it stands there; of an encoded chunk also the
 codec, and how many bytes each slice takes:
 
     magic (8 bytes) | version (4) | bytes of the body (4) | digest of the body (8) | body, msgpack | zeros to 4 KiB
-
-Releases before version 4 take an encoded chunk for an outdated one.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from pdx.store.tier import Job, Part
 from pdx.wire.base import MAX_LAYERS, Key, LayerCount, Shard
 
 MAGIC = b"PDXCHUNK"
-PLAIN, ENCODED = 3, 4  # versions
+VERSION = 4
 HEADER_BYTES = 4096  # of a chunk with fewer than about 320 slices; more slices need whole further blocks
 _DIGEST_BYTES = 8
 _SIZE = struct.Struct("<I")  # of a slice that is encoded
@@ -52,6 +50,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     nbytes: Bytes
     layers: LayerCount
     digests: Annotated[bytes, Meta(max_length=_DIGEST_BYTES * MAX_LAYERS)]
+    codec: Annotated[str, Meta(min_length=1, max_length=128)] = NONE  # see `pdx.store.codecs.codec.codec_of`
+    sizes: Annotated[bytes, Meta(max_length=_SIZE.size * MAX_LAYERS)] = b""  # of its slices, if it is encoded
 
     @property
     def of(self) -> tuple[bytes, int, int, int]:
@@ -59,52 +59,32 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
         return self.key, self.shard, self.layers, self.nbytes
 
     @property
-    def stored(self) -> int:
-        """Bytes behind the header."""
-        return self.nbytes
-
-    @property
-    def start(self) -> int:
-        """Bytes of the header."""
-        return header_bytes(self.layers)
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """Start and bytes of each slice, as it stands behind the header."""
-        return (slice_span(self.nbytes, self.layers, layer, 1) for layer in range(self.layers))
-
-
-class EncodedHeader(Header, frozen=True):
-    """What an encoded chunk says of itself."""
-
-    codec: Annotated[str, Meta(min_length=1, max_length=128)]  # see `pdx.store.codecs.codec.codec_of`
-    sizes: Annotated[bytes, Meta(max_length=_SIZE.size * MAX_LAYERS)]
-
-    @property
-    def stored(self) -> int:
+    def coded(self) -> int:
+        """Bytes behind the header of an encoded chunk; 0: it is not encoded."""
         return sum(size for (size,) in _SIZE.iter_unpack(self.sizes))
 
     @property
-    def start(self) -> int:
-        return header_bytes(self.layers, is_encoded=True)
+    def stored(self) -> int:
+        """Bytes behind the header."""
+        return self.coded or self.nbytes
 
     def spans(self) -> Iterator[tuple[int, int]]:
+        """Start and bytes of each slice, as it stands behind the header."""
+        if self.codec == NONE:
+            yield from (slice_span(self.nbytes, self.layers, layer, 1) for layer in range(self.layers))
+            return
         first = 0
         for (size,) in _SIZE.iter_unpack(self.sizes):
             yield first, size
             first += size
 
 
-_decoders: dict[int, msgspec.msgpack.Decoder[Header]] = {
-    PLAIN: msgspec.msgpack.Decoder(Header),
-    ENCODED: msgspec.msgpack.Decoder(EncodedHeader),
-}
+_decoder = msgspec.msgpack.Decoder(Header)
 
 
-def header_bytes(layers: int, *, is_encoded: bool = False) -> int:
+def header_bytes(layers: int) -> int:
     """What comes before the bytes of a chunk with so many slices."""
-    if is_encoded:
-        return round_up(_PREFIX.size + 256 + (_DIGEST_BYTES + _SIZE.size) * layers)
-    return round_up(_PREFIX.size + 128 + _DIGEST_BYTES * layers)
+    return round_up(_PREFIX.size + 256 + (_DIGEST_BYTES + _SIZE.size) * layers)
 
 
 def aligned(nbytes: int) -> memoryview:
@@ -142,8 +122,7 @@ def packed(part: Part, data: memoryview, codec: str, is_over: Over) -> Packed:
     digests = bytearray()
     for first, nbytes in spans(part.slot.nbytes, part.layers, is_over):
         digests += xxhash.xxh3_64_digest(data[first : first + nbytes])
-    head = aligned(header_bytes(part.layers))
-    _write_header(PLAIN, Header(part.key, part.shard, part.slot.nbytes, part.layers, bytes(digests)), head)
+    head = _head(Header(part.key, part.shard, part.slot.nbytes, part.layers, bytes(digests)))
     return Packed(head, data, part.slot.nbytes)
 
 
@@ -151,10 +130,7 @@ def _encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Packed 
     nbytes, layers = part.slot.nbytes, part.layers
     if nbytes // layers >= _MAX_SLICE_BYTES or nbytes <= GRANULE_BYTES:
         return None
-    most = round_up(nbytes) - GRANULE_BYTES + header_bytes(layers) - header_bytes(layers, is_encoded=True)
-    if most <= 0:
-        return None
-    body, used, sizes, digests = aligned(most), 0, bytearray(), bytearray()
+    body, used, sizes, digests = aligned(round_up(nbytes) - GRANULE_BYTES), 0, bytearray(), bytearray()
     on_piece = partial(end_if, is_over)
     try:
         by = codec_of(codec)
@@ -167,9 +143,7 @@ def _encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Packed 
             used += size
     except CodecError as error:
         raise TierError(f"chunk {part.key.hex()[:8]} cannot be encoded: {error}", "not_encoded") from error
-    head = aligned(header_bytes(layers, is_encoded=True))
-    header = EncodedHeader(part.key, part.shard, nbytes, layers, bytes(digests), codec, bytes(sizes))
-    _write_header(ENCODED, header, head)
+    head = _head(Header(part.key, part.shard, nbytes, layers, bytes(digests), codec, bytes(sizes)))
     return Packed(head, body[: round_up(used)], used, is_encoded=True)
 
 
@@ -182,7 +156,7 @@ def unpacked(
     :raises TierError: they are not what was written; this release knows no such codec; `is_over`.
     """
     compare(header, data, path, is_over)
-    if not isinstance(header, EncodedHeader):
+    if header.codec == NONE:
         return data
     into = aligned(round_up(header.nbytes)) if into is None else into
     on_piece = partial(end_if, is_over)
@@ -214,35 +188,34 @@ def load(job: Job, arena: Arena, path: object, read: Read, is_over: Over, coded:
     try:
         arena.check(slot)
         with arena.data[slot.offset : slot.offset + round_up(slot.nbytes)] as room:
-            head = aligned(header_bytes(part.layers, is_encoded=bool(coded)))
+            head = aligned(header_bytes(part.layers))
             data = aligned(round_up(coded)) if coded else room
             size = read([head, data])
             if size is None:
                 raise TierError(f"{path} is not there any more", "missing")
-            most = len(head) + len(data)
-            if coded is None and (is_encoded(head) or whole_header(head) > len(head)):
-                whole = memoryview(b"".join((head, room)))[:size]  # it takes no more than one that is not encoded
-                start = header_bytes(part.layers, is_encoded=True)
-                head, data = whole[:start], whole[start:]
             header = parsed(head[:size], size, path)
-            job.coded_bytes = header.stored if isinstance(header, EncodedHeader) else 0
-            own = part.key, part.shard, part.layers, slot.nbytes, job.coded_bytes if coded is None else coded
-            if (*header.of, job.coded_bytes) != own or size > most:
+            job.coded_bytes = header.coded
+            own = part.key, part.shard, part.layers, slot.nbytes, header.coded if coded is None else coded
+            if (*header.of, header.coded) != own or size > len(head) + len(data):
                 raise TierError(f"{path} has another chunk", "corrupt")
+            if coded is None and header.coded:  # it takes no more than one that is not encoded, and lies in its place
+                data = memoryview(bytes(data[: header.coded]))
             arena.check(slot)
             unpacked(header, data, path, is_over, room[: slot.nbytes])
             arena.check(slot)
-            if isinstance(header, EncodedHeader) and header.codec != LOSSLESS:
+            if header.codec not in (NONE, LOSSLESS):
                 job.form = header.codec
     except (StaleSlot, LayoutError) as error:
         raise TierError(f"{path} is not loaded: {error}", "stale") from error
     job.end_ns = time.monotonic_ns()
 
 
-def _write_header(version: int, header: Header, into: memoryview) -> None:
+def _head(header: Header) -> memoryview:
     body = msgspec.msgpack.encode(header)
-    whole = _PREFIX.pack(MAGIC, version, len(body), xxhash.xxh3_64_intdigest(body)) + body
-    into[: len(whole)] = whole
+    whole = _PREFIX.pack(MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    head = aligned(header_bytes(header.layers))
+    head[: len(whole)] = whole
+    return head
 
 
 def whole_header(head: memoryview) -> int:
@@ -251,11 +224,6 @@ def whole_header(head: memoryview) -> int:
         return 0
     magic, _, body_bytes, _ = _PREFIX.unpack_from(head)
     return _PREFIX.size + body_bytes if magic == MAGIC and body_bytes <= _MAX_BODY_BYTES else 0
-
-
-def is_encoded(head: memoryview) -> bool:
-    """Whether a header that begins so is that of an encoded chunk."""
-    return len(head) >= _PREFIX.size and _PREFIX.unpack_from(head)[1] == ENCODED
 
 
 def parsed(data: memoryview, size: int, path: object) -> Header:
@@ -268,22 +236,21 @@ def parsed(data: memoryview, size: int, path: object) -> Header:
     magic, version, body_bytes, digest = _PREFIX.unpack_from(data)
     if magic != MAGIC or body_bytes > _MAX_BODY_BYTES:
         _damaged(path)
-    if version not in _decoders:
-        raise TierError(f"{path} has format {version}; this is {ENCODED}", "outdated")
+    if version != VERSION:
+        raise TierError(f"{path} has format {version}; this is {VERSION}", "outdated")
     body = data[_PREFIX.size : _PREFIX.size + body_bytes]
     if size < _PREFIX.size + body_bytes:
         raise TierError(f"{path} ends in its header", "truncated")
     if len(body) < body_bytes or xxhash.xxh3_64_intdigest(body) != digest:
         _damaged(path)
     try:
-        header: Header = _decoders[version].decode(body)
+        header = _decoder.decode(body)
     except msgspec.MsgspecError:
         _damaged(path)
-    if isinstance(header, EncodedHeader) and (
-        len(header.sizes) != _SIZE.size * header.layers or header.stored >= header.nbytes
-    ):
+    num_sizes = header.layers if header.codec != NONE else 0
+    if len(header.sizes) != _SIZE.size * num_sizes or (num_sizes and not 0 < header.coded < header.nbytes):
         _damaged(path)
-    whole = header.start + header.stored
+    whole = header_bytes(header.layers) + header.stored
     if len(header.digests) != _DIGEST_BYTES * header.layers or size > whole:
         _damaged(path)
     if size < whole:

@@ -239,7 +239,7 @@ class Copies:
         self._counters["granted_chunks"] += len(copy.items)
         if is_dead:
             self._source_is_gone(copy)
-        elif not copy.left.ungiven:  # nothing was granted
+        elif not copy.ungiven:  # nothing was granted
             copy.step(CopyStep.ALL_GIVEN)
             self._drain(copy)
         else:
@@ -352,9 +352,9 @@ class Copies:
             copy.tier.load(job)
         else:
             copy.tier.store(job)
-        if not copy.left.ungiven:
+        if not copy.ungiven:
             copy.step(CopyStep.ALL_GIVEN)
-        if not copy.left.ungiven or not copy.is_due(self._group_bytes):
+        if not copy.ungiven or not copy.is_due(self._group_bytes):
             self._rank(copy)
 
     def _rank(self, copy: Copy) -> None:

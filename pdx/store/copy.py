@@ -102,16 +102,6 @@ class Item(msgspec.Struct, eq=False):
         return sum(self.chunk.span(first, count)[1] for first, count in _runs(bits))
 
 
-class Left(msgspec.Struct):
-    """What of a copy is ready to be given, and how many slices were not given, or not copied."""
-
-    ready: list[int] = []  # a heap: the items with slices that are ready and not given
-    ready_bytes: int = 0
-    ready_slices: int = 0
-    ungiven: int = 0  # 0: nothing is left to give, now or later
-    uncopied: int = -1  # less than 0: it is not granted
-
-
 class Copy(msgspec.Struct, eq=False):
     """One copy. `chunks` lie in an arena of this node and are held, or filled, from its start to its end; `items` are
     those that it was granted room for. It counts what changes, so that nothing here looks at all of its chunks but its
@@ -142,7 +132,11 @@ class Copy(msgspec.Struct, eq=False):
     unfilled_bytes: int = 0  # that are still to be computed
     is_given_up: bool = False
     is_lost: bool = False  # the tier is gone: there is nobody to tell
-    left: Left = msgspec.field(default_factory=Left)
+    ready: list[int] = []  # a heap: the items with slices that are ready and not given …
+    ready_bytes: int = 0  # … of so many bytes …
+    ready_slices: int = 0  # … and so many slices
+    ungiven: int = 0  # slices, now or later; 0: nothing is left to give
+    uncopied: int = -1  # slices; less than 0: it is not granted
 
     def __post_init__(self) -> None:
         self.held_bytes = sum(map(_NBYTES, self.chunks))
@@ -155,7 +149,7 @@ class Copy(msgspec.Struct, eq=False):
     @property
     def is_complete(self) -> bool:
         """Whether all that it was granted room for is copied."""
-        return not self.left.uncopied
+        return not self.uncopied
 
     def step(self, step: CopyStep) -> None:
         self.state = COPY[self.state, step]
@@ -169,7 +163,7 @@ class Copy(msgspec.Struct, eq=False):
         self.chunks = [item.chunk for item in self.items]
         self.held_bytes = self.unfilled_bytes = sum(map(_NBYTES, self.chunks))
         slices = sum(map(_LAYERS, self.chunks))
-        self.left.ungiven = self.left.uncopied = slices
+        self.ungiven = self.uncopied = slices
         for item in self.items:
             self.note(item)
 
@@ -200,27 +194,27 @@ class Copy(msgspec.Struct, eq=False):
         if not new or (self.tier.is_whole and readable != whole):
             return False
         if item.ready == item.sent:
-            heapq.heappush(self.left.ready, item.index)
+            heapq.heappush(self.ready, item.index)
         item.ready |= new
         nbytes = chunk.slot.nbytes if new == whole else item.nbytes(new)
         self.unfilled_bytes -= nbytes
-        self.left.ready_bytes += nbytes
-        self.left.ready_slices += new.bit_count()
+        self.ready_bytes += nbytes
+        self.ready_slices += new.bit_count()
         return True
 
     def is_due(self, group_bytes: int) -> bool:
         """Whether there is a job to give: of `group_bytes`, or as large as a job may be, or the last."""
-        left, most = self.left, min(group_bytes, self.tier.max_job_bytes)
-        is_full = left.ready_bytes >= most or left.ready_slices >= MAX_SLICES
-        return bool(left.ready) and (is_full or self.tier.is_whole or not self.unfilled_bytes)
+        most = min(group_bytes, self.tier.max_job_bytes)
+        is_full = self.ready_bytes >= most or self.ready_slices >= MAX_SLICES
+        return bool(self.ready) and (is_full or self.tier.is_whole or not self.unfilled_bytes)
 
     def next_job(self) -> Job:
         """The slices that go next, of the first chunks that have some. It must be due."""
         limit = self.tier.max_job_bytes
         parts: list[Part] = []
         nbytes = count = 0
-        while self.left.ready:
-            item = self.items[self.left.ready[0]]
+        while self.ready:
+            item = self.items[self.ready[0]]
             chunk = item.chunk
             slices = chunk.reservation.layers
             is_whole = not item.sent and item.ready == (1 << slices) - 1
@@ -237,14 +231,14 @@ class Copy(msgspec.Struct, eq=False):
             parts.append(Part(chunk.key, chunk.shard, slices, first, fitting, *where, form, lead, chunk.is_passed))
             item.sent |= ((1 << fitting) - 1) << first
             if item.sent == item.ready:
-                heapq.heappop(self.left.ready)
+                heapq.heappop(self.ready)
             nbytes += chunk.slot.nbytes if fitting == slices else chunk.span(first, fitting)[1]
             count += fitting
             if fitting < layers or self.tier.is_whole:
                 break
-        self.left.ready_bytes -= nbytes
-        self.left.ready_slices -= count
-        self.left.ungiven -= count
+        self.ready_bytes -= nbytes
+        self.ready_slices -= count
+        self.ungiven -= count
         return Job(self.number, parts, nbytes, transfer=self.transfer)
 
     def _lead(self, item: Item) -> bytes:
@@ -253,7 +247,7 @@ class Copy(msgspec.Struct, eq=False):
 
     def copied(self, job: Job) -> None:
         self.copied_bytes += job.nbytes
-        self.left.uncopied -= sum(part.count for part in job.parts)
+        self.uncopied -= sum(part.count for part in job.parts)
 
     def record(self, job: Job, counters: Counter[str], tracer: Tracer | None) -> None:
         """Bytes, time and spans of what a job has moved, for tiers of every kind alike."""

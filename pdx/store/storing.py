@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pdx.config import StoreChoice
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import Chunk, Origin
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.history import Cause, Gone
@@ -71,13 +71,12 @@ class Storing:
             if chunk.state is State.SEALED and not chunk.tail and self._choice != "write-back":
                 self.give(chunk, self._next(chunk))
 
-    def found_by_request(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """A request has found these; of each the first time counts: those that it was for, and those that are filled
-        yet."""
-        new = []
+    def found_by_request(self, chunks: Iterable[Chunk]) -> dict[Chunk, Origin]:
+        """A request has found these. Where those came from that it is the first for, or that are filled yet."""
+        new: dict[Chunk, Origin] = {}
         for chunk in chunks:
             if chunk.state is not State.SEALED:
-                new.append(chunk)
+                new[chunk] = self._tiers.origin(chunk)
                 continue
             if chunk.is_stored_again:
                 chunk.is_stored_again = False
@@ -85,8 +84,8 @@ class Storing:
                     self._again[chunk.key] = None
             if not chunk.is_found:
                 chunk.is_found = True
-                new.append(chunk)
-                self._tiers.hit(chunk)
+                new[chunk] = origin = self._tiers.origin(chunk)
+                self._tiers.hit(chunk, origin)
                 if self._choice == "twice-seen" and not chunk.tail and not any(chunk.reservation.arenas):
                     self.give(chunk, self.below(chunk))
         return new

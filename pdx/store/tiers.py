@@ -430,16 +430,13 @@ class Tiers(TierHost):
                 else:
                     yield tier
 
-    def hit(self, chunk: Chunk) -> None:
-        """A request has found this for the first time since it is here: if a tier below had it, count that."""
-        if chunk.shard:
-            return
-        name = self.origin(chunk).name
-        names = [[tier.name for tier in level] for level in self.below]
-        where = next((at for at, level in enumerate(names) if name in level), None)
-        if where is not None:
-            self.below[where][names[where].index(name)].tally.hits += 1
-            self.missed(chunk.key, self.below[:where], is_named=chunk.is_named)
+    def hit(self, chunk: Chunk, origin: Origin) -> None:
+        """A request has found this for the first time since it is here: if it came from a tier below, count that."""
+        for at, level in enumerate(self.below if not chunk.shard else ()):
+            for tier in level:
+                if tier.name == origin.name:
+                    tier.tally.hits += 1
+                    self.missed(chunk.key, self.below[:at], is_named=chunk.is_named)
 
     def origin(self, chunk: Chunk) -> Origin:
         """Where it came from; to another arena it came by way of the first one."""

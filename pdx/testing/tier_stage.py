@@ -26,6 +26,7 @@ from pdx.wire.status import TierStatus
 HANGS_S = 60.0  # what takes so long hangs
 Content = Callable[[int, int, int], bytes]  # of a chunk: by number, shard and size
 _arenas = itertools.count()
+_FEW = bytes(byte & 3 for byte in range(256))
 DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "empty": lambda good: b"",
     "garbage": lambda good: b"\xff" * 5000,
@@ -53,7 +54,7 @@ def content(number: int, shard: int, nbytes: int) -> bytes:
 def alike(number: int, shard: int, nbytes: int) -> bytes:
     """Bytes that a codec makes smaller: elements of two bytes, of which one is nearly the same in all of them."""
     raw = bytearray(random.Random(number << 8 | shard).randbytes(nbytes))
-    raw[1::2] = bytes(byte & 3 for byte in raw[1::2])
+    raw[1::2] = raw[1::2].translate(_FEW)
     return bytes(raw)
 
 

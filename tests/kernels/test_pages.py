@@ -97,9 +97,8 @@ def test_it_is_the_reference_and_touches_nothing_else(operation, problem):
     assert torch.equal(slot.raw, kept.raw)
 
 
-@pytest.mark.parametrize("page_bytes", [16, 48, 64, 112, 4096, 16384 - 16, 16384, 16384 + 16, 32768, 53328, 65536 + 64])
-@pytest.mark.parametrize("lead", [0, 16, 48])
-@pytest.mark.parametrize("gap", [0, 32])
+@pytest.mark.parametrize("page_bytes", [16, 64, 112, 4096, 16384 - 16, 16384 + 16, 53328, 65536 + 64])
+@pytest.mark.parametrize(("lead", "gap"), [(0, 0), (16, 32), (48, 0)])
 def test_pages_of_any_size_at_any_address(page_bytes, lead, gap):
     """Whatever part of a page is a span, a line or less than one, and wherever it begins."""
     engine = memory((5, page_bytes), torch.uint8, lead=lead, gap=gap, seed=1)

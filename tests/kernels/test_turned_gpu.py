@@ -21,7 +21,13 @@ ROPES = {
     "in part": Rope((1.0, 0.1, 0.01, 0.001, 0.0001)),
 }
 ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BHLNC")
-PARTS = {"LBHNC": 1 << 30, "LBNHC": 1, "BLHNC": 20_000, "BHLNC": 1 << 30}  # bytes of a launch
+# How keys turn, in what order they lie, and bytes of a launch.
+CASES = [
+    ("halves", "LBHNC", 1 << 30),
+    ("interleaved", "LBNHC", 1),
+    ("in part", "BLHNC", 20_000),
+    ("halves", "BHLNC", 1 << 30),
+]
 ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=ON_GPU)]
 
 
@@ -45,10 +51,9 @@ def cache(order, dtype):
 
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_it_does_what_the_cpu_kernel_does(rope, order, dtype, device):
-    module = kernel(device)
+@pytest.mark.parametrize(("rope", "order", "part_bytes"), CASES)
+def test_it_does_what_the_cpu_kernel_does(rope, order, part_bytes, dtype, device):
+    module, rope = kernel(device), ROPES[rope]
     layers = [each.to(device) for each in cache(order, dtype)]
     pages = PageMap.of(layers, BLOCKS)
     by_head = order.index("H") < order.index("N")
@@ -60,7 +65,7 @@ def test_it_does_what_the_cpu_kernel_does(rope, order, dtype, device):
     layer_bytes = slot.stride(0) * slot.element_size()
     runs = [module.TurnedRun(slot.data_ptr(), layer_bytes, first, target, count, blocks)]
     batch = module.TurnedBatch.of(pages, module.TurnedPages(rope, strides, dtype), runs, shift)
-    for part, of_layers in batch.parts(range(1, 3), PARTS[order]):
+    for part, of_layers in batch.parts(range(1, 3), part_bytes):
         module.scatter_turned(pages, part, of_layers.start, len(of_layers))
 
     each, of_key = np.arange(BLOCK) * token, np.arange(DIM)

@@ -1,6 +1,5 @@
 """Host arenas ask for huge pages before their memory is allocated, because afterwards the kernel has chosen."""
 
-import mmap
 import os
 import re
 import subprocess
@@ -42,23 +41,6 @@ def test_a_new_arena_asks_before_anything_is_allocated(tmp_path, advised):
         assert arena.nbytes == 8 * MIB
         assert os.stat(arena.path).st_blocks * 512 >= 8 * MIB, "all memory is allocated all the same"
         assert bytes(arena.data[:GRANULE_BYTES]) == bytes(GRANULE_BYTES)
-
-
-def test_what_is_asked_for_is_huge_pages_and_all_of_them_now(monkeypatch, tmp_path):
-    advice = []
-
-    class Libc:
-        class madvise:  # noqa: N801  # the name of the call
-            argtypes: list = []
-
-            def __new__(cls, address, nbytes, what):
-                advice.append((nbytes, what))
-                return 0
-
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: Libc)
-    with Arena.create(tmp_path / "arena", 4 * MIB):
-        assert advice[0] == (4 * MIB, mmap.MADV_HUGEPAGE)
-        assert {what for _, what in advice[1:]} == {module._MADV_POPULATE_WRITE}
 
 
 def test_a_real_file_system_that_gives_huge_pages_gives_them_to_arenas(tmp_path):

@@ -6,6 +6,7 @@ import itertools
 import pytest
 from disk_bed import closing_all
 from gate import Gate
+from memory_store import MemoryBed, MemoryStore
 from remote_bed import Bed, made, running
 
 from pdx.store.disk import chunk_file
@@ -34,6 +35,27 @@ def gate(monkeypatch):
 def beds(tmp_path):
     folders = (tmp_path / f"bed{number}" for number in itertools.count())
     with closing_all(lambda url, **settings: Bed(next(folders), url, **settings)) as make:
+        yield make
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory):
+    """SeaweedFS, which takes seconds to start; each test uses other chunks."""
+    server = made("s3", tmp_path_factory.mktemp("s3") / "server").start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def memory():
+    return MemoryStore()
+
+
+@pytest.fixture
+def over_memory(tmp_path, memory):
+    """Makes tiers over one store within this process."""
+    folders = (tmp_path / f"over{number}" for number in itertools.count())
+    with closing_all(lambda **settings: MemoryBed(next(folders), memory, **settings)) as make:
         yield make
 
 

@@ -21,7 +21,7 @@ FORMS = [
     Form(codec, elements, shape)
     for codec in ("fp8", "int8")
     for elements in ("bf16", "fp16", "fp32")
-    for shape in ((1, 2, 4, 2, 8), (4, 2, 1, 2, 8), (1, 2, 1, 2, 32))
+    for shape in ((1, 2, 4, 2, 8), (4, 2, 1, 2, 8))
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -54,7 +54,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 # ---- lossless -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(deadline=None, max_examples=examples(100))
 @given(st.binary(max_size=4096), st.integers(1, 40))
 @example(b"", 1)
 @example(b"\x00" * 4095, 1)
@@ -64,7 +64,7 @@ def test_any_bytes_come_back(piece, times):
     assert decoded(LOSSLESS, encoded(LOSSLESS, data), len(data)) == data
 
 
-@pytest.mark.parametrize("nbytes", [1, 63, 64, 65, MIB - 1, MIB, MIB + 1, 3 * MIB + 5])
+@pytest.mark.parametrize("nbytes", [1, 64, MIB, 3 * MIB + 5])
 @pytest.mark.parametrize("kind", ["bf16", "fp32", "random"])
 def test_any_size_comes_back(nbytes, kind):
     generator = np.random.default_rng(nbytes)
@@ -147,12 +147,8 @@ def test_an_unknown_codec_is_an_error(name):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_form_is_its_text(form):
-    assert parse_form(str(form)) == form
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_lossy_comes_back_nearly_and_then_exactly(form):
+    assert parse_form(str(form)) == form
     dtype = DTYPES[form.elements]
     values = kv(dtype, (3, *form.shape))
     small = encoded(str(form), raw(values))
@@ -170,7 +166,7 @@ def test_lossy_comes_back_nearly_and_then_exactly(form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@settings(deadline=None, max_examples=examples(40))
+@settings(deadline=None, max_examples=examples(20))
 @given(st.data())
 def test_lossy_takes_any_bits(form, data):
     elements = 128

@@ -91,13 +91,6 @@ def test_without_its_beginning_nothing_is_found(bed: Bed) -> None:
     assert bed.spans([100, *range(108, 140)]) == [(1, 0), (32, -7)]
 
 
-def test_several_holes_leave_several_runs(bed: Bed) -> None:
-    history = list(range(100, 180))
-    bed.tell(history)
-    kept = [*range(100, 110), *range(113, 130), *range(137, 160), *range(161, 180)]
-    assert bed.spans(kept) == [(10, 0), (17, -3), (23, -10), (19, -11)]
-
-
 def test_documents_in_another_order_are_found(bed: Bed) -> None:
     system, first, second = list(range(10, 18)), list(range(100, 112)), list(range(200, 220))
     bed.tell([*system, *first, *second])
@@ -151,8 +144,8 @@ def test_what_is_forgotten_is_not_found_and_leaves_nothing(bed: Bed) -> None:
 
 
 def test_those_that_nobody_asks_for_go_first_and_the_bytes_are_what_they_are_said_to_be() -> None:
-    bed = Bed(256, max_bytes=4 << 20)
-    prompts = [[number, *range(number * 1000, number * 1000 + 1023)] for number in range(1, 800)]
+    bed = Bed(256, max_bytes=2 << 20)
+    prompts = [[number, *range(number * 1000, number * 1000 + 1023)] for number in range(1, 400)]
     bed.tell(prompts[0])
     tracemalloc.start()
     for prompt in prompts[1:]:
@@ -162,13 +155,13 @@ def test_those_that_nobody_asks_for_go_first_and_the_bytes_are_what_they_are_sai
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.7 * bed.names.nbytes < held < 1.2 * bed.names.nbytes
-    assert bed.names.nbytes <= 4 << 20
+    assert bed.names.nbytes <= 2 << 20
     assert sum(piece.count for piece in bed.find(prompts[0])) == 1024
     assert bed.names.find(SCOPE, ids(prompts[1]), 256) == []
 
 
 def test_any_prompts_of_any_words_are_found_rightly() -> None:
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         bed = Bed(rng.choice([1, 2, 4, 7]))
         words = rng.choice([2, 5, 1000])

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError, TierError
 from pdx.store import chunk_format
-from pdx.store.disk import chunk_file, folder
+from pdx.store.disk import chunk_file, folder, tier
 from pdx.store.disk.files import SILENT_S, THREADS
 from pdx.store.disk.index import FULL_S
 from pdx.store.disk.tier import JOIN_S, DiskTier
@@ -76,20 +75,7 @@ def lost(bed, number, kind):
 # ---- reading --------------------------------------------------------------------------------
 
 
-def test_whatever_keeps_a_file_from_being_verified_is_said_as_of_the_disk(bed):
-    """A probe that meets it has the disk stay in doubt, and warns."""
-    assert bed.store(1)
-    path = bed.file(1)
-    shutil.rmtree(path.parent)
-    with pytest.raises(FileNotFoundError):
-        chunk_file.verify(path, is_direct=False)
-    path.parent.write_bytes(b"")
-    with pytest.raises(TierError, match="cannot be read: Not a directory") as raised:
-        chunk_file.verify(path, is_direct=False)
-    assert raised.value.kind == "read_failed"
-
-
-@pytest.mark.parametrize("nbytes", [0, 100, 36_863])
+@pytest.mark.parametrize("nbytes", [0, 36_863])
 def test_a_truncated_file_is_removed_when_a_node_starts(bed, nbytes):
     assert bed.store(1)
     assert bed.store(2)
@@ -102,6 +88,7 @@ def test_a_truncated_file_is_removed_when_a_node_starts(bed, nbytes):
     assert bed.tier.used_bytes == bed.charge
 
 
+@pytest.mark.long  # the suite of tiers flips some
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_any_flipped_bit_is_found_and_costs_a_miss_or_nothing(bed, data):
@@ -155,9 +142,7 @@ def fail_reads(patch, fake=errno.EIO, *, only=None):
     return failed
 
 
-@pytest.mark.parametrize(
-    ("fake", "kind"), [(errno.EIO, "read_failed"), (errno.ETIMEDOUT, "read_failed"), (1, "denied")]
-)
+@pytest.mark.parametrize(("fake", "kind"), [(errno.EIO, "read_failed"), (errno.EPERM, "denied")])
 def test_a_fake_read_error_costs_a_miss_and_no_file(bed, monkeypatch, fake, kind):
     assert bed.store(1)
     assert bed.store(2)
@@ -172,36 +157,22 @@ def test_a_fake_read_error_costs_a_miss_and_no_file(bed, monkeypatch, fake, kind
     assert bed.tier.used_bytes == 2 * bed.charge
 
 
-def test_a_file_that_fails_by_a_fake_error_again_and_again_while_others_are_read_is_removed(bed, monkeypatch):
-    assert bed.store(1)
-    assert bed.store(2)
-    fail_reads(monkeypatch, only=key(1).hex())
-    assert bed.load(1).kind == "read_failed"
-    bed.now += PAUSE_S
-    assert bed.load(1).kind == "read_failed"
-    assert bed.file(1).exists(), "nothing else was read meanwhile: it may be the disk"
-    assert bed.load(2) is None
-    bed.now += PAUSE_S
-    assert bed.load(1).kind == "read_failed"
-    assert bed.files == [bed.file(2)]
-    assert bed.tier.used_bytes == bed.charge
-    assert bed.tier.status().state == "ok"
-
-
-def test_a_shard_that_fails_by_a_fake_error_while_the_others_are_read_is_not_asked_for_again_and_again(
-    bed, monkeypatch
-):
+def test_a_shard_that_fails_by_a_fake_error_again_and_again_while_others_are_read_is_removed(bed, monkeypatch):
     for shard in range(2):
         assert bed.store(1, shard, shards=2)
     assert bed.store(2)
     fail_reads(monkeypatch, only=f"{key(1).hex()}-0-")
     assert bed.load(1, 0).kind == "read_failed"
+    bed.now += PAUSE_S
+    assert bed.load(1, 0).kind == "read_failed"
+    assert bed.file(1).exists(), "nothing else was read meanwhile: it may be the disk"
     assert bed.load(1, 1, at=2) is None
     assert not bed.has(1, 2), "whoever waits for it would have both loaded at once again"
     bed.now += PAUSE_S
     assert bed.has(1, 2)
     assert bed.load(1, 0).kind == "read_failed"
-    assert bed.files == [bed.file(2)], "twice, and others were read in between"
+    assert bed.files == [bed.file(2)]
+    assert bed.tier.used_bytes == bed.charge
     assert bed.tier.status().state == "ok"
 
 
@@ -345,12 +316,11 @@ def test_a_disk_that_removes_many_files_one_after_the_other_answers(bed, monkeyp
     assert not bed.files
 
 
-@pytest.mark.parametrize("what", ["load", "store"])
-def test_a_disk_whose_one_call_never_returns_is_used_again_when_others_do(bed, hang, what):
+def test_a_disk_whose_one_call_never_returns_is_used_again_when_others_do(bed, hang):
     for number in range(4):
         assert bed.store(number)
     disk = hang(room=1)
-    hung = bed.start_load(1) if what == "load" else bed.start_store(9)
+    hung = bed.start_load(1)
     assert disk.begun.acquire(timeout=60)
     bed.now += 2 * SILENT_S
     assert not bed.has(2)
@@ -431,7 +401,8 @@ def test_nothing_waits_for_a_disk_that_reads_and_whose_writes_do_not_return(bed,
     assert bed.file(1).stat().st_mtime_ns > used_ns
 
 
-def test_a_disk_that_does_not_answer_keeps_no_node_from_ending(bed, hang):
+def test_a_disk_that_does_not_answer_keeps_no_node_from_ending(bed, hang, monkeypatch):
+    monkeypatch.setattr(tier, "SILENT_JOIN_S", 0.1)
     assert bed.store(1)
     disk = hang()
     bed.start_load(1)
@@ -445,14 +416,16 @@ def test_a_disk_that_does_not_answer_keeps_no_node_from_ending(bed, hang):
 # ---- a folder that is not there any more -----------------------------------------------------
 
 
-def test_a_folder_that_was_removed_is_not_made_again_and_not_written_to(bed, caplog):
+def test_a_folder_that_is_gone_is_not_made_again_nor_is_another_written_to_and_is_used_when_it_is_back(bed, caplog):
+    """As when its disk is unmounted for a while."""
     for number in range(4):
         assert bed.store(number)
-    shutil.rmtree(bed.root)
+    bed.root.rename(bed.root.with_name("away"))
     assert bed.load(1).kind == "gone"
-    assert not bed.has(2)
     assert not bed.store(9)
-    assert bed.tier.status().state == "not there"
+    bed.tier.evict([key(3)])
+    bed.settle()
+    assert not bed.root.exists()
     bed.root.mkdir(mode=0o700)
     bed.now += PAUSE_S
     assert not bed.has(2)
@@ -461,7 +434,13 @@ def test_a_folder_that_was_removed_is_not_made_again_and_not_written_to(bed, cap
     assert bed.tier.status().state == "not there", "that is another folder, and nobody has its lock"
     assert not list(bed.root.iterdir())
     assert sum("not there" in one.message for one in caplog.records) == 1
-    bed.restart()
+    bed.root.rmdir()
+    bed.root.with_name("away").rename(bed.root)
+    bed.now += PAUSE_S
+    while not bed.has(1):
+        bed.turn()
+    assert [bed.load(number) for number in range(3)] == [None] * 3
+    assert not bed.has(3), "what was forgotten meanwhile is not found again"
     assert bed.store(9)
 
 
@@ -493,34 +472,6 @@ def test_a_link_under_the_name_of_a_chunk_is_not_followed_when_a_node_starts(bed
     assert bed.counters["disk_corrupt"] == 1
     assert bed.files == [bed.file(2)]
     assert (tmp_path / "elsewhere").exists()
-
-
-@is_root
-def test_a_disk_that_is_unmounted_for_a_while_is_used_again(tmp_path):
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    with small_disk(tmp_path / "tier", MIB) as folder, contextlib.closing(Bed(folder.parent)) as bed:
-        for number in range(4):
-            assert bed.store(number)
-        subprocess.run(["mount", "--bind", str(folder), str(other)], check=True)
-        try:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-            assert not bed.store(9)
-            assert bed.counters["disk_gone"] == 1
-            assert not bed.has(1)
-            bed.tier.evict([key(3)])
-            bed.settle()
-            assert bed.tier.status().state == "not there"
-            assert not list(folder.iterdir()), "nothing is written to the file system below"
-            subprocess.run(["mount", "--bind", str(other), str(folder)], check=True)
-        finally:
-            subprocess.run(["umount", "-l", str(other)], check=True)
-        bed.now += PAUSE_S
-        while not bed.has(1):
-            bed.turn()
-        assert [bed.load(number) for number in range(3)] == [None] * 3
-        assert not bed.has(3), "what was forgotten meanwhile is not found again"
-        assert bed.store(9)
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -571,21 +522,6 @@ def test_a_cap_that_the_disk_does_not_have_is_lowered_and_said(tmp_path, caplog)
         assert not bed.counters["disk_full"]
 
 
-def test_what_was_forgotten_is_not_found_again_when_its_file_cannot_be_removed(bed, monkeypatch):
-    """A client's name says nothing of the bytes: the old ones must not come back under it."""
-    assert bed.store(1)
-    with monkeypatch.context() as patch:
-        _refuse_to_remove(patch, 1)
-        assert bed.tier.evict([key(1)]) == 1
-        bed.settle()
-    assert bed.counters["disk_denied"] == 1
-    assert not bed.tier.find([key(1)], 1)
-    assert bed.tier.used_bytes == bed.charge, "the file still takes its part of the cap"
-    assert bed.store(1)
-    assert bed.tier.used_bytes == bed.charge, "what replaces it counts once"
-    assert bed.load(1) is None
-
-
 def _refuse_to_remove(monkeypatch, *numbers):
     """Files of these chunks can be neither removed nor written anew."""
 
@@ -601,41 +537,38 @@ def _refuse_to_remove(monkeypatch, *numbers):
         monkeypatch.setattr(chunk_file, name, refusing(getattr(chunk_file, name)))
 
 
-def test_what_makes_room_and_is_forgotten_meanwhile_is_not_found_again_when_it_cannot_be_removed(bed, monkeypatch):
-    bed.limit_bytes = 2 * bed.charge
-    bed.restart()
+@pytest.mark.parametrize("when", ["it lies there", "it makes room", "it is stored", "it was damaged"])
+def test_what_is_forgotten_is_not_found_again_when_its_file_cannot_be_removed(bed, monkeypatch, when):
+    """A client's name says nothing of the bytes: the old ones must not come back under it. Nor is what is broken loaded
+    again and again."""
+    with monkeypatch.context() as patch:
+        if when == "it is stored":
+            _refuse_to_remove(patch, 1)
+            copy, call = bed.start_store(1), bed.next_call()  # the file is there, and the control loop has not heard
+            bed.tier.evict([key(1)])
+            call()
+            assert bed.end(copy) is None
+        else:
+            bed.limit_bytes = 2 * bed.charge
+            bed.restart()
+            assert [bed.store(1), bed.store(2)] == [True, True]
+            _refuse_to_remove(patch, 1)
+        if when == "it lies there":
+            assert bed.tier.evict([key(1)]) == 1
+        elif when == "it makes room":
+            copy = bed.start_store(3)
+            bed.tier.evict([key(1)])
+            assert bed.end(copy).kind == "denied"
+        elif when == "it was damaged":
+            os.truncate(bed.file(1), 5000)
+            assert bed.load(1).kind == "truncated"
+        bed.settle()
+        assert not bed.has(1)
+        assert bed.file(1).exists()
+        assert bed.tier.used_bytes == len(bed.files) * bed.charge, "the file still takes its part of the cap"
     assert bed.store(1)
-    assert bed.store(2)
-    _refuse_to_remove(monkeypatch, 1)
-    copy = bed.start_store(3)
-    bed.tier.evict([key(1)])
-    assert bed.end(copy).kind == "denied"
-    bed.settle()
-    assert not bed.has(1)
-    assert bed.has(2)
-    assert bed.tier.used_bytes == 2 * bed.charge
-
-
-def test_what_is_forgotten_while_it_is_stored_is_not_found_when_it_cannot_be_removed(bed, monkeypatch):
-    _refuse_to_remove(monkeypatch, 1)
-    copy = bed.start_store(1)
-    call = bed.next_call()  # the file is there, and the control loop has not heard
-    bed.tier.evict([key(1)])
-    call()
-    assert bed.end(copy) is None
-    bed.settle()
-    assert not bed.has(1)
-    assert bed.tier.used_bytes == bed.charge
-
-
-def test_a_broken_file_that_cannot_be_removed_is_not_found_again(bed, monkeypatch):
-    """A request that waits for it would have it loaded again and again."""
-    assert bed.store(1)
-    os.truncate(bed.file(1), 5000)
-    _refuse_to_remove(monkeypatch, 1)
-    assert bed.load(1).kind == "truncated"
-    assert not bed.has(1)
-    assert bed.tier.used_bytes == bed.charge
+    assert bed.tier.used_bytes == len(bed.files) * bed.charge, "what replaces it counts once"
+    assert bed.load(1) is None
 
 
 def test_an_unfinished_file_counts_beside_an_old_one_of_its_chunk_when_neither_can_be_removed(bed, monkeypatch):
@@ -714,23 +647,6 @@ def test_folders_that_no_tier_made_are_not_looked_into(bed, monkeypatch):
     monkeypatch.setattr(os, "scandir", scandir)
     bed.restart()
     assert bed.load(1) is None
-
-
-def test_a_file_that_goes_while_it_is_counted_is_a_miss(bed, monkeypatch):
-    for number in range(3):
-        assert bed.store(number)
-    bed.file(1).with_suffix(".partial").write_bytes(b"")
-    real = chunk_file.remove
-
-    def gone(path):
-        real(path)
-        raise TierError(f"{path} cannot be removed", "denied")
-
-    bed.close_tier()
-    with monkeypatch.context() as patch:
-        patch.setattr(chunk_file, "remove", gone)
-        bed.open()
-    assert [bed.has(number) for number in range(3)] == [True] * 3
 
 
 @pytest.mark.parametrize("name", ["chunk", "partial"])
@@ -827,24 +743,6 @@ def test_where_one_tier_cannot_be_opened_the_others_are_closed_again(tmp_path, f
         assert bed.load(1) is None
 
 
-@is_root
-def test_a_disk_that_is_full_when_a_node_starts_is_not_used_through_the_page_cache(tmp_path, caplog):
-    with small_disk(tmp_path / "tier", MIB) as folder, contextlib.closing(Bed(folder.parent)) as bed:
-        assert bed.tier._folder.is_direct, "else there is nothing to see here"
-        assert bed.store(1)
-        bed.close_tier()
-        with (folder / "of-others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-        bed.open()
-        assert bed.tier._folder.is_direct
-        assert bed.tier.status().state == "ok"
-        assert not bed.counters["disk_not_direct"]
-        assert "direct" not in caplog.text
-        assert bed.load(1) is None
-        assert not (folder / "direct").exists()
-
-
 def test_a_folder_that_nothing_may_be_written_to(bed):
     assert bed.store(1)
     with immutable(bed.file(1).parent):
@@ -874,11 +772,10 @@ def test_what_cannot_be_removed_still_counts(bed):
     assert bed.files == [bed.file(1)]
 
 
-@pytest.mark.parametrize("fake", [errno.EIO, errno.EFBIG])
 @pytest.mark.parametrize("call", ["pwritev", "rename", "ftruncate"])
-def test_a_fake_write_error_leaves_no_file(bed, monkeypatch, call, fake):
+def test_a_fake_write_error_leaves_no_file(bed, monkeypatch, call):
     def failing(*args):
-        raise OSError(fake, os.strerror(fake))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)

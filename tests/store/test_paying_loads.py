@@ -66,13 +66,6 @@ def test_of_a_tier_that_was_not_measured_everything_is_loaded(stage):
     load(stage, [0, 1], 1)
 
 
-def test_an_engine_of_unknown_pace_waits_for_whatever_comes(stage):
-    measured(stage, 1000)
-    below(stage, [0])
-    assert stage.may_come([0])
-    load(stage, [0], 1000)
-
-
 def test_what_an_engine_computes_before_counts(stage):
     measured(stage, 100)
     below(stage, [0])
@@ -99,18 +92,6 @@ def test_what_others_load_from_the_tier_comes_first(stage):
     assert not ask(stage, [4], chunk_s=0.15), "four are before it"
     assert ask(stage, [4], chunk_s=0.6)
     stage.end_all()
-
-
-def test_bytes_that_are_loaded_are_not_waited_for_twice(stage):
-    measured(stage, 100)
-    below(stage, [0, 1, 2, 3])
-    assert ask(stage, [0, 1, 2], chunk_s=0.15)
-    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 3 * GRANULE_BYTES
-    stage.end()
-    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 2 * GRANULE_BYTES
-    stage.end(fails=True)
-    stage.end()
-    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == 0
 
 
 def test_now_and_then_one_chunk_is_loaded_that_nobody_waits_for(stage):
@@ -198,19 +179,6 @@ def test_what_was_given_up_is_not_waited_for(stage):
     stage.end_all()
 
 
-def test_what_was_given_up_has_no_turn(stage):
-    """While its last job is under way so many others come and go that it would go first."""
-    stage.tier.loads_at_once = 1
-    below(stage, range(10))
-    assert stage.may_come([0, 1])
-    stage.copies.give_up(stage.copies.of(stage.tier))
-    for number in range(2, 2 + copy.OVERTAKEN * 2):
-        assert stage.may_come([number])
-        stage.copies.give_up(stage.copies.of(stage.tier)[1:])
-    assert stage.copies.queue(stage.tier).bytes_before(1) == GRANULE_BYTES, "what is given"
-    stage.end_all()
-
-
 @pytest.mark.parametrize("chunk_s", [None, 100.0])
 def test_a_load_is_cut_to_what_comes_in_time(stage, chunk_s):
     measured(stage, 1000)
@@ -282,15 +250,6 @@ def test_a_fast_tier_is_given_more_than_it_loads_at_a_time(stage):
     stage.end_all()
 
 
-def test_what_is_stored_does_not_wait_for_loads(stage):
-    stage.tier.loads_at_once = 1
-    below(stage, range(4))
-    assert stage.may_come(range(4))
-    stage.save([5])
-    assert [verb for verb, _ in stage.tier.jobs] == ["load", "store"]
-    stage.end_all()
-
-
 def test_a_short_load_has_a_quarter_of_a_second_at_least(stage):
     below(stage, [0])
     assert ask(stage, [0], chunk_s=1e-5)
@@ -356,12 +315,6 @@ def test_an_answer_is_waited_for_a_tenth_of_the_time_of_computing(stage, answere
     stage.tiers.below.pop()
 
 
-def test_an_engine_of_unknown_pace_waits_for_an_answer_as_long_as_it_takes(stage):
-    stage.tiers.below.append([Asked(10.0, 3.0)])
-    assert stage.tiers.may_come(Wanted([key(0)], 1), 0) == float("inf")
-    stage.tiers.below.pop()
-
-
 def test_an_answer_of_a_tier_whose_loads_do_not_pay_is_not_waited_for(stage):
     measured(stage, 100)
     far = Asked(0.0, 0.0)
@@ -424,13 +377,10 @@ def test_what_was_measured_lately_counts_more():
     for _ in range(20):
         rate.moved(HALF_BYTES, rate.end_ns, rate.end_ns + 2 * HALF_BYTES)
     assert rate.gb_s == pytest.approx(0.5, rel=1e-3)
-
-
-def test_what_was_measured_before_nothing_was_to_be_done_counts_less():
     rate = Rate()
     rate.moved(1000, 0, 1000)
     rate.moved(1000, 1000 + HALF_NS, 3000 + HALF_NS)
-    assert rate.gb_s == pytest.approx(1500 / 2500, rel=1e-3)
+    assert rate.gb_s == pytest.approx(1500 / 2500, rel=1e-3), "nothing was to be done for long"
 
 
 def test_nothing_measured_and_nothing_moved_are_told_apart():

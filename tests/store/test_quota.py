@@ -40,28 +40,6 @@ def test_who_floods_the_memory_drives_out_what_is_his_own(arena, policy, others)
     assert there(store, range(196, 200)) == [196, 197, 198, 199], "and keeps what is newest of it"
 
 
-def test_where_there_is_room_it_is_anybodys(arena):
-    store = make(arena)
-    for number in range(ROOM):
-        put(store, [number], hints=A)
-    assert there(store, range(ROOM)) == list(range(ROOM))
-    put(store, [50, 51, 52], hints=B)
-    assert there(store, range(ROOM)) == list(range(3, ROOM)), "the oldest use goes first"
-    for number in range(60, 68):
-        put(store, [number], hints=NOBODY)
-    assert there(store, range(ROOM)) == [11], "within the quota the policy decides: what is over it has gone before"
-
-
-def test_what_is_used_again_takes_the_place_of_what_is_not(arena):
-    store = make(arena)
-    for number in range(ROOM):
-        put(store, [number], hints=A)
-    use(store, 0, "touch")
-    use(store, 1, "lease")
-    put(store, range(50, 58), hints=B)
-    assert there(store, range(ROOM)) == [0, 1, 10, 11]
-
-
 def test_the_end_of_a_prompt_goes_before_its_beginning(arena):
     store = make(arena)
     put(store, range(8), hints=A)

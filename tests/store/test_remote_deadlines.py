@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from remote_bed import S3Handler, made, opened, s3_answers
+from remote_bed import S3Handler, opened, s3_answers
 
 from pdx.errors import ConfigError, TierError
 from pdx.store.remote import redis_backend
@@ -180,14 +180,3 @@ def test_many_names_are_removed_by_few_requests(object_store):
     backend.close()
     assert len(object_store.requests) == 2
     assert sorted(itertools.chain.from_iterable(object_store.requests)) == sorted(names)
-
-
-def test_a_real_store_removes_many_at_once_whether_or_not_they_are_there(tmp_path, serve):
-    server = serve(made("s3", tmp_path / "server"))
-    backend = opened(server.url, timeout_s=20.0)
-    for number in range(5):
-        backend.write(f"v3/{number}", [memoryview(b"x")])
-    backend.remove([f"v3/{number}" for number in range(1, 8)])
-    assert server.names() == ["v3/0"]
-    backend.remove(["v3/absent"])
-    backend.close()

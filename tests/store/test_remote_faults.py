@@ -19,7 +19,7 @@ from pdx.testing.waiting import wait_until
 LOOP_S = 0.25  # what a call of the control loop takes at most: no deadline here is as short
 
 
-@pytest.mark.parametrize("kind", ["redis", "s3"])
+@pytest.mark.parametrize("kind", ["redis", pytest.param("s3", marks=pytest.mark.long)])
 def test_a_store_that_is_down_at_the_start_is_a_miss_until_it_answers(beds, tmp_path, caplog, monkeypatch, kind):
     server = made(kind, tmp_path / "server")
     for name, value in server.env().items():
@@ -73,8 +73,8 @@ def test_a_connection_that_ended_with_a_question_is_made_anew_before_the_next(be
     bed.until(lambda: connections(redis) == THREADS)
 
 
-def test_a_question_waits_no_longer_than_for_connections_that_are_made_anew(beds, redis, monkeypatch):
-    bed = beds(redis.url).opened()
+def test_a_question_waits_no_longer_than_for_connections_that_are_made_anew(over_memory, monkeypatch):
+    bed = over_memory().opened()
     backend, goes_on, answers = bed.tier._backend, threading.Event(), [TierError("too late", "timeout"), [None]]
     monkeypatch.setattr(backend, "connect", lambda count: goes_on.wait(30))
 
@@ -133,8 +133,8 @@ def test_a_store_that_dies_within_an_answer_is_believed_so_far(beds, redis):
 
 
 @pytest.mark.parametrize("is_asked_again", [False, True])
-def test_an_answer_from_before_it_was_stored_says_nothing(beds, redis, monkeypatch, is_asked_again):
-    bed = beds(redis.url).opened()
+def test_an_answer_from_before_it_was_stored_says_nothing(over_memory, monkeypatch, is_asked_again):
+    bed = over_memory().opened()
     heads, asked, goes_on = bed.tier._backend.heads, threading.Event(), threading.Event()
 
     def late(names, nbytes):
@@ -186,22 +186,6 @@ def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path
     assert len(gone) == len(lost), "the others are there still"
     assert [bed.store(number) for number in gone] == [None] * len(gone)
     assert bed.sought(range(30)) == 30
-
-
-def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path, serve):
-    server = serve(made("redis", tmp_path / "redis", "--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru"))
-    bed = beds(server.url).opened()
-    assert [bed.store(number) for number in range(20)] == [None] * 20
-    assert bed.sought(range(20)) == 20
-    assert [bed.store(number) for number in range(20, 300)] == [None] * 280, "it makes room itself"
-    errors = [bed.load(number) for number in range(20)]  # it takes samples: not all of the oldest are gone
-    gone = [number for number, error in enumerate(errors) if error is not None]
-    assert {errors[number].kind for number in gone} == {"missing"}
-    assert bed.counters["remote_missing"] == len(gone)
-    assert bed.sought(range(20)) == gone[0]
-    assert bed.sought([299]) == 1
-    assert bed.load(299) is None
-    assert bed.counters["remote_paused"] == 0
 
 
 @pytest.fixture(params=["redis", "s3"])
@@ -313,8 +297,8 @@ def test_who_is_no_store_at_all(beds, caplog):
         bed.paused("timeout")
 
 
-def test_one_bug_of_a_client_costs_one_question(beds, redis, monkeypatch, caplog):
-    bed = beds(redis.url).opened()
+def test_one_bug_of_a_client_costs_one_question(over_memory, monkeypatch, caplog):
+    bed = over_memory().opened()
     assert bed.store(1) is None
 
     def fails(names, nbytes):

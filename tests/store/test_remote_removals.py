@@ -3,45 +3,44 @@
 import pytest
 from remote_bed import key
 
-from pdx.errors import TierError
 from pdx.store.health import PAUSE_S
 from pdx.store.remote.catalog import NOT_THERE_S
 
 
 @pytest.fixture
-def bed(beds, redis):
-    return beds(redis.url).opened()
+def bed(over_memory):
+    return over_memory().opened()
 
 
-def gone(bed, redis, names=()):
+def gone(bed, memory, names=()):
     """Nothing but these is there, when all is removed that was to be."""
     bed.until(lambda: not bed.tier._catalog.num_leaving)
-    return redis.names() == sorted(names)
+    return memory.names() == sorted(names)
 
 
-def test_what_another_node_has_put_there_is_removed(beds, bed, redis):
+def test_what_another_node_has_put_there_is_removed(over_memory, bed, memory):
     assert [bed.store(1, shard, shards=2) for shard in (0, 1)] == [None, None]
-    other = beds(redis.url).opened()
+    other = over_memory().opened()
     assert other.tier.evict([key(1), key(2)], 2) == 0, "it does not know"
-    assert gone(other, redis)
+    assert gone(other, memory)
 
 
-def test_all_shards_that_this_node_has_put_there_are_removed(bed, redis):
+def test_all_shards_that_this_node_has_put_there_are_removed(bed, memory):
     """Where nobody knows any more how many there were."""
     assert [bed.store(1, shard, shards=3) for shard in (0, 1, 2)] == [None] * 3
     assert bed.tier.evict([key(1)]) == 1
-    assert gone(bed, redis)
+    assert gone(bed, memory)
     assert bed.counters["remote_removed"] == 1
 
 
-def test_an_answer_from_before_it_was_deleted_does_not_count(bed, redis, gate):
+def test_an_answer_from_before_it_was_deleted_does_not_count(bed, memory, gate):
     assert bed.store(1) is None
     answer = gate("heads", bed.tier._backend, behind=True)
     assert bed.tier.seeks([key(1)], 1)
     assert answer.arrived.acquire(timeout=30)
     bed.tier.evict([key(1)])
     assert not bed.tier.find([key(1)], 1)
-    assert gone(bed, redis)
+    assert gone(bed, memory)
     answer.open()
     bed.until(lambda: not bed.tier._catalog.seeking)
     assert not bed.tier.find([key(1)], 1)
@@ -49,7 +48,7 @@ def test_an_answer_from_before_it_was_deleted_does_not_count(bed, redis, gate):
     assert bed.sought([1]) == 0
 
 
-def test_what_is_being_removed_is_neither_looked_for_nor_stored(bed, redis, gate):
+def test_what_is_being_removed_is_neither_looked_for_nor_stored(bed, memory, gate):
     assert bed.store(1) is None
     remove = gate("remove", bed.tier._backend)
     bed.tier.evict([key(1)])
@@ -57,48 +56,41 @@ def test_what_is_being_removed_is_neither_looked_for_nor_stored(bed, redis, gate
     assert bed.store(1) == "left out"
     assert "being deleted" in bed.tier.history.why(key(1)).text
     remove.open()
-    assert gone(bed, redis)
+    assert gone(bed, memory)
 
 
-def test_what_is_deleted_while_the_store_does_not_answer_is_removed_when_it_does(beds, redis):
-    bed = beds(redis.url, timeout_s=0.5, lookup_s=0.3).opened()
+def test_what_is_deleted_while_the_store_does_not_answer_is_removed_when_it_does(bed, memory):
     assert [bed.store(number) for number in range(3)] == [None] * 3
-    redis.stop()
-    try:
-        while not bed.counters["remote_paused"]:
-            bed.end(bed.start("load", 0))
-        assert bed.tier.evict([key(0), key(1)]) == 0, "nobody knows what is there"
-        bed.tier.tick()
-        assert bed.tier._catalog.num_leaving == 2
-    finally:
-        redis.go_on()
+    memory.fails = "timeout"
+    while not bed.counters["remote_paused"]:
+        bed.end(bed.start("load", 0))
+    assert bed.tier.evict([key(0), key(1)]) == 0, "nobody knows what is there"
+    bed.tier.tick()
+    assert bed.tier._catalog.num_leaving == 2
+    memory.fails = ""
     bed.now += PAUSE_S
     bed.tier.tick()
     bed.until(lambda: bed.tier.status().is_up)
     bed.tier.tick()
-    assert gone(bed, redis, [f"v3/{key(2).hex()}-0"])
+    assert gone(bed, memory, [f"v3/{key(2).hex()}-0"])
 
 
-def test_what_cannot_be_removed_is_tried_again(bed, redis, monkeypatch, caplog):
+def test_what_cannot_be_removed_is_tried_again(bed, memory, caplog):
     assert bed.store(1) is None
-
-    def denied(names):
-        raise TierError("asked to", "denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bed.tier._backend, "remove", denied)
-        bed.tier.evict([key(1)])
-        bed.until(lambda: bed.counters["remote_denied"])
+    memory.fails = "denied"
+    bed.tier.evict([key(1)])
+    bed.until(lambda: bed.counters["remote_denied"])
+    memory.fails = ""
     assert "is removed later" in caplog.text
     bed.tier.tick()
     assert not bed.tier._catalog._removing, "not at once"
     assert bed.sought([1]) == 0, "it is not found meanwhile"
     bed.now += PAUSE_S
     bed.tier.tick()
-    assert gone(bed, redis)
+    assert gone(bed, memory)
 
 
-def test_what_is_not_removed_by_the_end_is_said(bed, redis, caplog):
+def test_what_is_not_removed_by_the_end_is_said(bed, caplog):
     assert bed.store(1) is None
     bed.tier._health.doubt = "gone"
     bed.tier.evict([key(1)])
@@ -106,7 +98,7 @@ def test_what_is_not_removed_by_the_end_is_said(bed, redis, caplog):
     assert "1 chunks that were deleted may still be in" in caplog.text
 
 
-def test_what_is_deleted_while_it_is_written_is_removed_when_that_is_over(bed, redis, gate):
+def test_what_is_deleted_while_it_is_written_is_removed_when_that_is_over(bed, memory, gate):
     write = gate("write", bed.tier._backend)
     copy = bed.start("store", 1, at=1)
     assert write.arrived.acquire(timeout=30)
@@ -116,4 +108,4 @@ def test_what_is_deleted_while_it_is_written_is_removed_when_that_is_over(bed, r
     write.open()
     bed.end(copy)
     assert not removing, "it is being written"
-    assert gone(bed, redis)
+    assert gone(bed, memory)

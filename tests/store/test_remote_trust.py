@@ -1,6 +1,7 @@
 """Who may use a remote store, whose word is taken for it, and what is said of an address or a file that is none."""
 
 import os
+import ssl
 from datetime import datetime, timedelta
 
 import pytest
@@ -8,13 +9,6 @@ from remote_bed import S3Handler, certificate, credentials, key, made, opened, s
 
 from pdx.errors import ConfigError
 from pdx.store.health import MAX_ERRORS as MAX_FAILURES
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    server = made("s3", tmp_path_factory.mktemp("s3") / "server").start()
-    yield server
-    server.kill()
 
 
 def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):
@@ -192,18 +186,22 @@ def test_a_certificate_of_another_host_is_refused(beds, tmp_path, serve):
     assert beds(server.url.replace("127.0.0.1", "127.0.0.2"), ca=str(cert[0])).opened().store(1) is None
 
 
-def test_tls_of_s3_is_checked(beds, tmp_path, monkeypatch, serve):
+def test_tls_of_s3_is_checked(beds, tmp_path, monkeypatch):
     ca, *own = signed(tmp_path)
     other, *_ = signed(tmp_path, "other")
-    server = serve(made("s3", tmp_path / "server", tls=own))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*own)
+    file = credentials(tmp_path, access_key_id="x", secret_access_key="x")
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    good = beds(server.url, ca=str(ca)).opened()
-    assert "SSL_CERT_FILE" not in os.environ, "it is for this store alone"
-    assert good.store(1) is None
-    for of in (str(other), "", str(own[0])):  # another's, the system's, and one that may sign nothing
-        bed = beds(server.url, ca=of)
-        bed.paused("untrusted")
-    assert good.load(1) is None
+    with s3_answers(ObjectStore, monkeypatch) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://127.0.0.1:{server.server_port}")
+        good = beds("s3://bucket", ca=str(ca), credentials=file).opened()
+        assert "SSL_CERT_FILE" not in os.environ, "it is for this store alone"
+        for of in (str(other), "", str(own[0])):  # another's, the system's, and one that may sign nothing
+            beds("s3://bucket", ca=of, credentials=file).paused("untrusted")
+        assert good.sought([1]) == 0
+        assert good.tier.status().is_up
 
 
 # ---- what is said at the start --------------------------------------------------------------

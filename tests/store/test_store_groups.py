@@ -62,7 +62,7 @@ def fill_some(stage, others):
             stage.store.delete([key(number)])
 
 
-@settings(max_examples=examples(600))
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_all_groups_get_room_up_to_one_chunk_or_none_does(data):
     with stage_of() as stage:

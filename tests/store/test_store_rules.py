@@ -79,19 +79,16 @@ def there(store, text, shards=1):
 # ---- eviction --------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_prompt_goes_before_its_beginning_after_it_was_read(store):
+@pytest.mark.parametrize("how", ["read", "looked up"])
+def test_the_end_of_a_prompt_goes_before_its_beginning_after_it_was(store, how):
     put(store, "abcdefgh")
-    lease = store.lease([chunks[0] for chunks in store.find(keys("abcdefgh"), 1)], OWNER, 10)
-    store.release(lease, OWNER)
+    chunks = [chunks[0] for chunks in store.find(keys("abcdefgh"), 1)]
+    if how == "read":
+        store.release(store.lease(chunks, OWNER, 10), OWNER)
+    else:
+        store.touch(chunks)
     put(store, "xy")
     assert there(store, "abcdefgh") == "abcdef"
-
-
-def test_the_end_of_a_prompt_goes_before_its_beginning_after_it_was_looked_up(store):
-    put(store, "abcdefgh")
-    store.touch([chunks[0] for chunks in store.find(keys("abcd"), 1)])
-    put(store, "uvwxyz")
-    assert there(store, "abcdefgh") == "ab"
 
 
 def named(letters):
@@ -200,18 +197,6 @@ def test_chunks_of_one_step_that_were_reserved_apart_go_end_first(store):
     assert there(store, "abcdefgh") == "abcde"
 
 
-def test_a_chunk_is_pinned_as_often_as_it_was_pinned(store):
-    put(store, "abcdefgh")
-    for _ in range(2):
-        assert store.pin(keys("a"), 1, pinned=True) == 1
-    store.pin(keys("a"), 1, pinned=False)
-    assert store.reserve(claim(keys("stuvwxyz")))[2]
-    for _ in range(3):
-        store.pin(keys("a"), 1, pinned=False)
-    put(store, "stuvwxyz")
-    assert there(store, "a") == ""
-
-
 def test_a_chunk_goes_with_all_its_shards(store):
     put(store, "abcd", writers=[2, 3])
     put(store, "x")
@@ -237,12 +222,6 @@ def leave(store, text, stay):
     for letter in text:
         put(store, letter)
     store.lease([store.find([letter.encode()], 1)[0][0] for letter in stay], OWNER, 10)
-
-
-def test_only_one_window_is_evicted_for_a_chunk_larger_than_the_others(store):
-    leave(store, "abcdefgh", "beg")
-    assert store.reserve(claim(keys("x"), granules=2))[2] is False
-    assert there(store, "abcdefgh") == "abefgh"
 
 
 def test_a_hole_beside_a_chunk_is_part_of_its_window(store):

@@ -6,7 +6,6 @@ import os
 
 import disk_bed
 import pytest
-import remote_bed
 from disk_bed import key
 
 from pdx.store.health import PAUSE_S
@@ -75,21 +74,15 @@ def test_a_chunk_that_is_larger_than_the_cap_is_not_stored_for_that(tmp_path):
 # ---- a store that nodes share ---------------------------------------------------------------
 
 
-@pytest.fixture
-def remote(tmp_path, redis):
-    bed = remote_bed.Bed(tmp_path / "bed", redis.url, timeout_s=1.0, lookup_s=0.3)
-    yield bed
-    bed.close()
-
-
-def test_a_store_that_has_not_answered_yet_or_does_not_any_more_says_so(remote, redis):
+def test_a_store_that_has_not_answered_yet_or_does_not_any_more_says_so(over_memory, memory):
+    remote = over_memory()
     assert said(remote, 1) == ("does not answer: no answer yet", None)
     assert remote.store(2) == "left out"
     assert said(remote, 2)[1] == "not stored: it did not answer, 0.0 s ago"
     remote.opened()
     assert remote.sought([1]) == 0
     assert said(remote, 1) == ("", None)
-    redis.kill()
+    memory.fails = "unreachable"
     while remote.counters["remote_paused"] == 0:
         remote.store(9)
     why, gone = said(remote, 9)
@@ -98,20 +91,19 @@ def test_a_store_that_has_not_answered_yet_or_does_not_any_more_says_so(remote, 
     assert said(remote, 1)[0] == why
 
 
-def test_a_question_that_is_under_way_or_has_failed_or_was_not_asked(remote, redis, monkeypatch):
+def test_a_question_that_is_under_way_or_has_failed_or_was_not_asked(over_memory, memory, monkeypatch, gate):
     monkeypatch.setattr(catalog, "MAX_SOUGHT", 1)
-    remote.opened()
-    redis.stop()
-    try:
-        assert remote.tier.seeks([key(1), key(2)], 1)
-        assert said(remote, 1)[0] == said(remote, 2)[0] == "was asked, and had not answered yet"
-        assert not remote.tier.seeks([key(3)], 1)
-        assert said(remote, 3)[0] == "was not asked, because too many questions wait for it"
-        while remote.tier._catalog.seeking:
-            remote.turn()
-        for number in (1, 2):
-            assert said(remote, number)[0].startswith("did not say whether it has it: timeout: ")
-        remote.now += 2 * NOT_THERE_S
-        assert said(remote, 1)[0] == ""
-    finally:
-        redis.go_on()
+    remote = over_memory().opened()
+    memory.fails = "timeout"
+    heads = gate("heads", memory)
+    assert remote.tier.seeks([key(1), key(2)], 1)
+    assert said(remote, 1)[0] == said(remote, 2)[0] == "was asked, and had not answered yet"
+    assert not remote.tier.seeks([key(3)], 1)
+    assert said(remote, 3)[0] == "was not asked, because too many questions wait for it"
+    heads.open()
+    while remote.tier._catalog.seeking:
+        remote.turn()
+    for number in (1, 2):
+        assert said(remote, number)[0].startswith("did not say whether it has it: timeout: ")
+    remote.now += 2 * NOT_THERE_S
+    assert said(remote, 1)[0] == ""

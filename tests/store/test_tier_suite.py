@@ -85,9 +85,15 @@ class Remote(TierStore):
 @pytest.fixture(scope="class")
 def server(request, tmp_path_factory):
     """One for all tests of a class."""
-    server = made(request.cls.kind, tmp_path_factory.mktemp("store") / "server")
-    with pytest.MonkeyPatch.context() as patch, running(server, patch):
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        if request.cls.kind == "s3":
+            server = request.getfixturevalue("s3")
+            for name, value in server.env().items():
+                patch.setenv(name, value)
+            yield server
+        else:
+            with running(made(request.cls.kind, tmp_path_factory.mktemp("store") / "server"), patch) as server:
+                yield server
 
 
 class OfServer(TierConformance):

@@ -7,10 +7,11 @@ import plain_chunk
 import pytest
 
 from pdx.memory.slot import Slot
-from pdx.store.transfers import KEPT_S, MAX_ENDED, MAX_TRANSFERS, Transfers
+from pdx.store import transfers as module
+from pdx.store.transfers import KEPT_S, Transfers
 from pdx.telemetry.env import Env
 
-MANY = MAX_TRANSFERS + 25
+MOST = 20  # transfers of one source
 
 
 @pytest.fixture
@@ -33,39 +34,29 @@ def give_up(transfers, count, source, prefix):
         assert transfers.give_up(f"{prefix} {number}", 0.0, source)
 
 
-def test_of_one_source_the_oldest_are_forgotten_and_counted(transfers, counters, caplog):
-    give_up(transfers, MANY, "process 7", "mine")
-    assert counters == {"transfers_crowded_out": MANY - MAX_TRANSFERS}
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        f"process 7 has made more than {MAX_TRANSFERS} transfers known"
-    ]
-    assert not transfers.is_given_up(f"mine {MANY - MAX_TRANSFERS - 1}")
-    assert transfers.is_given_up(f"mine {MANY - MAX_TRANSFERS}")
-    crowded_out = [f"mine {number}" for number in range(MANY - MAX_TRANSFERS)]
-    assert transfers.expire(1.0) == crowded_out, "their tails are to be dropped, too"
-    assert transfers.expire(2.0) == []
-
-
-def test_one_source_does_not_crowd_out_anothers(transfers):
+def test_of_one_source_the_oldest_are_forgotten_and_counted_and_of_others_none(
+    transfers, counters, caplog, monkeypatch
+):
+    monkeypatch.setattr(module, "MAX_TRANSFERS", MOST)
     transfers.open("yours", [Slot(4096, 1, 0)], 600.0, "peer alpha")
-    give_up(transfers, MANY, "process 7", "mine")
+    give_up(transfers, MOST + 5, "process 7", "mine")
+    assert counters == {"transfers_crowded_out": 5}
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"process 7 has made more than {MOST} transfers known"
+    ]
+    assert [transfers.is_given_up(f"mine {number}") for number in (4, 5)] == [False, True]
     assert transfers.is_under_way("yours")
-
-
-def test_offers_and_reservations_are_bounded_as_well(transfers, counters):
-    for number in range(MANY):
+    assert transfers.expire(1.0) == [f"mine {number}" for number in range(5)], "their tails are to be dropped, too"
+    assert transfers.expire(2.0) == []
+    for number in range(MOST + 5):
         transfers.expect(f"offered {number}", 60.0, "peer alpha")
         transfers.open(f"reserved {number}", [], 60.0, "process 7")
-    assert counters["transfers_crowded_out"] == 2 * (MANY - MAX_TRANSFERS)
-    assert len(transfers) == MAX_TRANSFERS, "those that wait for a peer"
-    assert len(transfers._transfers) == 2 * MAX_TRANSFERS
-
-
-def test_what_is_over_makes_place_for_its_source_again(transfers, counters):
-    give_up(transfers, MAX_TRANSFERS, "process 7", "first")
-    assert len(transfers.expire(KEPT_S)) == MAX_TRANSFERS
-    give_up(transfers, MAX_TRANSFERS, "process 7", "second")
-    assert not counters
+    assert len(transfers) == MOST, "those that wait for a peer"
+    assert len(transfers._transfers) == 2 * MOST
+    counters.clear()
+    transfers.expire(1e9)
+    give_up(transfers, MOST, "process 7", "second")
+    assert not counters, "what is over makes place for its source again"
     transfers.expire(1e9)
     assert not transfers._transfers
     assert not transfers._of_source
@@ -110,13 +101,13 @@ def test_who_comes_when_a_transfer_is_forgotten_is_told_that_it_is_over(transfer
     assert transfers.is_under_way("t"), "its engine begins it again"
 
 
-def test_names_of_forgotten_transfers_are_bounded(transfers):
-    for number in range(MAX_ENDED + 10):
+def test_names_of_forgotten_transfers_are_bounded(transfers, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ENDED", 30)
+    for number in range(40):
         transfers.give_up(f"t {number}", float(number), "process 7")
         transfers.expire(number + KEPT_S)
-    assert not transfers.is_known("t 0")
-    assert transfers.is_known("t 10")
-    assert len(transfers._ended) == MAX_ENDED
+    assert [transfers.is_known(f"t {number}") for number in (9, 10)] == [False, True]
+    assert len(transfers._ended) == 30
 
 
 @pytest.mark.parametrize("end", ["sealed", "given up"])
@@ -188,19 +179,16 @@ def test_what_is_sealed_without_a_word_before_counts_as_filled_then(transfers):
     assert transfers.left_s("t") == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("end", ["given up", "other"])
-def test_of_what_will_not_come_nothing_is_said(transfers, end):
+def test_of_what_will_not_come_nothing_is_said(transfers):
     chunks = chunks_of(2)
     transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
     fill(transfers, chunks, 1, 1.0)
     fill(transfers, chunks, 2, 2.0)
     assert transfers.left_s("t") < math.inf
-    if end == "given up":
-        transfers.give_up("t", 2.0, "process 7")
-        assert transfers.left_s("t") == math.inf
-    else:
-        other = plain_chunk.chunk(bytes(16), Slot(9 << 20, 1 << 20, 1), 4, transfer="another")
-        assert fill(transfers, [other], 1, 3.0) == set()
+    other = plain_chunk.chunk(bytes(16), Slot(9 << 20, 1 << 20, 1), 4, transfer="another")
+    assert fill(transfers, [other], 1, 3.0) == set()
+    transfers.give_up("t", 2.0, "process 7")
+    assert transfers.left_s("t") == math.inf
 
 
 def test_a_transfer_comes_near_once_when_little_time_is_left(transfers):

@@ -34,7 +34,6 @@ from pdx.memory.arena import Arena, round_up
 from pdx.security.socket_lock import is_lock
 from pdx.store.chunk_format import (
     HEADER_BYTES,
-    EncodedHeader,
     Header,
     Over,
     aligned,
@@ -73,10 +72,10 @@ _CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job
 
 
 @lru_cache(1024)
-def disk_bytes(nbytes: int, layers: int, *, is_encoded: bool = False, block_bytes: int = HEADER_BYTES) -> int:
+def disk_bytes(nbytes: int, layers: int, *, block_bytes: int = HEADER_BYTES) -> int:
     """The most that a file with so many bytes behind its header takes on a disk: whole blocks, and those that say where
-    they are. An encoded chunk never takes more than the same one that is not."""
-    blocks = -(-(header_bytes(layers, is_encoded=is_encoded) + round_up(nbytes)) // block_bytes)
+    they are."""
+    blocks = -(-(header_bytes(layers) + round_up(nbytes)) // block_bytes)
     listed = (min(block_bytes, HEADER_BYTES) - _LISTED_BYTES) // _LISTED_BYTES  # of one file system or another
     level = total = blocks
     while level > _INLINE:
@@ -104,12 +103,11 @@ class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
     @property
     def charge(self) -> int:
         """Bytes of the cap."""
-        nbytes, is_encoded = self.coded or self.nbytes, bool(self.coded)
-        return disk_bytes(nbytes, self.layers, is_encoded=is_encoded, block_bytes=self.block_bytes)
+        return disk_bytes(self.coded or self.nbytes, self.layers, block_bytes=self.block_bytes)
 
     @property
     def size(self) -> int:
-        return header_bytes(self.layers, is_encoded=bool(self.coded)) + (self.coded or self.nbytes)
+        return header_bytes(self.layers) + (self.coded or self.nbytes)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -143,11 +141,7 @@ def contents(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> 
 
     :raises TierError: it could not be read, or is not what was written, or `is_over`.
     """
-    stored = file.coded or file.nbytes
-    head, data = aligned(file.size - stored), aligned(round_up(stored))
-    info = read(path, [head, data], is_over, is_direct=is_direct)
-    header = parsed(head, info.st_size, path)
-    _check_header(header, file, path)
+    header, data, info = _whole(path, file, is_over, is_direct=is_direct)
     return unpacked(header, data, path, is_over), info.st_mtime_ns
 
 
@@ -339,26 +333,24 @@ def verify(path: Path, *, is_direct: bool) -> int:
     if match is None or path.parent.name != path.name[:2]:
         raise TierError(f"{path} is no tier's", "foreign")
     file, inode = named(match), _inode(path)
-    stored = file.coded or file.nbytes
-    head, data = aligned(file.size - stored), aligned(round_up(stored))
     try:
-        size = read(path, [head, data], lambda: False, is_direct=is_direct).st_size
-        if size != file.size:
-            raise TierError(f"{path} has {size} bytes, not {file.size}", "truncated")
-        header = parsed(head, size, path)
-        _check_header(header, file, path)
+        header, data, _ = _whole(path, file, lambda: False, is_direct=is_direct)
         compare(header, data, path, lambda: False)
-        return size
+        return file.size
     except TierError as error:
         if error.kind == "missing" or _inode(path) != inode:
             raise FileNotFoundError(path) from error
         raise
 
 
-def _check_header(header: Header, file: ChunkFile, path: Path) -> None:
-    coded = header.stored if isinstance(header, EncodedHeader) else 0
-    if (*header.of, coded) != (file.key, file.shard, file.layers, file.nbytes, file.coded):
+def _whole(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> tuple[Header, memoryview, os.stat_result]:
+    """What its header says, which is what its name says, and the bytes behind that, which are not looked at."""
+    head, data = aligned(header_bytes(file.layers)), aligned(round_up(file.coded or file.nbytes))
+    info = read(path, [head, data], is_over, is_direct=is_direct)
+    header = parsed(head, info.st_size, path)
+    if (*header.of, header.coded) != (file.key, file.shard, file.layers, file.nbytes, file.coded):
         raise TierError(f"{path} is the file of another chunk", "corrupt")
+    return header, data, info
 
 
 def some_file(root: Path) -> Path | None:

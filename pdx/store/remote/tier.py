@@ -30,7 +30,6 @@ from pdx.memory.arena import round_up
 from pdx.memory.slot import Slot
 from pdx.store import chunk_format
 from pdx.store.chunk_format import (
-    EncodedHeader,
     Over,
     aligned,
     end_if,
@@ -183,7 +182,7 @@ class RemoteTier(StoreTier):
         heads = self._backend.heads(names, HEAD_BYTES)
         more = [at for at, found in enumerate(heads) if found is not None and whole_header(found.head) > HEAD_BYTES]
         if more:
-            again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS, is_encoded=True))
+            again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS))
             for at, found in zip(more, again, strict=True):
                 heads[at] = found
         return [_held_of(found, name) for found, name in zip(heads, names, strict=True)]
@@ -416,15 +415,15 @@ def _anew(
     backend: Backend, name: str, to: tuple[bytes, int], codec: str, is_over: Over, most_bytes: int
 ) -> list[memoryview] | None:
     """The object in its new form; None: it has that form."""
-    [found] = backend.heads([name], header_bytes(MAX_LAYERS, is_encoded=True))
+    [found] = backend.heads([name], header_bytes(MAX_LAYERS))
     if found is None:
         raise TierError(f"{name} is not there", "missing")
     header = parsed(found.head[: whole_header(found.head)], found.nbytes, name)
     if header.nbytes > most_bytes:
         raise TierError(f"{name} has {header.nbytes} bytes, more than any arena of this node", "too_large")
-    if (header.codec if isinstance(header, EncodedHeader) else NONE) == codec and header.key == to[0]:
+    if header.codec == codec and header.key == to[0]:
         return None
-    head, data = aligned(header.start), aligned(round_up(header.stored))
+    head, data = aligned(header_bytes(header.layers)), aligned(round_up(header.stored))
     if backend.read(name, [head, data]) != found.nbytes or parsed(head, found.nbytes, name) != header:
         raise TierError(f"{name} was replaced meanwhile", "missing")
     part = Part(*to, header.layers, 0, header.layers, Slot(0, header.nbytes, 0))
