@@ -394,32 +394,6 @@ def _copy(new: Any, old: Any, nbytes: Any) -> None:
         copy_page(numba.uintp(new), numba.uintp(old), numba.uintp(nbytes))
 
 
-def _rows_turned(lanes: int, *, is_half: bool, is_part: bool) -> Any:
-    """The loop over a tile's rows for one sweep, of which `_turn_lanes` says the rest. `here`, `there`: addresses to
-    which those of `rows` are added."""
-    turn, width, angle_bytes = _turn_lanes(lanes, is_half=is_half, is_part=is_part), 2 if is_half else 4, 2 * lanes * 4
-
-    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-    def rows_turned(
-        here: Any,
-        there: Any,
-        rows: Any,
-        angles: Any,
-        other: Any,
-        ahead: Any,
-        token: Any,
-        shift: Any,
-        low: Any,
-        high: Any,
-    ) -> None:
-        for row in range(len(rows)):
-            x, y = rows[row, 0] * width, rows[row, 1] * width
-            turn(here + x, here + y, there + x, there + y, angles, other, ahead, token, shift, low, high)
-            angles += angle_bytes
-
-    return rows_turned
-
-
 def _runs_copied(width: int) -> Any:
     """The loop over what a line copies as it is: `runs` of elements of so many bytes, of tokens that lie as `tokens`
     says. `new`, `old`: addresses of one head of both pages."""
@@ -449,7 +423,8 @@ def _kernel(is_half: bool, lanes: int) -> Any:  # noqa: FBT001 - a key
     """The loops for pages of bfloat16, or of float32, compiled."""
     width = 2 if is_half else 4
     copy = _runs_copied(width)
-    whole, part = (_rows_turned(lanes, is_half=is_half, is_part=is_part) for is_part in (False, True))
+    whole, part = (_turn_lanes(lanes, is_half=is_half, is_part=is_part) for is_part in (False, True))
+    angle_bytes = 2 * lanes * 4
 
     @numba.njit(  # type: ignore[untyped-decorator]
         "void(int64, int64, int64, int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[:, ::1], int64, "
@@ -478,24 +453,30 @@ def _kernel(is_half: bool, lanes: int) -> Any:  # noqa: FBT001 - a key
         values: Any,
     ) -> None:
         ahead = (value_tokens[0] - key_tokens[0]) * width  # while keys are turned the values come
-        angle = numba.int64(angles.ctypes.data)
+        first_angle = numba.int64(angles.ctypes.data)
         for layer in range(len(targets)):
             for page in pages:
                 for h in range(num_heads):
                     old = source + layer * layer_bytes + h * head * width
                     new = targets[layer, 0] + tiles[page[0], 2] * targets[layer, 1] + h * head * width
                     for nth in range(page[0], page[1]):
-                        low, high = tiles[nth, 4], tiles[nth, 5]
+                        low, high, is_whole = tiles[nth, 4], tiles[nth, 5], tiles[nth, 6]
                         for sweep in range(len(sweeps)):
                             at, token, end = sweeps[sweep, 0], sweeps[sweep, 1], sweeps[sweep, 2]
                             here, there = old + (tiles[nth, 0] + at) * width, new + (tiles[nth, 3] + at) * width
-                            if tiles[nth, 6]:
-                                other = (tiles[nth, 1] - tiles[nth, 0]) * width
-                                here += other * (token >= high)
-                                other *= token < high <= end
-                                whole(here, there, rows, angle, other, ahead, token, shift, low, high)
-                            elif token < high and end >= low:
-                                part(here, there, rows, angle, 0, 0, token, shift, low, high)
+                            other, angle = (tiles[nth, 1] - tiles[nth, 0]) * width, first_angle
+                            if token >= high:
+                                here += other
+                            if token >= high or end < high:
+                                other = 0
+                            for row in range(len(rows) if is_whole or (token < high and end >= low) else 0):
+                                x, y = rows[row, 0] * width, rows[row, 1] * width
+                                to_x, to_y = there + x, there + y
+                                if is_whole:
+                                    whole(here + x, here + y, to_x, to_y, angle, other, ahead, token, shift, low, high)
+                                else:
+                                    part(here + x, here + y, to_x, to_y, angle, 0, 0, token, shift, low, high)
+                                angle += angle_bytes
                     for number in range(page[2], page[3]):
                         copy(new, old + lines[number, 0] * page_bytes, lines[number], key_tokens, still)
                     for number in range(page[4], page[5]):
