@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -330,31 +331,21 @@ class Tiers(TierHost):
 
         A load of more would be given up with chunks half loaded, and would keep those behind it waiting for nothing.
         """
-        nbytes: Counter[Tier] = Counter()
-        for _, tier, held in found:
-            nbytes[tier] += held.nbytes * shards
-        if all(self._load_takes(tier, total) <= self._load_s for tier, total in nbytes.items()):
-            return len(found)
-        nbytes.clear()
-        for at, (_, tier, held) in enumerate(found):
-            nbytes[tier] += held.nbytes * shards
-            if self._load_takes(tier, nbytes[tier]) > self._load_s:
-                return at
-        return len(found)
+
+        def is_late(count: int) -> bool:
+            nbytes = _nbytes(found[:count], shards)
+            return any(self._load_takes(tier, total) > self._load_s for tier, total in nbytes.items())
+
+        return bisect_left(range(1, len(found) + 1), 1, key=is_late) if is_late(len(found)) else len(found)
 
     def _paying(self, found: Sequence[Hit], shards: int, computing: Computing) -> int:
         """How many leading ones of these are loaded sooner than computed, by what was measured of the tiers."""
         self._chunk_bytes = found[0][2].nbytes * shards if found else self._chunk_bytes
         if not computing.is_known:
             return len(found)
-        counts: Counter[Tier] = Counter()
-        nbytes: Counter[Tier] = Counter()
-        for _, tier, held in found:
-            counts[tier] += 1
-            nbytes[tier] += held.nbytes * shards
-        slow = {
-            tier for tier, count in counts.items() if self._load_takes(tier, nbytes[tier]) > computing.seconds(count)
-        }
+        counts = Counter(tier for _, tier, _ in found)
+        nbytes = _nbytes(found, shards).items()
+        slow = {tier for tier, total in nbytes if self._load_takes(tier, total) > computing.seconds(counts[tier])}
         return next((at for at, (_, tier, _) in enumerate(found) if tier in slow), len(found))
 
     def _load_takes(self, tier: Tier, nbytes: int) -> float:
@@ -484,3 +475,11 @@ class Tiers(TierHost):
         for tier in [self.arenas, *self._all()]:
             if tier is not None:
                 tier.close()
+
+
+def _nbytes(found: Sequence[Hit], shards: int) -> Counter[Tier]:
+    """What each tier has of these, in bytes."""
+    nbytes: Counter[Tier] = Counter()
+    for _, tier, held in found:
+        nbytes[tier] += held.nbytes * shards
+    return nbytes

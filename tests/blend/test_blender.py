@@ -122,19 +122,6 @@ def test_documents_in_any_order_become_chunks_of_the_prompt_they_make(bed):
         assert not bed.blender.blend(order, 1.0).is_new
 
 
-def test_a_share_is_nearer_than_nothing(bed):
-    order = [document(1, 64), document(2, 64)]
-    for each in order:
-        bed.save(each)
-    exact = bed.kv(sum(order, []))[:, :, :, 64:]
-    far = []
-    for share in (0.0, 0.3):
-        bed.blender.blend(order, share)
-        keys = form_keys(bed.model, sum(order, []), "", blended_form(share, [64, 64]))
-        far.append(float((torch.cat(bed.found(keys)[2:], dim=3) - exact).pow(2).mean()))
-    assert far[1] < far[0]
-
-
 def test_no_exact_request_nor_one_of_other_documents_meets_it(bed):
     order = [document(1, 64), document(2, 64)]
     bed.save(order[0])

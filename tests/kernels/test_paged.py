@@ -205,12 +205,6 @@ def test_nothing_to_copy_launches_nothing(pages, name, monkeypatch):
 # ---- around the kernel ----------------------------------------------------------------------
 
 
-def test_a_batch_of_several_runs_has_a_row_for_each_page_in_order(pages):
-    batch = Batch.of(pages, [Run([3, 1], 64, 64), Run([], 16, 0), Run((2,), 4096, 1024)])
-    assert batch.table.tolist() == [[3, 64, 64], [1, 96, 64], [2, 4096, 1024]]
-    assert batch.num_pages == 3
-
-
 @pytest.mark.parametrize("nbytes", [1, 8 * 64, 21 * 64, 1 << 20])
 def test_parts_of_a_batch_are_the_whole_and_no_larger_than_asked_for(nbytes):
     """Each page of each layer once; every table is aligned as the compiled kernel expects."""

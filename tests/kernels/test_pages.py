@@ -163,14 +163,6 @@ def test_a_bad_block_id_in_any_of_several_copies_copies_nothing(operation):
     assert all(torch.equal(each.raw, was) for each, was in zip((*engines, *slots), before, strict=True))
 
 
-def test_rows_are_a_view():
-    engine = memory((4, 2, 8, 16), torch.float16, lead=16, gap=32)
-    rows = page_rows(engine.blocks)
-    assert rows.shape == (4, 32)
-    assert rows.data_ptr() == engine.blocks.data_ptr()
-    assert rows.stride() == ((512 + 32) // 16, 1)
-
-
 @pytest.mark.parametrize(
     ("tensor", "complaint"),
     [
@@ -189,19 +181,6 @@ def test_rows_are_a_view():
 def test_page_rows_refuses_what_is_not_rows_of_whole_aligned_pages(tensor, complaint):
     with pytest.raises(ValueError, match=complaint):
         page_rows(tensor)
-
-
-@pytest.mark.parametrize(("ids", "bad"), [([0, 4], "4"), ([-1, 2], "-1"), ([2**40, 0], str(2**40))])
-def test_a_bad_block_id_is_named_and_nothing_is_copied(ids, bad):
-    engine, slot = memory((4, 32), torch.uint8, seed=1), memory((2, 32), torch.uint8, seed=2)
-    before = engine.copy(), slot.copy()
-    rows, saved = page_rows(engine.blocks), page_rows(slot.blocks)
-    with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 pages"):
-        gather(rows, torch.tensor(ids), saved)
-    with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 pages"):
-        scatter(saved, torch.tensor(ids), rows)
-    assert torch.equal(engine.raw, before[0].raw)
-    assert torch.equal(slot.raw, before[1].raw)
 
 
 @pytest.mark.parametrize(

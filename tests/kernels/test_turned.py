@@ -130,17 +130,6 @@ def test_halves_are_rounded_to_the_nearest_as_torch_does(elements):
     assert torch.equal(torch.from_numpy(found).view(torch.bfloat16).nan_to_num(5.0), expected.nan_to_num(5.0))
 
 
-def test_values_and_elements_without_position_stay_as_they_are():
-    elements, rope = by_token(), ROPES["in part"]
-    source = np.random.default_rng(0).normal(size=(1, elements.num_heads * elements.head)).astype(np.float32)
-    found = np.zeros_like(source)
-    scatter_turned(source[None], [found], spans(elements, 0, 0, BLOCK, [0]), Turn.of(elements, rope, 17, is_half=False))
-    same = source == found
-    assert same.reshape(HEADS, BLOCK, 2, DIM)[:, :, 1].all()
-    assert same.reshape(HEADS, BLOCK, 2, DIM)[:, :, 0, 4:].all()
-    assert not same.all()
-
-
 def test_what_lies_outside_is_refused_before_anything_is_copied():
     elements = by_token()
     pages, found = np.ones((2, elements.num_heads * elements.head), np.float32), np.zeros((2, 512), np.float32)

@@ -43,12 +43,6 @@ def test_readers_see_how_many_slices_are_filled(arena):
         assert not any(other.generations), "a table of their own"
 
 
-@pytest.mark.parametrize("table", ["generations", "filled"])
-def test_only_the_node_may_write_tables(arena, table):
-    with Arena.open(arena.path, NBYTES) as other, pytest.raises(TypeError):
-        getattr(other, table)[0] = 1
-
-
 @pytest.mark.parametrize(
     "slot",
     [

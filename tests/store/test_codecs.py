@@ -75,14 +75,6 @@ def test_any_size_comes_back(nbytes, kind):
     assert len(small) <= len(data) + len(data) // MIB + 1  # a byte for each piece is the worst
 
 
-@pytest.mark.parametrize("elements", ["bf16", "fp16", "fp32"])
-def test_what_is_no_number_comes_back_bit_by_bit(elements):
-    width = 4 if elements == "fp32" else 2
-    patterns = np.arange(1 << 16, dtype=np.uint16)
-    data = patterns.tobytes() if width == 2 else np.repeat(patterns, 2).tobytes()  # with every NaN and infinity
-    assert decoded(LOSSLESS, encoded(LOSSLESS, data), len(data)) == data
-
-
 def test_the_width_of_elements_is_found():
     ratio = {}
     for name, dtype in DTYPES.items():

@@ -1,13 +1,8 @@
-"""Copies of one chunk to several tiers, and of several chunks of one prompt, that are under way at the same time.
+"""Copies of one chunk to several tiers that are under way at the same time. The tiers are the fakes of test_tiers."""
 
-The tiers are the fakes of test_tiers, and a real disk.
-"""
-
-import contextlib
 import itertools
 
 import pytest
-from disk_bed import Bed
 from test_tiers import DictTier, Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
@@ -70,27 +65,3 @@ def test_a_chunk_is_evicted_when_the_last_tier_has_it_and_not_before(stage):
     end_all(stage)
     stage.save(range(40, 60))
     assert stage.hits([0]) == 0
-
-
-def test_all_chunks_of_a_prompt_are_loaded_at_the_same_time(stage):
-    stage.save(range(6))
-    end_all(stage)
-    stage.forget(range(6))
-    assert stage.may_come(range(6))
-    assert len(stage.tier.jobs) == 6
-    for _ in range(6):
-        stage.end(-1)  # whichever order they come in
-    assert stage.hits(range(6)) == 6
-
-
-def test_a_disk_has_several_reads_of_a_prompt_under_way(tmp_path, gate):
-    with contextlib.closing(Bed(tmp_path, slots=10)) as bed:
-        for number in range(4):
-            assert bed.store(number)
-        read = gate("read")
-        copies = [bed.start_load(number, at=number + 1) for number in range(4)]
-        for _ in copies:
-            assert read.arrived.acquire(timeout=60), "a read waits for another one"
-        assert not bed.over.keys() & {copy.number for copy in copies}
-        read.open()
-        assert [bed.end(copy) for copy in copies] == [None] * 4

@@ -38,17 +38,6 @@ def test_what_does_not_shrink_is_stored_as_it_is(make, monkeypatch):
     assert bed.load(1) is None
 
 
-def test_more_chunks_have_room_when_they_are_encoded(make):
-    limit = 8 * chunk_file.disk_bytes(CHUNK_BYTES, 4)
-    bed = make(limit_bytes=limit)
-    for number in range(20):
-        assert bed.store(number)
-        assert bed.disk_bytes <= bed.tier.used_bytes <= limit
-    assert bed.tier.num_chunks > 8
-    for number in range(20):
-        assert not bed.has(number) or bed.load(number) is None
-
-
 def test_room_for_all_of_a_chunk_is_there_before_it_is_encoded(make, gate):
     """Nobody knows before what it will take; nor does the cap care that it will be less."""
     charge = chunk_file.disk_bytes(CHUNK_BYTES, 4)

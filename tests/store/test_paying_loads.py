@@ -170,15 +170,6 @@ def test_a_tier_that_has_brought_nothing_in_time_is_left_alone_until_it_does(sta
     stage.end_all()
 
 
-def test_what_was_given_up_is_not_waited_for(stage):
-    stage.tier.loads_at_once = 1
-    below(stage, [0, 1, 2])
-    assert stage.may_come([0, 1, 2])
-    late(stage, 5.01)
-    assert stage.copies.queue(stage.tier).bytes_before(1 << 62) == GRANULE_BYTES, "what is given"
-    stage.end_all()
-
-
 @pytest.mark.parametrize("chunk_s", [None, 100.0])
 def test_a_load_is_cut_to_what_comes_in_time(stage, chunk_s):
     measured(stage, 1000)
@@ -225,19 +216,6 @@ def test_a_long_prompt_lets_so_many_short_ones_go_first_and_no_more(stage):
         assert stage.may_come([4 + others % 8])  # one comes as fast as the tier loads one
         stage.end()
         stage.forget([4 + others % 8])
-    stage.end_all()
-
-
-def test_one_that_has_its_turn_is_expected_before_short_ones(stage):
-    stage.tier.loads_at_once = 1
-    below(stage, range(10))
-    assert stage.may_come([0, 1])
-    assert stage.copies.queue(stage.tier).bytes_before(GRANULE_BYTES) == GRANULE_BYTES, "what is given"
-    for number in range(2, 2 + copy.OVERTAKEN * 2):
-        assert stage.may_come([number])
-    assert stage.copies.queue(stage.tier).bytes_before(GRANULE_BYTES) == 10 * GRANULE_BYTES
-    stage.end()
-    assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(1)]
     stage.end_all()
 
 
@@ -312,16 +290,6 @@ def test_an_answer_is_waited_for_a_tenth_of_the_time_of_computing(stage, answere
     waits_s = stage.tiers.may_come(Wanted([key(number) for number in range(4)], 1), 0, computing=Computing(0.1))
     assert waits_s == pytest.approx(patience_s)
     assert far.asked == [[key(number) for number in range(4)]], "the next request may have it"
-    stage.tiers.below.pop()
-
-
-def test_an_answer_of_a_tier_whose_loads_do_not_pay_is_not_waited_for(stage):
-    measured(stage, 100)
-    far = Asked(0.0, 0.0)
-    far.load_rate.moved(GRANULE_BYTES, 1, 1 + 100 * MS)
-    stage.tiers.below.append([far])
-    assert ask(stage, [0, 1], chunk_s=0.2)
-    assert not ask(stage, [0, 1], chunk_s=0.05)
     stage.tiers.below.pop()
 
 

@@ -372,14 +372,6 @@ def test_chunks_of_another_number_of_shards_take_turns(stage):
     assert stored.index(key(12)) < stored.index(key(13)) < stored.index(key(11))
 
 
-def test_a_store_that_fails_costs_none_of_the_others(stage):
-    stage.save(list(range(4)))
-    stage.end(1, fails=True)
-    stage.end_all()
-    assert {name for name, _ in stage.tier.chunks} == {key(0), key(2), key(3)}
-    assert stage.counters["jobs_failed"] == 1
-
-
 def test_a_store_that_is_late_keeps_no_load_from_the_tier(stage):
     stage.save([0])
     stage.end_all()
