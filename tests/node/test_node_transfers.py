@@ -207,27 +207,20 @@ def expect(decode, transfer, wait_s=30.0, count=3):
     return number
 
 
-def test_who_expects_a_transfer_waits_for_it_before_anybody_has_opened_it(prefill, decode, transfer):
-    number = expect(decode, transfer)
-    slots = reserve(prefill, transfer)
-    seal(prefill, slots)
+@pytest.mark.parametrize("how", ["comes", "is given up", "is late"])
+def test_who_expects_a_transfer_waits_for_it_before_anybody_has_opened_it(prefill, decode, transfer, how):
+    number = expect(decode, transfer, wait_s=0.1 if how == "is late" else 30.0)
+    slots = []
+    if how == "comes":
+        slots = reserve(prefill, transfer)
+        seal(prefill, slots)
+    elif how == "is given up":
+        prefill.ask(Cancel(transfer))
     answered, found = decode.answer()
-    assert (answered, found.hits, found.waiting, found.slots) == (number, 3, False, slots)
-    decode.ask(Release(found.lease))
-
-
-def test_who_expects_a_transfer_is_told_to_ask_again_when_its_time_is_over(decode, transfer):
-    number = expect(decode, transfer, wait_s=0.1)
-    answered, found = decode.answer()
-    assert (answered, found.hits, found.waiting) == (number, 0, True)
+    assert (answered, found.hits, found.waiting, found.slots) == (number, len(slots), how == "is late", slots)
     assert decode.status().transfers == 0, "what nobody has opened is not remembered"
-
-
-def test_a_transfer_that_is_given_up_before_it_was_opened_is_not_expected(prefill, decode, transfer):
-    number = expect(decode, transfer)
-    prefill.ask(Cancel(transfer))
-    answered, found = decode.answer()
-    assert (answered, found.hits, found.waiting) == (number, 0, False)
+    if found.lease:
+        decode.ask(Release(found.lease))
 
 
 # ---- one question --------------------------------------------------------------------------------
