@@ -233,35 +233,23 @@ def test_what_the_last_request_of_a_session_used_is_loaded_when_the_next_one_arr
     assert there(service, range(4)) == []
 
 
-def test_a_request_that_does_not_come_is_given_up(service, session, clock):
+def test_a_request_that_does_not_come_is_given_up_and_each_arrival_has_its_own_time(service, session, clock):
     put(service, session, range(4))
+    asks(service, session, range(4), "a session")
+    arrives(service, "a session")
+    clock.now += 20
     asks(service, session, range(4), "a session")
     forget(service, range(4))
     arrives(service, "a session")
     clock.now += look_ahead.ARRIVAL_S - 1
     service.tick()
-    assert len(service.look_ahead) == 1
+    assert len(service.look_ahead) == 1, "the time of the one before it is over"
     clock.now += 1
     service.tick()
     assert len(service.look_ahead) == 0
     assert service.counters["prefetches_cancelled"] == 1
     service.below.end()
     service.turn()
-
-
-def test_an_arrival_has_its_own_time(service, session, clock):
-    put(service, session, range(2))
-    asks(service, session, range(2), "a session")
-    arrives(service, "a session")
-    clock.now += 20
-    asks(service, session, range(2), "a session")
-    arrives(service, "a session")
-    clock.now += look_ahead.ARRIVAL_S - 10
-    service.tick()
-    assert len(service.look_ahead) == 1, "that of the one before it is over"
-    clock.now += 10
-    service.tick()
-    assert len(service.look_ahead) == 0
 
 
 def test_sessions_that_came_last_are_remembered(service, session, monkeypatch):
