@@ -90,38 +90,37 @@ def node_that_fails(settings):
     return str(failed.value)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "tcp://*:5555", "ipc://@pdx", "pgm://239.0.0.1:1"])
-def test_processes_reach_their_node_through_a_unix_socket_only(place, address):
-    assert "is not an ipc:///absolute/path address" in node_that_fails({"address": address})
-    assert not arenas_of(address)
+def test_processes_reach_their_node_through_a_unix_socket_only(place):
+    for address in ("tcp://127.0.0.1:5555", "tcp://*:5555", "ipc://@pdx", "pgm://239.0.0.1:1"):
+        assert "is not an ipc:///absolute/path address" in node_that_fails({"address": address})
+        assert not arenas_of(address)
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        *(
-            ({setting: where}, why)
-            for setting in ("listen", "proxy")
-            for where, why in (
-                ("tcp://0.0.0.0:5555", "all interfaces"),
-                ("tcp://*:5555", "all interfaces"),
-                ("tcp://10.0.0.1:5555", "beyond this host, which needs keys"),
-                ("ipc://@pdx", "is not an ipc:///absolute/path address"),
-                ("pgm://239.0.0.1:1", "is not an address"),
-            )
-        ),
-        ({"metrics": "0.0.0.0:9400"}, "all interfaces"),
-        ({"metrics": "[::]:9400"}, "all interfaces"),
-        ({"metrics": "10.0.0.1:9400"}, "beyond this host"),
-        ({"metrics": "metrics.example:9400"}, "name an IP address"),
-        ({"metrics": "9400"}, "is not an address"),
-    ],
-)
-def test_a_node_without_keys_talks_to_nobody_beyond_its_host(place, address, settings, why):
+BEYOND = [
+    *(
+        (setting, where, why)
+        for setting in ("listen", "proxy")
+        for where, why in (
+            ("tcp://0.0.0.0:5555", "all interfaces"),
+            ("tcp://10.0.0.1:5555", "beyond this host, which needs keys"),
+            ("ipc://@pdx", "is not an ipc:///absolute/path address"),
+            ("pgm://239.0.0.1:1", "is not an address"),
+        )
+    ),
+    ("metrics", "0.0.0.0:9400", "all interfaces"),
+    ("metrics", "[::]:9400", "all interfaces"),
+    ("metrics", "10.0.0.1:9400", "beyond this host"),
+    ("metrics", "metrics.example:9400", "name an IP address"),
+    ("metrics", "9400", "is not an address"),
+]
+
+
+def test_a_node_without_keys_talks_to_nobody_beyond_its_host(place, address):
     """CVE-2025-32444, -47277, -30202, CVE-2026-103765, -106037, -107205: open to the network by default."""
-    assert why in node_that_fails({"address": address, **settings})
-    assert not arenas_of(address)
-    assert not [path for path in place.rglob("*") if path.is_socket()]
+    for setting, where, why in BEYOND:
+        assert why in node_that_fails({"address": address, setting: where})
+        assert not arenas_of(address)
+        assert not [path for path in place.rglob("*") if path.is_socket()]
 
 
 def test_every_place_that_listens_is_known():
@@ -161,13 +160,13 @@ def test_socket_lock_log_and_arena_are_this_users_alone(start_node, place):
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
-def test_a_folder_others_can_enter_is_refused(place, mode):
+def test_a_folder_others_can_enter_is_refused(place):
     folder = place / "open"
     folder.mkdir()
-    folder.chmod(mode)
-    assert "with mode 0700" in node_that_fails({"address": f"ipc://{folder}/node.sock"})
-    assert not list(folder.iterdir())
+    for mode in (0o755, 0o770, 0o701):
+        folder.chmod(mode)
+        assert "with mode 0700" in node_that_fails({"address": f"ipc://{folder}/node.sock"})
+        assert not list(folder.iterdir())
 
 
 def test_a_planted_link_is_not_followed(place, address):
@@ -252,24 +251,17 @@ def test_each_lesson_of_others_is_a_row_of_the_page():
     assert set(re.findall(r"CVE-\d+-(\d+)", " ".join(rows))) == set(lessons.split())
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        *(
-            {name: value}
-            for name in TransferParams.__struct_fields__
-            for value in (None, {}, [1], -1, "x" * 9999, True)
-        ),
+def test_whatever_a_request_says_of_a_transfer_is_one_error_at_most():
+    """CVE-2026-94622, -94626: a field that was missing or huge ended the engine; the scheduler runs these alone."""
+    values = (None, {}, [1], -1, "x" * 9999, True)
+    for said in (
+        *({name: value} for name in TransferParams.__struct_fields__ for value in values),
         *({"do_remote_prefill": True, "transfer_id": name} for name in (7, "", "a/b", "x" * 65, ["a" * 16])),
         *({"do_remote_decode": True, "do_remote_prefill": each, "prefill_tokens": 1 << 70} for each in (0, 1, True)),
         *([], "x", 7, b"", {1: 2}, {"do_remote_prefill": True, "remote_host": "evil", "tp_size": 1 << 60}),
-    ],
-    ids=repr,
-)
-def test_whatever_a_request_says_of_a_transfer_is_one_error_at_most(said):
-    """CVE-2026-94622, -94626: a field that was missing or huge ended the engine; the scheduler runs these alone."""
-    with contextlib.suppress(ProtocolError):
-        parse_params(said)
+    ):
+        with contextlib.suppress(ProtocolError):
+            parse_params(said)
 
 
 def test_no_pattern_comes_from_a_message():
