@@ -13,12 +13,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
+from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, PdxError
 
 if TYPE_CHECKING:
     from pdx.cuda.memory import DeviceMemory, Handle
@@ -30,6 +30,9 @@ MAX_PIECES = 4096  # in one write
 # What a listener keeps for `take`, of one session: each counts for its payload, the objects and its places in queues.
 MAX_UNTAKEN_BYTES = 4 << 20
 NOTIFICATION_BYTES = 1 << 10
+
+T = TypeVar("T")
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 Offset = Annotated[int, Meta(ge=0, le=1 << 48)]
 Size = Annotated[int, Meta(ge=1, le=1 << 48)]
@@ -341,6 +344,14 @@ class Region(ABC):
     def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> Channel:
         """A new channel to a region of this scheme. Raises as `connect`."""
         raise NotImplementedError
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], packed: Buffer, error: type[PdxError], what: str) -> T:
+    """What a peer has sent, typed and bounded. :raises error: it is not `what` it should be."""
+    try:
+        return decoder.decode(packed)
+    except (msgspec.DecodeError, ValueError, RecursionError) as why:
+        raise error(f"not {what}: {why}") from why
 
 
 def check_write(pieces: Sequence[Piece], notify: bytes, local_nbytes: int, remote_nbytes: int) -> None:

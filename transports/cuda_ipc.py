@@ -28,7 +28,7 @@ from pdx.cuda.page_lock import PageLock
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError, ProtocolError
 from pdx.extras import install
 from pdx.telemetry.host import process_stat
-from pdx.transports.channel import Availability, GpuMemory, Memory
+from pdx.transports.channel import Availability, GpuMemory, Memory, decoded
 from pdx.transports.local import Address, LocalListener, LocalRegion, Source, hand_over
 from pdx.transports.shm import Mapping
 
@@ -144,10 +144,7 @@ class CudaIpcListener(LocalListener):
             lock.close()
 
     def _open(self, packed: bytes, fd: int, pid: int) -> CudaSource:
-        try:
-            handle = _exported.decode(packed)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"not a handle of memory: {error}") from error
+        handle = decoded(_exported, packed, ProtocolError, "a handle of memory")
         uuid = self.memory.gpu or (handle.gpu if handle is not None else "")
         if not uuid:
             raise ChannelUnavailable(_HOST_TO_HOST)

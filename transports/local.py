@@ -30,7 +30,7 @@ from msgspec import Meta
 from pdx.errors import ChannelUnavailable, ProtocolError
 from pdx.security.unix_peer import Credentials, peer_of, receive_fds
 from pdx.telemetry.host import host_id
-from pdx.transports.channel import Availability, Piece, Region, RemoteRegion
+from pdx.transports.channel import Availability, Piece, Region, RemoteRegion, decoded
 from pdx.transports.streams.inbound import StreamListener
 from pdx.transports.streams.outbound import StreamRegion
 from pdx.transports.streams.sockets import take
@@ -53,12 +53,12 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
     gpu: Annotated[str, Meta(max_length=64)] = ""
 
 
+_addresses = msgspec.msgpack.Decoder(Address)
+
+
 def address_in(remote: RemoteRegion) -> Address:
     """The address that a peer has told. :raises ChannelUnavailable: it is none, or leads to another host."""
-    try:
-        address = msgspec.msgpack.decode(remote.detail, type=Address)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ChannelUnavailable(f"not an address of a {remote.scheme} listener: {error}") from error
+    address = decoded(_addresses, remote.detail, ChannelUnavailable, f"an address of a {remote.scheme} listener")
     if (address.boot, address.network) != _here():
         raise ChannelUnavailable("the peer runs on another host, or in another network namespace")
     return address

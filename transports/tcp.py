@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ChannelUnavailable
-from pdx.transports.channel import Piece, RemoteRegion
+from pdx.transports.channel import Piece, RemoteRegion, decoded
 from pdx.transports.streams.inbound import StreamListener
 from pdx.transports.streams.outbound import StreamRegion
 from pdx.transports.streams.sockets import fill_all, take
@@ -37,6 +37,9 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
     decodes: bool = False
     digest: Annotated[bytes, Meta(max_length=32)] = b""
+
+
+_addresses = msgspec.msgpack.Decoder(Address)
 
 
 class TcpListener(StreamListener):
@@ -90,10 +93,7 @@ class TcpRegion(StreamRegion):
 
 def address_of(detail: bytes) -> Address:
     """:raises ChannelUnavailable: it is none."""
-    try:
-        return msgspec.msgpack.decode(detail, type=Address)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ChannelUnavailable(f"not an address of a tcp listener: {error}") from error
+    return decoded(_addresses, detail, ChannelUnavailable, "an address of a tcp listener")
 
 
 def _prepare(stream: socket.socket) -> None:

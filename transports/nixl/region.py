@@ -22,7 +22,7 @@ from typing import ClassVar
 import msgspec
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
-from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion
+from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion, decoded
 from pdx.transports.nixl import agent as nixl_agent
 from pdx.transports.nixl.agent import NixlAgent
 from pdx.transports.nixl.channel import LOOK_S, NixlChannel, NixlDetail, NixlPeer
@@ -30,6 +30,7 @@ from pdx.transports.nixl.onesided import Ledger
 from pdx.transports.over_ucx import sealed, settings_for, unsealed
 
 _MAX_OWED = 1024  # agents
+_details = msgspec.msgpack.Decoder(NixlDetail)
 
 
 class NixlListener(Ledger):
@@ -95,10 +96,7 @@ class NixlRegion(Region):
         return NixlListener(self)
 
     def _connected(self, remote: RemoteRegion, timeout_s: float, wake: threading.Event) -> NixlChannel:
-        try:
-            detail = msgspec.msgpack.decode(unsealed(remote), type=NixlDetail)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise ChannelBroken(f"not a detail of a NIXL region: {error}") from error
+        detail = decoded(_details, unsealed(remote), ChannelBroken, "a detail of a NIXL region")
         with self._lock:
             if not self._is_open:
                 raise ChannelBroken("the region is closed")

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ProtocolError
-from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, TOKEN_BYTES, Piece
+from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, TOKEN_BYTES, Piece, decoded
 
 VERSION = 2
 
@@ -69,10 +69,7 @@ def pack_body(pieces: Sequence[Piece], notify: bytes, *, is_coded: bool = False)
 
 def unpack_body(packed: bytes | bytearray) -> Body:
     """:raises ProtocolError: it is none."""
-    try:
-        return _bodies.decode(packed)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not the body of a write: {error}") from error
+    return decoded(_bodies, packed, ProtocolError, "the body of a write")
 
 
 def pack_write(number: int, packed_body: bytes) -> list[bytes]:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, ProtocolError, TransferAborted, WriteRefused
-from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer, check_write, merged
+from pdx.transports.channel import Buffer, Channel, Piece, Region, RemoteRegion, Transfer, check_write, merged
 from pdx.transports.streams import coded, frames
 from pdx.transports.streams.sealed import SealedBlocks
-from pdx.transports.streams.sockets import Buffer, fill, send_some, shut
+from pdx.transports.streams.sockets import fill, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
 _BUSY_BYTES = 1 << 20  # a stream with less under way takes another write before the next stream is used

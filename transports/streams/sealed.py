@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from pdx.transports.channel import Buffer
 from pdx.transports.streams.coded import Blocks
-from pdx.transports.streams.sockets import Buffer
 
 DIGEST_BYTES = 32
 _RECORD_BYTES = 16 << 10

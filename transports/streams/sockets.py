@@ -7,11 +7,10 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
+
+from pdx.transports.channel import Buffer
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def fill(sock: socket.socket, view: Buffer, *, deadline: float | None = None) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ProtocolError
-from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, Token
+from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Buffer, Piece, Token, decoded
 
 CONTROL_TAG = 1 << 63  # of all messages here; tags of payload have this bit clear
 LANE_MASK = 0x7FFF_FFFF << 32
@@ -69,16 +69,12 @@ class End(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 Message = Greet | Welcome | Put | Done | End
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def decode(data: bytes | bytearray | memoryview) -> Message:
+def decode(data: Buffer) -> Message:
     """:raises ProtocolError: it is none of these, or out of bounds."""
-    try:
-        message: Message = _decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not a message of a UCX channel: {error}") from error
-    return message
+    return decoded(_decoder, data, ProtocolError, "a message of a UCX channel")
 
 
 def payload_tag(lane: int, number: int) -> int:
