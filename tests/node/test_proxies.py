@@ -105,7 +105,8 @@ def test_a_mark_is_told_to_the_proxy_whose_transfer_it_is(start_here, attach, pr
 
 def test_nodes_of_which_any_proxy_tells_are_there(place, proxies):
     a, b, _ = proxies
-    config = NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=2 << 20, proxy=f"{a.address},{b.address}")
+    both = f"{a.address},{b.address}"
+    config = NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=2 << 20, proxy=both, report_s=0.05)
     with Daemon(config) as daemon:
         roster = daemon.service.peers.connections.roster
 

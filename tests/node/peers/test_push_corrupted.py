@@ -83,7 +83,8 @@ def has_answered(a, b, writes):
     )
 
 
-def test_what_is_fetched_is_checked_too(nodes):
+def test_what_is_fetched_is_checked_too(nodes, monkeypatch):
+    monkeypatch.setattr("pdx.node.peers.fetches.KEPT_S", 0.2)
     a, b = nodes
     put(a, "x", pattern(2, MIB))
     WRONG.add(0)
