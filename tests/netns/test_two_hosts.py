@@ -228,20 +228,3 @@ def works(alpha: Machine, beta: Machine) -> bool:
             return bytes(arrived.view[:4]) == b"here"
     except pdx.errors.ChunkMissing:
         return False
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("machines", [LOST_S], indirect=True)
-def test_two_hosts_that_never_met_do_not_wait_for_each_other(machines: list[Machine]) -> None:
-    """No cable from the start: pushing costs nothing but the push."""
-    alpha, beta = machines
-    beta.status()
-    beta.host.pull_out()
-    data = noise(7)
-    with alpha.attach() as node:
-        with node.reserve("alone", NBYTES, parts=PARTS, push_to="beta") as chunk:
-            chunk.view[:] = data
-            chunk.seal()
-        with node.get("alone") as kept:
-            assert bytes(kept.view) == data
-    wait_at_rest(machines, 30)

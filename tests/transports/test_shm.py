@@ -172,16 +172,3 @@ def test_the_peers_memory_cannot_be_written_through_its_mapping():
         permissions = [line.split()[1] for line in lines if line.startswith(f"{mapping.address:x}-")]
         mapping.close()
     assert permissions == ["r--s"]
-
-
-def test_a_descriptor_that_is_taken_over_is_not_inherited():
-    ours, theirs = socket.socketpair()
-    with ours, theirs, file_of(1) as fd:
-        ours.settimeout(10)
-        local.hand_over(theirs, b"packed", fd)
-        packed, taken = local.take_over(ours)
-        try:
-            assert packed == b"packed"
-            assert not os.get_inheritable(taken)
-        finally:
-            os.close(taken)
