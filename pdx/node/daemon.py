@@ -69,6 +69,7 @@ def run(config: NodeConfig) -> None:
     :raises GpuError: there is no such GPU, or its memory cannot be shared.
     """
     stop = False
+    daemon: Daemon | None = None
     descriptors.raise_limit()
     near = choose(config.numa, config.gpu)
     run_on(near)  # before there are other threads
@@ -76,6 +77,8 @@ def run(config: NodeConfig) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal stop
         stop = True
+        if daemon is not None:
+            daemon.env.mailbox.post(lambda: None)  # its turn ends at once
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)

@@ -74,6 +74,7 @@ class Wire:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 5)  # the node may be starting
         self._socket.connect(address)
         self._path = address.removeprefix("ipc://")
         self.seq = 0
