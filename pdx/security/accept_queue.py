@@ -76,6 +76,8 @@ class AcceptQueue:
             else:
                 self._turn_away()
         if self._queue is not None and self._is_taken(self._queue):
+            # Nobody listens there any more: who looked the path up before it was renewed is refused, and tries again.
+            os.dup2(self._watched.fileno(), self._handed, inheritable=False)
             self._queue.close()
             self._queue = None
         return self._queue is not None

@@ -107,6 +107,19 @@ def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(process_socket, d
         wait_until(lambda: not process_socket.queue.heed() and descriptors.left() == before - 20)
 
 
+def test_who_found_the_queue_of_before_does_not_wait_in_it(process_socket, dial, place):
+    """Nobody took it from there: it tried again when its handshake had lasted for 30 s."""
+    before = os.open(place / "node.sock", os.O_PATH)
+    try:
+        dial().send(b"x")
+        assert receive(process_socket) == b"x"
+        wait_until(lambda: not process_socket.queue.heed())
+        with socket.socket(socket.AF_UNIX) as late, pytest.raises(ConnectionRefusedError):
+            late.connect(f"/proc/self/fd/{before}")
+    finally:
+        os.close(before)
+
+
 def test_a_path_that_cannot_be_renewed_turns_away_who_waits(process_socket, dial, monkeypatch):
     dealer = dial()
     dealer.send(b"x")
